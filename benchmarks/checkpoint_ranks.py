@@ -25,6 +25,7 @@ from verl_ext.files import GIB
 
 CONTENTS: list[Content] = ["model", "optimizer", "extra", "hf_model"]
 KINDS = ("verl", "sync", "async")
+RESUMES = 3
 
 
 class ShardedModel:
@@ -167,9 +168,12 @@ def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> Re
         own_bytes = bytes_of(directory / "sync" / f"global_step_{repeat + 1}")
         plain.append(measure_plain(directory / "plain", own_bytes))
     saved = {kind: medians(rounds[kind]) for kind in kinds}
+    spreads = {kind: ranges(rounds[kind]) for kind in kinds}
     for kind in () if quick else ("verl", "sync"):
         checkpoint = directory / kind / f"global_step_{repeats + 1}"
-        saved[kind]["first_step_after_resume_s"] = measure_resume(kind, device, tokenizer, checkpoint)
+        resumes = [measure_resume(kind, device, tokenizer, checkpoint) for _ in range(RESUMES)]
+        saved[kind]["first_step_after_resume_s"] = statistics.median(resumes)
+        spreads[kind]["first_step_after_resume_s"] = [min(resumes), max(resumes)]
         saved[kind]["gib"] = bytes_of(checkpoint) / GIB
     background = {} if quick else {"stall_of_verl_over_async": saved["verl"]["stall_s"] / saved["async"]["stall_s"]}
     return {
@@ -179,7 +183,7 @@ def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> Re
         "step_s": statistics.median(steps),
         "repeats": repeats,
         "saves": saved,
-        "ranges": {kind: ranges(rounds[kind]) for kind in kinds} | {"plain_s": [min(plain[1:]), max(plain[1:])]},
+        "ranges": {**spreads, **ranges([{"plain_s": seconds} for seconds in plain[1:]])},
         "plain_s": statistics.median(plain[1:]),
         "stall_of_sync_over_plain": saved["sync"]["stall_s"] / statistics.median(plain[1:]),
         "stall_of_verl_over_sync": saved["verl"]["stall_s"] / saved["sync"]["stall_s"],

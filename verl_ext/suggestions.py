@@ -55,6 +55,7 @@ KEYS = _by_name(
         "actor.clip_ratio_high": "epsilon_high",
         "actor.ppo_epochs": "num_iterations",
         "actor.loss_agg_mode": "loss_type",
+        "actor.policy_loss.loss_mode": "importance_sampling_level loss_mode policy_loss",
         "reward.functions reward.accuracy": "reward reward_fn reward_funcs reward_function custom_reward_function.path",
         "model.mixed_precision": "bf16 fp16 torch_dtype dtype",
         "model.enable_gradient_checkpointing": "gradient_checkpointing",

@@ -1,1 +1,1 @@
-"""Where answers come from: vLLM in a process of its own, or a server that speaks OpenAI's protocol."""
+"""Inference engines: vLLM in a child process, or a running server with the OpenAI protocol."""

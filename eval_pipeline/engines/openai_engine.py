@@ -1,50 +1,74 @@
-"""A running server that speaks OpenAI's chat completions protocol."""
+"""A running server with the OpenAI chat completions protocol. The client is imported on use."""
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines.answer import Answer, Request
-from eval_pipeline.engines.engine import Engine
-from eval_pipeline.engines.openai_chat import Chat
-from eval_pipeline.engines.openai_server import OpenAIServer
+from eval_pipeline.engines.base import (
+    Engine,
+    EngineDied,
+    GeneratedAnswer,
+    GenerateRequest,
+    ServedModel,
+    request_seed,
+)
+from verl_ext.errors import UserError, first_line_of
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from openai.types.chat import ChatCompletion
+
+AnswerTask = asyncio.Task[tuple[GenerateRequest, GeneratedAnswer | EngineDied]]
+
+CONNECT_TIMEOUT_S = 10.0
+"""How long a server may take to accept a connection, or to list its models."""
+NUM_RETRIES = 6
+"""Of a busy server (408, 409, 429), a failing one (5xx) or a lost connection, by the client: 0.5 s to 8 s apart, or as
+long as the server asks for."""
+NUM_LISTED = 10
+"""Models that a message names at most."""
+CONTROL_PROMPT = GenerateRequest("", "What is 1 + 1?")
+"""A prompt that any working server can answer."""
+REFUSALS = (400, 413, 422)
+"""HTTP statuses of a request that the server understands and refuses."""
 
 
 class OpenAIEngine(Engine):
-    """Requests go out from threads, `concurrency` at a time.
+    """Sends up to `concurrency` requests at a time.
 
-    The server decides which requests share a batch, so that a greedy answer may change where two tokens are as likely.
-    It also applies its own defaults to what the protocol leaves open: vLLM's server takes penalties and top_k from the
-    model's generation_config.json unless it is started with `--generation-config vllm`.
+    The server decides which requests share a batch, so a greedy answer may differ if two tokens are about equally
+    likely. It also applies its own defaults to parameters outside the protocol: vLLM's server takes penalties and top_k
+    from the model's generation_config.json unless it is started with `--generation-config vllm`.
 
     Args:
-        settings: of the engine.
-        export: directory that the server must say its model was loaded from; None takes what `engine.model` names.
+        config: of the engine.
+        export: directory that the server must have loaded; None takes the model that `engine.model` names.
     """
 
-    def __init__(self, settings: EngineConfig, export: Path | None) -> None:
-        self._settings, self._export = settings, export
+    def __init__(self, config: EngineConfig, export: Path | None) -> None:
+        self._config, self._export = config, export
 
     def __enter__(self) -> OpenAIEngine:
         started = time.monotonic()
         import openai
 
         imported = time.monotonic()
-        self._server = OpenAIServer(self._settings)
-        card = self._server.card(self._export)
-        self._chat = Chat(self._server, card.id, self._settings.timeout_s)
+        model = find_served_model(self._config, self._export)
+        self._session = ServerSession(self._config, model.id)
         self.protocol = {
             "engine": f"openai {openai.__version__}",
-            "base_url": self._settings.base_url,
-            "model": card.id,
-            "root": card.root,
-            "max_model_len": card.max_model_len,
+            "base_url": self._config.base_url,
+            "model": model.id,
+            "root": model.root,
+            "max_model_len": model.max_model_len,
         }
         self.seconds = {
             "import_s": imported - started,
@@ -56,38 +80,231 @@ class OpenAIEngine(Engine):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.__exit__(kind, error, trace)
+        pass  # every call of `answers` closes its connections
 
-    def answers(self, requests: Sequence[Request], sampling: SamplingConfig) -> Iterator[tuple[Request, Answer]]:
+    def answers(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
+    ) -> Iterator[tuple[GenerateRequest, GeneratedAnswer]]:
         """See `Engine`."""
-        started = time.monotonic()
-        waiting: SimpleQueue[Request] = SimpleQueue()
-        stop = threading.Event()
-        finished: SimpleQueue[tuple[Request, Answer | Exception]] = SimpleQueue()
-        for request in requests:
-            waiting.put(request)
-        # daemons, unlike those of a thread pool: nobody waits for an answer under way when the evaluation ends
-        for _ in range(min(self._settings.concurrency, len(requests))):
-            threading.Thread(target=self._work, args=(waiting, finished, sampling, stop), daemon=True).start()
-        try:
-            for _ in requests:
-                request, answer = finished.get()
-                if isinstance(answer, Exception):
-                    raise answer
-                yield request, answer
-        finally:
-            stop.set()
-            self.seconds["generate_s"] += time.monotonic() - started
+        import openai
 
-    def _work(
-        self, waiting: SimpleQueue, finished: SimpleQueue, sampling: SamplingConfig, stop: threading.Event
-    ) -> None:
-        while not stop.is_set():
+        started, tasks = time.monotonic(), set()
+        with asyncio.Runner() as runner:
+            client = openai.AsyncOpenAI(
+                base_url=self._config.base_url,
+                api_key=_api_key(self._config) or "EMPTY",
+                max_retries=NUM_RETRIES,
+                timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),  # `ServerSession` limits the total time
+            )
             try:
-                request = waiting.get_nowait()
-            except Empty:
-                return
-            try:
-                finished.put((request, self._chat.answer(request, sampling)))
-            except Exception as error:  # raised again by whoever waits for the answers
-                finished.put((request, error))
+                tasks = runner.run(self._start(client, requests, sampling))
+                while tasks:
+                    done, tasks = runner.run(_first_completed(tasks))
+                    for request, answer in done:
+                        if isinstance(answer, EngineDied):
+                            raise answer
+                        yield request, answer
+            finally:
+                for task in tasks:
+                    task.cancel()
+                runner.run(client.close())
+                self.seconds["generate_s"] += time.monotonic() - started
+
+    async def _start(
+        self, client: AsyncOpenAI, requests: Sequence[GenerateRequest], sampling: SamplingConfig
+    ) -> set[AnswerTask]:
+        """Start one task per request; `concurrency` of them work at a time."""
+        limit = asyncio.Semaphore(self._config.concurrency)
+
+        async def answer(request: GenerateRequest) -> tuple[GenerateRequest, GeneratedAnswer | EngineDied]:
+            async with limit:
+                try:
+                    return request, await self._session.answer(client, request, sampling)
+                except EngineDied as error:
+                    return request, error
+
+        return {asyncio.create_task(answer(request)) for request in requests}
+
+
+async def _first_completed(
+    tasks: set[AnswerTask],
+) -> tuple[list[tuple[GenerateRequest, GeneratedAnswer | EngineDied]], set[AnswerTask]]:
+    """Wait for the next results; returns them and the tasks that remain."""
+    done, remaining = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    return [task.result() for task in done], remaining
+
+
+class ServerSession:
+    """Requests one model for answers, and attributes failures to the prompt or to the server.
+
+    Args:
+        config: of the engine.
+        model: its name on the server.
+    """
+
+    def __init__(self, config: EngineConfig, model: str) -> None:
+        self._config, self._model = config, model
+        self._has_answered = False
+
+    async def answer(self, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig) -> GeneratedAnswer:
+        """Request an answer.
+
+        An answer with an `error` is kept, so there is one only if the prompt is at fault: the server refuses it, or
+        fails on it repeatedly but answers another prompt before and afterwards.
+
+        Raises:
+            EngineDied: the server is at fault.
+        """
+        import openai
+
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                try:
+                    return await self._request(client, request, sampling)
+                except (openai.APIError, ValueError) as error:
+                    if not _may_be_prompts_fault(error):
+                        raise
+                    return await self._attribute_failure(error, client.with_options(max_retries=0), request, sampling)
+        except TimeoutError as error:
+            raise EngineDied(
+                f"{self._config.base_url} does not answer (no answer within engine.timeout_s="
+                f"{self._config.timeout_s:g} seconds, retries included); raise it for slow models"
+            ) from error
+        except (openai.APIError, ValueError) as error:
+            advice = "; lower engine.concurrency" if _status(error) == 429 else ""
+            raise EngineDied(
+                f"{self._config.base_url} does not answer ({_describe(error, self._config)}){advice}"
+            ) from error
+
+    async def _attribute_failure(
+        self, error: Exception, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig
+    ) -> GeneratedAnswer:
+        """The request's answer after all, or one that says why there is none; raises if the server is at fault."""
+        import openai
+
+        if _status(error) in REFUSALS:
+            if not self._has_answered:  # a server that refuses every request rejects the settings
+                await self._request(client, CONTROL_PROMPT, sampling)
+            return GeneratedAnswer.failed(_describe(error, self._config))
+        await self._request(client, CONTROL_PROMPT, sampling)
+        try:
+            return await self._request(client, request, sampling)  # the server may have just recovered
+        except (openai.APIError, ValueError) as again:
+            if not _may_be_prompts_fault(again):
+                raise
+            await self._request(client, CONTROL_PROMPT, sampling)
+            return GeneratedAnswer.failed(_describe(again, self._config))
+
+    async def _request(
+        self, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig
+    ) -> GeneratedAnswer:
+        import openai
+
+        seed = request_seed(request, sampling)
+        arguments: dict[str, Any] = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": request.prompt}],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": openai.omit if seed is None else seed,
+        }
+        try:
+            completion = await client.chat.completions.create(**arguments, max_tokens=sampling.max_tokens)
+        except openai.BadRequestError as error:
+            if "context length" not in str(error):
+                raise
+            # prompt and answer would be too long together; without a limit, the server generates what fits
+            completion = await client.chat.completions.create(**arguments)
+        answer = _answer_from(completion)
+        self._has_answered = True
+        return answer
+
+
+def _answer_from(completion: ChatCompletion) -> GeneratedAnswer:
+    from openai.types.chat import ChatCompletion
+
+    # the client returns any page that a proxy may send instead
+    if not isinstance(completion, ChatCompletion) or not completion.choices or completion.usage is None:
+        raise ValueError("the server's reply lacks an answer or its token count")
+    choice, num_tokens = completion.choices[0], completion.usage.completion_tokens
+    return GeneratedAnswer(choice.message.content or "", num_tokens, truncated=choice.finish_reason == "length")
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status of an error; None without a reply."""
+    import openai
+
+    return error.status_code if isinstance(error, openai.APIStatusError) else None
+
+
+def _may_be_prompts_fault(error: Exception) -> bool:
+    """Whether the server refused the prompt, failed on it, or sent a malformed reply."""
+    import openai
+
+    status, is_malformed = _status(error) or 0, isinstance(error, ValueError | openai.APIResponseValidationError)
+    return status in REFUSALS or status >= 500 or is_malformed
+
+
+def find_served_model(config: EngineConfig, export: Path | None) -> ServedModel:
+    """Find the model on the server.
+
+    Args:
+        config: of the engine.
+        export: directory that the server must have loaded; None takes the model that `engine.model` names.
+
+    Raises:
+        UserError: the server cannot be reached, rejects the key, or does not have exactly one such model.
+    """
+    url, wanted, models = config.base_url, config.model, _list_models(config)
+    matching = [
+        each for each in models if wanted in (None, each.id) and (export is None or each.is_loaded_from(export))
+    ]
+    if len(matching) == 1:
+        return matching[0]
+    names = ", ".join(map(str, models[:NUM_LISTED])) or "none"
+    if matching:
+        raise UserError(f"{url} serves several models; set engine.model to one of them: {names}")
+    if export is not None and any(wanted in (None, each.id) for each in models):
+        raise UserError(
+            f"{url} serves {names}, not {export}; start it with the absolute path of that directory, or omit "
+            "--checkpoint to evaluate the model that it serves"
+        )
+    problem = f"does not serve {wanted}" if wanted else "serves no model"
+    raise UserError(f"{url} {problem}; set engine.model to one of its models: {names}")
+
+
+def _list_models(config: EngineConfig) -> list[ServedModel]:
+    import openai
+
+    url, key = config.base_url, _api_key(config)
+    try:
+        options: dict[str, Any] = {"timeout": CONNECT_TIMEOUT_S, "max_retries": 2}
+        with openai.OpenAI(base_url=url, api_key=key or "EMPTY", **options) as client:
+            # parsed here, because the client takes any page for a list of models
+            reply = client.models.with_raw_response.list()
+            return [ServedModel.from_entry(entry) for entry in json.loads(reply.text)["data"]]
+    except openai.APIConnectionError as error:
+        raise UserError(f"no server answers at {url}; start it or correct engine.base_url") from error
+    except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+        raise UserError(f"{url} rejects the key; store a valid one in the variable {config.api_key_env}") from error
+    except (openai.APIError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{url} does not list its models ({_describe(error, config)}); correct engine.base_url, which often ends "
+            "in /v1"
+        ) from error
+
+
+def _describe(error: Exception, config: EngineConfig) -> str:
+    """An error in one line, without the key, which some servers repeat."""
+    said, key = f"{type(error).__name__}: {first_line_of(error)}", _api_key(config)
+    return said.replace(key, "***") if key else said
+
+
+def _api_key(config: EngineConfig) -> str:
+    """The server's key; empty if none is set."""
+    key = os.environ.get(config.api_key_env, "").strip()  # a key read from a file ends with a newline
+    if not key.isascii() or not key.isprintable():
+        raise UserError(
+            f"the variable {config.api_key_env} holds characters that no key has; store the key alone in it"
+        )
+    return key

@@ -1,46 +1,141 @@
-"""vLLM in a process of its own, so that the process that asks stays small and can start judges."""
+"""vLLM in a child process: its parent's side, and the messages between the two.
+
+vLLM runs in a process of its own so that its death costs one batch, and the parent stays small enough to fork judges.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+import psutil
 
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines.answer import Answer, Request
-from eval_pipeline.engines.engine import Engine
-from eval_pipeline.engines.messages import Abandon, Alive, Answered, Ask, Done, Load, Loaded, Refused
-from eval_pipeline.engines.vllm_child import VllmChild
+from eval_pipeline.engines.base import Engine, EngineDied, GeneratedAnswer, GenerateRequest
+from verl_ext.config.secrets import without_secrets
 from verl_ext.errors import UserError
+from verl_ext.paths import python_path
+
+POLL_S = 1.0
+"""How often a silent child is checked."""
+KILL_TIMEOUT_S = 30.0
+"""How long to wait for a killed child; one that waits for a broken device or disk may never end."""
+EXIT_TIMEOUT_S = 15.0
+"""How long a child may take to exit by itself."""
+DEATH_TIMEOUT_S = 2.0
+"""How long it may take if it has closed the connection, which happens shortly before its end."""
+NUM_LOG_LINES = 12
+_HUB_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy")
+"""Secrets that loading a model may need."""
+
+
+# Messages to the child
+
+
+@dataclass(frozen=True)
+class LoadModel:
+    """Load a model; the first message."""
+
+    config: EngineConfig
+    model: str
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Answer these requests."""
+
+    requests: Sequence[GenerateRequest]
+    sampling: SamplingConfig
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Drop the rest of the last `Generate`."""
+
+
+# Messages from the child
+
+
+@dataclass(frozen=True)
+class ModelLoaded:
+    """The model is ready."""
+
+    protocol: dict[str, Any]
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ModelRefused:
+    """The model cannot be used."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """One answer."""
+
+    index: int
+    """Of its request in `Generate`."""
+    answer: GeneratedAnswer
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A step was completed, although no answer was finished recently."""
+
+
+@dataclass(frozen=True)
+class GenerateDone:
+    """The last message for a `Generate`."""
+
+    seconds: float
+    """Wall-clock time that it took."""
 
 
 class VllmEngine(Engine):
-    """The model in a child process, which stays loaded from one call of `answers` to the next.
+    """A model in a child process, which stays loaded between calls of `answers`.
 
-    For the same list of requests in one call, greedy answers are the same bit for bit on one machine with the same
-    settings: all are added before the first step, in order, and the prefix cache begins empty. Another list may move
-    logits by about 1e-6 in float32 and more in bfloat16, which changes an answer where two tokens are as likely.
+    Greedy answers to the same list of requests are identical bit for bit on one machine with the same settings: all
+    requests are added before the first step, in order, and the prefix cache is empty at the start. Another list may
+    change logits by about 1e-6 in float32, and more in bfloat16, which changes an answer if two tokens are about
+    equally likely.
 
     Args:
-        settings: of the engine.
+        config: of the engine.
         export: Hugging Face model directory with a chat template.
     """
 
-    def __init__(self, settings: EngineConfig, export: Path) -> None:
-        self._settings, self._export = settings, export
-        self._child: VllmChild  # once the context is entered
+    def __init__(self, config: EngineConfig, export: Path) -> None:
+        self._config, self._export = config, export
+        self._child: VllmChild  # set by `__enter__`
 
     def __enter__(self) -> VllmEngine:
-        self._child = VllmChild(self._settings.timeout_s)
+        self._child = VllmChild(self._config.timeout_s)
         try:
-            self._child.send(Load(self._settings, str(self._export)))
+            self._child.send(LoadModel(self._config, str(self._export)))
             message = self._child.receive(is_loading=True)
-            if isinstance(message, Refused):
+            if isinstance(message, ModelRefused):
                 raise UserError(message.reason)
         except BaseException:
             self._child.end()
             raise
-        assert isinstance(message, Loaded)
+        assert isinstance(message, ModelLoaded)
         self.protocol, self.seconds = message.protocol, {**message.seconds, "generate_s": 0.0}
         return self
 
@@ -49,26 +144,171 @@ class VllmEngine(Engine):
     ) -> None:
         self._child.end()
 
-    def answers(self, requests: Sequence[Request], sampling: SamplingConfig) -> Iterator[tuple[Request, Answer]]:
+    def answers(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
+    ) -> Iterator[tuple[GenerateRequest, GeneratedAnswer]]:
         """See `Engine`."""
-        self._child.send(Ask(tuple(requests), sampling))
+        self._child.send(Generate(tuple(requests), sampling))
         try:
-            for message in self._answered():
+            for message in self._receive_answers():
                 yield requests[message.index], message.answer
         except GeneratorExit:
             if self._child.is_open:
-                self._stop()
+                self._child.send(Abort())
+                for _ in self._receive_answers():
+                    pass  # finished before the child read the message
             raise
 
-    def _stop(self) -> None:
-        self._child.send(Abandon())
-        for _ in self._answered():
-            pass  # finished before the child read that nobody wants it
-
-    def _answered(self) -> Iterator[Answered]:
+    def _receive_answers(self) -> Iterator[EngineAnswer]:
         message = self._child.receive()
-        while not isinstance(message, Done):
-            if not isinstance(message, Alive):
+        while not isinstance(message, GenerateDone):
+            if not isinstance(message, Heartbeat):
                 yield message
             message = self._child.receive()
         self.seconds["generate_s"] += message.seconds
+
+
+class VllmChild:
+    """The child process, its connection and its output.
+
+    Args:
+        timeout_s: how long the child may be silent once its model is loaded; then it hangs.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._ending = timeout_s, threading.RLock()
+        self._connection, theirs = Pipe()
+        _set_send_timeout(self._connection, timeout_s)
+        self._log = tempfile.TemporaryFile()
+        command = [sys.executable, "-m", "eval_pipeline.engines.vllm_process", str(theirs.fileno()), str(os.getpid())]
+        # Native libraries write to standard output, so all output goes to the log. In a session of its own, the child
+        # gets no Ctrl-C and no hang-up, and everything that vLLM starts can be killed with it.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env={**without_secrets(os.environ, keep=_HUB_SECRETS), "PYTHONPATH": python_path()},
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `end` was not called."""
+        return not self._connection.closed
+
+    def send(self, message: Any) -> None:
+        """Send a message.
+
+        Raises:
+            EngineDied: the child is dead, or does not read.
+        """
+        try:
+            self._connection.send(message)
+        except BlockingIOError:
+            raise self._hung() from None
+        except OSError:
+            raise self._died() from None
+
+    def receive(self, is_loading: bool = False) -> Any:
+        """Wait for the next message.
+
+        Args:
+            is_loading: whether the child is loading its model, which has no time limit.
+
+        Raises:
+            EngineDied: the child is dead, or was silent for too long.
+        """
+        # polls are counted instead of the clock, which continues while a scheduler suspends both processes
+        poll_s, silent_s = min(POLL_S, self._timeout_s), 0.0
+        try:
+            while not self._connection.poll(poll_s):
+                silent_s += poll_s
+                if silent_s >= self._timeout_s and not is_loading:
+                    raise self._hung()
+                # a process forked from this one may hold the child's end open, so that no EOF would arrive
+                if self._has_exited() and not self._connection.poll():
+                    raise EOFError
+            return self._connection.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+
+    def end(self) -> None:
+        """End the child and everything that it started; may be called again."""
+        with self._ending:
+            self._connection.close()
+            self._end_within(EXIT_TIMEOUT_S)
+            self._log.close()
+
+    def _end_within(self, seconds: float) -> None:
+        with self._ending:  # the thread that closes the child and the one that reads from it may both end it
+            if self._process.returncode is None:
+                self._kill_after(seconds)
+
+    def _kill_after(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self._has_exited() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # vLLM's workers exit by themselves, then Python's resource tracker, which frees their shared memory
+        psutil.wait_procs(self._session_members(), max(0.0, deadline - time.monotonic()))
+        # before the child is reaped, so that its number cannot belong to another process
+        os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_TIMEOUT_S)
+
+    def _session_members(self) -> list[psutil.Process]:
+        """Other processes of the child's session; orphans are children of init."""
+        members = []
+        for pid in psutil.pids():
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):  # it may end at any moment
+                if pid != self.pid and os.getsid(pid) == self.pid:
+                    members.append(psutil.Process(pid))
+        return members
+
+    def _has_exited(self) -> bool:
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _died(self) -> EngineDied:
+        self._end_within(DEATH_TIMEOUT_S)
+        return EngineDied(
+            f"the vLLM process died ({_describe_exit(self._process.returncode)}); {self._last_log_lines()}"
+        )
+
+    def _hung(self) -> EngineDied:
+        self._end_within(0)
+        return EngineDied(
+            f"the vLLM process made no progress for {self._timeout_s:g} s (engine.timeout_s) and was killed; "
+            f"{self._last_log_lines()}"
+        )
+
+    def _last_log_lines(self) -> str:
+        if self._log.closed:  # its owner ended it while another thread read from it
+            return "it was shut down by its owner"
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
+        return "\n".join(["its last lines:", *lines[-NUM_LOG_LINES:]])
+
+
+def _set_send_timeout(connection: Connection, seconds: float) -> None:
+    """Have a send without progress for this long fail with `BlockingIOError`."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        whole = int(seconds)
+        timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
+def _describe_exit(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "it cannot be killed"
+    if exit_code == -signal.SIGKILL:
+        return "SIGKILL, possibly out of memory"
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"

@@ -1,25 +1,46 @@
-"""The process that holds vLLM; started by `vllm_child.py`."""
+"""The child process that holds vLLM; `vllm_engine.py` starts it. Importing this module does not import vLLM."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
+from collections.abc import Generator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from eval_pipeline.engines.messages import Alive, Answered, Ask, Done, Loaded, Refused
-from eval_pipeline.engines.vllm_model import VllmModel
+from eval_pipeline.config import EngineConfig, SamplingConfig
+from eval_pipeline.engines.base import GeneratedAnswer, GenerateRequest, request_seed
+from eval_pipeline.engines.vllm_engine import EngineAnswer, Generate, GenerateDone, Heartbeat, ModelLoaded, ModelRefused
 from verl_ext.cli import child_process_args
-from verl_ext.commands import program
-from verl_ext.errors import STOP_SIGNALS, UserError
+from verl_ext.commands import program, require_package
+from verl_ext.errors import STOP_SIGNALS, UserError, first_line_of
+from verl_ext.processes import defer_gc
+from verl_ext.rendering import EndlessTemplate, rendering
+from verl_ext.vllm_setup import pick_vllm_dtype, prepare_vllm_environment, safe_vllm_arguments
 
-SIGN_S = 1.0
-"""How often the owner hears that work continues; more often if its time limit is less than four times this."""
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+HEARTBEAT_S = 1.0
+"""Interval of heartbeats; shorter if the owner's time limit is less than four times this."""
+CPU_NICENESS = 5
+"""Niceness on a CPU, so that a training on the same cores and the judge have priority. Not more, because a checkpoint
+that waits for long may be rotated away before it is evaluated."""
+
+Finished = list[tuple[int, GeneratedAnswer]]
+"""Indices of requests with their answers."""
 
 
 def main(descriptor: int, owner: int) -> None:
-    """Load a model and answer, until the owner closes the connection or dies.
+    """Load a model and generate until the owner closes the connection or dies.
 
     Args:
         descriptor: of the connection to the owner.
@@ -28,15 +49,15 @@ def main(descriptor: int, owner: int) -> None:
     os.set_inheritable(descriptor, False)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a scheduler signals every process; the owner decides when this one ends
-    threading.Thread(target=_leave_with, args=(owner,), daemon=True).start()
+    threading.Thread(target=_exit_with_owner, args=(owner,), daemon=True).start()
     serve_until_owner_leaves(Connection(descriptor))
 
 
 def serve_until_owner_leaves(connection: Connection) -> None:
-    """Load the model and answer until the owner closes the connection.
+    """Load the model and generate until the owner closes the connection.
 
     Raises:
-        Exception: whatever vLLM raises; the owner reads its traceback in the log.
+        Exception: anything that vLLM raises; the owner finds the traceback in the log.
     """
     try:
         _serve(connection)
@@ -54,49 +75,233 @@ def _owner_has_left(connection: Connection) -> bool:
     return False
 
 
-def _leave_with(owner: int) -> None:
-    # an owner that is killed cannot end this process, which would keep the model in memory forever
+def _exit_with_owner(owner: int) -> None:
+    # a killed owner cannot end this process, which would keep the model in memory forever
     import psutil
 
     if os.getppid() == owner:
         try:
             psutil.Process(owner).wait()
         except psutil.NoSuchProcess:
-            pass  # it died just now, and this process ends below
+            pass  # it has just died
     os._exit(1)
 
 
 def _serve(connection: Connection) -> None:
     load = connection.recv()
     try:
-        model = VllmModel(load.settings, load.model)
+        model = VllmModel(load.config, load.model)
     except UserError as error:
-        connection.send(Refused(str(error)))
+        connection.send(ModelRefused(str(error)))
         return
     try:
-        connection.send(Loaded(model.protocol, model.seconds))
+        connection.send(ModelLoaded(model.protocol, model.seconds))
         while True:
             message = connection.recv()
-            if isinstance(message, Ask):  # an Abandon may arrive after the last answer
-                _answer(connection, model, message, min(SIGN_S, load.settings.timeout_s / 4))
+            if isinstance(message, Generate):  # an Abort may arrive after the last answer
+                _generate(connection, model, message, min(HEARTBEAT_S, load.config.timeout_s / 4))
     finally:
         model.close()
 
 
-def _answer(connection: Connection, model: VllmModel, ask: Ask, sign_s: float) -> None:
-    started = signed = time.monotonic()
-    steps = model.answer(ask.requests, ask.sampling)
+def _generate(connection: Connection, model: VllmModel, work: Generate, heartbeat_s: float) -> None:
+    started = last_heartbeat = time.monotonic()
+    steps = model.generate(work.requests, work.sampling)
     for finished in steps:
         for index, answer in finished:
-            connection.send(Answered(index, answer))
-        if time.monotonic() - signed >= sign_s:  # here, not in a thread: a sign means that a step was completed
-            connection.send(Alive())
-            signed = time.monotonic()
+            connection.send(EngineAnswer(index, answer))
+        if time.monotonic() - last_heartbeat >= heartbeat_s:  # not in a thread: it means that a step was completed
+            connection.send(Heartbeat())
+            last_heartbeat = time.monotonic()
         if connection.poll():
-            connection.recv()  # Abandon, or EOFError
+            connection.recv()  # Abort, or EOFError
             steps.close()
             break
-    connection.send(Done(time.monotonic() - started))
+    connection.send(GenerateDone(time.monotonic() - started))
+
+
+class VllmModel:
+    """A model loaded into vLLM.
+
+    Args:
+        config: of the engine.
+        model: Hugging Face model directory with a chat template.
+
+    Raises:
+        UserError: vLLM is not installed, or the model or the configuration cannot be used.
+    """
+
+    def __init__(self, config: EngineConfig, model: str) -> None:
+        require_package("vllm")
+        started = time.monotonic()
+        with defer_gc():
+            device = prepare_vllm_environment()
+            if device == "cpu":
+                _lower_priority()
+            from vllm import LLM, __version__
+
+        imported = time.monotonic()
+        try:
+            self._llm = LLM(**vllm_arguments(config, model, on_gpu=device != "cpu"))
+        except UserError:
+            raise
+        except Exception as error:  # vLLM, transformers and safetensors have no exception in common
+            traceback.print_exc(file=sys.stderr)
+            raise UserError(
+                f"vLLM cannot load {model} ({_reason(error)}); fix the model or the engine settings"
+            ) from error
+        self._require_template(model)
+        self.seconds = {"import_s": imported - started, "load_s": time.monotonic() - imported}
+        self.protocol = self._describe(device, __version__, config.vllm)
+
+    def _require_template(self, model: str) -> None:
+        from jinja2 import TemplateError
+
+        try:
+            self._tokenize("any")
+        except (TemplateError, EndlessTemplate) as error:
+            raise UserError(
+                f"{model} has no working chat template ({first_line_of(error)}); add one as chat_template.jinja"
+            ) from error
+
+    def _describe(self, device: str, version: str, further: dict[str, Any]) -> dict[str, Any]:
+        config = self._llm.llm_engine.vllm_config
+        return {
+            "engine": f"vllm {version}",
+            "device": device,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "max_model_len": config.model_config.max_model_len,
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "vllm": further,
+        }
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
+    ) -> Generator[Finished, None, None]:
+        """Answer every request.
+
+        Yields:
+            After each added request, and then after each step of the engine, the answers finished in it; requests that
+            cannot be answered come first. Closing the generator aborts the rest.
+        """
+        engine = self._llm.llm_engine
+        # entries of an earlier call would change how prompts are split into steps, and with it the last bits of logits
+        engine.reset_prefix_cache()
+        try:
+            for index, request in enumerate(requests):
+                refused = self._add(index, request, sampling)
+                yield [] if refused is None else [(index, refused)]
+            while engine.has_unfinished_requests():
+                yield [(int(output.request_id), _answer_from(output)) for output in engine.step() if output.finished]
+        finally:
+            engine.abort_request([str(index) for index in range(len(requests))])
+
+    def _add(self, index: int, request: GenerateRequest, sampling: SamplingConfig) -> GeneratedAnswer | None:
+        """Add a request to the engine; returns the answer if there can be none."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        limit = self._llm.llm_engine.model_config.max_model_len
+        tokens = self._tokenize(request.prompt)
+        if len(tokens) >= limit:
+            return GeneratedAnswer.failed(
+                f"the prompt has {len(tokens)} tokens and the model takes {limit}, answer included"
+            )
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=min(sampling.max_tokens, limit - len(tokens)),
+            seed=request_seed(request, sampling),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        try:
+            self._llm.llm_engine.add_request(str(index), {"prompt_token_ids": tokens}, params)
+        except ValueError as error:
+            return GeneratedAnswer.failed(f"vLLM refuses the prompt: {first_line_of(error)}")
+        return None
+
+    def _tokenize(self, prompt: str) -> list[int]:
+        chat, tokenizer = [{"role": "user", "content": prompt}], self._llm.get_tokenizer()
+        with rendering():
+            return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+
+    def close(self) -> None:
+        """End everything that vLLM started."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def _answer_from(output: RequestOutput) -> GeneratedAnswer:
+    completion = output.outputs[0]
+    return GeneratedAnswer(completion.text, len(completion.token_ids), truncated=completion.finish_reason == "length")
+
+
+def _lower_priority() -> None:
+    """Let other processes on the same cores go first: this thread, the threads that it starts, and the session.
+
+    If the kernel shares processor time among sessions first, niceness counts only within one (sched(7), autogroup).
+    """
+    os.nice(CPU_NICENESS)
+    with suppress(OSError):  # the kernel has no autogroups, or the file cannot be written, which only costs speed
+        Path("/proc/self/autogroup").write_text(str(CPU_NICENESS))
+
+
+def vllm_arguments(config: EngineConfig, model: str, on_gpu: bool) -> dict[str, Any]:
+    """Arguments of vllm.LLM.
+
+    Args:
+        config: of the engine.
+        model: Hugging Face model directory.
+        on_gpu: whether vLLM runs on a GPU.
+
+    Raises:
+        UserError: an unknown argument, a dtype that vLLM does not support for the model, or a model that needs code of
+            its own.
+    """
+    from vllm import EngineArgs
+
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in config.vllm:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean {near[0]}?" if near else "see the fields of vllm.EngineArgs"
+            raise UserError(f"engine.vllm.{name} is not an argument of vllm.LLM; {advice}")
+    wanted = {
+        "enforce_eager": not on_gpu,
+        "seed": 0,
+        "use_tqdm_on_load": False,
+        # vLLM 0.12 rewinds a request's random state after a part of its prompt, which a CPU generator does not support
+        "enable_chunked_prefill": None if on_gpu else False,
+        **config.vllm,
+        "model": model,
+        "dtype": config.dtype,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }
+    arguments = safe_vllm_arguments(wanted)
+    # vLLM's own reading of the configuration knows every way to specify a length, including scaled positions
+    model_config = EngineArgs(**arguments).create_model_config()
+    dtype = pick_vllm_dtype(config.dtype, on_gpu, model_config.hf_text_config.dtype)
+    if not on_gpu and "linear_attention" in (getattr(model_config.hf_text_config, "layer_types", None) or ()):
+        if config.dtype not in ("auto", "bfloat16"):
+            raise UserError(
+                f"vLLM computes linear attention, which {model} has, in bfloat16 alone on a CPU; set engine.dtype=auto"
+            )
+        dtype = "bfloat16"
+        arguments = {"enable_prefix_caching": False, **arguments}  # for states it needs chunked prefill
+    return {**arguments, "dtype": dtype, "max_model_len": min(model_config.max_model_len, config.max_model_len)}
+
+
+def _reason(error: Exception) -> str:
+    """vLLM's complaint, in one line."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return first_line_of(error)
+    first = error.errors()[0]
+    complaint = first["msg"].splitlines()[0].removeprefix("Value error, ")
+    return f"{complaint} ({'.'.join(map(str, first['loc'])) or error.title})"
 
 
 if __name__ == "__main__":

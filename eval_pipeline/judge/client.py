@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from eval_pipeline.judge.inside import frames
-from eval_pipeline.judge.packages import find_packages
+from eval_pipeline.judge.inside import protocol
+from eval_pipeline.judge.isolation import find_packages
 from eval_pipeline.judge.types import (
     ISOLATION_LEVELS,
     JudgeConfig,
+    JudgeRequest,
     ProgramRun,
-    Request,
     ResourceLimits,
     RunReport,
     Submission,
@@ -59,7 +59,7 @@ class _DiedAtStart(JudgeServerError):
 class _Pending:
     """A request without a result."""
 
-    request: Request
+    request: JudgeRequest
     limits: ResourceLimits
     future: Future[Any]
     is_retry: bool = False
@@ -179,7 +179,7 @@ class JudgeClient:
             pass
         return [_verdict_or_error(future, submission) for future, submission in zip(futures, submissions, strict=True)]
 
-    def _request(self, request: Request, limits: ResourceLimits | None) -> Future[Any]:
+    def _request(self, request: JudgeRequest, limits: ResourceLimits | None) -> Future[Any]:
         pending = _Pending(request, limits or self._config.limits, Future())
         try:
             with self._lock:
@@ -205,7 +205,7 @@ class JudgeClient:
         pending = self._pending[number]
         message = {"id": number, **request_to_json(pending.request, pending.limits)}
         with suppress(OSError):  # the process has died, and the next one receives all pending requests
-            self._stdin.write(frames.pack(message))
+            self._stdin.write(protocol.pack(message))
             self._stdin.flush()
 
     # The server process
@@ -248,8 +248,8 @@ class JudgeClient:
         if not poll.poll(_START_S * 1000):
             self._process.kill()
             return None
-        with suppress(frames.FrameError):  # it ended in the middle of the message
-            if (received := frames.read(self._stdout.fileno())) is not None:
+        with suppress(protocol.FrameError):  # it ended in the middle of the message
+            if (received := protocol.read(self._stdout.fileno())) is not None:
                 return received[0]
         return None
 
@@ -348,8 +348,8 @@ class JudgeClient:
     def _read_until_death(self) -> bool:
         """Return results until the process ends; returns whether there was one."""
         found = False
-        with suppress(frames.FrameError):  # it ended in the middle of a message
-            while (received := frames.read(self._stdout.fileno())) is not None:
+        with suppress(protocol.FrameError):  # it ended in the middle of a message
+            while (received := protocol.read(self._stdout.fileno())) is not None:
                 found = True
                 self._silent_s = 0.0
                 self._settle(*received)
@@ -374,7 +374,7 @@ class JudgeClient:
             pending.future.set_result(result)
 
 
-def _result_of(request: Request, message: dict[str, Any], blob: bytes) -> Verdict | RunReport | JudgeServerError:
+def _result_of(request: JudgeRequest, message: dict[str, Any], blob: bytes) -> Verdict | RunReport | JudgeServerError:
     if "failed" not in message:
         return result_from_json(message, blob)
     if isinstance(request, Submission):

@@ -15,11 +15,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from eval_pipeline.judge.inside import frames
-from eval_pipeline.judge.inside.preloaded import MODULES
-from eval_pipeline.judge.levels import IsolationLevel, Role
+from eval_pipeline.judge.inside import protocol
+from eval_pipeline.judge.inside.protocol import PRELOADED
+from eval_pipeline.judge.isolation import IsolationLevel, Role
 from eval_pipeline.judge.sandbox import SandboxError, Zygote, readable, sealed_file
-from eval_pipeline.judge.types import FunctionTests, ResourceLimits, RunReport, TesterReport
+from eval_pipeline.judge.types import FunctionOutcome, FunctionTests, ResourceLimits, RunReport
 
 _MOST_ANSWERS = 300
 """Of one supervisor, or tests of one tester. They keep nothing; should that ever fail, it does not add up forever."""
@@ -33,7 +33,7 @@ _ERROR_CHARS = 2000
 _NUMBERS = {"exit": int, "cpu_s": float, "wall_s": float}
 _ENDED_NORMALLY = ("exited", "ended")
 _ENDS = (*_ENDED_NORMALLY, "cpu", "wall", "memory", "processes", "files")
-_DIED = TesterReport("died", "the test could not be finished with what the answer returned")
+_DIED = FunctionOutcome("died", "the test could not be finished with what the answer returned")
 
 
 class SandboxPool:
@@ -55,7 +55,7 @@ class SandboxPool:
         """
         supervisor, self._supervisor = self._supervisor or self._new_supervisor(), None
         try:
-            with sealed_file(frames.pack_program(preamble, program)) as file:
+            with sealed_file(protocol.pack_program(preamble, program)) as file:
                 runs = AnswerRuns(supervisor, file, limits, self)
                 yield runs
             self._num_answers += 1
@@ -147,7 +147,7 @@ class AnswerRuns:
             self._start("program", input_file)
         return self._report(self._deadline())
 
-    def run_test(self, tests: FunctionTests, test: str) -> tuple[RunReport, TesterReport]:
+    def run_test(self, tests: FunctionTests, test: str) -> tuple[RunReport, FunctionOutcome]:
         """Run one test of a function against the answer.
 
         Raises:
@@ -165,7 +165,7 @@ class AnswerRuns:
                 self._start("function", answers_end.fileno())
             return self._finish_test(job, testers_end)
 
-    def _finish_test(self, job: dict[str, Any], testers_end: socket.socket) -> tuple[RunReport, TesterReport]:
+    def _finish_test(self, job: dict[str, Any], testers_end: socket.socket) -> tuple[RunReport, FunctionOutcome]:
         with self._sandboxes.test(job, testers_end) as tester:
             testers_end.close()
             deadline = self._deadline()
@@ -186,15 +186,15 @@ class AnswerRuns:
 
     def _send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         try:
-            frames.send(self._supervisor, message, fds=fds)
+            protocol.send(self._supervisor, message, fds=fds)
         except OSError as error:
             raise SandboxError(self._sandboxes.failure()) from error
 
     def _report(self, deadline: float) -> RunReport:
         if not readable([self._supervisor], deadline - time.monotonic()):
             raise SandboxError("the supervisor of the answer does not reply")
-        with suppress(frames.FrameError):
-            if (received := frames.receive(self._supervisor)) is not None:
+        with suppress(protocol.FrameError):
+            if (received := protocol.receive(self._supervisor)) is not None:
                 report = read_report(*received[:2])
                 self.ended_normally &= report.end in _ENDED_NORMALLY
                 return report
@@ -272,16 +272,16 @@ class TesterProcess:
         self.num_tests += 1
         test = compile_test(job["preamble"], job["test"])
         message = {**job, "leaves_no_trace": test.leaves_no_trace}
-        frames.send(self._control, message, test.code, (answer.fileno(),))
+        protocol.send(self._control, message, test.code, (answer.fileno(),))
 
-    def outcome(self, deadline: float) -> TesterReport:
+    def outcome(self, deadline: float) -> FunctionOutcome:
         """How the test ended; "died" if the process says nothing before `deadline` of the monotonic clock."""
         if readable([self._control], deadline - time.monotonic()):
-            with suppress(frames.FrameError):
-                if (received := frames.receive(self._control)) is not None:
+            with suppress(protocol.FrameError):
+                if (received := protocol.receive(self._control)) is not None:
                     message = received[0]
                     self.is_clean = message["is_clean"]
-                    return TesterReport(message["outcome"], message["message"])
+                    return FunctionOutcome(message["outcome"], message["message"])
         return _DIED
 
     def fileno(self) -> int:
@@ -319,7 +319,7 @@ def compile_test(preamble: str, test: str) -> CompiledTest:
     return CompiledTest(marshal.dumps(tuple(codes)), all(map(leaves_no_trace, codes)))
 
 
-_LOADED_MODULES = frozenset((*MODULES["tester"], "__future__"))
+_LOADED_MODULES = frozenset((*PRELOADED["tester"], "__future__"))
 _HARMLESS_BUILTINS = frozenset(
     "abs all any ascii bin bool bytearray bytes callable chr classmethod complex dict divmod enumerate filter float "
     "format frozenset hash hex id int isinstance issubclass iter len list map max min next object oct ord pow print "

@@ -19,9 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from eval_pipeline.judge.inside.census import Census
 from eval_pipeline.judge.inside.directories import remove_tree
-from eval_pipeline.judge.levels import IsolationLevel, Role
+from eval_pipeline.judge.inside.process_tree import ProcessTree
+from eval_pipeline.judge.isolation import IsolationLevel, Role
 
 
 class SandboxError(Exception):
@@ -189,20 +189,20 @@ _MOST_S = 10.0
 
 def _end_below(zygote: int) -> None:
     """Kill every process below a zygote, which adopts orphans and does not wait for them."""
-    census = Census(bytearray(mmap.PAGESIZE))
+    tree = ProcessTree(bytearray(mmap.PAGESIZE))
     deadline = time.monotonic() + _MOST_S
     try:
         # reading /proc is not atomic and may miss a process that was just born: two readings in a row must find none
         num_empty = 0
         while num_empty < 2 and time.monotonic() < deadline:
-            found = census.descendants(zygote)
+            found = tree.descendants(zygote)
             num_empty = 0 if found else num_empty + 1
             for pid in found:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_PAUSE_S)
     finally:
-        os.close(census.fd)
+        os.close(tree.fd)
 
 
 def remove_directories(zygote: int) -> None:

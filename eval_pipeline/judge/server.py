@@ -18,10 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from eval_pipeline.judge.comparisons import Comparer
-from eval_pipeline.judge.inside import frames
-from eval_pipeline.judge.levels import IsolationLevel, candidates
-from eval_pipeline.judge.packages import Package
+from eval_pipeline.judge.comparer import Comparer
+from eval_pipeline.judge.inside import protocol
+from eval_pipeline.judge.isolation import IsolationLevel, JudgePackage, candidate_levels
 from eval_pipeline.judge.runs import AnswerRuns, SandboxPool
 from eval_pipeline.judge.sandbox import STARTS, SandboxError, SharedGate
 from eval_pipeline.judge.types import (
@@ -71,7 +70,9 @@ def main() -> None:
     _raise_open_files_limit()
     output = Output(os.dup(1))
     os.dup2(2, 1)
-    level, reasons = _find_level(options["isolation"], tuple(Package(**package) for package in options["packages"]))
+    level, reasons = _find_level(
+        options["isolation"], tuple(JudgePackage(**package) for package in options["packages"])
+    )
     if level is None:
         output.write({"refused": reasons})
         return
@@ -198,7 +199,7 @@ class Output:
 
     def write(self, message: dict[str, Any], blob: bytes = b"") -> None:
         """Write one whole message. The process ends if nobody reads any more."""
-        data = frames.pack(message, blob)
+        data = protocol.pack(message, blob)
         with self._lock:
             try:
                 while data:
@@ -207,10 +208,10 @@ class Output:
                 _end(0)
 
 
-def _find_level(isolation: str, packages: tuple[Package, ...]) -> tuple[IsolationLevel | None, list[str]]:
+def _find_level(isolation: str, packages: tuple[JudgePackage, ...]) -> tuple[IsolationLevel | None, list[str]]:
     """The first level that judges a correct answer as correct, and why stronger ones do not work."""
     reasons: list[str] = []
-    for level in candidates(isolation, packages):
+    for level in candidate_levels(isolation, packages):
         worker = JudgeWorker(level, SharedGate())
         verdict = worker.judge(_PROBE, ResourceLimits())
         worker.close()
@@ -263,7 +264,7 @@ def _read_jobs(jobs: queue.SimpleQueue[dict[str, Any]], parent: int) -> None:
     while os.getppid() == parent:
         if not select.select([0], [], [], _PARENT_CHECK_S)[0]:
             continue
-        received = frames.read(0)
+        received = protocol.read(0)
         if received is None:
             return
         jobs.put(received[0])

@@ -3,45 +3,52 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 
+import regex  # unlike `re`, its possessive quantifiers hold before Python 3.11.5
+
 from eval_pipeline.judge import FunctionTests, ReferenceAnswer
-from eval_pipeline.problems.answer_text import behind_reasoning, clean_text, code_before, code_blocks
-from eval_pipeline.problems.fences import PYTHON_TAGS, one_line_blocks
+from eval_pipeline.problems.fences import LANGUAGES, PYTHON_TAGS, FencedBlock, fenced_blocks, one_line_blocks
 from eval_pipeline.problems.problem import Problem
-from eval_pipeline.problems.python_effects import acts, gives_a_value, is_blank
 from eval_pipeline.problems.python_source import (
     SourceParser,
+    acts,
+    defined_names,
     defines,
     find_definition,
+    gives_a_value,
+    imported_names,
+    is_blank,
     looks_defined,
     parsing_beginning,
+    prints,
+    unknown_names,
 )
-from eval_pipeline.problems.whole_program import MAX_STARTS, code_starts, whole_program
 
 MAX_ANSWER_CHARS = 1 << 18
 """More than most models can write; the program is at the end."""
 
 
 def extract_program(problem: Problem, answer: str) -> str:
-    """What is handed to the judge for an answer.
+    """The program that is judged for an answer.
 
-    What follows a closed `<think>`, if it holds a program, else the whole text. Function tests: the last fenced Python
-    block that defines the entry point (one without a language tag counts), else the last fenced block, else the text
-    itself; a text that is not a program by its prose gives the definitions between. What then lacks the entry point
-    but continues the problem's code is put behind that code. Programs: see `whole_program`. A reference answer: the
-    text.
+    The text after a closed `<think>` is searched first, then the whole text. Function tests: the last fenced Python
+    block that defines the entry point (a block without a language tag counts), otherwise the last fenced block,
+    otherwise the text itself, or the definitions in it if prose surrounds them. If the result lacks the entry point but
+    continues the code of the problem, it is appended to that code. Programs: see `_whole_program`. A reference answer:
+    the text.
 
-    It takes at most about a second: of a longer text the last `MAX_ANSWER_CHARS` are searched, and what is parsed on
-    the way is limited too.
+    This takes at most about a second: only the last `MAX_ANSWER_CHARS` of a text are searched, and the amount of
+    parsing is limited too.
 
     Args:
         problem: the problem that was asked.
         answer: the model's whole text, prose and Markdown included; it may be cut off anywhere.
 
     Returns:
-        The empty string where there is no program: nothing, or nothing but comments, constants and `pass`. Such an
-        answer would run without an error, and must not count as code that ran.
+        The empty string if there is no program, or only comments, constants and `pass`. Such an answer would run
+        without an error, and must not count as code that ran.
     """
     if isinstance(problem.tests, ReferenceAnswer):
         return answer
@@ -52,9 +59,9 @@ def extract_program(problem: Problem, answer: str) -> str:
         if not defines(program, tests.entry_point, parser):
             program = _function_program(text, tests, parser)
     else:
-        program = "" if final is None else whole_program(final, parser)
+        program = "" if final is None else _whole_program(final, parser)
         if not _is_meant_to_run(program, final, parser):
-            program = whole_program(text, parser)
+            program = _whole_program(text, parser)
     return "" if is_blank(program, parser) else program
 
 
@@ -66,7 +73,7 @@ def _last_lines(text: str) -> str:
 
 
 def _is_meant_to_run(program: str, final: str | None, parser: SourceParser) -> bool:
-    """Whether a program from the final part of an answer does something, or is code that is broken."""
+    """Whether a program from the final part of an answer does something, or is broken code."""
     if (tree := parser.tree(program)) is not None:
         return acts(tree)
     return final is not None and any(block.tag in PYTHON_TAGS for block in code_blocks(final))
@@ -95,7 +102,7 @@ def _unfenced_program(text: str, tests: FunctionTests, parser: SourceParser) -> 
         return text
     lines = text.split("\n")
     wanted = [index for index, line in enumerate(lines) if looks_defined(line, tests.entry_point)]
-    for start in [*code_starts(lines)[:MAX_STARTS], *wanted[-1:]]:
+    for start in [*_code_starts(lines)[:MAX_STARTS], *wanted[-1:]]:
         program = parsing_beginning(lines[start:], parser)
         if defines(program, tests.entry_point, parser):
             return program
@@ -103,14 +110,14 @@ def _unfenced_program(text: str, tests: FunctionTests, parser: SourceParser) -> 
 
 
 def _continued(text: str, tests: FunctionTests, parser: SourceParser) -> str | None:
-    """The problem's code with `text` behind it, where that is a program whose entry point has grown by it."""
+    """The code of the problem followed by `text`, if that is a program whose entry point is longer with it."""
     if not tests.code_prompt:
         return None
     body = text.strip("\n")
     program = parsing_beginning(f"{tests.code_prompt}{body}".split("\n"), parser)
     if len(_body(program, tests, parser)) > len(_body(tests.code_prompt, tests, parser)):
         return program
-    # the indentation of the first line may be lost in the tokenizer, or all of it; a `return` tells code from output
+    # the tokenizer may lose the indentation of the first line, or all of it; a `return` tells code from output
     for indented in ("    " + body.lstrip(), textwrap.indent(textwrap.dedent(body), "    ")):
         program = parsing_beginning(f"{tests.code_prompt}{indented}".split("\n"), parser)
         if gives_a_value(_body(program, tests, parser)):
@@ -119,7 +126,148 @@ def _continued(text: str, tests: FunctionTests, parser: SourceParser) -> str | N
 
 
 def _body(program: str, tests: FunctionTests, parser: SourceParser) -> list[ast.stmt]:
-    """Statements of the entry point, its docstring included; none where it is not there or nothing parses."""
+    """The statements of the entry point, docstring included; none if it is missing or the program does not parse."""
     tree = parser.tree(program)
     definition = None if tree is None else find_definition(tree, tests.entry_point)
     return definition.body if definition else []
+
+
+# Problems that are solved by standard input and output: no name tells which block is the program
+
+MAX_BLOCKS = 100
+"""Of an answer, counted from its end; earlier ones are ignored."""
+MAX_STARTS = 8
+"""Lines that are tried as the first line of a program without a fence."""
+
+_CODE_START = regex.compile(
+    r"(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]+\w|(?:async[ \t]+def|def|class)[ \t]+\w|@\w"
+    r"|(?:for|while|if|with|try)\b.*:|[A-Za-z_][\w.]*+(?:[ \t]*+,[ \t]*+\w++)*+[ \t]*+[-+*/%]?=|[A-Za-z_][\w.]*+\()"
+)
+# "N = in" and "A.b" are broken code, not prose
+_PROSE_START = regex.compile(
+    r"[ \t]*+(?:\*{1,3}\w|[-*>] |</?[a-z|]|\(?[A-Z][\w'\u2019]*+(?:,? [a-z(]|[*:!.]*+(?:[ \t]*+$|[ \t]++[^-+*/=\s])))"
+)
+
+
+def _whole_program(text: str, parser: SourceParser) -> str:
+    """The last block that can be the program.
+
+    That is, it parses, needs no function of earlier blocks, does something, and prints if any block does; blocks tagged
+    as Python come before those without a tag. If there is none, it is the last Python block, otherwise the last block,
+    otherwise the text, and of that the lines between prose if they are a program. If that is not a program either, it
+    is one between fences on one line.
+
+    Args:
+        text: an answer whose lines end with `\\n`.
+        parser: of the answer.
+    """
+    blocks = code_blocks(text)[-MAX_BLOCKS:] or [FencedBlock("", text)]
+    if (code := code_before(blocks, text)) is not None:
+        blocks = [FencedBlock("", code), *(block for block in blocks if block.body.strip())]
+    python = [block for block in blocks if block.tag in PYTHON_TAGS]
+    untold = [block for block in blocks if block.tag in ("", *PYTHON_TAGS)]
+    trees = _whole_trees(untold, parser)
+    for does in (prints, acts):
+        for block in (*reversed(python), *reversed(untold)):
+            if block in trees and does(trees[block]):
+                return block.source
+    program = _between_prose((python or blocks)[-1].source, parser)
+    tree = None if python else parser.tree(program)
+    return program if python or (tree is not None and acts(tree)) else _one_line_program(text, parser) or program
+
+
+def _whole_trees(blocks: list[FencedBlock], parser: SourceParser) -> dict[FencedBlock, ast.Module]:
+    """The blocks that parse and read no name that only earlier blocks bind, unlike an example of use."""
+    # from the last, for which the limit of characters must not be exhausted
+    parsed = {block: tree for block in reversed(blocks) if (tree := parser.tree(block.source)) is not None}
+    trees: dict[FencedBlock, ast.Module] = {}
+    bound: set[str] = set()
+    for block in blocks:
+        if (tree := parsed.get(block)) is not None:
+            if not unknown_names(tree) & bound:
+                trees[block] = tree
+            bound.update(defined_names(tree), imported_names(tree))
+    return trees
+
+
+def _one_line_program(text: str, parser: SourceParser) -> str | None:
+    blocks = one_line_blocks(text)[-MAX_BLOCKS:]
+    for block in (*(block for block in reversed(blocks) if block.tag), *reversed(blocks)):
+        tree = parser.tree(block.body)
+        if tree is not None and prints(tree):
+            return block.body
+    return None
+
+
+def _between_prose(text: str, parser: SourceParser) -> str:
+    if parser.tree(text) is not None:
+        return text
+    lines = text.split("\n")
+    for start in _code_starts(lines)[:MAX_STARTS]:
+        program = parsing_beginning(lines[start:], parser)
+        tree = parser.tree(program)
+        if tree is not None and prints(tree) and _is_prose(lines[start + program.count("\n") :]):
+            return program
+    return text
+
+
+def _code_starts(lines: list[str]) -> list[int]:
+    """Lines that look like code and follow one that does not: the rest of a broken program is not a program."""
+    starts, in_code = [], False
+    for index, line in enumerate(lines):
+        if line.strip():
+            is_code = _CODE_START.match(line) is not None
+            if is_code and not in_code:
+                starts.append(index)
+            in_code = is_code or line[0].isspace()
+    return starts
+
+
+def _is_prose(lines: list[str]) -> bool:
+    """Whether the text after a program is prose; broken code there makes the whole a syntax error."""
+    first = next((line for line in lines if line.strip()), None)
+    return first is None or _PROSE_START.match(first) is not None
+
+
+# The text of an answer and its blocks, whatever the problem
+
+_BYTE_ORDER_MARK = re.compile("^\ufeff+", re.MULTILINE)
+# not if a string, or code in prose, contains the tag
+_REASONING_END = re.compile(r"(?:</think(?:ing)?>|\[/THINK\])(?![\"'\\]|`(?!``))")
+# MBPP's own prompt asks for code between these (Austin et al. 2021, section 3)
+_MARKER = re.compile(r"^[ \t]*\[(?:(?P<begin>BEGIN)\][ \t]*$|DONE\].*$)", re.MULTILINE)
+
+
+def clean_text(answer: str) -> str:
+    """The answer with `\\n` line ends, without byte-order marks, and with fences for MBPP's `[BEGIN]` and `[DONE]`."""
+    text = _BYTE_ORDER_MARK.sub("", answer.replace("\r\n", "\n"))
+    first = _MARKER.search(text)
+    if first is None:
+        return text
+    if "```" in text:
+        return _MARKER.sub("", text)
+    if not first["begin"]:  # the prompt ended with [BEGIN]
+        text = f"[BEGIN]\n{text}"
+    return _MARKER.sub(lambda marker: "```python" if marker["begin"] else "```", text)
+
+
+def behind_reasoning(text: str) -> str | None:
+    """The text after the last `</think>`; None if there is none."""
+    ends = [end.end() for end in _REASONING_END.finditer(text)]
+    return text[ends[-1] :] if ends else None
+
+
+def code_blocks(text: str) -> list[FencedBlock]:
+    """The fenced blocks that are not empty; if all are empty, all of them."""
+    blocks = fenced_blocks(text)
+    return [block for block in blocks if block.body.strip()] or blocks
+
+
+def code_before(blocks: list[FencedBlock], text: str) -> str | None:
+    """The code of an answer that began inside a block: the text before its only fence, which ends code.
+
+    None if the answer has other fences.
+    """
+    if len(blocks) != 1 or blocks[0].closed or blocks[0].tag in LANGUAGES:
+        return None
+    return re.split(r"```|^[ \t]*~~~", text, maxsplit=1, flags=re.MULTILINE)[0]

@@ -9,7 +9,6 @@ from functools import cached_property
 import regex  # unlike `re`, its possessive quantifiers hold before Python 3.11.5
 
 from eval_pipeline.problems.python_source import MAX_PARSED_CHARS, SourceParser
-from eval_pipeline.problems.triple_quotes import open_quote
 
 PYTHON_TAGS = ("python", "py", "python3", "py3")
 LANGUAGES = frozenset(
@@ -18,25 +17,25 @@ LANGUAGES = frozenset(
     + ("none", "output", "pascal", "php", "plain", "plaintext", "powershell", "pseudocode", "pycon", "r", "ruby")
     + ("rust", "scala", "sh", "shell", "sql", "swift", "tex", "text", "toml", "ts", "txt", "typescript", "xml", "yaml")
 )
-"""Tags that begin a block even where another one was left open."""
+"""Tags that begin a block even if another one is still open."""
 MAX_FAILED_READINGS = 8
-"""Of one text; after them its blocks end at the first fence. Each reading may go through the whole text."""
+"""Of one text; after that its blocks end at the first fence. Each reading may scan the whole text."""
 _READING_CHARS = MAX_PARSED_CHARS // 3
-"""Parsed at most while the blocks of a text are told apart; the rest is for what is in them."""
+"""Characters to parse while finding the blocks of a text; the rest is for their content."""
 MAX_CUTS = 4
-"""Fences behind code that are tried as the end of a block."""
+"""Fences after code that are tried as the end of a block."""
 
-# models also open a block at the end of a line of prose; a `~~~` block stands on lines of its own
+# models also open a block at the end of a line of prose; the fences of a `~~~` block are on lines of their own
 _OPENING = regex.compile(
     r"(?:[^`]*+(?P<ticks>`{3,}+)|[ \t]*+(?P<tildes>~{3,}+))[ \t]*+(?P<tag>[\w+#-]*+)(?P<rest>[^`]*+)"
 )
-# of one line, as in "```python print(1)```"; without a tag it is a name in prose if anything else is on its line
+# of one line, as in "```python print(1)```"; without a tag, and with other text on its line, it is a name in prose
 _ONE_LINE = regex.compile(
     rf"(?<!`)```(?i:(?P<tag>{'|'.join(PYTHON_TAGS)}))[ \t]++(?P<body>[^`\n]++)```(?!`)"
     r"|^[ \t]*+```(?P<body>[^`\n]++)```[ \t]*+$",
     regex.MULTILINE,
 )
-# other text on the line of the fence is a title or the like
+# any other text on the line of the fence is a title or the like
 _CODE_ON_OPENING = regex.compile(
     r"(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]+\w|(?:async[ \t]+def|def|class)[ \t]+\w|@\w|\w[\w, ]*[ \t]=[ \t])"
 )
@@ -45,36 +44,36 @@ _CLOSING = regex.compile(r"[ \t]*+(?P<fence>`{3,}+|~{3,}+)(?P<gap>[ \t]*+)(?P<ta
 
 @dataclass(frozen=True)
 class FencedBlock:
-    """One block, as it stands in the text."""
+    """One block, unchanged."""
 
     tag: str
-    """Language in lower case; empty where there is none."""
+    """Language in lower case; empty if there is none."""
     body: str
-    """The lines between the fences, indentation and all."""
+    """The lines between the fences, with their indentation."""
     closed: bool = True
-    """False where the text ends inside the block."""
+    """False if the text ends inside the block."""
 
     @cached_property
     def source(self) -> str:
         """The body, moved to the left margin."""
-        # `dedent` also empties blank lines, which may be part of a string, so it is left out where nothing is to do
+        # only if necessary, because `dedent` also empties blank lines, which may be part of a string
         return textwrap.dedent(self.body) if self.body.lstrip("\n")[:1].isspace() else self.body
 
 
 def fenced_blocks(text: str) -> list[FencedBlock]:
-    """The code blocks between ``` or ~~~ fences, in their order. Line ends are `\\n`.
+    """The code blocks between ``` or ~~~ fences, in order. Lines end with `\\n`.
 
-    A block ends at a line that begins with a fence of its kind and at least its length, whatever follows; where that
-    is the tag of a language, the next block begins. One that the token limit cut off runs to the end of the text.
+    A block ends at a line that begins with a fence of its kind and at least its length, whatever follows; if the tag of
+    a language follows, the next block begins. A block that the token limit cut off runs to the end of the text.
 
-    Python may have fences in its strings, and a model may put the fence behind the last line of code. So where a block
-    read that way is no Python, it ends at the first fence outside strings, or else behind code, that makes it Python.
+    Python may contain fences in its strings, and a model may write the fence behind the last line of code. So if a
+    block of Python does not parse, it ends at the first fence outside strings, or else after code, with which it does.
     """
     return _Scan(text.split("\n")).blocks
 
 
 def one_line_blocks(text: str) -> list[FencedBlock]:
-    """The blocks that begin and end on one line, in their order."""
+    """The blocks that begin and end on one line, in order."""
     return [FencedBlock((found["tag"] or "").lower(), found["body"].strip()) for found in _ONE_LINE.finditer(text)]
 
 
@@ -83,7 +82,7 @@ class _Fence:
     mark: str
     tag: str
     rest: str = ""
-    """What stands behind the tag."""
+    """The text after the tag."""
 
 
 class _Scan:
@@ -103,7 +102,7 @@ class _Scan:
                 index, fence = self._read_block(index, fence)
 
     def _read_block(self, start: int, fence: _Fence) -> tuple[int, _Fence | None]:
-        """Keep the block that begins at a line; returns the line to go on with, and the fence it was opened by."""
+        """Keep the block that begins at a line; returns the line after it, and the fence if its end opens another."""
         end = self._next_closing(start, fence)
         if fence.tag in ("", *PYTHON_TAGS) and self._failed_readings < MAX_FAILED_READINGS:
             end, cut = self._python_end(start, end, fence)
@@ -127,7 +126,7 @@ class _Scan:
         return next((index for index in range(start, len(lines)) if _closes(lines[index], fence)), len(lines))
 
     def _python_end(self, start: int, end: int, fence: _Fence) -> tuple[int, str | None]:
-        """Where a block of Python ends, and the code before the fence in that line, if there is any."""
+        """Where a block of Python ends, and the code before the fence on that line, if any."""
         beyond = self._end_outside_strings(start, end, fence)
         cuts = [index for index in range(start, end) if fence.mark in self._lines[index]][:MAX_CUTS]
         if beyond != end or cuts:
@@ -140,7 +139,7 @@ class _Scan:
         return end, None
 
     def _end_outside_strings(self, start: int, end: int, fence: _Fence) -> int:
-        """The first closing fence that stands in no string, from `end`, the first of all."""
+        """The first closing fence outside strings, from `end`, which is the first of all."""
         quote = ""
         for index in range(start, len(self._lines)):
             if index >= end and not quote and _closes(self._lines[index], fence):
@@ -166,7 +165,7 @@ def _closes(line: str, fence: _Fence) -> bool:
 
 
 def _reopened_by(line: str) -> _Fence | None:
-    """The block that a line opens by which another one ends: "```python", and not "``` Text like this"."""
+    """The block that a line opens while it ends another: "```python", but not "``` Text like this"."""
     closing = _CLOSING.fullmatch(line)
     assert closing is not None
     tag, stands_alone = closing["tag"].lower(), not closing["gap"] or not closing["rest"].strip()
@@ -175,3 +174,38 @@ def _reopened_by(line: str) -> _Fence | None:
 
 def _joined(lines: list[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
+
+
+# Triple-quoted strings of Python, even in a source that does not parse
+
+_TRIPLE = r"'''|\"\"\""
+_CODE = regex.compile(
+    rf"""(?:[^'"#]|(?!{_TRIPLE})(?:'(?:\\.|[^'\\])*+'?|"(?:\\.|[^"\\])*+"?))*+(?P<quote>{_TRIPLE})?"""
+)
+_IN_STRING = {quote: regex.compile(rf"(?:\\.|(?!{quote})[^\\])*+(?P<end>{quote})?") for quote in ("'''", '"""')}
+
+
+def open_quote(line: str, quote: str = "") -> str:
+    """The triple quote of the string that is open after a line of Python; empty if there is none.
+
+    Args:
+        line: without its end.
+        quote: the triple quote that is open before it.
+    """
+    at = 0
+    while True:
+        if quote:
+            inside = _matched(_IN_STRING[quote], line, at)
+            if not inside["end"]:
+                return quote
+            at = inside.end()
+        outside = _matched(_CODE, line, at)
+        if not outside["quote"]:
+            return ""
+        at, quote = outside.end(), outside["quote"]
+
+
+def _matched(pattern: regex.Pattern[str], line: str, at: int) -> regex.Match[str]:
+    match = pattern.match(line, at)
+    assert match is not None  # both patterns match the empty text
+    return match

@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Iterator
 
 PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""What `ast.parse` raises: the last three for null bytes, thousands of digits and deep nesting."""
+"""The exceptions of `ast.parse`: the last three for null bytes, thousands of digits and deep nesting."""
 MAX_SOURCE_CHARS = 1 << 15
-"""Of one source. A longer one is not parsed: no model writes such a program, and some take quadratic time."""
+"""Of one source. Longer ones are not parsed: no model writes such a program, and some take quadratic time."""
 MAX_PARSED_CHARS = 6 * MAX_SOURCE_CHARS
 """Of all sources that one answer is searched for."""
 MAX_CUTS = 8
-"""One or two find the end of a program in prose; without a bound, hostile text would be parsed once for each line."""
+"""One or two find the end of a program in prose; without a limit, hostile text would be parsed once per line."""
 
 
 def parse(source: str) -> ast.Module:
@@ -26,10 +26,13 @@ def parse(source: str) -> ast.Module:
 
 
 class SourceParser:
-    """Parses what may be the program in one answer: each source once, and all of them within a limit of characters."""
+    """Parses candidates for the program in one answer, each source once.
+
+    Args:
+        max_chars: characters to parse in total.
+    """
 
     def __init__(self, max_chars: int = MAX_PARSED_CHARS) -> None:
-        """Parse at most `max_chars` characters."""
         self._chars_left = max_chars
         self._results: dict[str, ast.Module | Exception] = {}
 
@@ -37,7 +40,7 @@ class SourceParser:
         """The syntax tree.
 
         Raises:
-            PARSE_ERRORS: it is no Python, or too long, or the limit is reached.
+            PARSE_ERRORS: it is not Python, or too long, or the limit is reached.
         """
         if len(source) > min(MAX_SOURCE_CHARS, self._chars_left) and source not in self._results:
             raise ValueError("too much to parse")
@@ -53,7 +56,7 @@ class SourceParser:
         return result
 
     def tree(self, source: str) -> ast.Module | None:
-        """`parse`, or None where it raises."""
+        """The result of `parse`, or None if it raises."""
         try:
             return self.parse(source)
         except PARSE_ERRORS:
@@ -61,11 +64,12 @@ class SourceParser:
 
 
 def parsing_beginning(lines: list[str], parser: SourceParser) -> str:
-    """The lines up to the last that leaves a program, cut between top-level statements alone: a function that breaks
-    off in the middle would run, and its answer would not be called the syntax error that it is.
+    """The longest beginning of some lines that is a program, cut between top-level statements only.
+
+    A function that breaks off in the middle would run, and its answer would not get the verdict `syntax_error`.
 
     Returns:
-        The program, its last line ended; empty where there is none, or none is found in `MAX_CUTS` cuts of at most
+        The program with a newline at its end; empty if there is none, or none is found in `MAX_CUTS` cuts of at most
         `MAX_SOURCE_CHARS` characters.
     """
     if sum(map(len, lines)) > MAX_SOURCE_CHARS:
@@ -75,7 +79,7 @@ def parsing_beginning(lines: list[str], parser: SourceParser) -> str:
         try:
             parser.parse(program)
         except SyntaxError as error:
-            end = min((error.lineno or 1) - 1, len(lines) - 1)  # what comes after the error cannot mend it
+            end = min((error.lineno or 1) - 1, len(lines) - 1)  # later lines cannot fix the error
             while end > 0 and not lines[end][:1].strip():
                 end -= 1
             lines = lines[:end]
@@ -93,13 +97,16 @@ def find_definition(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncF
 
 
 def first_line(definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
-    """Line number, from 1, where a definition starts, decorators included."""
+    """The first line of a definition, decorators included, from 1."""
     return min([definition.lineno, *(decorator.lineno for decorator in definition.decorator_list)])
 
 
 def defined_names(tree: ast.Module) -> dict[str, bool]:
-    """Names that a module defines or assigns at its top level, or in a `try`, `if` or the like there, and whether each
-    is a class."""
+    """Names that a module defines or assigns at its top level, also inside `try`, `if` and the like.
+
+    Returns:
+        For each name whether it is a class.
+    """
     names: dict[str, bool] = {}
     for node in outside_functions(tree.body, ast.ClassDef):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -116,7 +123,7 @@ def imported_names(tree: ast.Module) -> set[str]:
 
 
 def outside_functions(body: list[ast.stmt], *also_left: type[ast.AST]) -> Iterator[ast.AST]:
-    """The nodes of these statements but those inside functions, or inside nodes of the other kinds that are given."""
+    """The nodes of these statements except those inside functions, or inside nodes of the other given kinds."""
     inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, *also_left)
     nodes: list[ast.AST] = list(body)
     while nodes:
@@ -127,18 +134,18 @@ def outside_functions(body: list[ast.stmt], *also_left: type[ast.AST]) -> Iterat
 
 
 def called_names(tree: ast.AST) -> list[str]:
-    """Names that are called, in the order in which they stand in the source."""
+    """The names that are called, in the order of the source."""
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     return [name.id for name in sorted(calls, key=lambda name: (name.lineno, name.col_offset))]
 
 
 def runs_alone(tree: ast.Module) -> bool:
-    """Whether a module reads only names that it defines or imports itself, or that are built in."""
+    """Whether a module reads only names that it defines or imports, or that are built in."""
     return not unknown_names(tree)
 
 
 def unknown_names(tree: ast.Module) -> set[str]:
-    """Names that a module reads but neither defines nor imports itself, and that are not built in."""
+    """Names that a module reads but neither defines nor imports, and that are not built in."""
     nodes = list(ast.walk(tree))
     known = set(dir(builtins)) | _stored_names(tree) | {node.arg for node in nodes if isinstance(node, ast.arg)}
     for node in nodes:
@@ -152,13 +159,13 @@ def unknown_names(tree: ast.Module) -> set[str]:
 
 
 def looks_defined(source: str, name: str) -> bool:
-    """Whether the top level of a source defines or assigns `name`, even where the source does not parse."""
+    """Whether the top level of a source defines or assigns `name`, even if the source does not parse."""
     pattern = rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{re.escape(name)}\b|^{re.escape(name)}[ \t]*(?::[^=\n]+)?=(?!=)"
     return re.search(pattern, source, re.MULTILINE) is not None
 
 
 def defines(source: str, name: str, parser: SourceParser) -> bool:
-    """`looks_defined`, or a source that parses defines or assigns the name inside a `try`, `if` or the like."""
+    """Whether the top level of a source defines or assigns `name`; inside `try`, `if` and the like if it parses."""
     if looks_defined(source, name):
         return True
     if re.search(rf"\b{re.escape(name)}\b", source) is None:
@@ -169,3 +176,48 @@ def defines(source: str, name: str, parser: SourceParser) -> bool:
 
 def _stored_names(tree: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+# What a source would do
+
+
+def gives_a_value(body: list[ast.stmt]) -> bool:
+    """Whether a function with this body returns or yields, not counting functions inside it."""
+    kinds = (ast.Return, ast.Yield, ast.YieldFrom)
+    return any(isinstance(node, kinds) for node in outside_functions(body, ast.ClassDef))
+
+
+def acts(tree: ast.Module) -> bool:
+    """Whether running a module does something: it calls or loops outside its functions."""
+    kinds = (ast.Call, ast.For, ast.While)
+    return any(isinstance(node, kinds) for node in outside_functions(tree.body))
+
+
+def prints(tree: ast.Module) -> bool:
+    """Whether running a module does something, and the module mentions something that writes output."""
+    return acts(tree) and any(
+        (isinstance(node, ast.Name) and node.id == "print")
+        or (isinstance(node, (ast.Attribute, ast.alias)) and (_name_of(node) in ("write", "writelines", "stdout")))
+        for node in ast.walk(tree)
+    )
+
+
+def is_blank(source: str, parser: SourceParser) -> bool:
+    """Whether a source is Python with no statements except constants, such as docstrings and `42`."""
+    tree = parser.tree(source)
+    return tree is not None and all(_is_idle(statement) for statement in tree.body)
+
+
+def _is_idle(statement: ast.stmt) -> bool:
+    """Whether a statement never does anything. `Answer: 42` is an annotation."""
+    if isinstance(statement, ast.AnnAssign) and statement.value is None:
+        return _is_constant(statement.annotation)
+    return isinstance(statement, ast.Pass) or (isinstance(statement, ast.Expr) and _is_constant(statement.value))
+
+
+def _is_constant(expression: ast.expr) -> bool:
+    return not any(isinstance(node, (ast.Name, ast.Call)) for node in ast.walk(expression))
+
+
+def _name_of(node: ast.Attribute | ast.alias) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.name

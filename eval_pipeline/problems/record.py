@@ -1,37 +1,41 @@
-"""One row of a data set, read with checks that name the row and the key."""
+"""Rows of a data set, and problem formats of users, which turn rows into problems."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.errors import UserError
+from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
+from eval_pipeline.problems.problem import Problem
+from eval_pipeline.problems.python_source import PARSE_ERRORS, parse
+from verl_ext.errors import UserError, one_line
+from verl_ext.plugins import Plugin
 
 
 @dataclass(frozen=True)
 class Record:
-    """One row. Where a method takes several keys they are names of the same thing; the first one present is read."""
+    """One row. If a method takes several keys, they are names of the same thing, and the first one present is read."""
 
     where: str
-    """The row's place for a message, such as `mbpp.jsonl, line 3`."""
+    """The place of the row for messages, such as `mbpp.jsonl, line 3`."""
     number: int
-    """Lines or rows from the top, the first is 1."""
+    """The number of the line or row, from 1."""
     fields: Mapping[str, Any]
 
     def text(self, *keys: str) -> str:
-        """A string that is not blank; `UserError` otherwise."""
+        """A string that is not blank; otherwise a `UserError`."""
         value = self.first(*keys)
         if not isinstance(value, str) or not value.strip():
             raise self.error(f"{_either(keys)} must be a string that is not empty")
         return self._encodable(value, keys)
 
     def optional_text(self, *keys: str) -> str | None:
-        """Like `text`, or None where the key is missing or null."""
+        """Like `text`, or None if the key is missing or null."""
         return None if self.first(*keys) is None else self.text(*keys)
 
     def optional_code(self, key: str) -> str:
-        """Source text that may be blank; a missing key or null is blank too."""
+        """Source text that may be blank; empty if the key is missing or null."""
         value = self.fields.get(key)
         if value is None:
             return ""
@@ -40,7 +44,7 @@ class Record:
         return self._encodable(value, (key,))
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings, which may be empty; a missing key or null is an empty list."""
+        """A list of strings, which may be empty; empty if the key is missing or null."""
         value = self.fields.get(key)
         if value is None:
             return []
@@ -49,7 +53,7 @@ class Record:
         return [self._encodable(item, (key,)) for item in value]
 
     def identifier(self, *keys: str) -> str:
-        """A name of the row: a string that is not blank, or a whole number as published."""
+        """A name of the row: a string that is not blank, or a whole number."""
         value = self.first(*keys)
         if isinstance(value, int) and not isinstance(value, bool):
             return str(value)
@@ -58,7 +62,7 @@ class Record:
         raise self.error(f"{_either(keys)} must be a string that is not empty or a whole number")
 
     def first(self, *keys: str) -> Any:
-        """The value of the first of `keys` that is there and not null, unchecked; None if none is."""
+        """The value of the first of `keys` that is present and not null, unchecked; None if there is none."""
         return next((self.fields[key] for key in keys if self.fields.get(key) is not None), None)
 
     def error(self, what: str) -> UserError:
@@ -68,7 +72,7 @@ class Record:
     def _encodable(self, value: str, keys: tuple[str, ...]) -> str:
         try:
             value.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no tokenizer takes
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no tokenizer accepts
             raise self.error(
                 f"{_either(keys)} is not valid Unicode ({error.reason}); correct the \\u escape"
             ) from error
@@ -77,3 +81,104 @@ class Record:
 
 def _either(keys: tuple[str, ...]) -> str:
     return " or ".join(repr(key) for key in keys)
+
+
+# Formats of users
+
+
+class FormatPlugin:
+    """A problem format that a user wrote: calls `function(record: Record) -> Problem` for each row, and checks it.
+
+    Args:
+        function: the user's function.
+        name: its name, for messages.
+    """
+
+    def __init__(self, function: Callable[[Record], Problem], name: str) -> None:
+        self._function, self._name = function, name
+
+    @classmethod
+    def load(cls, text: str, key: str) -> FormatPlugin:
+        """Load it; the arguments are those of `Plugin.parse`.
+
+        Raises:
+            UserError: it cannot be loaded, or is not a function.
+        """
+        function = Plugin.parse(text, key).load()
+        if not callable(function):
+            raise UserError(
+                f"{key} is {text!r}, which is not a function; name one that takes a Record and returns a Problem"
+            )
+        return cls(function, text)
+
+    def __call__(self, record: Record) -> Problem:
+        """The problem of one row.
+
+        Raises:
+            UserError: the row does not have this format, or the function does not return a problem.
+        """
+        try:
+            problem = self._function(record)
+        except UserError:
+            raise
+        except Exception as error:  # anything that the user's function raises
+            raise record.error(f"{self._name} failed ({one_line(error)}); correct the row or the function") from error
+        return self._checked(problem, record)
+
+    def _checked(self, problem: object, record: Record) -> Problem:
+        if not isinstance(problem, Problem) or not isinstance(
+            problem.tests, FunctionTests | ProgramTests | ReferenceAnswer
+        ):
+            raise record.error(
+                f"{self._name} returned {type(problem).__name__} instead of a Problem with tests; correct the function"
+            )
+        for name in ("problem_id", "prompt"):
+            value = getattr(problem, name)
+            if not isinstance(value, str) or not value.strip():
+                raise record.error(
+                    f"{self._name} returned a Problem whose {name} is {value!r}; it must be a string that is not empty"
+                )
+        if (fault := _fault_of(problem.tests)) is not None:
+            raise record.error(
+                f"{self._name} returned the problem {problem.problem_id!r}, {fault}; correct the row or the function"
+            )
+        return problem
+
+
+def _fault_of(tests: FunctionTests | ProgramTests | ReferenceAnswer) -> str | None:
+    """Why no answer can be judged by these tests; None if it can. The judge relies on these checks."""
+    if isinstance(tests, ReferenceAnswer):
+        return None if _is_text(tests.answer) else f"whose reference answer is {tests.answer!r}, not a non-empty string"
+    given = tests.tests if isinstance(tests, FunctionTests) else tests.cases
+    if not isinstance(given, list | tuple) or not given:
+        return "which has no tests" if not given else f"whose tests are {given!r}, not a tuple"
+    return _fault_of_function(tests) if isinstance(tests, FunctionTests) else _fault_of_program(tests)
+
+
+def _fault_of_function(tests: FunctionTests) -> str | None:
+    if not _is_text(tests.entry_point) or not tests.entry_point.isidentifier():
+        return f"whose entry_point is {tests.entry_point!r}, not the bare name of a function or class"
+    if not isinstance(tests.code_prompt, str):
+        return f"whose code_prompt is {tests.code_prompt!r}, not a string"
+    sources = {"preamble": tests.preamble, **{f"tests[{index}]": test for index, test in enumerate(tests.tests)}}
+    for name, source in sources.items():
+        if not isinstance(source, str) or (name != "preamble" and not source.strip()):
+            return f"whose {name} is {source!r}, not Python source"
+        try:
+            parse(source)
+        except PARSE_ERRORS as error:
+            return f"whose {name} is not Python ({one_line(error)})"
+    return None
+
+
+def _fault_of_program(tests: ProgramTests) -> str | None:
+    for index, case in enumerate(tests.cases):
+        if not isinstance(case, ProgramCase) or not isinstance(case.stdin, str) or not isinstance(case.expected, str):
+            return f"whose cases[{index}] is {case!r}, not a ProgramCase of two strings"
+    if not isinstance(tests.tolerance, int | float | None):
+        return f"whose tolerance is {tests.tolerance!r}, not a number or None"
+    return None
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())

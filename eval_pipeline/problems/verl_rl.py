@@ -1,4 +1,4 @@
-"""verl's RL format, which GRPO learns from: so an evaluation asks what training asked, and judges as it rewarded."""
+"""verl's RL format, which GRPO trains on, so that an evaluation asks and judges as the training does."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _OF_FUNCTIONS = ("preamble", "code_prompt")
 _FORM = "give a JSON object with entry_point and tests, or with inputs and outputs of the same length"
 
 _BEGINS_AS_OBJECT = regex.compile(r'[\s\ufeff]*\{\s*"(?:[^"\\]++|\\.)*+(?:"\s*(?::|\Z)|\Z)', regex.DOTALL)
-"""A JSON object up to its first colon, or cut off before that. A set of strings has a comma there."""
+"""A JSON object up to its first colon, or cut off before it. A set of strings has a comma there."""
 _BEGINS_AS_TESTS = regex.compile(
     r"""[\s\ufeff\[]*\{\s*["']?(?:entry_point|tests?|test_list|inputs?|outputs?|fn_name|preamble|code_prompt)["']?\s*:"""
     r"""|\s*\[\s*["']\s*assert\b"""
 )
-"""Tests in another form: as Python writes a dictionary, a list with one object per test, or a list of assertions."""
+"""Tests in another form: a dictionary of Python, a list with one object per test, or a list of assertions."""
 
 
 def parse_problem(record: Record) -> Problem:
-    """The problem of one row: `prompt`, `reward_model.ground_truth`, and a name in `extra_info.problem_id` if wanted.
+    """The problem of one row: `prompt`, `reward_model.ground_truth`, and optionally a name in `extra_info.problem_id`.
 
     Raises:
-        UserError: the prompt is not one turn of the user's, or there are no tests.
+        UserError: the prompt is not a single user turn, or there are no tests.
     """
     extra = record.fields.get("extra_info")
     named = extra.get("problem_id") if isinstance(extra, Mapping) else None
@@ -54,14 +54,14 @@ def _prompt(record: Record) -> str:
 
 
 def read_tests(ground_truth: Any, problem_id: str) -> Tests:
-    """What an answer is judged by.
+    """The tests that a ground truth describes.
 
-    A mapping, also as JSON, with `entry_point` and `tests` (a list of Python sources; `preamble` and `code_prompt` as
-    options) is of a function, one with `inputs` and `outputs` (verl's format for code; `tolerance` as an option) of a
-    program. Any other text or number is the right answer itself; a JSON string stands for its content.
+    A mapping, or its JSON, with `entry_point` and `tests` (a list of Python sources; optionally `preamble` and
+    `code_prompt`) describes a function; one with `inputs` and `outputs` (verl's format for code; optionally
+    `tolerance`) a program. Any other text or number is the correct answer itself; a JSON string stands for its content.
 
     Raises:
-        UserError: there is none, or it looks like tests and cannot be read as such: every answer would be wrong.
+        UserError: there is none, or it looks like tests but cannot be read, so that every answer would be wrong.
     """
     text = value = ground_truth
     while isinstance(value, str):
@@ -76,7 +76,7 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
 
 
 def _from_json(text: str, problem_id: str) -> Any:
-    """The value, or None where the text is not JSON; refuses text that was meant to be an object."""
+    """The value, or None if the text is not JSON; refuses text that was meant to be an object."""
     try:
         return parse_json(text)
     except ValueError as error:
@@ -98,7 +98,7 @@ def _tests_of(fields: Mapping[str, Any], problem_id: str) -> FunctionTests | Pro
 
 
 def ground_truth_of(tests: Tests) -> str:
-    """What `read_tests` reads as these tests."""
+    """The ground truth that `read_tests` reads as these tests."""
     if isinstance(tests, ReferenceAnswer):
         return tests.answer
     if isinstance(tests, FunctionTests):
@@ -110,7 +110,7 @@ def ground_truth_of(tests: Tests) -> str:
 
 
 def _is_program(fields: Mapping[str, Any]) -> bool:
-    """Not one that calls a function by `fn_name`."""
+    """Whether the fields describe a program, and not a function by `fn_name`."""
     inputs, outputs, tolerance = (fields.get(key) for key in ("inputs", "outputs", "tolerance"))
     return (
         _is_list_of_text(inputs)

@@ -23,7 +23,7 @@ _SEED = 0
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RateComparison:
     """Model b compared with model a in one rate.
 
     Attributes:
@@ -51,7 +51,7 @@ class Comparison:
     test: str
 
 
-def compare_models(a: Outcomes, b: Outcomes) -> dict[str, Comparison]:
+def compare_models(a: Outcomes, b: Outcomes) -> dict[str, RateComparison]:
     """Compare two models problem by problem in each rate of `COMPARED`.
 
     With one answer per problem, the test is McNemar's exact test. With several, it is the sign-flip permutation test,
@@ -111,7 +111,7 @@ def _require_same_problems(a: Outcomes, b: Outcomes) -> int:
     return sizes.pop()
 
 
-def _compare(a: Outcomes, b: Outcomes, kinds: Collection[ErrorType], num_samples: int) -> Comparison:
+def _compare(a: Outcomes, b: Outcomes, kinds: Collection[ErrorType], num_samples: int) -> RateComparison:
     shares_a, shares_b = (np.array([np.mean([kind in kinds for kind in side[name]]) for name in a]) for side in (a, b))
     differences = shares_b - shares_a
     counts: dict[str, int | None] = dict.fromkeys(("both", "only_a", "only_b", "neither"))
@@ -122,7 +122,7 @@ def _compare(a: Outcomes, b: Outcomes, kinds: Collection[ErrorType], num_samples
         p_value, test = mcnemar_exact(only_a, only_b), "McNemar's exact test"
     else:
         p_value, test = _sign_flip_test(differences), "sign-flip permutation test over problems"
-    return Comparison(
+    return RateComparison(
         num_problems=len(a),
         num_samples=num_samples,
         **counts,

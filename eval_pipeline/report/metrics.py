@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import norm, t
 
-from eval_pipeline.engines.answer import Answer
+from eval_pipeline.engines.base import GeneratedAnswer
 from eval_pipeline.judge import ERROR_TYPES, ErrorType, Verdict
 from eval_pipeline.problems.problem import Problem
 
@@ -35,7 +35,7 @@ class JudgedAnswer:
 
     problem: Problem
     sample: int
-    answer: Answer
+    answer: GeneratedAnswer
     verdict: Verdict
 
 

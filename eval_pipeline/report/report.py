@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eval_pipeline.report.comparison import COMPARED, Comparison, compare_models
+from eval_pipeline.report.comparison import COMPARED, RateComparison, compare_models
 from eval_pipeline.report.metrics import Interval
 from eval_pipeline.report.plots import LOSS_PLOT, LossHistory, loss_history, plot_errors, plot_loss, plot_rates
 from eval_pipeline.report.results import DatasetResult, EvaluatedModel, Outcomes, write_json, write_text
@@ -81,7 +81,7 @@ def write_report(
 
 def _compare(
     baseline: EvaluatedModel, best: EvaluatedModel, outcomes: tuple[Mapping[str, Outcomes], Mapping[str, Outcomes]]
-) -> dict[str, dict[str, Comparison]]:
+) -> dict[str, dict[str, RateComparison]]:
     common = [name for name in best.datasets if name in baseline.datasets]
     if not common:
         raise UserError(
@@ -96,7 +96,7 @@ def _compare_on(
     baseline: EvaluatedModel,
     best: EvaluatedModel,
     outcomes: tuple[Mapping[str, Outcomes], Mapping[str, Outcomes]],
-) -> dict[str, Comparison]:
+) -> dict[str, RateComparison]:
     for model, of_datasets in zip((baseline, best), outcomes):
         if name not in of_datasets:
             raise UserError(f"the verdicts of {model.label} on {name} are missing; evaluate it again")
@@ -126,7 +126,7 @@ def render_report(
     baseline: EvaluatedModel,
     best: EvaluatedModel,
     num_checkpoints: int,
-    comparisons: Mapping[str, Mapping[str, Comparison]],
+    comparisons: Mapping[str, Mapping[str, RateComparison]],
     chosen_by: BestCheckpoint,
     plots: Sequence[str],
 ) -> str:
@@ -199,7 +199,7 @@ def _caveats(
         yield f"Not compared, because only one of the two models was evaluated on it: {_listed(alone)}."
 
 
-def _dataset(name: str, base: DatasetResult, best: DatasetResult, comparisons: Mapping[str, Comparison]) -> str:
+def _dataset(name: str, base: DatasetResult, best: DatasetResult, comparisons: Mapping[str, RateComparison]) -> str:
     example = next(iter(comparisons.values()))
     answers = "one answer" if example.num_samples == 1 else f"{example.num_samples} answers"
     blocks = [
@@ -213,7 +213,7 @@ def _dataset(name: str, base: DatasetResult, best: DatasetResult, comparisons: M
 
 
 def _metric_rows(
-    base: DatasetResult, best: DatasetResult, comparisons: Mapping[str, Comparison]
+    base: DatasetResult, best: DatasetResult, comparisons: Mapping[str, RateComparison]
 ) -> Iterator[tuple[str, ...]]:
     for metric in best.metrics:
         cells = [format_value(result.metrics.get(metric), result.intervals.get(metric)) for result in (base, best)]
@@ -222,13 +222,13 @@ def _metric_rows(
         yield (f"`{metric}`", *cells, *compared)
 
 
-def _count_rows(comparisons: Mapping[str, Comparison]) -> Iterator[tuple[str, ...]]:
+def _count_rows(comparisons: Mapping[str, RateComparison]) -> Iterator[tuple[str, ...]]:
     for metric, comparison in comparisons.items():
         counts = (comparison.both, comparison.only_a, comparison.only_b, comparison.neither)
         yield (f"counted in `{metric}` ({_listed(COMPARED[metric])})", *map(str, counts))
 
 
-def _difference(comparison: Comparison) -> str:
+def _difference(comparison: RateComparison) -> str:
     low, high = comparison.interval
     return f"{comparison.difference:+.4f} [{low:+.4f}, {high:+.4f}]"
 

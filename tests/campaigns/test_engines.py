@@ -8,8 +8,7 @@ import psutil
 import pytest
 
 from eval_pipeline.config import EngineConfig
-from eval_pipeline.engines.answer import Request
-from eval_pipeline.engines.engine import EngineDied, open_engine
+from eval_pipeline.engines.base import EngineDied, GenerateRequest, open_engine
 from tests.helpers.engines import LONG, REQUESTS, answer_all, make_export, vllm_processes
 
 
@@ -22,7 +21,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("has_been_asked", [True, False])
 def test_a_process_that_hangs_is_killed(has_been_asked: bool, export: Path) -> None:
     # more than fits into the connection while nobody reads from it
-    many = [Request(f"p{i}", f"{i} " + "x" * 400) for i in range(4000)]
+    many = [GenerateRequest(f"p{i}", f"{i} " + "x" * 400) for i in range(4000)]
     with open_engine(EngineConfig(dtype="float32", timeout_s=4), export) as engine:
         [child] = vllm_processes(psutil.Process())
         if not has_been_asked:
@@ -39,5 +38,5 @@ def test_answers_may_take_longer_than_a_step_may(export: Path) -> None:
         while engine.seconds["generate_s"] < 4:  # however fast the machine is
             engine.seconds["generate_s"] = 0.0
             # all of the same length, so that none is finished before the last step
-            answer_all(engine, [Request(str(i), "x") for i in range(number)], LONG)
+            answer_all(engine, [GenerateRequest(str(i), "x") for i in range(number)], LONG)
             number *= 2

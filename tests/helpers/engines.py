@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines.answer import Answer, Request
-from eval_pipeline.engines.engine import Engine
+from eval_pipeline.engines.base import Engine, GeneratedAnswer, GenerateRequest
 from tests.helpers import ROOT, warm
 from tests.helpers.commands import environment
 from tests.helpers.processes import family_of, words_of
@@ -23,7 +22,7 @@ from tests.helpers.processes import family_of, words_of
 MAX_MODEL_LEN = 512
 GREEDY = SamplingConfig(max_tokens=24)
 LONG = SamplingConfig(max_tokens=400)
-REQUESTS = [Request(f"p{i}", f"Prompt number {i}. " * (2 + i % 7)) for i in range(60)]
+REQUESTS = [GenerateRequest(f"p{i}", f"Prompt number {i}. " * (2 + i % 7)) for i in range(60)]
 """With the chat template, more tokens in total than vLLM schedules in one step on a CPU (4096)."""
 
 
@@ -35,7 +34,9 @@ def make_export(directory: Path) -> Path:
     return save(directory / "huggingface", make_model(tokenizer, MAX_MODEL_LEN), tokenizer)
 
 
-def answer_all(engine: Engine, requests: Sequence[Request], sampling: SamplingConfig) -> dict[tuple[str, int], Answer]:
+def answer_all(
+    engine: Engine, requests: Sequence[GenerateRequest], sampling: SamplingConfig
+) -> dict[tuple[str, int], GeneratedAnswer]:
     """The answers by problem and sample; each request has one."""
     answers = {(request.problem_id, request.sample): answer for request, answer in engine.answers(requests, sampling)}
     assert len(answers) == len(requests)

@@ -16,7 +16,7 @@ from tests.helpers import ROOT, warm
 from tests.helpers.commands import environment
 
 if TYPE_CHECKING:
-    from eval_pipeline.ledger.job import Job
+    from eval_pipeline.jobs import Job
 
 MAX_MODEL_LEN = 96
 LEARNT = {
@@ -123,15 +123,15 @@ def started(log: Path, *words: str | Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def jobs(directory: Path) -> list[Job]:
     """The jobs in the ledger of a run or of an evaluation; empty before there is a ledger."""
-    from eval_pipeline.flow.place import find_place
-    from eval_pipeline.ledger.ledger import Ledger
+    from eval_pipeline.checkpoints import find_eval_dir
+    from eval_pipeline.jobs import JobQueue
     from verl_ext.errors import UserError
 
     try:
-        place = find_place(directory)
+        place = find_eval_dir(directory)
     except UserError:
         return []
-    with closing(Ledger(place.root)) as ledger:
+    with closing(JobQueue(place.root)) as ledger:
         return ledger.jobs()
 
 

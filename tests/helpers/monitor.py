@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from tests.helpers.processes import WAIT_S, free_port, wait_until
 from verl_ext.metrics.jsonl import MetricsFile
 
 if TYPE_CHECKING:
-    from verl_ext.monitor.view import RunView
+    from verl_ext.monitor.follower import RunFollower
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SIMULATED_METRICS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "time/train/step_s")
@@ -170,50 +169,50 @@ def write_rows(run_dir: Path, attempt: int, steps: range, **metrics: float) -> N
     file.close()
 
 
+def look(follower: RunFollower) -> None:
+    """What the follower's thread does in one round, without the thread."""
+    for run in follower.find_runs():
+        while follower._read_or_warn(run):
+            pass
+    follower._refresh_runs()
+
+
 def assert_update_cost_is_flat(directory: Path, num_parts: int, steps_per_part: int) -> None:
-    """Simulate a run of ten steps per second: neither the page's memory nor the work of its queries grows with it.
+    """Simulate a run of ten steps per second: neither the memory of its curves nor the work of a look grows with it.
 
     Args:
         directory: an empty one.
         num_parts: of the run; memory and work are measured after each.
         steps_per_part: above the number of points that a chart shows.
     """
-    from verl_ext.monitor.curves.overview import MOST_POINTS
-    from verl_ext.monitor.store.database import open_database
-    from verl_ext.monitor.store.ingest import Ingest
-    from verl_ext.monitor.view import RunView
+    from verl_ext.monitor.curves import MAX_POINTS
+    from verl_ext.monitor.follower import RunFollower
 
-    assert steps_per_part >= MOST_POINTS
+    assert steps_per_part >= MAX_POINTS
     num_steps = num_parts * steps_per_part
     run_dir, path = directory / "checkpoints/p/e", directory / "checkpoints/p/e/metrics.jsonl"
     write_record(run_dir, total_steps=num_steps)
-    with contextlib.closing(open_database(directory / "monitor.sqlite")) as connection:
-        ingest, reader = Ingest(connection, directory / "checkpoints"), open_database(directory / "monitor.sqlite")
-        with contextlib.closing(reader):
-            _write_steps(path, 0, 3)
-            [run] = ingest.find_runs()
-            ingest.take_all(run)
-            view = RunView(reader, run, directory / "checkpoints")
-            for metric in SIMULATED_METRICS:
-                view.curve(metric)
-            works, sizes, done = [], [], 3
-            for part in range(1, num_parts + 1):
-                end = part * steps_per_part
-                _write_steps(path, done, end - 3)
-                ingest.take_all(run)
-                view.refresh()
-                _write_steps(path, end - 3, end)  # the steps of 0.3 s
-                ingest.take_all(run)
-                works.append(_work_of_update(reader, view, MOST_POINTS))
-                sizes.append(sum(each._parts.nbytes + each._open.nbytes for each in view._overviews.values()))
-                done = end
-            assert view.standing().step == num_steps and view.curve("train/loss").num_points == num_steps
-            assert max(works) <= 1.5 * works[0], works
-            half = num_parts // 2
-            assert max(sizes[half:]) <= 1.2 * max(sizes[:half]) and max(sizes) < 1_000_000, sizes
-            [count] = reader.execute("SELECT count(*) FROM training_logs").fetchone()
-            assert count == num_steps  # no step is lost
-            assert json.loads(reader.execute("SELECT metrics FROM training_logs WHERE step = 7").fetchone()[0])
+    follower = RunFollower(directory / "monitor.sqlite", directory / "checkpoints")
+    works, sizes, done = [], [], 0
+    for part in range(1, num_parts + 1):
+        end = part * steps_per_part
+        _write_steps(path, done, end - 3)
+        look(follower)
+        run = follower.runs["p/e"]
+        curves = follower.curves(run)
+        _write_steps(path, end - 3, end)  # the steps of 0.3 s
+        works.append(_work_of_look(follower, run.id))
+        assert curves is follower.curves(run) and curves.step == end
+        assert all(len(curves.envelopes[metric].points()[0]) <= MAX_POINTS for metric in SIMULATED_METRICS)
+        sizes.append(sum(each.segments.nbytes + each.pending.nbytes for each in curves.envelopes.values()))
+        done = end
+    assert curves.envelopes["train/loss"].num_points == num_steps
+    assert max(works) <= 1.5 * works[0], works
+    half = num_parts // 2
+    assert max(sizes[half:]) <= 1.2 * max(sizes[:half]) and max(sizes) < 1_000_000, sizes
+    rows = follower.reader.rows(run.id)
+    assert [row.step for row in rows] == [*range(1, num_steps + 1)]  # no step is lost
+    follower.stop()
 
 
 def _write_steps(path: Path, begin: int, end: int) -> None:
@@ -223,17 +222,16 @@ def _write_steps(path: Path, begin: int, end: int) -> None:
             file.write(f'{{"step": {step}, "attempt": 1, "time": {step / 10}, {values}}}\n')
 
 
-def _work_of_update(connection: sqlite3.Connection, view: RunView, most_points: int) -> int:
-    """Instructions of SQLite's virtual machine in one update of the page."""
+def _work_of_look(follower: RunFollower, run: int) -> int:
+    """Instructions of SQLite's virtual machine to read the new rows of a run."""
     count = 0
 
     def note() -> None:
         nonlocal count
         count += 1
 
+    connection = follower._database._connection
     connection.set_progress_handler(note, 1)
-    assert view.refresh()
-    for metric in SIMULATED_METRICS:
-        assert len(view.curve(metric).points()[0]) <= most_points
+    assert follower.read_new_rows(run)
     connection.set_progress_handler(None, 0)
     return count

@@ -122,27 +122,26 @@ def config_digest_of(command: str, *words: str) -> str:
 
 def evaluation_config(recipe: str) -> dict[str, Any]:
     """The resolved configuration of an evaluation, by the keys of its YAML."""
-    from eval_pipeline.recipe.load import load_recipe
+    from eval_pipeline.recipe import load_eval_config
     from verl_ext.config.schema import as_dict
 
-    return as_dict(load_recipe(recipe))
+    return as_dict(load_eval_config(recipe))
 
 
 def evaluation_digests(recipe: str, checkpoint: Path) -> dict[str, str]:
     """The digests that name the files of an evaluation and its row of the ledger."""
     from dataclasses import asdict
 
-    from eval_pipeline.models.checkpoint import find_checkpoint
-    from eval_pipeline.recipe.load import load_recipe
-    from eval_pipeline.work.digests import digests_of
+    from eval_pipeline.checkpoints import find_checkpoint
+    from eval_pipeline.recipe import EvalDigests, load_eval_config
 
-    packages = {"numpy": "1.26.4"}
-    return asdict(digests_of(find_checkpoint(checkpoint), "problems", load_recipe(recipe), packages))
+    identity, packages = find_checkpoint(checkpoint).identity(), {"numpy": "1.26.4"}
+    return asdict(EvalDigests.of(identity, "problems", load_eval_config(recipe), packages))
 
 
 def problems_digest_of(format: str, path: Path) -> str:
     """The digest of the problems of a file."""
-    from eval_pipeline.problems.dataset import load_problems, problems_digest
+    from eval_pipeline.problems.datasets import load_problems, problems_digest
     from eval_pipeline.problems.problem import DatasetSource
 
     return problems_digest(load_problems(DatasetSource("any", format, str(path))))
@@ -151,10 +150,9 @@ def problems_digest_of(format: str, path: Path) -> str:
 def answer_seed(problem_id: str, sample: int, seed: int) -> int | None:
     """The seed of one answer in an evaluation."""
     from eval_pipeline.config import SamplingConfig
-    from eval_pipeline.engines.answer import Request
-    from eval_pipeline.engines.seeds import seed_of
+    from eval_pipeline.engines.base import GenerateRequest, request_seed
 
-    return seed_of(Request(problem_id, "any prompt", sample), SamplingConfig(temperature=1.0, seed=seed))
+    return request_seed(GenerateRequest(problem_id, "any prompt", sample), SamplingConfig(temperature=1.0, seed=seed))
 
 
 def completion_seed(run_seed: int, step: int, sample_id: str, number: int) -> int:
@@ -206,6 +204,6 @@ def training_data_digest_of(*paths: Path) -> str:
 
 def model_fingerprint(model: Any) -> str:
     """The name of a vision-language model's weights, which measurements and controllers hold."""
-    from verl_ext.controller.loading import fingerprint
+    from verl_ext.controller.vlm import fingerprint
 
     return fingerprint(model)

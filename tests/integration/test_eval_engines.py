@@ -19,9 +19,8 @@ import psutil
 import pytest
 
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines.answer import Request
-from eval_pipeline.engines.engine import Engine, open_engine
-from eval_pipeline.engines.vllm_model import CPU_NICENESS
+from eval_pipeline.engines.base import Engine, GenerateRequest, open_engine
+from eval_pipeline.engines.vllm_process import CPU_NICENESS
 from tests.helpers.commands import environment, python
 from tests.helpers.engines import GREEDY, MAX_MODEL_LEN, REQUESTS, answer_all, make_export, owner_of, vllm_processes
 from tests.helpers.evaluation import evaluate, slow_problems, write_recipe
@@ -64,7 +63,7 @@ def test_an_answer_is_returned_when_it_is_finished(engine: Engine) -> None:
     from tests.helpers.models import make_tokenizer
 
     # the later a request is in the list, the longer is its prompt, and the fewer tokens are left for the answer
-    requests = [Request(str(i), "x" * (150 * i)) for i in range(4)]
+    requests = [GenerateRequest(str(i), "x" * (150 * i)) for i in range(4)]
     arrived = [
         (request.problem_id, answer) for request, answer in engine.answers(requests, SamplingConfig(max_tokens=2048))
     ]
@@ -84,7 +83,7 @@ def test_a_caller_may_stop_early_and_ask_again(engine: Engine) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_an_error_of_its_own(engine: Engine) -> None:
-    answers = answer_all(engine, [Request("long", "word " * 200), *REQUESTS[:2]], GREEDY)
+    answers = answer_all(engine, [GenerateRequest("long", "word " * 200), *REQUESTS[:2]], GREEDY)
     long = answers.pop(("long", 0))
     assert (long.text, long.num_tokens, long.truncated) == ("", 0, False)
     assert f"the model takes {MAX_MODEL_LEN}" in long.error
@@ -92,7 +91,7 @@ def test_a_prompt_that_is_too_long_is_an_error_of_its_own(engine: Engine) -> Non
 
 
 def test_sampled_answers_belong_to_their_requests(engine: Engine) -> None:
-    requests = [*REQUESTS, Request("p0", REQUESTS[0].prompt, sample=1)]
+    requests = [*REQUESTS, GenerateRequest("p0", REQUESTS[0].prompt, sample=1)]
     together = answer_all(engine, requests, SAMPLED)
     assert answer_all(engine, requests[::-1], SAMPLED) == together
     assert answer_all(engine, requests[:20], SAMPLED) | answer_all(engine, requests[20:], SAMPLED) == together
@@ -281,7 +280,7 @@ def test_a_checkpoint_is_evaluated_on_the_server_that_loaded_it(export: Path, se
 
 def test_a_server_gives_the_same_answers(engine: Engine, server: str) -> None:
     # with the prompt of 450 characters, fewer than 24 tokens are left
-    requests = [*REQUESTS[:16], Request("nearly", "x" * 450), Request("long", "word " * 200)]
+    requests = [*REQUESTS[:16], GenerateRequest("nearly", "x" * 450), GenerateRequest("long", "word " * 200)]
     with open_engine(EngineConfig(kind="openai", base_url=server, concurrency=8), None) as remote:
         assert (remote.protocol["model"], remote.protocol["base_url"]) == ("tiny", server)
         assert remote.protocol["max_model_len"] == MAX_MODEL_LEN

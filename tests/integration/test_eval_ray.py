@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
     from eval_pipeline.config import EvalConfig
-    from eval_pipeline.executors.ray import RayExecutor
+    from eval_pipeline.ray_pool import RayPool
 
 NUM_PROBLEMS = 60
 
@@ -40,12 +40,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 def recipe_for(address: str) -> EvalConfig:
-    from eval_pipeline.recipe.load import load_recipe
+    from eval_pipeline.recipe import load_eval_config
 
-    return load_recipe(None, ["executor.kind=ray", f"executor.address={address}"])
+    return load_eval_config(None, ["executor.kind=ray", f"executor.address={address}"])
 
 
-def poll_until(condition: Callable[[], bool], executor: RayExecutor) -> None:
+def poll_until(condition: Callable[[], bool], executor: RayPool) -> None:
     """Let the executor look after its workers until the condition holds."""
 
     def holds() -> bool:
@@ -56,7 +56,7 @@ def poll_until(condition: Callable[[], bool], executor: RayExecutor) -> None:
 
 
 def test_without_a_cluster_the_error_says_how_to_start_one() -> None:
-    from eval_pipeline.executors.ray import RayExecutor
+    from eval_pipeline.ray_pool import RayPool
     from verl_ext.errors import UserError
 
     with socket.socket() as taken:
@@ -64,23 +64,23 @@ def test_without_a_cluster_the_error_says_how_to_start_one() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         before = signal.getsignal(signal.SIGTERM)
         with pytest.raises(UserError, match=f"{address}.*ray start --head.*executor.address"):
-            RayExecutor(recipe_for(address)).__enter__()
+            RayPool(recipe_for(address)).__enter__()
         assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_protocol_of_rays_client_is_refused() -> None:
-    from eval_pipeline.executors.ray import RayExecutor
+    from eval_pipeline.ray_pool import RayPool
     from verl_ext.errors import UserError
 
     with pytest.raises(UserError, match="host:port"):
-        RayExecutor(recipe_for("ray://127.0.0.1:10001")).__enter__()
+        RayPool(recipe_for("ray://127.0.0.1:10001")).__enter__()
 
 
 def test_the_workers_follow_the_cluster(cluster: Cluster) -> None:
-    from eval_pipeline.executors.ray import RayExecutor
+    from eval_pipeline.ray_pool import RayPool
     from tests.helpers.ray_cluster import NODE
 
-    with RayExecutor(recipe_for(cluster.address)) as executor:
+    with RayPool(recipe_for(cluster.address)) as executor:
         poll_until(lambda: len(actors()) == 2, executor)
         poll_until(lambda: executor.has_room_for(None), executor)
         lost = actors().pop()
@@ -95,17 +95,17 @@ def test_the_workers_follow_the_cluster(cluster: Cluster) -> None:
 
 def test_a_worker_that_cannot_judge_reports_it(cluster: Cluster) -> None:
     from eval_pipeline.config import SamplingConfig
-    from eval_pipeline.executors.ray import RayExecutor
-    from eval_pipeline.work.batch import Batch, BatchId, Event, Failed
+    from eval_pipeline.ray_pool import RayPool
+    from eval_pipeline.worker import Batch, BatchFailed, BatchId, Event
 
     recipe = recipe_for(cluster.address)
     setattr(recipe.judge, "isolation", "none")  # noqa: B010 - a level that no node has, which the type forbids
-    batch = Batch(BatchId("step_1", "sums", "digest", claim=1, number=0), None, {}, (), SamplingConfig())
-    with RayExecutor(recipe) as executor:
+    batch = Batch(BatchId(claim=1, number=0), None, {}, (), SamplingConfig())
+    with RayPool(recipe) as executor:
         poll_until(lambda: executor.has_room_for(None), executor)
         executor.submit(batch)
         failed: list[Event] = wait_until(lambda: executor.events(60))
-    assert len(failed) == 1 and isinstance(failed[0], Failed)
+    assert len(failed) == 1 and isinstance(failed[0], BatchFailed)
     assert failed[0].batch == batch.id and "isolation 'none' does not exist" in failed[0].error
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from eval_pipeline.ledger.ledger import LEDGER_FILE
+from eval_pipeline.jobs import LEDGER_FILE
 from tests.helpers.evaluation import (
     ADD,
     HEART,

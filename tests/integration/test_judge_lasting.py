@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from eval_pipeline.judge import JudgeClient, ResourceLimits, Submission, runs
-from eval_pipeline.judge.levels import candidates
+from eval_pipeline.judge.isolation import candidate_levels
 from eval_pipeline.judge.sandbox import SharedGate
 from eval_pipeline.judge.server import JudgeWorker
 from tests.helpers.hostile_answers import RIGHT, SCAN_MEMORY_FOR_NAMES, TEST
@@ -248,7 +248,7 @@ def test_a_killed_test_is_run_again(server: JudgeClient) -> None:
 @pytest.fixture
 def worker() -> Iterator[JudgeWorker]:
     """A worker in this process, so that a test can look inside."""
-    worker = JudgeWorker(candidates("bwrap")[0], SharedGate())
+    worker = JudgeWorker(candidate_levels("bwrap")[0], SharedGate())
     yield worker
     worker.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.helpers.commands import NUM_STEPS, Hold, SFTRun
 from tests.helpers.monitor import (
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
 
 ON_THE_PAGE = ["Loss", "Perplexity"]
 IN_THE_FOLD = [
-    *("Gradient norm", "Learning rate and its schedule", "Evaluation loss", "Training speed", "Time by part"),
-    "Memory and disk",
+    *("Gradient norm", "Learning rate and its schedule", "Evaluation loss", "Training speed", "Step time"),
+    *("Time by part", "Memory and disk"),
 ]
 
 
 @pytest.fixture(scope="module")
 def root(quickstart: Path, sft_run: SFTRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`restarted`, which finished and was then extended from step 4 to step 8, and `failed`."""
+    """`restarted`, which finished and was then extended from step 4 to step 8, and `failed` with another rate."""
     root = tmp_path_factory.mktemp("monitored") / "checkpoints"
     run_dir = copy_run(sft_run.run_dir, root / "project/restarted", 4, NUM_STEPS)
     again = (f"trainer.resume_from_path={run_dir}/global_step_4", "trainer.resume_mode=resume_path")
@@ -141,7 +142,7 @@ def test_log_is_searched(page: Page) -> None:
     assert "attempt 2 began" not in text(page, "found")
 
 
-def test_language_tab_and_dark_mode_are_remembered(page: Page) -> None:
+def test_language_and_dark_mode_are_remembered_and_the_tab_is_in_the_address(page: Page) -> None:
     choose(page, "restarted")
     page.get_by_test_id("language").get_by_text("中文").click()
     page.wait_for_function("() => document.body.innerText.includes('训练监控')")
@@ -170,6 +171,63 @@ def test_metrics_are_downloaded(page: Page, root: Path) -> None:
     assert lines[0].startswith("step,attempt,time,")
 
 
+def test_runs_are_found_in_the_table_and_compared(page: Page) -> None:
+    table = page.get_by_test_id("runs")
+    wait_for_text(page, "runs", "project/restarted")
+    row = table.locator("tr").filter(has_text="project/restarted")
+    assert [cell for cell in row.inner_text().split("\t") if cell.strip()][:2] == ["finished", "project/restarted"]
+    page.get_by_test_id("filter").fill("failed")
+    expect(row).to_have_count(0)
+    page.get_by_test_id("filter").fill("project/")
+    for name in ("project/restarted", "project/failed"):
+        table.locator("tr").filter(has_text=name).get_by_role("checkbox").click()
+    page.get_by_test_id("compare").click()
+    expect(page).to_have_url(re.compile(r"\?tab=Compare&runs=project%2Frestarted&runs=project%2Ffailed$"))
+    wait_for_text(page, "differences", "optim.lr")
+
+    def assert_both() -> None:
+        assert {line["name"] for line in series(page, "comparison train/loss")} == {"restarted", "failed"}
+
+    until_passes(assert_both)
+    page.go_back()
+    table.get_by_role("link", name="project/failed").click()
+    wait_for_text(page, "shown", "project/failed")
+
+
+def test_back_reload_and_links_show_what_the_address_says(page: Page, address: str) -> None:
+    choose(page, "project/restarted")
+    open_tab(page, "Log")
+    wait_for_text(page, "log", "attempt 2 began at step 4")
+    expect(page).to_have_url(f"{address}?run=project%2Frestarted&tab=Log")
+    open_tab(page, "Checkpoints")
+    wait_for_text(page, "checkpoints", "global_step_8")
+    page.go_back()
+    wait_for_text(page, "log", "attempt 2 began at step 4")
+    page.go_back()
+    page.get_by_test_id("chart Loss").wait_for()
+    page.get_by_test_id("home").click()
+    page.get_by_test_id("runs").wait_for()
+    expect(page).to_have_url(address)
+    page.go_back()
+    wait_for_text(page, "shown", "project/restarted")
+    page.goto(f"{address}?run=project/restarted&smoothing=0")
+    [loss] = series(page, "Loss")
+    assert len(loss["data"]) == 10
+    page.goto(f"{address}?run=project/gone")
+    wait_for_text(page, "missing", "does not exist")
+    page.get_by_test_id("runs").wait_for()
+
+
+def test_charts_explain_themselves_in_both_languages(page: Page) -> None:
+    choose(page, "project/restarted")
+    page.get_by_test_id("hint Loss").hover()
+    page.get_by_text("It falls quickly at first").wait_for()
+    page.get_by_test_id("language").get_by_text("中文").click()
+    page.get_by_text("损失曲线").wait_for()
+    page.get_by_test_id("hint Loss").hover()
+    page.get_by_text("理想趋势：初期快速下降").wait_for()
+
+
 def test_other_machines_need_the_token(chromium: Browser, root: Path, tmp_path: Path) -> None:
     with monitor(root, tmp_path / "monitor.sqlite", "--token", "secret", host="127.0.0.2") as address:
         page = chromium.new_page()
@@ -177,7 +235,7 @@ def test_other_machines_need_the_token(chromium: Browser, root: Path, tmp_path: 
         assert page.goto(f"{address}?token=wrong").status == 403
         assert page.goto(f"{address}?token=secret").status == 200
         page.get_by_test_id("run").wait_for()
-        assert page.goto(address).status == 200  # by the cookie
+        assert page.goto(f"{address}?run=project/restarted").status == 200  # by the cookie
         page.get_by_test_id("figure Current step").wait_for()  # over the web socket
         page.close()
 

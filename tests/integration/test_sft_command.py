@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import SFTRun, kill_launcher
+from tests.helpers.commands import SFTRun, kill_launcher, python
 from tests.helpers.processes import ranks_of, wait_until
 from verl_ext.metrics.run_record import LOST
 
@@ -103,6 +103,7 @@ def test_killed_run_resumes_bit_for_bit(whole: tuple[SFTRun, str], quickstart: P
     first = kill_after_step(run, 5)  # in general from the checkpoint at 4, the end of an epoch
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "att')  # as a crash in the middle of a line leaves it
+    assert "sft), killed, step" in python("verl_ext.health", tmp_path).stdout
     second = kill_after_step(run, first + 3)
     result = run.finish()
     assert f"Found checkpoint: {tmp_path}/global_step_{second}\n" in result.stdout

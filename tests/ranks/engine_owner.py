@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eval_pipeline.config import EngineConfig
-from eval_pipeline.engines.engine import EngineDied, open_engine
+from eval_pipeline.engines.base import EngineDied, open_engine
 from tests.helpers.engines import GREEDY, LONG, REQUESTS, answer_all
 from verl_ext.errors import UserError
 

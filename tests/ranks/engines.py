@@ -42,12 +42,12 @@ def build(directory: Path, kind: str) -> Any:
     return sharded(model)
 
 
-def error_of(model: Any, draw: SampleRequest, completion: Completion, temperature: float) -> float:
+def error_of(model: Any, request: SampleRequest, completion: Completion, temperature: float) -> float:
     """Largest error of a token's log-probability; infinite where a greedy token is not the model's most likely one."""
     tokens = torch.tensor(completion.token_ids)
     with torch.no_grad():
-        ids = torch.tensor([[*draw.prompt_ids, *completion.token_ids]])
-        logits = model(ids).logits[0, len(draw.prompt_ids) - 1 : -1].float()
+        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+        logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
     if temperature == 0 and not torch.equal(logits.argmax(-1), tokens):
         return float("inf")
     log_probs = (logits / (temperature or 1)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -75,9 +75,9 @@ def results_of(directory: Path, kind: str) -> list[dict[str, Any]]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     prompts = [tuple(torch.randint(5, 400, (n,), generator=generator).tolist()) for n in LENGTHS]
-    draws = [SampleRequest(prompt, seed * len(prompt)) for seed in (1, 2) for prompt in prompts]
-    together, own = TensorParallelGroup.build(dist.get_world_size()).gather_requests(draws[dist.get_rank() :])
-    assert len(together) == 2 * len(draws) - 1 and together[own.start : own.stop] == draws[dist.get_rank() :]
+    requests = [SampleRequest(prompt, seed * len(prompt)) for seed in (1, 2) for prompt in prompts]
+    together, own = TensorParallelGroup.build(dist.get_world_size()).gather_requests(requests[dist.get_rank() :])
+    assert len(together) == 2 * len(requests) - 1 and together[own.start : own.stop] == requests[dist.get_rank() :]
     results = []
     for step in range(ENGINE_STEPS):
         vllm.sync_weights(step)
@@ -85,18 +85,18 @@ def results_of(directory: Path, kind: str) -> list[dict[str, Any]]:
         for temperature in (0.0, 0.8):
             sampling, tokens = SamplingArgs(temperature, 1.0, -1, 12), {}
             for name, engine in (("vllm", vllm), ("hf", hf)):
-                found = dict(engine.generate(draws, sampling))
-                tokens[name] = [found[n].token_ids for n in range(len(draws))]
-                errors = [error_of(model, draw, found[n], temperature) for n, draw in enumerate(draws)]
+                found = dict(engine.generate(requests, sampling))
+                tokens[name] = [found[n].token_ids for n in range(len(requests))]
+                errors = [error_of(model, request, found[n], temperature) for n, request in enumerate(requests)]
                 result[f"{name} {temperature}"] = max(errors)
                 if step == 0:
-                    again = dict(engine.generate(draws[::-1], sampling))
+                    again = dict(engine.generate(requests[::-1], sampling))
                     result[f"{name} {temperature} repeats"] = all(
-                        found[n].token_ids == again[len(draws) - 1 - n].token_ids for n in found
+                        found[n].token_ids == again[len(requests) - 1 - n].token_ids for n in found
                     )
             if step == 0:
                 # rank 0 has nothing to sample, as in a measurement of fewer prompts than ranks
-                alone = dict(hf.generate(draws if dist.get_rank() else [], sampling))
+                alone = dict(hf.generate(requests if dist.get_rank() else [], sampling))
                 result[f"alone {temperature}"] = all(tokens["hf"][n] == alone[n].token_ids for n in alone)
             result[f"same {temperature}"] = sum(a == b for a, b in zip(tokens["vllm"], tokens["hf"]))
             result[f"different {temperature}"] = len({*tokens["vllm"]})

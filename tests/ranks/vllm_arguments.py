@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from eval_pipeline.config import EngineConfig
-from eval_pipeline.engines.vllm_arguments import arguments_for
-from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.engines.vllm_process import vllm_arguments
+from eval_pipeline.recipe import load_eval_config
 from verl_ext.errors import UserError
 
 KEYS = {"gpu_memory_utilization": 0.3, "tensor_parallel_size": 2, "max_model_len": 64, "dtype": "float16"}
@@ -23,19 +23,19 @@ def main(export: str, mark: str, own: str, known: str, linear: str) -> None:
     """Print a value for each name."""
     overrides = [*(f"engine.{key}={value}" for key, value in KEYS.items()), "engine.vllm.max_num_seqs=7"]
     report: dict[str, Any] = {
-        "overridden": arguments_for(load_recipe("quickstart", overrides).engine, export, on_gpu=True),
-        "cpu": arguments_for(load_recipe("quickstart", []).engine, export, on_gpu=False),
-        "gpu": arguments_for(load_recipe("quickstart", []).engine, export, on_gpu=True),
-        "linear": arguments_for(EngineConfig(), linear, on_gpu=False),
+        "overridden": vllm_arguments(load_eval_config("quickstart", overrides).engine, export, on_gpu=True),
+        "cpu": vllm_arguments(load_eval_config("quickstart", []).engine, export, on_gpu=False),
+        "gpu": vllm_arguments(load_eval_config("quickstart", []).engine, export, on_gpu=True),
+        "linear": vllm_arguments(EngineConfig(), linear, on_gpu=False),
     }
     try:
-        arguments_for(EngineConfig(dtype="float32"), linear, on_gpu=False)
+        vllm_arguments(EngineConfig(dtype="float32"), linear, on_gpu=False)
     except UserError as error:
         report["linear in float32"] = str(error)
     for name, model, trusted in (("own", own, False), ("known", known, False), ("trusted", own, True)):
         vllm = {"trust_remote_code": True} if trusted else {}
         try:
-            value = arguments_for(EngineConfig(dtype="float32", vllm=vllm), model, on_gpu=False)["max_model_len"]
+            value = vllm_arguments(EngineConfig(dtype="float32", vllm=vllm), model, on_gpu=False)["max_model_len"]
         except Exception as error:  # vLLM raises many types
             value = "refused: " + " ".join(str(error).split())
         report[name] = {"ran_code": Path(mark).exists(), "max_model_len": value}

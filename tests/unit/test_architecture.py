@@ -13,16 +13,35 @@ from tests.helpers import ROOT
 
 PAGE = (ROOT / "docs/architecture.md").read_text().partition("## Walks\n")[2].partition("\n## ")[0]
 WALKS = {title: body for title, body in re.findall(r"^### (.+?)\n(.+?)(?=^### |\Z)", PAGE, re.MULTILINE | re.DOTALL)}
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 MOST_FILES = {
     "Start of SFT": 25,
     "One step of SFT": 4,
+    "One step of GRPO": 15,
+    "One step of the budget controller": 18,
+    "One evaluated checkpoint": 18,
+    "One judged answer": 22,
     "One save": 8,
     "One resume": 8,
     "One row of metrics": 5,
     "Rules in the loop": 8,
     "A plan": 6,
+    "An evaluation of a controller": 8,
+    "From a line of metrics.jsonl to a drawn point": 7,
 }
-UNIQUE_CLASSES_IN = ("trainer", "launch", "config", "data", "checkpoint", "metrics", "plan", "health")
+UNIQUE_CLASSES_IN = (
+    "trainer",
+    "launch",
+    "grpo",
+    "config",
+    "data",
+    "checkpoint",
+    "metrics",
+    "monitor",
+    "plan",
+    "health",
+    "controller",
+)
 """Folders of `verl_ext` whose classes, like those at the root, have unique names in the product."""
 
 
@@ -36,10 +55,10 @@ def names_in(path: Path) -> set[str]:
     """Functions and classes of a module, methods as `Class.method`."""
     names: set[str] = set()
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, FUNCTIONS | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, FUNCTIONS)}
         if isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -71,5 +90,6 @@ def test_class_names_are_unique() -> None:
                 if isinstance(node, ast.ClassDef):
                     files[node.name].add(path.relative_to(ROOT))
     home = {ROOT / "verl_ext" / folder for folder in UNIQUE_CLASSES_IN}
+    home |= {ROOT / "eval_pipeline" / folder for folder in ("judge", "problems")}
     ours = lambda path: (ROOT / path).parent == ROOT / "verl_ext" or not home.isdisjoint((ROOT / path).parents)  # noqa: E731
     assert not {name: paths for name, paths in files.items() if len(paths) > 1 and any(map(ours, paths))}

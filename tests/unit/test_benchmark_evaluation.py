@@ -3,14 +3,16 @@
 import json
 import os
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks.evaluation import ReplacingWorker, RoundEvents, WorkerRounds, overlap_of, parts_of, summary_of
-from eval_pipeline.engines.answer import Answer, Request
-from eval_pipeline.recipe.load import load_recipe
+from benchmarks.evaluation import ReplacingEngine, RoundEvents, WorkerRounds, overlap_of, parts_of, summary_of
+from eval_pipeline.config import SamplingConfig
+from eval_pipeline.engines.base import GeneratedAnswer, GenerateRequest
+from eval_pipeline.recipe import load_eval_config
 from eval_pipeline.report.results import DatasetResult, EvaluatedModel
-from eval_pipeline.work.batch import Answered, BatchId, Failed, key_of
+from eval_pipeline.worker import AnswerReceived, BatchFailed, BatchId, key_of
 from verl_ext.errors import UserError
 
 
@@ -43,11 +45,11 @@ def test_each_variant_is_compared_with_the_same_generation():
 
 
 def test_a_round_asks_for_its_part_only(tmp_path):
-    rounds = WorkerRounds(load_recipe("humaneval"), tmp_path)
+    rounds = WorkerRounds(load_eval_config("humaneval"), tmp_path)
     assert rounds.num_problems == 164
     generation = rounds.batch_for("generation", "")
     assert generation.needs_engine and generation.judged == {key_of(each) for each in generation.requests}
-    rounds._answers = {key_of(each): Answer("no program", 3, False) for each in generation.requests}
+    rounds._answers = {key_of(each): GeneratedAnswer("no program", 3, False) for each in generation.requests}
     judging = rounds.batch_for("judging", "canonical")
     assert not judging.needs_engine and not judging.judged
     assert all("def " in answer.text for answer in judging.answers.values())
@@ -57,25 +59,25 @@ def test_a_round_asks_for_its_part_only(tmp_path):
 
 def test_several_batches_are_refused(tmp_path):
     with pytest.raises(UserError, match="batch_size"):
-        WorkerRounds(load_recipe("humaneval", ["batch_size=100"]), tmp_path)
+        WorkerRounds(load_eval_config("humaneval", ["batch_size=100"]), tmp_path)
 
 
 def test_another_text_takes_an_answers_place_with_all_else_kept():
-    worker = ReplacingWorker.__new__(ReplacingWorker)
-    worker.texts = {"a": "right"}
-    drawn = Answer("wrong", 7, True)
-    a, b = Request("a", "?"), Request("b", "?")
-    assert worker.taken(a, drawn) == replace(drawn, text="right")
-    assert worker.taken(b, drawn) == drawn
-    assert worker.taken(a, replace(drawn, error="too long")).error is None
-    worker.texts = {}
-    assert worker.taken(a, replace(drawn, error="too long")).error == "too long"
+    generated = GeneratedAnswer("wrong", 7, True)
+    requests = [GenerateRequest(name, "?") for name in "abc"]
+    answers = list(zip(requests, [generated, generated, replace(generated, error="too long")]))
+    engine = MagicMock(protocol={}, seconds={})
+    engine.answers.side_effect = lambda *_: iter(answers)
+    replacing = ReplacingEngine(engine, {"a": "right", "c": "right"})
+    found = [answer for _, answer in replacing.answers(requests, SamplingConfig())]
+    assert found == [replace(generated, text="right"), generated, replace(generated, text="right")]
+    assert list(ReplacingEngine(engine, {}).answers(requests, SamplingConfig())) == answers
 
 
 def test_events_of_a_round_are_kept():
-    batch, events = BatchId("model", "humaneval", "", claim=1, number=0), RoundEvents()
-    events.add(Answered(batch, ("a", 0), Answer("x", 1, False)))
-    events.add(Failed(batch, "no room"))
+    batch, events = BatchId(claim=1, number=0), RoundEvents()
+    events.add(AnswerReceived(batch, ("a", 0), GeneratedAnswer("x", 1, False)))
+    events.add(BatchFailed(batch, "no room"))
     assert list(events.answers) == [("a", 0)] and events.failure == "no room"
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from eval_pipeline.models.checkpoint import Checkpoint
-from eval_pipeline.models.hold import held
+from eval_pipeline.checkpoints import EvalCheckpoint, lease_checkpoint
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import NAMES, OPTIMIZER, kept, retention, save
 from tests.helpers.processes import wait_until
@@ -260,19 +259,19 @@ def test_evaluation_holds_a_run_s_checkpoint_and_goes_on_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save(tmp_path, 1)
-    checkpoint = Checkpoint(path, path / "huggingface", run_dir=tmp_path, step=1)
-    with held(checkpoint):
+    checkpoint = EvalCheckpoint(path, path / "huggingface", run_dir=tmp_path, step=1)
+    with lease_checkpoint(checkpoint):
         assert len(lease_holders(path)) == 1
     assert lease_holders(path) == []
-    with held(replace(checkpoint, run_dir=None)):
+    with lease_checkpoint(replace(checkpoint, run_dir=None)):
         assert lease_holders(path) == []
     # root writes into read-only directories too, but nobody writes a file where a directory is
     (path / f"lease.{socket.gethostname()}.{os.getpid()}.json.tmp").mkdir()
-    with held(checkpoint):
+    with lease_checkpoint(checkpoint):
         assert lease_holders(path) == []
     assert capsys.readouterr().err.count("cannot lock") == 1
     with pytest.raises(UserError, match="has just been removed"):
-        with held(replace(checkpoint, path=tmp_path / "global_step_2")):
+        with lease_checkpoint(replace(checkpoint, path=tmp_path / "global_step_2")):
             pass
 
 

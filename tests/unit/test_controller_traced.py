@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from verl_ext.controller.inference import TracedController
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
-from verl_ext.controller.traced import TracedController
 
 
 def controller(topk_choices: tuple[int, ...]) -> BudgetController:

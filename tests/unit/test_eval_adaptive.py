@@ -19,25 +19,28 @@ import yaml
 from pyarrow import parquet
 
 from eval_pipeline.__main__ import main
-from eval_pipeline.adaptive import canary
-from eval_pipeline.adaptive.baselines import lookup_table, pareto_front
-from eval_pipeline.adaptive.results import Results, rows_of
-from eval_pipeline.adaptive.statics import MOST_CHOSEN, important_blocks, static_configurations
-from eval_pipeline.adaptive.summary import summarise
 from tests.helpers import vlms
 from tests.helpers.data import question
 from tests.helpers.vlms import TIERS, write_controller
 from tests.helpers.wandb_files import read_history, read_records, values_of
 from verl_ext.checkpoint.manifest import Manifest
-from verl_ext.controller.adapters.registry import adapter_of
-from verl_ext.controller.block_importance import Importance, cheapest, load_importance
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.controlled import load_controller
-from verl_ext.controller.execution import Executor
+from verl_ext.controller.adapters import adapter_for
+from verl_ext.controller.block_importance import BlockImportance, load_importance
+from verl_ext.controller.evaluation import measure
+from verl_ext.controller.evaluation.results import (
+    ResultMatrices,
+    lookup_table,
+    method_rows,
+    pareto_front,
+    summarize_comparison,
+)
+from verl_ext.controller.evaluation.statics import NUM_FAVORITES, important_blocks, static_grid
+from verl_ext.controller.execution import RunWorkload, VLMRunner
 from verl_ext.controller.inference import AdaptiveModel
-from verl_ext.controller.latency_model import FEATURES, LatencyModel, Workload
-from verl_ext.controller.loading import fingerprint, load_adapter
-from verl_ext.controller.scoring.vqa import soft_accuracy
+from verl_ext.controller.latency import FEATURES, LatencyModel
+from verl_ext.controller.scoring import soft_accuracy
+from verl_ext.controller.space import Configuration, ConfigurationSpace, cheapest_configuration
+from verl_ext.controller.vlm import fingerprint, load_adapter, load_controller
 from verl_ext.data.config import QuestionSource
 from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
 from verl_ext.metrics.registry import lookup_metric
@@ -47,11 +50,17 @@ SHORT = ("--num-samples", "3", "--num-train", "2", "--max-static", "5", "--no-wa
 
 def tiny_questions() -> list[ImageQuestion]:
     """Five of them, each with what some configuration answers as its reference."""
-    executor = Executor(adapter_of(*vlms.qwen3_vl_moe(), TIERS), max_new_tokens=3)
-    space = executor.adapter.space(2, 4, (1, 2, 4))
+    runner = VLMRunner(adapter_for(*vlms.qwen3_vl_moe(), TIERS), max_new_tokens=3)
+    space = runner.adapter.space(2, 4, (1, 2, 4))
     asked = [question(number) for number in range(5)]
-    ways = [space.full, cheapest(space, None), space.configuration(1, [True] * 4, 2), space.full, space.full]
-    answers = [executor.run(each, way).answer for each, way in zip(asked, ways)]
+    ways = [
+        space.full,
+        cheapest_configuration(space, None),
+        space.configuration(1, [True] * 4, 2),
+        space.full,
+        space.full,
+    ]
+    answers = [runner.run(each, way).answer for each, way in zip(asked, ways)]
     return [
         ImageQuestion(each.sample_id, each.image, each.question, (text or "none",))
         for each, text in zip(asked, answers)
@@ -89,7 +98,7 @@ def write_run(directory: Path) -> None:
     columns = "epoch,reward_mean,accuracy_mean,latency_mean,budget_violation_rate"
     for name in ("training_history.csv", "validation_history.csv"):
         (run / name).write_text(f"{columns}\n1,0.2,0.5,40.0,0.1\n2,0.4,0.75,35.0,0.0\n")
-    Importance({1: 0.1, 2: 0.5, 3: 0.3}, 4, fingerprint(adapter.model)).save(directory / "importance.json")
+    BlockImportance({1: 0.1, 2: 0.5, 3: 0.3}, 4, fingerprint(adapter.model)).save(directory / "importance.json")
     weights = {part: dict.fromkeys(names, 0.0) for part, names in FEATURES.items()}
     weights["vision_ms"]["patches"], weights["prefill_ms"]["blocks"], weights["decode_ms"]["experts"] = 0.2, 3.0, 0.1
     LatencyModel(weights, 1.0, "none", fingerprint(adapter.model)).save(run / "latency_model.json")
@@ -128,11 +137,11 @@ def test_the_files_agree_with_each_other(evaluated: Path) -> None:
     assert content["step"] == 2 and content["budgets_ms"] == [30.0, 45.0, 60.0]
     assert all((evaluated / name).read_bytes().startswith(b"\x89PNG") for name in ("pareto.png", "curves.png"))
 
-    def of(name: str) -> Results:
-        return Results(*(arrays[f"{name}_{part}"] for part in ("accuracy", "latency_ms", "complexity")))
+    def of(name: str) -> ResultMatrices:
+        return ResultMatrices(*(arrays[f"{name}_{part}"] for part in ("accuracy", "latency_ms", "complexity")))
 
     methods = ["controller", "lookup_table", "oracle", "random", "full"]
-    rows = [row for name in methods for row in rows_of(name, of(name), content["budgets_ms"])]
+    rows = [row for name in methods for row in method_rows(name, of(name), content["budgets_ms"])]
     assert [vars(row) for row in rows] == content["rows"]
     table = [entry["static"] for entry in content["lookup_table"]]
     assert table == lookup_table(of("train"), content["budgets_ms"])
@@ -143,7 +152,7 @@ def test_the_files_agree_with_each_other(evaluated: Path) -> None:
     compared = {name: of(name) for name in ("controller", "lookup_table", "oracle")}
     deciding = dict(zip(("decision_ms", "features_ms", "network_ms", "choice_ms"), arrays["deciding_ms"].mean((0, 1))))
     full_ms = content["summary"]["full_ms"]
-    again = vars(summarise(compared, content["budgets_ms"], deciding, full_ms))
+    again = vars(summarize_comparison(compared, content["budgets_ms"], deciding, full_ms, 0.0))
     assert json.loads(json.dumps(again)) == content["summary"]
     page = (evaluated / "adaptive.md").read_text()
     assert "(pareto.png)" in page and "(curves.png)" in page
@@ -153,16 +162,16 @@ def test_the_files_agree_with_each_other(evaluated: Path) -> None:
 def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -> None:
     arrays = np.load(evaluated / "adaptive.npz")
     controller, controlled = load_controller(tiny / "run/global_step_2/huggingface")
-    model = AdaptiveModel(controlled.executor("cpu", torch.float32), controller)
-    adapter, space = model.executor.adapter, controller.space
+    model = AdaptiveModel(controlled.runner("cpu", torch.float32), controller)
+    adapter, space = model.runner.adapter, controller.space
     content = json.loads((evaluated / "adaptive.json").read_text())
     statics = [configuration_of(each["configuration"], space) for each in content["statics"]]
     trained = ImageQuestionDataset({"tiny": QuestionSource(train=2, source=str(tiny / "data"))}, "train").samples
     budgets = content["budgets_ms"]
     decided = [model.answer(each.load_image(), each.question, ms).configuration for each in trained for ms in budgets]
-    liked = Counter(replace(each, tier=0) for each in decided).most_common(MOST_CHOSEN)
-    masks = important_blocks(space, load_importance(tiny / "importance.json", adapter))
-    grid = static_configurations(space, masks, 5)
+    liked = Counter(replace(each, tier=0) for each in decided).most_common(NUM_FAVORITES)
+    masks = important_blocks(space, load_importance(tiny / "importance.json", adapter).scores)
+    grid = static_grid(space, masks, 5)
     everywhere = {replace(each, tier=tier) for each, _ in liked for tier in range(len(space.tiers))}
     assert {*statics} == {*grid} | everywhere and not everywhere <= {*grid} and len({*statics}) == len(statics)
     told = LatencyModel.load(tiny / "run/latency_model.json")
@@ -170,14 +179,14 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
     for place, row in enumerate(parquet.read_table(tiny / "data/val.parquet").to_pylist()):
         sample = ImageQuestion(row["question_id"], row["image"]["bytes"], row["question"], tuple(row["answers"]))
         for column, configuration in enumerate(statics):
-            outcome = model.executor.run(sample, configuration)
+            outcome = model.runner.run(sample, configuration)
             assert arrays["statics_accuracy"][place, column] == soft_accuracy(outcome.answer, sample.references)
             assert arrays["statics_latency_ms"][place, column] == told.predict(outcome.workload).total_ms
-        low = model.executor.seen(sample, 0)
-        encoding = told.predict(Workload(space.full, adapter.num_patches(low.inputs), 0, 0)).vision_ms
+        low = model.runner.encoded(sample, 0)
+        encoding = told.predict(RunWorkload(space.full, adapter.num_patches(low.inputs), 0, 0)).vision_ms
         for column, budget in enumerate((30.0, 45.0, 60.0)):
             found = model.answer(sample.load_image(), sample.question, budget)
-            outcome = model.executor.run(sample, found.configuration)
+            outcome = model.runner.run(sample, found.configuration)
             latency = told.predict(outcome.workload).total_ms + (encoding if found.configuration.tier else 0.0)
             assert arrays["controller_latency_ms"][place, column] == latency
             assert arrays["controller_accuracy"][place, column] == soft_accuracy(found.answer, sample.references)
@@ -208,7 +217,7 @@ def test_measured_it_counts_deciding_and_all_of_the_model(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(canary, "DISTURBED", math.inf)  # each run once, however busy this machine is
+    monkeypatch.setattr(measure, "DISTURBED", math.inf)  # each run once, however busy this machine is
     export = tiny / "run/global_step_2/huggingface"
     assert adaptive("--checkpoint", export, "--budgets", "2e6", "1e6", *SHORT[:-1]) == 0
     output = tiny / "run/eval/adaptive_step_2"
@@ -271,12 +280,16 @@ def test_an_export_alone_takes_questions_from_a_folder(tiny: Path, tmp_path: Pat
         ("model", (), "has no budget controller's export"),
         ("data", (), "has no budget controller's export"),
         ("nowhere", (), "has no budget controller's export"),
-        ("run", ("--latency", "model", "--budgets", "1e-3"), "begin at 0.001 ms, but the cheapest configuration takes"),
+        (
+            "run",
+            ("--latency", "model", "--budgets", "1e-3"),
+            "--budgets begins at 0.001 ms, but the cheapest configuration and the decision for it",
+        ),
         ("run", ("--questions", "{tiny}/model"), r"has no train\*.parquet"),
-        ("run", ("--vlm", "{tiny}/other"), "is another model than the one"),
+        ("run", ("--vlm", "{tiny}/other"), "was trained for another model than"),
         ("run", ("--vlm", "{tiny}/nowhere"), "cannot be loaded"),
         ("alone", (), "no questions are named; give --questions"),
-        ("alone", ("--questions", "{tiny}/data", "--latency", "model"), "is no latency model"),
+        ("alone", ("--questions", "{tiny}/data", "--latency", "model"), "is not a latency model"),
         ("misfit", ("--latency", "model"), "was fitted on another model"),
         ("foreign", (), "no configuration of the stage budget"),
     ],

@@ -5,38 +5,45 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eval_pipeline.adaptive.baselines import lookup_table, oracle, pareto_front
-from eval_pipeline.adaptive.results import Results, Row, rows_of
-from eval_pipeline.adaptive.statics import important_blocks, static_configurations
-from eval_pipeline.adaptive.summary import closed_gap, mean_interval, summarise
-from verl_ext.controller.block_importance import Importance, cheapest
-from verl_ext.controller.configuration import ConfigurationSpace
+from verl_ext.controller.evaluation.results import (
+    MethodAtBudget,
+    ResultMatrices,
+    closed_gap,
+    lookup_table,
+    mean_interval,
+    method_rows,
+    oracle,
+    pareto_front,
+    summarize_comparison,
+)
+from verl_ext.controller.evaluation.statics import important_blocks, static_grid
+from verl_ext.controller.space import ConfigurationSpace, cheapest_configuration
 
 SPACE = ConfigurationSpace(("low", "medium", "high"), 16, 12, 16, (4, 5, 6, 7, 8))
 
 
-def results(accuracy: list[list[float]], latency_ms: list[list[float]]) -> Results:
+def results(accuracy: list[list[float]], latency_ms: list[list[float]]) -> ResultMatrices:
     """Of lists (samples, columns)."""
     found = np.array(accuracy, dtype=float)
-    return Results(found, np.array(latency_ms, dtype=float), np.full_like(found, 0.5))
+    return ResultMatrices(found, np.array(latency_ms, dtype=float), np.full_like(found, 0.5))
 
 
 def test_static_configurations_are_thinned_evenly_and_keep_both_ends() -> None:
     first = important_blocks(SPACE, None)
-    whole = static_configurations(SPACE, first, 1000)
+    whole = static_grid(SPACE, first, 1000)
     assert len(whole) == len(set(whole)) == 3 * 5 * 5
-    assert whole[0] == cheapest(SPACE, None) and whole[-1] == SPACE.full
-    few = static_configurations(SPACE, first, 36)
+    assert whole[0] == cheapest_configuration(SPACE, None) and whole[-1] == SPACE.full
+    few = static_grid(SPACE, first, 36)
     assert len(set(few)) == 36 and {whole[0], whole[-1]} <= set(few)
     places = [whole.index(each) for each in few]
     assert set(np.diff(places)) == {2, 3}
-    importance = Importance({block: float(block) for block in range(1, 16)}, 16)
-    kept = static_configurations(SPACE, important_blocks(SPACE, importance), 36)[0].blocks
+    scores = {block: float(block) for block in range(1, 16)}
+    kept = static_grid(SPACE, important_blocks(SPACE, scores), 36)[0].blocks
     assert [block for block, runs in enumerate(kept) if not runs] == [1, 2, 3, 4]
     one = ConfigurationSpace(("low",), 3, 1, 1, (2, 4))
-    assert len(static_configurations(one, important_blocks(one, None), 36)) == 1  # block 0 alone has its own top-k
+    assert len(static_grid(one, important_blocks(one, None), 36)) == 1  # block 0 alone has its own top-k
     dense = ConfigurationSpace(("low", "high"), 3, 2, 3)
-    assert len(static_configurations(dense, important_blocks(dense, None), 36)) == 4
+    assert len(static_grid(dense, important_blocks(dense, None), 36)) == 4
 
 
 def test_the_front_has_what_nothing_beats_in_both() -> None:
@@ -49,7 +56,7 @@ def test_the_lookup_table_allows_five_percent_and_no_more() -> None:
     latency = np.full((20, 3), 10.0)
     latency[0, 1] = latency[:2, 2] = 30.0  # 5 % and 10 % are too late for 20 ms
     accuracy = np.tile([0.2, 0.6, 1.0], (20, 1))
-    train = Results(accuracy, latency, accuracy)
+    train = ResultMatrices(accuracy, latency, accuracy)
     assert lookup_table(train, [5.0, 20.0, 40.0]) == [0, 1, 2]
 
 
@@ -67,8 +74,8 @@ def test_the_oracle_takes_the_best_that_fits_the_quickest_of_ties_and_else_the_q
 
 
 def test_a_row_is_of_all_samples() -> None:
-    [first, second] = rows_of("m", results([[0, 1], [1, 1], [0.5, 1]], [[10, 1], [20, 1], [60, 1]]), [20.0, 30.0])
-    assert first == Row("m", 20.0, 0.5, 30.0, 20.0, pytest.approx(56.0), pytest.approx(1 / 3), 0.5)
+    [first, second] = method_rows("m", results([[0, 1], [1, 1], [0.5, 1]], [[10, 1], [20, 1], [60, 1]]), [20.0, 30.0])
+    assert first == MethodAtBudget("m", 20.0, 0.5, 30.0, 20.0, pytest.approx(56.0), pytest.approx(1 / 3), 0.5)
     assert second.violation_rate == 0.0 and second.accuracy == 1.0
 
 
@@ -80,7 +87,7 @@ def test_the_summary_of_a_comparison() -> None:
         "oracle": results([[0.6, 1.0], [0.8, 1.0]], [[1, 1], [1, 1]]),
     }
     deciding = {"decision_ms": 3.0, "features_ms": 1.0, "network_ms": 0.5, "choice_ms": 0.2}
-    found = summarise(methods, budgets, deciding, 200.0)
+    found = summarize_comparison(methods, budgets, deciding, 200.0, 0.0)
     assert found.controller_minus_lookup_table == pytest.approx(0.1)
     assert found.interval == pytest.approx((0.1, 0.1))
     assert found.gap_closed == pytest.approx(0.5) and found.num_gap_budgets == 1

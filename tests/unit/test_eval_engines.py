@@ -17,21 +17,17 @@ import pytest
 
 from eval_pipeline.__main__ import main
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines import openai_chat, vllm_process
-from eval_pipeline.engines.answer import Answer, Request
-from eval_pipeline.engines.engine import EngineDied, open_engine
-from eval_pipeline.engines.messages import Load
-from eval_pipeline.engines.openai_chat import ORDINARY
-from eval_pipeline.engines.openai_server import ask_for_card
-from eval_pipeline.engines.seeds import seed_of
-from eval_pipeline.engines.vllm_child import VllmChild
+from eval_pipeline.engines import openai_engine, vllm_process
+from eval_pipeline.engines.base import EngineDied, GeneratedAnswer, GenerateRequest, open_engine, request_seed
+from eval_pipeline.engines.openai_engine import CONTROL_PROMPT, find_served_model
+from eval_pipeline.engines.vllm_engine import LoadModel, VllmChild
 from tests.helpers import ROOT
 from tests.helpers.processes import wait_until
 from verl_ext.errors import UserError
 
 KEY = "sk-secret-of-the-test"
-REQUEST = Request("p", "Say it.")
-BAD = Request("b", "bad")
+REQUEST = GenerateRequest("p", "Say it.")
+BAD = GenerateRequest("b", "bad")
 GREEDY = SamplingConfig()
 Reply = tuple[int, dict[str, Any]]
 
@@ -126,7 +122,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def ask(server: Server, requests: list[Request], sampling: SamplingConfig = GREEDY, **settings: Any) -> list[Answer]:
+def ask(
+    server: Server, requests: list[GenerateRequest], sampling: SamplingConfig = GREEDY, **settings: Any
+) -> list[GeneratedAnswer]:
     known = EngineConfig(kind="openai", base_url=server.url, api_key_env="TEST_API_KEY", **settings)
     with open_engine(known, None) as engine:
         assert KEY not in json.dumps(engine.protocol)
@@ -136,7 +134,7 @@ def ask(server: Server, requests: list[Request], sampling: SamplingConfig = GREE
 def test_what_is_asked_and_read(server: Server) -> None:
     server.reply = lambda body: completion("cut", "length")
     sampling = SamplingConfig(temperature=0.5, top_p=0.9, max_tokens=33)
-    assert ask(server, [REQUEST], sampling) == [Answer("cut", 7, truncated=True)]
+    assert ask(server, [REQUEST], sampling) == [GeneratedAnswer("cut", 7, truncated=True)]
     (asked,) = server.asked
     assert asked == {
         "model": "tiny",
@@ -144,14 +142,14 @@ def test_what_is_asked_and_read(server: Server) -> None:
         "temperature": 0.5,
         "top_p": 0.9,
         "max_tokens": 33,
-        "seed": seed_of(REQUEST, sampling),
+        "seed": request_seed(REQUEST, sampling),
     }
     assert server.keys == {f"Bearer {KEY}"}
 
 
 def test_without_a_key_the_client_still_asks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_API_KEY")
-    assert ask(server, [REQUEST]) == [Answer("said", 7, truncated=False)]
+    assert ask(server, [REQUEST]) == [GeneratedAnswer("said", 7, truncated=False)]
     assert server.keys == {"Bearer EMPTY"}
     assert "seed" not in server.asked[0]
 
@@ -159,39 +157,44 @@ def test_without_a_key_the_client_still_asks(server: Server, monkeypatch: pytest
 def test_a_busy_or_broken_server_is_asked_again(server: Server) -> None:
     troubles = iter([(429, refusal("busy")), (503, refusal("broken")), (500, refusal("broken"))])
     server.reply = lambda body: next(troubles, completion("said"))
-    assert ask(server, [REQUEST]) == [Answer("said", 7, truncated=False)]
+    assert ask(server, [REQUEST]) == [GeneratedAnswer("said", 7, truncated=False)]
     assert len(server.asked) == 4
 
 
 def test_a_prompt_that_breaks_a_healthy_server_is_an_error_of_its_own(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_chat, "NUM_RETRIES", 1)
+    monkeypatch.setattr(openai_engine, "NUM_RETRIES", 1)
     server.reply = unless_bad((500, refusal(f"cannot with {KEY}")))
-    answers = ask(server, [Request("a", "good"), BAD, Request("c", "good")], concurrency=2)
+    answers = ask(server, [GenerateRequest("a", "good"), BAD, GenerateRequest("c", "good")], concurrency=2)
     (failed,) = [answer for answer in answers if answer.error]
-    assert sum(answer == Answer("said", 7, truncated=False) for answer in answers) == 2
+    assert sum(answer == GeneratedAnswer("said", 7, truncated=False) for answer in answers) == 2
     assert "InternalServerError" in failed.error and KEY not in failed.error
     prompts = [prompt_of(body) for body in server.asked]
     # asked once more between two answers of the same server
-    assert [prompt for prompt in prompts if prompt != "good"] == ["bad", "bad", ORDINARY.prompt, "bad", ORDINARY.prompt]
+    assert [prompt for prompt in prompts if prompt != "good"] == [
+        "bad",
+        "bad",
+        CONTROL_PROMPT.prompt,
+        "bad",
+        CONTROL_PROMPT.prompt,
+    ]
 
 
 def test_a_server_that_was_down_until_just_now_is_asked_once_more(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_chat, "NUM_RETRIES", 1)
+    monkeypatch.setattr(openai_engine, "NUM_RETRIES", 1)
     troubles = iter([(500, refusal("broken")), (502, refusal("broken"))])
     server.reply = lambda body: next(troubles, completion("said"))
-    assert ask(server, [REQUEST]) == [Answer("said", 7, truncated=False)]
+    assert ask(server, [REQUEST]) == [GeneratedAnswer("said", 7, truncated=False)]
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 500, 503, 400, None])
 def test_a_server_that_answers_nobody_is_no_answer(
     status: int | None, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_chat, "NUM_RETRIES", 1)
-    monkeypatch.setattr(openai_chat, "pause_after", lambda error, attempt: 0.0)
+    monkeypatch.setattr(openai_engine, "NUM_RETRIES", 1)
     server.reply = lambda body: None if status is None else (status, refusal(f"not with {KEY}"))
     with pytest.raises(EngineDied, match=f"{server.url} does not answer") as error:
         ask(server, [REQUEST, BAD])
@@ -202,13 +205,12 @@ def test_a_server_that_answers_nobody_is_no_answer(
 def test_what_no_prompt_is_to_blame_for_is_no_answer(
     status: int | None, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_chat, "NUM_RETRIES", 1)
-    monkeypatch.setattr(openai_chat, "pause_after", lambda error, attempt: 0.0)
+    monkeypatch.setattr(openai_engine, "NUM_RETRIES", 1)
     server.reply = unless_bad(None if status is None else (status, refusal("no")))
     known = EngineConfig(kind="openai", base_url=server.url, concurrency=1)
     with open_engine(known, None) as engine:
         answers = engine.answers([REQUEST, BAD, REQUEST], GREEDY)
-        assert next(answers) == (REQUEST, Answer("said", 7, truncated=False))  # what came is kept
+        assert next(answers) == (REQUEST, GeneratedAnswer("said", 7, truncated=False))  # what came is kept
         with pytest.raises(EngineDied):
             next(answers)
 
@@ -218,7 +220,7 @@ def test_a_prompt_that_is_refused_is_an_error_of_its_own(status: int, server: Se
     server.reply = unless_bad((status, refusal("not this one")))
     first, second = ask(server, [BAD, BAD], concurrency=1)
     assert first == second and "not this one" in first.error
-    assert [prompt_of(body) for body in server.asked] == ["bad", ORDINARY.prompt, "bad"]  # others are answered
+    assert [prompt_of(body) for body in server.asked] == ["bad", CONTROL_PROMPT.prompt, "bad"]  # others are answered
 
 
 @pytest.mark.parametrize("body", [completion("")[1] | {"choices": []}, completion("")[1] | {"usage": None}, []])
@@ -234,7 +236,7 @@ def test_a_reply_without_an_answer_is_an_error(body: Any, server: Server) -> Non
 def test_what_is_left_of_the_models_length_is_used(server: Server) -> None:
     too_long = (400, refusal("max_tokens is too large: 2048. This model's maximum context length is 96 tokens"))
     server.reply = lambda body: too_long if "max_tokens" in body else completion("short")
-    assert ask(server, [REQUEST]) == [Answer("short", 7, truncated=False)]
+    assert ask(server, [REQUEST]) == [GeneratedAnswer("short", 7, truncated=False)]
 
 
 def test_so_many_requests_are_under_way_and_no_more(server: Server) -> None:
@@ -252,14 +254,14 @@ def test_so_many_requests_are_under_way_and_no_more(server: Server) -> None:
         return completion("said")
 
     server.reply = reply
-    assert len(ask(server, [Request(str(i), "x") for i in range(12)], concurrency=3)) == 12
+    assert len(ask(server, [GenerateRequest(str(i), "x") for i in range(12)], concurrency=3)) == 12
     assert most == 3
 
 
 def test_a_caller_who_stops_waits_for_nobody(server: Server) -> None:
     release = threading.Event()
     server.reply = lambda body: completion("said") if body["messages"][0]["content"] == "first" else hang(release)
-    requests = [Request("0", "first"), *(Request(str(i), "never") for i in range(1, 9))]
+    requests = [GenerateRequest("0", "first"), *(GenerateRequest(str(i), "never") for i in range(1, 9))]
     num_threads = threading.active_count()
     # a thread that reads from the socket while the client closes it may only notice at its time limit
     settings = EngineConfig(kind="openai", base_url=server.url, concurrency=2, timeout_s=20)
@@ -280,13 +282,13 @@ def hang(release: threading.Event) -> Reply:
 def test_an_answer_takes_so_long_with_all_its_retries_and_no_longer(server: Server) -> None:
     release = threading.Event()
     server.reply = lambda body: hang(release)
-    with pytest.raises(EngineDied, match="APITimeoutError.*engine.timeout_s=0.5"):
+    with pytest.raises(EngineDied, match="engine.timeout_s=0.5 seconds, retries included"):
         ask(server, [REQUEST], timeout_s=0.5)
     release.set()
     assert len(server.asked) == 1
     server.asked.clear()
     server.reply = lambda body: None
-    with pytest.raises(EngineDied, match="APIConnectionError"):
+    with pytest.raises(EngineDied, match="engine.timeout_s=1.2"):
         ask(server, [REQUEST], timeout_s=1.2)
     assert 1 <= len(server.asked) <= 2  # with pauses of 0.5 s, 1 s ...
 
@@ -294,7 +296,7 @@ def test_an_answer_takes_so_long_with_all_its_retries_and_no_longer(server: Serv
 @pytest.mark.parametrize("key", [f"{KEY}\n", f" {KEY} "])
 def test_a_key_from_a_file_ends_in_a_new_line(key: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_API_KEY", key)
-    assert ask(server, [REQUEST]) == [Answer("said", 7, truncated=False)]
+    assert ask(server, [REQUEST]) == [GeneratedAnswer("said", 7, truncated=False)]
     assert server.keys == {f"Bearer {KEY}"}
 
 
@@ -349,15 +351,15 @@ def test_a_directory_is_asked_of_the_server_that_loaded_it(server: Server, tmp_p
     for loaded in (str(export), str(tmp_path / "link")):
         server.models = [{"id": "a", "root": loaded, "max_model_len": 96}, {"id": "b", "root": "hub/b"}]
         server.cards = list
-        card = ask_for_card(settings, export)
+        card = find_served_model(settings, export)
         assert (card.id, card.root, card.max_model_len) == ("a", loaded, 96)
         with pytest.raises(UserError, match="serves a .loaded from .*, b .*not .*/other; "):
-            ask_for_card(settings, other)
+            find_served_model(settings, other)
     server.models = [{"id": str(export)}]
-    assert ask_for_card(settings, export).id == str(export)
+    assert find_served_model(settings, export).id == str(export)
     server.models = [{"id": "a", "root": "huggingface"}]  # wherever the server was started
     with pytest.raises(UserError, match="absolute path"):
-        ask_for_card(settings, export)
+        find_served_model(settings, export)
 
 
 @pytest.mark.parametrize("command", ["watch", "report"])
@@ -395,13 +397,13 @@ def test_vllm_without_a_model_is_refused() -> None:
 
 def test_seeds_belong_to_the_request() -> None:
     sampling = SamplingConfig(temperature=1.0, seed=5)
-    seeds = [seed_of(Request(f"p{i}", "x", sample), sampling) for i in range(50) for sample in range(4)]
+    seeds = [request_seed(GenerateRequest(f"p{i}", "x", sample), sampling) for i in range(50) for sample in range(4)]
     assert len(set(seeds)) == 200 and all(0 <= seed < 2**31 for seed in seeds)
-    assert seed_of(Request("p0", "another prompt"), sampling) == seeds[0]
-    assert seed_of(Request("p0", "x"), SamplingConfig(temperature=1.0, seed=6)) != seeds[0]
-    assert seed_of(Request("p0", "x"), SamplingConfig()) is None
+    assert request_seed(GenerateRequest("p0", "another prompt"), sampling) == seeds[0]
+    assert request_seed(GenerateRequest("p0", "x"), SamplingConfig(temperature=1.0, seed=6)) != seeds[0]
+    assert request_seed(GenerateRequest("p0", "x"), SamplingConfig()) is None
     # the same on every machine and from one release to the next
-    assert seed_of(Request("HumanEval/0", "x"), SamplingConfig(temperature=0.8)) == 1399759359
+    assert request_seed(GenerateRequest("HumanEval/0", "x"), SamplingConfig(temperature=0.8)) == 1399759359
 
 
 def test_asking_imports_nothing_heavy() -> None:
@@ -413,7 +415,7 @@ def test_asking_imports_nothing_heavy() -> None:
 
 
 def test_a_child_that_is_ended_while_it_is_read_from_is_ended_once() -> None:
-    child, failures = VllmChild(silence_s=60), []
+    child, failures = VllmChild(timeout_s=60), []
     together = threading.Barrier(8)
 
     def run(work: Callable[[], object]) -> None:
@@ -443,9 +445,9 @@ def test_a_broken_pipe_inside_vllm_is_not_taken_for_the_end_of_the_owner(
 
     monkeypatch.setattr(vllm_process, "VllmModel", load)
     owner, connection = Pipe()
-    owner.send(Load(EngineConfig(), "model"))
+    owner.send(LoadModel(EngineConfig(), "model"))
     with pytest.raises(error, match="a worker of vLLM died"):
         vllm_process.serve_until_owner_leaves(connection)
-    owner.send(Load(EngineConfig(), "model"))
+    owner.send(LoadModel(EngineConfig(), "model"))
     owner.close()
     vllm_process.serve_until_owner_leaves(connection)

@@ -6,7 +6,7 @@ import pytest
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems import python_source
-from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.problems.problem import DatasetSource, Problem
 

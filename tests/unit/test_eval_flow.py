@@ -1,4 +1,4 @@
-"""What a session, a watcher and the summing up of a job make of a recipe's keys, on checkpoints that nobody loads."""
+"""What a context, a watcher and the summing up of a job make of a recipe's keys, on checkpoints that nobody loads."""
 
 from __future__ import annotations
 
@@ -11,27 +11,23 @@ from typing import Any
 import pytest
 
 from eval_pipeline.__main__ import main
-from eval_pipeline.engines.answer import Answer
-from eval_pipeline.flow.choose import Chooser
-from eval_pipeline.flow.complete import write_result
-from eval_pipeline.flow.evaluate import evaluate_now
-from eval_pipeline.flow.place import place_of_run
-from eval_pipeline.flow.publish import Publisher
-from eval_pipeline.flow.session import Session
-from eval_pipeline.flow.watch import Watcher, watch
+from eval_pipeline.active_job import ActiveJob
+from eval_pipeline.checkpoints import EvalCheckpoint, eval_dir_of_run, find_checkpoint
+from eval_pipeline.engines.base import GeneratedAnswer
+from eval_pipeline.jobs import Job
 from eval_pipeline.judge import ErrorType, Verdict
-from eval_pipeline.ledger.job import Job
-from eval_pipeline.models.checkpoint import Checkpoint, find_checkpoint
-from eval_pipeline.recipe.load import load_recipe
-from eval_pipeline.work.batch import Answered, Described, Finished, Verdicted, key_of
-from eval_pipeline.work.evaluation import Evaluation
+from eval_pipeline.publish import Publisher
+from eval_pipeline.recipe import load_eval_config
+from eval_pipeline.run import EvalContext, TaskSource, write_job_result
+from eval_pipeline.watch import RunWatcher, evaluate_checkpoint, watch_run
+from eval_pipeline.worker import AnswerJudged, AnswerReceived, BatchFinished, BatchStarted, key_of
 from tests.helpers.checkpoints import commit, make_export
 from verl_ext.metrics.run_record import RunRecord
 
 NUM_PROBLEMS = 8
 
 
-def session_of(directory: Path, *overrides: str) -> Session:
+def context_of(directory: Path, *overrides: str) -> EvalContext:
     """Of a run that is under way, with the checkpoints of steps 10 to 40."""
     problem = {"prompt": "Write f.", "entry_point": "f", "tests": ["assert f()"]}
     rows = [json.dumps({"problem_id": f"p{number}", **problem}) for number in range(NUM_PROBLEMS)]
@@ -43,74 +39,75 @@ def session_of(directory: Path, *overrides: str) -> Session:
     RunRecord(run_dir).start_attempt(first_step=0, world_size=1, total_steps=100)
     for step in (10, 20, 30, 40):
         commit(run_dir, step)
-    return Session(place_of_run(run_dir), load_recipe(str(recipe), overrides))
+    return EvalContext(eval_dir_of_run(run_dir), load_eval_config(str(recipe), overrides))
 
 
-def watcher_of(session: Session) -> Watcher:
-    return Watcher(session, Publisher(session, leads=True))
+def watcher_of(context: EvalContext) -> RunWatcher:
+    return RunWatcher(context, Publisher(context, owns_selection=True))
 
 
-def step_10(session: Session) -> Checkpoint:
-    return find_checkpoint(session.place.of_run / "global_step_10")
+def step_10(context: EvalContext) -> EvalCheckpoint:
+    return find_checkpoint(context.directory.of_run / "global_step_10")
 
 
-def claimed(session: Session, step: int = 10) -> Job:
+def claimed(context: EvalContext, step: int = 10) -> Job:
     """A checkpoint on the first data set."""
-    [task] = session.enter(find_checkpoint(session.place.of_run / f"global_step_{step}"), tier=1)
-    job = session.ledger.claim([(*task.key, task.digest)])
+    [task] = context.add_jobs(find_checkpoint(context.directory.of_run / f"global_step_{step}"), tier=1)
+    job = context.jobs.claim([(*task.key, task.digest)])
     assert job is not None
     return job
 
 
-def evaluated(session: Session, step: int, num_right: int, others: ErrorType, leads: bool) -> None:
+def evaluated(context: EvalContext, step: int, num_right: int, others: ErrorType, owns_selection: bool) -> None:
     """Evaluate a checkpoint on the first data set and publish that, as `watch` does or else `run`."""
-    job, checkpoint = claimed(session, step), find_checkpoint(session.place.of_run / f"global_step_{step}")
-    with session.begin(job, checkpoint) as evaluation:
-        answer_all(evaluation, num_right, others)
-        write_result(session, evaluation)
-    session.ledger.finish(job, evaluation.seconds)
-    Publisher(session, leads).publish(session.enter(checkpoint, tier=1))
+    job, checkpoint = claimed(context, step), find_checkpoint(context.directory.of_run / f"global_step_{step}")
+    with context.open_job(job, checkpoint) as active:
+        answer_all(active, num_right, others)
+        write_job_result(context, active)
+    context.jobs.finish(job, active.seconds)
+    Publisher(context, owns_selection).publish(context.add_jobs(checkpoint, tier=1))
 
 
-def best_of(session: Session) -> dict[str, Any]:
+def best_of(context: EvalContext) -> dict[str, Any]:
     """The choice, without the time at which it was made."""
-    content = json.loads((session.place.of_run / "best_checkpoint.json").read_text())
+    content = json.loads((context.directory.of_run / "best_checkpoint.json").read_text())
     return {key: value for key, value in content.items() if key != "selected_at"}
 
 
-def answer_all(evaluation: Evaluation, num_right: int, others: ErrorType = "wrong_answer") -> None:
+def answer_all(active: ActiveJob, num_right: int, others: ErrorType = "wrong_answer") -> None:
     """Bring in what a worker would; the first answers are right, and the others have another verdict."""
-    batch = evaluation.next_batch()
-    evaluation.handle(Described(batch.id, {"isolation": "bwrap", "protocol": {"engine": "none"}}))
+    batch = active.next_batch()
+    active.handle(BatchStarted(batch.id, {"isolation": "bwrap", "protocol": {"engine": "none"}}))
     for number, request in enumerate(batch.requests):
         verdict = Verdict("success", 1, 1) if number < num_right else Verdict(others, 0, 1)
-        evaluation.handle(Answered(batch.id, key_of(request), Answer("def f(): return 1", 5, False)))
-        evaluation.handle(Verdicted(batch.id, key_of(request), verdict))
-    evaluation.handle(Finished(batch.id, {"generate_s": 1.0, "judge_s": 1.0}))
+        active.handle(AnswerReceived(batch.id, key_of(request), GeneratedAnswer("def f(): return 1", 5, False)))
+        active.handle(AnswerJudged(batch.id, key_of(request), verdict))
+    active.handle(BatchFinished(batch.id, {"generate_s": 1.0, "judge_s": 1.0}))
 
 
 def test_newer_packages_are_no_reason_to_judge_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was judged with older ones takes part in the choice, and what is judged now has the installed ones."""
 
     def installed(version: str) -> None:
-        for module in ("session", "complete"):
-            monkeypatch.setattr(f"eval_pipeline.flow.{module}.versions_of", lambda names: dict.fromkeys(names, version))
+        monkeypatch.setattr("eval_pipeline.run.versions_of", lambda names: dict.fromkeys(names, version))
 
-    def later(*overrides: str) -> Session:
-        return Session(session.place, load_recipe(str(tmp_path / "few.yaml"), ["tiers.tier2=[]", *overrides]))
+    def later(*overrides: str) -> EvalContext:
+        return EvalContext(
+            context.directory, load_eval_config(str(tmp_path / "few.yaml"), ["tiers.tier2=[]", *overrides])
+        )
 
-    def due(session: Session) -> list[int | None]:
-        return [task.checkpoint.step for task in session.left_of(watcher_of(session).tasks())]
+    def due(context: EvalContext) -> list[int | None]:
+        return [task.checkpoint.step for task in context.unfinished(watcher_of(context).poll())]
 
     installed("1.26.4")
-    session = session_of(tmp_path, "tiers.tier2=[]")
+    context = context_of(tmp_path, "tiers.tier2=[]")
     for step, num_right in ((10, 6), (20, 2)):
-        evaluated(session, step, num_right, "runtime_error", leads=True)
+        evaluated(context, step, num_right, "runtime_error", owns_selection=True)
     installed("2.3.5")
     assert due(later()) == [30, 40]
-    for step, leads in ((30, True), (40, False)):
-        evaluated(later(), step, 4, "runtime_error", leads)
-        chosen = best_of(session)
+    for step, owns_selection in ((30, True), (40, False)):
+        evaluated(later(), step, 4, "runtime_error", owns_selection)
+        chosen = best_of(context)
         assert chosen["step"] == 10 and chosen["checkpoints"][0]["step"] == 10
     assert due(later()) == []
     assert due(later("judge.packages=[]")) == [10, 20, 30, 40]
@@ -118,37 +115,37 @@ def test_newer_packages_are_no_reason_to_judge_again(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(("every", "wanted"), [(1, [10, 20, 30, 40]), (2, [20, 40]), (3, [30]), (5, [])])
 def test_tier_2_is_for_every_so_manieth_checkpoint(tmp_path: Path, every: int, wanted: list[int]) -> None:
-    tasks = watcher_of(session_of(tmp_path, f"tier2_every={every}")).tasks()
+    tasks = watcher_of(context_of(tmp_path, f"tier2_every={every}")).poll()
     assert [task.checkpoint.step for task in tasks if task.dataset == "few"] == [10, 20, 30, 40]
     assert [task.checkpoint.step for task in tasks if task.dataset == "more"] == wanted
 
 
 @pytest.mark.parametrize(("poll_s", "looks_again"), [("1e-9", True), ("3600", False)])
 def test_new_checkpoints_are_looked_for_as_often_as_is_asked(tmp_path: Path, poll_s: str, looks_again: bool) -> None:
-    session = session_of(tmp_path, f"poll_s={poll_s}", "tiers.tier2=[]")
-    watcher = watcher_of(session)
-    assert len(watcher.tasks()) == 4
-    commit(session.place.of_run, 50)
-    assert len(watcher.tasks()) == 4 + looks_again
+    context = context_of(tmp_path, f"poll_s={poll_s}", "tiers.tier2=[]")
+    watcher = watcher_of(context)
+    assert len(watcher.poll()) == 4
+    commit(context.directory.of_run, 50)
+    assert len(watcher.poll()) == 4 + looks_again
 
 
 @pytest.mark.parametrize(("most", "state"), [(1, "failed"), (2, "pending")])
 def test_a_job_is_tried_and_waits_as_the_recipe_says(tmp_path: Path, most: int, state: str) -> None:
-    session = session_of(tmp_path, f"max_attempts={most}", "backoff_s=5000")
-    session.ledger.fail(claimed(session), "no room", {})
-    [job] = session.ledger.jobs()
+    context = context_of(tmp_path, f"max_attempts={most}", "backoff_s=5000")
+    context.jobs.fail(claimed(context), "no room", {})
+    [job] = context.jobs.jobs()
     assert (job.attempts, job.state) == (1, state)
     assert job.not_before - time.time() == pytest.approx(5000, abs=300)
 
 
 @pytest.mark.parametrize(("per_error_type", "num_kept"), [(1, 2), (3, 5), (10, 8)])
 def test_the_log_has_so_many_answers_of_each_error_type(tmp_path: Path, per_error_type: int, num_kept: int) -> None:
-    session = session_of(tmp_path, f"qa_per_error_type={per_error_type}")
-    job = claimed(session)
-    with session.begin(job, step_10(session)) as evaluation:
-        answer_all(evaluation, num_right=2)
-        write_result(session, evaluation)
-    log = session.place.directory_of(job.checkpoint) / "qa_logs" / "few_qa.jsonl"
+    context = context_of(tmp_path, f"qa_per_error_type={per_error_type}")
+    job = claimed(context)
+    with context.open_job(job, step_10(context)) as active:
+        answer_all(active, num_right=2)
+        write_job_result(context, active)
+    log = context.directory.results_of(job.checkpoint) / "qa_logs" / "few_qa.jsonl"
     assert len(log.read_text().splitlines()) == num_kept
 
 
@@ -168,47 +165,49 @@ def test_limit_samples_each_data_set_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A limit of the recipe keeps its meaning."""
-    sessions: list[Session] = []
-    monkeypatch.setattr("eval_pipeline.flow.evaluate.evaluate_now", lambda session, *_: sessions.append(session) or 0)
-    session = session_of(tmp_path)
-    checkpoint = step_10(session)
+    contexts: list[EvalContext] = []
+    monkeypatch.setattr("eval_pipeline.watch.evaluate_checkpoint", lambda context, *_: contexts.append(context) or 0)
+    context = context_of(tmp_path)
+    checkpoint = step_10(context)
     words = ["run", "--checkpoint", str(checkpoint.path), "--recipe", str(tmp_path / "few.yaml")]
     for more in (["datasets.few.limit=5"], ["datasets.few.limit=5", "--limit", "3"]):
         with pytest.raises(SystemExit, match="0"):
             main([*words, *more])
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and "3 problems" in told[0] and "seed" in told[0]
-    limited, sampled = ([problem.problem_id for problem in each.problems("few")] for each in sessions)
+    limited, sampled = ([problem.problem_id for problem in each.problems("few")] for each in contexts)
     assert limited == ["p0", "p1", "p2", "p3", "p4"]
     assert len(sampled) == 3 and set(sampled) < set(limited) and sampled != limited[:3]
-    digests = [[task.digest for task in each.enter(checkpoint, 1)] for each in sessions]
+    digests = [[task.digest for task in each.add_jobs(checkpoint, 1)] for each in contexts]
     assert digests[0] != digests[1]
-    assert "sample" not in source_of(sessions[0]) and source_of(sessions[1])["sample"] == 3
+    assert "sample" not in source_of(contexts[0]) and source_of(contexts[1])["sample"] == 3
 
 
 def test_an_incomplete_result_says_so_and_is_evaluated_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In `metrics.json`, in `best_checkpoint.json` and on the terminal; `retry` makes it due."""
-    session = session_of(tmp_path, "wandb=false")
-    publisher, run_dir = Publisher(session, leads=True), session.place.of_run
-    [task] = session.enter(step_10(session), tier=1)
+    context = context_of(tmp_path, "wandb=false")
+    publisher, run_dir = Publisher(context, owns_selection=True), context.directory.of_run
+    [task] = context.add_jobs(step_10(context), tier=1)
     for kinds in (["api_error", *["success"] * 7], ["success"] * NUM_PROBLEMS):
-        job = claimed(session)
-        with session.begin(job, step_10(session)) as evaluation:
-            while evaluation.has_waiting or evaluation.try_errors_again():
-                batch = evaluation.next_batch()
-                evaluation.handle(Described(batch.id, {"isolation": "bwrap", "protocol": {"engine": "none"}}))
+        job = claimed(context)
+        with context.open_job(job, step_10(context)) as active:
+            while active.has_batches or active.retry_api_errors():
+                batch = active.next_batch()
+                active.handle(BatchStarted(batch.id, {"isolation": "bwrap", "protocol": {"engine": "none"}}))
                 for request in batch.requests:
                     kind = kinds[int(request.problem_id[1:])]
-                    evaluation.handle(Answered(batch.id, key_of(request), Answer("def f(): return 1", 5, False)))
-                    evaluation.handle(Verdicted(batch.id, key_of(request), Verdict(kind, int(kind == "success"), 1)))
-                evaluation.handle(Finished(batch.id, {}))
-            write_result(session, evaluation)
-        session.ledger.finish(job, {})
+                    active.handle(
+                        AnswerReceived(batch.id, key_of(request), GeneratedAnswer("def f(): return 1", 5, False))
+                    )
+                    active.handle(AnswerJudged(batch.id, key_of(request), Verdict(kind, int(kind == "success"), 1)))
+                active.handle(BatchFinished(batch.id, {}))
+            write_job_result(context, active)
+        context.jobs.finish(job, {})
         assert publisher.publish([task]) == {"step_10"}
         missing = {"few": 1} if "api_error" in kinds else {}
-        for path in (session.place.directory_of("step_10") / "metrics.json", run_dir / "best_checkpoint.json"):
+        for path in (context.directory.results_of("step_10") / "metrics.json", run_dir / "best_checkpoint.json"):
             assert json.loads(path.read_text())["incomplete"] == missing
         said = capsys.readouterr().err
         assert ("few is incomplete: 1 answers" in said) == ("best checkpoint by results" in said) == bool(missing)
@@ -221,19 +220,19 @@ def test_an_incomplete_result_says_so_and_is_evaluated_again(
 OTHER_RULE = ("selection.metric=accepted_at_1", "selection.mode=min", "selection.dataset=few", "wandb=false")
 
 
-def chosen_run(directory: Path) -> Session:
+def chosen_run(directory: Path) -> EvalContext:
     """A run where step 10 runs most often and step 20 is right most often; a watcher chose the first."""
-    session = session_of(directory, "wandb=false")
-    evaluated(session, 10, 2, "wrong_answer", leads=True)
-    evaluated(session, 20, 6, "runtime_error", leads=True)
-    assert best_of(session)["step"] == 10
-    return session
+    context = context_of(directory, "wandb=false")
+    evaluated(context, 10, 2, "wrong_answer", owns_selection=True)
+    evaluated(context, 20, 6, "runtime_error", owns_selection=True)
+    assert best_of(context)["step"] == 10
+    return context
 
 
-def another_session(session: Session, *overrides: str) -> Session:
+def another_context(context: EvalContext, *overrides: str) -> EvalContext:
     """Of the same run, with its recipe changed."""
-    recipe = load_recipe(str(session.place.of_run.parent / "few.yaml"), overrides)
-    return Session(place_of_run(session.place.of_run), recipe)
+    recipe = load_eval_config(str(context.directory.of_run.parent / "few.yaml"), overrides)
+    return EvalContext(eval_dir_of_run(context.directory.of_run), recipe)
 
 
 @pytest.mark.parametrize("rule", [OTHER_RULE, (OTHER_RULE[0], "wandb=false")])
@@ -241,15 +240,15 @@ def test_the_rule_of_a_side_evaluation_changes_no_choice(tmp_path: Path, rule: t
     """Its own checkpoint takes part in the choice by the watcher's rule."""
     watched = chosen_run(tmp_path)
     before = best_of(watched)
-    session = another_session(watched, *rule)
-    evaluated(session, 30, 3, "runtime_error", leads=False)
-    after = best_of(session)
+    context = another_context(watched, *rule)
+    evaluated(context, 30, 3, "runtime_error", owns_selection=False)
+    after = best_of(context)
     assert [(entry["step"], entry["value"]) for entry in after.pop("checkpoints")] == [(10, 1), (20, 0.75), (30, 0.375)]
     assert after == {key: value for key, value in before.items() if key != "checkpoints"}
-    evaluated(session, 40, 8, "success", leads=False)
-    assert best_of(session)["step"] == 40  # of equal ones the newer
-    Chooser(another_session(watched, *rule), leads=True).choose()
-    assert best_of(session)["metric"] == "accepted_at_1"  # as a watcher does
+    evaluated(context, 40, 8, "success", owns_selection=False)
+    assert best_of(context)["step"] == 40  # of equal ones the newer
+    Publisher(another_context(watched, *rule), owns_selection=True).update_best_checkpoint()
+    assert best_of(context)["metric"] == "accepted_at_1"  # as a watcher does
 
 
 @pytest.mark.parametrize("override", ["judge.limits.cpu_s=7", "sampling.max_tokens=7", "datasets.few.limit=3"])
@@ -258,25 +257,25 @@ def test_a_side_evaluation_of_the_best_checkpoint_changes_no_choice(
 ) -> None:
     watched = chosen_run(tmp_path)
     before = best_of(watched)
-    evaluated(another_session(watched, override, "wandb=false"), 10, 1, "runtime_error", leads=False)
+    evaluated(another_context(watched, override, "wandb=false"), 10, 1, "runtime_error", owns_selection=False)
     assert best_of(watched) == before
     assert "best_checkpoint.json is unchanged" in capsys.readouterr().err
 
 
 def test_a_best_checkpoint_that_is_gone_makes_room(tmp_path: Path) -> None:
     watched = chosen_run(tmp_path)
-    shutil.rmtree(watched.place.of_run / "global_step_10")
-    evaluated(another_session(watched, *OTHER_RULE), 30, 3, "runtime_error", leads=False)
+    shutil.rmtree(watched.directory.of_run / "global_step_10")
+    evaluated(another_context(watched, *OTHER_RULE), 30, 3, "runtime_error", owns_selection=False)
     assert (best_of(watched)["step"], best_of(watched)["metric"]) == (20, "exec_success_rate")
 
 
-def source_of(session: Session) -> dict[str, Any]:
+def source_of(context: EvalContext) -> dict[str, Any]:
     """As `metrics.json` names it, of step 10 on the first data set."""
-    job = claimed(session)
-    with session.begin(job, step_10(session)) as evaluation:
-        answer_all(evaluation, num_right=1)
-        write_result(session, evaluation)
-    result = session.place.work_of(job.checkpoint, job.dataset) / "result.json"
+    job = claimed(context)
+    with context.open_job(job, step_10(context)) as active:
+        answer_all(active, num_right=1)
+        write_job_result(context, active)
+    result = context.directory.work_of(job.checkpoint, job.dataset) / "result.json"
     return json.loads(result.read_text())["protocol"]["few"]["source"]
 
 
@@ -285,16 +284,15 @@ def test_a_failed_evaluation_is_named_at_the_end(
 ) -> None:
     """Of a `watch`, of which many are counted, and of a `run`."""
 
-    def fail_all(session: Session, agenda: Any, *_: Any) -> set[str]:
-        for task in agenda.tasks():
-            if job := session.ledger.claim([(*task.key, task.digest)]):
-                session.ledger.fail(job, "the engine broke\nbecause of that", {})
+    def fail_all(context: EvalContext, source: TaskSource, *_: Any) -> set[str]:
+        for task in source.poll():
+            if job := context.jobs.claim([(*task.key, task.digest)]):
+                context.jobs.fail(job, "the engine broke\nbecause of that", {})
         return set()
 
-    for module in ("watch", "evaluate"):
-        monkeypatch.setattr(f"eval_pipeline.flow.{module}.work_off", fail_all)
-    session = session_of(tmp_path, "max_attempts=1", "tier2_every=1")
-    assert watch(session) == 1
+    monkeypatch.setattr("eval_pipeline.watch.run_jobs", fail_all)
+    context = context_of(tmp_path, "max_attempts=1", "tier2_every=1")
+    assert watch_run(context) == 1
     printed = capsys.readouterr()
     assert "no best checkpoint was chosen" in printed.err
     lines = printed.out.splitlines()
@@ -302,7 +300,7 @@ def test_a_failed_evaluation_is_named_at_the_end(
     [failed] = [line.split() for line in lines if line.startswith("  failed ")]
     assert failed[1:4] == ["8", "of", "8"] and "3 more" in " ".join(failed) and "step_10 on few" in " ".join(failed)
     assert [line.split()[-2] for line in lines[-3:]] == ["status", "retry", "watch"]
-    assert evaluate_now(session, step_10(session), 1) == 1
+    assert evaluate_checkpoint(context, step_10(context), 1) == 1
     first, reason = capsys.readouterr().out.splitlines()
     assert first == "Failed: evaluation of step_10" and reason.split() == ["few", "the", "engine", "broke"]
 
@@ -310,25 +308,25 @@ def test_a_failed_evaluation_is_named_at_the_end(
 def test_a_checkpoint_that_is_removed_while_it_is_evaluated_has_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = session_of(tmp_path, "poll_s=1e-9", "tiers.tier2=[]", "max_attempts=1")
-    run_dir = session.place.of_run
-    publisher = Publisher(session, leads=True)
-    watcher = Watcher(session, publisher)
-    assert len(watcher.tasks()) == 4
-    job, checkpoint = claimed(session), step_10(session)
-    with session.begin(job, checkpoint) as evaluation:
+    context = context_of(tmp_path, "poll_s=1e-9", "tiers.tier2=[]", "max_attempts=1")
+    run_dir = context.directory.of_run
+    publisher = Publisher(context, owns_selection=True)
+    watcher = RunWatcher(context, publisher)
+    assert len(watcher.poll()) == 4
+    job, checkpoint = claimed(context), step_10(context)
+    with context.open_job(job, checkpoint) as active:
         shutil.rmtree(run_dir / "global_step_10")
         shutil.rmtree(run_dir / "global_step_20")  # waiting
         RunRecord(run_dir).end_attempt("finished", 40, "all steps are done")
         for _ in range(3):
-            assert {task.checkpoint.step for task in watcher.tasks()} == {10, 30, 40}
-        answer_all(evaluation, num_right=8)
-        write_result(session, evaluation)
-    session.ledger.finish(job, evaluation.seconds)
-    assert publisher.publish(watcher.tasks()) == {"step_10"}
+            assert {task.checkpoint.step for task in watcher.poll()} == {10, 30, 40}
+        answer_all(active, num_right=8)
+        write_job_result(context, active)
+    context.jobs.finish(job, active.seconds)
+    assert publisher.publish(watcher.poll()) == {"step_10"}
     assert (run_dir / "eval/eval_step_10/metrics.json").exists()
     assert not (run_dir / "best_checkpoint.json").exists()
     told = capsys.readouterr().err
     assert told.count("step_10 was removed during") == 1 and told.count("step_20 was removed before") == 1
-    assert publisher.publish(watcher.tasks()) == set()
-    assert not watcher.is_over()  # the other two
+    assert publisher.publish(watcher.poll()) == set()
+    assert not watcher.exhausted  # the other two

@@ -9,17 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from eval_pipeline.engines.model_card import ModelCard
-from eval_pipeline.flow.place import Place, find_place, place_of_checkpoint, place_of_run
-from eval_pipeline.ledger.ledger import LEDGER_FILE
-from eval_pipeline.models.checkpoint import Checkpoint, base_model, find_checkpoint, served_model
-from eval_pipeline.models.discover import Discovery
-from eval_pipeline.models.export import SHARD_INDEX
-from eval_pipeline.models.hold import held
-from eval_pipeline.models.integrity import require_whole_export
-from eval_pipeline.models.run_config import RunSettings, read_run_config
-from eval_pipeline.recipe.load import load_recipe
-from eval_pipeline.work.digests import digests_of, identity_of
+from eval_pipeline.checkpoints import (
+    SHARD_INDEX,
+    CheckpointScanner,
+    EvalCheckpoint,
+    EvalDir,
+    TrainingRun,
+    base_model,
+    eval_dir_of_checkpoint,
+    eval_dir_of_run,
+    find_checkpoint,
+    find_eval_dir,
+    lease_checkpoint,
+    read_training_run,
+    served_checkpoint,
+)
+from eval_pipeline.engines.base import ServedModel
+from eval_pipeline.jobs import LEDGER_FILE
+from eval_pipeline.recipe import EvalDigests, load_eval_config
 from tests.helpers.checkpoints import commit, flip_byte, make_export
 from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.checkpoint.manifest import Manifest
@@ -51,19 +58,26 @@ def test_a_base_model_is_no_checkpoint_of_the_run(tmp_path: Path) -> None:
     [("org/name", "org_name"), ("/models/a b:7", "models_a_b_7"), ("../..", "served_model"), ("x" * 300, "x" * 120)],
 )
 def test_a_served_model_has_no_export(name: str, label: str, tmp_path: Path) -> None:
-    model = served_model(ModelCard(name, root=None, max_model_len=None), tmp_path)
+    model = served_checkpoint(ServedModel(name, root=None, max_model_len=None), tmp_path)
     assert (model.export, model.label, model.run_dir) == (None, label, None)
     assert model.path.parent == tmp_path
 
 
 def test_a_served_model_is_what_its_server_says_of_it(tmp_path: Path) -> None:
-    cards = [ModelCard("a", "/m", 96), ModelCard("b", "/m", 96), ModelCard("a", "/n", 96), ModelCard("a", "/m", 64)]
-    recipes = [
-        load_recipe(None, ["engine.kind=openai", f"engine.base_url=http://localhost:{port}/v1"]) for port in (1, 2)
+    cards = [
+        ServedModel("a", "/m", 96),
+        ServedModel("b", "/m", 96),
+        ServedModel("a", "/n", 96),
+        ServedModel("a", "/m", 64),
     ]
-    first, *others = [digests_of(served_model(card, tmp_path), "problems", recipes[0], {}) for card in cards]
+    recipes = [
+        load_eval_config(None, ["engine.kind=openai", f"engine.base_url=http://localhost:{port}/v1"]) for port in (1, 2)
+    ]
+    first, *others = [
+        EvalDigests.of(served_checkpoint(card, tmp_path).identity(), "problems", recipes[0], {}) for card in cards
+    ]
     assert len({first.model, *(other.model for other in others)}) == 4
-    assert digests_of(served_model(cards[0], tmp_path), "problems", recipes[1], {}) == first
+    assert EvalDigests.of(served_checkpoint(cards[0], tmp_path).identity(), "problems", recipes[1], {}) == first
 
 
 @pytest.mark.parametrize(
@@ -123,32 +137,32 @@ def test_the_directory_of_a_run_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_an_export_is_whole_until_a_byte_of_it_changes(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(commit(tmp_path, 3))
-    require_whole_export(checkpoint)
+    checkpoint.verify_export()
     flip_byte(checkpoint.path / "model.pt")  # no business of an evaluation
-    require_whole_export(checkpoint)
+    checkpoint.verify_export()
     flip_byte(checkpoint.export / "model.safetensors")
     with pytest.raises(UserError, match="huggingface/model.safetensors has the digest .* --step 3"):
-        require_whole_export(checkpoint)
+        checkpoint.verify_export()
 
 
 def test_an_export_without_a_manifest_is_taken_as_it_is(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(make_export(tmp_path / "global_step_3" / "huggingface"))
-    require_whole_export(checkpoint)
-    before = identity_of(checkpoint)
+    checkpoint.verify_export()
+    before = checkpoint.identity()
     flip_byte(checkpoint.export / "model.safetensors")
-    assert identity_of(checkpoint) != before
+    assert checkpoint.identity() != before
 
 
 def test_the_manifest_tells_a_checkpoint_from_a_later_one_of_the_same_step(tmp_path: Path) -> None:
-    first = identity_of(find_checkpoint(commit(tmp_path, 3)))
+    first = find_checkpoint(commit(tmp_path, 3)).identity()
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "copy" / "global_step_3")
-    assert identity_of(find_checkpoint(tmp_path / "copy" / "global_step_3")) == first
+    assert find_checkpoint(tmp_path / "copy" / "global_step_3").identity() == first
     flip_byte(tmp_path / "copy" / "global_step_3" / "huggingface" / "model.safetensors")
     manifest = Manifest.read(tmp_path / "copy" / "global_step_3")
     name = "huggingface/model.safetensors"
     files = {**manifest.files, name: sync_and_digest(tmp_path / "copy" / "global_step_3" / name)}
     (tmp_path / "copy" / "global_step_3" / "manifest.json").write_text(manifest.with_files(files).to_json())
-    assert identity_of(find_checkpoint(tmp_path / "copy" / "global_step_3")) != first
+    assert find_checkpoint(tmp_path / "copy" / "global_step_3").identity() != first
 
 
 def test_an_evaluation_keeps_its_identity_over_releases(tmp_path: Path) -> None:
@@ -156,7 +170,8 @@ def test_an_evaluation_keeps_its_identity_over_releases(tmp_path: Path) -> None:
     checkpoint = make_export(tmp_path / "run" / "global_step_3" / "huggingface").parent
     files = {"huggingface/model.safetensors": {"bytes": 1, "xxh3_128": "0" * 32}, "model.pt": {"bytes": 2}}
     (checkpoint / "manifest.json").write_text(Manifest(3, 1, "", files).to_json())
-    digests = digests_of(find_checkpoint(checkpoint), "problems", load_recipe("quickstart", []), {"numpy": "1.26.4"})
+    identity, config = find_checkpoint(checkpoint).identity(), load_eval_config("quickstart", [])
+    digests = EvalDigests.of(identity, "problems", config, {"numpy": "1.26.4"})
     assert asdict(digests) == {
         "model": "c5dfbd96a29a92daf1d56b441264230e",
         "answers": "1ce555b3da98a15c6048bcc07c27badd",
@@ -175,7 +190,7 @@ def test_discovery_finds_complete_checkpoints_and_says_once_what_is_wrong_with_o
     shutil.rmtree(without_export / "huggingface")
     files = {"model.pt": sync_and_digest(without_export / "model.pt")}
     (without_export / "manifest.json").write_text(Manifest(50, 1, "", files).to_json())
-    discovery = Discovery(tmp_path)
+    discovery = CheckpointScanner(tmp_path)
     for _ in range(2):
         assert [checkpoint.step for checkpoint in discovery.checkpoints()] == [9, 10, 100]
     told = capsys.readouterr().err.splitlines()
@@ -188,63 +203,63 @@ def test_discovery_finds_complete_checkpoints_and_says_once_what_is_wrong_with_o
 
 
 def test_a_run_that_has_saved_nothing_has_no_checkpoints(tmp_path: Path) -> None:
-    assert Discovery(tmp_path).checkpoints() == []
+    assert CheckpointScanner(tmp_path).checkpoints() == []
 
 
 def test_a_checkpoint_is_leased_while_it_is_held(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(commit(tmp_path, 3))
-    with held(checkpoint):
+    with lease_checkpoint(checkpoint):
         assert len(lease_holders(checkpoint.path)) == 1
     assert lease_holders(checkpoint.path) == []
     assert list(checkpoint.path.glob("lease.*")) == []
 
 
 def test_a_checkpoint_that_has_gone_cannot_be_held(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(tmp_path / "global_step_1", tmp_path / "x", run_dir=tmp_path, step=1)
-    with pytest.raises(UserError, match="has just been removed"), held(checkpoint):
+    checkpoint = EvalCheckpoint(tmp_path / "global_step_1", tmp_path / "x", run_dir=tmp_path, step=1)
+    with pytest.raises(UserError, match="has just been removed"), lease_checkpoint(checkpoint):
         pass
 
 
 def test_figures_go_to_the_run_or_beside_the_model_or_where_they_are_asked_for(tmp_path: Path) -> None:
     of_run = find_checkpoint(commit(tmp_path / "run", 5))
-    place = place_of_checkpoint(of_run, None)
-    assert place == place_of_run(tmp_path / "run") == Place(tmp_path / "run" / "eval", tmp_path / "run")
-    assert place.directory_of("step_5") == tmp_path / "run" / "eval" / "eval_step_5"
+    place = eval_dir_of_checkpoint(of_run, None)
+    assert place == eval_dir_of_run(tmp_path / "run") == EvalDir(tmp_path / "run" / "eval", tmp_path / "run")
+    assert place.results_of("step_5") == tmp_path / "run" / "eval" / "eval_step_5"
     assert place.work_of("step_5", "d") == tmp_path / "run" / "eval" / "eval_step_5" / "work" / "d"
     plain = find_checkpoint(make_export(tmp_path / "base"))
-    assert place_of_checkpoint(plain, None) == Place(tmp_path / "eval_base", None, one_model=True)
-    trial = place_of_checkpoint(of_run, None, is_trial=True)
-    assert trial == Place(tmp_path / "run" / "eval" / "trial_step_5", tmp_path / "run", one_model=True)
-    asked = place_of_checkpoint(of_run, tmp_path / "out")
-    assert (asked.directory_of("step_5"), asked.run_dir) == (tmp_path / "out", tmp_path / "run")
+    assert eval_dir_of_checkpoint(plain, None) == EvalDir(tmp_path / "eval_base", None, one_model=True)
+    trial = eval_dir_of_checkpoint(of_run, None, is_trial=True)
+    assert trial == EvalDir(tmp_path / "run" / "eval" / "trial_step_5", tmp_path / "run", one_model=True)
+    asked = eval_dir_of_checkpoint(of_run, tmp_path / "out")
+    assert (asked.results_of("step_5"), asked.run_dir) == (tmp_path / "out", tmp_path / "run")
 
 
 def test_a_place_is_found_by_the_run_or_by_itself(tmp_path: Path) -> None:
     root = tmp_path / "run" / "eval"
     root.mkdir(parents=True)
     with pytest.raises(UserError, match="holds no evaluation"):
-        find_place(tmp_path / "run")
+        find_eval_dir(tmp_path / "run")
     (root / LEDGER_FILE).touch()
-    assert find_place(tmp_path / "run") == find_place(root) == Place(root, tmp_path / "run")
+    assert find_eval_dir(tmp_path / "run") == find_eval_dir(root) == EvalDir(root, tmp_path / "run")
     other = tmp_path / "out"
     other.mkdir()
     (other / LEDGER_FILE).touch()
-    assert find_place(other) == Place(other, None, one_model=True)
+    assert find_eval_dir(other) == EvalDir(other, None, one_model=True)
     with pytest.raises(UserError, match="is not a directory"):
-        place_of_run(tmp_path / "none")
+        eval_dir_of_run(tmp_path / "none")
 
 
 def test_the_run_config_is_read_with_defaults(tmp_path: Path) -> None:
     run_dir = tmp_path / "first"
     run_dir.mkdir()
-    assert read_run_config(None) == RunSettings()
-    assert read_run_config(run_dir) == RunSettings(experiment="first")
+    assert read_training_run(None) == TrainingRun()
+    assert read_training_run(run_dir) == TrainingRun(experiment="first")
     (run_dir / "config.yaml").write_text(
         "eval: {recipe: phase1}\ntrainer: {project_name: demo, experiment_name: sft}\n"
     )
-    assert read_run_config(run_dir) == RunSettings("phase1", "demo", "sft")
+    assert read_training_run(run_dir) == TrainingRun("phase1", "demo", "sft")
     (run_dir / "config.yaml").write_text(json.dumps({"eval": {"recipe": None}}))
-    assert read_run_config(run_dir) == RunSettings(experiment="first")
+    assert read_training_run(run_dir) == TrainingRun(experiment="first")
 
 
 @pytest.mark.parametrize(
@@ -253,4 +268,4 @@ def test_the_run_config_is_read_with_defaults(tmp_path: Path) -> None:
 def test_a_broken_run_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match="config.yaml"):
-        read_run_config(tmp_path)
+        read_training_run(tmp_path)

@@ -12,15 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from eval_pipeline.adaptive.measure import WARM_UPS
-from eval_pipeline.lmms.arguments import Arguments
-from eval_pipeline.lmms.question import question_of
-from eval_pipeline.lmms.responder import Responder, load_responder
 from tests.helpers.data import row
 from tests.helpers.vlms import SUFFIX, write_controller, write_model
-from verl_ext.controller.controlled import load_controller
-from verl_ext.controller.execution import Executor
+from verl_ext.controller.evaluation.lmms import LmmsModelArgs, LmmsQuestion, LmmsResponder
+from verl_ext.controller.execution import NUM_WARM_UPS, VLMRunner
 from verl_ext.controller.inference import AdaptiveModel
+from verl_ext.controller.vlm import load_controller
 from verl_ext.errors import UserError
 
 NUM_DOCUMENTS = 3
@@ -52,17 +49,17 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(export: Path) -> AdaptiveModel:
     controller, controlled = load_controller(export)
-    return AdaptiveModel(controlled.executor("cpu", torch.float32), controller)
+    return AdaptiveModel(controlled.runner("cpu", torch.float32), controller)
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller's export names the model's weights in single precision."""
-    monkeypatch.setattr("eval_pipeline.adaptive.subject.default_device", lambda: ("cpu", torch.float32))
+    monkeypatch.setattr("verl_ext.controller.inference.default_device", lambda: ("cpu", torch.float32))
 
 
-def responder(export: Path, log: Path | None = None, budget_ms: float = 40.0) -> Responder:
-    return load_responder(Arguments(export, budget_ms, log=log))
+def responder(export: Path, log: Path | None = None, budget_ms: float = 40.0) -> LmmsResponder:
+    return LmmsResponder.load(LmmsModelArgs(export, budget_ms, log=log))
 
 
 # Arguments
@@ -70,8 +67,8 @@ def responder(export: Path, log: Path | None = None, budget_ms: float = 40.0) ->
 
 def test_arguments_are_what_lmms_eval_makes_of_the_command_line() -> None:
     words = {"pretrained": "~/run", "budget_ms": 30, "log": "a.jsonl", "vlm": 7, "batch_size": "1", "device": "cpu"}
-    assert Arguments.of(words) == Arguments(Path.home() / "run", 30.0, "7", Path("a.jsonl"), "cpu")
-    assert Arguments.of({"pretrained": "x", "budget_ms": 0.5, "batch_size": 1}) == Arguments(Path("x"), 0.5)
+    assert LmmsModelArgs.parse(words) == LmmsModelArgs(Path.home() / "run", 30.0, "7", Path("a.jsonl"), "cpu")
+    assert LmmsModelArgs.parse({"pretrained": "x", "budget_ms": 0.5, "batch_size": 1}) == LmmsModelArgs(Path("x"), 0.5)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +87,7 @@ def test_arguments_are_what_lmms_eval_makes_of_the_command_line() -> None:
 )
 def test_bad_arguments_are_refused(words: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Arguments.of(words)
+        LmmsModelArgs.parse(words)
 
 
 # Requests
@@ -99,8 +96,8 @@ def test_bad_arguments_are_refused(words: dict[str, Any], message: str) -> None:
 def test_a_question_is_asked_as_in_training() -> None:
     texts = {"what ?": "what ?" + SUFFIX, "<image>\nwhat ?": "what ?" + SUFFIX, "what ?\nShort:": "what ?\nShort:"}
     for text, expected in texts.items():
-        assert question_of(asked(1, text), DOCUMENTS, SUFFIX).text == expected
-    found = question_of(asked(1, "what ?", until="\n", max_new_tokens=8), DOCUMENTS, "")
+        assert LmmsQuestion.from_request(asked(1, text), DOCUMENTS, SUFFIX).text == expected
+    found = LmmsQuestion.from_request(asked(1, "what ?", until="\n", max_new_tokens=8), DOCUMENTS, "")
     assert (found.text, found.task, found.split, found.doc_id) == ("what ?", "cards", "test", 1)
     assert found.settings == {"max_new_tokens": 8} and found.image.mode == "RGB"
     assert found.image.tobytes() == image_of(DOCUMENTS["cards"]["test"][1]).convert("RGB").tobytes()
@@ -111,7 +108,7 @@ def test_a_question_is_asked_as_in_training() -> None:
     [(None, "a, b\n\nc."), ([], "a, b\n\nc."), ("", "a, b\n\nc."), ("\n\n", "a, b"), (["\n\n", ","], "a"), ("a", "")],
 )
 def test_an_answer_ends_before_what_the_task_says(until: Any, expected: str) -> None:
-    assert question_of(asked(until=until), DOCUMENTS, "").ended("a, b\n\nc.") == expected
+    assert LmmsQuestion.from_request(asked(until=until), DOCUMENTS, "").truncate("a, b\n\nc.") == expected
 
 
 @pytest.mark.parametrize(
@@ -125,7 +122,7 @@ def test_an_answer_ends_before_what_the_task_says(until: Any, expected: str) -> 
 )
 def test_only_questions_about_one_image_are_answered(visuals: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        question_of(asked(visuals=visuals), DOCUMENTS, "")
+        LmmsQuestion.from_request(asked(visuals=visuals), DOCUMENTS, "")
 
 
 # Answers
@@ -167,27 +164,27 @@ def test_what_is_asked_in_vain_is_told_once_for_each_task(export: Path, capsys: 
     answering = responder(export)
     kept = {"max_new_tokens": 3, "do_sample": False, "temperature": 0.0, "num_beams": 1, "top_p": None, "until": ["\n"]}
     answering.respond([asked(**kept)], DOCUMENTS)
-    assert "warning" not in capsys.readouterr().out
+    assert "warning" not in capsys.readouterr().err
     other = responder(export)
     other.respond([asked(number, **{**kept, "max_new_tokens": 16, "top_p": 0.9}) for number in range(2)], DOCUMENTS)
-    shown = capsys.readouterr().out
-    assert shown.count("warning: cards asks for max_new_tokens=16, top_p=0.9; answers are") == 1
+    shown = capsys.readouterr().err
+    assert shown.count("warning: cards asks for max_new_tokens=16, top_p=0.9, which has no effect") == 1
 
 
 def test_it_gets_warm_before_the_first_answer_alone(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    answer = Executor.answer
+    answer = VLMRunner.answer
 
-    def counted(self: Executor, *arguments: Any, **options: Any) -> Any:
+    def counted(self: VLMRunner, *arguments: Any, **options: Any) -> Any:
         runs.append(arguments[1].tier)
         return answer(self, *arguments, **options)
 
-    monkeypatch.setattr(Executor, "answer", counted)
+    monkeypatch.setattr(VLMRunner, "answer", counted)
     answering = responder(export)
     answering.respond([asked(0), asked(1)], DOCUMENTS)
-    assert len(runs) == WARM_UPS * (1 + 3) + 2 and set(runs) == {0, 1, 2}
+    assert len(runs) == NUM_WARM_UPS * (1 + 3) + 2 and set(runs) == {0, 1, 2}
     answering.respond([asked(2)], DOCUMENTS)
-    assert len(runs) == WARM_UPS * (1 + 3) + 3
+    assert len(runs) == NUM_WARM_UPS * (1 + 3) + 3
 
 
 # What cannot be
@@ -195,7 +192,7 @@ def test_it_gets_warm_before_the_first_answer_alone(export: Path, monkeypatch: p
 
 def test_a_budget_beyond_training_is_told(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
     responder(export, budget_ms=61.0)
-    assert "warning: the controller was trained for 30 to 60 ms, and not for 61" in capsys.readouterr().out
+    assert "warning: the controller was trained for 30 to 60 ms, and not for 61" in capsys.readouterr().err
 
 
 def test_several_processes_are_refused(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,4 +217,4 @@ def test_what_is_no_controller_is_refused(export: Path) -> None:
     with pytest.raises(UserError, match="has no budget controller's export"):
         responder(export.parent / "model")
     with pytest.raises(UserError, match="cannot be loaded"):
-        load_responder(Arguments(export, 40.0, vlm=str(export.parent / "nowhere")))
+        LmmsResponder.load(LmmsModelArgs(export, 40.0, vlm=str(export.parent / "nowhere")))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from eval_pipeline.engines.answer import Answer
+from eval_pipeline.engines.base import GeneratedAnswer
 from eval_pipeline.judge import ERROR_TYPES, ErrorType, ReferenceAnswer, Verdict
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.report.comparison import compare_models, mcnemar_exact, paired_interval
@@ -51,7 +51,7 @@ def judged(
 ) -> JudgedAnswer:
     problem = Problem(problem_id, SURROGATE, ReferenceAnswer("1"))
     verdict = Verdict(kind, 4 if kind == "success" else passed, 4, judge_time=2.0)
-    return JudgedAnswer(problem, sample, Answer("text", tokens, truncated), verdict)
+    return JudgedAnswer(problem, sample, GeneratedAnswer("text", tokens, truncated), verdict)
 
 
 FOUR = [

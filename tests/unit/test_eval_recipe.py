@@ -10,12 +10,11 @@ import pytest
 
 from eval_pipeline.__main__ import main, parse
 from eval_pipeline.config import EvalConfig
-from eval_pipeline.engines.answer import Answer
+from eval_pipeline.engines.base import GeneratedAnswer
 from eval_pipeline.judge import ReferenceAnswer, Verdict
-from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.problem import Problem
-from eval_pipeline.recipe.choose import restricted_to
-from eval_pipeline.recipe.load import load_recipe, metric_names
+from eval_pipeline.recipe import load_eval_config, metric_names, restrict_datasets
 from eval_pipeline.report.metrics import JudgedAnswer, summarize
 from tests.helpers import ROOT
 from verl_ext.config.schema import check_value, keys
@@ -26,7 +25,7 @@ RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "eval").glob("*.yaml"
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_shipped_recipe_parses_and_evaluates_something(name: str) -> None:
-    recipe = load_recipe(name)
+    recipe = load_eval_config(name)
     assert recipe.tiers.tier1
     assert (recipe.sampling.temperature, recipe.sampling.top_p, recipe.sampling.num_samples) == (0.0, 1.0, 1)
     for tier in (1, 2, 3):
@@ -36,7 +35,7 @@ def test_a_shipped_recipe_parses_and_evaluates_something(name: str) -> None:
 
 
 def test_the_protocol_is_that_of_the_specification() -> None:
-    recipe = load_recipe("phase1")
+    recipe = load_eval_config("phase1")
     assert (recipe.sampling.max_tokens, recipe.engine.max_model_len) == (2048, 6144)
     assert (recipe.judge.limits.wall_s, recipe.judge.limits.memory_mb) == (30.0, 1024)
     assert recipe.datasets_up_to(3) == [
@@ -50,17 +49,17 @@ def test_the_protocol_is_that_of_the_specification() -> None:
 
 
 def test_the_default_recipe_is_the_quickstart() -> None:
-    assert load_recipe(None) == load_recipe("quickstart")
+    assert load_eval_config(None) == load_eval_config("quickstart")
 
 
 def test_a_data_set_of_two_tiers_counts_for_the_first() -> None:
-    recipe = load_recipe("phase1", ["tiers.tier2=[humaneval,mbpp]", "tiers.tier1=[mbpp]"])
+    recipe = load_eval_config("phase1", ["tiers.tier2=[humaneval,mbpp]", "tiers.tier1=[mbpp]"])
     assert recipe.datasets_up_to(1) == [("mbpp", 1)]
     assert recipe.datasets_up_to(3) == [("mbpp", 1), ("humaneval", 2), ("codecontests_test", 3)]
 
 
 def test_nested_keys_are_overridden() -> None:
-    recipe = load_recipe(
+    recipe = load_eval_config(
         "quickstart",
         [
             "datasets.quickstart.limit=7",
@@ -82,7 +81,7 @@ def test_nested_keys_are_overridden() -> None:
 def test_a_recipe_may_be_any_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("datasets:\n  a: {format: gsm8k, path: a.jsonl}\ntiers: {tier1: [a]}\nbatch_size: 3\n")
-    recipe = load_recipe(str(path), ["batch_size=4"])
+    recipe = load_eval_config(str(path), ["batch_size=4"])
     assert (recipe.sources["a"].format, recipe.batch_size) == ("gsm8k", 4)
 
 
@@ -177,7 +176,7 @@ def test_a_recipe_may_be_any_file(tmp_path: Path) -> None:
 )
 def test_what_cannot_work_is_refused_by_its_key(override: str, words: str) -> None:
     with pytest.raises(UserError, match=words.replace("?", r"\?").replace("+", r"\+")):
-        load_recipe("quickstart", [override])
+        load_eval_config("quickstart", [override])
 
 
 @pytest.mark.parametrize(
@@ -191,7 +190,7 @@ def test_what_cannot_work_is_refused_by_its_key(override: str, words: str) -> No
 )
 def test_tiers_by_which_nothing_is_best_are_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(UserError, match=f"{words}.*; (add|set)"):
-        load_recipe("phase1", overrides)
+        load_eval_config("phase1", overrides)
 
 
 @pytest.mark.parametrize(
@@ -204,13 +203,13 @@ def test_tiers_by_which_nothing_is_best_are_refused(overrides: list[str], words:
     ],
 )
 def test_tiers_by_which_one_is_best_or_of_a_recipe_for_judging(overrides: list[str]) -> None:
-    assert load_recipe("phase1", overrides).selection.metric == "exec_success_rate"
+    assert load_eval_config("phase1", overrides).selection.metric == "exec_success_rate"
 
 
 def test_the_value_of_a_key_that_may_be_secret_is_not_shown() -> None:
     for override in ("engine.api_key_env=123456", "engine.base_url=[secret]"):
         with pytest.raises(UserError) as refused:
-            load_recipe("quickstart", [override])
+            load_eval_config("quickstart", [override])
         assert "123456" not in str(refused.value) and "secret" not in str(refused.value)
 
 
@@ -223,7 +222,7 @@ def test_a_number_outside_its_range_is_refused_with_the_range() -> None:
         "judge.limits.wall_s=inf": "it must be a finite number above 0",
     }.items():
         with pytest.raises(UserError) as refused:
-            load_recipe("quickstart", [words])
+            load_eval_config("quickstart", [words])
         key, _, value = words.partition("=")
         assert str(refused.value) == f"{key} is {value}; {range_}"
 
@@ -231,14 +230,14 @@ def test_a_number_outside_its_range_is_refused_with_the_range() -> None:
 def test_no_key_can_be_added_and_none_is_suggested_to_be() -> None:
     for override in ("bogus_thing=1", "+bogus_thing=1", "++bogus_thing=1"):
         with pytest.raises(UserError, match="'bogus_thing', which is not a configuration key; known keys begin") as no:
-            load_recipe("quickstart", [override])
+            load_eval_config("quickstart", [override])
         assert "on purpose" not in str(no.value)
-    recipe = load_recipe("quickstart", ["+engine.vllm.max_num_seqs=8", "+batch_size=3"])
+    recipe = load_eval_config("quickstart", ["+engine.vllm.max_num_seqs=8", "+batch_size=3"])
     assert (recipe.engine.vllm, recipe.batch_size) == ({"max_num_seqs": 8}, 3)
 
 
 def test_a_mapping_on_the_command_line_adds_to_the_recipes() -> None:
-    recipe = load_recipe("quickstart", ["datasets={mine: {format: mbpp, path: mine.jsonl}}"])
+    recipe = load_eval_config("quickstart", ["datasets={mine: {format: mbpp, path: mine.jsonl}}"])
     assert list(recipe.sources) == ["quickstart", "mine"]
 
 
@@ -275,29 +274,29 @@ SEVERAL = ("sampling.num_samples=7", "sampling.temperature=1")
     ],
 )
 def test_figures_to_choose_by(overrides: tuple[str, ...]) -> None:
-    assert load_recipe("quickstart", overrides).selection.metric == overrides[0].partition("=")[2]
+    assert load_eval_config("quickstart", overrides).selection.metric == overrides[0].partition("=")[2]
 
 
 @pytest.mark.parametrize("k", [2, 10])
 def test_a_pass_at_k_that_is_not_reported_is_refused(k: int) -> None:
     with pytest.raises(UserError, match=f"selection.metric is 'pass_at_{k}'.* pass_at_1, pass_at_5, pass_at_7"):
-        load_recipe("quickstart", [f"selection.metric=pass_at_{k}", *SEVERAL])
+        load_eval_config("quickstart", [f"selection.metric=pass_at_{k}", *SEVERAL])
 
 
 @pytest.mark.parametrize("num_samples", [1, 7])
 def test_the_figures_to_choose_by_are_those_that_an_evaluation_has(num_samples: int) -> None:
     problem, verdict = Problem("a", "Say 1.", ReferenceAnswer("1")), Verdict("success", 1, 1)
-    answers = [JudgedAnswer(problem, sample, Answer("1", 1, False), verdict) for sample in range(num_samples)]
+    answers = [JudgedAnswer(problem, sample, GeneratedAnswer("1", 1, False), verdict) for sample in range(num_samples)]
     assert set(summarize(answers, elapsed_s=1.0)) == set(metric_names(num_samples))
 
 
 def test_a_recipe_can_be_restricted_to_data_sets() -> None:
-    recipe = restricted_to({"mbpp", "humaneval", "gone"}, load_recipe("phase1"))
+    recipe = restrict_datasets(load_eval_config("phase1"), {"mbpp", "humaneval", "gone"})
     assert recipe.datasets_up_to(3) == [("mbpp", 1), ("humaneval", 3)]
-    chosen_by_another = load_recipe("phase1", ["selection.dataset=mbpp"])
-    assert restricted_to({"humaneval"}, chosen_by_another).datasets_up_to(3) == [("humaneval", 3)]
+    chosen_by_another = load_eval_config("phase1", ["selection.dataset=mbpp"])
+    assert restrict_datasets(chosen_by_another, {"humaneval"}).datasets_up_to(3) == [("humaneval", 3)]
     with pytest.raises(UserError, match="none of the evaluated data sets .gone.; .* --recipe"):
-        restricted_to({"gone"}, recipe)
+        restrict_datasets(recipe, {"gone"})
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "a: [", "datasets: {a: 1}\nfoo: 2\n", "\x00"])
@@ -305,12 +304,12 @@ def test_a_broken_recipe_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match="mine.yaml|foo|lacks a key"):
-        load_recipe(str(path))
+        load_eval_config(str(path))
 
 
 def test_an_unknown_recipe_names_the_closest() -> None:
     with pytest.raises(UserError, match="humaneval"):
-        load_recipe("human_eval")
+        load_eval_config("human_eval")
 
 
 def test_key_value_words_may_stand_anywhere() -> None:
@@ -367,7 +366,7 @@ def test_what_is_written_goes_where_the_user_stands(
 
 
 def test_a_data_set_of_a_recipe_counts_from_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_recipe("quickstart", ["datasets.quickstart.path=tests/assets/none.jsonl"])
+    recipe = load_eval_config("quickstart", ["datasets.quickstart.path=tests/assets/none.jsonl"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=f"{ROOT}/tests/assets/none.jsonl"):
         load_problems(recipe.sources["quickstart"])

@@ -13,7 +13,7 @@ import pytest
 import wandb
 from PIL import Image
 
-from eval_pipeline.engines.answer import Answer
+from eval_pipeline.engines.base import GeneratedAnswer
 from eval_pipeline.judge import ReferenceAnswer, Verdict
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.report.metrics import JudgedAnswer, rate_intervals, summarize
@@ -46,7 +46,7 @@ def answer_all(dataset: str, share: float, num_problems: int, num_samples: int) 
             kind = "success" if draw < share / 2 else "wrong_answer" if draw < share else "timeout"
             problem = Problem(f"{dataset}/{number}", "p|rompt \ud800", ReferenceAnswer("1"))
             verdict = Verdict(kind, int(kind == "success"), 1, judge_time=0.5)
-            answers.append(JudgedAnswer(problem, sample, Answer("text", 7, False), verdict))
+            answers.append(JudgedAnswer(problem, sample, GeneratedAnswer("text", 7, False), verdict))
     return answers
 
 

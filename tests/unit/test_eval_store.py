@@ -9,47 +9,46 @@ from types import SimpleNamespace
 
 import pytest
 
+from eval_pipeline import active_job as active_job_module
+from eval_pipeline.active_job import MAX_LOSSES, ActiveJob, AnswerStore
+from eval_pipeline.checkpoints import EvalCheckpoint
 from eval_pipeline.config import EvalConfig, SamplingConfig
-from eval_pipeline.engines.answer import Answer
+from eval_pipeline.engines.base import GeneratedAnswer
+from eval_pipeline.jobs import Job
 from eval_pipeline.judge import FunctionTests, Verdict
-from eval_pipeline.ledger.job import Job
-from eval_pipeline.models.checkpoint import Checkpoint
 from eval_pipeline.problems.problem import Problem
-from eval_pipeline.recipe.load import load_recipe
-from eval_pipeline.work import evaluation as evaluation_module
-from eval_pipeline.work.batch import (
-    Answered,
+from eval_pipeline.recipe import EvalDigests, load_eval_config
+from eval_pipeline.worker import (
+    AnswerJudged,
+    AnswerReceived,
     Batch,
-    Described,
-    Failed,
-    Finished,
-    Lost,
-    Verdicted,
-    batches_of,
+    BatchFailed,
+    BatchFinished,
+    BatchLost,
+    BatchStarted,
     key_of,
+    split_into_batches,
 )
-from eval_pipeline.work.digests import Digests
-from eval_pipeline.work.evaluation import MAX_LOSSES, Evaluation
-from eval_pipeline.work.store import Store
 
 PROBLEMS = [Problem(f"p{i}", f"Write f{i}.", FunctionTests(f"f{i}", (f"assert f{i}()",))) for i in range(5)]
 ANSWERS = {
-    (problem.problem_id, 0): Answer(f"answer {i} \u2028 \ud800", i, i == 2) for i, problem in enumerate(PROBLEMS)
+    (problem.problem_id, 0): GeneratedAnswer(f"answer {i} \u2028 \ud800", i, i == 2)
+    for i, problem in enumerate(PROBLEMS)
 }
 VERDICTS = {key: Verdict("success", 1, 1, judge_time=0.5) for key in ANSWERS}
 KEYS = list(ANSWERS)
-DIGESTS = Digests("model", "a" * 32, "v" * 32)
+DIGESTS = EvalDigests("model", "a" * 32, "v" * 32)
 JOB = Job("step_1", "d", 1, DIGESTS.verdicts, "running", 0, 0.0, "me", {}, 1.0, None, None)
 CONTEXT = {"isolation": "bwrap", "protocol": {"engine": "vllm"}}
 
 
 @pytest.fixture(scope="module")
 def recipe() -> EvalConfig:
-    return load_recipe("quickstart", ["batch_size=2"])
+    return load_eval_config("quickstart", ["batch_size=2"])
 
 
-def open_store(directory: Path) -> Store:
-    return Store(directory, DIGESTS.answers, DIGESTS.verdicts)
+def open_store(directory: Path) -> AnswerStore:
+    return AnswerStore(directory, DIGESTS.answers, DIGESTS.verdicts)
 
 
 def fill(directory: Path, num_answers: int, num_verdicts: int) -> None:
@@ -66,21 +65,21 @@ def file_of(directory: Path, kind: str) -> Path:
     return path
 
 
-def evaluation(directory: Path, recipe: EvalConfig, job: Job = JOB) -> Evaluation:
-    checkpoint = Checkpoint(directory, directory / "huggingface", step=1)
-    return Evaluation(job, checkpoint, PROBLEMS, recipe, DIGESTS, directory)
+def evaluation(directory: Path, recipe: EvalConfig, job: Job = JOB) -> ActiveJob:
+    checkpoint = EvalCheckpoint(directory, directory / "huggingface", step=1)
+    return ActiveJob(job, checkpoint, PROBLEMS, recipe, DIGESTS, directory)
 
 
-def work(one: Evaluation, batch: Batch) -> None:
+def work(one: ActiveJob, batch: Batch) -> None:
     """Bring in what a worker would, in its order."""
-    one.handle(Described(batch.id, CONTEXT))
+    one.handle(BatchStarted(batch.id, CONTEXT))
     for request in batch.requests:
         key = key_of(request)
         if key not in batch.answers:
-            one.handle(Answered(batch.id, key, ANSWERS[key]))
+            one.handle(AnswerReceived(batch.id, key, ANSWERS[key]))
         if key not in batch.judged:
-            one.handle(Verdicted(batch.id, key, VERDICTS[key]))
-    one.handle(Finished(batch.id, {"generate_s": 2.0, "judge_s": 0.5}))
+            one.handle(AnswerJudged(batch.id, key, VERDICTS[key]))
+    one.handle(BatchFinished(batch.id, {"generate_s": 2.0, "judge_s": 0.5}))
 
 
 def test_what_was_kept_is_there_again(tmp_path: Path) -> None:
@@ -175,11 +174,11 @@ def test_a_row_of_another_version_is_skipped_and_made_again(
         [warning] = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
         assert str(path) in warning and "skipped 1 rows" in warning
         batch = one.next_batch()
-        assert not one.has_waiting
+        assert not one.has_batches
         missing = batch.requests[0] if row == 4 else batch.requests[1]
         assert key_of(missing) == KEYS[row] and batch.needs_engine == (kind == "answers")
         work(one, batch)
-        assert one.is_complete and [each.answer for each in one.judged()] == list(ANSWERS.values())
+        assert one.is_complete and [each.answer for each in one.judged_answers()] == list(ANSWERS.values())
     assert lines[row] in path.read_text()  # nothing of another version is removed
     with evaluation(tmp_path, recipe) as again:
         assert again.is_complete
@@ -195,7 +194,7 @@ def test_rows_of_unknown_origin_are_made_again(
     path.unlink() if content is None else path.write_text(content)
     with evaluation(tmp_path, recipe) as one:
         assert "missing or unreadable" in capsys.readouterr().err
-        while one.has_waiting:
+        while one.has_batches:
             batch = one.next_batch()
             assert batch.needs_engine == (kind == "protocol") and not batch.judged
             work(one, batch)
@@ -206,18 +205,18 @@ def test_rows_of_unknown_origin_are_made_again(
 
 def test_another_digest_has_other_files(tmp_path: Path) -> None:
     fill(tmp_path, num_answers=5, num_verdicts=5)
-    with Store(tmp_path, DIGESTS.answers, "w" * 32) as store:  # only the judge's limits have changed
+    with AnswerStore(tmp_path, DIGESTS.answers, "w" * 32) as store:  # only the judge's limits have changed
         assert (store.answers, store.verdicts) == (ANSWERS, {})
         assert store.context == {"protocol": {"engine": "vllm"}}  # of the answers, which are the same
-    with Store(tmp_path, "b" * 32, "x" * 32) as store:
+    with AnswerStore(tmp_path, "b" * 32, "x" * 32) as store:
         assert (store.answers, store.verdicts) == ({}, {})
 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(1, 2), (3, 4), (1, 64)])
 def test_batches_hold_every_request_once_and_are_the_same_each_time(num_samples: int, size: int) -> None:
     sampling = SamplingConfig(temperature=1.0, num_samples=num_samples)
-    batches = batches_of(PROBLEMS, sampling, size)
-    assert batches == batches_of(list(PROBLEMS), sampling, size)
+    batches = split_into_batches(PROBLEMS, sampling, size)
+    assert batches == split_into_batches(list(PROBLEMS), sampling, size)
     keys = [key_of(request) for batch in batches for request in batch]
     assert keys == [(problem.problem_id, sample) for problem in PROBLEMS for sample in range(num_samples)]
     assert {len(batch) for batch in batches[:-1]} <= {size}
@@ -226,18 +225,18 @@ def test_batches_hold_every_request_once_and_are_the_same_each_time(num_samples:
 def test_an_evaluation_from_nothing_to_the_end(tmp_path: Path, recipe: EvalConfig) -> None:
     with evaluation(tmp_path, recipe) as one:
         sizes = []
-        while one.has_waiting:
+        while one.has_batches:
             batch = one.next_batch()
             sizes.append(len(batch.requests))
             assert batch.needs_engine and not one.is_complete
             work(one, batch)
         assert sizes == [2, 2, 1] and one.is_complete
-        first = one.judged()
+        first = one.judged_answers()
     assert [judged.problem for judged in first] == PROBLEMS
     assert [judged.answer for judged in first] == list(ANSWERS.values())
     with evaluation(tmp_path, recipe) as again:
-        assert again.is_complete and not again.has_waiting
-        assert again.judged() == first
+        assert again.is_complete and not again.has_batches
+        assert again.judged_answers() == first
         assert (again.isolation, again.protocol) == ("bwrap", {"engine": "vllm"})
 
 
@@ -246,22 +245,22 @@ def test_what_decides_the_figures_is_known_wherever_a_kill_fell(
     tmp_path: Path, recipe: EvalConfig, num_verdicts: int
 ) -> None:
     with evaluation(tmp_path, recipe) as one:  # killed before any batch has finished
-        while one.has_waiting:
+        while one.has_batches:
             batch = one.next_batch()
-            one.handle(Described(batch.id, CONTEXT))
+            one.handle(BatchStarted(batch.id, CONTEXT))
             for key in map(key_of, batch.requests):
-                one.handle(Answered(batch.id, key, ANSWERS[key]))
+                one.handle(AnswerReceived(batch.id, key, ANSWERS[key]))
                 if KEYS.index(key) < num_verdicts:
-                    one.handle(Verdicted(batch.id, key, VERDICTS[key]))
+                    one.handle(AnswerJudged(batch.id, key, VERDICTS[key]))
     with evaluation(tmp_path, recipe) as one:
-        while one.has_waiting:
+        while one.has_batches:
             batch = one.next_batch()
             assert not batch.needs_engine
-            one.handle(Described(batch.id, {"isolation": "bwrap"}))  # no engine, no protocol
+            one.handle(BatchStarted(batch.id, {"isolation": "bwrap"}))  # no engine, no protocol
             for key in map(key_of, batch.requests):
                 if key not in batch.judged:
-                    one.handle(Verdicted(batch.id, key, VERDICTS[key]))
-            one.handle(Finished(batch.id, {}))
+                    one.handle(AnswerJudged(batch.id, key, VERDICTS[key]))
+            one.handle(BatchFinished(batch.id, {}))
         assert one.is_complete
         assert (one.isolation, one.protocol) == ("bwrap", {"engine": "vllm"})
 
@@ -270,7 +269,7 @@ def test_a_batch_that_is_known_in_part_is_given_out_whole(tmp_path: Path, recipe
     fill(tmp_path, num_answers=4, num_verdicts=3)
     with evaluation(tmp_path, recipe) as one:
         second, third = one.next_batch(), one.next_batch()
-        assert not one.has_waiting  # the first is done
+        assert not one.has_batches  # the first is done
     assert [key_of(request) for request in second.requests] == KEYS[2:4]
     assert second.answers == {key: ANSWERS[key] for key in KEYS[2:4]} and not second.needs_engine
     assert second.judged == {KEYS[2]}
@@ -291,27 +290,27 @@ def test_a_lost_batch_is_given_out_again_until_it_was_lost_too_often(tmp_path: P
         for _ in range(MAX_LOSSES - 1):
             batch = one.next_batch()
             assert batch.id.number == 0
-            assert one.handle(Lost(batch.id, "it died")) is None
-        error = one.handle(Lost(one.next_batch().id, "it died"))
-        assert error is not None and error.startswith("it died; 3 workers have died")
+            assert one.handle(BatchLost(batch.id, "it died")) is None
+        error = one.handle(BatchLost(one.next_batch().id, "it died"))
+        assert error is not None and error.startswith("it died; 3 workers or engines have died")
 
 
 def test_a_node_that_dies_with_many_batches_is_one_loss_of_each(tmp_path: Path, recipe: EvalConfig) -> None:
     with evaluation(tmp_path, recipe) as one:
         batches = [one.next_batch() for _ in range(3)]
         assert len(batches) >= MAX_LOSSES
-        assert [one.handle(Lost(batch.id, "the node died")) for batch in batches] == [None] * 3
+        assert [one.handle(BatchLost(batch.id, "the node died")) for batch in batches] == [None] * 3
         assert {one.next_batch().id for _ in range(3)} == {batch.id for batch in batches}
 
 
 def test_a_failed_batch_fails_the_job(tmp_path: Path, recipe: EvalConfig) -> None:
     with evaluation(tmp_path, recipe) as one:
-        assert one.handle(Failed(one.next_batch().id, "no such model")) == "no such model"
+        assert one.handle(BatchFailed(one.next_batch().id, "no such model")) == "no such model"
 
 
 def test_seconds_add_up_over_sessions(tmp_path: Path, recipe: EvalConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(evaluation_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(active_job_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     with evaluation(tmp_path, recipe) as one:
         clock.now += 60
         assert one.seconds == {"active_s": 0.0}  # the model is being loaded

@@ -11,42 +11,50 @@ from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import TracebackType
-from unittest.mock import MagicMock
+from typing import cast
+from unittest.mock import MagicMock, patch
 
 import pytest
 
 from eval_pipeline.__main__ import main
+from eval_pipeline.active_job import ActiveJob, AnswerStore
+from eval_pipeline.checkpoints import EvalCheckpoint
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines.answer import Answer, Request
-from eval_pipeline.engines.engine import EngineDied
-from eval_pipeline.engines.vllm_model import VllmModel
-from eval_pipeline.executors.executor import Executor
+from eval_pipeline.engines.base import EngineDied, GeneratedAnswer, GenerateRequest
+from eval_pipeline.engines.vllm_process import VllmModel
+from eval_pipeline.jobs import Job, JobQueue
 from eval_pipeline.judge import FunctionTests, Verdict
-from eval_pipeline.ledger.job import Job
-from eval_pipeline.ledger.ledger import Ledger
-from eval_pipeline.models.checkpoint import Checkpoint
+from eval_pipeline.pool import BATCHES_PER_WORKER, PoolWorker, WorkerPool
 from eval_pipeline.problems.problem import Problem
-from eval_pipeline.recipe.load import load_recipe
-from eval_pipeline.work.batch import Answered, Batch, BatchId, Described, Event, Failed, Finished, Verdicted, key_of
-from eval_pipeline.work.digests import Digests
-from eval_pipeline.work.driver import Driver, Task
-from eval_pipeline.work.evaluation import Evaluation
-from eval_pipeline.work.store import Store
-from eval_pipeline.work.worker import Worker
+from eval_pipeline.recipe import EvalDigests, load_eval_config
+from eval_pipeline.run import EvalContext, JobRunner, Task
+from eval_pipeline.worker import (
+    AnswerJudged,
+    AnswerReceived,
+    Batch,
+    BatchFailed,
+    BatchFinished,
+    BatchId,
+    BatchLost,
+    BatchStarted,
+    EvalWorker,
+    Event,
+    key_of,
+)
 from tests.helpers.checkpoints import commit
 from tests.helpers.evaluation import HEART, write_recipe
 from verl_ext.errors import UserError
 
 PROBLEMS = [Problem(f"p{i}", "", FunctionTests("f", ("assert f(1) == 2",))) for i in range(4)]
-RIGHT = Answer("```python\ndef f(x):\n    return x + 1\n```", num_tokens=9, truncated=False)
-RECIPE = load_recipe(
+RIGHT = GeneratedAnswer("```python\ndef f(x):\n    return x + 1\n```", num_tokens=9, truncated=False)
+RECIPE = load_eval_config(
     None,
     ["batch_size=2", "judge.isolation=rlimits", "judge.num_workers=1", "judge.limits={cpu_s: 0.1, wall_s: 0.1}"],
 )
 CONTEXT = {"isolation": "rlimits", "protocol": {"engine": "none"}}
 
 
-class Pool(Executor):
+class Pool(WorkerPool):
     """Takes every batch; its events are those that the test puts there."""
 
     def __init__(self) -> None:
@@ -73,36 +81,40 @@ class Pool(Executor):
 
 
 class Setup:
-    """A ledger with one job of two batches, and the driver that works on it."""
+    """A queue with one job of two batches, and the runner that works on it."""
 
-    def __init__(self, directory: Path, pool: Executor) -> None:
-        digests = Digests("model", "a" * 32, "v" * 32)
-        checkpoint = Checkpoint(directory, None, step=1)
-        self.ledger = Ledger(directory, backoff_s=0)
-        self.ledger.add("step_1", "few", 1, digests.verdicts)
-        self.tasks = [Task(checkpoint, "few", digests.verdicts)]
+    def __init__(self, directory: Path, pool: WorkerPool) -> None:
+        self._digests, self._directory = EvalDigests("model", "a" * 32, "v" * 32), directory / "work"
+        checkpoint = EvalCheckpoint(directory, None, step=1)
+        self.jobs = JobQueue(directory, backoff_s=0)
+        self.jobs.add("step_1", "few", 1, self._digests.verdicts)
+        self.tasks = [Task(checkpoint, "few", self._digests.verdicts)]
         self.judged: list[Sequence[str]] = []
+        self._runner = JobRunner(cast(EvalContext, self), pool)
 
-        def begin(job: Job, checkpoint: Checkpoint) -> Evaluation:
-            return Evaluation(job, checkpoint, PROBLEMS, RECIPE, digests, directory / "work")
+    def open_job(self, job: Job, checkpoint: EvalCheckpoint) -> ActiveJob:
+        """See `EvalContext`."""
+        return ActiveJob(job, checkpoint, PROBLEMS, RECIPE, self._digests, self._directory)
 
-        def complete(evaluation: Evaluation) -> None:
-            self.judged.append([each.verdict.error_type for each in evaluation.judged()])
+    def step(self) -> None:
+        with patch("eval_pipeline.run.write_job_result", self._write_result):
+            self._runner.step(self.tasks)
 
-        self.driver = Driver(self.ledger, pool, begin, complete)
+    def _write_result(self, context: EvalContext, active: ActiveJob) -> None:
+        self.judged.append([each.verdict.error_type for each in active.judged_answers()])
 
     @property
     def job(self) -> Job:
-        [job] = self.ledger.jobs()
+        [job] = self.jobs.jobs()
         return job
 
 
 def done(batch: Batch) -> list[Event]:
     """What a worker says of a batch that goes well."""
-    events: list[Event] = [Described(batch.id, CONTEXT)]
+    events: list[Event] = [BatchStarted(batch.id, CONTEXT)]
     for key in map(key_of, batch.requests):
-        events += [Answered(batch.id, key, RIGHT), Verdicted(batch.id, key, Verdict("success", 1, 1))]
-    return [*events, Finished(batch.id, {})]
+        events += [AnswerReceived(batch.id, key, RIGHT), AnswerJudged(batch.id, key, Verdict("success", 1, 1))]
+    return [*events, BatchFinished(batch.id, {})]
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -110,20 +122,20 @@ def test_events_of_a_failed_attempt_do_not_reach_the_next_one(tmp_path: Path, en
     """The engine of one worker dies; another worker ends or fails its batch while the next attempt is under way."""
     pool = Pool()
     setup = Setup(tmp_path, pool)
-    setup.driver.turn(setup.tasks)
+    setup.step()
     first, second = pool.batches
     *answers, end = done(second)
-    end = end if ends else Failed(second.id, "this engine died too")
-    pool.coming = [Failed(first.id, "the engine died"), *answers]
-    setup.driver.turn(setup.tasks)
+    end = end if ends else BatchFailed(second.id, "this engine died too")
+    pool.coming = [BatchFailed(first.id, "the engine died"), *answers]
+    setup.step()
     assert setup.job.attempts == 1
-    setup.driver.turn(setup.tasks)
+    setup.step()
     _, _, first_again, second_again = pool.batches
     pool.coming = [end, *done(first_again)]
-    setup.driver.turn(setup.tasks)
+    setup.step()
     assert setup.job.state == "running" and not setup.judged
     pool.coming = done(second_again)
-    setup.driver.turn(setup.tasks)
+    setup.step()
     assert setup.job.state == "done" and setup.judged == [["success"] * 4]
 
 
@@ -132,36 +144,36 @@ def test_an_api_error_is_tried_once_more(tmp_path: Path, fails_again: bool) -> N
     """Only what failed, the engine or the judge: what was answered and judged is kept."""
     pool = Pool()
     setup = Setup(tmp_path, pool)
-    setup.driver.turn(setup.tasks)
+    setup.step()
     first, second = pool.batches
     refused, unjudged = map(key_of, first.requests)
     no_answer, no_verdict = replace(RIGHT, text="", error="refused"), Verdict("api_error", 0, 1)
     pool.coming = [
-        Described(first.id, CONTEXT),
-        Answered(first.id, refused, no_answer),
-        Verdicted(first.id, refused, no_verdict),
-        Answered(first.id, unjudged, RIGHT),
-        Verdicted(first.id, unjudged, no_verdict),
-        Finished(first.id, {}),
+        BatchStarted(first.id, CONTEXT),
+        AnswerReceived(first.id, refused, no_answer),
+        AnswerJudged(first.id, refused, no_verdict),
+        AnswerReceived(first.id, unjudged, RIGHT),
+        AnswerJudged(first.id, unjudged, no_verdict),
+        BatchFinished(first.id, {}),
         *done(second),
     ]
-    setup.driver.turn(setup.tasks)
+    setup.step()
     assert setup.job.state == "running"
-    setup.driver.turn(setup.tasks)
+    setup.step()
     again = pool.batches[2]
     assert [key_of(request) for request in again.requests] == [refused, unjudged]
     assert again.answers == {unjudged: RIGHT} and not again.judged
     verdict = no_verdict if fails_again else Verdict("success", 1, 1)
     pool.coming = [
-        Answered(again.id, refused, no_answer if fails_again else RIGHT),
-        Verdicted(again.id, refused, verdict),
-        Verdicted(again.id, unjudged, Verdict("success", 1, 1)),
-        Finished(again.id, {}),
+        AnswerReceived(again.id, refused, no_answer if fails_again else RIGHT),
+        AnswerJudged(again.id, refused, verdict),
+        AnswerJudged(again.id, unjudged, Verdict("success", 1, 1)),
+        BatchFinished(again.id, {}),
     ]
-    setup.driver.turn(setup.tasks)
+    setup.step()
     kinds = ["api_error" if fails_again else "success", *["success"] * 3]
     assert setup.job.state == "done" and setup.judged == [kinds] and len(pool.batches) == 3
-    with Store(tmp_path / "work", "a" * 32, "v" * 32) as store:  # what another process finds
+    with AnswerStore(tmp_path / "work", "a" * 32, "v" * 32) as store:  # what another process finds
         assert [store.verdicts[problem.problem_id, 0].error_type for problem in PROBLEMS] == kinds
         assert (store.answers[refused].error is None) != fails_again
 
@@ -169,7 +181,7 @@ def test_an_api_error_is_tried_once_more(tmp_path: Path, fails_again: bool) -> N
 class Workers(Pool):
     """Workers in this process, which take turns and work when they are asked for events."""
 
-    def __init__(self, *workers: Worker) -> None:
+    def __init__(self, *workers: EvalWorker) -> None:
         super().__init__()
         self._workers = cycle(workers)
 
@@ -177,7 +189,7 @@ class Workers(Pool):
         batches, self.batches = self.batches, []
         events: list[Event] = []
         for batch in batches:
-            next(self._workers).work(batch, events.append)
+            next(self._workers).run(batch, events.append)
         return events
 
 
@@ -195,55 +207,104 @@ class Engines:
         engine.answers = self._die if self.num_opened == 1 else self._answers
         return engine
 
-    def _die(self, requests: Sequence[Request], sampling: SamplingConfig) -> Iterator[tuple[Request, Answer]]:
+    def _die(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
+    ) -> Iterator[tuple[GenerateRequest, GeneratedAnswer]]:
         raise EngineDied("the vLLM process died")
         yield
 
-    def _answers(self, requests: Sequence[Request], sampling: SamplingConfig) -> Iterator[tuple[Request, Answer]]:
+    def _answers(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
+    ) -> Iterator[tuple[GenerateRequest, GeneratedAnswer]]:
         for request in requests:
             self.asked[request.problem_id] += 1
             yield request, RIGHT
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="an engine that dies in a living worker fails the whole job, and what other workers do for it is dropped",
-)
 def test_an_engine_that_dies_costs_its_own_batch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = Engines()
-    monkeypatch.setattr("eval_pipeline.work.worker.open_engine", engines)
-    with Worker(RECIPE) as first, Worker(RECIPE) as second:
+    monkeypatch.setattr("eval_pipeline.worker.open_engine", engines)
+    with EvalWorker(RECIPE) as first, EvalWorker(RECIPE) as second:
         setup = Setup(tmp_path, Workers(first, second))
         for _ in range(3):
-            setup.driver.turn(setup.tasks)
+            setup.step()
     assert setup.job.state == "done" and setup.judged == [["success"] * 4]
     assert (setup.job.attempts, set(engines.asked.values())) == (0, {1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "dies_at", "event"),
+    [("vllm", "load", BatchFailed), ("vllm", "answer", BatchLost), ("openai", "answer", BatchFailed)],
+)
+def test_what_a_dead_engine_means_for_its_batch(
+    kind: str, dies_at: str, event: type[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process of vLLM can do the batch; a server, and vLLM that cannot load, need the pause before a retry."""
+    engine = MagicMock(protocol=CONTEXT["protocol"], seconds={})
+    engine.__enter__.return_value = engine
+    part = engine.__enter__ if dies_at == "load" else engine.answers
+    part.side_effect = EngineDied("it died")
+    monkeypatch.setattr("eval_pipeline.worker.open_engine", lambda *_: engine)
+    config = replace(RECIPE, engine=EngineConfig(kind=kind, base_url="http://localhost:1/v1"))
+    request = GenerateRequest("p0", "")
+    batch = Batch(BatchId(claim=1, number=0), None, {"p0": PROBLEMS[0]}, (request,), SamplingConfig())
+    events: list[Event] = []
+    with EvalWorker(config) as worker:
+        worker.run(batch, events.append)
+    assert type(events[-1]) is event and "it died" in str(events[-1])
+
+
+def test_a_lost_batch_is_repeated_and_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """By a worker that lives, and by one that has died with another batch."""
+    batches = [
+        Batch(BatchId(claim=1, number=number), None, {}, (), SamplingConfig()) for number in range(BATCHES_PER_WORKER)
+    ]
+    worker = ScriptedWorker([BatchLost(batches[0].id, "vLLM died")], death="the process died")
+    for batch in batches:
+        worker.submit(batch)
+    assert not worker.has_room_for(None)
+    lost = [BatchLost(batches[0].id, "vLLM died"), BatchLost(batches[1].id, "the process died")]
+    assert worker.receive() == lost and worker.has_room_for(Path("other"))
+    told = capsys.readouterr().err
+    assert "vLLM died; its batch is repeated" in told and "the process died; its work is repeated" in told
+
+
+class ScriptedWorker(PoolWorker):
+    """Has these events, then dies."""
+
+    def __init__(self, events: list[Event], death: str) -> None:
+        super().__init__()
+        self._script = events, death
+
+    def _send(self, batch: Batch) -> None:
+        pass
+
+    def _drain(self) -> tuple[list[Event], str | None]:
+        return self._script
 
 
 def test_a_hung_judge_does_not_hang_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of the answer may take 0.1 s, and the judge says nothing at all."""
     for name, seconds in {"_CHECK_S": 0.05, "_SANDBOX_START_S": 0.0, "_GRACE_S": 0.0}.items():
         monkeypatch.setattr(f"eval_pipeline.judge.client.{name}", seconds)
-    batch = Batch(BatchId("step_1", "few", "d", claim=1, number=0), None, {"p0": PROBLEMS[0]}, (), SamplingConfig())
+    batch = Batch(BatchId(claim=1, number=0), None, {"p0": PROBLEMS[0]}, (), SamplingConfig())
     batch = replace(batch, answers={("p0", 0): RIGHT})
     events: list[Event] = []
-    with Worker(RECIPE) as worker, ThreadPoolExecutor(1) as thread:
-        hung = worker._judge._process
+    with EvalWorker(RECIPE) as worker, ThreadPoolExecutor(1) as thread:
+        hung = worker._open_judge()._process
         hung.send_signal(signal.SIGSTOP)
         try:
-            thread.submit(worker.work, batch, events.append).result(timeout=60)
+            thread.submit(worker.run, batch, events.append).result(timeout=60)
         finally:
             hung.send_signal(signal.SIGCONT)
-    assert isinstance(events[-1], Finished | Failed)
+    assert isinstance(events[-1], BatchFinished | BatchFailed)
 
 
 @pytest.fixture
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.setattr("eval_pipeline.engines.vllm_model.prepare_vllm_environment", lambda: "a GPU")
-    for module in ("evaluate", "watch"):
-        monkeypatch.setattr(f"eval_pipeline.flow.{module}.work_off", lambda *_: set())
+    monkeypatch.setattr("eval_pipeline.engines.vllm_process.prepare_vllm_environment", lambda: "a GPU")
+    monkeypatch.setattr("eval_pipeline.watch.run_jobs", lambda *_: set())
 
 
 def test_an_engine_says_that_vllm_is_missing(without_vllm: None) -> None:

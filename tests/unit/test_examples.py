@@ -17,16 +17,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval_pipeline.__main__ import main as evaluate
 from eval_pipeline.judge import JudgeClient, Submission
-from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.problems.record import Record
-from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.recipe import load_eval_config
 from tests.helpers import ROOT, vlms
 from tests.helpers.data import question
 from tests.helpers.grpo import MAX_TOKENS, REWARD, rewards_of, sample
 from tests.helpers.health_curves import write_run
 from verl_ext.controller import importance
-from verl_ext.controller.controlled import ControlledModel
+from verl_ext.controller.vlm import ControlledModel
 from verl_ext.data.prepare import prepare
 from verl_ext.errors import UserError
 from verl_ext.grpo.protocols import Prompt, Trajectory
@@ -77,7 +77,7 @@ def test_the_rewards_score_completions(quickstart: Path) -> None:
 
 
 def test_the_problem_format_is_loaded_and_judged(tmp_path: Path) -> None:
-    recipe = load_recipe("examples/new_problem_format/doctests.yaml")
+    recipe = load_eval_config("examples/new_problem_format/doctests.yaml")
     problems = load_problems(recipe.sources["doctests"])
     assert problems[0].tests.tests == ("assert double(2) == 4", "assert double(-1.5) == -3.0")
     right = [Submission(extract_program(each, each.canonical_solution), each.tests) for each in problems]
@@ -110,7 +110,7 @@ def test_the_problem_format_becomes_prompts_for_grpo(tmp_path: Path) -> None:
 
 
 def test_a_row_that_is_no_problem_is_named(tmp_path: Path) -> None:
-    recipe = load_recipe("examples/new_problem_format/doctests.yaml")
+    recipe = load_eval_config("examples/new_problem_format/doctests.yaml")
     path = tmp_path / "rows.jsonl"
     path.write_text('{"name": "f", "task": "Do.", "examples": ">>> f(1)\\n"}\n')
     with pytest.raises(UserError, match="rows.jsonl, line 1: 'examples' must be lines of >>> with a result"):
@@ -131,18 +131,20 @@ def idefics3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_adapter_answers_at_several_settings(idefics3: Path) -> None:
     controlled = ControlledModel(str(idefics3 / "model"), (32, 64, 128), 3, adapter=ADAPTER)
-    executor = controlled.executor("cpu", torch.float32, Plugin.parse(ADAPTER, "--adapter"))
-    space, asked = executor.adapter.space(1, 4), question(0)
+    runner = controlled.runner("cpu", torch.float32, Plugin.parse(ADAPTER, "--adapter"))
+    space, asked = runner.adapter.space(1, 4), question(0)
     settings = [space.configuration(tier, blocks) for tier in range(3) for blocks in ([True] * 4, [True, False] * 2)]
-    outcomes = [executor.run(asked, each) for each in settings]
+    outcomes = [runner.run(asked, each) for each in settings]
     patches = [each.workload.num_patches for each in outcomes]
     assert patches == sorted(patches) and len(set(patches)) == 3
     assert all(each.latency.vision_ms > 0 and each.latency.num_decoded <= 2 for each in outcomes)
-    assert len(executor.features(asked)[0]) == 32
+    assert len(runner.features(asked)[0]) == 32
 
 
 def test_an_exports_word_is_not_enough_to_run_an_adapter(idefics3: Path) -> None:
-    controlled = ControlledModel.of(ControlledModel(str(idefics3 / "model"), (32,), 3, adapter=ADAPTER).to_dict())
+    controlled = ControlledModel.from_dict(
+        ControlledModel(str(idefics3 / "model"), (32,), 3, adapter=ADAPTER).to_dict()
+    )
     with pytest.raises(UserError, match=f"was trained with the adapter {ADAPTER}; name it"):
         controlled.load("cpu", torch.float32)
 

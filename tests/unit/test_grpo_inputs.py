@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eval_pipeline.problems.dataset import load_problems
+from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.problem import DatasetSource
 from eval_pipeline.problems.verl_rl import read_tests
 from tests.helpers import ROOT

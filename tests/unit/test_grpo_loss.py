@@ -295,6 +295,18 @@ def test_equal_to_the_papers_loss(loss: str, mode: Any, seed: int) -> None:
     assert_same(micro_batch_loss(inputs, actor, whole(inputs))[0], reference(inputs, actor), inputs)
 
 
+@pytest.mark.parametrize("loss", ["gspo", "sapo", "gpg", "cispo", "geo_mean"])
+def test_losses_agree_before_the_first_update(loss: str) -> None:
+    """With one update per step all of them have the policy gradient, averaged over tokens and then over samples."""
+    inputs = replace(plain_inputs(2), rollout_is_weights=None)
+    inputs = replace(inputs, old_log_probs=inputs.log_probs.detach())
+    mode: Any = {"loss_agg_mode": "seq-mean-token-mean"}
+    found, expected = (
+        micro_batch_loss(inputs, with_loss(each, **mode), whole(inputs))[0] for each in (loss, "vanilla")
+    )
+    torch.testing.assert_close(gradient(found, inputs), gradient(expected, inputs), rtol=1e-6, atol=1e-9)
+
+
 def covariances(inputs: LossInputs) -> torch.Tensor:
     """Of advantage and log-probability at each decision (arXiv 2505.22617, equation 10); NaN where none counts."""
     kept = inputs.mask > 0

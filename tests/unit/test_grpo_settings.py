@@ -67,3 +67,39 @@ def test_vllm_has_the_settings_of_the_section() -> None:
 @pytest.mark.parametrize(("device", "bucket"), [("cuda", 64 << 20), ("cpu", CPU_BUCKET_MB << 20)])
 def test_buckets_of_weights(device: str, bucket: int) -> None:
     assert bucket_bytes(RolloutConfig(update_weights_bucket_megabytes=64), device) == bucket
+
+
+LOSS, MEANS = "actor.policy_loss.loss_mode", "actor.loss_agg_mode=seq-mean-token-mean"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([f"{LOSS}=gspo"], r"loss_mode=gspo averages .* set actor.loss_agg_mode=seq-mean-token-mean"),
+        ([f"{LOSS}=sapo", "actor.loss_agg_mode=seq-mean-token-sum-norm"], "loss_mode=sapo averages"),
+        ([f"{LOSS}=gspo", MEANS], None),
+        ([f"{LOSS}=sapo", MEANS], None),
+        ([f"{LOSS}=geo_mean"], None),
+        ([f"{LOSS}=clip-cov"], "clip_cov"),
+        ([f"{LOSS}=clip_cov", "actor.policy_loss.clip_cov_lb=5"], "clip_cov_lb=5 is not below clip_cov_ub=5"),
+    ],
+)
+def test_losses_that_cannot_be_averaged_as_wanted_are_refused(words: list[str], says: str | None) -> None:
+    with pytest.raises(UserError, match=says) if says else nullcontext():
+        config_with(*words)
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", "vanilla"])
+@pytest.mark.parametrize(("num_ranks", "size"), [(1, 48), (2, 24), (4, 12)])
+def test_losses_of_covariances_need_all_samples_of_an_update_in_a_micro_batch(
+    loss: str, num_ranks: int, size: int
+) -> None:
+    """An update has 8 prompts of 6 samples over all ranks."""
+    words = [f"{LOSS}={loss}", "data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "rollout.n=6"]
+    config_with(*words, f"data.micro_batch_size_per_gpu={size}").check_ranks(num_ranks)
+    config = config_with(*words, f"data.micro_batch_size_per_gpu={size - 1}")
+    says = (
+        rf"{loss} picks tokens by covariances .*{size} samples of an update; set data.micro_batch_size_per_gpu={size},"
+    )
+    with pytest.raises(UserError, match=says) if loss != "vanilla" else nullcontext():
+        config.check_ranks(num_ranks)

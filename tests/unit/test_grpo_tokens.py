@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +20,19 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from tests.helpers.bandit import Machine
+from tests.helpers.grpo_reference import GROUP_SIZE, make_model, make_trajectories
+from tests.helpers.grpo_reference import SAMPLING as REFERENCE_SAMPLING
 from tests.helpers.models import HEAD, PACKING_FAMILIES, PADDING_FAMILIES, SHAPE
 from verl_ext.errors import UserError
+from verl_ext.grpo.config import TokenActorConfig, TokenAlgorithmConfig
 from verl_ext.grpo.hf_engine import HFEngine, SeededHFLogitsProcessor
-from verl_ext.grpo.protocols import Prompt, Trajectory
+from verl_ext.grpo.protocols import Prompt, Reward, RewardFailure, Trajectory
 from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs, sample_seed, sample_tokens
+from verl_ext.grpo.step import GRPOStep
 from verl_ext.grpo.token_batch import TokenBatcher
-from verl_ext.grpo.token_policy import completion_log_probs
+from verl_ext.grpo.token_policy import TokenPolicy, completion_log_probs
+from verl_ext.metrics.timing import StepTimer
 from verl_ext.trainer.model import disable_dropout
 
 SAMPLING = SamplingArgs(0.8, 1.0, -1, 12)
@@ -53,13 +61,13 @@ def prompt_of(length: int) -> tuple[int, ...]:
     return tuple(torch.randint(10, 400, (length,), generator=generator).tolist())
 
 
-def draws(*lengths: int) -> list[SampleRequest]:
-    """One draw for each length of a prompt."""
+def requests(*lengths: int) -> list[SampleRequest]:
+    """One request for each length of a prompt."""
     return [SampleRequest(prompt_of(length), sample_seed(1, 2, f"p{length}", 0)) for length in lengths]
 
 
-def drawn(engine: HFEngine, wanted: list[SampleRequest], sampling: SamplingArgs = SAMPLING) -> list[Completion]:
-    """Completions in the order of the draws."""
+def generated(engine: HFEngine, wanted: list[SampleRequest], sampling: SamplingArgs = SAMPLING) -> list[Completion]:
+    """Completions in the order of the requests."""
     found = dict(engine.generate(wanted, sampling))
     return [found[number] for number in range(len(wanted))]
 
@@ -93,31 +101,59 @@ def test_log_probs_of_padded_completions(model: PreTrainedModel, pad: int) -> No
         torch.testing.assert_close(batch["rollout_log_probs"][row, :m], sample.action.log_probs)
 
 
-def test_seeds_are_of_one_draw() -> None:
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_micro_batch_without_rewards_changes_nothing(size: int) -> None:
+    """Its forward pass has a part in FSDP's collectives, but none in the loss."""
+    trajectories = make_trajectories()[:GROUP_SIZE]
+    for number, trajectory in enumerate(trajectories):
+        trajectory.advantage = number - 1.5
+        if number % 2:
+            trajectory.reward = Reward({}, {"r": RewardFailure("broken")})
+
+    def gradient(chosen: list[Trajectory], micro_batch_size: int) -> torch.Tensor:
+        model = make_model()
+        context: dict[str, Any] = {"autocast": nullcontext, "device": "cpu"}
+        engine: Any = SimpleNamespace(dtype=None)
+        policy = TokenPolicy(model, None, engine, TokenBatcher(0), REFERENCE_SAMPLING, seed=0, **context)  # type: ignore[arg-type]
+        sizes = {"group_size": GROUP_SIZE, "num_mini_batches": 1, "max_decisions": 12, "num_ranks": 1}
+        step = GRPOStep(
+            policy, Machine(), TokenAlgorithmConfig(), TokenActorConfig(), **sizes, micro_batch_size=micro_batch_size,
+            optimizer_step=lambda loss: 0.0, timer=StepTimer(), device="cpu",
+        )  # fmt: skip
+        step.update(chosen)
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+    found, expected = gradient(trajectories, size), gradient(trajectories[::2], 4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert expected.count_nonzero() > 100
+
+
+def test_seeds_are_of_one_sample() -> None:
     """Any part makes another; none is too large for an engine."""
     others = ((2, 2, "p", 0), (1, 3, "p", 0), (1, 2, "q", 0), (1, 2, "p", 1))
     seeds = {sample_seed(1, 2, "p", 0), *(sample_seed(*parts) for parts in others)}
     assert len(seeds) == 5 and max(seeds) < 1 << 31 and sample_seed(1, 2, "p", 0) in seeds
 
 
-def test_draws_do_not_depend_on_their_company(model: PreTrainedModel, pad: int) -> None:
-    """A resumed run draws what the uninterrupted one would have drawn, however it is batched."""
-    wanted = draws(5, 20, 11, 7)
-    together = drawn(engine_of(model, pad), wanted)
-    alone = drawn(engine_of(model, pad, batch_size=1), wanted)
-    mixed = drawn(engine_of(model, pad, batch_size=3), draws(30, 2) + wanted)[2:]
+def test_completions_do_not_depend_on_their_batch(model: PreTrainedModel, pad: int) -> None:
+    """A resumed run generates what the uninterrupted one would have generated, however it is batched."""
+    wanted = requests(5, 20, 11, 7)
+    together = generated(engine_of(model, pad), wanted)
+    alone = generated(engine_of(model, pad, batch_size=1), wanted)
+    mixed = generated(engine_of(model, pad, batch_size=3), requests(30, 2) + wanted)[2:]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone] == [c.token_ids for c in mixed]
     assert len({completion.token_ids for completion in together}) == 4
-    other = drawn(engine_of(model, pad), [replace(draw, seed=draw.seed + 1) for draw in wanted])
+    other = generated(engine_of(model, pad), [replace(request, seed=request.seed + 1) for request in wanted])
     assert all(a.token_ids != b.token_ids for a, b in zip(together, other))
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, temperature=0.0), SamplingArgs(1.0, 1.0, -1, 4)])
 def test_log_probs_are_the_models(model: PreTrainedModel, pad: int, sampling: SamplingArgs) -> None:
-    """Of the tokens that were drawn; greedy ones are the likeliest."""
-    for draw, completion in zip(draws(5, 20), drawn(engine_of(model, pad), draws(5, 20), sampling)):
-        ids = torch.tensor([[*draw.prompt_ids, *completion.token_ids]])
-        logits = model(ids).logits[0, len(draw.prompt_ids) - 1 : -1].float()
+    """Of the tokens that were generated; greedy ones are the likeliest."""
+    for request, completion in zip(requests(5, 20), generated(engine_of(model, pad), requests(5, 20), sampling)):
+        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+        logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
         tokens = torch.tensor(completion.token_ids)
         log_probs = (logits / (sampling.temperature or 1)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         torch.testing.assert_close(completion.log_probs, log_probs, rtol=1e-4, atol=1e-4)
@@ -127,16 +163,16 @@ def test_log_probs_are_the_models(model: PreTrainedModel, pad: int, sampling: Sa
 
 def test_completions_end(model: PreTrainedModel, pad: int) -> None:
     """With the token that ends them, or at the limit."""
-    (whole,) = drawn(engine_of(model, pad), draws(5))
+    (whole,) = generated(engine_of(model, pad), requests(5))
     assert whole.truncated and len(whole.token_ids) == 12
-    (cut,) = drawn(engine_of(model, pad, end=whole.token_ids[4]), draws(5))
+    (cut,) = generated(engine_of(model, pad, end=whole.token_ids[4]), requests(5))
     first = whole.token_ids.index(whole.token_ids[4])
     assert cut.token_ids == whole.token_ids[: first + 1] and not cut.truncated
     assert len(cut.log_probs) == len(cut.token_ids)
 
 
-def test_tokens_are_drawn_by_their_probabilities() -> None:
-    """Counts of 20000 draws; nothing outside the likeliest that top_k or top_p keeps."""
+def test_tokens_are_sampled_by_their_probabilities() -> None:
+    """Counts of 20000 tokens; nothing outside the likeliest that top_k or top_p keeps."""
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, -torch.inf]]).expand(20_000, -1)
     for top_p, top_k, kept in ((1.0, -1, 4), (1.0, 2, 2), (0.6, -1, 2)):
         sampling = SamplingArgs(2.0, top_p, top_k, 1)
@@ -150,14 +186,14 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
 
 
 def test_a_groups_prompt_is_computed_once(model: PreTrainedModel, pad: int) -> None:
-    """And its completions are those that each draw has alone."""
+    """And its completions are those that each request has alone."""
     wanted = [SampleRequest(prompt_of(length), seed) for length in (9, 14, 3) for seed in (1, 2, 3)]
     engine, rows = engine_of(model, pad, batch_size=9), []
     hook = model.register_forward_pre_hook(lambda *a: rows.append(tuple(a[2]["input_ids"].shape)), with_kwargs=True)
-    together = drawn(engine, wanted)
+    together = generated(engine, wanted)
     hook.remove()
     assert rows[:2] == [(3, 13), (9, 1)]
-    alone = drawn(engine_of(model, pad, batch_size=1), wanted)
+    alone = generated(engine_of(model, pad, batch_size=1), wanted)
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     for one, other in zip(together, alone):
         torch.testing.assert_close(one.log_probs, other.log_probs, rtol=1e-4, atol=1e-4)
@@ -165,13 +201,13 @@ def test_a_groups_prompt_is_computed_once(model: PreTrainedModel, pad: int) -> N
 
 @pytest.mark.parametrize("has_adapters", [False, True])
 def test_the_models_own_generation_settings_count_for_nothing(has_adapters: bool) -> None:
-    """They would be drawn by another distribution than the trainer's; afterwards they are as they were."""
+    """They would be generated by another distribution than the trainer's; afterwards they are as they were."""
     base = family("qwen2")
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=2)) if has_adapters else base
-    expected = [completion.token_ids for completion in drawn(engine_of(model, 0), draws(5, 20))]
+    expected = [completion.token_ids for completion in generated(engine_of(model, 0), requests(5, 20))]
     base.generation_config.update(repetition_penalty=5.0, do_sample=True, top_k=2, no_repeat_ngram_size=1)
     before = base.generation_config
-    assert [completion.token_ids for completion in drawn(engine_of(model, 0), draws(5, 20))] == expected
+    assert [completion.token_ids for completion in generated(engine_of(model, 0), requests(5, 20))] == expected
     assert base.generation_config is before and before.top_k == 2
 
 
@@ -198,12 +234,12 @@ def test_a_groups_prompt_in_caches_of_every_kind(name: str) -> None:
     """Of a window that is shorter than a prompt, of a state in place of keys and values, and of both."""
     model = family(name)
     wanted = [SampleRequest(prompt_of(length), seed) for length in (40, 60, 5) for seed in (1, 2)]
-    together, alone = (drawn(engine_of(model, 0, batch_size=size), wanted) for size in (6, 1))
+    together, alone = (generated(engine_of(model, 0, batch_size=size), wanted) for size in (6, 1))
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-    for one, other, draw in zip(together, alone, wanted):
+    for one, other, request in zip(together, alone, wanted):
         torch.testing.assert_close(one.log_probs, other.log_probs, rtol=1e-3, atol=1e-3)
-        ids = torch.tensor([[*draw.prompt_ids, *one.token_ids]])
-        logits = model(ids, use_cache=False).logits[0, len(draw.prompt_ids) - 1 : -1].float() / SAMPLING.temperature
+        ids = torch.tensor([[*request.prompt_ids, *one.token_ids]])
+        logits = model(ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1].float() / SAMPLING.temperature
         log_probs = logits.log_softmax(-1).gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(one.log_probs, log_probs, rtol=1e-3, atol=1e-3)
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers.health_curves import write_checkpoint, write_run
+from tests.helpers.health_curves import CURVES, view_of, write_checkpoint, write_run
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.health.__main__ import main
+from verl_ext.health.checklist import metric_trends
+from verl_ext.health.run_directory import why_killed
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.processes import pid_namespace
 
 
 def change_config(run_dir: Path, key: str, value: Any) -> None:
@@ -23,17 +30,17 @@ def change_config(run_dir: Path, key: str, value: Any) -> None:
 
 
 def look(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    """Exit code and what is said of each point and rule: level by text."""
+    """Exit code, and what is said of each item and rule: level by text; and the status."""
     code = main([str(run_dir), "--json"])
     content = json.loads(capsys.readouterr().out)
-    points = {point["text"]: point["level"] for listed in content["checklists"].values() for point in listed}
-    return code, {**points, **{each["rule"]: each["level"] for each in content["rules"]}}
+    items = {item["text"]: item["level"] for listed in content["checklists"].values() for item in listed}
+    return code, {"status": content["status"], **items, **{each["rule"]: each["level"] for each in content["rules"]}}
 
 
 def test_a_healthy_run_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
     code, told = look(run_dir, capsys)
-    assert code == 0 and set(told.values()) == {"ok", None}
+    assert code == 0 and told.pop("status") == "finished" and set(told.values()) == {"ok", None}
     for point in ("train/loss falls", "train/lr(1e-3) follows its schedule", "all steps are done"):
         assert told[point] == "ok"
     assert main([str(run_dir)]) == 0
@@ -70,15 +77,151 @@ def test_a_tracker_that_lags_is_seen(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert code == 0 and told["latest_checkpointed_iteration.txt names the newest"] == "warning"
 
 
-def test_a_run_that_says_nothing_any_more_is_an_alarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = write_run(tmp_path, "a textbook run", "running", "")
-    code, told = look(run_dir, capsys)
-    assert code == 0 and told["the run is alive"] == "ok"
+def make_silent(run_dir: Path, seconds: float) -> None:
     path = run_dir / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({**row, "time": row["time"] - 3600}) + "\n" for row in rows))
+    path.write_text("".join(json.dumps({**row, "time": row["time"] - seconds}) + "\n" for row in rows))
+
+
+def change_attempt(run_dir: Path, **values: object) -> None:
+    run = json.loads((run_dir / "run.json").read_text())
+    run["attempts"][-1].update(values)
+    (run_dir / "run.json").write_text(json.dumps(run))
+
+
+@pytest.fixture(scope="module")
+def gone() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+HERE = {"host": socket.gethostname(), "pid_namespace": pid_namespace()}
+
+
+def test_a_run_that_logs_nothing_any_more_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path, "a textbook run", "running", "")
     code, told = look(run_dir, capsys)
-    assert code == 1 and told["the run is alive"] == "alarm"
+    assert code == 0 and told["the run is alive"] == "ok" and told["status"] == "running"
+    make_silent(run_dir, 3600)
+    code, told = look(run_dir, capsys)
+    assert code == 1 and told["the run is alive"] == "alarm" and told["status"] == "killed"
+    assert main([str(run_dir)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("p/e (sft), killed, step 300\n")
+    assert "it has logged nothing for 36" in shown and "start the same command again" in shown
+
+
+def test_long_steps_and_long_validations_may_be_silent_for_longer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path, "a textbook run", "running", "")
+    make_silent(run_dir, 3600)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"step": 300, "attempt": 1, "time": time.time() - 3600, "time/val/step_s": 2000.0}) + "\n"
+        )
+    assert look(run_dir, capsys)[1]["status"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("changed", "status"),
+    [
+        ({}, "killed"),
+        ({"pid": os.getpid()}, "running"),
+        ({"host": "elsewhere"}, "running"),
+        ({"pid_namespace": 1}, "running"),
+        ({"pid_namespace": None}, "running"),
+    ],
+)
+def test_a_run_whose_process_is_gone_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: int, changed: dict[str, object], status: str
+) -> None:
+    run_dir = write_run(tmp_path, "a textbook run", "running", "")
+    change_attempt(run_dir, pid=gone, **HERE)
+    change_attempt(run_dir, **changed)
+    code, told = look(run_dir, capsys)
+    assert (code, told["status"]) == (int(status == "killed"), status)
+    assert told["the run is alive"] == ("alarm" if status == "killed" else "ok")
+
+
+def test_a_run_that_has_ended_was_not_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: int) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    change_attempt(run_dir, pid=gone, **HERE)
+    make_silent(run_dir, 3600)
+    code, told = look(run_dir, capsys)
+    assert code == 0 and told["status"] == "finished" and "the run is alive" not in told
+
+
+def test_a_new_attempt_records_its_process(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
+    record.start_attempt(first_step=0, world_size=1, total_steps=3)
+    run = record.read()
+    assert run["attempts"][0].items() >= {"pid": os.getpid(), **HERE}.items()
+    assert why_killed(run, 10.0, 600.0) is None
+
+
+@pytest.mark.parametrize(("newest", "level"), [(None, "warning"), (1, "ok"), (2, "warning")])
+def test_checkpoints_that_rotation_keeps_are_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], newest: int | None, level: str
+) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    write_checkpoint(run_dir, 100)
+    change_config(run_dir, "trainer.save_freq", 100)
+    change_config(run_dir, "trainer.max_ckpt_to_keep", newest)
+    assert look(run_dir, capsys)[1]["the expected checkpoints are there"] == level
+    assert main([str(run_dir)]) == 0
+    assert ("global_step_200 should be kept too" in capsys.readouterr().out) == (level == "warning")
+    write_checkpoint(run_dir, 200)
+    assert look(run_dir, capsys)[1]["the expected checkpoints are there"] == "ok"
+
+
+def test_checkpoints_from_before_the_last_attempt_are_not_expected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    change_config(run_dir, "trainer.save_freq", 100)
+    change_attempt(run_dir, first_step=200)  # which may have had another save_freq before
+    assert look(run_dir, capsys)[1]["the expected checkpoints are there"] == "ok"
+
+
+@pytest.mark.parametrize(("every", "level"), [(None, "warning"), (200, "ok"), (100, "warning")])
+def test_exports_that_are_due_are_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int | None, level: str
+) -> None:
+    point = "every checkpoint is complete, huggingface/ too"
+    run_dir = write_run(tmp_path, "a textbook run")
+    write_checkpoint(run_dir, 100)
+    shutil.rmtree(run_dir / "global_step_100/huggingface")
+    (run_dir / "global_step_100/manifest.json").write_text(Manifest(100, 1, "", {}).to_json())
+    change_config(run_dir, "trainer.checkpoint.export.every", every)
+    assert look(run_dir, capsys)[1][point] == level
+    change_config(run_dir, "trainer.checkpoint.save_contents", ["model", "optimizer", "extra"])
+    assert look(run_dir, capsys)[1][point] == "ok"
+
+
+def test_trends_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    main([str(run_dir)])
+    shown = capsys.readouterr().out.partition("Trends\n")[2].splitlines()
+    assert shown[0].startswith("  train/loss falls (good): 2.") and "over 30 parts of the run, p = " in shown[0]
+    assert shown[1].startswith("  val/loss falls (good): ") and "over 10 validations" in shown[1]
+    main([str(run_dir), "--json"])
+    loss, _ = json.loads(capsys.readouterr().out)["trends"]
+    assert (loss["metric"], loss["sign"], loss["better"], loss["unit"]) == ("train/loss", -1, -1, "parts of the run")
+    assert loss["p_value"] < 1e-6
+
+
+def test_trends_of_a_controller_are_those_of_its_epochs() -> None:
+    [curve] = [each for each in CURVES if each.name == "more and more are over budget"]
+    found = {each.metric: each for each in metric_trends(view_of(curve, 0))}
+    assert list(found) == ["train/reward_total_mean", "train/accuracy_mean", "train/budget_violation_mean"]
+    assert {(each.count, each.unit) for each in found.values()} == {(30, "epochs")}
+    assert found["train/reward_total_mean"].sentence.startswith("train/reward_total_mean rises (good)")
+    assert found["train/budget_violation_mean"].sentence.startswith("train/budget_violation_mean rises (bad)")
+    [flat] = [each for each in CURVES if each.name == "nothing is learned"]
+    assert {each.sign for each in metric_trends(view_of(flat, 0))} == {0}
 
 
 def test_what_the_disk_lacks_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
+from tests.helpers import ROOT
 from verl_ext.errors import UserError
 from verl_ext.health.config import HealthLimits
-from verl_ext.health.context import RunContext
+from verl_ext.health.context import STAGES, RunContext
 from verl_ext.health.history import MetricHistory
 from verl_ext.health.rule import Finding, HealthView, Level
 from verl_ext.health.rules import RULES
@@ -132,9 +134,24 @@ def test_overfitting_names_the_checkpoint_to_take() -> None:
     assert found.level == Level.WARNING and found.message.endswith("the checkpoint to use is global_step_15")
 
 
+@pytest.mark.parametrize(
+    ("step", "untrained_loss", "level"), [(95, None, Level.NOTICE), (80, None, None), (95, 6.2, None)]
+)
+def test_the_final_validation_loss_of_pretrained_weights_has_a_range(
+    step: int, untrained_loss: float | None, level: Level | None
+) -> None:
+    history = MetricHistory()
+    history.add(step, {"val/loss": 4.5})
+    view = view_of(history, RunContext("sft", 100, untrained_loss=untrained_loss))
+    found = BY_NAME["final_val_loss"].run(view)
+    assert (None if found is None else found.level) == level
+
+
 def test_a_threshold_is_set_by_its_name() -> None:
     config = load_config("sft", ["health.limits.grad_norm_alarm=7"])
     assert config.health.limits.grad_norm_alarm == 7.0
+    config = load_config("grpo", ["health.limits.reward_milestones=[0, 0.5]", "health.limits.trend_p=0.01"])
+    assert (config.health.limits.reward_milestones, config.health.limits.trend_p) == ([0, 0.5], 0.01)
     with pytest.raises(UserError, match="grad_norm_alarmm"):
         load_config("sft", ["health.limits.grad_norm_alarmm=7"])
 
@@ -147,6 +164,8 @@ def test_a_threshold_is_set_by_its_name() -> None:
         ("health.every=0", "whole number of at least 1"),
         ("health.limits.window=300", "from 3 to 256"),
         ("health.limits.grad_norm_alarm=-1", "above 0"),
+        ("health.limits.trend_p=0.5", "below 0.5"),
+        ("health.limits.reward_milestones=[low]", "list .* numbers"),
     ],
 )
 def test_invalid_settings_are_refused(override: str, told: str) -> None:
@@ -158,3 +177,14 @@ def test_invalid_settings_are_refused(override: str, told: str) -> None:
 def test_stopping_needs_the_rules() -> None:
     with pytest.raises(UserError, match="health.enabled"):
         check_health(load_config("sft", ["health.stop_on=[overfitting]", "health.enabled=false"]))
+
+
+def test_the_page_lists_every_rule() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| ([\w, ]+) \|$", (ROOT / "docs/health.md").read_text(), re.MULTILINE)
+    shown = {name: (description, stages) for name, description, stages in rows}
+    for rule in RULES:
+        stages = "all" if rule.stages == STAGES else ", ".join(each for each in ORDER if each in rule.stages)
+        assert shown[rule.name] == (rule.description, stages)
+
+
+ORDER = ("sft", "vlm_sft", "grpo", "budget")

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from eval_pipeline.judge import ProgramCase, ProgramTests, ResourceLimits, Submission, comparisons, verdicts
-from eval_pipeline.judge.comparisons import Comparer
-from eval_pipeline.judge.levels import IsolationLevel
+from eval_pipeline.judge import ProgramCase, ProgramTests, ResourceLimits, Submission, verdicts
+from eval_pipeline.judge import comparer as comparer_module
+from eval_pipeline.judge.comparer import Comparer
+from eval_pipeline.judge.isolation import IsolationLevel
 from eval_pipeline.judge.sandbox import SharedGate
 from eval_pipeline.judge.server import JudgeWorker
 from eval_pipeline.judge.verdicts import outputs_match
@@ -120,7 +121,7 @@ def comparer() -> Iterator[Comparer]:
 
 def test_long_outputs_are_compared_in_another_process(comparer: Comparer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's threads share an interpreter, so that this comparison would stop them all."""
-    monkeypatch.setattr(comparisons, "outputs_match", None)
+    monkeypatch.setattr(comparer_module, "outputs_match", None)
     for actual, expected, tolerance, match in (
         (LONG + "1.0", LONG + "1", 1e-6, True),
         (LONG + "1.0", LONG + "1", None, False),
@@ -143,7 +144,7 @@ def test_short_outputs_start_no_process(comparer: Comparer) -> None:
 def test_a_comparison_without_an_end_is_no_verdict(comparer: Comparer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the judge's failure, and the next comparison gets a new process."""
     assert comparer.outputs_match(LONG + "1.0", LONG + "1", 1e-6)
-    monkeypatch.setattr(comparisons, "_OUTPUTS_S", 0.2)
+    monkeypatch.setattr(comparer_module, "_OUTPUTS_S", 0.2)
     assert comparer._process is not None
     comparer._process.send_signal(signal.SIGSTOP)
     with pytest.raises(OSError, match="could not be compared"):

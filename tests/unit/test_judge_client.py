@@ -23,7 +23,7 @@ from eval_pipeline.judge import (
 )
 from eval_pipeline.judge import client as client_module
 from eval_pipeline.judge import server as server_module
-from eval_pipeline.judge.levels import IsolationLevel, candidates
+from eval_pipeline.judge.isolation import IsolationLevel, candidate_levels
 from eval_pipeline.judge.sandbox import STARTS, Zygote
 from eval_pipeline.judge.types import result_from_json
 from tests.helpers import ROOT
@@ -218,7 +218,7 @@ def test_the_server_does_not_exit_while_a_sandbox_starts(tmp_path: Path, monkeyp
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     with ThreadPoolExecutor(2) as threads:
-        starting = threads.submit(Zygote, *candidates("rlimits"), "answer")
+        starting = threads.submit(Zygote, *candidate_levels("rlimits"), "answer")
         wait_until(lambda: STARTS._num_inside == 1)
         ending = threads.submit(server_module._end, 0)
         wait_until(lambda: STARTS._num_waiting_alone == 1)
@@ -279,8 +279,8 @@ def test_bad_settings_are_refused() -> None:
 
 
 def test_auto_never_takes_rlimits() -> None:
-    assert "rlimits" not in [level.name for level in candidates("auto")]
-    assert [level.name for level in candidates("rlimits")] == ["rlimits"]
+    assert "rlimits" not in [level.name for level in candidate_levels("auto")]
+    assert [level.name for level in candidate_levels("rlimits")] == ["rlimits"]
 
 
 def test_no_level_that_works_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eval_pipeline.judge import JudgeClient, ResourceLimits, Verdict
-from eval_pipeline.judge.levels import IsolationLevel, candidates
+from eval_pipeline.judge.isolation import IsolationLevel, candidate_levels
 from eval_pipeline.judge.sandbox import SharedGate
 from eval_pipeline.judge.server import JudgeWorker
 from tests.helpers.judge import function, judge_config, script
@@ -48,7 +48,7 @@ signal.signal(signal.SIGCHLD, before)
 assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
 subprocess.run([sys.executable, "-I", "-S", "-c", "print(2)"], check=True)
 """
-LEVELS = [level for name in ("auto", "rlimits") for level in candidates(name)]
+LEVELS = [level for name in ("auto", "rlimits") for level in candidate_levels(name)]
 PROGRAMS = {
     "success": "def f(x): return x + 1",
     "wrong_answer": "def f(x): return x",
@@ -89,7 +89,7 @@ def test_every_candidate_judges(number: int, verdicts: list[dict[str, Verdict]])
 @pytest.fixture(scope="module", params=["bwrap", "sandlock", "rlimits"])
 def worker(request: pytest.FixtureRequest) -> Iterator[JudgeWorker]:
     """A worker in this process, at each level by its name."""
-    levels = candidates(request.param)
+    levels = candidate_levels(request.param)
     if not levels:
         pytest.skip(f"{request.param} is not installed")
     worker = JudgeWorker(levels[0], SharedGate())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from eval_pipeline.judge import JudgeClient, ResourceLimits, Verdict
-from eval_pipeline.judge.packages import find_packages, versions_of
+from eval_pipeline.judge.isolation import find_packages, versions_of
 from tests.helpers.judge import LEVELS, function, judge_config, judged, script, serving, submit_all
 from verl_ext.errors import UserError
 

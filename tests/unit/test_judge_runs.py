@@ -13,9 +13,15 @@ from typing import Any
 
 import pytest
 
-from eval_pipeline.judge.inside.captures import Capture, unforked
 from eval_pipeline.judge.runs import compile_test, read_report
 from eval_pipeline.judge.sandbox import SandboxError, readable, sealed_file
+from tests.helpers import ROOT
+
+INSIDE = str(ROOT / "eval_pipeline/judge/inside")
+sys.path.insert(0, INSIDE)
+from supervisor import PipeCapture, unforked  # noqa: E402  the modules of that folder import each other by plain names
+
+sys.path.remove(INSIDE)
 
 REPORT: dict[str, Any] = {"reason": "exited", "exit": 0, "cpu_s": 0.5, "wall_s": 0.5, "sizes": [2, 1, 18]}
 BLOB = b'12e{"compiled": true}'
@@ -78,7 +84,7 @@ def test_capture(last: bool, expected: bytes) -> None:
     """The beginning or the end of what comes in many chunks."""
     reading, writing = os.pipe()
     memory = unforked(100 + (1 << 16))
-    capture = Capture(reading, memory, 100, last)
+    capture = PipeCapture(reading, memory, 100, last)
     for digit in b"0123456789":
         os.write(writing, bytes([digit]) * 60_000)
         assert capture.read()

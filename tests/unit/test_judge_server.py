@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eval_pipeline.judge import ResourceLimits, Submission, Verdict, server
-from eval_pipeline.judge.levels import IsolationLevel
+from eval_pipeline.judge.isolation import IsolationLevel
 from eval_pipeline.judge.sandbox import SharedGate
 from eval_pipeline.judge.types import request_to_json
 from tests.helpers.judge import function

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from eval_pipeline.judge import JudgeClient, ReferenceAnswer, ResourceLimits, RunReport, Submission, Verdict
-from eval_pipeline.judge.types import TesterReport
+from eval_pipeline.judge.types import FunctionOutcome
 from eval_pipeline.judge.verdicts import judge_function_run
 from tests.helpers.judge import LEVELS, function, script, serving, submit_all
 
@@ -240,9 +240,9 @@ def test_a_test_that_hangs_is_not_run_again() -> None:
     """It used up its own processor time, so the machine was not too busy for the answer."""
     limits = ResourceLimits(cpu_s=100, wall_s=10)
     report = RunReport("ended", exit_code=-9, cpu_s=0, wall_s=limits.test_cpu_s)
-    result = judge_function_run(report, TesterReport("died", "why"), limits)
+    result = judge_function_run(report, FunctionOutcome("died", "why"), limits)
     assert (result.error_type, result.is_doubtful) == ("timeout", False)
-    early = judge_function_run(replace(report, wall_s=1), TesterReport("died", "why"), limits)
+    early = judge_function_run(replace(report, wall_s=1), FunctionOutcome("died", "why"), limits)
     assert (early.error_type, early.is_doubtful) == ("runtime_error", True)
 
 

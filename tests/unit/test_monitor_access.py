@@ -18,9 +18,8 @@ from tests.helpers import ROOT
 from tests.helpers.processes import free_port, wait_until
 from verl_ext.errors import UserError
 from verl_ext.monitor.__main__ import main
-from verl_ext.monitor.access import COOKIE, HEADERS, Access, digest_of, is_loopback, require_token
-from verl_ext.monitor.csv_file import without_formula
-from verl_ext.monitor.server import Remembered, secret_of
+from verl_ext.monitor.access import COOKIE, HEADERS, TokenAuth, check_token, digest_of, is_loopback
+from verl_ext.monitor.server import cookie_secret, escape_formula
 
 
 def ask(token: str | None, kind: str = "http", query: str = "", **headers: str) -> tuple[bool, list[dict[str, Any]]]:
@@ -39,7 +38,7 @@ def ask(token: str | None, kind: str = "http", query: str = "", **headers: str) 
 
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": kind, "headers": encoded, "query_string": query.encode()}
-    asyncio.run(Access(page, token)(scope, receive, send))
+    asyncio.run(TokenAuth(page, token)(scope, receive, send))
     return bool(reached), sent
 
 
@@ -72,7 +71,7 @@ def test_the_token_goes_no_further_than_the_door() -> None:
     for query in (b"token=secret&run=a%2Bb&x=", b"EIO=4&client_id=a+b%20c"):
         cookie = [(b"cookie", f"{COOKIE}={digest_of('secret')}".encode())]
         scope = {"type": "http", "headers": cookie, "query_string": query}
-        asyncio.run(Access(page, "secret")(scope, None, None))  # type: ignore[arg-type]
+        asyncio.run(TokenAuth(page, "secret")(scope, None, None))  # type: ignore[arg-type]
     assert seen == [b"run=a%2Bb&x=", b"EIO=4&client_id=a+b%20c"]
 
 
@@ -102,29 +101,29 @@ def test_on_this_machine_alone_other_names_are_refused() -> None:
 
 def test_another_host_needs_a_token() -> None:
     assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost") and not is_loopback("0.0.0.0")
-    require_token("0.0.0.0", "a longer secret")
-    require_token("127.0.0.1", None)
-    require_token("127.0.0.1", "short")
+    check_token("0.0.0.0", "a longer secret")
+    check_token("127.0.0.1", None)
+    check_token("127.0.0.1", "short")
     with pytest.raises(UserError, match="--token"):
-        require_token("0.0.0.0", None)
-    with pytest.raises(UserError, match="which other machines can guess"):
-        require_token("0.0.0.0", "guess")
+        check_token("0.0.0.0", None)
+    with pytest.raises(UserError, match="other machines can guess"):
+        check_token("0.0.0.0", "guess")
 
 
 def test_what_signs_cookies_is_this_user_s_alone(tmp_path: Path) -> None:
-    secret = secret_of(tmp_path / "monitor.sqlite")
-    assert len(secret) == 32 and secret_of(tmp_path / "monitor.sqlite") == secret
+    secret = cookie_secret(tmp_path / "monitor.sqlite")
+    assert len(secret) == 32 and cookie_secret(tmp_path / "monitor.sqlite") == secret
     assert (tmp_path / "monitor.secret").stat().st_mode & 0o777 == 0o600
     (tmp_path / "other.secret").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FileNotFoundError):
-        secret_of(tmp_path / "other.sqlite")
+        cookie_secret(tmp_path / "other.sqlite")
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_spreadsheet_computes_nothing_of_the_numbers() -> None:
     for text in ("=1+1", "+1", "-1+cmd|' /C calc'!A0", "@SUM(A1)", "\t=1", "\r=1"):
-        assert without_formula(text) == f"'{text}"
-    assert [without_formula(value) for value in (-1.5, "-Infinity", "a-b", "")] == [-1.5, "-Infinity", "a-b", ""]
+        assert escape_formula(text) == f"'{text}"
+    assert [escape_formula(value) for value in (-1.5, "-Infinity", "a-b", "")] == [-1.5, "-Infinity", "a-b", ""]
 
 
 @pytest.mark.parametrize(
@@ -143,14 +142,6 @@ def test_bad_input_is_one_sentence(words: list[str], told: str, capsys: pytest.C
         main([word.format(taken=taken.getsockname()[1]) for word in words])
     shown = capsys.readouterr().err
     assert left.value.code == 2 and told in shown and shown.startswith("error: ") and shown.count("\n") == 1
-
-
-def test_pages_of_one_browser_do_not_disturb_each_other() -> None:
-    kept = {"run": "a", "language": "zh"}
-    first, second = Remembered(kept), Remembered(kept)
-    first["run"] = "b"
-    assert (first["run"], second["run"], kept["run"], second["language"]) == ("b", "a", "b", "zh")
-    assert Remembered(kept)["run"] == "b"
 
 
 def answers(port: int) -> bool:

@@ -5,20 +5,28 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from verl_ext.monitor.charts import charts_for
-from verl_ext.monitor.curves.axis import CumulativeAxis
-from verl_ext.monitor.curves.left import seconds_left, steps_per_second
-from verl_ext.monitor.curves.overview import MOST_POINTS, Overview
-from verl_ext.monitor.curves.smooth import ema, is_worth_smoothing, moving_average, smooth
-from verl_ext.monitor.text import CHINESE, words
+from verl_ext.monitor.charts import CHARTS, ChartStyle, chart_options, charts_for
+from verl_ext.monitor.curves import (
+    MAX_POINTS,
+    CurveEnvelope,
+    MetricRow,
+    RunCurves,
+    ema,
+    is_worth_smoothing,
+    moving_average,
+    smooth,
+)
+from verl_ext.monitor.page import FIGURES, PANELS
+from verl_ext.monitor.state import TABS
+from verl_ext.monitor.text import CHINESE, translate
 
 
 def test_few_points_are_drawn_as_they_are() -> None:
-    overview, rng = Overview(), np.random.default_rng(0)
-    values = rng.standard_normal(MOST_POINTS)
-    overview.add(np.arange(MOST_POINTS, dtype=float), values)
-    x, drawn = overview.points()
-    assert x.tolist() == list(range(MOST_POINTS)) and drawn.tolist() == values.tolist()
+    envelope, rng = CurveEnvelope(), np.random.default_rng(0)
+    values = rng.standard_normal(MAX_POINTS)
+    envelope.add(np.arange(MAX_POINTS, dtype=float), values)
+    x, drawn = envelope.points()
+    assert x.tolist() == list(range(MAX_POINTS)) and drawn.tolist() == values.tolist()
 
 
 @pytest.mark.parametrize("at_once", [1_000_000, 7, 4096])
@@ -26,30 +34,30 @@ def test_peaks_of_a_long_curve_survive_in_few_points(at_once: int) -> None:
     count = 1_000_000 if at_once > 7 else 30_000
     values = np.random.default_rng(1).standard_normal(count)
     values[count // 3], values[count // 2] = 50.0, -60.0
-    overview = Overview()
+    envelope = CurveEnvelope()
     for start in range(0, count, at_once):
         part = values[start : start + at_once]
-        overview.add(np.arange(start, start + len(part), dtype=float), part)
-    x, drawn = overview.points()
-    assert MOST_POINTS // 4 <= len(x) <= MOST_POINTS and (np.diff(x) >= 0).all()
+        envelope.add(np.arange(start, start + len(part), dtype=float), part)
+    x, drawn = envelope.points()
+    assert MAX_POINTS // 4 <= len(x) <= MAX_POINTS and (np.diff(x) >= 0).all()
     assert drawn.max() == 50.0 and x[drawn.argmax()] == count // 3
     assert drawn.min() == -60.0 and x[drawn.argmin()] == count // 2
-    assert overview.num_points == count and overview.last == (count - 1, values[-1]) and x[-1] >= count - count / 500
-    middle, means = overview.means()
-    assert len(middle) <= MOST_POINTS // 2 + 1 and abs(means.mean()) < 0.05  # of noise, nothing is left
+    assert envelope.num_points == count and x[-1] >= count - count / 500
+    middle, means = envelope.means()
+    assert len(middle) <= MAX_POINTS // 2 + 1 and abs(means.mean()) < 0.05  # of noise, nothing is left
 
 
 def test_values_that_are_no_numbers_are_not_drawn() -> None:
-    overview = Overview()
-    overview.add(np.arange(4.0), np.array([1.0, np.nan, np.inf, 2.0]))
-    assert overview.points()[1].tolist() == [1.0, 2.0] and overview.num_points == 4
+    envelope = CurveEnvelope()
+    envelope.add(np.arange(4.0), np.array([1.0, np.nan, np.inf, 2.0]))
+    assert envelope.points()[1].tolist() == [1.0, 2.0] and envelope.num_points == 2
 
 
 def test_memory_does_not_grow() -> None:
-    overview = Overview()
+    envelope = CurveEnvelope()
     for start in range(0, 2_000_000, 50_000):
-        overview.add(np.arange(start, start + 50_000.0), np.ones(50_000))
-    assert overview._parts.nbytes + overview._open.nbytes < 1_000_000
+        envelope.add(np.arange(start, start + 50_000.0), np.ones(50_000))
+    assert envelope.segments.nbytes + envelope.pending.nbytes < 1_000_000
 
 
 def test_smoothing_follows_its_definitions() -> None:
@@ -67,30 +75,51 @@ def test_smoothing_follows_its_definitions() -> None:
     assert is_worth_smoothing(1000, 0.5) and not is_worth_smoothing(9, 0.5) and not is_worth_smoothing(1000, 0)
 
 
-def test_restarts_go_on_where_the_axis_ends() -> None:
-    axis = CumulativeAxis({1: 0, 2: 20, 4: 31})
-    axis.learn(1, 1, 30)
-    axis.learn(2, 21, 25)
-    axis.learn(2, 26, 40)
-    axis.learn(3, 1, 5)  # of which nothing is known but its rows
-    axis.learn(4, 32, 33)
-    attempts, steps = np.array([1, 1, 2, 2, 3, 4]), np.array([1, 30, 21, 40, 1, 32])
-    assert axis.at(attempts, steps).tolist() == [1, 30, 31, 50, 51, 56]
-    assert axis.starts == {1: 0, 2: 30, 3: 50, 4: 55}
+def test_segments_are_equal_parts_in_order() -> None:
+    envelope, count = CurveEnvelope(), 3 * MAX_POINTS
+    envelope.add(np.arange(count, dtype=float), np.arange(count, dtype=float))
+    size = envelope.size
+    assert size > 1 and envelope.segments[:, 5].tolist() == [size] * len(envelope.segments)
+    x, means = envelope.means()
+    whole = len(envelope.segments)
+    assert means[:whole].tolist() == [(size - 1) / 2 + size * number for number in range(whole)] == x[:whole].tolist()
+
+
+def rows_of(attempt: int, first: int, last: int, seconds: float = 1.0) -> list[MetricRow]:
+    return [MetricRow(attempt, step, step * seconds, {"train/loss": step}) for step in range(first, last + 1)]
+
+
+def test_restarts_begin_where_the_axis_ends() -> None:
+    curves, first_steps = RunCurves(), {1: 0, 2: 20, 4: 31}
+    curves.add(rows_of(1, 1, 30), first_steps)
+    curves.add(rows_of(2, 21, 25), first_steps)
+    curves.add(rows_of(2, 26, 40), first_steps)
+    curves.add(rows_of(3, 1, 5), first_steps)  # of which only the rows are known
+    curves.add(rows_of(4, 32, 33), first_steps)
+    assert curves.starts == {1: 0, 2: 30, 3: 50, 4: 55} and curves.offsets == {1: 0, 2: 10, 3: 50, 4: 24}
+    assert curves.envelopes["train/loss"].points()[0].tolist() == [*range(1, 58)]
+    again = RunCurves.load(*curves.dump())
+    again.add(rows_of(4, 34, 34), first_steps)
+    assert again.envelopes["train/loss"].points()[0].tolist() == [*range(1, 59)] and again.step == 34
 
 
 def test_an_axis_without_a_lost_step_is_that_of_the_steps() -> None:
-    axis = CumulativeAxis({1: 0, 2: 30})
-    axis.learn(1, 1, 30)
-    axis.learn(2, 31, 60)
-    assert axis.at(np.array([2]), np.array([45])).tolist() == [45.0]
+    curves = RunCurves()
+    curves.add(rows_of(1, 1, 30), {1: 0, 2: 30})
+    curves.add(rows_of(2, 31, 60), {1: 0, 2: 30})
+    assert curves.envelopes["train/loss"].points()[0].tolist() == [*range(1, 61)]
 
 
 def test_the_time_left_is_by_the_recent_speed() -> None:
-    recent = [(10, 100.0), (15, 110.0), (20, 120.0)]
-    assert steps_per_second(recent) == 0.5 and seconds_left(recent, 120) == 200.0
-    assert seconds_left(recent, 15) == 0.0 and seconds_left(recent, None) is None
-    assert steps_per_second(recent[:1]) is None and steps_per_second([(3, 1.0), (3, 2.0)]) is None
+    curves = RunCurves()
+    assert curves.seconds_left(120) is None and curves.step == 0
+    curves.add(rows_of(1, 1, 500, seconds=9.0), {})
+    curves.add([MetricRow(1, step, 9.0 * 500 + 2.0 * (step - 500), {"train/loss": 1}) for step in range(501, 560)], {})
+    assert curves.seconds_left(659) == 200.0 and curves.seconds_left(15) == 0.0 and curves.seconds_left(None) is None
+    curves.add([MetricRow(2, 1, 1e6, {"train/loss": 1})], {})
+    assert curves.seconds_left(100) is None  # of an attempt of one step
+    curves.add([MetricRow(2, 2, 1e6, {"train/loss": 1})], {})
+    assert curves.seconds_left(100) is None  # in no time
 
 
 def test_a_run_has_the_charts_of_its_metrics() -> None:
@@ -103,9 +132,26 @@ def test_a_run_has_the_charts_of_its_metrics() -> None:
     assert "Evaluation loss" not in [chart.name for chart in charts_for(["train/loss"])]
 
 
-def test_every_chart_has_a_chinese_name() -> None:
-    from verl_ext.monitor.charts import CHARTS
-    from verl_ext.monitor.page.main import PANELS
+def test_every_chart_says_what_it_means_in_both_languages() -> None:
+    for chart in CHARTS:
+        for text in (chart.title, chart.hint):
+            assert text.in_language("en").isascii() and not text.in_language("zh").isascii(), chart.name
+        assert len(chart.hint.en) > 60 and "理想趋势" in chart.hint.zh, chart.name
 
-    for name in [*(chart.name for chart in CHARTS), *PANELS, "Reward by function"]:
-        assert name in CHINESE and words("zh", name) == CHINESE[name] and words("en", name) == name
+
+def test_every_word_of_the_page_has_a_translation() -> None:
+    assert tuple(PANELS) == TABS
+    for word in [*TABS, *FIGURES, *FIGURES.values()]:
+        assert word in CHINESE and translate("zh", word) == CHINESE[word] and translate("en", word) == word
+
+
+def test_only_positive_values_have_a_logarithmic_axis() -> None:
+    curves = RunCurves()
+    curves.add([MetricRow(1, 1, 1.0, {"train/loss": 2.0, "train/reward_total_mean": -1.0})], {})
+    kinds = {
+        chart.name: [
+            chart_options(curves, chart, ChartStyle(0.0, log_scale=log))["yAxis"]["type"] for log in (False, True)
+        ]
+        for chart in charts_for(curves.envelopes)
+    }
+    assert kinds == {"Loss": ["value", "log"], "Rewards": ["value", "value"]}

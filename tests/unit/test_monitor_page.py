@@ -1,26 +1,25 @@
-"""Panels of the monitor's page on a simulated client, without a browser."""
+"""The monitor's page and its panels on a simulated client, without a browser."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from nicegui import Client, ui
 
-from tests.helpers.monitor import write_record, write_rows
+from tests.helpers.monitor import look, write_record, write_rows
 from verl_ext.config.schema import to_yaml
-from verl_ext.monitor.page import main
-from verl_ext.monitor.page.compare import ComparePanel
-from verl_ext.monitor.page.context import PageContext
-from verl_ext.monitor.page.health import HealthPanel
-from verl_ext.monitor.page.main import Page
-from verl_ext.monitor.store.database import open_database
-from verl_ext.monitor.store.ingest import Ingest
+from verl_ext.monitor import charts, page
+from verl_ext.monitor.file_panels import HealthPanel, read_samples, sample_columns, sample_sources
+from verl_ext.monitor.follower import RunFollower
+from verl_ext.monitor.page import MonitorPage
+from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, differing_keys, flatten, short_names
+from verl_ext.monitor.run_table import RunTable
+from verl_ext.monitor.state import TABS, PageState
 from verl_ext.trainer.stages import load_config
 
 
@@ -33,16 +32,12 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def context_of(root: Path, database: str = "monitor", **settings: Any) -> PageContext:
-    context = PageContext(open_database(root.parent / f"{database}.sqlite"), root, settings)
-    take(context.connection, root)
-    return context
-
-
-def take(connection: sqlite3.Connection, root: Path) -> None:
-    ingest = Ingest(connection, root)
-    for run in ingest.find_runs():
-        ingest.take_all(run)
+@pytest.fixture
+def follower(root: Path) -> Iterator[RunFollower]:
+    made = RunFollower(root.parent / "monitor.sqlite", root)
+    look(made)
+    yield made
+    made.stop()
 
 
 def on_client(check: Callable[[Client], Awaitable[None]]) -> None:
@@ -61,10 +56,9 @@ def element(client: Client, name: str) -> Any:
     return found
 
 
-def names_of(select: ui.select) -> dict[str, Any]:
-    """What a selector offers: the shown name and the value of each option."""
-    options = select.options
-    return {name: value for value, name in options.items()} if isinstance(options, dict) else {n: n for n in options}
+def panel_of(kind: type[Panel], follower: RunFollower, state: PageState) -> Any:
+    """A panel whose changes of the state reach the state alone."""
+    return kind(follower, state, lambda push=True, **changes: vars(state).update(changes))
 
 
 def bytes_read() -> int:
@@ -72,94 +66,233 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-@pytest.mark.xfail(strict=True, reason="the Health tab reads all rows of a run again after every new one")
-def test_health_tab_does_not_read_a_growing_run_again_and_again(root: Path) -> None:
+# The address
+
+
+def test_the_address_keeps_the_state() -> None:
+    state = PageState(
+        run="p/a & b=c,d/é", tab="Samples", runs=("a,b", "c&d"), metrics=("train/lr(1e-3)", "x"), smoothing=0.25,
+        log_scale=True, source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
+    )  # fmt: skip
+    assert PageState.from_query(state.to_query()) == state
+    assert PageState.from_query("") == PageState() and PageState().to_query() == "."
+    assert PageState().is_table and not PageState(runs=("a",)).is_table and not state.is_table
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "tab=Nothing",
+        "smoothing=nan",
+        "smoothing=inf",
+        "smoothing=x",
+        "step=-1",
+        "step=²",
+        "step=" + "9" * 400,
+        "?",
+        "=",
+        "x=%ff",
+    ],
+)
+def test_an_address_that_makes_no_sense_shows_the_default(query: str) -> None:
+    assert PageState.from_query(query) == PageState()
+
+
+def test_smoothing_stays_within_its_limits() -> None:
+    assert PageState.from_query("smoothing=7").smoothing == 0.99
+    assert PageState.from_query("smoothing=-7").smoothing == 0.0
+
+
+# The page
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_status_follows_the_run_whatever_tab_is_open(
+    tab: str, root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in page.PANELS.values():
+        monkeypatch.setattr(kind, "period_s", 1e9)
+
+    async def check(client: Client) -> None:
+        shown = MonitorPage(follower, PageState(run="p/old", tab=tab))
+        shown.update_status()
+        await shown.update_panel()
+        assert element(client, "figure Current step").text == "5"
+        write_rows(root / "p/old", 1, range(6, 8))
+        look(follower)
+        shown.update_status()
+        assert element(client, "figure Current step").text == "7"
+
+    on_client(check)
+
+
+def test_a_page_without_a_run_shows_the_table_and_opens_runs(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_record(root / "q/new", status="failed")
+    look(follower)
+    addresses: list[str] = []
+    monkeypatch.setattr(ui.navigate.history, "push", addresses.append)
+
+    async def check(client: Client) -> None:
+        shown = MonitorPage(follower, PageState())
+        await shown.update_panel()
+        rows = {row["path"]: row for row in element(client, "runs").rows}
+        assert {*rows} == {"p/old", "q/new"} and rows["p/old"]["progress"] == "5 / 100"
+        assert (rows["p/old"]["Loss"], rows["q/new"]["Loss"], rows["q/new"]["status"]) == (5.0, None, "failed")
+        shown.open_run("q/new")
+        shown.update_status()
+        assert addresses == ["?run=q%2Fnew"] and element(client, "status").text == "failed"
+        shown.state = PageState.from_query("?run=gone")
+        shown._build()
+        assert "does not exist" in element(client, "missing").text and element(client, "runs").rows
+
+    on_client(check)
+
+
+def test_a_run_that_appears_or_goes_changes_the_page(root: Path, follower: RunFollower) -> None:
+    async def check(client: Client) -> None:
+        shown = MonitorPage(follower, PageState(run="p/new"))
+        element(client, "missing")
+        write_record(root / "p/new")
+        look(follower)
+        shown.update_status()
+        assert element(client, "shown").text == "p/new"
+        assert {*element(client, "run").options} == {"p/old", "p/new"}
+        (root / "p/new/run.json").unlink()
+        look(follower)
+        shown.update_status()
+        element(client, "missing")
+
+    on_client(check)
+
+
+def test_a_look_without_news_asks_the_database_nothing(follower: RunFollower) -> None:
+    async def check(client: Client) -> None:
+        shown = MonitorPage(follower, PageState(run="p/old"))
+        shown.update_status()
+        await shown.update_panel()
+        queries: list[str] = []
+        follower.reader._connection.set_trace_callback(queries.append)
+        shown.update_status()
+        await shown.update_panel()
+        assert queries == []
+
+    on_client(check)
+
+
+# Panels
+
+
+def test_a_chart_is_drawn_again_only_when_it_changes(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(root / "p/old", 1, range(6, 7), perplexity=2.0)
+    look(follower)
+    drawn: list[str] = []
+
+    def chart_options(curves: object, chart: charts.Chart, *style: Any) -> dict[str, Any]:
+        drawn.append(chart.name)
+        return {}
+
+    monkeypatch.setattr("verl_ext.monitor.panels.chart_options", chart_options)
+
+    async def check(client: Client) -> None:
+        panel = panel_of(TrainingPanel, follower, PageState(run="p/old"))
+        await panel.show(follower.runs["p/old"])
+        write_rows(root / "p/old", 1, range(7, 8))
+        look(follower)
+        await panel.show(follower.runs["p/old"])
+        assert drawn == ["Loss", "Perplexity", "Loss"]
+
+    on_client(check)
+
+
+def test_compare_offers_runs_that_start_while_it_is_open(root: Path, follower: RunFollower) -> None:
+    async def check(client: Client) -> None:
+        panel = panel_of(ComparePanel, follower, PageState(run="p/old"))
+        await panel.show(follower.runs["p/old"])
+        write_record(root / "p/new")
+        look(follower)
+        await panel.show(follower.runs["p/old"])
+        select = element(client, "compared")
+        assert {*select.options} == {"p/old", "p/new"} and select.value == ["p/old"]
+
+    on_client(check)
+
+
+def test_compare_shows_the_keys_in_which_configurations_differ(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/new")
+    write_rows(root / "p/new", 1, range(1, 9))
+    for name, lr in (("old", 1e-5), ("new", 2e-5)):
+        (root / f"p/{name}/config.yaml").write_text(to_yaml(load_config("sft", [f"optim.lr={lr}"])))
+    look(follower)
+
+    async def check(client: Client) -> None:
+        state = PageState(runs=("p/new", "p/old", "p/gone"), metrics=("train/loss", "no/such"))
+        await panel_of(ComparePanel, follower, state).show(None)
+        assert element(client, "compared").value == ["p/new", "p/old"]
+        rows = {row["key"]: (row["run0"], row["run1"]) for row in element(client, "differences").rows}
+        assert rows == {"optim.lr": ("2e-05", "1e-05")}
+        [latest] = element(client, "latest values").rows
+        assert latest == {"key": "train/loss", "run0": "8", "run1": "5"}
+        names = [line["name"] for line in element(client, "chart comparison train/loss").options["series"]]
+        assert names == ["new", "old"]
+
+    on_client(check)
+
+
+def test_configurations_are_compared_key_by_key() -> None:
+    one, other = flatten({"a": {"b": 1, "c": [1]}, "d": {}}), flatten({"a": {"b": 2, "c": [1]}, "e": None})
+    assert one == {"a.b": "1", "a.c": "[1]", "d": "{}"}
+    assert differing_keys([one, other]) == {"a.b": ["1", "2"], "d": ["{}", "-"], "e": ["-", "null"]}
+    assert short_names(["p/a", "p/b"]) == ["a", "b"] and short_names(["p/a"]) == ["p/a"]
+    assert short_names(["p/a", "q/a"]) == ["p/a", "q/a"] and short_names(["p", "p/a"]) == ["p", "a"]
+
+
+def test_health_tab_does_not_read_a_growing_run_again_and_again(root: Path, follower: RunFollower) -> None:
     (root / "p/old/config.yaml").write_text(to_yaml(load_config("sft", [])))
     write_rows(root / "p/old", 1, range(6, 4000))
     size = (root / "p/old/metrics.jsonl").stat().st_size
-    context = context_of(root)
+    look(follower)
 
     async def check(client: Client) -> None:
-        assert (view := context.chosen) is not None
-        panel = HealthPanel(context)
-        await panel.show(view)
+        panel = panel_of(HealthPanel, follower, PageState(run="p/old", tab="Health"))
+        await panel.show(follower.runs["p/old"])
         assert len(client.elements) > 20
         write_rows(root / "p/old", 1, range(4000, 4001))
         before = bytes_read()
-        await panel.show(view)
+        await panel.show(follower.runs["p/old"])
         assert bytes_read() - before < size / 2
 
     on_client(check)
 
 
-@pytest.mark.xfail(strict=True, reason="every look for runs parses every evaluation of every run")
-def test_evaluations_that_did_not_change_are_not_read_again(root: Path) -> None:
-    path = root / "p/old/eval/eval_step_4/metrics.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"datasets": {"gsm8k": {"accepted_at_1": 0.5, "notes": "x" * (1 << 20)}}}))
-    ingest = Ingest(context_of(root).connection, root)
-    before = bytes_read()
-    ingest.find_runs()
-    assert bytes_read() - before < 1 << 19
+def test_samples_of_training_and_of_evaluations_are_found(root: Path) -> None:
+    run_dir = root / "p/old"
+    samples = [{"step": step, "prompt": "long " * 9, "reward_total": 0.5, "parts": {"a": 1}} for step in (10, 20)]
+    (run_dir / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples) + '{"torn')
+    for step in (8, 40):
+        path = run_dir / f"eval/eval_step_{step}/qa_logs/few_qa.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"problem_id": "p", "error_type": "timeout", "family": None, "answer": "x" * 99}))
+    assert [*sample_sources(run_dir).values()] == ["training", "few · step 40", "few · step 8"]
+    rows, is_cut = read_samples(run_dir / "samples.jsonl")
+    assert ([row["step"] for row in rows], is_cut) == ([20, 10], False)
+    assert sample_columns(rows) == ["step", "reward_total", "prompt", "parts"]
+    answers, _ = read_samples(run_dir / "eval/eval_step_8/qa_logs/few_qa.jsonl")
+    assert sample_columns(answers) == ["error_type", "problem_id", "answer"]
 
 
-@pytest.mark.xfail(strict=True, reason="the selector of Compare is filled once, when the tab is opened")
-def test_compare_offers_runs_that_start_while_it_is_open(root: Path) -> None:
-    context = context_of(root)
-
+def test_the_run_table_is_filled_again_with_new_values(root: Path, follower: RunFollower) -> None:
     async def check(client: Client) -> None:
-        assert (view := context.chosen) is not None
-        panel = ComparePanel(context)
-        panel.show(view)
-        write_record(root / "p/new")
-        take(context.connection, root)
-        panel.show(view)
-        assert names_of(element(client, "compared")).keys() == {"p/old", "p/new"}
-
-    on_client(check)
-
-
-@pytest.mark.xfail(strict=True, reason="the remembered selection holds ids, which a new database gives to other runs")
-def test_compare_remembers_runs_and_not_places_in_a_database(root: Path) -> None:
-    write_record(root / "p/chosen")  # its id is 1, and 2 once `p/before` is there
-    settings = context_of(root).settings
-
-    async def check(client: Client) -> None:
-        ComparePanel(context_of(root))
-        select = element(client, "compared")
-        settings["compared"] = [names_of(select)["p/chosen"]]
-        write_record(root / "p/before")
-        client.layout.clear()
-        ComparePanel(context_of(root, "another_database", **settings))
-        select = element(client, "compared")
-        assert select.value == [names_of(select)["p/chosen"]]
-
-    on_client(check)
-
-
-@pytest.mark.parametrize(
-    "tab",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(strict=True, reason="status and progress wait for the slow tab's next look")
-            if name in main.SLOW
-            else (),
-        )
-        for name in main.PANELS
-    ],
-)
-def test_status_follows_the_run_whatever_tab_is_open(tab: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "SLOW_S", 1e9)
-    context = context_of(root, tab=tab)
-
-    async def check(client: Client) -> None:
-        page = Page(context)
-        await page._update()
-        assert element(client, "figure Current step").text == "5"
-        write_rows(root / "p/old", 1, range(6, 8))
-        take(context.connection, root)
-        await page._update()
-        assert element(client, "figure Current step").text == "7"
+        panel = panel_of(RunTable, follower, PageState())
+        write_rows(root / "p/old", 1, range(6, 7))
+        event = {"time": 1.0, "step": 6, "name": "loss_diverging", "level": "alarm", "text": "it rises"}
+        (root / "p/old/events.jsonl").write_text(json.dumps(event) + "\n")
+        look(follower)
+        await panel.show(None)
+        [row] = element(client, "runs").rows
+        assert (row["step"], row["Loss"], row["healthLabel"], row["healthColor"]) == (6, 6.0, "alarm", "red")
 
     on_client(check)

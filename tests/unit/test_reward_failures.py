@@ -280,5 +280,5 @@ def test_time_outs_alone_stop_the_run_after_some_steps_in_a_row(guard: RewardGua
 
 
 def test_a_measurement_reports_and_stops_nothing(guard: RewardGuard, capsys: pytest.CaptureFixture[str]) -> None:
-    guard.report("measurement at step 0", [rewarded({"near": RAISED})])
-    assert "measurement at step 0: the reward near failed on 1 of 1 samples" in capsys.readouterr().err
+    guard.report("evaluation at step 0", [rewarded({"near": RAISED})])
+    assert "evaluation at step 0: the reward near failed on 1 of 1 samples" in capsys.readouterr().err

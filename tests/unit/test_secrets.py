@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eval_pipeline.engines.vllm_child import VllmChild
+from eval_pipeline.engines.vllm_engine import VllmChild
 from eval_pipeline.judge import JudgeClient, ProgramCase, ProgramTests, ResourceLimits, Submission
-from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.recipe import load_eval_config
 from tests.helpers import ROOT
 from tests.helpers.judge import judge_config
 from verl_ext.config.schema import as_dict
@@ -65,7 +65,7 @@ def test_a_training_refuses_secrets_and_does_not_repeat_them(words: str, why: st
 def test_an_evaluation_refuses_secrets_and_does_not_repeat_them() -> None:
     for words in (f"engine.vllm.hf_token={KEY}", f"engine.vllm.download_dir='{PROXY}'", f"engine.model={KEY}"):
         with pytest.raises(UserError, match="a configuration ends up in files") as refused:
-            load_recipe("quickstart", [words])
+            load_eval_config("quickstart", [words])
         assert "PLANTED" not in str(refused.value)
 
 

@@ -11,7 +11,7 @@ import verl_ext.checkpoint.__main__
 import verl_ext.health.__main__
 import verl_ext.monitor.__main__
 import verl_ext.plan.__main__
-from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.recipe import load_eval_config
 from verl_ext.cli import CommandParser
 from verl_ext.config.schema import keys
 from verl_ext.data.prepare import build_parser as build_prepare_parser
@@ -177,4 +177,4 @@ def test_a_setting_of_the_plan(word: str, meant: str) -> None:
 
 def test_a_key_of_an_evaluation() -> None:
     with pytest.raises(UserError, match="did you mean 'sampling.max_tokens'"):
-        load_recipe("humaneval", ["max_new_tokens=5"])
+        load_eval_config("humaneval", ["max_new_tokens=5"])

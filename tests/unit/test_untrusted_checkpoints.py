@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -18,15 +17,14 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 from eval_pipeline.__main__ import main as evaluate
-from eval_pipeline.models.export import check_export
-from eval_pipeline.models.run_config import read_run_config
-from eval_pipeline.recipe.choose import choose_recipe, recipe_of
+from eval_pipeline.checkpoints import check_export, read_training_run
+from eval_pipeline.recipe import config_for_run, recipe_of_run
 from tests.helpers.vlms import TIERS, write_controller, write_model
 from verl_ext.checkpoint.inspection import read_retention
 from verl_ext.checkpoint.manifest import EXTRA, MODEL, OPTIMIZER, Manifest, shard_name, why_incomplete
 from verl_ext.checkpoint.rebuild import copy_small_files, write_weights
 from verl_ext.checkpoint.shards import ShardFiles
-from verl_ext.controller.controlled import ControlledModel, load_controller
+from verl_ext.controller.vlm import ControlledModel, load_controller
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import best_export
 from verl_ext.remote_code import require_no_remote_code
@@ -137,7 +135,7 @@ def test_a_run_s_configuration_reads_nothing_of_this_machine(tmp_path: Path, mon
     (tmp_path / "config.yaml").write_text(
         "trainer: {project_name: '${oc.env:HF_TOKEN}', max_ckpt_to_keep: '${oc.env:HF_TOKEN}'}\n"
     )
-    for read in (read_run_config, read_retention):
+    for read in (read_training_run, read_retention):
         with pytest.raises(UserError, match="has the interpolation") as refused:
             read(tmp_path)
         assert SECRET not in str(refused.value)
@@ -148,10 +146,9 @@ def test_a_run_s_configuration_names_no_recipe_file(name: str, tmp_path: Path) -
     (tmp_path / "planted.yaml").write_text("engine: {kind: openai, base_url: 'http://elsewhere.example'}\n")
     (tmp_path / "config.yaml").write_text(json.dumps({"eval": {"recipe": name}}))
     with pytest.raises(UserError, match=f"add --recipe {name}"):
-        recipe_of(tmp_path)
-    asked = argparse.Namespace(recipe=None, overrides=[], no_wandb=True)
+        recipe_of_run(tmp_path)
     (tmp_path / "config.yaml").write_text(json.dumps({"eval": {"recipe": "quickstart"}}))
-    assert list(choose_recipe(asked, tmp_path).datasets) == ["quickstart"]
+    assert list(config_for_run(None, [], tmp_path).datasets) == ["quickstart"]
 
 
 def test_code_that_a_configuration_asks_for_by_itself_is_refused(tmp_path: Path, marker: Path) -> None:
@@ -193,7 +190,9 @@ def test_an_export_of_a_controller_does_not_decide_what_code_is_run(tmp_path: Pa
     content["vlm"] |= {"path": str(planted), "trust_remote_code": True}
     (export / "config.json").write_text(json.dumps(content))
     _, model = load_controller(export)
-    assert model == ControlledModel.of({**content["vlm"], "trust_remote_code": False, "num_blocks": 4, "topk": 4})
+    assert model == ControlledModel.from_dict(
+        {**content["vlm"], "trust_remote_code": False, "num_blocks": 4, "topk": 4}
+    )
     with pytest.raises(UserError, match="cannot be loaded"):
         model.load("cpu", torch.float32)
     assert not marker.exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eval_pipeline.recipe.load import load_recipe
+from eval_pipeline.recipe import load_eval_config
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.run_config import read_config_file
 from verl_ext.errors import UserError
@@ -18,7 +18,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "recipe": lambda path: load_config("sft", [f"recipe={path}"]),
     "config.yaml": read_config_file,
     "health": read_config,
-    "evaluation": lambda path: load_recipe(str(path)),
+    "evaluation": lambda path: load_eval_config(str(path)),
 }
 NESTED = ["a: &a [x, x, x, x, x, x, x, x, x]"]
 NESTED += [f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in zip("abcdefghij", "bcdefghijk")]

@@ -113,7 +113,7 @@ class TokenActorConfig(ActorConfig):
                 f"actor.policy_loss.loss_mode={loss.loss_mode} averages over each completion's tokens, then over "
                 f"completions, but actor.loss_agg_mode is {mode}; set actor.loss_agg_mode={MEAN_OF_MEANS}"
             )
-        if loss.clip_cov_lb >= loss.clip_cov_ub:
+        if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
             raise UserError(
                 f"actor.policy_loss.clip_cov_lb={loss.clip_cov_lb:g} is not below clip_cov_ub={loss.clip_cov_ub:g}, so "
                 "that clip_cov would exclude no token; set clip_cov_lb below clip_cov_ub"

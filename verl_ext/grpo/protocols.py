@@ -156,7 +156,7 @@ class Trajectory:
 
 
 class Environment(ABC):
-    """Answers actions, each as soon as it is handed in."""
+    """Answers the actions of trajectories with observations and rewards."""
 
     reward_names: Sequence[str]
     """Of the components of every reward."""

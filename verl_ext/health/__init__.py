@@ -1,1 +1,1 @@
-"""Says whether a run is healthy: rules over its metrics, inside the loop and from its files; needs no torch."""
+"""Whether a run is healthy: rules over its metrics, in the training loop and from its files; needs no torch."""

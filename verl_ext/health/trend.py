@@ -1,4 +1,4 @@
-"""Two robust statistics of a series of values: the significance of its trend, and its noise."""
+"""Statistics of a series of values: the significance of its trend, its change, and its noise."""
 
 from __future__ import annotations
 
@@ -49,15 +49,21 @@ class Trend:
 
 def trend(values: Array) -> Trend:
     """Test for a monotone trend (Mann, 1945; Kendall, 1975); outliers and the shape of the trend hardly matter."""
-    from scipy.stats import kendalltau  # takes most of a second to import
-
     count = len(values)
     if count < 3 or np.ptp(values) == 0:
         return Trend(0.0, 0, 1.0, count)
-    places = np.arange(count)
-    tau = kendalltau(places, values)
-    slope = float(np.polyfit(places, values, 1)[0])
-    return Trend(slope * (count - 1), int(np.sign(tau.statistic)), float(tau.pvalue) / 2, count)
+    from scipy.stats import kendalltau  # takes most of a second to import
+
+    tau = kendalltau(np.arange(count), values)
+    return Trend(line_change(values), int(np.sign(tau.statistic)), float(tau.pvalue) / 2, count)
+
+
+def line_change(values: Array) -> float:
+    """The change from the first to the last value of the least-squares line."""
+    if len(values) < 2:
+        return 0.0
+    places = np.arange(len(values)) - (len(values) - 1) / 2
+    return float(places @ values) / float(places @ places) * (len(values) - 1)
 
 
 def noise(values: Array) -> float:

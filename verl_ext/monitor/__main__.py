@@ -1,4 +1,4 @@
-"""`python -m verl_ext.monitor`: every run below a directory in a browser."""
+"""`python -m verl_ext.monitor`: every run below a directory in a browser, or the charts of one run as files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from verl_ext.cli import FAILURES, CommandParser, IntArg, add_commands, clean_exit
+from verl_ext.cli import FAILURES, CommandParser, IntArg, add_command, add_commands, clean_exit
 from verl_ext.commands import program
-from verl_ext.console import print_line
+from verl_ext.console import print_line, print_summary
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.monitor.plot.command import add_plot, run
-from verl_ext.monitor.store.database import database_for
 from verl_ext.processes import StopRequest
 
 TOKEN = "VERL_EXT_MONITOR_TOKEN"
@@ -26,16 +24,17 @@ PACKAGES = {
     "numpy": "numpy",
     "scipy": "scipy",
     "yaml": "pyyaml",
+    "omegaconf": "omegaconf",
     "matplotlib": "matplotlib",
 }
-"""What the monitor imports, and what pip calls it."""
+"""Modules that the monitor imports, and their names for pip; it also runs on machines that have none of the others."""
 
 
 def build_parser() -> CommandParser:
-    """The options."""
+    """The options of the server, and the command `plot`."""
     parser = CommandParser(
         prog=program("monitor"),
-        description="Show every run below a directory in a browser: live while it trains, and afterwards.",
+        description="Show every run below a directory in a browser, live and afterwards.",
         examples=[
             program("monitor"),
             f"{program('monitor')} --root /shared/checkpoints --port 6010",
@@ -44,17 +43,31 @@ def build_parser() -> CommandParser:
         ],
         exit_codes={"0": "ended by Ctrl-C or SIGTERM", "2": FAILURES["2"]},
     )
-    add_plot(add_commands(parser, required=False))
-    parser.add_argument("--root", type=Path, metavar="DIR", default=Path("checkpoints"), help="where runs lie")
-    parser.add_argument("--port", type=IntArg(1, 65535), default=6007, help="TCP port")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 127.0.0.1 is this machine alone")
+    _add_plot(parser)
     parser.add_argument(
-        "--token", metavar="WORD", help=f"word that visitors must bring; needed with another host (or set {TOKEN})"
+        "--root", type=Path, metavar="DIR", default=Path("checkpoints"), help="directory below which runs are"
+    )
+    parser.add_argument("--port", type=IntArg(1, 65535), default=6007, help="TCP port")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; only this machine reaches 127.0.0.1")
+    parser.add_argument(
+        "--token", metavar="WORD", help=f"word that visitors need; required with another host (or set {TOKEN})"
     )
     parser.add_argument(
         "--database", type=Path, metavar="FILE", help="the monitor's own SQLite file (default: in the user's cache)"
     )
     return parser
+
+
+def _add_plot(parser: CommandParser) -> None:
+    plot = add_command(
+        add_commands(parser, required=False),
+        "plot",
+        "Write the charts of one run as PNG files and one HTML page.",
+        examples=[f"{program('monitor')} plot checkpoints/rlvr_coding_model/sft_quickstart --output plots"],
+    )
+    plot.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="checkpoints/<project>/<experiment>")
+    plot.add_argument("--output", type=Path, metavar="DIR", default=Path("plots"), help="directory to write to")
+    plot.add_argument("--smoothing", type=float, default=0.6, metavar="X", help="from 0 (none) to below 1")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,41 +83,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser().parse_args(argv)
         require_packages()
         if arguments.command == "plot":
-            run(arguments)
+            plot(arguments)
         else:
-            serve_with(arguments)
+            serve_runs(arguments)
     return 0
 
 
-def serve_with(arguments: argparse.Namespace) -> None:
+def plot(arguments: argparse.Namespace) -> None:
+    """Write the charts of a run.
+
+    Raises:
+        UserError: this is not a run's directory, the smoothing is out of range, or a file cannot be written.
+    """
+    if not 0 <= arguments.smoothing < 1:
+        raise UserError(f"--smoothing is {arguments.smoothing}; it must be from 0 to below 1")
+    from verl_ext.monitor.plot import PAGE_FILE, plot_run
+
+    try:
+        paths = plot_run(arguments.run_dir, arguments.output, arguments.smoothing)
+    except OSError as error:
+        raise UserError(f"{arguments.output} cannot be written ({error.strerror}); give another --output") from error
+    rows = {"page": arguments.output / PAGE_FILE, "charts": f"{len(paths)} PNG files in {arguments.output}"}
+    print_summary(f"Plotted: {arguments.run_dir}", rows)
+
+
+def serve_runs(arguments: argparse.Namespace) -> None:
     """Check the arguments, and serve.
 
     Raises:
-        UserError: the root is no directory, the port is taken, a token is missing, or a package is.
+        UserError: the root is not a directory, the port is taken, or a token is missing.
     """
-    from verl_ext.monitor.access import require_token
+    from verl_ext.monitor.access import check_token
+    from verl_ext.monitor.database import database_for
     from verl_ext.monitor.server import serve
 
     token = arguments.token or os.environ.get(TOKEN) or None
     if not arguments.root.is_dir():
-        raise UserError(f"{arguments.root} is not a directory; give --root, the directory below which runs lie")
-    require_token(arguments.host, token)
+        raise UserError(f"{arguments.root} is not a directory; give --root, the directory below which runs are")
+    check_token(arguments.host, token)
     check_port(arguments.host, arguments.port)
     address = f"http://{arguments.host}:{arguments.port}/"
-    # a token of the environment is not shown, where it may come to lie in a log
+    # a token of the environment is not printed, because the output may end up in a log
     shown = "..." if arguments.token is None else quote(arguments.token, safe="")
-    asked = "" if token is None else f"?token={shown}"
-    print_line(f"Training monitor of {arguments.root} on {address}{asked} (Ctrl-C ends it)")
+    query = "" if token is None else f"?token={shown}"
+    print_line(f"Training monitor of {arguments.root} on {address}{query} (Ctrl-C ends it)")
     database = arguments.database or database_for(arguments.root)
     try:
         serve(arguments.root.resolve(), database, arguments.host, arguments.port, token)
-    except StopRequest as stop:  # which the server passes on when it has closed its connections
+    except StopRequest as stop:  # the server raises it after it has closed its connections
         stop.handled = True
         print_line(f"Ended by {stop}.")
 
 
 def require_packages() -> None:
-    """Refuse to begin without the packages of the monitor, which runs on machines that have none of the others.
+    """Refuse to start without the packages of the monitor.
 
     Raises:
         UserError: one is missing.
@@ -115,7 +147,7 @@ def require_packages() -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse a port that cannot be had.
+    """Refuse a port that cannot be used.
 
     Raises:
         UserError: it is taken, or not allowed.

@@ -1,4 +1,4 @@
-"""Who may see the page: this machine, or whoever has the token."""
+"""Who may see the page: users of this machine, or visitors with the token. A security boundary."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl_ext.errors import UserError
 
-SHORTEST_TOKEN = 12
-"""Characters of a token for other machines, which may try as often as they like."""
+MIN_TOKEN_LENGTH = 12
+"""Characters of a token if other machines can reach the page, since they may guess as often as they like."""
 COOKIE = "verl_ext_monitor"
 REFUSAL = b"The token is missing or wrong: open the address that the monitor printed, with ?token=... at its end.\n"
 HEADERS = (
-    (b"referrer-policy", b"no-referrer"),  # the address may have the token in it
+    (b"referrer-policy", b"no-referrer"),  # the address may contain the token
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
 )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host names this machine itself."""
+    """Whether a host is a name of this machine that only this machine can reach."""
     if host == "localhost":
         return True
     try:
@@ -35,40 +35,40 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def require_token(host: str, token: str | None) -> None:
-    """Refuse to show the page to other machines without a token, or with one that can be guessed.
+def check_token(host: str, token: str | None) -> None:
+    """Refuse an address that other machines can reach without a token, or with one that can be guessed.
 
     Args:
         host: address that the server listens on.
-        token: that visitors must bring; None for none.
+        token: that visitors need; None for none.
 
     Raises:
-        UserError: no token for an address that others can reach, or too short a one.
+        UserError: the token is missing or too short.
     """
     if is_loopback(host):
         return
     if not token:
         raise UserError(
-            f"--host {host} lets other machines in, so visitors must bring a token; add --token WORD, or set "
+            f"--host {host} lets other machines in, so visitors need a token; add --token WORD, or set "
             "VERL_EXT_MONITOR_TOKEN"
         )
-    if len(token) < SHORTEST_TOKEN:
+    if len(token) < MIN_TOKEN_LENGTH:
         raise UserError(
-            f"the token has fewer than {SHORTEST_TOKEN} characters, which other machines can guess; take one such as "
+            f"the token has fewer than {MIN_TOKEN_LENGTH} characters, so other machines can guess it; use one such as "
             f"{secrets.token_urlsafe(16)}"
         )
 
 
-class Access:
-    """ASGI middleware: refuses requests without the token, or where there is none, for another host than this machine.
+class TokenAuth:
+    """ASGI middleware that refuses requests without the token; without a token, requests for any name but a local one.
 
-    The latter keeps a web page elsewhere from reading this one through a name that it had pointed to 127.0.0.1. A
-    request that a page elsewhere makes is refused too, as browsers open web sockets to anywhere. The token goes no
-    further than here, where no log and no page can repeat it.
+    The latter stops a web page elsewhere from reading this one through a host name that it points to 127.0.0.1 (DNS
+    rebinding). Requests that another site's page makes are refused too, because browsers open web sockets to any
+    address. The token is removed here, so that no log and no page can repeat it.
 
     Args:
-        app: what is guarded.
-        token: that must come with the first request; None on a loopback address.
+        app: the guarded application.
+        token: that the first request needs; None on a loopback address.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
@@ -81,15 +81,15 @@ class Access:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
-        brought = self._token is not None and same(given, self._token)
-        if not (brought or self._allows(headers)) or is_from_elsewhere(headers):
+        has_token = self._token is not None and is_same_secret(given, self._token)
+        if not (has_token or self._allows(headers)) or is_from_elsewhere(headers):
             await _refuse(scope, receive, send)
             return
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 cookie = f"{COOKIE}={digest_of(self._token or '')}; HttpOnly; SameSite=Strict; Path=/"
-                more = [*HEADERS, (b"set-cookie", cookie.encode("latin-1"))] if brought else HEADERS
+                more = [*HEADERS, (b"set-cookie", cookie.encode("latin-1"))] if has_token else HEADERS
                 message["headers"] = [*message.get("headers", []), *more]
             await send(message)
 
@@ -100,11 +100,11 @@ class Access:
             host = headers.get("host", "")
             name = host.rsplit(":", 1)[0] if host.count(":") == 1 or host.startswith("[") else host
             return is_loopback(name.strip("[]"))
-        return same(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""), digest_of(self._token))
+        return is_same_secret(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""), digest_of(self._token))
 
 
 def is_from_elsewhere(headers: Mapping[str, str]) -> bool:
-    """Whether a page of another address makes the request, as its browser says."""
+    """Whether, according to the browser, a page of another address makes the request."""
     origin = headers.get("origin")
     return origin is not None and urlsplit(origin).netloc != headers.get("host")
 
@@ -118,12 +118,12 @@ def without_token(scope: Scope) -> bytes:
 
 
 def digest_of(token: str) -> str:
-    """What the cookie holds: the token itself may have characters that cookies may not."""
+    """The value of the cookie; the token itself may have characters that cookies cannot have."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def same(one: str, other: str) -> bool:
-    """Whether two secrets are the same, in a time that tells nothing of where they differ."""
+def is_same_secret(one: str, other: str) -> bool:
+    """Whether two secrets are equal, compared in constant time."""
     return hmac.compare_digest(one.encode(), other.encode())
 
 

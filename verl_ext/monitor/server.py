@@ -1,52 +1,60 @@
-"""The web server."""
+"""The web server: the page, and the rows of a run as CSV."""
 
 from __future__ import annotations
 
+import csv
 import os
+import re
 import secrets
-from collections import UserDict
-from collections.abc import MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from starlette.responses import StreamingResponse
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from verl_ext.monitor.access import Access
-from verl_ext.monitor.csv_file import csv_lines
-from verl_ext.monitor.follow import Follower
-from verl_ext.monitor.store.database import open_database
+from verl_ext.metrics.jsonl import KEY_COLUMNS
+from verl_ext.monitor.access import TokenAuth
+from verl_ext.monitor.database import MonitorDatabase
+from verl_ext.monitor.follower import RunFollower
+
+TITLE = "Training monitor"
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""How a text begins that a spreadsheet computes."""
 
 
 def serve(root: Path, database: Path, host: str, port: int, token: str | None) -> None:
-    """Follow the runs below a root and show them, until the process is asked to end.
+    """Follow the runs below a root and show them until the process is asked to end.
 
     Args:
-        root: below which runs lie.
-        database: the monitor's own.
+        root: directory below which runs are.
+        database: path of the monitor's database.
         host: address to listen on.
         port: TCP port.
-        token: that visitors must bring; None on a loopback address.
+        token: that visitors need; None on a loopback address.
     """
     os.environ.setdefault("NICEGUI_STORAGE_PATH", str(database.with_suffix(".nicegui")))
     from nicegui import app, ui
 
-    from verl_ext.monitor.page.context import PageContext
-    from verl_ext.monitor.page.main import Page
+    from verl_ext.monitor.page import MonitorPage
+    from verl_ext.monitor.state import PageState
 
-    connection = open_database(database)
-    follower = Follower(database, root)
-    app.add_middleware(Access, token=token)
+    follower = RunFollower(database, root)
+    app.add_middleware(TokenAuth, token=token)
 
-    @ui.page("/", title="Training monitor")
-    def index() -> None:
-        Page(PageContext(connection, root, Remembered(app.storage.user)))
+    @ui.page("/", title=TITLE)
+    def index(request: Request) -> None:
+        MonitorPage(follower, PageState.from_query(str(request.url.query), app.storage.user))
 
-    @app.get("/csv/{run}")
-    def csv(run: int) -> StreamingResponse:
-        name = f"attachment; filename=metrics_{run}.csv"
-        lines = csv_lines(database, run)
-        return StreamingResponse(lines, media_type="text/csv", headers={"Content-Disposition": name})
+    @app.get("/csv/{path:path}")
+    def download(path: str) -> Response:
+        if path not in follower.runs:
+            return PlainTextResponse("No run has this path.\n", 404)
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", path)
+        headers = {"Content-Disposition": f"attachment; filename=metrics_{name}.csv"}
+        lines = csv_lines(database, follower.runs[path].id)
+        return StreamingResponse(lines, media_type="text/csv", headers=headers)
 
     app.on_startup(follower.start)
     app.on_shutdown(follower.stop)
@@ -56,34 +64,48 @@ def serve(root: Path, database: Path, host: str, port: int, token: str | None) -
         show=False,
         reload=False,
         show_welcome_message=False,
-        storage_secret=secret_of(database),
-        title="Training monitor",
+        storage_secret=cookie_secret(database),
+        title=TITLE,
     )
 
 
-def secret_of(database: Path) -> str:
-    """By which cookies are signed; kept beside the database, so that browsers are known after a restart."""
+def cookie_secret(database: Path) -> str:
+    """The key that signs cookies; it is next to the database, so that browsers are recognized after a restart."""
     path = database.with_suffix(".secret")
-    with suppress(FileExistsError):  # never through a link that somebody else has put there
+    with suppress(FileExistsError):  # never through a link that someone else put there
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(16))
     return path.read_text()
 
 
-class Remembered(UserDict):
-    """Settings of one page, which a new page of the same browser begins with.
+# CSV
 
-    Two open pages do not disturb each other: what is set in one counts there, and for pages that are opened later.
+
+class _LineBuffer:
+    """A file for `csv.writer`, whose `writerow` then returns the line."""
+
+    @staticmethod
+    def write(line: str) -> str:
+        return line
+
+
+def csv_lines(database: Path, run: int) -> Iterator[str]:
+    """The rows of a run as lines of CSV, with a column for every metric that it ever logged.
 
     Args:
-        kept: of the browser.
+        database: path of the monitor's database; it is opened here, because a server streams in other threads.
+        run: id.
     """
+    writer = csv.writer(_LineBuffer(), lineterminator="\n")
+    with closing(MonitorDatabase(database)) as reader:
+        names = dict.fromkeys(name for row in reader.rows(run) for name in row.metrics)
+        yield writer.writerow([*KEY_COLUMNS, *map(escape_formula, names)])
+        for row in reader.rows(run):
+            values = (escape_formula(row.metrics.get(name, "")) for name in names)
+            yield writer.writerow([row.step, row.attempt, row.time, *values])
 
-    def __init__(self, kept: MutableMapping[str, Any]) -> None:
-        super().__init__(kept)
-        self._kept = kept
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        if hasattr(self, "_kept"):  # not while it begins
-            self._kept[name] = value
+def escape_formula(value: Any) -> Any:
+    """A value; a text that a spreadsheet would compute gets a quote in front."""
+    is_formula = isinstance(value, str) and value.startswith(_FORMULA_STARTS) and value != "-Infinity"
+    return f"'{value}" if is_formula else value

@@ -1,20 +1,26 @@
-"""The monitor's words in English and Chinese."""
+"""The page's words in English and Chinese; titles and hints of charts are in `charts.py`."""
 
 from __future__ import annotations
+
+from datetime import datetime
 
 LANGUAGES = {"en": "English", "zh": "中文"}
 
 CHINESE = {
     "Training monitor": "训练监控",
+    "All runs": "全部任务",
     "Run": "任务",
     "No run yet": "还没有任务",
+    "This run does not exist, or its directory is gone": "该任务不存在，或其目录已被删除",
     "running": "运行中",
     "finished": "已完成",
     "waiting": "等待中",
     "failed": "失败",
     "stopped": "已停止",
+    "killed": "已中断",
     "Live": "实时监控",
     "History": "历史回顾",
+    "unreadable lines of metrics.jsonl": "metrics.jsonl 中无法读取的行",
     "Current step": "当前步数",
     "Total steps": "总步数",
     "Progress": "训练进度",
@@ -24,26 +30,14 @@ CHINESE = {
     "Speed": "训练速度",
     "samples/s": "样本/秒",
     "tokens/s": "词元/秒",
-    "configurations/s": "配置/秒",
-    "Loss": "损失曲线",
-    "Perplexity": "困惑度曲线",
-    "Other charts": "其他图表",
-    "Gradient norm": "梯度范数",
-    "Learning rate and its schedule": "学习率曲线（与调度）",
-    "Evaluation loss": "评估损失",
-    "Training speed": "训练速度曲线",
-    "Rewards": "奖励",
-    "Reward by function": "各奖励函数",
-    "Advantages": "优势",
-    "Entropy": "熵",
-    "Completion and prompt length": "回答与提示长度",
-    "Engine against trainer": "引擎与训练器的对数概率差",
-    "Time by part": "各阶段耗时",
-    "Accuracy": "准确率",
-    "Latency and budget": "延迟与预算",
-    "Violation rate": "预算违反率",
-    "Memory and disk": "内存与磁盘",
-    "Smoothing": "平滑",
+    "configs/s": "配置/秒",
+    "Steps done": "已完成的训练步数",
+    "Steps of the whole run": "训练任务的预计总步数",
+    "Share of the steps that are done": "完成百分比",
+    "Estimated from the speed of the last 50 steps": "根据最近 50 步的速度估算",
+    "Loss of the last batch; it should fall step by step": "当前批次的损失值；理想趋势：逐步下降",
+    "In use at the last step; it should follow its schedule": "当前的学习率；理想趋势：按调度策略变化",
+    "Of the last step; it should stay level": "最近一步的速度；理想趋势：稳定",
     "Training": "训练",
     "Evaluation": "评估",
     "Compare": "对比",
@@ -51,29 +45,82 @@ CHINESE = {
     "Samples": "样本",
     "Health": "健康检查",
     "Log": "训练日志",
-    "Search the log": "搜索日志",
+    "Other charts": "其他图表",
+    "Smoothing": "平滑",
+    "Log scale": "对数刻度",
     "Download CSV": "下载 CSV",
     "Dark": "深色",
+    "Nothing yet": "暂无数据",
+    "attempt {}": "第 {} 次启动",
+    "schedule": "调度",
+    "Search": "搜索",
+    "Search the log": "搜索日志",
+    "Filter runs": "筛选任务",
+    "Compare selected": "对比所选",
+    "Select runs to compare them": "勾选任务即可对比",
+    "Status": "状态",
+    "Stage": "阶段",
+    "Recipe": "配方",
+    "Step": "步",
+    "Loss": "损失",
+    "Val loss": "评估损失",
+    "Reward": "奖励",
+    "Best": "最佳评估",
+    "Started": "开始时间",
+    "Duration": "用时",
+    "Host": "主机",
     "Runs to compare": "要对比的任务",
+    "Metrics": "指标",
+    "Configuration": "配置",
+    "Keys that differ": "不同的配置项",
+    "The configurations are the same": "配置相同",
+    "Latest values": "最新值",
     "Metric": "指标",
+    "best": "最佳",
     "Rates by step": "各步的比率",
     "Error types": "错误类型分布",
-    "Nothing yet": "暂无数据",
-    "Step": "步",
     "Size": "大小",
     "Saved": "保存时间",
-    "Held by": "保留原因",
+    "Kept because": "保留原因",
     "State": "状态",
-    "attempt": "第几次启动",
-    "best": "最佳",
-    "schedule": "调度",
+    "Source": "来源",
+    "training": "训练",
+    "All steps": "所有步",
+    "Only the newest samples of the file are shown": "仅显示文件中最新的样本",
+    "Select a sample to read it": "选择一个样本以查看",
+    "Rules": "规则",
+    "notice": "提示",
+    "warning": "警告",
+    "alarm": "报警",
+    "Rows per page": "每页行数",
     "Time": "时间",
     "Kind": "类型",
     "Text": "内容",
-    "unreadable lines of metrics.jsonl": "metrics.jsonl 中无法读取的行",
 }
 
 
-def words(language: str, text: str) -> str:
-    """A text of the page in a language; what has no translation stays as it is."""
+def translate(language: str, text: str) -> str:
+    """A word of the page in `en` or `zh`; a word without translation stays as it is."""
     return CHINESE.get(text, text) if language == "zh" else text
+
+
+def format_time(seconds: float) -> str:
+    """A time in this machine's zone; a number that is not a time is shown as a number."""
+    try:
+        return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError):  # files of a run may contain anything
+        return f"{seconds:g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration, such as `1:02:05` or `3 d 4:05:06`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours}:{minutes:02}:{rest:02}"
+    return f"{days} d {clock}" if days else clock
+
+
+def format_number(value: float | None, scale: float = 1.0) -> str:
+    """Four significant digits; a dash without a value."""
+    return "-" if value is None else f"{value * scale:.4g}"

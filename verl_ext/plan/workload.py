@@ -198,8 +198,7 @@ def updates_of(config: PlannedConfig) -> tuple[int, int]:
     """Updates of a step, and the forward passes over its samples before them, for GRPO's old log-probabilities."""
     if not isinstance(config, GRPOConfig):
         return 1, 0
-    batch = config.data.train_batch_size
-    num_updates = batch // (config.actor.ppo_mini_batch_size or batch) * config.actor.ppo_epochs
+    num_updates = config.num_mini_batches * config.actor.ppo_epochs
     return num_updates, int(num_updates > 1)
 
 

@@ -45,7 +45,7 @@ CPU_BUCKET_MB = 4
 
 
 class RewardTrainer(PipelineTrainer):
-    """One step is a batch of prompts, a group of actions for each, and one or more updates from them.
+    """Trains on a batch of prompts per step: a group of actions for each, and one or more updates from them.
 
     A stage defines `build_environment`, `build_policy`, `build_reshard_policy` and `max_decisions`.
 
@@ -87,15 +87,15 @@ class RewardTrainer(PipelineTrainer):
 
     @abstractmethod
     def build_environment(self) -> Environment:
-        """Rewards actions; collective."""
+        """Build what rewards actions; collective."""
 
     @abstractmethod
     def build_policy(self) -> Policy:
-        """Generates actions and evaluates them; collective."""
+        """Build what generates actions and evaluates them; collective."""
 
     @abstractmethod
     def build_reshard_policy(self) -> FSDPReshardPolicy:
-        """Decides what stays gathered between the micro-batches of an update."""
+        """Decide what stays gathered between the micro-batches of an update."""
 
     @property
     @abstractmethod
@@ -143,16 +143,14 @@ class RewardTrainer(PipelineTrainer):
             "train/lr(1e-3)": lr * 1e3,
             "train/epoch": self.global_step / self.steps_per_epoch,
             "train/skipped_steps": self.guard.num_skipped,
-            **self.with_step_costs(self.sample_metrics("train", trajectories)),
+            **self.with_step_costs(
+                sample_metrics("train", trajectories, self.policy, self.environment, self.device_name)
+            ),
         }
-
-    def sample_metrics(self, kind: str, trajectories: Sequence[Trajectory]) -> Metrics:
-        """See `grpo.metrics.sample_metrics`."""
-        return sample_metrics(kind, trajectories, self.policy, self.environment, self.device_name)
 
     @torch.no_grad()
     def validate(self) -> Metrics:
-        """Rewards of greedy actions for the evaluation prompts."""
+        """Reward greedy actions for the evaluation prompts; see `PipelineTrainer.validate`."""
         batches = self.eval_batches()
         if not batches:
             return {}
@@ -166,14 +164,14 @@ class RewardTrainer(PipelineTrainer):
                 # a batch can take longer than a step; before the first step, none stops a run
                 if self.stop_vote.longest_step_s:
                     self.stop_vote.note(step_s=time.perf_counter() - batch_start)
-        self.step.reward_guard.report(f"measurement at step {self.global_step}", trajectories)
+        self.step.reward_guard.report(f"evaluation at step {self.global_step}", trajectories)
         parts = {f"time/eval/{name}_s": seconds for name, seconds in self.timer.pop().items()}
         parts["time/eval/step_s"] = time.perf_counter() - start
-        found = self.sample_metrics("eval", trajectories)
-        found |= reduce_over_ranks(maxima=parts, device=self.device_name)
-        decisions = found[f"eval/{self.policy.count_name}"]
-        found[f"throughput/eval/{self.policy.rate_name}"] = decisions / found["time/eval/step_s"]
-        return found
+        metrics = sample_metrics("eval", trajectories, self.policy, self.environment, self.device_name)
+        metrics |= reduce_over_ranks(maxima=parts, device=self.device_name)
+        decisions = metrics[f"eval/{self.policy.count_name}"]
+        metrics[f"throughput/eval/{self.policy.rate_name}"] = decisions / metrics["time/eval/step_s"]
+        return metrics
 
     def validation_step(self, batch: Any) -> torch.Tensor:
         """verl's method for a validation loss, which a stage that learns from rewards does not have.
@@ -222,11 +220,11 @@ class RewardTrainer(PipelineTrainer):
         parts = {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
         parts["time/train/step_s"] = time.perf_counter() - self.step_start
         maxima = {**parts, **peak_memory(self.device_name)}
-        found = {**metrics, **reduce_over_ranks(maxima=maxima, device=self.device_name)}
-        decisions, rate = found[f"train/{self.policy.count_name}"], f"throughput/train/{self.policy.rate_name}"
-        found[rate] = decisions / found["time/train/step_s"]
-        found[f"{rate}_update"] = decisions / found["time/train/update_s"]
-        return found
+        costs = reduce_over_ranks(maxima=maxima, device=self.device_name)
+        decisions, rate = metrics[f"train/{self.policy.count_name}"], f"throughput/train/{self.policy.rate_name}"
+        costs[rate] = decisions / costs["time/train/step_s"]
+        costs[f"{rate}_update"] = decisions / costs["time/train/update_s"]
+        return {**metrics, **costs}
 
 
 class GRPOTrainer(RewardTrainer):

@@ -1,8 +1,7 @@
-"""Keeps apart and together what is one object: a call may change its arguments, and return them or parts of them.
+"""Preserves the identity of objects: a call may change its arguments, and return them or parts of them.
 
-Both sides number the mutable containers in the arguments of a call in the same order. The answer sends them back beside
-the result, in one message, which keeps what is the same object within it; the test then puts its own objects in the
-place of those.
+Both sides number the mutable containers in the arguments of a call in the same order. The answer sends them back with
+the result, in one message, which preserves identity within it; the test then replaces them with its own objects.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import arrays
+from values import is_array, update_array
 
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _MUTABLE = (list, dict, set, deque, bytearray, array)
-# how to look into one without asking any method of a subclass
+# how to iterate over one without calling any method of a subclass
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     list: list.__iter__,
     tuple: tuple.__iter__,
@@ -27,8 +26,8 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
 
 
 def containers_of(value: Any) -> list[Any]:
-    """The mutable containers inside a value, each once, in an order that depends on nothing but its structure."""
-    return [part for part in _walk(value) if isinstance(part, _MUTABLE) or arrays.is_array(part)]
+    """The mutable containers inside a value, each once, in an order that depends only on its structure."""
+    return [part for part in _walk(value) if isinstance(part, _MUTABLE) or is_array(part)]
 
 
 def contains_any(value: Any, containers: list[Any]) -> bool:
@@ -38,7 +37,7 @@ def contains_any(value: Any, containers: list[Any]) -> bool:
 
 
 def _walk(value: Any) -> Iterator[Any]:
-    """Everything inside a value that is no number or text, each object once."""
+    """Everything inside a value except numbers and text, each object once."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -58,12 +57,12 @@ def _parts(value: Any) -> Callable[[Any], Iterable[Any]] | None:
 
 
 def restore(value: Any, old: list[Any], new: list[Any]) -> Any:
-    """Give the old containers the content of the new ones, and put them into their place in a value.
+    """Copy the content of the new containers into the old ones, and replace the new ones with the old ones in a value.
 
     Args:
-        value: what came in the same message as `new`; changed in place where it can be.
+        value: received in the same message as `new`; changed in place where possible.
         old: containers that were sent.
-        new: what came back of them, in the same order.
+        new: the received ones, in the same order.
 
     Returns:
         The value.
@@ -81,13 +80,13 @@ def restore(value: Any, old: list[Any], new: list[Any]) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    return next((kind for kind in _MUTABLE if isinstance(value, kind)), "array" if arrays.is_array(value) else None)
+    return next((kind for kind in _MUTABLE if isinstance(value, kind)), "array" if is_array(value) else None)
 
 
 def _fill(old: Any, new: Any, replaced: Callable[[Any], Any]) -> None:
     content: Any
-    if arrays.is_array(old):
-        arrays.update(old, new)
+    if is_array(old):
+        update_array(old, new)
     elif isinstance(old, dict):
         content = [(replaced(key), replaced(value)) for key, value in new.items()]
         old.clear()
@@ -102,10 +101,13 @@ def _fill(old: Any, new: Any, replaced: Callable[[Any], Any]) -> None:
 
 
 class _Replacing:
-    """Puts objects that are known here into the place of those that came for them."""
+    """Replaces received objects with the known objects that they stand for.
+
+    Args:
+        known: by the id of the received object.
+    """
 
     def __init__(self, known: dict[int, Any]) -> None:
-        """`known` by the identity of what came."""
         self._done = dict(known)
         self._kept: list[Any] = []
 
@@ -118,7 +120,7 @@ class _Replacing:
         parts = _parts(value)
         if parts is None or _ATOMS.issuperset(map(type, parts(value))):
             return value
-        self._kept.append(value)  # alive, so that its identity stays its own
+        self._kept.append(value)  # alive, so that its id stays its own
         self._done[id(value)] = value
         if isinstance(value, tuple):
             self._done[id(value)] = self._tuple(value)

@@ -1,8 +1,11 @@
-"""The process that runs an answer: it binds itself to its limits, then runs the program once."""
+"""The process that runs an answer: it confines itself, then runs the program once."""
 
 from __future__ import annotations
 
 import atexit
+import builtins
+import functools
+import io
 import json
 import os
 import random
@@ -13,36 +16,36 @@ import traceback
 import types
 from typing import Any
 
-import binding
-import frames
-import standard_files
-from answer_peer import AnswerPeer
-from peer import ConversationError, describe
+import confinement
+import protocol
+from rpc import AnswerPeer, ConversationError, describe
 
-_setrlimit = resource.setrlimit  # before answers get another one (`binding.prepare`)
+_setrlimit = resource.setrlimit  # before answers get another one (`confinement.prepare`)
 _MESSAGE_CHARS = 500
 
 
-def run(limits: list[tuple[int, tuple[int, int]]], kind: str, files: binding.Files, directory: str, place: Any) -> None:
+def run(
+    limits: list[tuple[int, tuple[int, int]]], kind: str, files: confinement.Files, directory: str, jail: Any
+) -> None:
     """Become the answer; does not return.
 
     Args:
-        limits: see `binding.resource_limits`.
+        limits: see `confinement.resource_limits`.
         kind: "function" or "program".
-        files: what it needs.
-        directory: its own, empty.
-        place: where it runs (`place.py`).
+        files: its open files.
+        directory: its own, and empty.
+        jail: where it runs (`jail.py`).
     """
     is_open = False
     try:
         os.setsid()
-        preamble, program = frames.read_program(files.program)
-        binding.take_files(files)
+        preamble, program = protocol.read_program(files.program)
+        confinement.take_files(files)
         is_open = True
         os.chdir(directory)
         for limit in limits:
             _setrlimit(*limit)
-        binding.confine(place.policy, place.drop_user)
+        confinement.confine(jail.policy, jail.drop_user)
         random.seed(0)
     except BaseException:
         if is_open:
@@ -51,32 +54,32 @@ def run(limits: list[tuple[int, tuple[int, int]]], kind: str, files: binding.Fil
     code = _compile(program)
     file = f"{directory}/answer.py"
     if kind == "program":
-        standard_files.make_openable()
+        _make_openable()
         os._exit(_finish(_run_program(preamble, code, file)))
     _serve_function(preamble, code, file)
     os._exit(1)
 
 
 def _compile(program: str) -> types.CodeType:
-    """The program; says on the status pipe whether it compiled, and closes it before anything of the answer runs."""
+    """The program; reports on the status pipe whether it compiled, and closes it before any code of the answer runs."""
     try:
         code = compile(program, "<answer>", "exec", dont_inherit=True)
     except BaseException as error:  # deep nesting raises MemoryError or RecursionError, a null byte ValueError
         _say({"syntax_error": describe(error)[:_MESSAGE_CHARS]})
         os._exit(1)
     _say({"compiled": True})
-    os.close(binding.STATUS)
+    os.close(confinement.STATUS)
     return code
 
 
 def _say(status: dict[str, Any]) -> None:
-    os.write(binding.STATUS, json.dumps(status).encode())
+    os.write(confinement.STATUS, json.dumps(status).encode())
 
 
 def _module(name: str, preamble: str, file: str) -> types.ModuleType:
     module = types.ModuleType(name)
-    module.__file__ = file  # there is none, but programs ask for its folder
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up by its name
+    module.__file__ = file  # it does not exist, but programs ask for its folder
+    sys.modules[name] = module  # where dataclasses and pickle look up the module of a class
     exec(compile(preamble, "<preamble>", "exec", dont_inherit=True), module.__dict__)
     return module
 
@@ -88,7 +91,7 @@ def _run_program(preamble: str, code: types.CodeType, file: str) -> int:
 
 
 def _end_as_the_interpreter() -> None:
-    """Wait for threads, then call what was registered for the exit."""
+    """Wait for threads, then run the exit handlers."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
@@ -113,21 +116,42 @@ def _finish(status: int) -> int:
         try:
             if stream is not None and not stream.closed:
                 stream.flush()
-        except BaseException:  # what the answer put there, or a closed descriptor
+        except BaseException:  # something that the answer put there, or a closed descriptor
             return status or 120
     return status
 
 
 def _serve_function(preamble: str, code: types.CodeType, file: str) -> None:
-    """Define what the answer defines, then do what the test asks until it is done."""
-    connection = socket.socket(fileno=binding.RPC)
+    """Run the answer, which defines its functions, then serve the test until it is done."""
+    connection = socket.socket(fileno=confinement.RPC)
     module = _module("answer", preamble, file)
     try:
         exec(code, module.__dict__)
-    except BaseException:  # SystemExit too: an answer that leaves has passed nothing
+    except BaseException:  # SystemExit too: an answer that exits has passed nothing
         traceback.print_exc()
         os._exit(_finish(1))
     try:
         AnswerPeer(connection, module.__dict__).serve()
     except ConversationError:
         os._exit(_finish(1))
+
+
+# Standard streams by name: `/dev/stdin` is a link into /proc, which answers do not see
+
+_NUMBERS = {f"/dev/{name}": number for number, name in enumerate(("stdin", "stdout", "stderr"))}
+_NUMBERS |= {f"/dev/fd/{number}": number for number in range(3)}
+_NUMBERS |= {f"/proc/self/fd/{number}": number for number in range(3)}
+
+
+def _make_openable() -> None:
+    """Replace `open` in this process, so that a program can open its standard streams by name."""
+    # not a plain function, which as an attribute of a class would become a method, unlike the real one
+    builtins.open = io.open = functools.update_wrapper(functools.partial(_open), io.open)
+
+
+def _open(file: Any, *arguments: Any, **named: Any) -> Any:
+    number = _NUMBERS.get(str(file)) if isinstance(file, (str, os.PathLike)) else None
+    return _opened(file if number is None else os.dup(number), *arguments, **named)
+
+
+_opened = io.open

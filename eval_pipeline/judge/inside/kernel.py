@@ -1,4 +1,4 @@
-"""System calls that Python has no function for."""
+"""System calls that Python has no function for, and namespaces, which need no privilege inside a worker's sandbox."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _check(result: int, what: str) -> None:
 
 
 def prctl(option: int, argument: int = 0, argument2: int = 0) -> None:
-    """See prctl(2); an address is an integer too.
+    """See prctl(2); an address is passed as an integer.
 
     Raises:
         OSError: the kernel refuses.
@@ -40,7 +40,7 @@ def unshare(flags: int) -> None:
     """See unshare(2).
 
     Raises:
-        OSError: namespaces cannot be made here.
+        OSError: namespaces cannot be created here.
     """
     _check(_libc.unshare(flags), "unshare")
 
@@ -65,7 +65,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def unmount(target: str) -> None:
-    """Take the topmost mount away, even when something still uses it.
+    """Remove the topmost mount, even if something still uses it.
 
     Raises:
         OSError: nothing is mounted there.
@@ -74,12 +74,12 @@ def unmount(target: str) -> None:
 
 
 def limit_arenas() -> None:
-    """Let all threads allocate from a few pools: glibc reserves 128 MB of address space, which is limited, for each."""
+    """Let all threads allocate from a few pools, because glibc reserves 128 MB of address space for each pool."""
     _libc.mallopt(_M_ARENA_MAX, _MOST_ARENAS)
 
 
 def drop_capabilities() -> None:
-    """Give up every capability; with PR_SET_NO_NEW_PRIVS no program that is run can gain one again.
+    """Drop every capability; with PR_SET_NO_NEW_PRIVS, no program that is run can gain one again.
 
     Raises:
         OSError: the kernel refuses.
@@ -96,3 +96,80 @@ def become_nobody() -> None:
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+# Namespaces
+
+_SCRATCH = ("/tmp", "/dev/shm")
+_PRIVATE = MS_NOSUID | MS_NODEV
+
+
+class PidNamespaceForker:
+    """Forks processes that are each the first one of a new process namespace.
+
+    The constructor returns in a child that may create namespaces; the calling process waits for it and ends with it.
+
+    Raises:
+        OSError: namespaces cannot be created here.
+    """
+
+    def __init__(self) -> None:
+        user, group = os.getuid(), os.getgid()
+        unshare(CLONE_NEWUSER | CLONE_NEWPID)
+        _map_user(user, group)
+        if (pid := os.fork()) != 0:
+            os.closerange(0, 1 << 16)
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+        self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+
+    def fork(self) -> int:
+        """Like `os.fork`, but the child is the first process of a new namespace."""
+        unshare(CLONE_NEWPID)
+        pid = os.fork()
+        if pid != 0:
+            setns(self._own, CLONE_NEWPID)
+        return pid
+
+
+def enter_namespaces() -> None:
+    """Put this process into new namespaces, with every capability inside them and none outside.
+
+    Raises:
+        OSError: namespaces cannot be created here.
+    """
+    user, group = os.getuid(), os.getgid()
+    # no network namespace, because the outer one has no network and contains one answer at a time
+    unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS)
+    _map_user(user, group)
+
+
+def _map_user(user: int, group: int) -> None:
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{user} {user} 1")
+    _write("/proc/self/gid_map", f"{group} {group} 1")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def mount_scratch(file_mb: int, most_files: int) -> None:
+    """Hide /proc and everything that could hold memory beyond the limits, and mount empty temporary directories."""
+    mount("none", "/proc", "tmpfs", MS_RDONLY | _PRIVATE, "size=4k,mode=555")
+    # once unmapped, a shared mapping of /dev/zero is memory that no process is charged with
+    mount("/dev/null", "/dev/zero", None, MS_BIND)
+    for directory in _SCRATCH:
+        _mount_empty(directory, file_mb, most_files)
+
+
+def remount_scratch(file_mb: int, most_files: int) -> None:
+    """Replace the temporary directories with empty ones."""
+    for directory in _SCRATCH:
+        unmount(directory)
+        _mount_empty(directory, file_mb, most_files)
+
+
+def _mount_empty(directory: str, file_mb: int, most_files: int) -> None:
+    options = f"size={file_mb}m,nr_inodes={most_files},mode=1777"
+    mount("none", directory, "tmpfs", _PRIVATE, options)

@@ -1,14 +1,16 @@
-"""An object that lives on the other side.
+"""Objects that live on the other side, and what one side may ask of an object on the other.
 
-No value of the test may reach the answer but through the arguments of a call that the test makes, and no comparison
-with such a value may be decided by the answer. So comparison and arithmetic are forwarded between two remote objects
-only (but for a product with a number that is again a remote object), membership is decided here by iterating, and a
-remote object equals no plain value.
+No value of the test may reach the answer except through the arguments of a call that the test makes, and no comparison
+with such a value may be decided by the answer. So comparison and arithmetic are forwarded only between two remote
+objects (except for a product with a number that is again a remote object), membership is decided here by iterating, and
+a remote object equals no plain value.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +32,7 @@ _READABLE_DUNDERS = frozenset(("__name__", "__qualname__"))
 
 @functools.cache
 def shape_of(kind: type) -> int:
-    """Which of the optional special methods a class has, as bits; a stand-in for its objects has just these."""
+    """The optional special methods that a class has, as bits; a stand-in for its objects has exactly these."""
     return sum(1 << bit for bit, name in enumerate(_OPTIONAL) if _defines(kind, f"__{name}__"))
 
 
@@ -39,12 +41,16 @@ def _defines(kind: type, name: str) -> bool:
 
 
 class Remote:
-    """Forwards what Python does with it to the other side."""
+    """A stand-in that forwards what Python does with it to the other side.
+
+    Args:
+        peer: this end of the conversation.
+        number: by which the other side knows the object.
+    """
 
     __slots__ = ("_number", "_peer")
 
     def __init__(self, peer: Any, number: int) -> None:
-        """The object that the side behind `peer` knows by `number`."""
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
 
@@ -63,7 +69,7 @@ class Remote:
         self._peer.request("delattr", self, name)
 
     def __instancecheck__(self, value: Any) -> bool:
-        """Whether an object that lives there too is an instance of this class."""
+        """Whether another remote object is an instance of this class."""
         return isinstance(value, Remote) and self._peer.request("isinstance", value, self)
 
 
@@ -125,3 +131,72 @@ for _name in _ALWAYS:
     setattr(Remote, f"__{_name}__", _forwarding(_name))
 for _name in _BETWEEN_REMOTES:
     setattr(Remote, f"__{_name}__", _forwarding_between_remotes(_name))
+
+
+# What one side may ask of an object on the other
+
+
+def _multiplied_by(value: Any, other: Any) -> Any:
+    return other * value
+
+
+def _run_coroutine(coroutine: Any) -> Any:
+    import asyncio
+
+    return asyncio.run(coroutine)
+
+
+def _enter_manager(value: Any) -> Any:
+    return type(value).__enter__(value)
+
+
+def _exit_manager(value: Any, error: BaseException | None) -> Any:
+    return type(value).__exit__(value, *(None, None, None) if error is None else (type(error), error, None))
+
+
+def _throw(value: Any, error: BaseException) -> Any:
+    return value.throw(error)
+
+
+_OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "xor")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
+OF_A_TEST: dict[str, Callable[..., Any]] = {
+    "iter": iter,
+    "next": next,
+    "len": len,
+    "bool": bool,
+    "str": str,
+    "repr": repr,
+    "hash": hash,
+    "getitem": operator.getitem,
+    **{name: vars(operator)[name] for name in _COMPARISONS},
+    **{"isinstance": isinstance, "enter": _enter_manager, "exit": _exit_manager},
+}
+"""An answer may use what a test passes, but not inspect it: the globals of a function hold the test."""
+
+OF_TEST_INSTANCES: dict[str, Callable[..., Any]] = {
+    **{name: vars(operator)[name] for name in (*_OPERATORS, "neg", "pos", "abs", "invert", "index")},
+    **{"and": operator.and_, "or": operator.or_, "divmod": divmod, "setitem": operator.setitem},
+    **{"delitem": operator.delitem, "int": int, "float": float, "complex": complex, "reversed": reversed},
+    **{"round": round, "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "format": format},
+    "rmul": _multiplied_by,
+}
+"""What an answer may also do with an instance of a class that the test defines."""
+
+TAKE_AN_ERROR = frozenset(("exit", "throw"))
+"""Operations that are sent with the description of an exception, and performed with the exception."""
+
+OF_AN_ANSWER: dict[str, Callable[..., Any]] = {
+    **OF_A_TEST,
+    **OF_TEST_INSTANCES,
+    **{"getattr": getattr, "setattr": setattr, "delattr": delattr, "throw": _throw, "run": _run_coroutine},
+}
+"""A test may do anything with what an answer defines."""
+
+CHANGES = frozenset(
+    ("call", "run", "next", "throw", "setattr", "delattr", "setitem", "delitem", "enter", "exit", "iter", "reversed")
+)
+"""Operations that may change an object."""
+CONVERSIONS = frozenset({*OF_A_TEST, *OF_TEST_INSTANCES} - CHANGES)
+"""Operations that give the same value again until the object changes. An attribute may be a clock's."""

@@ -1,4 +1,4 @@
-"""The process that runs tests. It holds what the answer must not see, and sees of the answer only plain values."""
+"""The process that runs tests. It holds what the answer must not see, and gets only plain values from the answer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import traceback
 import types
 from typing import Any
 
-import frames
-from errors import ClassesOfAnswer, description_of, is_of_test
-from operations import CHANGES, CONVERSIONS, OF_A_TEST, OF_TEST_INSTANCES, TAKE_AN_ERROR
-from peer import UNCHANGEABLE, ConversationError, GoneError, Peer, describe
-from remote import Remote
+import protocol
+from exceptions import ClassesOfAnswer, description_of, is_of_test
+from remote import CHANGES, CONVERSIONS, OF_A_TEST, OF_TEST_INSTANCES, TAKE_AN_ERROR, Remote
+from rpc import UNCHANGEABLE, ConversationError, GoneError, Peer, describe
 from values import Coroutine, ErrorClass, Handle, Reader
 
 _TEST_FILE, _PREAMBLE_FILE = "<test>", "<preamble>"
@@ -29,16 +28,16 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, t
 _OF_FUNCTIONS = frozenset(("__name__", "__qualname__", "__doc__"))
 """What an answer may read of a function or class of the test."""
 _MOST_GROWTH_KB = 32 << 10
-"""Of the memory of a process that goes on to the next test."""
+"""Of the memory of a process that may run the next test."""
 
 
 def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
-    """Run the tests that come over the descriptor, each with the answer's connection, until one leaves something."""
+    """Run the tests that arrive on the descriptor, each with a connection to its answer, until one leaves a trace."""
     control = socket.socket(fileno=fds[0])
-    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # see `binding.prepare`
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # see `confinement.prepare`
     most_kb, num_modules = _memory_kb() + _MOST_GROWTH_KB, len(sys.modules)
     is_clean = True
-    while is_clean and (received := frames.receive(control, most_fds=1)) is not None:
+    while is_clean and (received := protocol.receive(control, most_fds=1)) is not None:
         job, blob, (connection,) = received
         _limit(job["limits"])
         random.seed(0)
@@ -46,18 +45,18 @@ def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
             peer = TesterPeer(answer)
             outcome, message = _judge(job, blob, peer)
         _set_timers(0, 0)
-        # what an answer made this process take or import must not decide on the next answer
+        # nothing that an answer made this process allocate or import may affect the next answer
         is_small = _memory_kb() < most_kb and len(sys.modules) == num_modules
         is_clean = job["leaves_no_trace"] and is_small and (peer.lost is None or isinstance(peer.lost, GoneError))
         reply = {"outcome": outcome, "message": message[:_MESSAGE_CHARS], "is_clean": is_clean}
-        frames.send(control, reply)
+        protocol.send(control, reply)
 
 
 def _judge(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[str, str]:
     outcome, message = run_test(job, compiled, peer)
     if peer.lost is None:
         return outcome, message
-    # whatever the test made of it: without its answer it has come to nothing
+    # whatever the outcome of the test: without its answer it does not count
     return "lost" if isinstance(peer.lost, GoneError) else "error", str(peer.lost)
 
 
@@ -79,7 +78,7 @@ def _limit(limits: dict[str, Any]) -> None:
 
 
 def _set_timers(cpu_s: float, wall_s: float) -> None:
-    # nothing handles the signals, so the kernel ends this process whatever it is busy with
+    # no handler, so the kernel ends this process whatever it is doing
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.setitimer(signal.ITIMER_REAL, wall_s)
 
@@ -89,11 +88,11 @@ def run_test(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[st
 
     Args:
         job: preamble and test as text, and the entry point.
-        compiled: both as marshalled code; empty where that could not be made.
+        compiled: both as marshalled code; empty if they do not compile.
         peer: this end of the conversation with the answer.
 
     Returns:
-        "passed", "failed" (by an assertion of its own) or "error", and a message.
+        "passed", "failed" (by an assertion of the test) or "error", and a message.
     """
     names = Names(peer)
     peer.sources = {_TEST_FILE: job["test"], _PREAMBLE_FILE: job.get("preamble", "")}
@@ -113,15 +112,18 @@ def _message(error: BaseException, test: str) -> str:
     where = f" in `{test.splitlines()[lines[-1] - 1].strip()}`" if lines and lines[-1] else ""
     try:
         return describe(error) + where
-    except BaseException:  # a remote object inside that cannot be printed, or is gone
+    except BaseException:  # it contains a remote object that cannot be printed, or is gone
         return type(error).__name__ + where
 
 
 class Names(dict):
-    """The test's globals: its own names, then builtins, then the answer's."""
+    """The test's globals: its own names, then builtins, then the answer's names.
+
+    Args:
+        peer: where to look up the answer's names.
+    """
 
     def __init__(self, peer: TesterPeer) -> None:
-        """Ask `peer` for the answer's names."""
         super().__init__(__name__="test")
         self._peer = peer
 
@@ -137,9 +139,9 @@ class Names(dict):
         return value
 
     def __missing__(self, name: str) -> Any:
-        """Python asks here before it looks among the builtins."""
+        """Called by Python before it looks among the builtins."""
         if name not in vars(builtins) and not name.startswith("__"):
-            # asked for each time, since a call may have changed it
+            # looked up each time, because a call may have changed it
             found, value = self._peer.look_up(name)
             if found:
                 return value
@@ -147,24 +149,26 @@ class Names(dict):
 
 
 class TesterPeer(Peer):
-    """The test's end of the conversation."""
+    """The test's end of the conversation.
+
+    Attributes:
+        lost: why the answer cannot be reached any more.
+        sources: test and preamble, by the names of their files.
+    """
 
     reader = Reader
     trusted = True
 
     def __init__(self, connection: socket.socket) -> None:
-        """Talk to the answer."""
         super().__init__(connection)
         self.lost: ConversationError | None = None
-        """Why the answer cannot be reached any more."""
         self.sources: dict[str, str] = {}
-        """Test and preamble, by the names of their files."""
         self._classes = ClassesOfAnswer()
         self._converted: dict[tuple[Any, ...], Any] = {}
         self._generators_send: Any = None
-        """The `send` of an object of the answer that was asked for last."""
+        """The `send` of an object of the answer that was looked up last."""
         self._failed: AssertionError | None = None
-        """Of the test's own, in what the answer has called during the request that is under way."""
+        """An assertion of the test that failed in a function that the answer called during the current request."""
 
     def look_up(self, name: str) -> tuple[bool, Any]:
         """Whether the answer defines a name, and what it is."""
@@ -175,8 +179,11 @@ class TesterPeer(Peer):
         return reply
 
     def request(self, operation: str, *arguments: Any) -> Any:
-        """Have the answer do something. An object is the same at every conversion until something is done to it: one
-        that gave another number each time could be the root of a polynomial for a test that converts it twice."""
+        """Have the answer do something.
+
+        Until an object changes, each conversion of it gives the same value: an object that gave another number each
+        time could be the root of a polynomial for a test that converts it twice.
+        """
         if operation not in CONVERSIONS or not _are_constant(arguments):
             return super().request(operation, *arguments)
         key = (operation, *((type(part), id(part) if isinstance(part, Remote) else part) for part in arguments))
@@ -201,10 +208,10 @@ class TesterPeer(Peer):
         return throw
 
     def leave(self, manager: Remote, error: BaseException | None) -> Any:
-        """Have a context manager of the answer handle the end of a `with`.
+        """Have a context manager of the answer end a `with`.
 
         Returns:
-            Whether it swallows the error, which it may where no assertion of the test is skipped by it.
+            Whether it swallows the error, which it may do if no assertion of the test is skipped by it.
         """
         if error is None:
             return super().leave(manager, error)
@@ -219,7 +226,7 @@ class TesterPeer(Peer):
             return False
 
     def _handed_over(self, operation: str, value: Remote, error: BaseException) -> Any:
-        """Have the answer handle an exception; a failed assertion of the test's stays one."""
+        """Have the answer handle an exception; a failed assertion of the test stays one."""
         try:
             return self.request(operation, value, *description_of(error))
         finally:
@@ -234,7 +241,7 @@ class TesterPeer(Peer):
             if not is_of_test(error):
                 raise
             self._failed = self._failed or error
-            raise AssertionError from None  # what it says is not for the answer
+            raise AssertionError from None  # its message is not for the answer
 
     def _perform(self, operation: str, arguments: tuple[Any, ...]) -> Any:
         if operation == "call":
@@ -250,10 +257,10 @@ class TesterPeer(Peer):
         return OF_A_TEST[operation](*arguments)
 
     def error_of(self, kind: str, arguments: tuple[Any, ...], original: Any) -> BaseException:
-        """An exception of the same class, or of what stands for it, marked as the answer's."""
+        """An exception of the same class or its stand-in, marked as the answer's."""
         if original is None:
             kind_here = self._classes.of_name(kind)
-            # not through Python code of the standard library, which may want other arguments
+            # not through Python code of the standard library, which may take other arguments
             return kind_here(*arguments) if kind.startswith("builtins:") else kind_here.__new__(kind_here, *arguments)
         remote, rows = original
         kind_here = self._classes.of_rows(rows)
@@ -262,11 +269,11 @@ class TesterPeer(Peer):
         return error
 
     def of_error_class(self, rows: Any) -> Any:
-        """What stands for an exception class of the answer's."""
+        """The stand-in for an exception class of the answer."""
         return self._classes.of_rows(rows)
 
     def of_coroutine(self, number: int) -> Any:
-        """A coroutine that runs the answer's, over there, when it is awaited."""
+        """A coroutine that, when awaited, runs the answer's coroutine on the other side."""
         remote = self._of_handle(number, True, 0)
 
         async def run_there() -> Any:
@@ -275,7 +282,7 @@ class TesterPeer(Peer):
         return run_there()
 
     def name_of(self, value: Any) -> Handle | ErrorClass | Coroutine:
-        """What is sent in the place of an object that cannot travel."""
+        """What is sent instead of an object that cannot travel."""
         number = self._classes.number_of(value)
         return super().name_of(value) if number is None else Handle(number, of_sender=False)
 
@@ -284,7 +291,7 @@ class TesterPeer(Peer):
             return getattr(value, name)
         if not _is_passable(value) or name.startswith("_"):
             raise AttributeError(name)
-        # methods of the test stay its own
+        # methods of the test cannot be replaced
         if operation != "getattr" and (type(value).__module__ != "test" or callable(getattr(type(value), name, None))):
             raise AttributeError(name)
         return vars(builtins)[operation](value, name, *new)
@@ -310,7 +317,7 @@ class TesterPeer(Peer):
         finally:
             failed, self._failed = self._failed, outer
             if failed is not None and self.lost is None:
-                raise failed  # whatever the answer has made of it
+                raise failed  # whatever the answer did with it
 
 
 def _are_constant(arguments: tuple[Any, ...]) -> bool:
@@ -318,20 +325,23 @@ def _are_constant(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_passable(value: Any) -> bool:
-    """Whether an answer may read its attributes: functions, generators and modules lead to the test's globals,
-    instances of its own classes are what it passed."""
+    """Whether an answer may read its attributes: it is an instance of the test's own classes.
+
+    Functions, generators and modules lead to the test's globals.
+    """
     return type(value).__module__ == "test" or type(value) in (io.StringIO, io.BytesIO)
 
 
 def skips_assertions(frame: types.FrameType | None, sources: dict[str, str]) -> bool:
-    """Whether the `with` statement of the test that is about to end has assertions in its body, or calls functions of
-    the test that may have some: an answer that swallows an exception there has passed by what it did not do.
+    """Whether a `with` statement of the test that ends has assertions in its body, or calls functions that may assert.
+
+    An answer that swallowed an exception there would pass assertions that never ran.
 
     Args:
-        frame: from where the end is handled; outer ones are looked at until one is of the test.
+        frame: where the end is handled; the next outer frame of the test counts.
         sources: test and preamble, by the names of their files.
     """
-    import ast  # seldom needed
+    import ast  # rarely needed
 
     while frame is not None and frame.f_code.co_filename not in sources:
         frame = frame.f_back

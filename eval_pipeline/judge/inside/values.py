@@ -1,8 +1,8 @@
-"""How values travel between an answer and its test, so that nothing of the answer's making but plain values arrives.
+"""How values travel between an answer and its test, so that nothing that the answer created arrives but plain values.
 
-Pickle carries them (it keeps aliases and is quick), but the test's side knows a short list of globals. Each of them is
-a type that C defines and nobody can change, or a function below: with a class written in Python on the list, pickle's
-BUILD could give that class an `__eq__` that is always true.
+Pickle carries them (it preserves aliases and is fast), but the test's side knows a short list of globals. Each of them
+is a type that C defines and nobody can change, or a function below: if a class written in Python were on the list,
+pickle's BUILD could give that class an `__eq__` that is always true.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import io
 import pickle
 import pickletools
+import re
 import sys
 import types
 from array import array
@@ -23,14 +24,12 @@ from fractions import Fraction
 from keyword import iskeyword
 from typing import Any, NamedTuple
 
-import arrays
-
 PROTOCOL = 5
 _HEAP_TYPE = 1 << 9
 
 
 class Handle(NamedTuple):
-    """Names an object that stays on one side; reading a message replaces it at once, like the two below."""
+    """Names an object that stays on one side; reading a message replaces it at once, as it does the next two."""
 
     number: int
     of_sender: bool
@@ -42,7 +41,7 @@ class ErrorClass(NamedTuple):
     """Names an exception class of the sender's."""
 
     rows: list[tuple[int, str, list[Any]]]
-    """See `errors.rows_of`."""
+    """See `exceptions.rows_of`."""
 
 
 class Coroutine(NamedTuple):
@@ -71,7 +70,7 @@ def values_view(values: list[Any]) -> ValuesView[Any]:
 
 
 def fraction(numerator: int, denominator: int) -> Fraction:
-    """The number; only whole numbers are taken."""
+    """The number; accepts whole numbers only."""
     return Fraction(int(numerator), int(denominator))
 
 
@@ -83,7 +82,7 @@ def counter(items: dict[Any, int]) -> Counter[Any]:
 
 
 def named_tuple(name: str, fields: tuple[str, ...], items: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A tuple of a class that `collections.namedtuple` makes of this name and these fields."""
+    """A tuple of a class that `collections.namedtuple` creates from this name and these fields."""
     return _named_tuple_class(name, tuple(fields))(*items)
 
 
@@ -95,6 +94,61 @@ def _named_tuple_class(name: str, fields: tuple[str, ...]) -> Any:
 def typed_array(kind: str, data: bytes) -> array:
     """An `array.array`."""
     return array(kind, data)
+
+
+# NumPy's arrays and numbers travel as bytes, from which the reader's NumPy rebuilds them
+_PLAIN_ELEMENTS = re.compile(r"[<>|=][biufcSUmM]\d+(\[\w+\])?")
+"""Element types that are plain bytes; others hold objects or code."""
+
+
+def _reduced_array(value: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """How to send an array or a number; None for anything else, and for an array that cannot travel."""
+    numpy = sys.modules.get("numpy")
+    if (
+        numpy is None
+        or not isinstance(value, (numpy.ndarray, numpy.generic))
+        or not _PLAIN_ELEMENTS.fullmatch(value.dtype.str)
+    ):
+        return None
+    rebuild = numpy_array if isinstance(value, numpy.ndarray) else numpy_scalar
+    return rebuild, (value.dtype.str, value.shape, value.tobytes())
+
+
+def numpy_array(kind: str, shape: tuple[int, ...], data: bytes) -> Any:
+    """An array of this type and shape, in C order.
+
+    Raises:
+        ValueError: the type is not plain bytes, or the data do not have that size.
+    """
+    import numpy
+
+    if not _PLAIN_ELEMENTS.fullmatch(kind):
+        raise ValueError(f"an array of {kind}")
+    element = numpy.dtype(kind)
+    if element.itemsize == 0:  # an empty text, which `frombuffer` refuses
+        return numpy.zeros(shape, element)
+    return numpy.frombuffer(data, element).reshape(shape).copy()
+
+
+def numpy_scalar(kind: str, shape: tuple[int, ...], data: bytes) -> Any:
+    """A number of this type.
+
+    Raises:
+        ValueError: as `numpy_array`.
+    """
+    return numpy_array(kind, shape, data)[()]
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array that travels."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray and _PLAIN_ELEMENTS.fullmatch(value.dtype.str) is not None
+
+
+def update_array(old: Any, new: Any) -> None:
+    """Copy the content of one array into another of the same shape and type; otherwise do nothing."""
+    if old.shape == new.shape and old.dtype == new.dtype and old.flags.writeable:
+        old[...] = new
 
 
 _VIEWS: dict[type, Callable[[list[Any]], Any]] = {
@@ -112,18 +166,18 @@ _KNOWN |= {("builtins", "Ellipsis"): ..., ("builtins", "NotImplemented"): NotImp
 _KNOWN |= {
     ("builtins", name): kind
     for name, kind in vars(builtins).items()
-    # with a name for a class that catches the test's own assertions an answer could undo them
+    # if a class that catches the test's own assertions had a name, an answer could undo them
     if isinstance(kind, type) and issubclass(kind, BaseException) and not issubclass(AssertionError, kind)
     # ExceptionGroup can be changed
     if not kind.__flags__ & _HEAP_TYPE
 }
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(keys_view, items_view, values_view, fraction, counter, named_tuple, typed_array),
-    *(arrays.array, arrays.scalar),
+    *(numpy_array, numpy_scalar),
 )
 _KNOWN |= {(function.__module__, function.__qualname__): function for function in _FUNCTIONS}
 _PLAIN = frozenset((*_C_TYPES, type(...), type(NotImplemented)))
-# what an instance of a subclass of one of these is sent as, taken without asking any method of the subclass
+# what an instance of a subclass of these is sent as, without calling any method of the subclass
 _BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (int, int.__pos__),
     (float, float.__pos__),
@@ -143,16 +197,21 @@ _FUNCTION_TYPES = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 class Writer(pickle.Pickler):
-    """Writes a message; what cannot travel is handed to `export` and goes as a name of it."""
+    """Writes a message.
+
+    Args:
+        file: where to write.
+        export: gives a name for a value that cannot travel.
+        trusted: whether functions and classes of the standard library are sent by name.
+    """
 
     def __init__(self, file: io.BytesIO, export: Callable[[Any], _Name], trusted: bool) -> None:
-        """Write to `file`; `trusted` where functions and classes of the standard library go by their names."""
         super().__init__(file, PROTOCOL)
         self._export = export
         self._trusted = trusted
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickle asks here about everything but exact builtin containers and scalars."""
+        """Called by pickle for everything except exact builtin containers and scalars."""
         kind = type(value)
         if kind in _PLAIN or self._goes_by_name(value):
             return NotImplemented
@@ -178,7 +237,7 @@ class Writer(pickle.Pickler):
 
 
 def _reduced(kind: type, value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """How to send what the standard library, or NumPy, has a class for that is not a builtin's plain subclass."""
+    """How to send instances of classes of the standard library and NumPy that are not plain subclasses of a builtin."""
     if issubclass(kind, Fraction):
         return fraction, (value.numerator, value.denominator)
     if issubclass(kind, Counter):
@@ -189,11 +248,11 @@ def _reduced(kind: type, value: Any) -> tuple[Callable[..., Any], tuple[Any, ...
         return typed_array, (value.typecode, value.tobytes())
     if issubclass(kind, tuple) and (fields := _fields_of(kind, value)) is not None:
         return named_tuple, (kind.__name__, fields, tuple.__getitem__(value, slice(None)))
-    return arrays.reduced(value)
+    return _reduced_array(value)
 
 
 def _fields_of(kind: type, value: Any) -> tuple[str, ...] | None:
-    """Those of a class that `named_tuple` could make; None for any other."""
+    """The fields of a class that `named_tuple` could create; None for any other class."""
     fields = getattr(kind, "_fields", None)
     are_names = (
         type(fields) is tuple
@@ -206,10 +265,14 @@ def _fields_of(kind: type, value: Any) -> tuple[str, ...] | None:
 
 
 class Reader(pickle.Unpickler):
-    """Reads a message that an untrusted side wrote; only `read` has all checks."""
+    """Reads a message that an untrusted side wrote; only `read` makes all checks.
+
+    Args:
+        data: the message.
+        resolve: gives what a `Handle`, `ErrorClass` or `Coroutine` names.
+    """
 
     def __init__(self, data: bytes, resolve: Mapping[str, Callable[..., Any]]) -> None:
-        """Read `data`; `resolve` gives what `Handle`, `ErrorClass` and `Coroutine` name."""
         super().__init__(io.BytesIO(data))
         self._data = data
         self._resolve = resolve
@@ -219,10 +282,10 @@ class Reader(pickle.Unpickler):
         """The value.
 
         Raises:
-            Exception: whatever a message that is none leads to.
+            Exception: of any class, if the message is malformed.
         """
         value = self.load()
-        # after the fact: who gets this error uses nothing any more of what the message may have changed
+        # after the fact: a caller that gets this error no longer uses anything that the message may have changed
         if self._changeable and b"b" in self._data and _sets_attributes(self._data):
             raise pickle.UnpicklingError("a message may not set attributes")
         return value
@@ -248,7 +311,7 @@ def _sets_attributes(data: bytes) -> bool:
 
 
 class TrustingReader(Reader):
-    """Reads a message of the test, which may name anything that can be imported."""
+    """Reads a message of the test, which may name anything importable."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Called for every global that a message names."""

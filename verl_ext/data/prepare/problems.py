@@ -21,7 +21,7 @@ PROMPTS_NAME = "prompts.parquet"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `problems`."""
-    from eval_pipeline.problems.dataset import FORMATS
+    from eval_pipeline.problems.datasets import FORMATS
 
     parser.add_argument("--format", required=True, help=f"{', '.join(FORMATS)}, or one of your own: {PLUGIN_FORM}")
     parser.add_argument("--source", required=True, help="a local file or directory, or a name for `datasets`")
@@ -40,7 +40,7 @@ def prepare_problems(arguments: argparse.Namespace) -> PrepareResult:
     Raises:
         UserError: the problems cannot be loaded.
     """
-    from eval_pipeline.problems.dataset import load_problems
+    from eval_pipeline.problems.datasets import load_problems
     from eval_pipeline.problems.problem import DatasetSource
 
     kind = arguments.format.rpartition(":")[2]

@@ -10,8 +10,8 @@ from threading import Timer
 from typing import Any
 
 from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer
+from eval_pipeline.judge.isolation import find_packages
 from eval_pipeline.judge.numeric_answer import is_right
-from eval_pipeline.judge.packages import find_packages
 from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.console import print_line, warn
 from verl_ext.data.config import PromptDataConfig, file_list

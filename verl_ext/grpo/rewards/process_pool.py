@@ -80,7 +80,7 @@ def try_function(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) ->
 
     Args:
         plugin: the function.
-        answer: what it is to score.
+        answer: that it scores.
         time_limit_s: of the call.
 
     Raises:

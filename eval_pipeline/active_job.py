@@ -1,0 +1,372 @@
+"""A claimed job: its batches, and its answers and verdicts on disk."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from eval_pipeline.checkpoints import EvalCheckpoint
+from eval_pipeline.config import EvalConfig
+from eval_pipeline.engines.base import GeneratedAnswer, GenerateRequest
+from eval_pipeline.jobs import Job
+from eval_pipeline.judge import ERROR_TYPES, Verdict
+from eval_pipeline.problems.problem import Problem
+from eval_pipeline.recipe import EvalDigests
+from eval_pipeline.report.metrics import JudgedAnswer
+from eval_pipeline.worker import (
+    AnswerJudged,
+    AnswerKey,
+    AnswerReceived,
+    Batch,
+    BatchFinished,
+    BatchId,
+    BatchLost,
+    BatchStarted,
+    Event,
+    key_of,
+    split_into_batches,
+)
+from verl_ext.console import print_line, progress_bar, warn
+from verl_ext.files import LineWriter, drop_torn_tail, parse_json, replace_file
+
+MAX_LOSSES = 3
+"""Workers that may die with one batch before its job fails, because the batch may be what kills them."""
+
+T = TypeVar("T")
+_CLAIMS = itertools.count(1)
+
+
+class ActiveJob:
+    """One claim of a job, from what is on disk to the last verdict. Leaving the context closes the files.
+
+    Args:
+        job: claimed by this process.
+        checkpoint: the model.
+        problems: of the dataset.
+        config: of the evaluation.
+        digests: of the job.
+        directory: of the job's files.
+
+    Attributes:
+        claim: number of the claim in this process.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        checkpoint: EvalCheckpoint,
+        problems: Sequence[Problem],
+        config: EvalConfig,
+        digests: EvalDigests,
+        directory: Path,
+    ) -> None:
+        self.job, self.checkpoint, self._config = job, checkpoint, config
+        self.claim = next(_CLAIMS)
+        self._problems = {problem.problem_id: problem for problem in problems}
+        self._batches = split_into_batches(problems, config.sampling, config.batch_size)
+        self._keys = [key_of(request) for batch in self._batches for request in batch]
+        self._store = AnswerStore(directory, digests.answers, digests.verdicts)
+        self._waiting = deque(number for number, batch in enumerate(self._batches) if self._lacks_verdicts(batch))
+        self._submitted: set[BatchId] = set()
+        self._retried: set[int] = set()
+        self._losses: Counter[int] = Counter()  # by batch, as a node that dies takes many batches at once
+        self._started: float | None = None
+        self._seconds_before = job.seconds
+        self._phases: dict[str, float] = {}
+        num_done, desc = len(self._store.verdicts), f"{checkpoint.label} {job.dataset}"
+        what = f"Evaluating {checkpoint.label} on {job.dataset}: {len(self._keys) - num_done} answers to go"
+        if checkpoint.export is not None:
+            what += "; loading the model takes about 15 s, or a few minutes if it is large"
+        print_line(f"{what}.", sys.stderr)
+        self._bar = progress_bar(total=len(self._keys), initial=num_done, desc=desc, unit="answers")
+
+    def __enter__(self) -> ActiveJob:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+        self._store.__exit__(kind, error, trace)
+
+    def _lacks_verdicts(self, batch: Sequence[GenerateRequest]) -> bool:
+        return any(key_of(request) not in self._store.verdicts for request in batch)
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether a batch waits for a worker."""
+        return bool(self._waiting)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every answer has a verdict."""
+        return not self._waiting and not self._submitted
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall-clock seconds, with those of former claims: of each phase summed over batches, and `active_s` in all.
+
+        `active_s` starts when the engine is ready, or when stored answers go to the judge.
+        """
+        active = 0.0 if self._started is None else time.monotonic() - self._started
+        now = {**self._phases, "active_s": active}
+        return {name: now.get(name, 0.0) + self._seconds_before.get(name, 0.0) for name in now | self._seconds_before}
+
+    @property
+    def isolation(self) -> str:
+        """Isolation level that the judge used."""
+        return self._store.context["isolation"]
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """What the answers depend on, from the engine."""
+        return self._store.context["protocol"]
+
+    def next_batch(self) -> Batch:
+        """Take the next batch from the queue."""
+        number = self._waiting.popleft()
+        requests = self._batches[number]
+        if number in self._retried:  # only the failed answers: the others need not be generated again
+            requests = tuple(request for request in requests if key_of(request) not in self._store.verdicts)
+        keys = {key_of(request) for request in requests}
+        batch = Batch(
+            id=BatchId(self.claim, number),
+            export=self.checkpoint.export,
+            problems={key[0]: self._problems[key[0]] for key in keys},
+            requests=requests,
+            sampling=self._config.sampling,
+            answers={key: self._store.answers[key] for key in keys & self._store.answers.keys()},
+            judged=frozenset(keys & self._store.verdicts.keys()),
+        )
+        self._submitted.add(batch.id)
+        return batch
+
+    def handle(self, event: Event) -> str | None:
+        """Store what an event brings.
+
+        Returns:
+            Why the attempt failed, or None.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        match event:
+            case BatchStarted(context=context):
+                self._started = self._started or time.monotonic()
+                self._store.add_context(context)
+            case AnswerReceived(key=key, answer=answer):
+                self._store.add_answer(key, answer)
+            case AnswerJudged(key=key, verdict=verdict):
+                self._bar.update(key not in self._store.verdicts)
+                self._store.add_verdict(key, verdict)
+            case BatchFinished(batch=batch, seconds=seconds):
+                self._submitted.discard(batch)
+                for phase, value in seconds.items():
+                    self._phases[phase] = self._phases.get(phase, 0.0) + value
+            case BatchLost(batch=batch, reason=reason):
+                self._losses[batch.number] += 1
+                if self._losses[batch.number] >= MAX_LOSSES:
+                    return f"{reason}; {MAX_LOSSES} workers or engines have died while working on the same problems"
+                self._submitted.discard(batch)
+                self._waiting.appendleft(batch.number)
+            case _:
+                return event.error
+        return None
+
+    def retry_api_errors(self) -> bool:
+        """Queue every `api_error` once more, because it says nothing about the model; only the first call does so.
+
+        Returns:
+            Whether anything was queued.
+        """
+        failed = {key for key, verdict in self._store.verdicts.items() if verdict.error_type == "api_error"}
+        if self._retried or not failed:
+            return False
+        where = f"{self.checkpoint.label} on {self.job.dataset}"
+        warn(f"{len(failed)} answers of {where} have no verdict (api_error); trying them once more")
+        numbers = [number for number, batch in enumerate(self._batches) if not failed.isdisjoint(map(key_of, batch))]
+        self._bar.update(-len(failed))
+        self._store.drop(failed)
+        self._retried.update(numbers)
+        self._waiting.extend(numbers)
+        return True
+
+    def judged_answers(self) -> list[JudgedAnswer]:
+        """All answers with their verdicts, ordered by problem."""
+        return [
+            JudgedAnswer(
+                self._problems[problem_id],
+                sample,
+                self._store.answers[problem_id, sample],
+                self._store.verdicts[problem_id, sample],
+            )
+            for problem_id, sample in self._keys
+        ]
+
+
+class AnswerStore:
+    """Answers and verdicts of a job on disk, one line each, written as they arrive. A kill loses at most one line.
+
+    Args:
+        directory: of the job; created if missing.
+        answers_digest: of what affects the answers.
+        verdicts_digest: of what affects the verdicts.
+
+    Attributes:
+        answers: by key.
+        verdicts: by key.
+        context: how they were obtained: the engine's `protocol` for answers, `isolation` for verdicts.
+    """
+
+    def __init__(self, directory: Path, answers_digest: str, verdicts_digest: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        answers, verdicts = (
+            directory / f"{name}-{digest[:16]}.jsonl"
+            for name, digest in (("answers", answers_digest), ("verdicts", verdicts_digest))
+        )
+        self.answers = read_rows(answers, _answer_from, lambda answer: answer.error is not None)
+        self.verdicts = read_rows(verdicts, _verdict_from, lambda verdict: verdict.error_type == "api_error")
+        self._context_files = {
+            "protocol": directory / f"protocol-{answers_digest[:16]}.json",
+            "isolation": directory / f"isolation-{verdicts_digest[:16]}.json",
+        }
+        self.context: dict[str, Any] = {}
+        self._read_context("protocol", dict, answers, self.answers)
+        self._read_context("isolation", str, verdicts, self.verdicts)
+        self._drop_orphans(verdicts)
+        self._answers, self._verdicts = LineWriter(answers), LineWriter(verdicts)
+
+    def _read_context(self, name: str, kind: type, path: Path, rows: dict[AnswerKey, Any]) -> None:
+        """Read how the rows of a file were obtained; without it, they cannot be used and are discarded."""
+        where = self._context_files[name]
+        try:
+            value = parse_json(where.read_bytes())
+        except (FileNotFoundError, ValueError):
+            value = None
+        if isinstance(value, kind):
+            self.context[name] = value
+        elif rows:
+            why = f"{where} is missing or unreadable"
+            warn(f"{why}, so the {len(rows)} rows of {path.name} are discarded and computed again")
+            rows.clear()
+            replace_file(path, ())
+
+    def _drop_orphans(self, path: Path) -> None:
+        """Drop verdicts without an answer, which only a crash of the machine leaves: the answer is generated again."""
+        orphans = self.verdicts.keys() - self.answers.keys()
+        if orphans:
+            self.verdicts = {key: verdict for key, verdict in self.verdicts.items() if key not in orphans}
+            replace_file(path, (_line(key, asdict(verdict)) + "\n" for key, verdict in self.verdicts.items()))
+
+    def __enter__(self) -> AnswerStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._answers.close()
+        self._verdicts.close()
+
+    def add_answer(self, key: AnswerKey, answer: GeneratedAnswer) -> None:
+        """Store an answer, unless there is one.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if key not in self.answers:
+            self._answers.write(_line(key, asdict(answer)))
+            self.answers[key] = answer
+
+    def add_verdict(self, key: AnswerKey, verdict: Verdict) -> None:
+        """Store a verdict, unless there is one; raises as `add_answer`."""
+        if key not in self.verdicts:
+            self._verdicts.write(_line(key, asdict(verdict)))
+            self.verdicts[key] = verdict
+
+    def add_context(self, context: dict[str, Any]) -> None:
+        """Store how answers and verdicts are obtained; raises as `add_answer`."""
+        for name, value in context.items():
+            if name not in self.context or self.context[name] != value:
+                replace_file(self._context_files[name], [json.dumps(value)])
+                self.context[name] = value
+
+    def drop(self, keys: Collection[AnswerKey]) -> None:
+        """Forget failed verdicts, and failed answers with them; later ones replace them."""
+        for key in keys:
+            del self.verdicts[key]
+            if self.answers[key].error is not None:
+                del self.answers[key]
+
+
+def read_rows(path: Path, make: Callable[[dict[str, Any]], T], has_failed: Callable[[T], bool]) -> dict[AnswerKey, T]:
+    """Read the rows of a file by key. Of several with the same key, the first that has not failed counts.
+
+    Args:
+        path: JSON Lines; a missing file is empty, and a torn last line is cut off.
+        make: makes a value from a row without its key. Rows for which it raises `TypeError` or `ValueError`, for
+            example those of another version, are skipped with one warning.
+        has_failed: whether a later value replaces this one.
+    """
+    if not path.exists():
+        return {}
+    drop_torn_tail(path, lambda line: line.endswith(b"\n") and _parse_row(line) is not None)
+    rows: dict[AnswerKey, T] = {}
+    num_skipped = 0
+    with open(path, "rb") as file:
+        for row in filter(None, map(_parse_row, file)):
+            try:
+                key, value = _pop_key(row), make(row)
+            except (TypeError, ValueError):
+                num_skipped += 1
+                continue
+            if key not in rows or has_failed(rows[key]):
+                rows[key] = value
+    if num_skipped:
+        warn(f"{path}: skipped {num_skipped} rows that this version cannot read; they are computed again")
+    return rows
+
+
+def _pop_key(row: dict[str, Any]) -> AnswerKey:
+    problem_id, sample = row.pop("problem_id", None), row.pop("sample", None)
+    if not isinstance(problem_id, str) or not isinstance(sample, int):
+        raise TypeError("a row without its key")
+    return problem_id, sample
+
+
+def _answer_from(row: dict[str, Any]) -> GeneratedAnswer:
+    answer = GeneratedAnswer(**row)
+    numbers = isinstance(answer.num_tokens, int) and isinstance(answer.truncated, bool)
+    if not numbers or not isinstance(answer.text, str) or not isinstance(answer.error, str | None):
+        raise TypeError("a field has the wrong type")
+    return answer
+
+
+def _verdict_from(row: dict[str, Any]) -> Verdict:
+    verdict = Verdict(**row)
+    numbers = all(isinstance(each, int) for each in (verdict.num_passed, verdict.num_tests))
+    if not numbers or not isinstance(verdict.judge_time, int | float) or not isinstance(verdict.message, str):
+        raise TypeError("a field has the wrong type")
+    if verdict.error_type not in ERROR_TYPES:
+        raise ValueError("unknown error type")
+    return verdict
+
+
+def _line(key: AnswerKey, content: dict[str, Any]) -> str:
+    return json.dumps({"problem_id": key[0], "sample": key[1], **content})
+
+
+def _parse_row(line: bytes) -> dict[str, Any] | None:
+    """A row; None if a kill or a crash tore it."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and row else None

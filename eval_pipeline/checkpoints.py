@@ -1,0 +1,419 @@
+"""What is evaluated, and where results go: checkpoints, their exports and leases, and evaluation directories."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from eval_pipeline.engines.base import ServedModel
+from eval_pipeline.jobs import LEDGER_FILE
+from verl_ext.checkpoint.lease import hold_lease
+from verl_ext.checkpoint.manifest import (
+    EXPORT,
+    MANIFEST,
+    Manifest,
+    damaged_files,
+    list_checkpoints,
+    step_of,
+    why_incomplete,
+)
+from verl_ext.commands import program
+from verl_ext.config.run_config import read_config_file
+from verl_ext.console import warn
+from verl_ext.errors import UserError
+from verl_ext.files import parse_json
+
+MAX_LABEL = 120
+"""Characters of a served model's label, which becomes part of file names."""
+SHARD_INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+EVAL_FOLDER = "eval"
+WORK_FOLDER = "work"
+DEFAULT_PROJECT = "eval_pipeline"
+
+
+@dataclass(frozen=True)
+class EvalCheckpoint:
+    """A model that can be evaluated."""
+
+    path: Path
+    """The directory that the user named, absolute."""
+    export: Path | None
+    """The Hugging Face directory to load; None if a server has the model."""
+    run_dir: Path | None = None
+    """The training run's directory; None for a model without a run."""
+    step: int | None = None
+    """`global_step` of the checkpoint; None for a model without a run."""
+    name: str | None = None
+    """Replaces the label that follows from the path."""
+    served: ServedModel | None = None
+    """The server's description of the model, if there is no export."""
+
+    @property
+    def own_export(self) -> Path:
+        """The export of a model that is not served."""
+        assert self.export is not None
+        return self.export
+
+    @property
+    def label(self) -> str:
+        """`step_<N>`, or the directory's name for a model without a run."""
+        return self.name or (self.path.name if self.step is None else f"step_{self.step}")
+
+    def identity(self) -> Any:
+        """What distinguishes the weights from others at the same path, as JSON.
+
+        Returns:
+            The manifest's entries, or sizes and times of the files; a served model's description.
+
+        Raises:
+            OSError, ValueError: the export is gone, or the manifest cannot be read.
+        """
+        if self.export is None:
+            assert self.served is not None
+            return asdict(self.served)
+        if self._has_manifest():
+            return self._exported_files()
+        stats = {path.name: path.stat() for path in sorted(self.export.iterdir()) if path.is_file()}
+        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+    def verify_export(self) -> None:
+        """Compare the digests of a run's export with the manifest.
+
+        Raises:
+            UserError: a file is damaged, or the checkpoint is gone.
+        """
+        if not self._has_manifest():
+            return  # nothing says what the files should be
+        try:
+            damage = damaged_files(self.path, self._exported_files())
+        except ValueError as error:
+            raise UserError(f"cannot evaluate {self.path} ({error}); restore it or name another checkpoint") from error
+        for name, problem in damage.items():
+            raise UserError(
+                f"cannot evaluate {self.path}: its file {name} {problem}; "
+                f"export it again with `{program('checkpoint')} export "
+                f"{self.run_dir} --step {self.step}`"
+            )
+
+    def _has_manifest(self) -> bool:
+        return self.step is not None and (self.path / MANIFEST).exists()  # verl itself writes no manifest
+
+    def _exported_files(self) -> dict[str, dict]:
+        prefix = f"{self.own_export.name}/"
+        files = Manifest.read(self.path).files
+        return {name: entry for name, entry in files.items() if name.startswith(prefix)}
+
+
+def find_checkpoint(path: Path) -> EvalCheckpoint:
+    """Resolve `--checkpoint` and check that its export can be loaded.
+
+    Args:
+        path: a `global_step_N` directory, its `huggingface` folder, or any Hugging Face model directory.
+
+    Raises:
+        UserError: the directory is missing, or its export lacks its configuration, weights, tokenizer or chat template.
+    """
+    path = path.resolve()
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory; name a global_step_N directory or a Hugging Face model")
+    if path.name == EXPORT and step_of(path.parent) is not None:
+        path = path.parent
+    step = step_of(path)
+    if step is None:
+        checkpoint = EvalCheckpoint(path, path)
+        if not (path / "config.json").is_file() and (steps := list_checkpoints(path)):
+            raise UserError(f"{path} is a run directory; name one of its checkpoints, such as {steps[0]}")
+    else:
+        checkpoint = EvalCheckpoint(path, path / EXPORT, run_dir=path.parent, step=step)
+    check_export(checkpoint.own_export)
+    return checkpoint
+
+
+def base_model(path: Path) -> EvalCheckpoint:
+    """The initial model of a training, with a label that no checkpoint of the run has.
+
+    Raises:
+        UserError: as `find_checkpoint`.
+    """
+    found = find_checkpoint(path)
+    return replace(found, name=f"base_{found.label}", run_dir=None, step=None)
+
+
+def served_checkpoint(model: ServedModel, directory: Path) -> EvalCheckpoint:
+    """A model that a server has loaded; its results go into the directory, named after the model."""
+    label = re.sub(r"[^A-Za-z0-9._-]+", "_", model.id).strip("._")[-MAX_LABEL:] or "served_model"
+    return EvalCheckpoint(directory.absolute() / label, export=None, served=model)
+
+
+class CheckpointScanner:
+    """Finds the checkpoints of a run, and warns once about each that cannot be evaluated.
+
+    Args:
+        run_dir: holds `global_step_N` directories.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._found: dict[Path, EvalCheckpoint] = {}
+        self._warned: dict[Path, str] = {}
+
+    def checkpoints(self) -> list[EvalCheckpoint]:
+        """The checkpoints that can be evaluated now, oldest first."""
+        found = [self._check(path) for path in reversed(list_checkpoints(self._run_dir))]
+        return [checkpoint for checkpoint in found if checkpoint is not None]
+
+    def _check(self, path: Path) -> EvalCheckpoint | None:
+        problem = why_incomplete(path)
+        if problem is not None:
+            self._warn(path, problem)
+            return None
+        if not (path / EXPORT / "config.json").is_file():
+            return None  # with `export.every`, not every checkpoint is exported
+        if path not in self._found:
+            try:
+                self._found[path] = find_checkpoint(path)
+            except UserError as error:
+                self._warn(path, str(error))
+                return None
+        return self._found[path]
+
+    def _warn(self, path: Path, problem: str) -> None:
+        if self._warned.get(path) != problem and path.exists():
+            warn(f"skipping {path}: {problem}")
+            self._warned[path] = problem
+
+
+@contextmanager
+def lease_checkpoint(checkpoint: EvalCheckpoint) -> Iterator[None]:
+    """Keep a run's checkpoint from rotation during the block; a model without a run needs no lease.
+
+    Raises:
+        UserError: rotation has just removed the checkpoint.
+    """
+    with ExitStack() as stack:
+        if checkpoint.run_dir is not None:
+            try:
+                stack.enter_context(hold_lease(checkpoint.path))
+            except FileNotFoundError as error:
+                raise UserError(f"{checkpoint.path} has just been removed; name a newer checkpoint") from error
+            except OSError as error:
+                warn(
+                    f"cannot lock {checkpoint.path} ({error.strerror}); "
+                    "a running training may remove it during the evaluation"
+                )
+        yield
+
+
+# Exports
+
+
+def check_export(export: Path) -> None:
+    """Refuse an incomplete export, on which vLLM would fail only after seconds of loading.
+
+    Args:
+        export: directory that should hold `config.json`, safetensors weights, a tokenizer and a chat template.
+
+    Raises:
+        UserError: one of them is missing or cannot be read.
+    """
+    if not (export / "config.json").is_file():
+        raise UserError(
+            f"{export} has no config.json; add hf_model to trainer.checkpoint.save_contents, or export the checkpoint"
+        )
+    _read_object(export / "config.json")
+    _check_weights(export)
+    _check_tokenizer(export)
+
+
+def _check_weights(export: Path) -> None:
+    index = export / SHARD_INDEX
+    shards = _shards_of(index) if index.is_file() else sorted(export.glob("*.safetensors"))
+    if not shards:
+        from_shards = (export.parent / "fsdp_config.json").exists()
+        remedy = f"run `{program('checkpoint')} export {export.parent}`" if from_shards else "export the model again"
+        raise UserError(f"{export} has no *.safetensors weights; {remedy}")
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise UserError(f"{index} names missing shards ({', '.join(missing)}); export the model again")
+    for shard in shards:
+        _check_shard(shard)
+
+
+def _shards_of(index: Path) -> list[Path]:
+    weight_map = _read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{index} has no weight_map of file names; export the model again")
+    if outside := sorted(name for name in set(weight_map.values()) if Path(name).name != name):
+        raise UserError(f"{index} names {outside[0]}, which is not in its directory; export the model again")
+    return [index.parent / name for name in sorted(set(weight_map.values()))]
+
+
+def _check_shard(shard: Path) -> None:
+    """Refuse a file that is truncated, too long, or not a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(shard, framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{shard} is not a complete safetensors file ({error}); export the model again") from error
+
+
+def _check_tokenizer(export: Path) -> None:
+    if not any((export / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"{export} has no tokenizer; save the tokenizer with the weights")
+    if (export / "chat_template.jinja").is_file():
+        return
+    settings = export / "tokenizer_config.json"
+    if not settings.is_file() or not _read_object(settings).get("chat_template"):
+        raise UserError(
+            f"{export} has no chat template; save one with the tokenizer, such as that of the instruct model"
+        )
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({error}); export the model again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a JSON object; export the model again")
+    return content
+
+
+# Directories of results
+
+
+@dataclass(frozen=True)
+class EvalDir:
+    """The directory of an evaluation.
+
+    Attributes:
+        root: holds the job queue.
+        run_dir: the training run's directory; None for a model without a run.
+        one_model: whether results go into `root` itself, which is for one model only.
+    """
+
+    root: Path
+    run_dir: Path | None
+    one_model: bool = False
+
+    @property
+    def of_run(self) -> Path:
+        """The run's directory, for the evaluation of a run."""
+        assert self.run_dir is not None
+        return self.run_dir
+
+    def results_of(self, label: str) -> Path:
+        """Directory of a checkpoint's results and logs."""
+        return self.root if self.one_model else self.root / f"eval_{label}"
+
+    def work_of(self, label: str, dataset: str) -> Path:
+        """Directory of a job's answers and verdicts."""
+        return self.results_of(label) / WORK_FOLDER / dataset
+
+    def job_result(self, label: str, dataset: str) -> Path:
+        """File of a finished job's results, before they are published."""
+        return self.work_of(label, dataset) / "result.json"
+
+
+def eval_dir_of_run(run_dir: Path) -> EvalDir:
+    """The evaluation directory of a training run.
+
+    Raises:
+        UserError: the run's directory is missing.
+    """
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir} is not a directory; name the run directory, which holds global_step_N directories")
+    return EvalDir(run_dir.resolve() / EVAL_FOLDER, run_dir.resolve())
+
+
+def eval_dir_of_checkpoint(checkpoint: EvalCheckpoint, output: Path | None, is_trial: bool = False) -> EvalDir:
+    """The evaluation directory of one checkpoint: `output`, or its run's, or `eval_<name>` next to the model.
+
+    Args:
+        checkpoint: the model.
+        output: the directory that the user named.
+        is_trial: whether results are kept apart from those of the run.
+    """
+    if output is not None:
+        return EvalDir(output.resolve(), checkpoint.run_dir, one_model=True)
+    if checkpoint.run_dir is not None and is_trial:
+        root = eval_dir_of_run(checkpoint.run_dir).root / f"trial_{checkpoint.label}"
+        return EvalDir(root, checkpoint.run_dir, one_model=True)
+    if checkpoint.run_dir is not None:
+        return eval_dir_of_run(checkpoint.run_dir)
+    return EvalDir(checkpoint.path.parent / f"eval_{checkpoint.label}", None, one_model=True)
+
+
+def find_eval_dir(directory: Path) -> EvalDir:
+    """The evaluation directory of a user who names a run or an evaluation.
+
+    Raises:
+        UserError: nothing was evaluated there.
+    """
+    path = directory.resolve()
+    if (path / EVAL_FOLDER / LEDGER_FILE).is_file():
+        return EvalDir(path / EVAL_FOLDER, path)
+    if (path / LEDGER_FILE).is_file():
+        is_run = path.name == EVAL_FOLDER
+        return EvalDir(path, path.parent if is_run else None, one_model=not is_run)
+    raise UserError(f"{directory} holds no evaluation; name the directory of an evaluated run, or its eval/")
+
+
+# Settings of the training run
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """The settings that an evaluation takes from a training run; the defaults are for a model without a run."""
+
+    recipe: str | None = None
+    """`eval.recipe`: the recipe for its checkpoints."""
+    project: str = DEFAULT_PROJECT
+    """`trainer.project_name`: the W&B project."""
+    experiment: str | None = None
+    """`trainer.experiment_name`: groups the evaluations of one run in W&B."""
+    base: str | None = None
+    """`model.partial_pretrain`: the initial model."""
+
+
+def read_training_run(run_dir: Path | None) -> TrainingRun:
+    """Read `config.yaml` of a run directory.
+
+    Args:
+        run_dir: holds the `global_step_N` directories; None for a model without a run.
+
+    Returns:
+        The file's settings, with defaults for missing ones. Without a file, the experiment is the directory's name.
+
+    Raises:
+        UserError: the file is not a YAML mapping, or a setting has the wrong type.
+    """
+    if run_dir is None:
+        return TrainingRun()
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return TrainingRun(experiment=run_dir.name)
+    config = read_config_file(path)
+    return TrainingRun(
+        recipe=_run_setting(config, "eval", "recipe", path),
+        project=_run_setting(config, "trainer", "project_name", path) or DEFAULT_PROJECT,
+        experiment=_run_setting(config, "trainer", "experiment_name", path) or run_dir.name,
+        base=_run_setting(config, "model", "partial_pretrain", path),
+    )
+
+
+def _run_setting(config: Mapping[str, Any], section: str, name: str, path: Path) -> str | None:
+    values = config.get(section) or {}
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path}: {section} is {values!r}; it must be a mapping")
+    value = values.get(name)
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{path}: {section}.{name} is {value!r}; it must be a string")
+    return value or None

@@ -1,0 +1,476 @@
+"""The commands `watch`, `run`, `report`, `status`, `retry` and `check`: arguments, and what each does with them.
+
+`--help` must answer at once, so the functions import what they need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_ext.cli import FAILURES, CommandParser, Commands, IntArg, add_command
+from verl_ext.commands import program
+from verl_ext.console import aligned_rows, print_line, print_summary, typed_path
+from verl_ext.paths import base_directory, caller_directory
+
+if TYPE_CHECKING:
+    from eval_pipeline.checkpoints import EvalCheckpoint
+    from eval_pipeline.config import EvalConfig
+    from eval_pipeline.jobs import Job
+    from eval_pipeline.run import EvalContext
+
+Action = Callable[[argparse.Namespace], int]
+
+PROGRAM = program("eval")
+RECIPE_EXAMPLE = """\
+recipes/eval/NAME.yaml sets the data sets, the sampling, the engine and the limits. key=value overrides one of its keys,
+such as sampling.max_tokens=512 or datasets.quickstart.limit=20."""
+RUN_EXAMPLE = "checkpoints/rlvr_coding_model/sft_quickstart"
+
+
+# Arguments
+
+
+def input_path(text: str) -> Path:
+    """A path to read: relative to the caller's directory, or to the base directory if it exists only there.
+
+    Args:
+        text: as typed; `~` is the home directory.
+    """
+    path = Path(text).expanduser()
+    here, there = caller_directory() / path, base_directory() / path
+    return there if there.exists() and not here.exists() else here
+
+
+def output_path(text: str) -> Path:
+    """A path to write, relative to the caller's directory; `text` as in `input_path`."""
+    return caller_directory() / Path(text).expanduser()
+
+
+input_path.__name__ = output_path.__name__ = "path"  # argparse names the function in its messages
+
+
+def add_action(
+    commands: Commands, name: str, text: str, action: Action, *, examples: Sequence[str], **settings: Any
+) -> CommandParser:
+    """Add a command.
+
+    Args:
+        commands: of the program.
+        name: of the command.
+        text: description, see `add_command`.
+        action: gets the arguments and returns the exit code.
+        examples: arguments for the examples.
+        settings: of the parser.
+    """
+    start = settings.setdefault("prog", f"{PROGRAM} {name}")
+    typed = [f"{start} {example}" for example in examples]
+    parser = add_command(commands, name, text, examples=typed, **settings)
+    parser.set_defaults(action=action, typed_again="resumes")
+    return parser
+
+
+def add_recipe(parser: CommandParser) -> None:
+    """Add the arguments that select and change the recipe."""
+    parser.add_argument("--recipe", metavar="NAME", help="evaluation recipe (default: the run's, or quickstart)")
+    parser.add_argument("--no-wandb", action="store_true", help="do not log to W&B")
+    add_overrides(parser)
+
+
+def add_overrides(parser: CommandParser) -> None:
+    """Add `key=value`."""
+    parser.keys = _recipe_keys
+    # with a default, because argparse would list it as required otherwise
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="override a key of the recipe")
+
+
+def _recipe_keys(words: Sequence[str]) -> list[str]:
+    """The keys of a recipe, only for suggestions: the import takes a second."""
+    from eval_pipeline.recipe import known_keys
+
+    return known_keys()
+
+
+def add_directory(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the directory of a run. It stays text until `__main__.parse` has separated it from overrides."""
+    parser.add_argument("directory", metavar="RUN_DIR", help=what)
+
+
+def load_config(arguments: argparse.Namespace, run_dir: Path | None) -> EvalConfig:
+    """The configuration by the arguments of `add_recipe`.
+
+    Args:
+        arguments: of the command.
+        run_dir: of the training run, whose recipe is the default.
+    """
+    from eval_pipeline.recipe import config_for_run
+
+    config = config_for_run(arguments.recipe, arguments.overrides, run_dir)
+    return replace(config, wandb=False) if arguments.no_wandb else config
+
+
+# watch
+
+
+def add_watch(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_action(
+        commands,
+        "watch",
+        "Evaluate every checkpoint of a run as it appears, and choose the best. Ends when the run has finished and "
+        "every checkpoint is evaluated. After a kill, the same command resumes. Several watchers of one run share the "
+        "work.",
+        watch,
+        examples=[RUN_EXAMPLE],
+        notes=RECIPE_EXAMPLE,
+        exit_codes={
+            "0": "the run has finished and its checkpoints are evaluated",
+            "1": "an evaluation failed, or there was no checkpoint to evaluate",
+            **FAILURES,
+        },
+    )
+    add_directory(parser, "directory of the training run; it may still be empty")
+    add_recipe(parser)
+
+
+def watch(arguments: argparse.Namespace) -> int:
+    """Watch a run; returns 1 if a job failed, or no checkpoint could be evaluated."""
+    from eval_pipeline.checkpoints import eval_dir_of_run
+    from eval_pipeline.run import EvalContext
+    from eval_pipeline.watch import watch_run
+
+    directory = eval_dir_of_run(arguments.directory)
+    config = load_config(arguments, directory.run_dir)
+    config.engine.require_own_model("watch")
+    return watch_run(EvalContext(directory, config), arguments.recipe)
+
+
+# run
+
+
+def add_run(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_action(
+        commands,
+        "run",
+        "Evaluate one checkpoint, or any Hugging Face model. Answers from an interrupted run are reused.",
+        run,
+        examples=[
+            f"--checkpoint {RUN_EXAMPLE}/global_step_750",
+            "--checkpoint models/mine --recipe humaneval sampling.max_tokens=512",
+            "--output results --recipe gsm8k engine.kind=openai engine.base_url=http://localhost:8000/v1",
+        ],
+        notes="""\
+The results of a run's checkpoint go to <run>/eval/eval_step_N/, those of another model to eval_<name> next to it.
+With --limit or --problems they go to <run>/eval/trial_step_N/ and do not affect the choice of the best checkpoint.""",
+        exit_codes={"0": "done", "1": "an evaluation failed", **FAILURES},
+    )
+    parser.add_argument("--checkpoint", type=input_path, metavar="DIR", help="global_step_N or a model directory")
+    parser.add_argument("--tier", type=int, choices=(1, 2, 3), default=1, help="last tier of data sets to evaluate")
+    parser.add_argument(
+        "--problems",
+        type=input_path,
+        metavar="FILE",
+        help="use this file, in the quickstart's format, instead of the recipe's data sets",
+    )
+    parser.add_argument("--limit", type=IntArg(), help="at most N problems per data set, sampled across it")
+    parser.add_argument("--output", type=output_path, metavar="DIR", help="output directory (default: see below)")
+    add_recipe(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate a model; returns 1 if a job failed."""
+    from eval_pipeline.checkpoints import eval_dir_of_checkpoint, find_checkpoint
+    from eval_pipeline.run import EvalContext
+    from eval_pipeline.watch import evaluate_checkpoint
+
+    given = None if arguments.checkpoint is None else find_checkpoint(arguments.checkpoint)
+    config = load_config(arguments, None if given is None else given.run_dir)
+    checkpoint, config = _on_server(given, config) if config.engine.kind == "openai" else (_required(given), config)
+    if arguments.problems is not None:
+        config = _with_problems(config, arguments.problems)
+    if arguments.limit is not None:
+        config = _with_sample(config, arguments.limit)
+    is_trial = arguments.problems is not None or arguments.limit is not None
+    directory = eval_dir_of_checkpoint(checkpoint, arguments.output, is_trial)
+    return evaluate_checkpoint(EvalContext(directory, config), checkpoint, arguments.tier)
+
+
+def _required(checkpoint: EvalCheckpoint | None) -> EvalCheckpoint:
+    from verl_ext.errors import UserError
+
+    if checkpoint is None:
+        raise UserError(
+            "no model is named; give --checkpoint DIR, or set engine.kind=openai to evaluate a server's model"
+        )
+    return checkpoint
+
+
+def _on_server(checkpoint: EvalCheckpoint | None, config: EvalConfig) -> tuple[EvalCheckpoint, EvalConfig]:
+    """The server's model, and the configuration that names it, so that no other is used if the server changes."""
+    from eval_pipeline.checkpoints import served_checkpoint
+    from eval_pipeline.engines.openai_engine import find_served_model
+
+    model = find_served_model(config.engine, None if checkpoint is None else checkpoint.export)
+    checkpoint = checkpoint or served_checkpoint(model, caller_directory())
+    return checkpoint, replace(config, engine=replace(config.engine, model=model.id))
+
+
+def _with_problems(config: EvalConfig, problems: Path) -> EvalConfig:
+    """Replace the datasets by a file."""
+    from eval_pipeline.config import TiersConfig
+
+    name = problems.resolve().parent.name or problems.stem
+    datasets = {name: {"format": "quickstart", "path": str(problems.absolute())}}
+    selection = replace(config.selection, dataset=None)
+    return replace(config, datasets=datasets, tiers=TiersConfig(tier1=[name]), selection=selection)
+
+
+def _with_sample(config: EvalConfig, size: int) -> EvalConfig:
+    """Sample each dataset."""
+    from eval_pipeline.problems.datasets import SAMPLE_SEED
+
+    print_line(
+        f"--limit {size}: at most {size} problems of each data set, sampled across its file with seed {SAMPLE_SEED}; "
+        "every checkpoint and every run is asked the same ones",
+        sys.stderr,
+    )
+    return replace(config, datasets={name: {**entry, "sample": size} for name, entry in config.datasets.items()})
+
+
+# report
+
+
+def add_report(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_action(
+        commands,
+        "report",
+        "Compare the base model of a training run with its best checkpoint. The base model is evaluated first, on the "
+        "same data sets, unless it has been evaluated already.",
+        report,
+        examples=[f"{RUN_EXAMPLE} --baseline data/quickstart/model"],
+        notes="Writes comparison_table.md, comparison_data.json and plots to <run>/eval/report/.",
+        exit_codes={"0": "done", "1": "the evaluation of the base model failed", **FAILURES},
+    )
+    add_directory(parser, "directory of an evaluated training run")
+    parser.add_argument(
+        "--baseline", type=input_path, required=True, metavar="MODEL", help="directory of the base model"
+    )
+    add_recipe(parser)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Evaluate the base model if necessary, and write the report."""
+    from eval_pipeline.checkpoints import base_model, eval_dir_of_run
+    from eval_pipeline.config import TIERS
+    from eval_pipeline.recipe import restrict_datasets
+    from eval_pipeline.report.results import read_evaluation
+    from eval_pipeline.report.selection import read_best_checkpoint
+    from eval_pipeline.run import EvalContext
+    from eval_pipeline.watch import evaluate_checkpoint
+
+    directory = eval_dir_of_run(arguments.directory)
+    config = load_config(arguments, directory.of_run)
+    config.engine.require_own_model("report")
+    best = read_evaluation(directory.results_of(f"step_{read_best_checkpoint(directory.of_run).step}"))
+    baseline = base_model(arguments.baseline)
+    context = EvalContext(directory, restrict_datasets(config, best.datasets))
+    code = evaluate_checkpoint(context, baseline, max(TIERS))
+    if code == 0:
+        table = _write_report(context, baseline.label, best.label)
+        rows = {"report": typed_path(table), "plots": typed_path(table.parent / "*.png")}
+        print_summary(f"Finished: report on {directory.of_run.name}", rows)
+    return code
+
+
+def _write_report(context: EvalContext, base_label: str, best_label: str) -> Path:
+    from eval_pipeline.publish import published_models
+    from eval_pipeline.report.report import write_report
+    from eval_pipeline.report.results import read_evaluation, read_outcomes
+    from eval_pipeline.report.selection import read_best_checkpoint
+    from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
+
+    directory = context.directory
+    base, best = (directory.results_of(label) for label in (base_label, best_label))
+    history = directory.of_run / METRICS_FILE
+    return write_report(
+        directory.root / "report",
+        baseline=read_evaluation(base),
+        best=read_evaluation(best),
+        history=[model for model in published_models(directory.root) if model.step is not None],
+        training_history=iter_metrics(history) if history.is_file() else (),
+        outcomes=(read_outcomes(base), read_outcomes(best)),
+        chosen_by=read_best_checkpoint(directory.of_run),
+    )
+
+
+# status
+
+
+def add_status(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_action(
+        commands,
+        "status",
+        "Show every evaluation of a run. Prints its state, attempts, worker, duration, and the error if it failed.",
+        status,
+        examples=[RUN_EXAMPLE],
+        exit_codes={"0": "no evaluation has failed", "1": "an evaluation has failed", **FAILURES},
+    )
+    add_directory(parser, "directory of a run, or of an evaluation")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with all times")
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Print one line per job; returns 1 if one failed."""
+    from eval_pipeline.checkpoints import find_eval_dir
+    from eval_pipeline.jobs import JobQueue
+
+    jobs = JobQueue(find_eval_dir(arguments.directory).root).jobs()
+    if arguments.json:
+        for job in jobs:
+            print_line(json.dumps(asdict(job)))
+    else:
+        _print_jobs(jobs)
+    return int(any(job.state == "failed" for job in jobs))
+
+
+def _print_jobs(jobs: Sequence[Job]) -> None:
+    rows: list[tuple[str, ...]] = [("checkpoint", "data set", "tier", "state", "attempts", "seconds", "worker")]
+    for job in jobs:
+        seconds = f"{job.seconds['active_s']:.0f}" if "active_s" in job.seconds else "-"
+        tier, attempts = str(job.tier), str(job.attempts)
+        rows.append((job.checkpoint, job.dataset, tier, job.state, attempts, seconds, job.worker or "-"))
+    header, *lines = aligned_rows(rows)
+    print_line(header)
+    for line, job in zip(lines, jobs, strict=True):
+        print_line(line)
+        if job.error is not None:
+            wait = job.not_before - time.time()
+            when = f"next attempt in {wait:.0f} s; " if job.state == "pending" and wait > 0 else ""
+            print_line(f"    {when}{job.error}")
+
+
+# retry
+
+
+def add_retry(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_action(
+        commands,
+        "retry",
+        "Re-queue every evaluation of a run that failed, or that has answers without a verdict. The next `watch` or "
+        "`run` evaluates them again and keeps what was answered and judged.",
+        retry,
+        examples=[RUN_EXAMPLE],
+    )
+    add_directory(parser, "directory of a run, or of an evaluation")
+
+
+def retry(arguments: argparse.Namespace) -> int:
+    """Re-queue jobs and print them."""
+    from eval_pipeline.checkpoints import find_eval_dir
+    from eval_pipeline.jobs import JobQueue
+    from eval_pipeline.report.results import read_evaluation
+    from verl_ext.errors import UserError
+
+    directory = find_eval_dir(arguments.directory)
+    queue = JobQueue(directory.root)
+    incomplete: dict[tuple[str, str], int] = {}
+    for label in dict.fromkeys(job.checkpoint for job in queue.jobs() if job.state == "done"):
+        with suppress(UserError):  # not published yet; the next `watch` or `run` does that
+            published = read_evaluation(directory.results_of(label))
+            incomplete |= {(label, name): num for name, num in published.incomplete.items()}
+    due = queue.retry(incomplete=incomplete)
+    for job in due:
+        if job.state == "done":
+            reason = f"{incomplete[job.key]} answers without a verdict"
+        else:
+            reason = "failed: " + (job.error or "").partition("\n")[0]
+        print_line(f"Re-queued: {job.checkpoint} on {job.dataset} ({reason})")
+    if not due:
+        print_line("No evaluation has failed or is incomplete, so there is nothing to retry.")
+    return 0
+
+
+# check
+
+
+def add_check(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_action(
+        commands,
+        "check",
+        "Check a recipe without evaluating anything. Reads the problems of its local data sets and tests the sandbox.",
+        check,
+        examples=["--recipe humaneval"],
+        notes=RECIPE_EXAMPLE,
+    )
+    parser.add_argument("--watch", action="store_true", help="also check that `watch` can use the recipe")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--recipe", metavar="NAME", help="recipe to check (default: quickstart)")
+    add_overrides(parser)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Check whether an evaluation could start; a training with `eval.watch=true` runs this first."""
+    from eval_pipeline.pool import require_engine
+    from eval_pipeline.recipe import load_eval_config
+
+    config = load_eval_config(arguments.recipe, arguments.overrides)
+    require_engine(config)
+    if arguments.watch:
+        config.engine.require_own_model("watch")
+    found = {
+        "problems": _count_problems(config),
+        "isolation": _probe_sandbox(config),
+        "gpus": _count_gpus(config),
+    }
+    print_line(json.dumps(found) if arguments.json else _describe_check(found))
+    return 0
+
+
+def _count_problems(config: EvalConfig) -> dict[str, int | None]:
+    """Number of problems of each dataset in the tiers; None for datasets from the hub."""
+    from eval_pipeline.config import TIERS
+    from eval_pipeline.problems.datasets import is_local, load_problems
+    from verl_ext.errors import UserError
+
+    sources = [config.sources[name] for name, _ in config.datasets_up_to(max(TIERS))]
+    if not sources:
+        raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
+    return {source.name: len(load_problems(source)) if is_local(source) else None for source in sources}
+
+
+def _probe_sandbox(config: EvalConfig) -> str | None:
+    """The isolation level that works here; None if other machines judge."""
+    from eval_pipeline.judge import JudgeClient
+
+    if config.executor.kind != "local":
+        return None
+    with JudgeClient(replace(config.judge, num_workers=1)) as judge:
+        return judge.isolation
+
+
+def _count_gpus(config: EvalConfig) -> int:
+    """Number of GPUs of this machine that the engines would take; 0 on a Ray cluster."""
+    from eval_pipeline.pool import assign_gpus
+
+    if config.executor.kind == "ray" and config.executor.address != "local":
+        return 0
+    groups = assign_gpus(config.executor.num_workers, config.engine)
+    return sum(len(group.split(",")) for group in groups if group is not None)
+
+
+def _describe_check(found: dict) -> str:
+    counts = (f"{name} ({'from the hub' if count is None else count})" for name, count in found["problems"].items())
+    sandbox = "answers judged on the Ray cluster" if found["isolation"] is None else f"isolation {found['isolation']}"
+    return f"The recipe is valid: problems of {', '.join(counts)}; {sandbox}; {found['gpus']} GPUs of this machine"

@@ -1,0 +1,159 @@
+"""Compares answers with references, and long outputs with expected ones, in a process that can be killed.
+
+A parser of answers can hang, and comparing megabytes of numbers takes a second: in a thread of the server, that second
+would stop the threads that judge other answers. Both ends of the process are in this file; nothing of an answer runs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from eval_pipeline.judge.inside import protocol
+from eval_pipeline.judge.numeric_answer import is_right
+from eval_pipeline.judge.types import ResourceLimits, Verdict
+from eval_pipeline.judge.verdicts import outputs_match
+from verl_ext.cli import child_process_args
+from verl_ext.commands import program
+from verl_ext.processes import end_with_parent
+
+_START_S = 60.0
+"""Starting may take long on a busy machine; it is not the answer's time."""
+_LONG_CHARS = 1 << 15
+"""Longer outputs are compared in the process; comparing shorter ones takes no longer than sending them."""
+_OUTPUTS_S = 120.0
+"""For two outputs, of which the longest take seconds."""
+
+
+class Comparer:
+    """Owns the process, which starts when it is first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+
+    def judge(self, answer: str, reference: str, limits: ResourceLimits) -> Verdict:
+        """`success` or `wrong_answer`; also `wrong_answer` if no parser reads the answer within the limits.
+
+        Raises:
+            OSError: the process failed.
+        """
+        started = time.monotonic()
+        reply = self._ask({"answer": answer, "reference": reference}, b"", limits.wall_s)
+        wall_s = time.monotonic() - started
+        if reply is None:
+            return Verdict("wrong_answer", 0, 1, "the answer could not be read in time", wall_s)
+        if reply["right"]:
+            return Verdict("success", 1, 1, "", wall_s)
+        return Verdict("wrong_answer", 0, 1, reply["message"], wall_s)
+
+    def outputs_match(self, actual: str, expected: str, tolerance: float | None) -> bool:
+        """The result of `verdicts.outputs_match`; long outputs do not occupy this interpreter.
+
+        Raises:
+            OSError: the process failed.
+        """
+        actual, expected = actual.rstrip(), expected.rstrip()
+        if actual == expected:
+            return True
+        if min(len(actual), len(expected)) < _LONG_CHARS:
+            return outputs_match(actual, expected, tolerance)
+        outputs = [text.encode(errors="surrogatepass") for text in (actual, expected)]
+        reply = self._ask({"tolerance": tolerance, "size": len(outputs[0])}, b"".join(outputs), _OUTPUTS_S)
+        if reply is None:
+            raise OSError(f"two outputs could not be compared within {_OUTPUTS_S:g} s")
+        return reply["right"]
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _ask(self, question: dict[str, object], blob: bytes, timeout_s: float) -> dict[str, Any] | None:
+        """The reply of the process; None if there is none in time."""
+        connection = self._connection or self._start()
+        connection.settimeout(timeout_s)  # sending blocks too if the process does not read
+        try:
+            protocol.send(connection, question, blob)
+            return _receive(connection)
+        except TimeoutError:
+            self.close()
+            return None
+
+    def _start(self) -> socket.socket:
+        connection, theirs = socket.socketpair()
+        self._connection = connection
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "eval_pipeline.judge.comparer"],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+            )
+        connection.settimeout(_START_S)
+        try:
+            _receive(connection)
+        except TimeoutError as error:
+            raise OSError("the process that compares answers does not start") from error
+        return connection
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    try:
+        received = protocol.receive(connection)
+    except protocol.FrameError as error:
+        raise OSError(str(error)) from error
+    if received is None:
+        raise OSError("the process that compares answers ended unexpectedly")
+    return received[0]
+
+
+# The process
+
+
+def main() -> None:
+    """Reply to each question on standard output until the input ends."""
+    child_process_args(
+        "eval_pipeline.judge.comparer",
+        "Compares answers with references, and outputs with expected ones.",
+        f"{program('eval')} run --checkpoint models/mine --recipe gsm8k",
+    )
+    end_with_parent()  # a parser that hangs does not see its input end
+    replies = os.dup(1)
+    os.dup2(2, 1)  # so that nothing that a parser prints is taken for a reply
+    _reply(replies, {"ready": True})
+    while (received := protocol.read(0)) is not None:
+        question, blob = received
+        _reply(replies, _compare_outputs(question, blob) if blob else _compare_answer(question))
+
+
+def _compare_outputs(question: dict[str, Any], blob: bytes) -> dict[str, object]:
+    size = question["size"]
+    actual, expected = (part.decode(errors="surrogatepass") for part in (blob[:size], blob[size:]))
+    return {"right": outputs_match(actual, expected, question["tolerance"])}
+
+
+def _compare_answer(question: dict[str, str]) -> dict[str, object]:
+    try:
+        right = is_right(question["answer"], question["reference"])
+    except (ArithmeticError, ValueError, RecursionError, MemoryError) as error:
+        return {"right": False, "message": f"the answer could not be read: {type(error).__name__}"}
+    return {"right": bool(right), "message": "" if right else f"expected {question['reference']!r}"}
+
+
+def _reply(fd: int, message: dict[str, object]) -> None:
+    data = protocol.pack(message)
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+if __name__ == "__main__":
+    main()

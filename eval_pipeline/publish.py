@@ -1,0 +1,221 @@
+"""Publishes results once all jobs of a checkpoint have ended: files, the best checkpoint, the terminal, and W&B."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from eval_pipeline.checkpoints import read_training_run
+from eval_pipeline.jobs import Job
+from eval_pipeline.report.report import format_table
+from eval_pipeline.report.results import METRICS_FILE, EvaluatedModel, read_evaluation, read_qa_logs, write_evaluation
+from eval_pipeline.report.selection import (
+    BestCheckpoint,
+    SelectionResult,
+    read_best_checkpoint,
+    select_best,
+    write_best_checkpoint,
+)
+from eval_pipeline.report.tracking import log_to_wandb
+from eval_pipeline.run import EvalContext, Task
+from verl_ext.checkpoint.manifest import BEST
+from verl_ext.commands import program
+from verl_ext.console import print_summary, typed_path, warn
+from verl_ext.errors import UserError
+from verl_ext.files import file_lock, parse_json
+from verl_ext.metrics.wandb_sink import persistent_run_id
+
+PUBLISH_LOCK = "publish.lock"
+TRACK_LOCK = "track.lock"
+
+
+class Publisher:
+    """Publishes results that have not been published, including those of a process that was killed before it could.
+
+    Args:
+        context: of the evaluation.
+        owns_selection: whether the best checkpoint is selected by this configuration, as in `watch`. Otherwise, metric,
+            mode and settings of the last selection are kept, if there was one: a side evaluation with other settings
+            must not change where the next stage of training starts.
+    """
+
+    def __init__(self, context: EvalContext, owns_selection: bool) -> None:
+        self._context, self._owns_selection = context, owns_selection
+        self._published: dict[str, str] = {}  # digest by label
+        self._has_warned = False
+
+    def publish(self, tasks: Sequence[Task]) -> set[str]:
+        """Publish every checkpoint whose wanted jobs have ended, with the results of all its finished jobs.
+
+        Args:
+            tasks: the wanted jobs.
+
+        Returns:
+            Labels of the published checkpoints.
+
+        Raises:
+            UserError: a file cannot be read or written.
+        """
+        unfinished = {task.checkpoint.label for task in self._context.unfinished(tasks)}
+        for label in unfinished & self._published.keys():
+            del self._published[label]  # re-queued; it may end with the same digest
+        ended = dict.fromkeys(task.checkpoint.label for task in tasks if task.checkpoint.label not in unfinished)
+        jobs: dict[str, list[Job]] = {}
+        for job in self._context.jobs.jobs():
+            jobs.setdefault(job.checkpoint, []).append(job)
+        digests = {label: _digest(jobs[label]) for label in ended}
+        changed = [label for label in ended if self._published.get(label) != digests[label]]
+        return {label for label in changed if self._publish(label, digests[label])}
+
+    def _publish(self, label: str, digest: str) -> bool:
+        if self._context.jobs.is_wanted_by_others(label):
+            return False  # the process that wants more publishes everything
+        is_new = self._write_results(label)
+        if not self._context.config.wandb or self._track(label):
+            self._published[label] = digest
+        return is_new
+
+    def _write_results(self, label: str) -> bool:
+        """Write the results of a checkpoint and select the best one; returns whether they were new."""
+        jobs, directory = self._context.jobs, self._context.directory
+        with file_lock(directory.root / PUBLISH_LOCK):
+            of_checkpoint = [job for job in jobs.jobs() if job.checkpoint == label]
+            digest, model = _digest(of_checkpoint), self._merge_results(label, of_checkpoint)
+            if model is None or jobs.published_digest(label) == digest:
+                return False  # every job failed, or another process has published the results
+            results = directory.results_of(label)
+            write_evaluation(results, model)
+            self.update_best_checkpoint()
+            for name, num in model.incomplete.items():
+                warn(
+                    f"{label} on {name} is incomplete: {num} answers have no verdict (api_error) and count as wrong; "
+                    f"fix the cause, type `{program('eval')} retry {typed_path(directory.run_dir or directory.root)}`, "
+                    "and evaluate again"
+                )
+            print_summary(f"Evaluated: {label}", {"results": typed_path(results)}, table=format_table(model.datasets))
+            jobs.mark_published(label, digest)
+        return True
+
+    def _merge_results(self, label: str, jobs: Sequence[Job]) -> EvaluatedModel | None:
+        """The finished jobs of a checkpoint with its current weights, as one model; None if there are none."""
+        results = [self._read_result(job) for job in jobs if job.state == "done"]
+        results = [result for result in results if result.weights == self._context.weights_of(label)]
+        datasets = {name: result for model in results for name, result in model.datasets.items()}
+        return replace(results[0], datasets=datasets) if results else None
+
+    def _read_result(self, job: Job) -> EvaluatedModel:
+        path = self._context.directory.job_result(job.checkpoint, job.dataset)
+        try:
+            return EvaluatedModel.from_json(parse_json(path.read_bytes()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"cannot read {path} ({error!r}); delete {self._context.jobs.path} to judge everything again"
+            ) from error
+
+    def update_best_checkpoint(self) -> None:
+        """Select the best checkpoint of the run, and write `best_checkpoint.json`.
+
+        Raises:
+            UserError: the file cannot be read or written.
+        """
+        directory = self._context.directory
+        if directory.run_dir is None or directory.one_model:
+            return
+        evaluated, exists = published_models(directory.root), (directory.run_dir / BEST).exists()
+        if self._owns_selection or not exists:
+            config, selection = self._context.config, self._context.config.selection
+            names = config.tiers.tier1 if selection.dataset is None else [selection.dataset]
+            settings = {name: self._context.compared_settings(name) for name in names}
+            selected = select_best(evaluated, settings, selection.metric, selection.mode, selection.dataset)
+            why = "no checkpoint has results of the metric that the best one is chosen by"
+        else:
+            last = read_best_checkpoint(directory.run_dir)
+            selected = _select_by_last_rule(evaluated, last, directory.run_dir)
+            how = f"{last.metric} on {', '.join(last.datasets)}"
+            why = f"the new results cannot be compared with those that global_step_{last.step} was chosen by ({how})"
+        if selected is not None:
+            write_best_checkpoint(directory.run_dir, selected, evaluated)
+            incomplete = [name for name in selected.datasets if name in selected.best.incomplete]
+            if incomplete:
+                on = ", ".join(incomplete)
+                warn(f"{selected.best.label} is the best checkpoint by results that are incomplete on {on}")
+        elif exists and not self._has_warned:
+            self._has_warned = True
+            warn(f"{why}; {BEST} is unchanged")
+
+    def _track(self, label: str) -> bool:
+        """Send published results to W&B, which may take minutes; other processes neither wait nor send them too.
+
+        Returns:
+            Whether nothing is left to send; False while another process is sending, which may fail to.
+        """
+        jobs, directory = self._context.jobs, self._context.directory
+        if jobs.published_digest(label) in ("", None, jobs.tracked_digest(label)):
+            return True
+        with file_lock(directory.root / TRACK_LOCK, wait=False) as is_mine:
+            digest = jobs.published_digest(label)
+            if is_mine and digest is not None and digest != jobs.tracked_digest(label):
+                self._log_to_wandb(read_evaluation(directory.results_of(label)))
+                jobs.mark_tracked(label, digest)
+            return is_mine
+
+    def _log_to_wandb(self, model: EvaluatedModel) -> None:
+        """Log a checkpoint's results, always to the same W&B run, even with results on further datasets."""
+        directory = self._context.directory
+        try:
+            if directory.run_dir is not None and not directory.one_model:
+                run_id = f"{persistent_run_id(directory.run_dir)}-{model.label}"
+            else:  # results that are kept apart from those of the run
+                key = f"{directory.root} {model.label} {model.weights}"
+                run_id = hashlib.sha256(key.encode()).hexdigest()[:16]
+        except OSError as error:
+            warn(f"the results of {model.label} are not logged to W&B, because the run's id cannot be saved: {error}")
+            return
+        run, results = read_training_run(directory.run_dir), directory.results_of(model.label)
+        log_to_wandb(
+            model,
+            read_qa_logs(results, model.datasets),
+            project=run.project,
+            experiment=run.experiment,
+            directory=directory.run_dir or results,
+            run_id=run_id,
+        )
+
+
+def _select_by_last_rule(
+    evaluated: Sequence[EvaluatedModel], last: BestCheckpoint, run_dir: Path
+) -> SelectionResult | None:
+    """Select by the rule of the last selection; None if its checkpoint could not take part, or not on every dataset."""
+    if not any(last.metric in result.metrics for model in evaluated for result in model.datasets.values()):
+        return None
+    selected = select_best(evaluated, last.settings, last.metric, last.mode)
+    exists = (run_dir / f"global_step_{last.step}").is_dir()
+    if selected is None or (exists and selected.values.get(last.step) is None):
+        return None
+    return selected if {*last.datasets} <= {*selected.datasets} else None
+
+
+def published_models(root: Path) -> list[EvaluatedModel]:
+    """Every model with published results: a run's checkpoints by step, then models without a run.
+
+    Args:
+        root: the run's `eval/`; its checkpoints are expected next to it, even if they were evaluated elsewhere.
+    """
+    models = []
+    for path in root.glob(f"eval_*/{METRICS_FILE}"):
+        try:
+            model = read_evaluation(path.parent)
+        except UserError as error:
+            warn(str(error))
+            continue
+        is_of_run = model.step is not None
+        models.append(replace(model, checkpoint=root.parent / model.checkpoint.name) if is_of_run else model)
+    return sorted(models, key=lambda model: (model.step is None, model.step or 0, model.label))
+
+
+def _digest(jobs: Sequence[Job]) -> str:
+    content = sorted((job.dataset, job.digest, job.state) for job in jobs if job.has_ended)
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -1,0 +1,333 @@
+"""Workers as actors of a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack, contextmanager
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any
+
+# read when Ray is imported: with a node's death, it prints pages to standard output despite `log_to_driver=False`
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
+import ray
+from ray._private.services import canonicalize_bootstrap_address
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+
+from eval_pipeline.config import EngineConfig, EvalConfig
+from eval_pipeline.pool import BATCHES_PER_WORKER, EXIT_TIMEOUT_S, PoolWorker, WorkerPool
+from eval_pipeline.worker import Batch, EvalWorker, Event
+from verl_ext.console import warn
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.paths import IMPORT_PATH
+
+SCALE_S = 2.0
+"""How often the pool adapts to the nodes of the cluster and replaces dead workers."""
+PATIENCE_S = 60.0
+"""How long a worker may wait for resources before the user is warned."""
+MAX_FAILED_STARTS = 3
+"""Workers in a row that may die before they are ready; then something is wrong with the cluster."""
+CONNECT_TIMEOUT_S = 10.0
+"""How long the head of the cluster may take to accept a connection."""
+
+
+class RayPool(WorkerPool):
+    """Actors of a Ray cluster. A dead one is replaced; with `num_workers=null`, new nodes are used too.
+
+    Args:
+        config: of the evaluation.
+    """
+
+    def __init__(self, config: EvalConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._stack = ExitStack()
+        self._workers: list[RayWorker] = []
+        self._gpus = 0
+        self._scaled_at = float("-inf")
+        self._complete_at = time.monotonic()
+        self._has_warned = False
+        self._num_failed_starts = 0
+
+    def __enter__(self) -> RayPool:
+        with ExitStack() as stack:
+            stack.enter_context(connected(self._config.executor.address))
+            stack.callback(self._end_workers)
+            self._gpus = gpus_per_worker(self._config.engine)
+            self._scale()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _end_workers(self) -> None:
+        wait([worker.end() for worker in self._workers if worker.is_ready], EXIT_TIMEOUT_S)
+        for worker in self._workers:
+            worker.kill()
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """See `WorkerPool`."""
+        if time.monotonic() - self._scaled_at >= SCALE_S:
+            self._scale()
+        replies = [reply for worker in self._workers for reply in worker.replies]
+        if not replies:
+            time.sleep(timeout_s)
+            return []
+        # not `ray.wait`, which turns the exception of a signal handler into a SystemError
+        wait(replies, timeout_s, FIRST_COMPLETED)
+        return [event for worker in list(self._workers) for event in self._receive(worker)]
+
+    def _receive(self, worker: RayWorker) -> list[Event]:
+        """The events of a worker; a dead one is dropped.
+
+        Raises:
+            UserError: no worker can start.
+        """
+        if not any(reply.done() for reply in worker.replies):
+            return []
+        was_ready = worker.is_ready
+        events = worker.receive()
+        if worker.death is None:
+            self._num_failed_starts = 0
+            return events
+        self._workers.remove(worker)
+        self._num_failed_starts += not was_ready
+        if self._num_failed_starts >= MAX_FAILED_STARTS and not any(other.is_ready for other in self._workers):
+            raise UserError(f"no worker can start on the Ray cluster ({worker.death}); fix its nodes")
+        return events
+
+    def _scale(self) -> None:
+        """Start or end workers until there are as many as wanted."""
+        self._scaled_at = time.monotonic()
+        wanted = self._config.executor.num_workers or capacity(self._gpus)
+        idle = sorted((each for each in self._workers if not each.batches), key=lambda each: each.is_ready)
+        for worker in idle[: max(0, len(self._workers) - wanted)]:  # a node is gone; waiting workers are ended first
+            worker.kill()
+            self._workers.remove(worker)
+        while len(self._workers) < wanted:
+            self._workers.append(RayWorker(self._config, self._gpus))
+        self._warn_of_waiting()
+
+    def _warn_of_waiting(self) -> None:
+        """Warn once if workers wait for resources, possibly forever."""
+        num_waiting = sum(not worker.is_ready for worker in self._workers)
+        if self._workers and not num_waiting:
+            self._complete_at = time.monotonic()
+        elif time.monotonic() - self._complete_at > PATIENCE_S and not self._has_warned:
+            self._has_warned = True
+            who = f"{num_waiting} of {len(self._workers)} workers" if self._workers else "workers"
+            need = f"{self._gpus} free GPUs on one node" if self._gpus else "a free CPU"
+            warn(f"{who} have waited {PATIENCE_S:.0f} s for resources of the Ray cluster; each needs {need}")
+
+
+class RayWorker(PoolWorker):
+    """An actor, from the request for its resources to its death.
+
+    One call of `WorkerActor.events` is always in progress; the actor returns it with the next events. With a streaming
+    generator, each event would be an object that can be lost on its own; a lost reply means a lost actor.
+
+    Args:
+        config: of the evaluation.
+        gpus: number of GPUs of the actor; with 0, it gets a CPU instead.
+
+    Attributes:
+        is_ready: whether it has its resources and can get batches.
+        death: why it died; None while it lives.
+    """
+
+    def __init__(self, config: EvalConfig, gpus: int) -> None:
+        super().__init__()
+        # All nodes share the file system of a checkout; Ray fills in the node's PYTHONPATH. A wheel is installed in
+        # the environment of every node.
+        path = {"env_vars": {"PYTHONPATH": f"{IMPORT_PATH}{os.pathsep}${{PYTHONPATH}}"}} if IMPORT_PATH else {}
+        self._actor = (
+            ray.remote(WorkerActor)
+            .options(
+                num_cpus=0 if gpus else 1,
+                num_gpus=gpus,
+                max_concurrency=BATCHES_PER_WORKER + 2,  # and one call of `events`, and one of `end`
+                scheduling_strategy="SPREAD",
+                runtime_env=path,
+            )
+            .remote(config, _environment(config))
+        )
+        self._events: Future[list[Event]] = self._actor.ping.remote().future()
+        self._runs: list[Future[Any]] = []
+        self.is_ready = False
+        self.death: str | None = None
+
+    def has_room_for(self, export: Any) -> bool:
+        """See `PoolWorker`; a worker without resources must not hold batches."""
+        return self.is_ready and super().has_room_for(export)
+
+    @property
+    def replies(self) -> list[Future[Any]]:
+        """The calls in progress."""
+        return [self._events, *self._runs]
+
+    def _send(self, batch: Batch) -> None:
+        self._runs.append(self._actor.run.remote(batch).future())
+
+    def _drain(self) -> tuple[list[Event], str | None]:
+        events: list[Event] = []
+        done = [reply for reply in self.replies if reply.done()]
+        try:
+            for reply in done:
+                events += reply.result() or []
+        except RayError as error:
+            self.death = describe_death(error)
+            self.kill()  # nothing is accepted from an actor that is unreachable for a while
+            return events, f"a worker on the Ray cluster died ({self.death})"
+        self._runs = [run for run in self._runs if run not in done]
+        if self._events in done:
+            self.is_ready = True
+            self._events = self._actor.events.remote().future()
+        return events, None
+
+    def end(self) -> Future[Any]:
+        """Ask it to end its engine and its judge; returns what to wait for."""
+        return self._actor.end.remote().future()
+
+    def kill(self) -> None:
+        """Kill it, or withdraw its request for resources."""
+        ray.kill(self._actor)
+
+
+class WorkerActor:
+    """A worker on a node of the cluster, whose events are fetched. Ray calls its methods from several threads.
+
+    Args:
+        config: of the evaluation.
+        environment: variables that the node may lack.
+    """
+
+    def __init__(self, config: EvalConfig, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._worker = EvalWorker(config)
+
+    def ping(self) -> list[Event]:
+        """Return no events, once the actor has its resources."""
+        return []
+
+    def run(self, batch: Batch) -> None:
+        """Run a batch."""
+        self._worker.run(batch, self._events.put)
+
+    def events(self) -> list[Event]:
+        """Wait for an event; returns all that have arrived."""
+        events = [self._events.get()]
+        try:
+            while True:
+                events.append(self._events.get_nowait())
+        except Empty:
+            return events
+
+    def end(self) -> None:
+        """End the engine and the judge."""
+        self._worker.__exit__(None, None, None)
+
+
+def _environment(config: EvalConfig) -> dict[str, str]:
+    """The server's key, which must not be in a `runtime_env`: Ray logs it."""
+    name = config.engine.api_key_env
+    return {name: os.environ[name]} if config.engine.kind == "openai" and name in os.environ else {}
+
+
+def describe_death(error: RayError) -> str:
+    """Why an actor died, in one line."""
+    if isinstance(error, ActorUnavailableError):
+        return "it cannot be reached"  # the first error after most deaths
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
+    if isinstance(error, ActorDiedError) and not error.actor_init_failed:
+        return lines[min(1, len(lines) - 1)].split(". ")[0]  # the first line says only that it died
+    return lines[-1]  # of a traceback
+
+
+# The cluster
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Connect to a Ray cluster during the block.
+
+    Args:
+        address: of the cluster's head; None takes `RAY_ADDRESS`, otherwise a cluster on this machine; `local` starts
+            one that ends with the block.
+
+    Raises:
+        UserError: there is no such cluster.
+    """
+    handler = signal.getsignal(signal.SIGTERM)  # Ray replaces it
+    try:
+        _connect(address or os.environ.get("RAY_ADDRESS") or "auto")
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    if "://" in address:
+        raise UserError(
+            f"executor.address={address} is a Ray Client address; run the command on a cluster node and give host:port"
+        )
+    try:
+        if address != "local":
+            # Ray itself takes two minutes to report that nobody listens
+            host, port = canonicalize_bootstrap_address(address).rsplit(":", 1)
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"no Ray cluster can be reached at executor.address={address} ({first_line_of(error)}); start one with "
+            "`ray start --head`, or set executor.address to the host:port of a cluster that this machine belongs to"
+        ) from error
+
+
+def gpus_per_worker(engine: EngineConfig) -> int:
+    """How many of the cluster's GPUs a worker needs; 0 on CPUs or with a server.
+
+    Raises:
+        UserError: no node has as many.
+    """
+    most = max((_count(node, "GPU") for node in _nodes()), default=0)
+    if engine.kind != "vllm" or not most:
+        return 0
+    if engine.tensor_parallel_size > most:
+        raise UserError(
+            f"engine.tensor_parallel_size={engine.tensor_parallel_size} needs that many GPUs in one node, but no node "
+            f"of the Ray cluster has more than {most}; lower it"
+        )
+    return engine.tensor_parallel_size
+
+
+def capacity(gpus: int) -> int:
+    """How many workers the cluster has room for: as many as its GPUs allow, or one per node.
+
+    Args:
+        gpus: per worker.
+    """
+    if gpus:
+        return sum(_count(node, "GPU") // gpus for node in _nodes())
+    return sum(_count(node, "CPU") > 0 for node in _nodes())
+
+
+def _nodes() -> list[dict[str, float]]:
+    """Resources of each live node."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _count(node: dict[str, float], kind: str) -> int:
+    return int(node.get(kind, 0))

@@ -1,0 +1,160 @@
+"""Loads evaluation recipes, and derives the digests by which stored answers, verdicts and results are reused."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from eval_pipeline.checkpoints import read_training_run
+from eval_pipeline.config import TIERS, EvalConfig, TiersConfig
+from eval_pipeline.judge.isolation import find_packages
+from eval_pipeline.problems.datasets import parser_of
+from eval_pipeline.report.metrics import wanted_k
+from verl_ext.config.compose import Composer, load_yaml
+from verl_ext.config.recipes import find_recipe
+from verl_ext.config.schema import keys
+from verl_ext.errors import UserError
+from verl_ext.metrics.registry import EVALUATION
+
+_NOT_DECISIVE = ("gpu_memory_utilization", "base_url", "concurrency", "timeout_s", "api_key_env")
+"""Engine settings that change the speed or the origin of an answer, but not the answer."""
+
+
+def load_eval_config(name: str | None, overrides: Sequence[str] = ()) -> EvalConfig:
+    """Load and check a recipe: `recipes/eval/<name>.yaml` over the defaults, then overrides.
+
+    Args:
+        name: of a recipe, or the path of a YAML file; None takes the recipe that `recipes/default.yaml` names.
+        overrides: `key=value`.
+
+    Raises:
+        UserError: an unknown recipe or key, an invalid value, or a secret.
+    """
+    path = find_recipe("eval", name)
+    composer = Composer(EvalConfig, extensible=False)
+    composer.add_recipe(load_yaml(path), str(path))
+    composer.add_overrides(overrides)
+    config: EvalConfig = composer.build(str(path))
+    for dataset, source in config.sources.items():
+        parser_of(source.format, f"datasets.{dataset}.format")
+    find_packages(config.judge.packages)
+    _require_metric(config.selection.metric, config.sampling.num_samples)
+    return config
+
+
+def config_for_run(recipe: str | None, overrides: Sequence[str], run_dir: Path | None) -> EvalConfig:
+    """Load the given recipe, otherwise that of the training run, otherwise the default.
+
+    Args:
+        recipe: name of a recipe; None takes `eval.recipe` of the run.
+        overrides: `key=value`.
+        run_dir: of the training run; None for a model without a run.
+
+    Raises:
+        UserError: as `load_eval_config` and `recipe_of_run`.
+    """
+    return load_eval_config(recipe or recipe_of_run(run_dir), overrides)
+
+
+def recipe_of_run(run_dir: Path | None) -> str | None:
+    """The recipe that a run asks for, if any.
+
+    Raises:
+        UserError: it is a file. A recipe decides where keys are sent and which code runs, and a run's directory may
+            come from someone else, with a recipe in it.
+    """
+    name = read_training_run(run_dir).recipe
+    if name is not None and (name.endswith((".yaml", ".yml")) or not re.fullmatch(r"[\w.-]+", name)):
+        raise UserError(f"the run's config.yaml names the recipe file {name}; if you trust it, add --recipe {name}")
+    return name
+
+
+def restrict_datasets(config: EvalConfig, datasets: Collection[str]) -> EvalConfig:
+    """Remove all other datasets from the tiers.
+
+    Args:
+        config: to restrict.
+        datasets: names; the configuration may lack some.
+
+    Raises:
+        UserError: no dataset is left.
+    """
+    tier1, tier2, tier3 = ([name for name in config.tiers.of(tier) if name in datasets] for tier in TIERS)
+    tiers = TiersConfig(tier1=tier1, tier2=tier2, tier3=tier3)
+    if not tiers.names:
+        raise UserError(
+            f"the recipe's tiers name none of the evaluated data sets ({', '.join(sorted(datasets))}); name the recipe "
+            "of that evaluation with --recipe"
+        )
+    return replace(config, tiers=tiers)
+
+
+def known_keys() -> list[str]:
+    """The keys of every recipe."""
+    return list(keys(EvalConfig))
+
+
+def metric_names(num_samples: int) -> list[str]:
+    """The metrics of a dataset with this many answers per problem."""
+    plain = [name.rpartition("/")[2] for name in EVALUATION]
+    names = [name for name in plain if "<" not in name and name != "num_samples"]
+    if num_samples == 1:
+        return names
+    return [*names, "num_samples", *(f"pass_at_{k}" for k in wanted_k(num_samples))]
+
+
+def _require_metric(metric: str, num_samples: int) -> None:
+    """Refuse a `selection.metric` that no evaluation of the recipe has."""
+    known = metric_names(num_samples)
+    if metric not in known:
+        near = difflib.get_close_matches(metric, known, n=1)
+        few = "; pass_at_<k> needs sampling.num_samples of k or more" if metric.startswith("pass_at_") else ""
+        choice = f"did you mean {near[0]!r}?" if near and not few else f"use one of {', '.join(known)}"
+        raise UserError(f"selection.metric is {metric!r}, which no evaluation of this recipe has{few}; {choice}")
+
+
+@dataclass(frozen=True)
+class EvalDigests:
+    """Digests of one checkpoint on one dataset. Stored work is reused only with the same digest."""
+
+    model: str
+    """Of the weights."""
+    answers: str
+    """Of everything that affects the answers."""
+    verdicts: str
+    """Of everything that affects the verdicts, the answers included."""
+
+    @staticmethod
+    def of(identity: Any, problems: str, config: EvalConfig, packages: Mapping[str, str]) -> EvalDigests:
+        """Compute the digests. The JSON behind them must not change, or every finished evaluation would run again.
+
+        Args:
+            identity: of the weights, from `EvalCheckpoint.identity`.
+            problems: digest of the dataset's problems.
+            config: of the evaluation.
+            packages: versions of the packages that programs may import.
+        """
+        engine = {key: value for key, value in asdict(config.engine).items() if key not in _NOT_DECISIVE}
+        model = _digest(identity)
+        answers = _digest(
+            {
+                "model": model,
+                "problems": problems,
+                "sampling": asdict(config.sampling),
+                "batch_size": config.batch_size,
+                "engine": engine,
+            }
+        )
+        judge = {"answers": answers, "isolation": config.judge.isolation, "limits": asdict(config.judge.limits)}
+        return EvalDigests(model, answers, _digest({**judge, "packages": packages}))
+
+
+def _digest(content: Any) -> str:
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

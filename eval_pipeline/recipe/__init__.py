@@ -1,1 +1,0 @@
-"""Loads recipes: the configuration of an evaluation by a name and overrides."""

@@ -1,0 +1,303 @@
+"""The unit of work, a batch, and the worker that generates its answers and has them judged."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+
+from eval_pipeline.config import EvalConfig, SamplingConfig
+from eval_pipeline.engines.base import Engine, EngineDied, GeneratedAnswer, GenerateRequest, open_engine
+from eval_pipeline.judge import Submission, Verdict
+from eval_pipeline.judge.client import JudgeClient
+from eval_pipeline.problems.extract import extract_program
+from eval_pipeline.problems.problem import Problem
+from verl_ext.errors import UserError, one_line
+
+AnswerKey = tuple[str, int]
+"""Problem and index of the answer to it."""
+
+
+@dataclass(frozen=True)
+class BatchId:
+    """Identifies a batch of one claim of a job.
+
+    A worker may still work on a batch of a failed attempt when the next attempt submits the same batch; the claim
+    tells their events apart.
+
+    Attributes:
+        claim: number of the claim in this process.
+        number: of the batch in its job, from 0.
+    """
+
+    claim: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Answers that the engine generates together, always the same ones.
+
+    The composition of a batch affects the last bits of logits. After a kill, the whole batch is therefore generated
+    again, but answers that were stored are kept.
+
+    Attributes:
+        id: identifies the batch.
+        export: model directory; None if a server has the model.
+        problems: those of the requests, by `problem_id`.
+        requests: in the order in which the engine gets them.
+        sampling: sampling parameters.
+        answers: stored answers.
+        judged: answers that need no verdict.
+    """
+
+    id: BatchId
+    export: Path | None
+    problems: dict[str, Problem]
+    requests: tuple[GenerateRequest, ...]
+    sampling: SamplingConfig
+    answers: dict[AnswerKey, GeneratedAnswer] = field(default_factory=dict)
+    judged: frozenset[AnswerKey] = frozenset()
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether an answer is missing."""
+        return any(key_of(request) not in self.answers for request in self.requests)
+
+
+def key_of(request: GenerateRequest) -> AnswerKey:
+    """The key of the answer to a request."""
+    return request.problem_id, request.sample
+
+
+def split_into_batches(
+    problems: Sequence[Problem], sampling: SamplingConfig, size: int
+) -> list[tuple[GenerateRequest, ...]]:
+    """The requests of a dataset in fixed batches, ordered by problem, then by sample."""
+    requests = [
+        GenerateRequest(problem.problem_id, problem.prompt, sample)
+        for problem in problems
+        for sample in range(sampling.num_samples)
+    ]
+    return [tuple(requests[start : start + size]) for start in range(0, len(requests), size)]
+
+
+# Events of a batch
+
+
+@dataclass(frozen=True)
+class BatchStarted:
+    """What answers and verdicts depend on; precedes the first of them, so that a kill cannot separate the two.
+
+    Attributes:
+        batch: that started.
+        context: `isolation` of the judge and, if the engine generates answers, its `protocol`.
+    """
+
+    batch: BatchId
+    context: dict[str, object]
+
+
+@dataclass(frozen=True)
+class AnswerReceived:
+    """The engine generated an answer."""
+
+    batch: BatchId
+    key: AnswerKey
+    answer: GeneratedAnswer
+
+
+@dataclass(frozen=True)
+class AnswerJudged:
+    """The judge returned a verdict."""
+
+    batch: BatchId
+    key: AnswerKey
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class BatchFinished:
+    """Every answer of a batch has a verdict.
+
+    Attributes:
+        batch: that finished.
+        seconds: wall-clock seconds by phase.
+    """
+
+    batch: BatchId
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class BatchFailed:
+    """A batch failed, and with it the attempt at its job; a retry makes sense only after the back-off.
+
+    Attributes:
+        batch: that failed.
+        error: why.
+    """
+
+    batch: BatchId
+    error: str
+
+
+@dataclass(frozen=True)
+class BatchLost:
+    """A worker or its engine died with a batch; another one can do it right away.
+
+    Attributes:
+        batch: that was lost.
+        reason: why the worker or the engine died.
+    """
+
+    batch: BatchId
+    reason: str
+
+
+Event = BatchStarted | AnswerReceived | AnswerJudged | BatchFinished | BatchFailed | BatchLost
+Emit = Callable[[Event], None]
+
+
+class EvalWorker:
+    """An engine and a judge, each started for the first batch that needs it.
+
+    Two threads may call `run` at a time: while the last answers of one batch are judged, the engine starts the next.
+
+    Args:
+        config: of the evaluation.
+    """
+
+    def __init__(self, config: EvalConfig) -> None:
+        self._config = config
+        self._engine: Engine | None = None
+        self._export: Path | None = None
+        self._engine_lock = threading.Lock()
+        self._judge: JudgeClient | None = None
+        self._judge_lock = threading.Lock()
+
+    def __enter__(self) -> EvalWorker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close_engine()
+        if self._judge is not None:
+            self._judge.__exit__(None, None, None)
+
+    def run(self, batch: Batch, emit: Emit) -> None:
+        """Run a batch.
+
+        Args:
+            batch: to run.
+            emit: called with each event, from several threads; the last is `BatchFinished`, `BatchFailed` or
+                `BatchLost`.
+        """
+        try:
+            emit(BatchFinished(batch.id, self._run(batch, emit)))
+        except UserError as error:
+            emit(BatchFailed(batch.id, str(error)))
+        except _EngineLost as error:
+            emit(BatchLost(batch.id, str(error)))
+        except Exception as error:  # the job must fail, whatever it is; the worker can run other batches
+            emit(BatchFailed(batch.id, one_line(error)))
+
+    def _run(self, batch: Batch, emit: Emit) -> dict[str, float]:
+        """Run a batch; returns the wall-clock seconds by phase."""
+        judge = self._open_judge()
+        pending = _PendingVerdicts(judge, batch, emit)
+        seconds: dict[str, float] = {}
+        if batch.answers:
+            emit(BatchStarted(batch.id, {"isolation": judge.isolation}))
+        for key, answer in batch.answers.items():
+            pending.submit(key, answer)
+        if batch.needs_engine:
+            with self._engine_lock:
+                seconds = self._generate(batch, emit, judge, pending)
+        seconds["judge_s"] = pending.wait()
+        return seconds
+
+    def _generate(self, batch: Batch, emit: Emit, judge: JudgeClient, pending: _PendingVerdicts) -> dict[str, float]:
+        """Generate the missing answers; returns the wall-clock seconds by phase."""
+        previous = self._engine
+        try:
+            engine = self._open_engine(batch.export)
+            before = dict(engine.seconds) if engine is previous else {}
+            emit(BatchStarted(batch.id, {"isolation": judge.isolation, "protocol": dict(engine.protocol)}))
+            try:
+                for request, answer in engine.answers(batch.requests, batch.sampling):
+                    key = key_of(request)
+                    if key not in batch.answers:
+                        emit(AnswerReceived(batch.id, key, answer))
+                        pending.submit(key, answer)
+            except EngineDied as error:
+                if self._config.engine.kind == "vllm":
+                    raise _EngineLost(str(error)) from error
+                raise  # a server is not restarted by us, so the job has to back off
+        except BaseException:
+            self._close_engine()  # the next batch starts a new one
+            raise
+        return {name: value - before.get(name, 0.0) for name, value in engine.seconds.items()}
+
+    def _open_engine(self, export: Path | None) -> Engine:
+        if self._engine is None or self._export != export:
+            self._close_engine()
+            engine = open_engine(self._config.engine, export)
+            self._engine, self._export = engine.__enter__(), export
+        return self._engine
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.__exit__(None, None, None)
+
+    def _open_judge(self) -> JudgeClient:
+        with self._judge_lock:
+            if self._judge is None:
+                self._judge = JudgeClient(self._config.judge).__enter__()
+            return self._judge
+
+
+class _EngineLost(Exception):
+    """vLLM died while it generated; a new process can do the batch."""
+
+
+class _PendingVerdicts:
+    """The verdicts of a batch that have not arrived."""
+
+    def __init__(self, judge: JudgeClient, batch: Batch, emit: Emit) -> None:
+        self._judge, self._batch, self._emit = judge, batch, emit
+        self._num_submitted = 0
+        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._started = time.monotonic()
+
+    def submit(self, key: AnswerKey, answer: GeneratedAnswer) -> None:
+        """Submit an answer to the judge, unless it has a verdict."""
+        if key in self._batch.judged:
+            return
+        if not self._num_submitted:
+            self._started = time.monotonic()
+        self._num_submitted += 1
+        problem = self._batch.problems[key[0]]
+        program = extract_program(problem, answer.text)
+        future = self._judge.submit(Submission(program, problem.tests, error=answer.error))
+        future.add_done_callback(lambda done: self._forward(key, done))
+
+    def _forward(self, key: AnswerKey, done: Future[Verdict]) -> None:
+        if done.exception() is None:
+            self._emit(AnswerJudged(self._batch.id, key, done.result()))
+        self._ended.put(done.exception())
+
+    def wait(self) -> float:
+        """Wait for all verdicts; returns the seconds since the first submission, or raises the first failure."""
+        for _ in range(self._num_submitted):
+            error = self._ended.get()
+            if error is not None:
+                raise error
+        return time.monotonic() - self._started if self._num_submitted else 0.0

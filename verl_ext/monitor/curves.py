@@ -1,0 +1,295 @@
+"""What a page draws of a run: one axis over restarts, few enough points, latest values, time left, smoothing.
+
+The follower feeds a `RunCurves` with the rows it reads, and all pages draw from the same object. The database keeps
+its `dump`, so a restart of the monitor loads a few blobs instead of reading the rows again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+from scipy.ndimage import uniform_filter1d
+from scipy.signal import lfilter
+
+from verl_ext.health.run_directory import PAUSES
+
+MAX_POINTS = 4000
+"""Points that a curve is drawn with."""
+RECENT_STEPS = 50
+"""Steps whose speed predicts the time left; earlier ones may have run on another machine."""
+MIN_SMOOTHED_POINTS = 30
+STEP_METRIC = "train/loss"
+"""In every row of a training step."""
+Array = NDArray[np.float64]
+
+
+class MetricRow(NamedTuple):
+    """A line of `metrics.jsonl`; `time` is in seconds since 1970."""
+
+    attempt: int
+    step: int
+    time: float
+    metrics: Mapping[str, Any]
+
+
+class CurveEnvelope:
+    """A curve of any length in bounded memory: every point while there are few, later the extrema of equal segments.
+
+    `segments` is (segments, 6): x and y of the minimum, x and y of the maximum, sum and count of the values.
+    """
+
+    def __init__(self, segments: Array | None = None, size: int = 1, pending: Array | None = None) -> None:
+        self.segments = np.empty((0, 6)) if segments is None else segments
+        self.size = size  # points in a segment, a power of 2
+        self.pending = np.empty((0, 2)) if pending is None else pending  # points of the unfinished segment
+
+    def add(self, x: Array, y: Array) -> None:
+        """Append points, both (points,); those whose y is not finite are not drawn."""
+        points = np.column_stack([x, y])[np.isfinite(y)]
+        self.pending = np.concatenate([self.pending, points]) if len(self.pending) else points
+        while len(self.pending):
+            free = (MAX_POINTS if self.size == 1 else MAX_POINTS // 2) - len(self.segments)
+            if free == 0:  # every limit is even, so segments pair up
+                self.segments, self.size = _merge(self.segments[::2], self.segments[1::2]), 2 * self.size
+                continue
+            count = min(len(self.pending) // self.size, free)
+            if count == 0:
+                return
+            whole, self.pending = np.split(self.pending, [count * self.size])
+            self.segments = np.concatenate([self.segments, _summarize(whole.reshape(count, self.size, 2))])
+
+    @property
+    def num_points(self) -> int:
+        """Finite points so far."""
+        return self.size * len(self.segments) + len(self.pending)
+
+    def points(self) -> tuple[Array, Array]:
+        """At most `MAX_POINTS` points in order, all extrema among them: x and y."""
+        segments = self._with_pending()
+        if self.size == 1:
+            return segments[:, 0], segments[:, 1]
+        pairs = segments[:, :4].reshape(-1, 2, 2)
+        is_reversed = pairs[:, 0, 0] > pairs[:, 1, 0]
+        points: Array = np.where(is_reversed[:, None, None], pairs[:, ::-1], pairs).reshape(-1, 2)
+        return points[:, 0], points[:, 1]
+
+    def means(self) -> tuple[Array, Array]:
+        """The curve without its extrema, for smoothing: the middle and the mean of each segment."""
+        segments = self._with_pending()
+        return (segments[:, 0] + segments[:, 2]) / 2, segments[:, 4] / segments[:, 5]
+
+    def _with_pending(self) -> Array:
+        if not len(self.pending):
+            return self.segments
+        return np.concatenate([self.segments, _summarize(self.pending[None])])
+
+
+def _summarize(points: Array) -> Array:
+    """(segments, size, 2) to (segments, 6)."""
+    rows = np.arange(len(points))
+    low, high = points[rows, points[:, :, 1].argmin(1)], points[rows, points[:, :, 1].argmax(1)]
+    count = np.full((len(points), 1), float(points.shape[1]))
+    return np.concatenate([low, high, points[:, :, 1].sum(1, keepdims=True), count], axis=1)
+
+
+def _merge(left: Array, right: Array) -> Array:
+    """Pairs of neighboring segments as segments of twice the size."""
+    low = np.where((left[:, 1] <= right[:, 1])[:, None], left[:, 0:2], right[:, 0:2])
+    high = np.where((left[:, 3] >= right[:, 3])[:, None], left[:, 2:4], right[:, 2:4])
+    return np.concatenate([low, high, left[:, 4:] + right[:, 4:]], axis=1)
+
+
+class RunCurves:
+    """All curves of a run over one axis, which counts steps over attempts.
+
+    An attempt that resumes at step 20 after one that reached step 30 repeats steps 21 to 30. On this axis it starts at
+    30, so both are visible. If no attempt loses a step, the axis equals the steps.
+
+    Other threads hold `lock` while they read; `version` changes with every new row.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.version = 0
+        self.last_id = 0  # of the newest row in here
+        self.num_unsaved = 0  # rows since the last dump
+        self.envelopes: dict[str, CurveEnvelope] = {}
+        self.latest: dict[str, float] = {}
+        self.starts: dict[int, int] = {}  # by attempt: where it begins on the axis
+        self.offsets: dict[int, int] = {}  # by attempt: axis minus step
+        self.steps_per_epoch: int | None = None
+        self.longest_pause_s = 0.0
+        self._end = 0
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)  # attempt, step, time
+
+    def add(self, rows: Sequence[MetricRow], first_steps: Mapping[int, int], last_id: int = 0) -> None:
+        """Append rows in their order.
+
+        Args:
+            rows: new ones.
+            first_steps: the step that each attempt resumed from, if `run.json` has it.
+            last_id: of the last row in the database.
+        """
+        x = np.array([self._place(row, first_steps) for row in rows], np.float64)
+        for name, (places, values) in columns_of(rows).items():
+            self.envelopes.setdefault(name, CurveEnvelope()).add(x[places], values)
+            self.latest[name] = float(values[-1])
+            if name in PAUSES:
+                self.longest_pause_s = float(np.nanmax([self.longest_pause_s, *values]))
+        self._recent.extend(
+            (row.attempt, row.step, row.time) for row in rows[-4 * RECENT_STEPS :] if STEP_METRIC in row.metrics
+        )
+        self.last_id = last_id
+        self.num_unsaved += len(rows)
+        self.version += 1
+
+    def _place(self, row: MetricRow, first_steps: Mapping[int, int]) -> int:
+        """Where a row is on the axis."""
+        if row.attempt not in self.offsets:
+            first = first_steps.get(row.attempt, max(0, row.step - 1))
+            self.starts[row.attempt] = self._end if self.offsets else first
+            self.offsets[row.attempt] = self.starts[row.attempt] - first
+        place = row.step + self.offsets[row.attempt]
+        self._end = max(self._end, place)
+        epoch = row.metrics.get("train/epoch")
+        if isinstance(epoch, (int, float)) and epoch > 0:
+            self.steps_per_epoch = round(row.step / epoch)
+        return place
+
+    @property
+    def step(self) -> int:
+        """The last training step; 0 before the first."""
+        return self._recent[-1][1] if self._recent else 0
+
+    def step_seconds(self) -> float | None:
+        """Mean duration of the recent steps of the last attempt, pauses included; None if it is not known."""
+        recent = [(step, time) for attempt, step, time in self._recent if attempt == self._recent[-1][0]]
+        if not recent:
+            return None
+        steps, seconds = recent[-1][0] - recent[0][0], recent[-1][1] - recent[0][1]
+        return seconds / steps if steps > 0 and seconds > 0 else None
+
+    def seconds_left(self, total_steps: int | None) -> float | None:
+        """Time until the last step at the speed of the recent ones; None if it is not known."""
+        step_seconds = self.step_seconds()
+        return None if total_steps is None or step_seconds is None else max(0, total_steps - self.step) * step_seconds
+
+    def dump(self) -> tuple[bytes, list[tuple[str, int, bytes, bytes]]]:
+        """The state as JSON, and of each metric its name, segment size, segments and pending points."""
+        state = {
+            "last_id": self.last_id,
+            "latest": [*self.latest.items()],
+            "starts": [*self.starts.items()],
+            "offsets": [*self.offsets.items()],
+            "steps_per_epoch": self.steps_per_epoch,
+            "longest_pause_s": self.longest_pause_s,
+            "end": self._end,
+            "recent": [*self._recent],
+        }
+        self.num_unsaved = 0
+        blobs = [
+            (name, each.size, each.segments.tobytes(), each.pending.tobytes()) for name, each in self.envelopes.items()
+        ]
+        return orjson.dumps(state), blobs
+
+    @classmethod
+    def load(cls, state: str | bytes, blobs: Iterable[tuple[str, int, bytes, bytes]]) -> RunCurves:
+        """From what `dump` returned."""
+        found, curves = orjson.loads(state), cls()
+        curves.last_id, curves.version = found["last_id"], 1
+        curves.latest = {name: float("nan") if value is None else value for name, value in found["latest"]}
+        curves.starts, curves.offsets = dict(found["starts"]), dict(found["offsets"])
+        curves.steps_per_epoch, curves.longest_pause_s = found["steps_per_epoch"], found["longest_pause_s"] or 0.0
+        curves._end = found["end"]
+        curves._recent.extend(map(tuple, found["recent"]))
+        for name, size, segments, pending in blobs:
+            arrays = np.frombuffer(segments).reshape(-1, 6), size, np.frombuffer(pending).reshape(-1, 2)
+            curves.envelopes[name] = CurveEnvelope(*arrays)
+        return curves
+
+
+def columns_of(rows: Sequence[MetricRow]) -> dict[str, tuple[NDArray[np.int64], Array]]:
+    """The values of each metric, and the rows they are from; a value that is not a number is skipped."""
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):  # rows with the same metrics become columns together
+        groups[tuple(row.metrics)].append(place)
+    parts: dict[str, list[tuple[NDArray[np.int64], Array]]] = defaultdict(list)
+    for names, members in groups.items():
+        places = np.array(members)
+        columns = zip(*(rows[place].metrics.values() for place in members)) if names else ()
+        for name, values in zip(names, columns):
+            numbers = _as_numbers(values)
+            if numbers is None:
+                kept = [index for index, value in enumerate(values) if is_number(value)]
+                parts[name].append((places[kept], np.array([values[index] for index in kept], np.float64)))
+            else:
+                parts[name].append((places, numbers))
+    return {name: joined for name, found in parts.items() if len((joined := _in_order(found))[0])}
+
+
+def _as_numbers(values: Sequence[Any]) -> Array | None:
+    try:
+        numbers = np.array(values, np.float64)  # "NaN" and "Infinity" too, as the file spells them
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return numbers if numbers.ndim == 1 else None  # lists of equal lengths become a matrix
+
+
+def _in_order(parts: Sequence[tuple[NDArray[np.int64], Array]]) -> tuple[NDArray[np.int64], Array]:
+    if len(parts) == 1:
+        return parts[0]
+    places, values = (np.concatenate(each) for each in zip(*parts))
+    order = np.argsort(places, kind="stable")
+    return places[order], values[order]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of `metrics.jsonl` is a number; non-finite ones are spelled out there."""
+    if isinstance(value, str):
+        return value in ("NaN", "Infinity", "-Infinity")
+    return isinstance(value, (int, float)) and abs(value) < 1e300
+
+
+# Smoothing
+
+
+def ema(values: Array, weight: float) -> Array:
+    """Exponential moving average with bias correction, as in Adam (Kingma and Ba, 2015).
+
+    Args:
+        values: (points,), finite.
+        weight: of the past, from 0 (no smoothing) to below 1.
+    """
+    if not len(values) or weight == 0:
+        return values
+    past = lfilter([1 - weight], [1, -weight], values)
+    return past / (1 - weight ** np.arange(1, len(values) + 1))
+
+
+def moving_average(values: Array, window: int) -> Array:
+    """Mean over a window around each point, which is cut off at the ends.
+
+    Args:
+        values: (points,), finite.
+        window: points, odd; 1 changes nothing.
+    """
+    if not len(values) or window <= 1:
+        return values
+    total = uniform_filter1d(values, window, mode="constant")
+    return total / uniform_filter1d(np.ones_like(values), window, mode="constant")
+
+
+def smooth(values: Array, weight: float) -> Array:
+    """`ema`, then `moving_average` with a window that grows with the weight, to 9 points at 0.9."""
+    return moving_average(ema(values, weight), 1 + 2 * round(weight * 4.5))
+
+
+def is_worth_smoothing(num_points: int, weight: float) -> bool:
+    """Whether a curve is smoothed; little would remain of a curve of few points, such as validations."""
+    return weight > 0 and num_points >= MIN_SMOOTHED_POINTS

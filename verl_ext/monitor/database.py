@@ -1,0 +1,412 @@
+"""The monitor's SQLite database: its tables, and every query of the follower and of the pages.
+
+It is a cache of the files of runs. It may be deleted at any time, and another version of the monitor empties it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from verl_ext.errors import UserError
+from verl_ext.files import user_cache_dir
+from verl_ext.monitor.curves import MetricRow, RunCurves
+
+VERSION = 3
+SCHEMA = """
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: open pages know a run by its id
+    path TEXT NOT NULL UNIQUE,             -- relative to the root
+    project TEXT, experiment TEXT, stage TEXT, recipe TEXT,
+    status TEXT NOT NULL,
+    total_steps INTEGER,
+    record TEXT NOT NULL DEFAULT '',       -- run.json as it was last read
+    metrics_offset INTEGER NOT NULL DEFAULT 0,  -- bytes of metrics.jsonl that are in training_logs
+    metrics_head TEXT NOT NULL DEFAULT '',      -- digest of the file's beginning; another one is another file
+    generation INTEGER NOT NULL DEFAULT 0,      -- how often another file took its place
+    events_offset INTEGER NOT NULL DEFAULT 0,
+    events_head TEXT NOT NULL DEFAULT '',
+    unreadable INTEGER NOT NULL DEFAULT 0,      -- lines of metrics.jsonl that are not rows
+    curves TEXT NOT NULL DEFAULT ''             -- state of RunCurves, see the table curves
+);
+CREATE TABLE attempts (
+    run INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    start TEXT, end TEXT, first_step INTEGER, last_step INTEGER, world_size INTEGER, exit_reason TEXT, host TEXT,
+    PRIMARY KEY (run, attempt)
+) WITHOUT ROWID;
+CREATE TABLE training_logs (
+    id INTEGER PRIMARY KEY,
+    run INTEGER NOT NULL, attempt INTEGER NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL,
+    metrics TEXT NOT NULL                  -- the line of metrics.jsonl
+);
+CREATE INDEX training_logs_by_run ON training_logs (run);
+CREATE TABLE curves (                      -- an envelope per metric, of all rows up to last_id in runs.curves
+    run INTEGER NOT NULL, metric TEXT NOT NULL, size INTEGER NOT NULL, segments BLOB NOT NULL, pending BLOB NOT NULL,
+    PRIMARY KEY (run, metric)
+);
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: an open log asks for ids above the last that it showed
+    run INTEGER NOT NULL, time REAL NOT NULL, attempt INTEGER, step INTEGER,
+    kind TEXT NOT NULL, text TEXT NOT NULL,
+    rule TEXT                              -- of a health rule's finding, whose kind is its level
+);
+CREATE INDEX events_by_run ON events (run);
+CREATE INDEX events_by_rule ON events (run, rule) WHERE rule IS NOT NULL;
+CREATE TABLE evaluations (
+    run INTEGER NOT NULL, step INTEGER NOT NULL, dataset TEXT NOT NULL,
+    stamp TEXT NOT NULL,                   -- size and modification time of the metrics.json
+    figures TEXT NOT NULL,
+    PRIMARY KEY (run, step, dataset)
+);
+"""
+TABLES_OF_A_RUN = ("training_logs", "curves", "events", "evaluations", "attempts")
+"""With a column `run`."""
+REPLAY_ROWS = 20_000
+"""Rows that are read at a time to catch up with a run."""
+
+
+class LogEvent(NamedTuple):
+    """A line of a run's log; `kind` is start, end, failure, step, evaluation, checkpoint or the level of a finding."""
+
+    time: float
+    attempt: int | None
+    step: int | None
+    kind: str
+    text: str
+    rule: str | None = None
+
+
+@dataclass(frozen=True)
+class FilePositions:
+    """Where a run is, and how far its files were read; see the table `runs`."""
+
+    path: str
+    metrics_offset: int
+    metrics_head: str
+    events_offset: int
+    events_head: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run as the table of runs and the head of its page show it.
+
+    Attributes:
+        id: in the database.
+        path: relative to the root.
+        generation: how often another metrics.jsonl took the place of the first.
+        unreadable: lines of metrics.jsonl that are not rows.
+        record: `run.json` as it was last read.
+        first_start: ISO time of the first attempt; None if there is none.
+        attempt: number of the last attempt; None if there is none. `start`, `end`, `host` and `exit_reason` are its.
+        levels: the present level of each health rule that has reported something.
+        accuracy: the highest `accepted_at_1` of its evaluated checkpoints, with data set and step.
+        saved_curves: state of `RunCurves` when it was last saved.
+    """
+
+    id: int
+    path: str
+    project: str | None
+    experiment: str | None
+    stage: str | None
+    recipe: str | None
+    status: str
+    total_steps: int | None
+    generation: int
+    unreadable: int
+    record: str
+    saved_curves: str
+    first_start: str | None
+    attempt: int | None
+    start: str | None
+    end: str | None
+    host: str | None
+    exit_reason: str | None
+    levels: Mapping[str, str] = field(default_factory=dict)
+    accuracy: tuple[float, str, int] | None = None
+
+    @cached_property
+    def saved_state(self) -> RunCurves:
+        """The curves as they were last saved, without envelopes."""
+        return RunCurves.load(self.saved_curves, ()) if self.saved_curves else RunCurves()
+
+
+RUN_QUERY = """
+SELECT runs.id, path, project, experiment, stage, recipe, status, total_steps, generation, unreadable, record,
+    curves AS saved_curves, (SELECT min(start) FROM attempts WHERE run = runs.id) AS first_start,
+    last.attempt, last.start, last.end, last.host, last.exit_reason
+FROM runs
+LEFT JOIN attempts AS last ON run = runs.id AND attempt = (SELECT max(attempt) FROM attempts WHERE run = runs.id)
+ORDER BY status = 'running' DESC, last.start DESC, path
+"""
+
+
+class MonitorDatabase:
+    """One connection. The follower writes; each other thread has a connection of its own and reads.
+
+    Args:
+        path: of the file, which is created if it is missing, and emptied if it is of another version.
+
+    Raises:
+        UserError: the file cannot be opened, or is not a database.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(path, timeout=60, check_same_thread=False)
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute("PRAGMA synchronous=OFF")  # what a crash takes is read again from the runs
+            self._create_tables()
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(
+                f"the database {path} cannot be used ({error}); delete it, or name another with --database"
+            ) from error
+        self._connection.row_factory = sqlite3.Row
+
+    def _create_tables(self) -> None:
+        [version] = self._connection.execute("PRAGMA user_version").fetchone()
+        if version == VERSION:
+            return
+        # `sqlite_...` are SQLite's own tables
+        tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+        for (name,) in self._connection.execute(tables).fetchall():
+            self._connection.execute(f'DROP TABLE "{name}"')
+        self._connection.executescript(f"{SCHEMA} PRAGMA user_version={VERSION};")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Commit everything that the block writes, or nothing; no other process writes meanwhile."""
+        with self._connection:
+            self._connection.execute("BEGIN IMMEDIATE")
+            yield
+
+    def version(self) -> int:
+        """A number that changes when another process writes into the file."""
+        return self._connection.execute("PRAGMA data_version").fetchone()[0]
+
+    # Runs
+
+    def runs(self) -> dict[str, RunInfo]:
+        """Every run by its path, running ones first, then the newest."""
+        levels: dict[int, dict[str, str]] = {}
+        latest = "SELECT max(id) FROM events WHERE rule IS NOT NULL GROUP BY run, rule"
+        for run, rule, level in self._connection.execute(f"SELECT run, rule, kind FROM events WHERE id IN ({latest})"):
+            levels.setdefault(run, {})[rule] = level
+        accuracies = {}
+        best = "SELECT run, max(json_extract(figures, '$.accepted_at_1')), dataset, step FROM evaluations GROUP BY run"
+        for run, accuracy, dataset, step in self._connection.execute(best):
+            if isinstance(accuracy, (int, float)):
+                accuracies[run] = (accuracy, dataset, step)
+        found = self._connection.execute(RUN_QUERY).fetchall()
+        return {
+            row["path"]: RunInfo(**row, levels=levels.get(row["id"], {}), accuracy=accuracies.get(row["id"]))
+            for row in found
+        }
+
+    def live_runs(self) -> list[int]:
+        """Runs that were running when their records were last read."""
+        return [run for (run,) in self._connection.execute("SELECT id FROM runs WHERE status = 'running'")]
+
+    def run_paths(self) -> dict[int, str]:
+        """The path of every run by its id."""
+        return {run: path for run, path in self._connection.execute("SELECT id, path FROM runs")}
+
+    def find_run(self, path: str) -> tuple[int, str] | None:
+        """Id of the run at a path and its `run.json` as it was last read; None if there is no such run."""
+        row = self._connection.execute("SELECT id, record FROM runs WHERE path = ?", (path,)).fetchone()
+        return None if row is None else (row["id"], row["record"])
+
+    def save_run(self, path: str, text: str, record: Mapping[str, Any]) -> int:
+        """Insert or update a run from its `run.json`, attempts apart; returns its id."""
+        names = ("project", "experiment", "stage", "recipe", "status", "total_steps")
+        self._connection.execute(
+            f"INSERT INTO runs (path, record, {', '.join(names)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (path) DO UPDATE SET record = excluded.record, "
+            + ", ".join(f"{name} = excluded.{name}" for name in names),
+            [path, text, *(record.get(name) for name in names)],
+        )
+        return self._connection.execute("SELECT id FROM runs WHERE path = ?", (path,)).fetchone()[0]
+
+    def save_attempts(self, run: int, attempts: Sequence[Mapping[str, Any]]) -> None:
+        """Replace a run's attempts by those of its `run.json`."""
+        names = ("attempt", "start", "end", "first_step", "last_step", "world_size", "exit_reason", "host")
+        self._connection.execute("DELETE FROM attempts WHERE run = ?", (run,))
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            ([run, *(each.get(name) for name in names)] for each in attempts),
+        )
+
+    def first_steps(self, run: int) -> dict[int, int]:
+        """The step that each attempt resumed from, if it is known."""
+        query = "SELECT attempt, first_step FROM attempts WHERE run = ? AND first_step IS NOT NULL"
+        return {attempt: step for attempt, step in self._connection.execute(query, (run,))}
+
+    def delete_run(self, run: int) -> None:
+        """Delete a run and everything of it."""
+        self._delete_contents(run)
+        self._connection.execute("DELETE FROM runs WHERE id = ?", (run,))
+
+    def forget_rows(self, run: int) -> None:
+        """Another metrics.jsonl took the place of the one that was read: the run starts over."""
+        self._delete_contents(run)
+        reset = (
+            "UPDATE runs SET generation = generation + 1, record = '', metrics_offset = 0, metrics_head = '', "
+            "events_offset = 0, events_head = '', unreadable = 0, curves = '' WHERE id = ?"
+        )
+        self._connection.execute(reset, (run,))
+
+    def _delete_contents(self, run: int) -> None:
+        for table in TABLES_OF_A_RUN:
+            self._connection.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
+
+    # Rows and curves
+
+    def positions(self, run: int) -> FilePositions | None:
+        """How far the files of a run were read; None if there is no such run."""
+        query = (
+            "SELECT path, metrics_offset, metrics_head, events_offset, events_head, generation FROM runs WHERE id = ?"
+        )
+        row = self._connection.execute(query, (run,)).fetchone()
+        return None if row is None else FilePositions(**row)
+
+    def advance_metrics(self, run: int, offset: int, head: str, unreadable: int) -> None:
+        """Set how far `metrics.jsonl` was read, and count its new lines that are not rows."""
+        query = "UPDATE runs SET metrics_offset = ?, metrics_head = ?, unreadable = unreadable + ? WHERE id = ?"
+        self._connection.execute(query, (offset, head, unreadable, run))
+
+    def advance_events(self, run: int, offset: int, head: str) -> None:
+        """Set how far `events.jsonl` was read."""
+        self._connection.execute("UPDATE runs SET events_offset = ?, events_head = ? WHERE id = ?", (offset, head, run))
+
+    def add_rows(self, run: int, rows: Sequence[MetricRow], lines: Sequence[bytes]) -> int:
+        """Append rows with their lines in `metrics.jsonl`; returns the id of the last."""
+        [newest] = self._connection.execute("SELECT coalesce(max(id), 0) FROM training_logs").fetchone()
+        self._connection.executemany(
+            "INSERT INTO training_logs VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                (number, run, row.attempt, row.step, row.time, line.decode())
+                for number, (row, line) in enumerate(zip(rows, lines), start=newest + 1)
+            ),
+        )
+        return newest + len(rows)
+
+    def rows(self, run: int) -> Iterator[MetricRow]:
+        """Every row of a run in order."""
+        query = "SELECT attempt, step, time, metrics FROM training_logs WHERE run = ? ORDER BY id"
+        return map(_row, self._connection.execute(query, (run,)))
+
+    def last_time(self, run: int) -> float:
+        """When the last row of a run was logged, in seconds since 1970; 0 before the first."""
+        query = "SELECT time FROM training_logs WHERE run = ? ORDER BY id DESC LIMIT 1"
+        row = self._connection.execute(query, (run,)).fetchone()
+        return 0.0 if row is None else row[0]
+
+    def load_curves(self, run: int) -> RunCurves:
+        """The curves of a run with all its rows."""
+        [state] = self._connection.execute("SELECT curves FROM runs WHERE id = ?", (run,)).fetchone() or ("",)
+        query = "SELECT metric, size, segments, pending FROM curves WHERE run = ?"
+        curves = RunCurves.load(state, self._connection.execute(query, (run,))) if state else RunCurves()
+        self.catch_up(run, curves)
+        return curves
+
+    def catch_up(self, run: int, curves: RunCurves) -> None:
+        """Add the rows to a run's curves that they lack; another process may have read them from the files."""
+        query = (
+            "SELECT id, attempt, step, time, metrics FROM training_logs WHERE run = ? AND id > ? ORDER BY id LIMIT ?"
+        )
+        while found := self._connection.execute(query, (run, curves.last_id, REPLAY_ROWS)).fetchall():
+            rows = [_row(each[1:]) for each in found]
+            curves.add(rows, self.first_steps(run), found[-1]["id"])
+
+    def save_curves(self, run: int, curves: RunCurves) -> None:
+        """Save the curves of a run, so that its rows need not be read again."""
+        state, blobs = curves.dump()
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO curves VALUES (?, ?, ?, ?, ?)", ((run, *blob) for blob in blobs)
+        )
+        self._connection.execute("UPDATE runs SET curves = ? WHERE id = ?", (state.decode(), run))
+
+    # Events
+
+    def add_events(self, run: int, events: Iterable[LogEvent]) -> None:
+        """Append lines to a run's log."""
+        self._connection.executemany(
+            "INSERT INTO events (run, time, attempt, step, kind, text, rule) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            ((run, *event) for event in events),
+        )
+
+    def attempt_events(self, run: int) -> set[tuple[int, str]]:
+        """Attempt and kind of the lines on how attempts began and ended."""
+        query = "SELECT attempt, kind FROM events WHERE run = ? AND kind IN ('start', 'end', 'failure')"
+        return {(attempt, kind) for attempt, kind in self._connection.execute(query, (run,))}
+
+    def delete_findings(self, run: int) -> None:
+        """Delete what the health rules said of a run."""
+        self._connection.execute("DELETE FROM events WHERE run = ? AND rule IS NOT NULL", (run,))
+
+    def last_events(self, run: int, after: int, limit: int) -> list[tuple[int, LogEvent]]:
+        """The last lines of a run's log with ids above `after`, the oldest first."""
+        query = "SELECT * FROM events WHERE run = ? AND id > ? ORDER BY id DESC LIMIT ?"
+        found = [_event(row) for row in self._connection.execute(query, (run, after, limit))]
+        return sorted(found, key=lambda item: (item[1].time, item[0]))
+
+    def search_events(self, run: int, text: str, limit: int) -> list[tuple[int, LogEvent]]:
+        """Lines of a run's log that contain a text, the newest first."""
+        pattern = "%" + text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
+        query = "SELECT * FROM events WHERE run = ? AND text LIKE ? ESCAPE '\\' ORDER BY time DESC LIMIT ?"
+        return [_event(row) for row in self._connection.execute(query, (run, pattern, limit))]
+
+    # Evaluations
+
+    def evaluation_stamps(self, run: int) -> dict[int, str]:
+        """The stamp of the metrics.json of every evaluated checkpoint, by step."""
+        query = "SELECT DISTINCT step, stamp FROM evaluations WHERE run = ?"
+        return {step: stamp for step, stamp in self._connection.execute(query, (run,))}
+
+    def replace_evaluation(self, run: int, step: int, stamp: str, figures: Mapping[str, Any]) -> None:
+        """Replace the figures of an evaluated checkpoint, by data set; without any, it is removed."""
+        self._connection.execute("DELETE FROM evaluations WHERE run = ? AND step = ?", (run, step))
+        self._connection.executemany(
+            "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?)",
+            ((run, step, name, stamp, orjson.dumps(values).decode()) for name, values in figures.items()),
+        )
+
+    def evaluations(self, run: int) -> dict[str, dict[int, dict[str, Any]]]:
+        """Figures of the evaluated checkpoints by data set and step."""
+        query = "SELECT dataset, step, figures FROM evaluations WHERE run = ? ORDER BY dataset, step"
+        found: dict[str, dict[int, dict[str, Any]]] = {}
+        for dataset, step, figures in self._connection.execute(query, (run,)):
+            found.setdefault(dataset, {})[step] = orjson.loads(figures)
+        return found
+
+
+def _row(values: Sequence[Any]) -> MetricRow:
+    attempt, step, time, line = values
+    metrics = orjson.loads(line)
+    for key in ("step", "attempt", "time"):
+        del metrics[key]
+    return MetricRow(attempt, step, time, metrics)
+
+
+def _event(row: sqlite3.Row) -> tuple[int, LogEvent]:
+    return row["id"], LogEvent(row["time"], row["attempt"], row["step"], row["kind"], row["text"], row["rule"])
+
+
+def database_for(root: Path) -> Path:
+    """The default path of a root's database: in the user's cache, not below the root."""
+    name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:12]
+    return user_cache_dir() / f"monitor-{name}.sqlite"

@@ -1,0 +1,390 @@
+"""The tabs that show files of a run: checkpoints, samples, health, and the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from nicegui import run as background
+from nicegui import ui
+from nicegui.events import GenericEventArguments, ValueChangeEventArguments
+
+from verl_ext.checkpoint.inspection import CheckpointInfo, list_all, read_retention
+from verl_ext.checkpoint.manifest import EXPORT, has_export
+from verl_ext.errors import first_line_of
+from verl_ext.files import format_bytes
+from verl_ext.health.checklist import ChecklistItem, checklists
+from verl_ext.health.rule import Finding, Level
+from verl_ext.health.run_directory import RunDirectory
+from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
+from verl_ext.metrics.run_record import RUN_FILE
+from verl_ext.monitor.database import LogEvent, RunInfo
+from verl_ext.monitor.follower import stamp_of
+from verl_ext.monitor.panels import Panel, clip, tag
+from verl_ext.monitor.text import format_time
+
+SAMPLES_BYTES = 16 << 20
+"""Read from the end of a file of samples."""
+MAX_SAMPLES = 1000
+"""In the list; a search looks at all that were read."""
+FIRST_COLUMNS = ("step", "error_type", "reward_total", "pass_ratio", "advantage")
+SHORT_CHARACTERS = 24
+"""A column whose values are all this short gets a column of its own."""
+MAX_SHORT_COLUMNS, MAX_LONG_COLUMNS = 5, 2
+LAST_LINES = 200
+"""Of the log."""
+FOUND_LINES = 500
+LEVEL_STYLES = {
+    Level.OK: ("check_circle", "green"),
+    Level.NOTICE: ("info", "grey"),
+    Level.WARNING: ("warning", "orange"),
+    Level.ALARM: ("error", "red"),
+}
+"""Icon and color."""
+EVENT_CLASSES = {
+    "start": "text-green-600",
+    "step": "text-blue-500",
+    "evaluation": "text-amber-600",
+    "checkpoint": "text-blue-700 dark:text-blue-300",
+    "end": "text-green-700 dark:text-green-400",
+    "failure": "text-red-600 dark:text-red-400",
+    "ok": "text-green-600",
+    "notice": "text-gray-500",
+    "warning": "text-amber-700 dark:text-amber-400",
+    "alarm": "text-red-700 dark:text-red-400",
+}
+
+
+class CheckpointsPanel(Panel):
+    """Checkpoints on the disk, and what rotation does with each."""
+
+    period_s = 5.0
+
+    def build(self) -> None:
+        """Create the table."""
+        names = ("Step", "Size", "Saved", "State", "Kept because")
+        columns = [{"name": name, "label": self.say(name), "field": name, "align": "left"} for name in names]
+        self._table = tag(ui.table(columns=columns, rows=[], row_key="Step").classes("w-full"), "checkpoints")
+        self._table.props("flat bordered dense wrap-cells").props["no-data-label"] = self.say("Nothing yet")
+
+    async def show(self, run: RunInfo | None) -> None:
+        """Look at the disk, in a thread: it may be slow."""
+        if run is None:
+            return
+        rows = await background.io_bound(checkpoint_rows, self.follower.directory(run))
+        if rows is not None and rows != self._table.rows:
+            self._table.rows = rows
+
+
+def checkpoint_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """A row of the table for each checkpoint and each leftover of one."""
+    try:
+        found = list_all(run_dir, *read_retention(run_dir))
+    except Exception as error:  # a run's files may contain anything
+        return [{"Step": "-", "Size": "", "Saved": "", "State": first_line_of(error), "Kept because": ""}]
+    return [_checkpoint_row(each) for each in found]
+
+
+def _checkpoint_row(info: CheckpointInfo) -> dict[str, Any]:
+    manifest = info.manifest
+    return {
+        "Step": info.path.name,
+        "Size": format_bytes(info.num_bytes),
+        "Saved": format_time(manifest.time) if manifest is not None and manifest.time else "",
+        "State": info.state + (f", {EXPORT}/" if has_export(info.path) else ""),
+        "Kept because": info.retention,
+    }
+
+
+class SamplesPanel(Panel):
+    """A browser of `samples.jsonl` and of the evaluations' `qa_logs`: a list, and the selected sample in full."""
+
+    period_s = 3.0
+
+    def build(self) -> None:
+        """Create the controls, the list and the place of the selected sample."""
+        self._read: tuple[Path, str] | None = None
+        self._is_cut = False
+        self._samples: list[dict[str, Any]] = []
+        with ui.row().classes("w-full items-center gap-4"):
+            self._source = tag(ui.select([], label=self.say("Source")).classes("min-w-64"), "sample source")
+            self._source.on_value_change(self._choose_source)
+            self._step = tag(ui.select([None], label=self.say("Step")).classes("min-w-32"), "sample step")
+            self._step.on_value_change(self._choose_step)
+            search = ui.input(self.say("Search"), value=self.state.search).props("clearable debounce=300")
+            tag(search.classes("w-72"), "sample search").on_value_change(self._search)
+            self._note = ui.label(self.say("Only the newest samples of the file are shown")).classes(
+                "text-xs opacity-70"
+            )
+            self._note.set_visibility(False)
+        with ui.element("div").classes("w-full grid grid-cols-1 lg:grid-cols-5 gap-4 items-start"):
+            self._table = ui.table(columns=[], rows=[], row_key="id", selection="single", pagination=20)
+            self._table.classes("w-full lg:col-span-3 [&_.q-table--col-auto-width]:hidden cursor-pointer")
+            self._table.props("flat bordered dense hide-selected-banner").props["no-data-label"] = self.say(
+                "Nothing yet"
+            )
+            tag(self._table, "samples").on("row-click", self._select)
+            card = ui.card().classes("w-full lg:col-span-2 p-3 gap-3").props("flat bordered")
+            self._detail = tag(card, "sample")
+        self._show_sample(None)
+
+    async def show(self, run: RunInfo | None) -> None:
+        """Read the chosen file, in a thread, if it has changed."""
+        if run is None:
+            return
+        directory = self.follower.directory(run)
+        sources = sample_sources(directory)
+        chosen = self.state.source if self.state.source in sources else next(iter(sources), "")
+        labels = {name: self.say("training") if name == SAMPLES_FILE else label for name, label in sources.items()}
+        if labels != self._source.options or (self._source.value or "") != chosen:
+            self._source.set_options(labels, value=chosen or None)
+        try:
+            read = (directory / chosen, stamp_of(directory / chosen)) if chosen else None
+        except OSError:
+            return
+        if read != self._read:
+            found = ([], False) if read is None else await background.io_bound(read_samples, read[0])
+            if found is not None:
+                self._samples, self._is_cut = found
+                self._read = read
+                self._draw()
+
+    def _draw(self) -> None:
+        """List the samples of the chosen step that contain the searched text."""
+        steps = sorted({row["step"] for row in self._samples if isinstance(row.get("step"), int)})
+        options = {None: self.say("All steps"), **{step: str(step) for step in steps}}
+        step = self.state.step if self.state.step in options else None
+        self._step.set_options(options, value=step)
+        self._step.set_visibility(bool(steps))
+        self._note.set_visibility(self._is_cut)
+        text = self.state.search.lower()
+        listed = [
+            (number, row)
+            for number, row in enumerate(self._samples)
+            if (step is None or row.get("step") == step)
+            and (not text or any(text in as_text(value).lower() for value in row.values()))
+        ]
+        names = sample_columns([row for _, row in listed])
+        self._table.columns = [
+            {"name": name, "label": name, "field": name, "align": "left", "sortable": True} for name in names
+        ]
+        self._table.rows = [
+            {"id": number, **{name: as_cell(row.get(name)) for name in names}} for number, row in listed[:MAX_SAMPLES]
+        ]
+
+    def _select(self, event: GenericEventArguments) -> None:
+        shown = event.args[1]
+        if isinstance(shown["id"], int) and 0 <= shown["id"] < len(self._samples):
+            self._table.selected = [shown]
+            self._show_sample(self._samples[shown["id"]])
+
+    def _show_sample(self, row: dict[str, Any] | None) -> None:
+        """All fields of a sample, as text."""
+        self._detail.clear()
+        with self._detail:
+            if row is None:
+                ui.label(self.say("Select a sample to read it")).classes("text-sm opacity-70")
+                return
+            filled = {name: value for name, value in row.items() if value not in (None, "")}
+            short = {name: as_text(value) for name, value in filled.items() if is_short(value)}
+            with ui.row().classes("gap-x-6 gap-y-1"):
+                for name, text in short.items():
+                    with ui.row().classes("gap-1 items-baseline"):
+                        ui.label(name).classes("text-xs opacity-70")
+                        ui.label(text).classes("text-sm font-medium")
+            for name, value in filled.items():
+                if name not in short:
+                    ui.label(name).classes("text-xs opacity-70")
+                    text = ui.label(as_text(value)).classes("w-full text-sm max-h-96 overflow-auto")
+                    text.classes("rounded p-2 bg-gray-100 dark:bg-gray-800")
+                    text.style("white-space: pre-wrap; overflow-wrap: anywhere; font-family: monospace")
+
+    def _choose_source(self, event: ValueChangeEventArguments) -> None:
+        if event.value and event.value != self.state.source and self._read is not None:
+            self.go(source=event.value, step=None, push=False)
+
+    def _choose_step(self, event: ValueChangeEventArguments) -> None:
+        if event.value != self.state.step:
+            self.go(step=event.value, push=False)
+            self._draw()
+
+    def _search(self, event: ValueChangeEventArguments) -> None:
+        self.go(search=event.value or "", push=False)
+        self._draw()
+
+
+def sample_sources(run_dir: Path) -> dict[str, str]:
+    """The files with samples of a run, relative to its directory, and their labels; the newest evaluation first."""
+    found = {SAMPLES_FILE: "training"} if (run_dir / SAMPLES_FILE).is_file() else {}
+    logs = {path: path.parent.parent.name for path in (run_dir / "eval").glob("eval_step_*/qa_logs/*_qa.jsonl")}
+    newest_first = sorted(sorted(logs), key=lambda path: (len(logs[path]), logs[path]), reverse=True)
+    for path in newest_first:
+        step, dataset = path.parent.parent.name.removeprefix("eval_step_"), path.name.removesuffix("_qa.jsonl")
+        found[str(path.relative_to(run_dir))] = f"{dataset} · step {step}"
+    return found
+
+
+def read_samples(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The samples at the end of a file, the newest first, and whether there are older ones."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - SAMPLES_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return [], False
+    rows = []
+    for line in lines:
+        try:
+            row = orjson.loads(line)
+        except ValueError:  # the first line may be cut, and the last one is being written
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows[::-1], size > SAMPLES_BYTES
+
+
+def sample_columns(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The columns of the list: those that it can be sorted by, then the first long texts."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    filled = [name for name in names if any(row.get(name) is not None for row in rows)]
+    short = [name for name in filled if all(is_short(row.get(name)) for row in rows)]
+    ordered = [name for name in FIRST_COLUMNS if name in short]
+    ordered += [name for name in short if name not in ordered and name not in ("attempt", "id")]
+    long = [name for name in filled if name not in short]
+    return ordered[:MAX_SHORT_COLUMNS] + long[:MAX_LONG_COLUMNS]
+
+
+def is_short(value: Any) -> bool:
+    """Whether a value of a sample fits beside others."""
+    return not isinstance(value, (dict, list)) and len(as_text(value)) <= SHORT_CHARACTERS
+
+
+def as_text(value: Any) -> str:
+    """A value of a sample."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
+
+
+def as_cell(value: Any) -> Any:
+    """A value for the list, where numbers sort as numbers."""
+    if isinstance(value, (bool, int)) or value is None:
+        return value
+    return round(value, 4) if isinstance(value, float) else clip(as_text(value).replace("\n", " "), 40)
+
+
+class HealthPanel(Panel):
+    """The checklists and rules of `python -m verl_ext.health`."""
+
+    period_s = 5.0
+
+    def build(self) -> None:
+        """Create the place of the lists."""
+        self._looked_at: tuple[object, ...] | None = None
+        self._next_look = 0.0
+        self._box = tag(ui.column().classes("w-full gap-1"), "health")
+
+    async def show(self, run: RunInfo | None) -> None:
+        """Look at the run's files if they have changed, for at most a tenth of the time: a long run has many rows."""
+        if run is None:
+            return
+        directory = self.follower.directory(run)
+        files = _files_state(directory)
+        is_other_run = self._looked_at is None or self._looked_at[0] != directory
+        if files == self._looked_at or (time.monotonic() < self._next_look and not is_other_run):
+            return
+        begun = time.monotonic()
+        found = await background.io_bound(_look, directory)
+        self._looked_at = files
+        self._next_look = time.monotonic() + 10 * (time.monotonic() - begun)
+        self._box.clear()
+        with self._box:
+            if isinstance(found, str):
+                ui.label(found).classes("opacity-70")
+            elif found is not None:
+                self._draw(*found)
+
+    def _draw(self, lists: dict[str, list[ChecklistItem]], findings: list[Finding]) -> None:
+        for title, items in lists.items():
+            ui.label(title).classes("text-lg mt-2")
+            for item in items:
+                result = item.result
+                _line(result.level if result else None, item.text, result.message if result else "-")
+        ui.label(self.say("Rules")).classes("text-lg mt-2")
+        for found in sorted(findings, key=lambda each: -each.level):
+            _line(found.level, found.rule, found.sentence)
+
+
+def _files_state(directory: Path) -> tuple[object, ...]:
+    """Changes when there may be news; for a live run also every half minute, because it may have fallen silent."""
+    paths = [directory / name for name in (METRICS_FILE, RUN_FILE, EVENTS_FILE)]
+    return directory, *[stamp_of(path) for path in paths if path.exists()], int(time.time() / 30)
+
+
+def _look(directory: Path) -> tuple[dict[str, list[ChecklistItem]], list[Finding]] | str:
+    """The checklists and findings of a run; a sentence if it has none."""
+    try:
+        run = RunDirectory.read(directory)
+        return checklists(run), list(run.findings().values())
+    except Exception as error:  # a run's files may contain anything
+        return first_line_of(error)
+
+
+def _line(level: Level | None, name: str, message: str) -> None:
+    icon, color = LEVEL_STYLES[level] if level is not None else ("remove", "grey")
+    with ui.row().classes("items-start gap-2 no-wrap"):
+        ui.icon(icon, color=color).classes("mt-1")
+        ui.label(name).classes("font-medium whitespace-nowrap")
+        ui.label(message).classes("opacity-70")
+
+
+class LogPanel(Panel):
+    """The last lines of a run's log as they come, and a search over all of them."""
+
+    def build(self) -> None:
+        """Create the log and the table of what a search finds."""
+        self._last = 0
+        self._shown: tuple[int, int] | None = None
+        self._run: RunInfo | None = None
+        search = ui.input(self.say("Search the log")).props("clearable debounce=300").classes("w-96")
+        self._search = tag(search, "search").on_value_change(self._find)
+        self._log = tag(ui.log(max_lines=LAST_LINES).classes("w-full h-[32rem]"), "log")
+        columns = [
+            {"name": name, "label": self.say(name.capitalize()), "field": name, "align": "left", "sortable": True}
+            for name in ("time", "kind", "step", "text")
+        ]
+        table = ui.table(columns=columns, rows=[], row_key="id", pagination=50).classes("w-full")
+        self._table = tag(table.props("flat bordered dense wrap-cells"), "found")
+        self._table.set_visibility(False)
+
+    async def show(self, run: RunInfo | None) -> None:
+        """Append new lines; another run, or another file in the place of its metrics, clears the log first."""
+        if run is None:
+            return
+        self._run = run
+        if self._shown != (run.id, run.generation):
+            self._shown, self._last = (run.id, run.generation), 0
+            self._log.clear()
+        for number, event in self.follower.reader.last_events(run.id, self._last, LAST_LINES):
+            self._last = max(self._last, number)
+            self._log.push(_log_line(event), classes=EVENT_CLASSES.get(event.kind, ""))
+
+    def _find(self) -> None:
+        wanted = (self._search.value or "").strip()
+        self._table.set_visibility(bool(wanted))
+        self._log.set_visibility(not wanted)
+        if wanted and self._run is not None:
+            found = self.follower.reader.search_events(self._run.id, wanted, FOUND_LINES)
+            self._table.rows = [
+                {"id": number, "time": format_time(each.time), "kind": each.kind, "step": each.step, "text": each.text}
+                for number, each in found
+            ]
+
+
+def _log_line(event: LogEvent) -> str:
+    where = "" if event.step is None else f"step {event.step}: "
+    return f"{format_time(event.time)}  {where}{event.text}"

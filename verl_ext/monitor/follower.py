@@ -1,0 +1,528 @@
+"""The thread that follows the files of runs: new lines become rows, events and points of curves, whole or not at all.
+
+It never writes into a run. `RunFollower.runs` and `RunFollower.curves` are what the pages show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from verl_ext.config.run_config import read_config_file
+from verl_ext.console import warn
+from verl_ext.errors import UserError, one_line
+from verl_ext.health.run_directory import KILLED, max_silence_s, silence_s, why_killed
+from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE
+from verl_ext.metrics.run_record import RUN_FILE, STATUSES, seconds_of
+from verl_ext.monitor.curves import STEP_METRIC, MetricRow, RunCurves, is_number
+from verl_ext.monitor.database import FilePositions, LogEvent, MonitorDatabase, RunInfo
+
+POLL_S = 0.3
+"""Between two looks at the files of live runs."""
+DISCOVERY_S = 3.0
+"""Between two looks for new runs."""
+DUMP_ROWS = 16_384
+"""Rows after which the curves of a run are saved again; a restart reads at most as many."""
+IDLE_S = 60.0
+"""After the last row of a live run, its curves are saved."""
+MAX_CACHED_RUNS = 32
+"""Runs whose curves stay in memory, at about 0.2 MB a metric."""
+BLOCK_BYTES = 8 << 20
+"""Read from a file at a time."""
+HEAD_BYTES = 128
+"""Of a file's beginning, which identifies it."""
+MAX_STEP = 1 << 53
+"""A greater number is not a step."""
+DEFAULT_LOG_EVERY = 10
+
+
+class RunFollower(threading.Thread):
+    """Follows every run below a root until it is stopped.
+
+    Args:
+        database: path of the database; this thread alone writes it.
+        root: directory below which runs are.
+    """
+
+    def __init__(self, database: Path, root: Path) -> None:
+        super().__init__(name="follower", daemon=True)
+        self.database_path, self.root = database, root
+        self.reader = MonitorDatabase(database)  # for the pages, which all run in one thread
+        self.version = 0  # changes with every list of runs
+        self.runs: dict[str, RunInfo] = {}  # by path; replaced, never changed
+        self._database = MonitorDatabase(database)
+        self._curves: OrderedDict[tuple[int, int], RunCurves] = OrderedDict()  # by run and generation
+        self._curves_lock = threading.Lock()
+        self._warned: set[str] = set()
+        self._stored_runs: dict[str, RunInfo] = {}
+        self._runs_changed = True
+        self._database_version = 0
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Look at the files again and again."""
+        discovered = -DISCOVERY_S
+        behind: set[int] = set()  # runs with more new lines than are read at once
+        while not self._stopping.is_set():
+            try:
+                runs = {*self.live_runs(), *behind}
+                if time.monotonic() - discovered > DISCOVERY_S:  # runs that are not live may have changed too
+                    runs, discovered = {*self.find_runs()}, time.monotonic()
+                    self._refresh_runs()  # pages show them while their rows are read
+            except Exception as error:  # a full disk, a locked database: it may pass, and pages need this thread
+                self._warn_once(f"runs cannot be looked for: {one_line(error)}")
+                runs = set()
+            behind = {run for run in runs if self._read_or_warn(run)}
+            self._refresh_runs()
+            if not behind:
+                self._stopping.wait(POLL_S)
+
+    def stop(self) -> None:
+        """End after the current transaction."""
+        self._stopping.set()
+        if self.is_alive():
+            self.join()
+        self._database.close()
+        self.reader.close()
+
+    def read_one(self, directory: Path) -> RunInfo:
+        """Read one run from beginning to end; instead of the thread.
+
+        Raises:
+            UserError: its `run.json` is not the record of a run.
+        """
+        with self._database.transaction():
+            run = self._read_record(directory)
+        if run is None:
+            raise UserError(f"{directory / RUN_FILE} is not the record of a run; delete or rename it")
+        while self.read_new_rows(run):
+            pass
+        self._refresh_runs()
+        return self.runs[str(directory.relative_to(self.root))]
+
+    # For the pages
+
+    def curves(self, run: RunInfo) -> RunCurves:
+        """The curves of a run; hold their lock while you read them. Later calls may return another object."""
+        return self._curves_of(run.id, run.generation, self.reader)
+
+    def summary(self, run: RunInfo) -> tuple[int, Mapping[str, float]]:
+        """The last step of a run and the last value of each metric, without loading its curves."""
+        state = self._state_of(run)
+        with state.lock:
+            return state.step, dict(state.latest)
+
+    def directory(self, run: RunInfo) -> Path:
+        """The directory of a run."""
+        return self.root / run.path
+
+    def _state_of(self, run: RunInfo) -> RunCurves:
+        """The curves of a run if they are in memory, otherwise as they were last saved, without envelopes."""
+        with self._curves_lock:
+            return self._curves.get((run.id, run.generation)) or run.saved_state
+
+    def _curves_of(self, run: int, generation: int, database: MonitorDatabase) -> RunCurves:
+        with self._curves_lock:
+            key = (run, generation)
+            if key not in self._curves:
+                self._curves[key] = database.load_curves(run)
+            self._curves.move_to_end(key)
+            while len(self._curves) > MAX_CACHED_RUNS:
+                self._curves.popitem(last=False)
+            return self._curves[key]
+
+    # Runs
+
+    def live_runs(self) -> list[int]:
+        """Ids of the runs that were running when their records were last read."""
+        return self._database.live_runs()
+
+    def find_runs(self) -> list[int]:
+        """Look for runs below the root and read their `run.json` and evaluations; returns their ids.
+
+        A run whose directory is gone is deleted from the database, unless a directory above it cannot be listed: a
+        network disk that fails for one look must not empty the database.
+        """
+        ids = []
+        directories, errors = run_directories(self.root)
+        for error in errors:
+            if error.filename == str(self.root) or not isinstance(error, FileNotFoundError):  # else just deleted
+                self._warn_once(
+                    f"{error.filename} cannot be listed ({error.strerror}); its runs are shown as last read"
+                )
+        for directory in directories:
+            try:
+                with self._database.transaction():
+                    if (run := self._read_record(directory)) is not None:
+                        self._read_evaluations(run, directory)
+                        ids.append(run)
+            except Exception as error:  # a run's files may contain anything, and the other runs go on
+                self._warn_once(f"{directory} cannot be followed: {one_line(error)}")
+        self._delete_missing({*directories}, [Path(error.filename) for error in errors])
+        return ids
+
+    def _delete_missing(self, found: set[Path], unlisted: Sequence[Path]) -> None:
+        for run, path in self._database.run_paths().items():
+            directory = self.root / path
+            if directory not in found and not any(directory.is_relative_to(each) for each in unlisted):
+                with self._database.transaction():
+                    self._database.delete_run(run)
+                self._runs_changed = True
+
+    def _refresh_runs(self) -> None:
+        """Publish the list of runs again if it has changed."""
+        try:
+            version = self._database.version()
+            if self._runs_changed or version != self._database_version:
+                self._stored_runs, self._database_version = self._database.runs(), version
+                self._runs_changed = False
+            runs = {path: self._with_death(run) for path, run in self._stored_runs.items()}
+            if runs != self.runs:
+                self.runs = runs
+                self.version += 1
+        except Exception as error:  # a locked database; the next look tries again
+            self._warn_once(f"runs cannot be listed: {one_line(error)}")
+
+    def _with_death(self, run: RunInfo) -> RunInfo:
+        """The run, with status `killed` and the reason if its record says that it is running, and it is not."""
+        if run.status != "running":
+            return run
+        state = self._state_of(run)
+        with state.lock:
+            allowed = max_silence_s(state.step_seconds() or 0.0, state.longest_pause_s)
+        try:
+            record = orjson.loads(run.record)
+            death = why_killed(record, silence_s(record, self._database.last_time(run.id)), allowed)
+        except (ValueError, LookupError, TypeError, AttributeError):  # a run's files may contain anything
+            return run
+        return run if death is None else replace(run, status=KILLED, exit_reason=death)
+
+    def _read_record(self, directory: Path) -> int | None:
+        """Read `run.json`; returns the run's id, or None if this is not a run record (yet)."""
+        path = str(directory.relative_to(self.root))
+        try:
+            text = (directory / RUN_FILE).read_text()
+            record = orjson.loads(text)
+        except (OSError, ValueError):
+            record, text = None, ""
+        known = self._database.find_run(path)
+        if not isinstance(record, dict) or record.get("status") not in STATUSES:
+            return None if known is None else known[0]
+        if known is not None and known[1] == text:
+            return known[0]
+        run = self._database.save_run(path, text, record)
+        attempts = record.get("attempts") or []
+        logged = self._database.attempt_events(run)
+        self._database.save_attempts(run, attempts)
+        events = [event for attempt in attempts for event in events_of_attempt(attempt)]
+        self._database.add_events(run, (each for each in events if (each.attempt, each.kind) not in logged))
+        self._runs_changed = True
+        return run
+
+    def _read_evaluations(self, run: int, directory: Path) -> None:
+        """Read each `eval/eval_step_N/metrics.json` that is new or has changed, and drop those that are gone."""
+        known, there = self._database.evaluation_stamps(run), set()
+        for path in (directory / "eval").glob("eval_step_*/metrics.json"):
+            match = re.fullmatch(r"eval_step_(\d{1,15})", path.parent.name)
+            if match is None:
+                continue
+            step = int(match[1])
+            try:
+                stamp = stamp_of(path)
+                if known.get(step) != stamp:
+                    datasets = orjson.loads(path.read_bytes())["datasets"]
+                    figures = {name: each for name, each in datasets.items() if isinstance(each, dict)}
+                    self._database.replace_evaluation(run, step, stamp, figures)
+                    self._runs_changed = True
+            except (OSError, ValueError, TypeError, KeyError, AttributeError):
+                continue  # it is being written, or is something else
+            there.add(step)
+        for step in known.keys() - there:
+            self._database.replace_evaluation(run, step, "", {})
+            self._runs_changed = True
+
+    # Rows and events
+
+    def _read_or_warn(self, run: int) -> bool:
+        try:
+            return self.read_new_rows(run)
+        except Exception as error:  # a run's files may contain anything, and the other runs go on
+            self._warn_once(f"run {run} cannot be followed: {one_line(error)}")
+            return False
+
+    def read_new_rows(self, run: int) -> bool:
+        """Read on in the files of a run: record, rows, events, curves and offsets change together, or nothing does.
+
+        Returns:
+            Whether there may be more to read at once.
+        """
+        positions = None
+        try:
+            with self._database.transaction():
+                positions = self._database.positions(run)
+                if positions is None:
+                    return False
+                directory = self.root / positions.path
+                self._read_record(directory)
+                self._read_events(run, directory / EVENTS_FILE, positions)
+                return self._read_metrics(run, directory, positions)
+        except Exception:
+            if positions is not None:  # the curves may have rows that the database does not have
+                with self._curves_lock:
+                    self._curves.pop((run, positions.generation), None)
+                    self._curves.pop((run, positions.generation + 1), None)
+            raise
+
+    def _read_metrics(self, run: int, directory: Path, positions: FilePositions) -> bool:
+        generation = positions.generation
+        new = read_new_lines(directory / METRICS_FILE, positions.metrics_offset, positions.metrics_head)
+        if new is None:
+            self._tend_curves(run, generation, is_at_end=True)
+            return False
+        if new.is_other_file:
+            self._database.forget_rows(run)
+            self._read_record(directory)
+            generation += 1
+        rows, lines, unreadable = parse_rows(new.lines)
+        curves = self._curves_of(run, generation, self._database)
+        with curves.lock:
+            self._database.catch_up(run, curves)
+            last_id = self._database.add_rows(run, rows, lines)
+            curves.add(rows, self._database.first_steps(run), last_id)
+        self._database.add_events(run, self._events_of(directory, rows))
+        self._database.advance_metrics(run, new.offset, new.head, unreadable)
+        self._tend_curves(run, generation, is_at_end=False)
+        self._runs_changed |= new.is_other_file or unreadable > 0
+        return bool(new.lines)
+
+    def _tend_curves(self, run: int, generation: int, is_at_end: bool) -> None:
+        """Add rows to curves in memory that another monitor read, and save curves now and then."""
+        with self._curves_lock:
+            curves = self._curves.get((run, generation))
+        if curves is None:
+            return
+        with curves.lock:
+            self._database.catch_up(run, curves)
+            is_over = is_at_end and curves.num_unsaved > 0 and self._is_idle(run)
+            if is_over or curves.num_unsaved >= DUMP_ROWS:
+                self._database.save_curves(run, curves)
+                self._runs_changed = True
+
+    def _is_idle(self, run: int) -> bool:
+        """Whether no more rows of a run are to be expected soon."""
+        is_live = run in self._database.live_runs()
+        return not is_live or time.time() - self._database.last_time(run) > IDLE_S
+
+    def _events_of(self, directory: Path, rows: Iterable[MetricRow]) -> Iterator[LogEvent]:
+        every = (read_config(directory).get("trainer") or {}).get("log_every")
+        log_every = every if type(every) is int and every > 0 else DEFAULT_LOG_EVERY
+        return (event for row in rows for event in events_of_row(row, log_every))
+
+    def _read_events(self, run: int, path: Path, positions: FilePositions) -> None:
+        """Read on in `events.jsonl`, which has the findings of the health rules."""
+        new = read_new_lines(path, positions.events_offset, positions.events_head)
+        if new is None:
+            return
+        if new.is_other_file:
+            self._database.delete_findings(run)
+        self._database.add_events(run, parse_findings(new.lines))
+        self._database.advance_events(run, new.offset, new.head)
+        self._runs_changed = True
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(message)
+
+
+def run_directories(root: Path) -> tuple[list[Path], list[OSError]]:
+    """Directories below a root that have a `run.json`, and the errors of those that cannot be listed.
+
+    Checkpoints are not searched: they contain many files and no runs.
+    """
+    found: list[Path] = []
+    errors: list[OSError] = []
+    for directory, below, names in os.walk(root, onerror=errors.append):
+        below[:] = [name for name in below if not name.startswith(("global_step_", "wandb"))]
+        if RUN_FILE in names:
+            found.append(Path(directory))
+    return sorted(found), errors
+
+
+def stamp_of(path: Path) -> str:
+    """Changes when a file changes.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    status = path.stat()
+    return f"{status.st_mtime_ns}:{status.st_size}"
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """A run's `config.yaml`; empty if there is none, or it cannot be read."""
+    path = directory / "config.yaml"
+    try:
+        return _read_config(path, stamp_of(path))
+    except OSError:
+        return {}
+
+
+@lru_cache(MAX_CACHED_RUNS)
+def _read_config(path: Path, stamp: str) -> dict[str, Any]:
+    try:
+        return read_config_file(path)
+    except UserError:  # the health tab reports it
+        return {}
+
+
+# Lines of a file that another process appends to
+
+
+@dataclass(frozen=True)
+class NewLines:
+    """What was appended to a file.
+
+    Attributes:
+        lines: complete ones, without their newlines.
+        offset: where the next line begins.
+        head: digest of the file's first bytes.
+        is_other_file: whether this is not the file that was read before, so that `lines` start at its beginning.
+    """
+
+    lines: list[bytes]
+    offset: int
+    head: str
+    is_other_file: bool
+
+
+def read_new_lines(path: Path, offset: int, head: str = "") -> NewLines | None:
+    """Read on in a file, at most `BLOCK_BYTES` or one line, whichever is longer.
+
+    Args:
+        path: of the file.
+        offset: bytes that were read before.
+        head: digest of its beginning then; empty if nothing was read.
+
+    Returns:
+        None if there is no file, or nothing new in it.
+    """
+    try:
+        file = open(path, "rb")
+    except OSError:
+        return None
+    with file:
+        start = file.read(HEAD_BYTES)
+        size = file.seek(0, 2)
+        # a digest of as many bytes as there were when it was made, because the beginning grows as well
+        length, _, digest = head.partition(":")
+        is_same = not head or (len(start) >= int(length) and _digest(start[: int(length)]) == digest)
+        is_other_file = not is_same or size < offset
+        offset = 0 if is_other_file else offset
+        if size == offset:
+            return NewLines([], 0, "", True) if is_other_file else None
+        file.seek(offset)
+        block = file.read(BLOCK_BYTES)
+        while b"\n" not in block and (more := file.read(BLOCK_BYTES)):
+            block += more
+    end = block.rfind(b"\n") + 1
+    if not end and not is_other_file:
+        return None
+    return NewLines(block[:end].split(b"\n")[:-1], offset + end, f"{len(start)}:{_digest(start)}", is_other_file)
+
+
+def _digest(start: bytes) -> str:
+    return hashlib.sha256(start).hexdigest()[:16]
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value can be the number of a step or an attempt."""
+    return isinstance(value, int) and abs(value) < MAX_STEP
+
+
+def parse_rows(lines: Sequence[bytes]) -> tuple[list[MetricRow], list[bytes], int]:
+    """Lines of `metrics.jsonl` as rows, the lines that are rows, and how many are not."""
+    rows: list[MetricRow] = []
+    kept: list[bytes] = []
+    unreadable = 0
+    for line in lines:
+        try:
+            metrics: dict[str, Any] = orjson.loads(line)
+            step, attempt, logged = metrics.pop("step"), metrics.pop("attempt"), float(metrics.pop("time"))
+            if not (is_count(step) and is_count(attempt) and math.isfinite(logged)):
+                raise ValueError("not the number of a step or an attempt, or not a time")
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            unreadable += bool(line.strip())
+            continue
+        rows.append(MetricRow(attempt, step, logged, metrics))
+        kept.append(line)
+    return rows, kept, unreadable
+
+
+# The log
+
+
+_STEP_PARTS = {"reward": "train/reward_total_mean", "accuracy": "train/accuracy_mean", "grad norm": "train/grad_norm"}
+_ENDED_WELL = ("all steps", "stopped")
+"""How the exit reason of an attempt begins that did not fail."""
+
+
+def events_of_row(row: MetricRow, log_every: int = DEFAULT_LOG_EVERY) -> Iterator[LogEvent]:
+    """The lines of the log on one row of metrics."""
+    attempt, step, time, metrics = row
+    if "val/loss" in metrics:
+        yield LogEvent(time, attempt, step, "evaluation", f"val/loss {_format(metrics['val/loss'])}")
+    elif "eval/reward_total_mean" in metrics:
+        yield LogEvent(time, attempt, step, "evaluation", f"eval reward {_format(metrics['eval/reward_total_mean'])}")
+    if "time/train/save_s" in metrics:
+        text = f"checkpoint saved in {_format(metrics['time/train/save_s'])} s"
+        yield LogEvent(time, attempt, step, "checkpoint", text)
+    if STEP_METRIC in metrics and step % log_every == 0:
+        parts = [f"loss {_format(metrics[STEP_METRIC])}"]
+        parts += [f"{word} {_format(metrics[name])}" for word, name in _STEP_PARTS.items() if name in metrics]
+        rate = metrics.get("train/lr(1e-3)")
+        if isinstance(rate, (int, float)):
+            parts.append(f"learning rate {_format(rate / 1e3)}")
+        yield LogEvent(time, attempt, step, "step", ", ".join(parts))
+
+
+def _format(value: Any) -> str:
+    return f"{value:.4g}" if is_number(value) and not isinstance(value, str) else str(value)
+
+
+def events_of_attempt(attempt: Mapping[str, Any]) -> Iterator[LogEvent]:
+    """The lines of the log on the start and the end of an attempt in `run.json`."""
+    number, reason = attempt["attempt"], attempt.get("exit_reason") or ""
+    if (start := seconds_of(attempt.get("start"))) is not None:
+        where = f" on {attempt.get('host')}, {attempt.get('world_size')} ranks" if attempt.get("host") else ""
+        first = attempt.get("first_step")
+        yield LogEvent(start, number, first, "start", f"attempt {number} began at step {first or 0}{where}")
+    if (end := seconds_of(attempt.get("end"))) is not None:
+        kind = "end" if reason.startswith(_ENDED_WELL) else "failure"
+        yield LogEvent(end, number, attempt.get("last_step"), kind, f"attempt {number} ended: {reason}")
+
+
+def parse_findings(lines: Iterable[bytes]) -> Iterator[LogEvent]:
+    """The lines of the log on lines of `events.jsonl`; a torn one is skipped."""
+    for line in lines:
+        try:
+            found = orjson.loads(line)
+            rule, level = str(found["name"]), str(found["level"])
+            text, time = f"{rule}: {found['text']}", float(found["time"])
+            attempt, step = (each if is_count(each := found.get(name)) else None for name in ("attempt", "step"))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            continue
+        if math.isfinite(time):
+            yield LogEvent(time, attempt, step, level, text, rule)

@@ -1,0 +1,275 @@
+"""The page: a head with the runs; below it the table of all runs, a comparison, or one run with its tabs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from nicegui import ui
+from nicegui.events import GenericEventArguments, ValueChangeEventArguments
+
+from verl_ext.monitor.curves import RunCurves
+from verl_ext.monitor.database import RunInfo
+from verl_ext.monitor.file_panels import CheckpointsPanel, HealthPanel, LogPanel, SamplesPanel
+from verl_ext.monitor.follower import RunFollower
+from verl_ext.monitor.panels import ComparePanel, EvaluationPanel, Panel, TrainingPanel, tag
+from verl_ext.monitor.run_table import LEVEL_COLORS, STATUS_COLORS, RunTable, worst_level
+from verl_ext.monitor.state import TABS, PageState
+from verl_ext.monitor.text import LANGUAGES, format_number, format_seconds
+
+UPDATE_S = 0.3
+"""Least time between two updates of a page."""
+DOTS = {"running": "🟢", "finished": "🔵", "waiting": "🟡", "failed": "🔴", "stopped": "⚪", "killed": "⚫"}
+PANELS: dict[str, type[Panel]] = {
+    "Training": TrainingPanel,
+    "Evaluation": EvaluationPanel,
+    "Compare": ComparePanel,
+    "Checkpoints": CheckpointsPanel,
+    "Samples": SamplesPanel,
+    "Health": HealthPanel,
+    "Log": LogPanel,
+}
+SPEEDS = {
+    "throughput/train/samples_per_s": "samples/s",
+    "throughput/train/valid_tokens_per_s": "tokens/s",
+    "throughput/train/configs_per_s": "configs/s",
+}
+FIGURES = {
+    "Current step": "Steps done",
+    "Total steps": "Steps of the whole run",
+    "Progress": "Share of the steps that are done",
+    "Time left": "Estimated from the speed of the last 50 steps",
+    "Loss now": "Loss of the last batch; it should fall step by step",
+    "Learning rate": "In use at the last step; it should follow its schedule",
+    "Speed": "Of the last step; it should stay level",
+}
+"""Label and hint of each figure in the status."""
+ON_BACK = "<script>addEventListener('popstate', () => emitEvent('address', location.search))</script>"
+
+
+class MonitorPage:
+    """One open page; it builds itself where it is created.
+
+    Args:
+        follower: what is known of the runs.
+        state: what the address asks for.
+    """
+
+    def __init__(self, follower: RunFollower, state: PageState) -> None:
+        self.follower, self.state = follower, state
+        self._runs_version = -1
+        self._shown: object = None  # what the panel showed at its last look
+        self._dark = ui.dark_mode(state.dark)
+        ui.add_head_html(ON_BACK)
+        ui.on("address", self._go_back)
+        self._head = ui.header(bordered=True).classes(
+            "items-center gap-4 px-4 py-2 bg-[white] text-[black] dark:bg-[#171717] dark:text-[white]"
+        )
+        self._box = ui.column().classes("w-full max-w-screen-2xl mx-auto p-2")
+        self._build()
+        ui.timer(UPDATE_S, self.update_status)
+        ui.timer(UPDATE_S, self.update_panel)
+
+    @property
+    def run(self) -> RunInfo | None:
+        """The shown run; None if there is none, or it is gone."""
+        return self.follower.runs.get(self.state.run)
+
+    # Navigation
+
+    def go(self, *, push: bool = True, **changes: Any) -> None:
+        """Change the state and the address.
+
+        Args:
+            push: whether Back returns to the state before, for which the page is built again; otherwise the address is
+                replaced, for settings within a panel.
+            changes: new values of `PageState`'s attributes.
+        """
+        for name, value in changes.items():
+            setattr(self.state, name, value)
+        change = ui.navigate.history.push if push else ui.navigate.history.replace
+        change(self.state.to_query())
+        if push:
+            self._build()
+
+    def open_run(self, path: str) -> None:
+        """Open a run, or the table for an empty path; the tab stays."""
+        if path != self.state.run or self.state.runs:
+            self.go(run=path, runs=(), source="", step=None, search="")
+
+    def _choose_run(self, event: ValueChangeEventArguments) -> None:
+        if event.value:
+            self.open_run(event.value)
+
+    def _go_back(self, event: GenericEventArguments) -> None:
+        """The browser went back or forward to another address of this page."""
+        self.state = PageState.from_query(str(event.args), self.state.preferences)
+        self._build()
+
+    def _open_tab(self, tab: str) -> None:
+        if tab != self.state.tab:
+            self.state.tab = tab
+            ui.navigate.history.push(self.state.to_query())
+            self._build_panel()
+
+    def _set_language(self, language: str) -> None:
+        self.state.preferences["language"] = language
+        self._build()
+
+    def _set_dark(self, dark: bool) -> None:
+        self.state.preferences["dark"] = dark
+        self._dark.set_value(dark)
+        self._shown = None  # the panel draws its charts again; everything else is styled by the browser
+
+    # Building
+
+    def _build(self) -> None:
+        """Draw everything, in the language and the colors that are set."""
+        self._panel: Panel | None = None
+        self._status: RunStatusBar | None = None
+        self._had_run = self.run is not None
+        self._build_head()
+        self._box.clear()
+        with self._box:
+            if self.run is not None:
+                self._status = RunStatusBar(self.state)
+                self._build_tabs()
+            elif self.state.run:
+                text = self.state.translate("This run does not exist, or its directory is gone")
+                tag(ui.label(text).classes("text-lg"), "missing")
+            if self.run is None:
+                self._panel_box = ui.column().classes("w-full")
+                self._build_panel()
+
+    def _build_head(self) -> None:
+        say = self.state.translate
+        self._head.clear()
+        with self._head:
+            home = ui.link(say("Training monitor"), ".").classes("text-lg font-bold text-inherit no-underline")
+            tag(home, "home").on("click.prevent", lambda: self.open_run(""))
+            self._select = ui.select({}, label=say("Run"), with_input=True).classes("grow").props("dense outlined")
+            tag(self._select, "run").on_value_change(self._choose_run)
+            language = tag(ui.toggle(LANGUAGES, value=self.state.language), "language").props(
+                "dense no-caps unelevated"
+            )
+            language.on_value_change(lambda event: self._set_language(event.value))
+            dark = tag(ui.switch(say("Dark"), value=self.state.dark), "dark")
+            dark.on_value_change(lambda event: self._set_dark(event.value))
+        self._offer_runs()
+
+    def _offer_runs(self) -> None:
+        """Fill the selector with status and path of every run."""
+        self._runs_version = self.follower.version
+        names = {
+            run.path: f"{DOTS[run.status]} {run.path} · {self.state.translate(run.status)}"
+            for run in self.follower.runs.values()
+        }
+        shown = self.state.run if self.state.run in names else None
+        if names != self._select.options or self._select.value != shown:
+            self._select.set_options(names, value=shown)
+
+    def _build_tabs(self) -> None:
+        with ui.tabs(value=self.state.tab).classes("w-full").props("dense no-caps align=left") as tabs:
+            for name in TABS:
+                tag(ui.tab(name, label=self.state.translate(name)), f"tab {name}")
+        tabs.on_value_change(lambda event: self._open_tab(event.value))
+        self._panel_box = ui.column().classes("w-full")
+        self._build_panel()
+
+    def _build_panel(self) -> None:
+        kind = PANELS[self.state.tab] if self.run is not None else ComparePanel if self.state.runs else RunTable
+        self._shown = None
+        self._last_look = 0.0
+        self._panel_box.clear()
+        with self._panel_box:
+            go = self.open_and_go if kind is RunTable else self.go
+            self._panel = kind(self.follower, self.state, go)
+
+    def open_and_go(self, **changes: Any) -> None:
+        """`go` for the table of runs, which opens a run or a comparison."""
+        self.go(**{"run": "", "runs": (), **changes})
+
+    # Updates
+
+    def update_status(self) -> None:
+        """Show what is new of the runs and of the shown run's progress."""
+        if (self.run is not None) != self._had_run:  # the run of this address appeared, or is gone
+            self._build()
+        if self._runs_version != self.follower.version:
+            self._offer_runs()
+        if self.run is not None and self._status is not None:
+            self._status.show(self.run, self.follower.curves(self.run))
+
+    async def update_panel(self) -> None:
+        """Show what is new in the open panel; one that reads files looks only once in a while."""
+        panel, run = self._panel, self.run
+        if panel is None:
+            return
+        news = (self.follower.version, run and self.follower.curves(run).version)
+        is_due = time.monotonic() - self._last_look > panel.period_s if panel.period_s else news != self._shown
+        if self._shown is None or is_due:
+            self._shown, self._last_look = news, time.monotonic()
+            await panel.show(run)
+
+
+class RunStatusBar:
+    """Status, progress, and the latest figures of a run.
+
+    Args:
+        state: of the page.
+    """
+
+    def __init__(self, state: PageState) -> None:
+        self._say = state.translate
+        with ui.row().classes("w-full items-center gap-2"):
+            self._path = tag(ui.label().classes("text-lg font-medium"), "shown")
+            self._status = tag(ui.badge(), "status")
+            self._mode = tag(ui.badge(color="grey-6"), "mode")
+            self._health = tag(ui.badge(), "worst")
+            self._reason = tag(ui.label().classes("text-sm opacity-70"), "reason")
+        self._bar = tag(ui.linear_progress(show_value=False, size="6px").props("rounded instant-feedback"), "progress")
+        self._figures: dict[str, ui.label] = {}
+        with ui.element("div").classes("w-full grid grid-cols-2 sm:grid-cols-4 lg:grid-cols-7 gap-2"):
+            for name, hint in FIGURES.items():
+                with ui.card().tight().props("flat bordered").classes("px-3 py-1"):
+                    ui.label(self._say(name)).classes("text-xs opacity-70")
+                    self._figures[name] = tag(ui.label("-").classes("text-lg whitespace-nowrap"), f"figure {name}")
+                    ui.tooltip(self._say(hint))
+
+    def show(self, run: RunInfo, curves: RunCurves) -> None:
+        """Show how a run stands now."""
+        with curves.lock:
+            step, latest = curves.step, dict(curves.latest)
+            left = curves.seconds_left(run.total_steps) if run.status == "running" else None
+        level = worst_level(run)
+        self._path.set_text(run.path)
+        self._status.set_text(self._say(run.status))
+        self._status.props["color"] = STATUS_COLORS[run.status]
+        self._mode.set_text(self._say("Live" if run.status == "running" else "History"))
+        self._health.set_text(f"{self._say('Health')}: {self._say(level)}")
+        self._health.props["color"] = LEVEL_COLORS.get(level, "grey")
+        self._health.set_visibility(level not in ("", "ok"))
+        self._reason.set_text(self._reason_of(run))
+        share = step / run.total_steps if run.total_steps else 0.0
+        self._bar.set_value(min(share, 1.0))
+        figures = {
+            "Current step": f"{step:,}",
+            "Total steps": f"{run.total_steps:,}" if run.total_steps else "-",
+            "Progress": f"{share:.1%}",
+            "Time left": "-" if left is None else format_seconds(left),
+            "Loss now": format_number(latest.get("train/loss")),
+            "Learning rate": format_number(latest.get("train/lr(1e-3)"), 1e-3),
+            "Speed": self._speed(latest),
+        }
+        for name, text in figures.items():
+            self._figures[name].set_text(text)
+
+    def _reason_of(self, run: RunInfo) -> str:
+        """How the last attempt ended, and how much of metrics.jsonl cannot be read."""
+        parts = [run.exit_reason] if run.exit_reason else []
+        parts += [f"{run.unreadable} {self._say('unreadable lines of metrics.jsonl')}"] if run.unreadable else []
+        return " · ".join(parts)
+
+    def _speed(self, latest: dict[str, float]) -> str:
+        name = next((each for each in SPEEDS if each in latest), None)
+        return "-" if name is None else f"{latest[name]:,.1f} {self._say(SPEEDS[name])}"

@@ -1,1 +1,0 @@
-"""The web page: a panel each for what can be looked at."""

@@ -1,0 +1,374 @@
+"""The tabs that draw curves: training, evaluation, and the comparison of runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from posixpath import commonpath
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from nicegui import ui
+from nicegui.events import ValueChangeEventArguments
+
+from verl_ext.checkpoint.manifest import step_of
+from verl_ext.checkpoint.retention import read_best_file
+from verl_ext.monitor.charts import (
+    MAIN,
+    OTHER,
+    Chart,
+    ChartStyle,
+    chart_options,
+    charts_for,
+    comparison_options,
+    errors_options,
+    rates_options,
+    schedule_points,
+)
+from verl_ext.monitor.curves import RunCurves
+from verl_ext.monitor.database import RunInfo
+from verl_ext.monitor.follower import RunFollower, read_config
+from verl_ext.monitor.state import MAX_COMPARED, MAX_SMOOTHING, PageState
+from verl_ext.monitor.text import format_number
+
+GRID = "w-full grid grid-cols-1 lg:grid-cols-2 gap-4"
+RATES = ("accepted_at_1", "exec_success_rate")
+ERROR_TYPES = ("success", "wrong_answer", "syntax_error", "runtime_error", "timeout", "api_error")
+DEFAULT_METRICS = ("train/loss",)
+MAX_SHOWN_CHARACTERS = 80
+"""Of a value in a table."""
+Go = Callable[..., None]
+"""Changes attributes of the page's state and the address; see `MonitorPage.go`."""
+Tagged = TypeVar("Tagged", bound=ui.element)
+
+
+def tag(element: Tagged, name: str, **attributes: Any) -> Tagged:
+    """Name an element for tests, and set attributes; `props` would parse names that come from files."""
+    element.props["data-testid"] = name
+    for attribute, value in attributes.items():
+        element.props[attribute] = value
+    return element
+
+
+class Panel:
+    """One tab; it builds itself where it is created.
+
+    Args:
+        follower: what is known of the runs.
+        state: of the page.
+        go: changes the state.
+    """
+
+    period_s = 0.0
+    """Between two looks at files of its own; 0 for a panel that is drawn whenever there are new rows."""
+
+    def __init__(self, follower: RunFollower, state: PageState, go: Go) -> None:
+        self.follower, self.state, self.go = follower, state, go
+        self.build()
+
+    def build(self) -> None:
+        """Create the elements."""
+
+    async def show(self, run: RunInfo | None) -> None:
+        """Show a run; None on the page of a comparison."""
+
+    def say(self, text: str) -> str:
+        """A word in the page's language."""
+        return self.state.translate(text)
+
+    def style(self) -> ChartStyle:
+        """How the page wants its charts."""
+        return ChartStyle(self.state.smoothing, self.state.language, self.state.dark, self.state.log_scale)
+
+    def build_style_controls(self) -> None:
+        """A slider for the smoothing and a switch for the scale, each of which calls `redraw`."""
+        ui.label(self.say("Smoothing")).classes("text-sm")
+        slider = ui.slider(min=0, max=MAX_SMOOTHING, step=0.01, value=self.state.smoothing).classes("w-48")
+        tag(slider.props("label"), "smoothing").on_value_change(
+            lambda event: self._restyle(smoothing=round(event.value, 2))
+        )
+        scale = tag(ui.switch(self.say("Log scale"), value=self.state.log_scale), "log scale")
+        scale.on_value_change(lambda event: self._restyle(log_scale=event.value))
+
+    def _restyle(self, **changes: Any) -> None:
+        self.go(push=False, **changes)
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw the charts again, because their style has changed."""
+
+    def nothing_yet(self) -> None:
+        """A label for a panel without content."""
+        ui.label(self.say("Nothing yet")).classes("opacity-70").props('data-testid="nothing"')
+
+
+class ChartCard:
+    """A chart below its title, with a hint behind an icon; `name` identifies it in tests."""
+
+    def __init__(self, title: str, hint: str, name: str, options: dict[str, Any], *, height: str = "h-72") -> None:
+        with ui.card().classes("w-full p-3 gap-1").props("flat bordered") as self.card:
+            with ui.row().classes("w-full items-center gap-1 no-wrap"):
+                ui.label(title).classes("text-sm font-medium")
+                if hint:
+                    icon = tag(
+                        ui.icon("help_outline", size="16px"), f"hint {name}", **{"aria-label": hint, "tabindex": 0}
+                    )
+                    with icon.classes("opacity-50 cursor-help"):
+                        ui.tooltip(hint).classes("text-xs max-w-96 bg-grey-9")
+            self._chart = tag(ui.echart(options).classes(f"w-full {height}"), f"chart {name}")
+
+    def draw(self, options: dict[str, Any]) -> None:
+        """Show other options."""
+        self._chart.options.clear()
+        self._chart.options.update(options)
+        self._chart.update()
+
+
+class TrainingPanel(Panel):
+    """The charts of one run, and the slider that smooths them."""
+
+    def build(self) -> None:
+        """Create the controls and the places of the charts."""
+        self._cards: dict[Chart, ChartCard] = {}
+        self._drawn: dict[Chart, object] = {}
+        self._run: RunInfo | None = None
+        with ui.row().classes("w-full items-center gap-4"):
+            self.build_style_controls()
+            ui.space()
+            self._download = ui.link(self.say("Download CSV")).classes("text-sm").props('data-testid="csv"')
+        self._places = {MAIN: ui.element("div").classes(GRID)}
+        fold = ui.expansion(self.say("Other charts"), value=bool(self.state.preferences.get("fold")))
+        self._fold = fold.classes("w-full").props('data-testid="fold"').on_value_change(self._toggle)
+        with self._fold:
+            self._places[OTHER] = ui.element("div").classes(GRID)
+
+    async def show(self, run: RunInfo | None) -> None:
+        """Draw the charts that are visible and have changed."""
+        if run is not None:
+            self._show(run)
+
+    def _show(self, run: RunInfo) -> None:
+        self._run = run
+        self._download.props["href"] = f"csv/{quote(run.path)}"
+        curves = self.follower.curves(run)
+        with curves.lock:
+            wanted = charts_for(curves.envelopes)
+            for gone in [each for each in self._cards if each not in wanted]:
+                self._cards.pop(gone).card.delete()
+                del self._drawn[gone]
+            for number, chart in enumerate(wanted):
+                if chart.place == MAIN or self._fold.value:
+                    before = sum(other.place == chart.place for other in wanted[:number])
+                    self._draw(run, curves, chart, before)
+
+    def _draw(self, run: RunInfo, curves: RunCurves, chart: Chart, before: int) -> None:
+        """Draw a chart behind so many others, unless it shows the same already."""
+        counts = [curves.envelopes[name].num_points for name in chart.metrics]
+        style, total_steps = self.style(), run.total_steps if chart.with_schedule else None
+        shown = (run.id, id(curves), counts, [*curves.starts], total_steps, style)
+        if self._drawn.get(chart) == shown:
+            return
+        self._drawn[chart] = shown
+        schedule: list[tuple[int, float]] = []
+        if chart.with_schedule:
+            schedule = schedule_points(read_config(self.follower.directory(run)), run.total_steps, curves)
+        options = chart_options(curves, chart, style, schedule)
+        if chart in self._cards:
+            self._cards[chart].draw(options)
+            return
+        with self._places[chart.place]:
+            language = self.state.language
+            card = ChartCard(chart.title.in_language(language), chart.hint.in_language(language), chart.name, options)
+            card.card.move(target_index=before)  # metrics appear in any order
+            self._cards[chart] = card
+
+    def _toggle(self, event: ValueChangeEventArguments) -> None:
+        self.state.preferences["fold"] = event.value
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw the charts again, because their style has changed."""
+        if self._run is not None:
+            self._show(self._run)
+
+
+class EvaluationPanel(Panel):
+    """Evaluated checkpoints: rates with their intervals, error types, the best one."""
+
+    period_s = 3.0
+
+    def build(self) -> None:
+        """Create the place of the charts."""
+        self._shown: object = None
+        self._box = ui.column().classes("w-full")
+
+    async def show(self, run: RunInfo | None) -> None:
+        """Draw again if something has changed."""
+        if run is None:
+            return
+        by_dataset = self.follower.reader.evaluations(run.id)
+        best = read_best_file(self.follower.directory(run))[0]
+        best_step = None if best is None else step_of(best)
+        shown = run.id, best_step, by_dataset, self.style()
+        if shown == self._shown:
+            return
+        self._shown = shown
+        self._box.clear()
+        with self._box:
+            if not by_dataset:
+                self.nothing_yet()
+            for dataset, figures in by_dataset.items():
+                self._draw(dataset, figures, best_step)
+
+    def _draw(self, dataset: str, figures: Mapping[int, Mapping[str, Any]], best: int | None) -> None:
+        dark, steps = self.state.dark, sorted(figures)
+        suffix = f" ({self.say('best')}: {best})" if best is not None else ""
+        ui.label(f"{dataset}{suffix}").classes("text-lg").props('data-testid="dataset"')
+        rates = {name: [_rate(figures[step], name) for step in steps] for name in RATES if name in figures[steps[-1]]}
+        shares = {name: [_number(figures[step].get(f"{name}_rate")) for step in steps] for name in ERROR_TYPES}
+        with ui.element("div").classes(GRID):
+            ChartCard(self.say("Rates by step"), "", "rates", rates_options(steps, rates, best, dark))
+            ChartCard(self.say("Error types"), "", "errors", errors_options(steps, shares, dark))
+
+
+def _rate(figures: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+    """A rate and the bounds of its interval, which are the rate itself if there are none."""
+    value, intervals = _number(figures.get(name)), figures.get("intervals")
+    bounds = intervals.get(name) if isinstance(intervals, dict) else None
+    low, high = bounds if isinstance(bounds, list) and len(bounds) == 2 else (value, value)
+    return value, _number(low), _number(high)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+class ComparePanel(Panel):
+    """Metrics of several runs, their latest values, and the keys in which their configurations differ."""
+
+    period_s = 1.0
+
+    def build(self) -> None:
+        """Create the selectors and the places of charts and tables."""
+        self._cards: dict[str, ChartCard] = {}
+        self._drawn: dict[str, object] = {}
+        self._tables: object = None
+        with ui.row().classes("w-full items-center gap-4"):
+            self.build_style_controls()
+        with ui.row().classes("w-full items-start gap-4"):
+            self._runs = ui.select([], multiple=True, label=self.say("Runs to compare"), with_input=True)
+            self._runs.classes("grow").props('use-chips data-testid="compared"').on_value_change(self._choose_runs)
+            self._metrics = ui.select([], multiple=True, label=self.say("Metrics"), with_input=True)
+            self._metrics.classes("grow").props('use-chips data-testid="compared metric"')
+            self._metrics.on_value_change(self._choose_metrics)
+        self._grid = ui.element("div").classes(GRID)
+        self._differences = ui.column().classes("w-full")
+
+    async def show(self, run: RunInfo | None) -> None:
+        """Draw what the address asks for; by default the run whose page this is."""
+        runs, compared = self.follower.runs, self._compared(run)
+        self._offer(self._runs, [*runs], compared)
+        curves = {path: self.follower.curves(runs[path]) for path in compared}
+        known = sorted({name for each in curves.values() for name in each.envelopes})
+        metrics = [name for name in self.state.metrics or DEFAULT_METRICS if name in known] or known[:1]
+        self._offer(self._metrics, known, metrics)
+        self._draw_charts(curves, metrics)
+        self._show_tables([runs[path] for path in compared], metrics)
+
+    def _compared(self, run: RunInfo | None) -> list[str]:
+        """Paths of the chosen runs that exist."""
+        chosen = self.state.runs or (() if run is None else (run.path,))
+        return [path for path in chosen if path in self.follower.runs][:MAX_COMPARED]
+
+    @staticmethod
+    def _offer(select: ui.select, options: list[str], value: list[str]) -> None:
+        if select.options != options or select.value != value:
+            select.set_options(options, value=value)
+
+    def _choose_runs(self, event: ValueChangeEventArguments) -> None:
+        chosen = tuple(event.value or ())
+        if chosen and set(chosen) != set(self._compared(self.follower.runs.get(self.state.run))):
+            self.go(runs=chosen[-MAX_COMPARED:], push=False)
+
+    def _choose_metrics(self, event: ValueChangeEventArguments) -> None:
+        if event.value and tuple(event.value) != (self.state.metrics or DEFAULT_METRICS):
+            self.go(metrics=tuple(event.value), push=False)
+
+    def _draw_charts(self, curves: Mapping[str, RunCurves], metrics: list[str]) -> None:
+        for gone in [each for each in self._cards if each not in metrics]:
+            self._cards.pop(gone).card.delete()
+            del self._drawn[gone]
+        style = self.style()
+        for metric in metrics:
+            shown = [(path, id(each), each.version) for path, each in curves.items()], style
+            if self._drawn.get(metric) == shown:
+                continue
+            self._drawn[metric] = shown
+            options = comparison_options(dict(zip(short_names([*curves]), curves.values())), metric, style)
+            if metric in self._cards:
+                self._cards[metric].draw(options)
+            else:
+                with self._grid:
+                    self._cards[metric] = ChartCard(metric, "", f"comparison {metric}", options, height="h-80")
+
+    def _show_tables(self, runs: list[RunInfo], metrics: list[str]) -> None:
+        latest = {run.path: self.follower.summary(run)[1] for run in runs}
+        values = {name: [format_number(latest[run.path].get(name)) for run in runs] for name in metrics}
+        configs = [flatten(read_config(self.follower.directory(run))) for run in runs]
+        differences = differing_keys(configs)
+        shown = [run.path for run in runs], values, differences
+        if shown == self._tables:
+            return
+        self._tables = shown
+        self._differences.clear()
+        with self._differences:
+            ui.label(self.say("Latest values")).classes("text-base font-medium")
+            self._table([run.path for run in runs], self.say("Metric"), values, "latest values")
+            if len(runs) > 1:
+                title = "Keys that differ" if differences else "The configurations are the same"
+                ui.label(self.say(title)).classes("text-base font-medium").props('data-testid="configuration"')
+            if differences:
+                self._table([run.path for run in runs], self.say("Configuration"), differences, "differences")
+
+    @staticmethod
+    def _table(paths: list[str], label: str, rows: Mapping[str, list[str]], name: str) -> None:
+        columns = [{"name": "key", "label": label, "field": "key", "align": "left", "sortable": True}]
+        columns += [
+            {"name": f"run{place}", "label": path, "field": f"run{place}", "align": "left"}
+            for place, path in enumerate(paths)
+        ]
+        found = [
+            {"key": key, **{f"run{place}": clip(value) for place, value in enumerate(values)}}
+            for key, values in rows.items()
+        ]
+        table = ui.table(columns=columns, rows=found, row_key="key").classes("w-full")
+        tag(table.props("flat bordered dense wrap-cells"), name)
+
+
+def short_names(paths: list[str]) -> list[str]:
+    """Paths without the directories that all of them share."""
+    shared = commonpath(paths) if len(paths) > 1 and not any(path.startswith("/") for path in paths) else ""
+    return [path.removeprefix(f"{shared}/") for path in paths]
+
+
+def clip(text: str, length: int = MAX_SHOWN_CHARACTERS) -> str:
+    """The beginning of a text."""
+    return f"{text[:length]}…" if len(text) > length else text
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Values of a configuration as text by dotted key."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            found |= flatten(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return found
+
+
+def differing_keys(configs: list[dict[str, str]]) -> dict[str, list[str]]:
+    """Keys with different values, and the value in each configuration; a dash if it lacks the key."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = {key: [config.get(key, "-") for config in configs] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}

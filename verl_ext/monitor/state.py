@@ -1,0 +1,111 @@
+"""The state of one open page: what its address says, and what the browser remembers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+from urllib.parse import parse_qs, urlencode
+
+from verl_ext.monitor.text import LANGUAGES, translate
+
+TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log")
+DEFAULT_SMOOTHING = 0.6
+MAX_SMOOTHING = 0.99
+MAX_COMPARED = 10
+"""Runs in one chart."""
+
+
+@dataclass
+class PageState:
+    """What a page shows; its address has everything but the preferences, so that Back, reload and links work.
+
+    Attributes:
+        run: path of the shown run; empty for the run table, or for a comparison.
+        tab: one of `TABS`.
+        runs: paths of compared runs.
+        metrics: compared ones.
+        smoothing: weight of the smoothing.
+        log_scale: whether charts of positive values have a logarithmic axis.
+        source: which samples are shown; empty for the first.
+        step: of the shown samples; None for all.
+        search: text that the shown samples contain.
+        preferences: language, dark and fold, which the browser remembers for new pages.
+    """
+
+    run: str = ""
+    tab: str = TABS[0]
+    runs: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+    smoothing: float = DEFAULT_SMOOTHING
+    log_scale: bool = False
+    source: str = ""
+    step: int | None = None
+    search: str = ""
+    preferences: MutableMapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_query(cls, query: str, preferences: MutableMapping[str, Any] | None = None) -> Self:
+        """The state that an address asks for; values that make no sense become defaults.
+
+        Args:
+            query: of the address, encoded.
+            preferences: of the browser.
+        """
+        values = parse_qs(query.removeprefix("?"), errors="replace")
+        first = {name: found[0] for name, found in values.items()}
+        tab, step = first.get("tab", ""), first.get("step", "")
+        return cls(
+            run=first.get("run", ""),
+            tab=tab if tab in TABS else TABS[0],
+            runs=tuple(dict.fromkeys(values.get("runs", ())))[:MAX_COMPARED],
+            metrics=tuple(dict.fromkeys(values.get("metric", ()))),
+            smoothing=_smoothing(first.get("smoothing", "")),
+            log_scale=first.get("scale") == "log",
+            source=first.get("source", ""),
+            step=int(step) if step.isascii() and step.isdigit() and len(step) < 16 else None,
+            search=first.get("search", ""),
+            preferences={} if preferences is None else preferences,
+        )
+
+    def to_query(self) -> str:
+        """The address below the page's path, without defaults."""
+        pairs: list[tuple[str, Any]] = [("run", self.run)] if self.run else []
+        pairs += [("tab", self.tab)] if self.tab != TABS[0] else []
+        pairs += [("runs", path) for path in self.runs]
+        pairs += [("metric", name) for name in self.metrics]
+        pairs += [("smoothing", f"{self.smoothing:g}")] if self.smoothing != DEFAULT_SMOOTHING else []
+        pairs += [("scale", "log")] if self.log_scale else []
+        pairs += [("source", self.source)] if self.source else []
+        pairs += [("step", self.step)] if self.step is not None else []
+        pairs += [("search", self.search)] if self.search else []
+        return f"?{urlencode(pairs)}" if pairs else "."
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the page shows the table of all runs."""
+        return not self.run and not self.runs
+
+    @property
+    def language(self) -> str:
+        """en or zh."""
+        language = self.preferences.get("language")
+        return language if language in LANGUAGES else "en"
+
+    @property
+    def dark(self) -> bool:
+        """Whether the page is dark."""
+        return bool(self.preferences.get("dark", False))
+
+    def translate(self, text: str) -> str:
+        """A word of the page in its language."""
+        return translate(self.language, text)
+
+
+def _smoothing(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return DEFAULT_SMOOTHING
+    return min(max(value, 0.0), MAX_SMOOTHING) if math.isfinite(value) else DEFAULT_SMOOTHING
