@@ -20,7 +20,7 @@ class FunctionTests:
     entry_point: str
     """Name of the function or class that the tests call."""
     tests: tuple[str, ...]
-    """Python sources, at least one; each is a test of its own and runs with a fresh copy of the answer."""
+    """Python sources, at least one; each is a separate test and runs with a fresh copy of the answer."""
     preamble: str = ""
     """Imports and helpers of the problem; they run before the answer and before each test."""
     code_prompt: str = ""
