@@ -19,11 +19,10 @@ from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 from benchmarks.harness import Results, in_rounds
 from verl_ext.console import progress_bar
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.calibration import deciding_ms
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.execution import Executor
-from verl_ext.controller.latency import Latency, LatencyMeter
-from verl_ext.controller.loading import default_device, load_adapter
+from verl_ext.controller.calibration import measure_deciding_ms
+from verl_ext.controller.execution import Latency, LatencyMeter, VLMRunner
+from verl_ext.controller.space import Configuration, ConfigurationSpace
+from verl_ext.controller.vlm import default_device, load_adapter
 from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.data.prepare.vqa import SIDE, build_processor
 
@@ -95,7 +94,7 @@ class KnobRunner:
 
     def deciding_ms(self, space: ConfigurationSpace, rounds: int) -> float:
         """How long a controller of the usual width takes to decide; the median over rounds."""
-        return deciding_ms(Executor(self.adapter, self._new_tokens), space, self.questions(rounds), HIDDEN)
+        return measure_deciding_ms(VLMRunner(self.adapter, self._new_tokens), space, self.questions(rounds), HIDDEN)
 
     def flops(self, configuration: Configuration) -> int:
         """FLOPs of one run."""

@@ -55,35 +55,35 @@ def losses_of(settings: GPUCheckSettings, family: str) -> None:
     reference: tuple[float, Gradients] | None = None
     for precision, (max_loss_error, max_error) in TOLERANCES.items():
         found = {}
-        for way, overrides in ways_of_computing(precision).items():
+        for variant, overrides in variants_of(precision).items():
             words = [f"model.mixed_precision={precision}", *overrides]
             trainer = build_trainer(sft_config(settings, model, *words), SFTTrainer)
             batch = next(trainer.batches())
             loss, _ = trainer.forward_backward(batch)
-            found[way] = gradients_of(trainer)
+            found[variant] = gradients_of(trainer)
             reference = reference or in_float64(model, [trainer.train_dataset[row] for row in batch.rows])
-            name, error = f"{family}, {precision}, {way}", abs(float(loss) - reference[0]) / reference[0]
+            name, error = f"{family}, {precision}, {variant}", abs(float(loss) - reference[0]) / reference[0]
             settings.add_row(f"{name}: loss against float64", error, "relative", max_loss_error)
-            distance = relative_distance(found[way], reference[1])
+            distance = relative_distance(found[variant], reference[1])
             settings.add_row(f"{name}: gradients against float64", distance, "relative", max_error)
         distance = relative_distance(found["packed"], found["padded"])
         settings.add_row(f"{family}, {precision}: gradients, packed against padded", distance, "relative", max_error)
 
 
-def ways_of_computing(precision: str) -> dict[str, list[str]]:
+def variants_of(precision: str) -> dict[str, list[str]]:
     """Overrides by name: how samples share a forward pass, and what computes the loss."""
-    ways = {
+    variants = {
         "packed": ["model.attn_implementation=sdpa"],
         "packed, all logits": ["model.attn_implementation=sdpa", "model.fused_loss=false"],
         "padded": ["data.packing=false", "model.attn_implementation=sdpa"],
     }
     if not torch.cuda.is_available():
-        return ways
+        return variants
     if transformers.utils.is_flash_attn_2_available() and precision == "bf16":
-        ways["packed, flash-attention"] = ["model.attn_implementation=flash_attention_2"]
+        variants["packed, flash-attention"] = ["model.attn_implementation=flash_attention_2"]
     if transformers.utils.is_liger_kernel_available():
-        ways["packed, Liger"] = ["model.attn_implementation=sdpa", "model.use_liger=true"]
-    return ways
+        variants["packed, Liger"] = ["model.attn_implementation=sdpa", "model.use_liger=true"]
+    return variants
 
 
 def gradients_of(trainer: SFTTrainer) -> dict[str, torch.Tensor]:

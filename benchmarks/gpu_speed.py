@@ -23,8 +23,8 @@ from benchmarks.gpu_check import GPUCheckSettings
 from benchmarks.gpu_trainer import build_trainer, join_ranks, sft_config
 from benchmarks.harness import qwen2_size
 from verl_ext.controller.calibration import calibrate
-from verl_ext.controller.configuration import Configuration
-from verl_ext.controller.loading import default_device, load_adapter
+from verl_ext.controller.space import Configuration
+from verl_ext.controller.vlm import default_device, load_adapter
 from verl_ext.data.batching import TokenBatch
 from verl_ext.distributed import on_rank_zero
 from verl_ext.files import GIB, free_bytes
@@ -153,9 +153,9 @@ def step_s(trainer: SFTTrainer, batch: TokenBatch) -> float:
 
 
 def trainer_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) -> SFTTrainer | None:
-    """A trainer of a shape; None, with a row that says why, where the plan or the disk has no room for it.
+    """A trainer of a shape; None, with a row that says why, if it does not fit by the plan or on the disk.
 
-    Gradient checkpointing is turned on where the plan says that a shape fits only with it.
+    Gradient checkpointing is enabled if a shape fits only with it by the plan.
     """
     shape, config = SHAPES[name], config_of(settings, name, overrides)
     if not config.model.uses_lora and why_not(config, shape):
@@ -169,13 +169,13 @@ def trainer_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) 
     trainer = build_trainer(config, SFTTrainer)
     if trainer.device_name == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()  # what loading has left; the peaks are those of the steps
+        torch.cuda.empty_cache()  # what loading left; the peaks are those of the steps
         torch.cuda.reset_peak_memory_stats()
     return trainer
 
 
 def no_room(settings: GPUCheckSettings, name: str) -> str:
-    """Why the disk has no room for a shape's weights; empty if it has."""
+    """Why the disk has no room for a shape's weights; empty if it has room."""
     directory, needed = directory_of(settings, name), 1.2 * 2 * shape_of(qwen2(SHAPES[name])).numel
     free = free_bytes(directory.parent)
     if directory.exists() or free > needed:
@@ -288,7 +288,7 @@ def save(settings: GPUCheckSettings, name: str, *overrides: str) -> None:
         return
     directory = Path(settings.scratch) / "saved"
     assert isinstance(trainer.config, SFTConfig)
-    needed = 14 * model_shape(trainer.config).numel  # fp32 weights and two moments, and the export in bf16
+    needed = plan_of(trainer.config, hardware_here(), model_shape(trainer.config)).disk.checkpoint_bytes
     free = on_rank_zero(lambda: free_bytes(directory.parent))
     if free < 1.1 * needed:
         if dist.get_rank() == 0:
@@ -369,7 +369,7 @@ def controller(settings: GPUCheckSettings) -> None:
     space, runner = adapter.space(1, len(adapter.blocks), [1, 2, 4, 8]), KnobRunner(adapter, new_tokens=8)
     if device == "cuda":
         rng = random.Random(0)
-        configurations = [space.draw(rng) for _ in range(20)]
+        configurations = [space.sample(rng) for _ in range(20)]
         for each in configurations:
             runner.run(each)
         ratios = [milliseconds_by_events(runner, each) / runner.run(each).total_ms for each in configurations]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from eval_pipeline.command import adaptive, judge
 from eval_pipeline.commands import (
     PROGRAM,
     add_check,
@@ -16,7 +15,9 @@ from eval_pipeline.commands import (
     add_watch,
     input_path,
 )
+from eval_pipeline.judge_command import add_judge
 from verl_ext.cli import FAILURES, CommandParser, add_commands, clean_exit
+from verl_ext.controller.evaluation.command import add_adaptive
 
 
 def build_parser() -> CommandParser:
@@ -33,7 +34,7 @@ def build_parser() -> CommandParser:
         exit_codes={"0": "done", "1": "an evaluation failed", **FAILURES},
     )
     commands = add_commands(parser)
-    for add in (add_watch, add_run, add_report, add_status, add_retry, judge.register, add_check, adaptive.register):
+    for add in (add_watch, add_run, add_report, add_status, add_retry, add_judge, add_check, add_adaptive):
         add(commands)
     return parser
 

@@ -21,8 +21,8 @@ from eval_pipeline.judge.isolation import find_packages
 from eval_pipeline.judge.types import (
     ISOLATION_LEVELS,
     JudgeConfig,
+    JudgeRequest,
     ProgramRun,
-    Request,
     ResourceLimits,
     RunReport,
     Submission,
@@ -59,7 +59,7 @@ class _DiedAtStart(JudgeServerError):
 class _Pending:
     """A request without a result."""
 
-    request: Request
+    request: JudgeRequest
     limits: ResourceLimits
     future: Future[Any]
     is_retry: bool = False
@@ -179,7 +179,7 @@ class JudgeClient:
             pass
         return [_verdict_or_error(future, submission) for future, submission in zip(futures, submissions, strict=True)]
 
-    def _request(self, request: Request, limits: ResourceLimits | None) -> Future[Any]:
+    def _request(self, request: JudgeRequest, limits: ResourceLimits | None) -> Future[Any]:
         pending = _Pending(request, limits or self._config.limits, Future())
         try:
             with self._lock:
@@ -374,7 +374,7 @@ class JudgeClient:
             pending.future.set_result(result)
 
 
-def _result_of(request: Request, message: dict[str, Any], blob: bytes) -> Verdict | RunReport | JudgeServerError:
+def _result_of(request: JudgeRequest, message: dict[str, Any], blob: bytes) -> Verdict | RunReport | JudgeServerError:
     if "failed" not in message:
         return result_from_json(message, blob)
     if isinstance(request, Submission):

@@ -20,7 +20,7 @@ class FunctionTests:
     entry_point: str
     """Name of the function or class that the tests call."""
     tests: tuple[str, ...]
-    """Python sources, at least one; each is a test of its own and runs with a fresh copy of the answer."""
+    """Python sources, at least one; each is a separate test and runs with a fresh copy of the answer."""
     preamble: str = ""
     """Imports and helpers of the problem; they run before the answer and before each test."""
     code_prompt: str = ""
@@ -98,7 +98,7 @@ class ProgramRun:
     num_tests = 1
 
 
-Request: TypeAlias = Submission | ProgramRun
+JudgeRequest: TypeAlias = Submission | ProgramRun
 
 # Results
 
@@ -214,7 +214,7 @@ class JudgeConfig:
 # Messages of client and server
 
 
-def request_to_json(request: Request, limits: ResourceLimits) -> dict[str, Any]:
+def request_to_json(request: JudgeRequest, limits: ResourceLimits) -> dict[str, Any]:
     """A request and what each of its runs may use."""
     if isinstance(request, ProgramRun):
         return {"op": "run", **asdict(request), "limits": asdict(limits)}
@@ -227,7 +227,7 @@ def request_to_json(request: Request, limits: ResourceLimits) -> dict[str, Any]:
     }
 
 
-def request_from_json(message: dict[str, Any]) -> tuple[Request, ResourceLimits]:
+def request_from_json(message: dict[str, Any]) -> tuple[JudgeRequest, ResourceLimits]:
     """The arguments of `request_to_json`."""
     limits = ResourceLimits(**message["limits"])
     if message["op"] == "run":

@@ -126,24 +126,23 @@ def _shown(text: str) -> str:
 # Outputs of programs
 
 _BLOCK_CHARS = 1 << 14
-"""Characters whose tokens are in memory at a time."""
+"""Characters whose tokens are in memory at the same time."""
 _TOKEN = re.compile(r"\n|\S+")
 _SPACE = re.compile(r"\s")
 _INTEGER = re.compile(r"([+-]?)([0-9]+)")
 
 
 def outputs_match(actual: str, expected: str, tolerance: float | None) -> bool:
-    """Whether two outputs are the same, line by line, white space within a line and blank lines at the end aside.
+    """Whether two outputs are equal line by line, ignoring white space within lines and blank lines at the end.
 
-    Outputs may be megabytes of line breaks, and one process compares for all workers: the comparison ends at the first
-    difference, and its memory does not depend on the number of lines or tokens.
+    Outputs may be megabytes of line breaks: the comparison ends at the first difference, and its memory does not depend
+    on the number of lines or tokens.
 
     Args:
         actual: what the program printed.
-        expected: what it should have printed.
-        tolerance: largest absolute or relative difference of two finite numbers at the same place, unless both are
-            written as integers: those must be equal, for a count of 10^9 must not be off by 1000. None where all must
-            be written the same.
+        expected: what it must print.
+        tolerance: largest absolute or relative difference between two finite numbers at the same place. Integers must
+            be equal, because a count of 10^9 must not be off by 1000. None requires equal text.
     """
     actual, expected = actual.rstrip(), expected.rstrip()
     if actual == expected:
@@ -157,7 +156,7 @@ def outputs_match(actual: str, expected: str, tolerance: float | None) -> bool:
 
 
 def _end_of_same_lines(actual: str, expected: str) -> int:
-    """Where a line begins before which both are the same text; at most a block and a line before they differ."""
+    """The beginning of a line before which both texts are equal, at most a block and a line before they differ."""
     start, end = 0, min(len(actual), len(expected))
     while start < end and actual[start : start + _BLOCK_CHARS] == expected[start : start + _BLOCK_CHARS]:
         start += _BLOCK_CHARS
@@ -165,7 +164,7 @@ def _end_of_same_lines(actual: str, expected: str) -> int:
 
 
 def _tokens(text: str, start: int) -> Iterator[str]:
-    """The words of a text and its line breaks, in their order."""
+    """The words and line breaks of a text, in order."""
     while start < len(text):
         space = _SPACE.search(text, start + _BLOCK_CHARS)
         end = space.start() if space else len(text)
@@ -188,7 +187,7 @@ def _same(actual: str, expected: str, tolerance: float | None) -> bool:
 
 
 def _integer(token: str) -> tuple[bool, str] | None:
-    """Sign and digits of an integer, none for zero: `int` refuses thousands of digits."""
+    """Sign and digits of an integer, without digits for zero: `int` refuses thousands of digits."""
     match = _INTEGER.fullmatch(token)
     if match is None:
         return None
@@ -197,7 +196,7 @@ def _integer(token: str) -> tuple[bool, str] | None:
 
 
 def _finite(token: str) -> float | None:
-    """The number a token stands for; "1_000", which Python takes for one, is none in any output."""
+    """The number that a token represents; "1_000", which Python accepts, is not a number in an output."""
     try:
         number = float(token)
     except ValueError:

@@ -1,1 +1,1 @@
-"""A controller with its model inside lmms-eval, to which `LMMS_EVAL_PLUGINS=eval_pipeline.lmms` makes it known."""
+"""Plugin of lmms-eval with the model `budget_controller`; use it by `LMMS_EVAL_PLUGINS=eval_pipeline.lmms`."""

@@ -1,6 +1,6 @@
-"""Idefics3 and the first SmolVLM as transformers has them: tiers are the longest edge that an image is scaled to.
+"""Idefics3 and the first SmolVLM in transformers: a tier is the longest edge of the scaled image.
 
-An image that is longer than the vision encoder's own size is cut into crops, and one of the whole image follows them.
+An image that exceeds the size of the vision encoder is cut into crops, which a scaled copy of the whole image follows.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from verl_ext.controller.adapters.base import Decoding, Inputs, VLMAdapter
-from verl_ext.controller.adapters.swap import Skipped
+from verl_ext.controller.adapters import DecodeState, Inputs, SkippedBlock, VLMAdapter
 
 
 class Idefics3Adapter(VLMAdapter):
@@ -30,17 +29,17 @@ class Idefics3Adapter(VLMAdapter):
         """See `VLMAdapter`."""
         return self.model.model, "vision_model"
 
-    def skip(self, index: int) -> Skipped:
-        """See `VLMAdapter`; a block returns its hidden states alone."""
-        return Skipped(lambda hidden_states: hidden_states)
+    def skipped_block(self, index: int) -> SkippedBlock:
+        """See `VLMAdapter`; a block returns only its hidden states."""
+        return SkippedBlock(lambda hidden_states: hidden_states)
 
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
         """See `VLMAdapter`."""
         chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
         text = self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         size = {"longest_edge": self.tier_sizes[tier]}
-        found = self.processor(images=[image], text=[text], images_kwargs={"size": size}, return_tensors="pt")
-        return {name: tensor.to(self.model.device) for name, tensor in found.items()}
+        inputs = self.processor(images=[image], text=[text], images_kwargs={"size": size}, return_tensors="pt")
+        return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     def num_patches(self, inputs: Inputs) -> int:
         """See `VLMAdapter`; pixel values are (1, crops, channels, height, width)."""
@@ -49,7 +48,7 @@ class Idefics3Adapter(VLMAdapter):
 
     @torch.no_grad()
     def encode(self, inputs: Inputs) -> Any:
-        """See `VLMAdapter`; a patch is looked at where one of its pixels is of the image."""
+        """See `VLMAdapter`; a patch is processed if it contains a pixel of the image."""
         pixels = inputs["pixel_values"][0].to(self.vision_encoder.dtype)
         mask = inputs["pixel_attention_mask"][0].unfold(1, self._patch, self._patch).unfold(2, self._patch, self._patch)
         return self.vision_encoder(pixel_values=pixels, patch_attention_mask=mask.sum((-1, -2)) > 0)
@@ -58,15 +57,15 @@ class Idefics3Adapter(VLMAdapter):
         """See `VLMAdapter`; the global crop is the last, features are (crops, patches, width)."""
         return encoding.last_hidden_state[-1].mean(0)
 
-    def begin(self, inputs: Inputs) -> Decoding:
+    def prefill(self, inputs: Inputs) -> DecodeState:
         """See `VLMAdapter`."""
-        found = self.model(**inputs, use_cache=True, logits_to_keep=1)
-        return Decoding(found.logits[:, -1], found.past_key_values, inputs["input_ids"].shape[1])
+        output = self.model(**inputs, use_cache=True, logits_to_keep=1)
+        return DecodeState(output.logits[:, -1], output.past_key_values, inputs["input_ids"].shape[1])
 
-    def go_on(self, decoding: Decoding, token: torch.Tensor) -> Decoding:
+    def decode(self, state: DecodeState, token: torch.Tensor) -> DecodeState:
         """See `VLMAdapter`."""
-        found = self.model(input_ids=token, past_key_values=decoding.cache, use_cache=True, logits_to_keep=1)
-        return Decoding(found.logits[:, -1], found.past_key_values, decoding.length + 1)
+        output = self.model(input_ids=token, past_key_values=state.cache, use_cache=True, logits_to_keep=1)
+        return DecodeState(output.logits[:, -1], output.past_key_values, state.length + 1)
 
     @property
     def _patch(self) -> int:

@@ -17,7 +17,7 @@ import pytest
 from tests.helpers import ROOT
 
 if TYPE_CHECKING:
-    from verl_ext.controller.inference import Answered
+    from verl_ext.controller.inference import AdaptiveAnswer
 
 BUDGET_MS = 40.0
 NUM_DOCUMENTS = 2
@@ -97,18 +97,18 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def expected_answers(inputs: Path) -> list[Answered]:
+def expected_answers(inputs: Path) -> list[AdaptiveAnswer]:
     """The answers of the same model in this process."""
     import torch
     from PIL import Image
 
     from tests.helpers.data import row
     from tests.helpers.vlms import SUFFIX
-    from verl_ext.controller.controlled import load_controller
     from verl_ext.controller.inference import AdaptiveModel
+    from verl_ext.controller.vlm import load_controller
 
     controller, controlled = load_controller(inputs / "controller")
-    model = AdaptiveModel(controlled.executor("cpu", torch.float32), controller)
+    model = AdaptiveModel(controlled.runner("cpu", torch.float32), controller)
     documents = (row(number) for number in range(NUM_DOCUMENTS))
     return [
         model.answer(

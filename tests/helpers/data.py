@@ -73,8 +73,8 @@ def write_questions(folder: Path, train: int, val: int) -> Path:
 def write_budget_inputs(directory: Path) -> Path:
     """`recipe.yaml` of the stage `budget`, and what it names: 8 questions to learn from, 4 others, model, latencies."""
     from tests.helpers.vlms import write_model
-    from verl_ext.controller.latency_model import FEATURES, LatencyModel
-    from verl_ext.controller.loading import fingerprint, load_adapter
+    from verl_ext.controller.latency import FEATURES, LatencyModel
+    from verl_ext.controller.vlm import fingerprint, load_adapter
 
     model, questions = write_model(directory / "model"), write_questions(directory / "questions", 8, 4)
     name = fingerprint(load_adapter(str(model), (256,)).model)

@@ -204,6 +204,6 @@ def training_data_digest_of(*paths: Path) -> str:
 
 def model_fingerprint(model: Any) -> str:
     """The name of a vision-language model's weights, which measurements and controllers hold."""
-    from verl_ext.controller.loading import fingerprint
+    from verl_ext.controller.vlm import fingerprint
 
     return fingerprint(model)

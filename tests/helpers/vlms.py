@@ -33,9 +33,8 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from verl_ext.controller.controlled import ControlledModel
-from verl_ext.controller.loading import fingerprint, load_adapter
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.controller.vlm import ControlledModel, fingerprint, load_adapter
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 SPECIAL += ["<|video_pad|>"]

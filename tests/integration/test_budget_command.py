@@ -95,8 +95,7 @@ def test_parts_of_the_reward_are_logged(budget_run: RecipeRun) -> None:
 def test_weights_of_each_epoch_can_be_loaded(budget_run: RecipeRun) -> None:
     import torch
 
-    from verl_ext.controller.controlled import load_controller
-    from verl_ext.controller.loading import fingerprint, load_adapter
+    from verl_ext.controller.vlm import fingerprint, load_adapter, load_controller
 
     run_dir = budget_run.run_dir
     rewards = [float(row["reward_mean"]) for row in table(run_dir / "validation_history.csv")]
@@ -153,8 +152,8 @@ def test_latency_model_is_fitted_and_budgets_are_shares_of_it(budget_inputs: Pat
     """
     import torch
 
-    from verl_ext.controller.controlled import load_controller
-    from verl_ext.controller.latency_source import ModelledLatency
+    from verl_ext.controller.latency import ModelledLatency
+    from verl_ext.controller.vlm import load_controller
     from verl_ext.data.config import QuestionSource
     from verl_ext.data.image_questions import ImageQuestionDataset
 
@@ -168,9 +167,9 @@ def test_latency_model_is_fitted_and_budgets_are_shares_of_it(budget_inputs: Pat
     [line] = [line for line in printed.splitlines() if "R squared" in line]
     assert f"{latency.model.r2:.3f}" in line
     source = {"tiny": QuestionSource(source=str(budget_inputs / "questions"))}
-    executor = controlled.executor("cpu", torch.float32)
-    runs = [executor.run(each, controller.space.full) for each in ImageQuestionDataset(source, "train").samples]
-    full_ms = statistics.fmean(map(latency.of_run, runs))
+    runner = controlled.runner("cpu", torch.float32)
+    runs = [runner.run(each, controller.space.full) for each in ImageQuestionDataset(source, "train").samples]
+    full_ms = statistics.fmean(map(latency.run_ms, runs))
     assert (controller.config.low_ms, controller.config.high_ms) == pytest.approx((1.5 * full_ms, 3.0 * full_ms))
     rows = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * GROUP and {"budget_ms", "tier", "blocks", "accuracy", "latency_ms"} <= rows[0].keys()

@@ -12,7 +12,7 @@ from tests.helpers.commands import RecipeRun
 if TYPE_CHECKING:
     import torch
 
-    from verl_ext.controller.adapters.base import VLMAdapter
+    from verl_ext.controller.adapters import VLMAdapter
 
 TIERS = (256, 1024, 4096)
 NUM_STEPS = 6
@@ -60,13 +60,13 @@ def logits_of(adapter: VLMAdapter) -> torch.Tensor:
 
     question = question_of("tiny", 0, row(0), "", None)
     with torch.no_grad():
-        return adapter.begin(adapter.inputs(question.load_image(), question.question, 2)).logits
+        return adapter.prefill(adapter.inputs(question.load_image(), question.question, 2)).logits
 
 
 def test_two_ranks_learn_what_one_learns(inputs: Path, tmp_path: Path) -> None:
     import torch
 
-    from verl_ext.controller.loading import load_adapter
+    from verl_ext.controller.vlm import load_adapter
 
     alike = ("configurations.share=0.0", "configurations.tier_weights=[0.0,0.0,1.0]")  # for each micro-batch
     found = [losses(inputs, tmp_path / str(ranks), ranks, *alike) for ranks in (1, 2)]
@@ -84,8 +84,8 @@ def test_two_ranks_learn_what_one_learns(inputs: Path, tmp_path: Path) -> None:
 def test_only_blocks_that_run_learn(inputs: Path, tmp_path: Path) -> None:
     import torch
 
-    from verl_ext.controller.configuration import ConfigurationSpace
-    from verl_ext.controller.loading import load_adapter
+    from verl_ext.controller.space import ConfigurationSpace
+    from verl_ext.controller.vlm import load_adapter
     from verl_ext.trainer.stages import load_config
     from verl_ext.trainer.vlm_sft import VLMSFTTrainer
 

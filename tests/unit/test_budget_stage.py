@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.helpers.data import write_questions
-from verl_ext.controller.checkpoints import load_weights
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.controller.vlm import load_weights
 from verl_ext.data.image_questions import load_image_questions
 from verl_ext.errors import UserError
 from verl_ext.launch.preflight import check_budget_files, check_settings
@@ -114,7 +114,7 @@ def test_weights_of_another_size_are_refused(recipe: Path, tmp_path: Path) -> No
     controller, wider = (BudgetController(BudgetControllerConfig(**sizes, hidden=hidden)) for hidden in (8, 16))
     wider.save_pretrained(tmp_path / "wider")
     for path in (recipe, tmp_path / "wider"):
-        with pytest.raises(UserError, match="is no controller of this size"):
+        with pytest.raises(UserError, match="is not a controller of this size"):
             load_weights(controller, path)
 
 

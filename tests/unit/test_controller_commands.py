@@ -20,16 +20,16 @@ from torch import nn
 from tests.helpers import vlms
 from tests.helpers.data import question
 from verl_ext.controller import calibration
-from verl_ext.controller.adapters.base import Inputs, VLMAdapter
-from verl_ext.controller.block_importance import Importance, blocks_to_keep, load_importance, measure_importance
+from verl_ext.controller.adapters import Inputs, VLMAdapter
+from verl_ext.controller.block_importance import BlockImportance, load_importance, measure_importance
 from verl_ext.controller.calibrate import main as calibrate_command
 from verl_ext.controller.calibration import calibrate
-from verl_ext.controller.controlled import load_controller
+from verl_ext.controller.config import PERCENTILES
 from verl_ext.controller.importance import main as importance_command
-from verl_ext.controller.latency_model import FEATURES, PERCENTILES, LatencyModel
-from verl_ext.controller.latency_source import ModelledLatency
-from verl_ext.controller.loading import fingerprint, load_adapter
+from verl_ext.controller.latency import FEATURES, LatencyModel, ModelledLatency
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.controller.space import select_blocks
+from verl_ext.controller.vlm import fingerprint, load_adapter, load_controller
 from verl_ext.errors import UserError
 
 SIZES = (1024, 4096, 9216)
@@ -108,11 +108,11 @@ def test_importance_is_the_loss_of_leaving_a_block_out(run: Run, saved: Path, tm
 
 def test_blocks_are_kept_by_importance_or_from_the_first(saved: Path, tmp_path: Path) -> None:
     adapter, path = load_adapter(str(saved / "model"), SIZES), tmp_path / "scores.json"
-    assert blocks_to_keep(2, 4, None) == [True, True, False, False]
+    assert select_blocks(2, 4, None) == [True, True, False, False]
     for content in ({"merged_scores": {"1": 0.1, "2": -1, "3": 0.5}}, {"1": 0.1, "2": -1, "3": 0.5}):
         path.write_text(json.dumps(content))
-        assert blocks_to_keep(3, 4, load_importance(path, adapter)) == [True, True, False, True]
-        assert blocks_to_keep(1, 4, load_importance(path, adapter)) == [True, False, False, False]
+        assert select_blocks(3, 4, load_importance(path, adapter).scores) == [True, True, False, True]
+        assert select_blocks(1, 4, load_importance(path, adapter).scores) == [True, False, False, False]
 
 
 def test_scores_of_another_model_are_refused(saved: Path, tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_scores_of_another_model_are_refused(saved: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match="is of another model"):
         load_importance(path, adapter)
     path.write_text(json.dumps({str(block): 1.0 for block in range(1, 7)}))
-    with pytest.raises(UserError, match="scores of 6 blocks, and this one has 4"):
+    with pytest.raises(UserError, match="scores of 6 blocks, and this model has 4"):
         load_importance(path, adapter)
     path.write_text('{"importance_scores": [1, 2]}')
-    with pytest.raises(UserError, match="has no importance of blocks"):
+    with pytest.raises(UserError, match="has no block importance"):
         load_importance(path, adapter)
 
 
@@ -156,7 +156,7 @@ def test_what_has_a_fingerprint_of_an_earlier_version_is_taken_with_one_warning(
 ) -> None:
     adapter, old = load_adapter(str(saved / "model"), SIZES), "0123456789abcdef"
     scores, latency = tmp_path / "scores.json", tmp_path / "latency.json"
-    Importance({1: 0.1, 2: 0.2, 3: 0.3}, 4, old).save(scores)
+    BlockImportance({1: 0.1, 2: 0.2, 3: 0.3}, 4, old).save(scores)
     coefficients = {part: dict.fromkeys(names, 1.0) for part, names in FEATURES.items()}
     LatencyModel(coefficients, 1.0, "here", old).save(latency)
     vlm = {"path": str(saved / "model"), "tier_sizes": SIZES, "max_new_tokens": 2, "fingerprint": old}
@@ -173,7 +173,7 @@ def test_what_has_a_fingerprint_of_an_earlier_version_is_taken_with_one_warning(
     assert len(told) == len(sources)
     assert all(f"warning: {each} was written by an earlier" in line for each, line in zip(sources, told))
     for folder in ("blocks", "experts"):
-        with pytest.raises(UserError, match="is another model than the one that the controller was trained for"):
+        with pytest.raises(UserError, match="the controller was trained for another model than"):
             load_controller(tmp_path / folder)[1].load("cpu", torch.float32)
 
 
@@ -183,8 +183,11 @@ def test_a_calibration_is_written_with_how_good_it_is(run: Run, saved: Path, tmp
     assert done.returncode == 0, done.stderr
     found = LatencyModel.load(tmp_path / "latency.json")
     assert found.model == fingerprint(load_adapter(str(saved / "model"), SIZES).model)
-    assert f"not fitted: {found.r2:.4f}" in done.stdout
-    assert f"a controller of this width takes {found.deciding_ms:.2f} ms" in done.stdout and found.deciding_ms > 0
+    assert f"held-out configurations: {found.r2:.4f}" in done.stdout
+    assert (
+        f"a decision of a controller of this width takes {found.deciding_ms:.2f} ms" in done.stdout
+        and found.deciding_ms > 0
+    )
     assert list(found.scatter) == list(map(str, PERCENTILES))
     assert 0 < found.scatter["50"] <= found.scatter["75"] <= found.scatter["90"] <= found.scatter["95"]
     assert f"95 % within {found.scatter['95']:.2f}" in done.stdout
@@ -202,7 +205,7 @@ def test_what_deciding_takes_is_measured_on_a_controller_of_the_width_that_is_as
             super().__init__(config)
 
     monkeypatch.setattr(calibration, "BudgetController", Noted)
-    monkeypatch.setattr(calibration, "CALM", math.inf)  # however busy this machine is
+    monkeypatch.setattr(calibration, "QUIET", math.inf)  # however busy this machine is
     words = ["--model", saved / "model", "--questions", saved, "--tier-sizes", *SIZES, "--output", tmp_path / "x.json"]
     sizes = ["--num-questions", 1, "--topk-choices", 4, "--configurations", 10, "--repeats", 1, "--max-new-tokens", 1]
     monkeypatch.setattr(sys, "argv", ["calibrate", *map(str, [*words, *sizes, "--hidden", 24])])
@@ -220,7 +223,7 @@ def test_the_same_seed_measures_the_same_configurations(saved: Path, monkeypatch
         return generate(self, inputs, *more)
 
     monkeypatch.setattr(type(adapter), "generate", noted)
-    monkeypatch.setattr(calibration, "CALM", math.inf)  # however busy this machine is
+    monkeypatch.setattr(calibration, "QUIET", math.inf)  # however busy this machine is
     for _ in range(2):
         calibrate(adapter, space, [question(0), question(1)], 10, 2, 1, seed=5)
     assert ran[: len(ran) // 2] == ran[len(ran) // 2 :] and len(set(ran)) == 3
@@ -239,7 +242,7 @@ def test_a_busy_machine_is_measured_again_and_the_quickest_counts(
 ) -> None:
     models = [LatencyModel({}, 1.0, "", "", 0.0, {"90": each}) for each in scatters]
     results = iter(zip(models, costs))
-    monkeypatch.setattr(calibration, "fitted", lambda *_: next(results))
+    monkeypatch.setattr(calibration, "fit_latency_model", lambda *_: next(results))
     adapter = load_adapter(str(saved / "model"), SIZES)
     assert calibrate(adapter, adapter.space(2, 4, (1, 4)), [question(0)], 10, 1, 1) is models[kept]
     assert next(results, None) is None

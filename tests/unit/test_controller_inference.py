@@ -1,4 +1,4 @@
-"""A controlled model as it is used: what it encodes, and what deciding counts for."""
+"""A model with its controller in use: what it encodes, what a decision costs, and the traced network."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from tests.helpers import vlms
 from tests.helpers.data import question
-from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.adapters.registry import adapter_of
-from verl_ext.controller.execution import Executor
-from verl_ext.controller.inference import AdaptiveModel, Decision
+from verl_ext.controller.adapters import VLMAdapter, adapter_for
+from verl_ext.controller.distribution import ConfigurationDistribution
+from verl_ext.controller.execution import VLMRunner
+from verl_ext.controller.inference import AdaptiveModel, Decision, TracedController, decision_overhead_ms
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 
 SIZES = (1024, 4096, 9216)
 
 
 def tiny_adapter() -> VLMAdapter:
-    return adapter_of(*vlms.qwen3_vl_moe(), SIZES)
+    return adapter_for(*vlms.qwen3_vl_moe(), SIZES)
 
 
 def controller_of(adapter: VLMAdapter, preferred_tier: int) -> BudgetController:
@@ -36,7 +37,7 @@ def controller_of(adapter: VLMAdapter, preferred_tier: int) -> BudgetController:
 def model(preferred_tier: int) -> AdaptiveModel:
     """One whose controller always takes this tier."""
     adapter = tiny_adapter()
-    return AdaptiveModel(Executor(adapter, max_new_tokens=3), controller_of(adapter, preferred_tier))
+    return AdaptiveModel(VLMRunner(adapter, max_new_tokens=3), controller_of(adapter, preferred_tier))
 
 
 WIDTHS = {"vision_width": 32, "language_width": 32, "low_ms": 5.0, "high_ms": 50.0, "vlm": {}}
@@ -47,31 +48,72 @@ def test_the_low_encoding_is_made_once_and_another_only_where_it_is_needed(
     tier: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adaptive, seen = model(tier), Counter()
-    see = adaptive.executor.see
+    see = adaptive.runner.encode
 
     def counted(image: object, text: str, at: int) -> object:
         seen[at] += 1
         return see(image, text, at)
 
-    monkeypatch.setattr(adaptive.executor, "see", counted)
+    monkeypatch.setattr(adaptive.runner, "encode", counted)
     sample = question(1)
     found = adaptive.answer(sample.load_image(), sample.question, 20.0)
     assert seen == Counter({0: 1, tier: 1}) and found.configuration.tier == tier
-    assert found.answer == adaptive.executor.run(sample, found.configuration).answer
+    assert found.answer == adaptive.runner.run(sample, found.configuration).answer
     assert found.total_ms == found.decision_ms + found.latency.total_ms and 0 < found.network_ms < found.decision_ms
 
 
 def test_it_chooses_the_mode_for_image_question_and_budget() -> None:
     controller, sample = controller_of(adapter := tiny_adapter(), 1), question(2)
-    adaptive = AdaptiveModel(Executor(adapter, max_new_tokens=3), controller)
-    vision, language = adaptive.executor.features(sample)
+    adaptive = AdaptiveModel(VLMRunner(adapter, max_new_tokens=3), controller)
+    vision, language = adaptive.runner.features(sample)
     for budget in (5.0, 50.0, 5.0):
-        chosen = controller.distribution(vision[None], language[None], torch.tensor([budget])).mode()
+        logits = controller(vision[None], language[None], torch.tensor([budget]))
+        chosen = ConfigurationDistribution(controller.space, *logits).mode()
         [expected] = chosen.configurations(controller.space)
         assert adaptive.answer(sample.load_image(), sample.question, budget).configuration == expected
 
 
 def test_deciding_costs_the_encoding_where_the_answer_does_not_use_it() -> None:
-    space = model(0).executor.adapter.space(2, 4, (1, 2, 4))
+    space = model(0).runner.adapter.space(2, 4, (1, 2, 4))
     low, high = (Decision(space.configuration(tier, [True] * 4), 1.0, 2.0, 4.0) for tier in (0, 2))
-    assert low.total_ms(100.0) == 7.0 and high.total_ms(100.0) == 107.0
+    assert decision_overhead_ms(low.configuration, low.own_ms, 100.0) == 7.0
+    assert decision_overhead_ms(high.configuration, high.own_ms, 100.0) == 107.0
+
+
+# The traced network
+
+
+def traceable_controller(topk_choices: tuple[int, ...]) -> BudgetController:
+    torch.manual_seed(0)
+    sizes = {"num_blocks": 6, "min_active": 2, "max_active": 6, "topk_choices": topk_choices}
+    widths = {"vision_width": 24, "language_width": 16, "hidden": 32, "low_ms": 5.0, "high_ms": 50.0}
+    found = BudgetController(BudgetControllerConfig(**sizes, **widths)).eval()
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.normal_(std=0.3)
+    return found
+
+
+@pytest.mark.parametrize("topk_choices", [(), (1, 2, 4)])
+def test_its_logits_are_the_controllers(topk_choices: tuple[int, ...]) -> None:
+    network = traceable_controller(topk_choices)
+    traced = TracedController(network)
+    with torch.inference_mode():
+        for budget in (5.0, 31.5, 50.0, 5.0):
+            vision, language = torch.randn(1, 24), torch.randn(1, 16)
+            expected = network(vision, language, torch.tensor([budget]))
+            found = traced(vision, language, budget)
+            assert [each.shape for each in found] == [each.shape for each in expected]
+            assert_close(found, expected)
+    assert expected[1].std() > 0.1  # they differ by block, so that equal logits mean something
+
+
+def test_the_features_of_a_budget_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = traceable_controller((1, 2))
+    traced, asked = TracedController(network), []
+    made = network.budget_features
+    monkeypatch.setattr(network, "budget_features", lambda budgets: asked.extend(budgets.tolist()) or made(budgets))
+    with torch.inference_mode():
+        for budget in (20.0, 30.0, 20.0, 30.0):
+            traced(torch.zeros(1, 24), torch.zeros(1, 16), budget)
+    assert asked == [20.0, 30.0]

@@ -12,17 +12,14 @@ import pytest
 
 from tests.helpers import vlms
 from verl_ext.config.schema import keys
-from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.adapters.registry import adapter_of
-from verl_ext.controller.calibration import machine_name, other_machine
-from verl_ext.controller.config import BudgetRewardConfig
-from verl_ext.controller.configuration import ConfigurationSpace
-from verl_ext.controller.execution import Outcome
-from verl_ext.controller.latency import Latency
-from verl_ext.controller.latency_model import FEATURES, PERCENTILES, LatencyModel, Workload, explained, fit
-from verl_ext.controller.latency_source import ModelledLatency
-from verl_ext.controller.loading import fingerprint
-from verl_ext.controller.reward import NAMES, reward_parts
+from verl_ext.controller.adapters import VLMAdapter, adapter_for
+from verl_ext.controller.calibration import machine_name, machine_warning
+from verl_ext.controller.config import PERCENTILES, BudgetRewardConfig
+from verl_ext.controller.environment import REWARD_NAMES, reward_components
+from verl_ext.controller.execution import Latency, RunResult, RunWorkload
+from verl_ext.controller.latency import FEATURES, LatencyModel, ModelledLatency, fit_coefficients, r2_score
+from verl_ext.controller.space import ConfigurationSpace
+from verl_ext.controller.vlm import fingerprint
 from verl_ext.errors import UserError
 from verl_ext.trainer.stages import BudgetConfig
 
@@ -34,7 +31,7 @@ TRUTH = {
 }
 
 
-def workloads(count: int, seed: int = 0) -> list[Workload]:
+def workloads(count: int, seed: int = 0) -> list[RunWorkload]:
     rng = random.Random(seed)
     found = []
     for _ in range(count):
@@ -44,7 +41,7 @@ def workloads(count: int, seed: int = 0) -> list[Workload]:
         tier = rng.randrange(3)
         configuration = SPACE.configuration(tier, blocks, [0] + [rng.choice((1, 2, 4)) for _ in range(7)])
         patches = (36, 144, 324)[tier]
-        found.append(Workload(configuration, patches, patches // 4 + rng.randint(5, 30), rng.randint(0, 6)))
+        found.append(RunWorkload(configuration, patches, patches // 4 + rng.randint(5, 30), rng.randint(0, 6)))
     return found
 
 
@@ -54,7 +51,7 @@ def model(coefficients: dict[str, dict[str, float]]) -> LatencyModel:
 
 def test_a_machine_of_the_models_kind_is_found() -> None:
     seen = workloads(300)
-    found = model(fit(seen, [model(TRUTH).predict(each) for each in seen]))
+    found = model(fit_coefficients(seen, [model(TRUTH).predict(each) for each in seen]))
     for each in workloads(50, seed=1):
         assert found.predict(each).total_ms == pytest.approx(model(TRUTH).predict(each).total_ms, rel=1e-6)
 
@@ -66,21 +63,21 @@ def test_noise_is_averaged_and_nothing_falls_below_zero() -> None:
         exact = model(TRUTH).predict(each)
         parts = [getattr(exact, part) * rng.uniform(0.9, 1.1) for part in FEATURES]
         noisy.append(Latency(*parts, each.num_decoded))
-    coefficients = fit(seen, noisy)
+    coefficients = fit_coefficients(seen, noisy)
     assert all(value >= 0 for part in coefficients.values() for value in part.values())
     held = workloads(100, seed=3)
     measured = [model(TRUTH).predict(each).total_ms for each in held]
-    assert explained([model(coefficients).predict(each).total_ms for each in held], measured) > 0.99
+    assert r2_score([model(coefficients).predict(each).total_ms for each in held], measured) > 0.99
 
 
 def test_r2_is_one_for_the_truth_and_zero_for_the_mean() -> None:
-    assert explained([1.0, 2.0, 6.0], [1.0, 2.0, 6.0]) == 1
-    assert explained([3.0, 3.0, 3.0], [1.0, 2.0, 6.0]) == pytest.approx(0)
+    assert r2_score([1.0, 2.0, 6.0], [1.0, 2.0, 6.0]) == 1
+    assert r2_score([3.0, 3.0, 3.0], [1.0, 2.0, 6.0]) == pytest.approx(0)
 
 
 def test_answers_of_one_token_decode_nothing() -> None:
-    seen = [Workload(each.configuration, each.num_patches, each.num_prompt_tokens, 0) for each in workloads(50)]
-    coefficients = fit(seen, [model(TRUTH).predict(each) for each in seen])
+    seen = [RunWorkload(each.configuration, each.num_patches, each.num_prompt_tokens, 0) for each in workloads(50)]
+    coefficients = fit_coefficients(seen, [model(TRUTH).predict(each) for each in seen])
     assert set(coefficients["decode_ms"].values()) == {0.0}
 
 
@@ -92,8 +89,8 @@ def told(percentile: int) -> ModelledLatency:
 @pytest.mark.parametrize(("percentile", "longer"), [(50, 1.0), (90, 1.5), (95, 1.75)])
 def test_a_percentile_makes_everything_longer(percentile: int, longer: float) -> None:
     [workload] = workloads(1)
-    outcome = Outcome("", Latency(0.0, 0.0, 0.0, 0), workload)
-    assert told(percentile).of_run(outcome) == pytest.approx(longer * model(TRUTH).predict(workload).total_ms)
+    outcome = RunResult("", Latency(0.0, 0.0, 0.0, 0), workload)
+    assert told(percentile).run_ms(outcome) == pytest.approx(longer * model(TRUTH).predict(workload).total_ms)
     assert told(percentile).deciding_ms == pytest.approx(longer * 2.0)
 
 
@@ -103,10 +100,12 @@ def test_a_percentile_is_among_those_that_a_recipe_may_name() -> None:
 
 def test_a_model_without_scatter_has_no_percentile(tmp_path: Path) -> None:
     vlm, processor = vlms.qwen3_vl_moe()
-    adapter = adapter_of(vlm, processor, (256,))
+    adapter = adapter_for(vlm, processor, (256,))
     LatencyModel(TRUTH, 1.0, "a machine", fingerprint(vlm)).save(tmp_path / "old.json")
     assert ModelledLatency.load(tmp_path / "old.json", adapter).deciding_ms == 0
-    with pytest.raises(UserError, match="old.json does not say how far single runs are from it; make it anew"):
+    with pytest.raises(
+        UserError, match="old.json does not say how far single runs are from its predictions; create it again"
+    ):
         ModelledLatency.load(tmp_path / "old.json", adapter, 95)
 
 
@@ -120,8 +119,8 @@ def test_a_model_without_scatter_has_no_percentile(tmp_path: Path) -> None:
     ],
 )
 def test_a_latency_model_of_another_machine_is_doubted(machine: Callable[[VLMAdapter], str], is_another: bool) -> None:
-    adapter = adapter_of(*vlms.qwen3_vl_moe(), (256,))
-    doubt = other_machine(replace(model(TRUTH), machine=machine(adapter)), adapter)
+    adapter = adapter_for(*vlms.qwen3_vl_moe(), (256,))
+    doubt = machine_warning(replace(model(TRUTH), machine=machine(adapter)), adapter)
     assert (doubt is not None) == is_another
     assert doubt is None or all(f"'{name}'" in doubt for name in (machine(adapter), machine_name(adapter)))
 
@@ -133,22 +132,22 @@ def test_a_saved_model_predicts_as_before_and_another_file_is_refused(tmp_path: 
     of_no_machine = path.read_text().replace('"a machine"', "null")
     for text in ("{", "[]", '{"coefficients": {}, "r2": 1, "machine": "", "model": ""}', '{"other": 1}', of_no_machine):
         path.write_text(text)
-        with pytest.raises(UserError, match=r"latency.json is no latency model .*calibrate"):
+        with pytest.raises(UserError, match=r"latency.json is not a latency model .*calibrate"):
             LatencyModel.load(path)
-    with pytest.raises(UserError, match="is no latency model"):
+    with pytest.raises(UserError, match="is not a latency model"):
         LatencyModel.load(tmp_path / "none.json")
 
 
 def test_the_parts_of_a_reward() -> None:
     weights = BudgetRewardConfig()
-    inside = reward_parts(weights, accuracy=1.0, latency_ms=50.0, budget_ms=100.0, complexity=0.5)
-    assert tuple(inside) == NAMES
+    inside = reward_components(weights, accuracy=1.0, latency_ms=50.0, budget_ms=100.0, complexity=0.5)
+    assert tuple(inside) == REWARD_NAMES
     assert inside["reward_accuracy"] == 1 and inside["reward_violation"] == 0 and inside["reward_efficiency"] == 0.05
     assert inside["reward_complexity"] == -0.025
     assert inside["reward_latency"] == pytest.approx(-0.5 / (1 + 2.718281828**5))
-    at = reward_parts(weights, 0.0, 100.0, 100.0, 1.0)
+    at = reward_components(weights, 0.0, 100.0, 100.0, 1.0)
     assert at["reward_latency"] == -0.25 and at["reward_efficiency"] == 0 == at["reward_violation"]
-    beyond = reward_parts(weights, 0.6, 150.0, 100.0, 1.0)
+    beyond = reward_components(weights, 0.6, 150.0, 100.0, 1.0)
     assert beyond["reward_violation"] == pytest.approx(-2.5) and beyond["reward_accuracy"] == 0.6
-    assert reward_parts(weights, 0.0, 1e9, 1.0, 1.0)["reward_latency"] == -0.5
-    assert reward_parts(weights, 0.0, 0.0, 1.0, 1.0)["reward_latency"] == pytest.approx(-0.5 * 4.5398e-5, rel=1e-4)
+    assert reward_components(weights, 0.0, 1e9, 1.0, 1.0)["reward_latency"] == -0.5
+    assert reward_components(weights, 0.0, 0.0, 1.0, 1.0)["reward_latency"] == pytest.approx(-0.5 * 4.5398e-5, rel=1e-4)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from pycocoevalcap.cider.cider_scorer import CiderScorer
 
-from verl_ext.controller.scoring.cider import CaptionScorer, words
-from verl_ext.controller.scoring.scorer import AnswerScorer
-from verl_ext.controller.scoring.vqa import normalise, soft_accuracy
+from verl_ext.controller.scoring import AnswerScorer, CaptionScorer, caption_words, normalize_answer, soft_accuracy
 from verl_ext.data.config import QuestionSource
 from verl_ext.data.image_questions import ImageQuestion, metric_of
 
@@ -37,7 +35,7 @@ from verl_ext.data.image_questions import ImageQuestion, metric_of
     ],
 )
 def test_answers_are_compared_as_the_official_evaluation_does(answer: str, wanted: str) -> None:
-    assert normalise(answer) == wanted
+    assert normalize_answer(answer) == wanted
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def test_one_caption_scores_what_the_library_gives_it_among_all() -> None:
     answers = ["a cat on a mat", "dogs run in the grass", "a blue car", "A man rides a horse."]
     library = CiderScorer()
     for answer, references in zip(answers, CAPTIONS):
-        library += (words(answer), [words(each) for each in references])
+        library += (caption_words(answer), [caption_words(each) for each in references])
     _, wanted = library.compute_score()
     scorer = CaptionScorer(CAPTIONS)
     assert [scorer.cider(answer, references) for answer, references in zip(answers, CAPTIONS)] == pytest.approx(wanted)

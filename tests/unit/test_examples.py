@@ -26,7 +26,7 @@ from tests.helpers.data import question
 from tests.helpers.grpo import MAX_TOKENS, REWARD, rewards_of, sample
 from tests.helpers.health_curves import write_run
 from verl_ext.controller import importance
-from verl_ext.controller.controlled import ControlledModel
+from verl_ext.controller.vlm import ControlledModel
 from verl_ext.data.prepare import prepare
 from verl_ext.errors import UserError
 from verl_ext.grpo.protocols import Prompt, Trajectory
@@ -131,18 +131,20 @@ def idefics3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_adapter_answers_at_several_settings(idefics3: Path) -> None:
     controlled = ControlledModel(str(idefics3 / "model"), (32, 64, 128), 3, adapter=ADAPTER)
-    executor = controlled.executor("cpu", torch.float32, Plugin.parse(ADAPTER, "--adapter"))
-    space, asked = executor.adapter.space(1, 4), question(0)
+    runner = controlled.runner("cpu", torch.float32, Plugin.parse(ADAPTER, "--adapter"))
+    space, asked = runner.adapter.space(1, 4), question(0)
     settings = [space.configuration(tier, blocks) for tier in range(3) for blocks in ([True] * 4, [True, False] * 2)]
-    outcomes = [executor.run(asked, each) for each in settings]
+    outcomes = [runner.run(asked, each) for each in settings]
     patches = [each.workload.num_patches for each in outcomes]
     assert patches == sorted(patches) and len(set(patches)) == 3
     assert all(each.latency.vision_ms > 0 and each.latency.num_decoded <= 2 for each in outcomes)
-    assert len(executor.features(asked)[0]) == 32
+    assert len(runner.features(asked)[0]) == 32
 
 
 def test_an_exports_word_is_not_enough_to_run_an_adapter(idefics3: Path) -> None:
-    controlled = ControlledModel.of(ControlledModel(str(idefics3 / "model"), (32,), 3, adapter=ADAPTER).to_dict())
+    controlled = ControlledModel.from_dict(
+        ControlledModel(str(idefics3 / "model"), (32,), 3, adapter=ADAPTER).to_dict()
+    )
     with pytest.raises(UserError, match=f"was trained with the adapter {ADAPTER}; name it"):
         controlled.load("cpu", torch.float32)
 

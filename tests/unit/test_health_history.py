@@ -65,6 +65,16 @@ def test_losses_that_are_not_finite_are_counted_and_enter_no_mean() -> None:
     assert history.epochs("train/loss").tolist() == [1.5]
 
 
+def test_epochs_that_are_not_numbers_are_ignored() -> None:
+    history = MetricHistory()
+    for step, epoch in enumerate((0.5, math.nan, math.inf, 1.0), start=1):
+        history.add(step, {"train/loss": float(step), "train/epoch": epoch})
+    assert history.series("train/loss").num_points == 4 and history.steps_per_epoch == 4
+    assert history.epochs("train/loss").tolist() == [2.5]
+    history.add(5, {"train/epoch": 1e-320})
+    assert history.steps_per_epoch == 4
+
+
 def test_trend_and_noise_of_a_known_line() -> None:
     rng = np.random.default_rng(0)
     values = np.linspace(0, 5, 500) + 0.5 * rng.standard_normal(500)

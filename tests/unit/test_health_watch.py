@@ -134,9 +134,24 @@ def test_overfitting_names_the_checkpoint_to_take() -> None:
     assert found.level == Level.WARNING and found.message.endswith("the checkpoint to use is global_step_15")
 
 
+@pytest.mark.parametrize(
+    ("step", "untrained_loss", "level"), [(95, None, Level.NOTICE), (80, None, None), (95, 6.2, None)]
+)
+def test_the_final_validation_loss_of_pretrained_weights_has_a_range(
+    step: int, untrained_loss: float | None, level: Level | None
+) -> None:
+    history = MetricHistory()
+    history.add(step, {"val/loss": 4.5})
+    view = view_of(history, RunContext("sft", 100, untrained_loss=untrained_loss))
+    found = BY_NAME["final_val_loss"].run(view)
+    assert (None if found is None else found.level) == level
+
+
 def test_a_threshold_is_set_by_its_name() -> None:
     config = load_config("sft", ["health.limits.grad_norm_alarm=7"])
     assert config.health.limits.grad_norm_alarm == 7.0
+    config = load_config("grpo", ["health.limits.reward_milestones=[0, 0.5]", "health.limits.trend_p=0.01"])
+    assert (config.health.limits.reward_milestones, config.health.limits.trend_p) == ([0, 0.5], 0.01)
     with pytest.raises(UserError, match="grad_norm_alarmm"):
         load_config("sft", ["health.limits.grad_norm_alarmm=7"])
 
@@ -149,6 +164,8 @@ def test_a_threshold_is_set_by_its_name() -> None:
         ("health.every=0", "whole number of at least 1"),
         ("health.limits.window=300", "from 3 to 256"),
         ("health.limits.grad_norm_alarm=-1", "above 0"),
+        ("health.limits.trend_p=0.5", "below 0.5"),
+        ("health.limits.reward_milestones=[low]", "list .* numbers"),
     ],
 )
 def test_invalid_settings_are_refused(override: str, told: str) -> None:

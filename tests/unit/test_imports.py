@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -19,8 +20,6 @@ ROWS = {folder: (purpose, imports) for folder, purpose, imports in ROW.findall(P
 COMMAND_FOLDERS = {"data.prepare"}
 """Folders inside others that are commands and import more than the folder around them."""
 EVALUATION = {"eval_pipeline", "eval_pipeline.problems", "eval_pipeline.judge"}
-RING_EDGE = ("eval_pipeline", "controller")
-"""`eval_pipeline.adaptive` evaluates the controller, which is built on what evaluations are built on."""
 WITH_TORCH = {"verl_ext.distributed", "verl_ext.verl_api"}
 """The modules at the root that not every folder may import."""
 
@@ -30,8 +29,8 @@ def name_of(path: Path) -> str:
 
 
 MODULES = {name_of(path): path for folder in ("verl_ext", "eval_pipeline") for path in (ROOT / folder).rglob("*.py")}
-COMMANDS = {"verl_ext.docgen"}
-"""Beside the folders, and above all of them."""
+COMMANDS = {"verl_ext.docgen", "eval_pipeline.__main__", "eval_pipeline.lmms"}
+"""Modules and packages above all folders; what lmms-eval loads by a plugin's name is a command too."""
 BESIDE = {name for name in MODULES if name.startswith("verl_ext.") and MODULES[name].parent == ROOT / "verl_ext"}
 BESIDE -= COMMANDS
 
@@ -58,7 +57,9 @@ def is_in(module: str, package: str) -> bool:
 
 
 def folder_of(module: str) -> str:
-    """The innermost folder with a row that a module is in; of a module beside the folders its name."""
+    """The innermost folder with a row that a module is in; of a command or a module beside the folders its name."""
+    if command := next((each for each in COMMANDS if is_in(module, each)), None):
+        return command
     folders = [folder for folder in ROWS if is_in(module, package_of(folder))]
     return max(folders, key=len, default=module)
 
@@ -87,9 +88,13 @@ def test_a_folder_imports_what_the_page_says(folder: str) -> None:
 
 def test_folders_import_one_another_in_one_direction() -> None:
     graph = {folder: {folder_of(name) for name in imports_of(folder)} for folder in ROWS}
-    importer, imported = RING_EDGE
-    graph[importer].remove(imported)
     assert {*TopologicalSorter(graph).static_order()} >= ROWS.keys()
+
+
+def test_nothing_imports_a_command() -> None:
+    for name, path in MODULES.items():
+        commands = {each for each in COMMANDS if any(is_in(found, each) for found in imported_modules(path))}
+        assert commands <= {folder_of(name)}, name
 
 
 def test_modules_beside_the_folders_import_one_another_alone() -> None:
@@ -102,6 +107,39 @@ def test_no_module_of_the_package_imports_itself_by_way_of_others() -> None:
     ours = {name: path for name, path in MODULES.items() if is_in(name, "verl_ext")}
     graph = {name: imported_modules(path) & ours.keys() for name, path in ours.items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(ours)
+
+
+@pytest.mark.parametrize("package", ["eval_pipeline.judge", "eval_pipeline.problems"])
+def test_no_module_of_the_judge_imports_itself_by_way_of_others(package: str) -> None:
+    ours = {name: path for name, path in MODULES.items() if is_in(name, package) and name != package}
+    graph = {name: imported_modules(path) & ours.keys() for name, path in ours.items()}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(ours)
+
+
+INSIDE = ROOT / "eval_pipeline/judge/inside"
+SIBLINGS = {path.stem for path in INSIDE.glob("*.py")}
+
+
+def test_sandboxes_import_nothing_of_the_product() -> None:
+    for path in INSIDE.glob("*.py"):
+        found = {name.partition(".")[0] for name in imported_modules(path)}
+        assert found <= sys.stdlib_module_names | SIBLINGS | {"numpy", "sandlock"}, path
+
+
+def test_what_the_server_imports_of_them_imports_none_of_the_others() -> None:
+    """The others are found by plain names, and only in a sandbox."""
+    outside = [path for path in MODULES.values() if path.parent == INSIDE.parent]
+    package = "eval_pipeline.judge.inside."
+    shared = {name.removeprefix(package) for path in outside for name in imported_modules(path) if package in name}
+    assert shared == {"protocol", "process_tree", "directories"}
+    for name in shared:
+        assert not imported_modules(INSIDE / f"{name}.py") & SIBLINGS, name
+
+
+def test_nothing_outside_unpickles_what_a_sandbox_sent() -> None:
+    for path in INSIDE.parent.glob("*.py"):
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        assert "pickle" not in imported_modules(path) and "marshal.loads" not in calls, path
 
 
 def test_only_the_model_class_for_lmms_eval_imports_it() -> None:

@@ -14,7 +14,7 @@ from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.problem import DatasetSource
 from tests.helpers import vlms
 from tests.helpers.grpo import MAX_TOKENS, REWARD, rewards_of, sample
-from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.adapters import adapter_for
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.text_environment import TextEnvironment
 from verl_ext.health.config import HealthLimits
@@ -46,7 +46,7 @@ TWICE = [Rule("loss_rising", lambda view: None, "Never.", "fix it")]
 STRANGE = [Rule("for_no_stage", lambda view: None, "Never.", "fix it", frozenset({"sfft"}))]
 """
 ADAPTER_FILE = """
-from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.adapters import VLMAdapter
 class Partial(VLMAdapter): pass
 """
 
@@ -150,11 +150,11 @@ def refused_stage(mine: Path) -> None:
 
 
 def refused_class(mine: Path) -> None:
-    adapter_of(*vlms.idefics3(), (32,), Plugin.parse("mine.py:Thing", "model.adapter"))
+    adapter_for(*vlms.idefics3(), (32,), Plugin.parse("mine.py:Thing", "model.adapter"))
 
 
 def refused_part(mine: Path) -> None:
-    adapter_of(*vlms.idefics3(), (32,), Plugin.parse("adapter.py:Partial", "model.adapter"))
+    adapter_for(*vlms.idefics3(), (32,), Plugin.parse("adapter.py:Partial", "model.adapter"))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def refused_part(mine: Path) -> None:
             "health.rules: the rule for_no_stage is for the stages sfft; take some of budget, grpo, sft, vlm_sft",
         ),
         (refused_class, "model.adapter names .*mine.py:Thing, which is not a VLMAdapter"),
-        (refused_part, "model.adapter names .*adapter.py:Partial, which lacks begin, blocks, encode"),
+        (refused_part, "model.adapter names .*adapter.py:Partial, which lacks blocks, decode, encode"),
     ],
 )
 def test_what_is_of_another_kind_is_refused(mine: Path, use: Callable[[Path], None], says: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from verl_ext.controller.adapters.registry import adapter_of
+from verl_ext.controller.adapters import adapter_for
 from verl_ext.data.image_chats import ImageChatDataset
 from verl_ext.data.image_questions import question_of
 from verl_ext.data.prepare import vqa
@@ -85,7 +85,7 @@ def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
     again = build_vlm(processor, seed=0)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     section = load_config("sft", ["recipe=budget_vlm"]).configurations
-    adapter = adapter_of(model.eval(), processor, tuple(section.tier_sizes))
+    adapter = adapter_for(model.eval(), processor, tuple(section.tier_sizes))
     space = adapter.space(section.min_active, len(adapter.blocks), list(section.topk_choices))
     rows = question_rows(0, sample_card(random.Random(0)), ["colour", "sum"], random.Random(0))
     asked = [question_of("cards", number, row, "", None) for number, row in enumerate(rows)]
@@ -94,7 +94,7 @@ def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
         inputs = adapter.inputs(asked[0].load_image(), asked[0].question, tier)
         assert adapter.num_patches(inputs) == patches
         with torch.no_grad(), adapter.configured(space.configuration(tier, [True, True, *[False] * 4], 1)):
-            assert adapter.begin(inputs).logits.shape == (1, len(processor.tokenizer))
+            assert adapter.prefill(inputs).logits.shape == (1, len(processor.tokenizer))
     lengths = [len(processor.tokenizer.tokenize(answer)) for answer in ("red", "4", "orange", "3+4=7;7-4=3")]
     assert lengths == [1, 1, 1, 11]
     assert processor.tokenizer.eos_token == "<|im_end|>" and adapter.end_tokens == [processor.tokenizer.eos_token_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -12,9 +13,12 @@ import torch
 
 from tests.helpers.data import write_questions
 from tests.helpers.vlms import write_model
-from verl_ext.controller.latency_model import FEATURES, LatencyModel
-from verl_ext.controller.loading import fingerprint, load_adapter
+from verl_ext.config.schema import set_at
+from verl_ext.controller.distribution import ConfigurationDistribution
+from verl_ext.controller.latency import FEATURES, LatencyModel, ModelledLatency
+from verl_ext.controller.vlm import fingerprint, load_adapter
 from verl_ext.distributed import build_meshes
+from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import SAMPLES_FILE
 from verl_ext.trainer.budget import BudgetTrainer
 from verl_ext.trainer.device import settle_device
@@ -70,7 +74,7 @@ def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetTrai
     assert (knobs.space.min_active, knobs.space.max_active, knobs.space.topk_choices) == (2, 3, (1, 2, 4))
     assert (knobs.low_ms, knobs.high_ms) == (60, 200)
     assert (loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c, loss.entropy_coeff) == (0.11, 0.22, 3.3, 0.01)
-    assert controlled.executor.adapter.model.dtype == torch.bfloat16
+    assert controlled.runner.adapter.model.dtype == torch.bfloat16
     assert not controlled.step.algorithm.norm_adv_by_std_in_grpo
     assert (controlled.lr_scheduler.factor, controlled.lr_scheduler.patience) == (0.3, 4)
     assert list(vars(controlled.config.reward).values()) == [2, 3, 4, 5, 6]
@@ -78,13 +82,13 @@ def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetTrai
 
 def test_as_many_encodings_are_kept_as_are_wanted(controlled: BudgetTrainer) -> None:
     places = list(product(controlled.train_dataset.samples, range(len(TIERS))))
-    first = controlled.executor.seen(*places[0])
+    first = controlled.runner.encoded(*places[0])
     for place in places[1:5]:
-        controlled.executor.seen(*place)
-    assert controlled.executor.seen(*places[0]) is first  # which is the last used by now
+        controlled.runner.encoded(*place)
+    assert controlled.runner.encoded(*places[0]) is first  # which is the last used by now
     for place in places[1:6]:
-        controlled.executor.seen(*place)
-    assert controlled.executor.seen(*places[0]) is not first
+        controlled.runner.encoded(*place)
+    assert controlled.runner.encoded(*places[0]) is not first
 
 
 def test_the_tiers_part_of_the_bonus_has_its_weight(controlled: BudgetTrainer) -> None:
@@ -92,9 +96,35 @@ def test_the_tiers_part_of_the_bonus_has_its_weight(controlled: BudgetTrainer) -
     trajectories = controlled.step.rollout(prompts_of([controlled.train_dataset[0]]), 1, 2)
     batch = controlled.policy.collate(trajectories)
     bonus = controlled.policy.log_probs(batch)
-    distribution = controlled.model.distribution(batch["vision"], batch["language"], batch["budgets_ms"])
-    torch.testing.assert_close(bonus.entropy[:, 0], distribution.exploration(2.5))
-    assert not torch.allclose(bonus.entropy[:, 0], distribution.exploration(1.0))
+    distribution = ConfigurationDistribution(
+        controlled.model_config.space,
+        *controlled.model(batch["vision"], batch["language"], batch["budgets_ms"]),
+    )
+    torch.testing.assert_close(bonus.entropy[:, 0], distribution.entropy_bonus(2.5))
+    assert not torch.allclose(bonus.entropy[:, 0], distribution.entropy_bonus(1.0))
+
+
+@pytest.mark.parametrize(
+    ("key", "budgets", "says"),
+    [
+        ("budgets_ms", [12.1, 40.0], None),
+        # between what the configuration takes and what it takes with the decision
+        ("budgets_ms", [11.0, 40.0], r"controller.budgets_ms begins at 11 ms, .*12.0 ms; begin at 12.6 ms or more"),
+        # the whole model takes 20 ms
+        ("budgets_of_full", [0.55, 2.0], r"controller.budgets_of_full begins at 0.55 \(11.0 ms\).*at 0.63 or more"),
+    ],
+)
+def test_the_lowest_budget_has_time_for_the_decision(
+    key: str, budgets: list[float], says: str | None, controlled: BudgetTrainer
+) -> None:
+    weights = {part: dict.fromkeys(names, 0.0) for part, names in FEATURES.items()}
+    weights["prefill_ms"]["call"] = 10.0
+    controlled.latency = ModelledLatency(LatencyModel(weights, 1.0, "a machine", "a model", deciding_ms=2.0))
+    set_at(controlled.config, f"controller.{key}", budgets)
+    low_ms = budgets[0] * (20.0 if key == "budgets_of_full" else 1.0)
+    controlled.budgets_ms = (low_ms, 40.0)
+    with pytest.raises(UserError, match=says) if says else nullcontext():
+        controlled.require_reachable_budgets()
 
 
 def test_a_measurement_may_measure_what_training_computes(controlled: BudgetTrainer) -> None:

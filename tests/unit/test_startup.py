@@ -80,8 +80,8 @@ def test_the_benchmark_reads_what_a_run_records():
 
 def test_the_launcher_imports_nothing_of_other_stages():
     code = (
-        "import sys, verl_ext.launch.preflight, verl_ext.launch.run\n"
-        "unwanted = {'torch', 'verl_ext.grpo.rewards.check', 'verl_ext.data.image_questions'}\n"
+        "import sys, verl_ext.launch.preflight, verl_ext.launch.run, verl_ext.health.__main__\n"
+        "unwanted = {'torch', 'scipy', 'verl_ext.grpo.rewards.check', 'verl_ext.data.image_questions'}\n"
         "print(sorted(unwanted & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True)

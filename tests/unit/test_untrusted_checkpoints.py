@@ -24,7 +24,7 @@ from verl_ext.checkpoint.inspection import read_retention
 from verl_ext.checkpoint.manifest import EXTRA, MODEL, OPTIMIZER, Manifest, shard_name, why_incomplete
 from verl_ext.checkpoint.rebuild import copy_small_files, write_weights
 from verl_ext.checkpoint.shards import ShardFiles
-from verl_ext.controller.controlled import ControlledModel, load_controller
+from verl_ext.controller.vlm import ControlledModel, load_controller
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import best_export
 from verl_ext.remote_code import require_no_remote_code
@@ -190,7 +190,9 @@ def test_an_export_of_a_controller_does_not_decide_what_code_is_run(tmp_path: Pa
     content["vlm"] |= {"path": str(planted), "trust_remote_code": True}
     (export / "config.json").write_text(json.dumps(content))
     _, model = load_controller(export)
-    assert model == ControlledModel.of({**content["vlm"], "trust_remote_code": False, "num_blocks": 4, "topk": 4})
+    assert model == ControlledModel.from_dict(
+        {**content["vlm"], "trust_remote_code": False, "num_blocks": 4, "topk": 4}
+    )
     with pytest.raises(UserError, match="cannot be loaded"):
         model.load("cpu", torch.float32)
     assert not marker.exists()

@@ -16,8 +16,8 @@ from transformers import AutoModelForImageTextToText
 from tests.helpers import vlms
 from tests.helpers.data import row, write_questions
 from verl_ext import rendering
-from verl_ext.controller.adapters.registry import adapter_of
-from verl_ext.controller.configuration import ConfigurationSpace
+from verl_ext.controller.adapters import adapter_for
+from verl_ext.controller.space import ConfigurationSpace
 from verl_ext.data.image_chats import ImageChat, ImageChatCollator, ImageChatDataset, load_image_chats
 from verl_ext.data.image_questions import ImageQuestion, question_of
 from verl_ext.distributed import build_meshes
@@ -63,7 +63,7 @@ def test_the_answer_of_most_references_is_learnt() -> None:
 
 @pytest.mark.parametrize("tier", [0, 1, 2])
 def test_a_chat_is_what_the_model_is_asked_and_its_answer(tier: int) -> None:
-    adapter = adapter_of(MODEL, PROCESSOR, TIERS)
+    adapter = adapter_for(MODEL, PROCESSOR, TIERS)
     asked = adapter.inputs(question(4).load_image(), question(4).question, tier)
     made = batcher().at([{"chat": ImageChat((question(4),))}], tier)
     length = asked["input_ids"].shape[1]
@@ -77,7 +77,7 @@ def test_a_chat_is_what_the_model_is_asked_and_its_answer(tier: int) -> None:
     learnt = {name: tensor for name, tensor in made.items() if name != "loss_mask"}
     with torch.no_grad():
         logits = MODEL(**learnt).logits[:, length - 1]
-        torch.testing.assert_close(logits, adapter.begin(asked).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, adapter.prefill(asked).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_later_turns_are_as_the_template_writes_them() -> None:

@@ -1,7 +1,7 @@
-"""How much a model loses when one of its blocks is left out, and which blocks to keep by that.
+"""Measures how much a model's loss grows without one of its blocks.
 
 The importance of a block is the increase of the loss of the first reference answer, in nats per token, when that block
-alone is skipped; the mean over some questions. Block 0 always runs and has none.
+alone is skipped, averaged over questions. Block 0 always runs and has none.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from pathlib import Path
 import torch
 
 from verl_ext.console import progress_bar
-from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.loading import fingerprint, is_of_model
+from verl_ext.controller.adapters import VLMAdapter
+from verl_ext.controller.space import Configuration
+from verl_ext.controller.vlm import fingerprint, matches_fingerprint
 from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
 
-KEYS = ("importance_scores", "merged_scores", "train_scores")
-"""Under which a file may have its scores; a file of nothing else is read too."""
+SCORE_KEYS = ("importance_scores", "merged_scores", "train_scores")
+"""Keys of the scores in a file; a file that consists of the scores alone is read too."""
 
 
 @dataclass(frozen=True)
-class Importance:
-    """Of the blocks of one model.
+class BlockImportance:
+    """The importance of the blocks of one model.
 
     Attributes:
-        scores: loss increase by the number of the block.
+        scores: increase of the loss by number of the block.
         num_blocks: of the model.
-        model: its fingerprint; None in a file of someone else's.
+        model: its fingerprint; None in a file from elsewhere.
     """
 
     scores: Mapping[int, float]
@@ -41,71 +41,62 @@ class Importance:
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        content = {"model": self.model, "num_blocks": self.num_blocks, KEYS[0]: dict(self.scores)}
+        content = {"model": self.model, "num_blocks": self.num_blocks, SCORE_KEYS[0]: dict(self.scores)}
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def load_importance(path: Path, adapter: VLMAdapter) -> Importance:
+def load_importance(path: Path, adapter: VLMAdapter) -> BlockImportance:
     """Read a file of scores.
 
     Raises:
-        UserError: there is no such file, it has no scores, or they are another model's.
+        UserError: the file is missing, has no scores, or is of another model.
     """
     try:
         content = parse_json(path.read_text())
-        found = next((content[key] for key in KEYS if key in content), content)
-        scores = {int(block): float(score) for block, score in found.items()}
+        by_block = next((content[key] for key in SCORE_KEYS if key in content), content)
+        scores = {int(block): float(score) for block, score in by_block.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} has no importance of blocks ({error}); make it by `python -m verl_ext.controller.importance`"
+            f"{path} has no block importance ({error}); create it by `python -m verl_ext.controller.importance`"
         ) from error
     blocks, model = len(adapter.blocks), content.get("model")
     is_complete = set(range(1, blocks)) <= set(scores) <= set(range(blocks))
-    if not is_complete or not is_of_model(model, adapter, str(path), blocks):
+    if not is_complete or not matches_fingerprint(model, adapter, str(path), blocks):
         raise UserError(
-            f"{path} is of another model: it has scores of {len(scores)} blocks, and this one has {blocks} with other "
-            "weights or as many; make it anew by `python -m verl_ext.controller.importance`"
+            f"{path} is of another model: it has scores of {len(scores)} blocks, and this model has {blocks}, or as "
+            "many with other weights; create it again by `python -m verl_ext.controller.importance`"
         )
-    return Importance(scores, blocks, model)
-
-
-def blocks_to_keep(num_active: int, num_blocks: int, importance: Importance | None) -> list[bool]:
-    """Which blocks run when so many do: block 0 and the most important others, or without importance the first ones."""
-    scores = importance.scores if importance else {block: -block for block in range(num_blocks)}
-    others = sorted(range(1, num_blocks), key=lambda block: -scores[block])[: num_active - 1]
-    return [block == 0 or block in others for block in range(num_blocks)]
-
-
-def cheapest(space: ConfigurationSpace, importance: Importance | None) -> Configuration:
-    """The least that can run: the lowest tier, the fewest blocks and the fewest experts."""
-    blocks = blocks_to_keep(space.min_active, space.num_blocks, importance)
-    return space.configuration(0, blocks, space.topk_choices[0] if space.topk_choices else None)
+    return BlockImportance(scores, blocks, model)
 
 
 @torch.no_grad()
-def answer_loss(adapter: VLMAdapter, question: ImageQuestion, configuration: Configuration, encoding: object) -> float:
+def reference_loss(
+    adapter: VLMAdapter, question: ImageQuestion, configuration: Configuration, encoding: object
+) -> float:
     """Mean negative log-likelihood of a question's first reference, in nats per token."""
     inputs = adapter.inputs(question.load_image(), question.question, configuration.tier)
     answer = adapter.tokenizer(question.references[0], add_special_tokens=False)["input_ids"]
     total = 0.0
-    with adapter.configured(configuration), adapter.seeing(encoding):
-        decoding = adapter.begin(inputs)
-        for place, token in enumerate(answer):
-            total -= float(decoding.logits[0].float().log_softmax(-1)[token])
-            if place + 1 < len(answer):
-                decoding = adapter.go_on(decoding, torch.tensor([[token]], device=decoding.logits.device))
+    with adapter.configured(configuration), adapter.with_encoding(encoding):
+        state = adapter.prefill(inputs)
+        for position, token in enumerate(answer):
+            total -= float(state.logits[0].float().log_softmax(-1)[token])
+            if position + 1 < len(answer):
+                state = adapter.decode(state, torch.tensor([[token]], device=state.logits.device))
     return total / len(answer)
 
 
-def measure_importance(adapter: VLMAdapter, questions: Sequence[ImageQuestion]) -> Importance:
-    """The importance of each block but block 0, at the highest tier."""
-    blocks, top = len(adapter.blocks), len(adapter.tier_sizes) - 1
+def measure_importance(adapter: VLMAdapter, questions: Sequence[ImageQuestion]) -> BlockImportance:
+    """The importance of each block except block 0, at the highest tier."""
+    blocks, top_tier = len(adapter.blocks), len(adapter.tier_sizes) - 1
     space = adapter.space(1, blocks, (adapter.trained_topk,) if adapter.trained_topk else ())
-    masks = {0: [True] * blocks} | {left: [block != left for block in range(blocks)] for left in range(1, blocks)}
+    masks = {0: [True] * blocks} | {
+        skipped: [block != skipped for block in range(blocks)] for skipped in range(1, blocks)
+    }
     losses = dict.fromkeys(masks, 0.0)
     for question in progress_bar(questions, desc="measuring importance", unit="questions"):
-        encoding = adapter.encode(adapter.inputs(question.load_image(), question.question, top))
-        for left_out, mask in masks.items():
-            losses[left_out] += answer_loss(adapter, question, space.configuration(top, mask), encoding)
-    scores = {left: (losses[left] - losses[0]) / len(questions) for left in range(1, blocks)}
-    return Importance(scores, blocks, fingerprint(adapter.model))
+        encoding = adapter.encode(adapter.inputs(question.load_image(), question.question, top_tier))
+        for skipped, mask in masks.items():
+            losses[skipped] += reference_loss(adapter, question, space.configuration(top_tier, mask), encoding)
+    scores = {skipped: (losses[skipped] - losses[0]) / len(questions) for skipped in range(1, blocks)}
+    return BlockImportance(scores, blocks, fingerprint(adapter.model))

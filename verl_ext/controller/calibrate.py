@@ -1,18 +1,64 @@
-"""`python -m verl_ext.controller.calibrate`: fits the latency model to this machine."""
+"""`python -m verl_ext.controller.calibrate`: fits the latency model on this machine."""
 
 from __future__ import annotations
 
-from verl_ext.cli import CommandParser, IntArg, clean_exit
+import argparse
+from typing import TYPE_CHECKING
+
+from verl_ext.cli import CommandParser, IntArg, clean_exit, output_file
 from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_summary
-from verl_ext.controller.command import EXAMPLE_INPUTS, add_model_arguments
+from verl_ext.plugins import PLUGIN_FORM, Plugin
 
-TEXT = """Fit the latency model to this machine.
+if TYPE_CHECKING:
+    from verl_ext.controller.adapters import VLMAdapter
+    from verl_ext.data.image_questions import ImageQuestion
 
-Runs configurations that are drawn evenly, each for one of the questions, all of them several times over, and takes each
-one's median: so a while in which the machine is slow has a part in all of them. Four fifths of them are fitted, and R
-squared of the total latency is told for the last fifth, which was not. How far single runs are from what the model says
-is told too, and what a controller itself takes. Run it when nothing else runs on the machine."""
+TEXT = """Fit the latency model on this machine.
+
+Runs random configurations, each on one of the questions, in several passes over all of them, and takes the median of
+each, so that a slow period of the machine affects all of them. The model is fitted on four fifths of them, and R
+squared of the total latency is printed for the last fifth. The command also measures how far single runs are from the
+predictions, and how long a decision of the controller takes. Run it on an idle machine."""
+EXAMPLE_INPUTS = "--model data/vqa/model --questions data/vqa/questions --tier-sizes 2304 9216 20736"
+
+
+def add_model_arguments(parser: CommandParser) -> None:
+    """Add the arguments that `load_inputs` reads, and `--output`."""
+    parser.add_argument(
+        "--model", metavar="DIR", required=True, help="directory or hub name of the vision-language model"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model (Molmo needs it)")
+    parser.add_argument("--adapter", metavar="PLACE:CLASS", help=f"your adapter for the model: {PLUGIN_FORM}")
+    parser.add_argument(
+        "--tier-sizes",
+        type=IntArg(),
+        nargs="+",
+        required=True,
+        help="image size of each tier: crops for Molmo, such as 3 6 12; pixels for Qwen",
+    )
+    parser.add_argument("--questions", metavar="FOLDER", required=True, help="folder with train*.parquet")
+    parser.add_argument("--num-questions", type=IntArg(), default=32, help="number of questions to measure on")
+    parser.add_argument("--output", metavar="FILE", type=output_file, required=True, help="JSON file to write")
+
+
+def load_inputs(arguments: argparse.Namespace) -> tuple[VLMAdapter, list[ImageQuestion]]:
+    """The model, on a GPU and in bfloat16 if there is one, and the questions to measure on."""
+    from verl_ext.controller.vlm import default_device, load_adapter  # here, as torch takes seconds to import
+    from verl_ext.data.config import QuestionSource
+    from verl_ext.data.image_questions import ImageQuestionDataset
+
+    device, dtype = default_device()
+    adapter = load_adapter(
+        arguments.model,
+        arguments.tier_sizes,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=arguments.trust_remote_code,
+        own_adapter=None if arguments.adapter is None else Plugin.parse(arguments.adapter, "--adapter"),
+    )
+    source = QuestionSource(arguments.num_questions, 0, arguments.questions)
+    return adapter, ImageQuestionDataset({"questions": source}, "train", progress=True).samples
 
 
 def build_parser() -> CommandParser:
@@ -27,8 +73,8 @@ def build_parser() -> CommandParser:
     add_model_arguments(parser)
     parser.add_argument("--min-active", type=IntArg(), default=1, help="fewest blocks that run")
     parser.add_argument("--topk-choices", type=IntArg(), nargs="*", default=[], help="numbers of experts, ascending")
-    parser.add_argument("--max-new-tokens", type=IntArg(), default=16, help="of an answer")
-    parser.add_argument("--configurations", type=IntArg(10), default=200, help="to run")
+    parser.add_argument("--max-new-tokens", type=IntArg(), default=16, help="longest answer in tokens")
+    parser.add_argument("--configurations", type=IntArg(10), default=200, help="number of configurations to run")
     parser.add_argument("--repeats", type=IntArg(), default=9, help="passes over them; the medians count")
     parser.add_argument("--hidden", type=IntArg(), default=256, help="width of the controller")
     return parser
@@ -36,23 +82,23 @@ def build_parser() -> CommandParser:
 
 @clean_exit()
 def main() -> None:
-    """Measure, tell how good the fit is and write it."""
+    """Measure, print the quality of the fit, and write the latency model."""
     arguments = build_parser().parse_args()
-    from verl_ext.controller.calibration import calibrate, doubts  # here, as torch takes seconds to import
-    from verl_ext.controller.measured import adapter_from, questions_from
+    from verl_ext.controller.calibration import calibrate, r2_warning  # here, as torch takes seconds to import
 
-    adapter, questions = adapter_from(arguments), questions_from(arguments)
+    adapter, questions = load_inputs(arguments)
     space = adapter.space(arguments.min_active, len(adapter.blocks), arguments.topk_choices)
     sizes = arguments.configurations, arguments.repeats, arguments.max_new_tokens, arguments.hidden
-    found = calibrate(adapter, space, questions, *sizes)
-    for part, weights in found.coefficients.items():
+    model = calibrate(adapter, space, questions, *sizes)
+    for part, weights in model.coefficients.items():
         print_line(f"{part}: " + ", ".join(f"{weight:.3g} * {name}" for name, weight in weights.items() if weight))
-    print_line(f"R squared on configurations that were not fitted: {found.r2:.4f}{doubts(found.r2)}")
-    ratios = ", ".join(f"{percentile} % within {ratio:.2f}" for percentile, ratio in found.scatter.items())
+    print_line(f"R squared on held-out configurations: {model.r2:.4f}{r2_warning(model.r2)}")
+    ratios = ", ".join(f"{percentile} % within {ratio:.2f}" for percentile, ratio in model.scatter.items())
     print_line(
-        f"single runs take {ratios} times what it says; a controller of this width takes {found.deciding_ms:.2f} ms"
+        f"ratio of single runs to the prediction: {ratios}; a decision of a controller of this width takes "
+        f"{model.deciding_ms:.2f} ms"
     )
-    found.save(arguments.output)
+    model.save(arguments.output)
     path = arguments.output.absolute()
     then = (*typed_command("grpo"), 2, "recipe=budget_controller", f"latency.file={path}")
     print_summary(f"Calibrated: {arguments.model}", {"latency model": path}, then)

@@ -1,15 +1,21 @@
-"""The configuration of the budget controller and of the model that it controls."""
+"""The configuration of the budget controller and of its vision-language model, and constants that need no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from verl_ext.config.schema import setting
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import ActorConfig
+
+MODEL_TYPE = "budget_controller"
+"""`model_type` in the `config.json` of an exported controller."""
+Percentile = Literal[50, 75, 90, 95]
+PERCENTILES: tuple[int, ...] = get_args(Percentile)
+"""Percentiles of single runs that a latency model records."""
 
 
 @dataclass(kw_only=True)
@@ -21,7 +27,7 @@ class BudgetActorConfig(ActorConfig):
 
 @dataclass(kw_only=True)
 class ControllerConfig:
-    """`controller`: what the controller decides about, and its network."""
+    """`controller`: the configurations that it can choose, its budgets, and its network."""
 
     budgets_ms: list[float] = setting([170.0, 380.0], "Lowest and highest budget; training samples them uniformly")
     budgets_of_full: list[float] | None = setting(
@@ -44,7 +50,7 @@ class ControllerConfig:
     most_encodings: int = setting(256, "Encoded images that are cached on the device", ge=1)
 
     def check(self) -> None:
-        """Tiers, experts and budgets ascend."""
+        """Require ascending tiers, experts and budgets."""
         require_ascending("controller.tier_sizes", self.tier_sizes)
         require_ascending("controller.topk_choices", self.topk_choices, may_be_empty=True)
         require_budgets("controller.budgets_ms", self.budgets_ms, "numbers of milliseconds")
@@ -63,7 +69,7 @@ class LatencyConfig:
     )  # fmt: skip
     configurations: int = setting(100, "Configurations measured to create it", ge=10)
     repeats: int = setting(9, "Passes over them", ge=1)
-    percentile: Literal[50, 75, 90, 95] = setting(50, "Percentile of single runs that the reward goes by")
+    percentile: Percentile = setting(50, "Percentile of single runs that the reward goes by")
     validation: Literal["same", "measured"] = setting("same", "measured: measure in evaluations whatever training uses")
 
 
@@ -91,7 +97,7 @@ class SkipSamplingConfig:
     topk_choices: list[int] = setting([], "Experts per token, the last one as released; [] without experts")
 
     def check(self) -> None:
-        """Tiers and experts ascend, and each tier has a weight."""
+        """Require ascending tiers and experts, and a weight for each tier."""
         require_ascending("configurations.tier_sizes", self.tier_sizes)
         require_ascending("configurations.topk_choices", self.topk_choices, may_be_empty=True)
         if len(self.tier_weights) != len(self.tier_sizes) or not 0 < sum(self.tier_weights) < math.inf:
@@ -102,12 +108,12 @@ class SkipSamplingConfig:
 
 
 def require_ascending(key: str, values: Sequence[int], may_be_empty: bool = False) -> None:
-    """Refuse a list of anything but ascending whole numbers of at least 1."""
+    """Refuse a list that does not consist of ascending whole numbers of at least 1."""
     if any(value < 1 for value in values) or list(values) != sorted(set(values)) or not (values or may_be_empty):
         raise UserError(f"{key} is {list(values)}; it must be a list of ascending whole numbers of at least 1")
 
 
 def require_budgets(key: str, budgets: Sequence[float], unit: str) -> None:
-    """Refuse anything but two ascending positive numbers."""
+    """Refuse budgets that are not two ascending positive numbers."""
     if len(budgets) != 2 or not 0 < budgets[0] <= budgets[1] < math.inf:
         raise UserError(f"{key} is {list(budgets)}; it must be two ascending {unit}")

@@ -1,24 +1,120 @@
-"""The controller's distribution over configurations, made of its three kinds of logits."""
+"""The controller's distribution over configurations: exact log-probabilities, samples, entropy and mode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.masks import BlockMasks
+from verl_ext.controller.space import Configuration, ConfigurationSpace
+
+LOG_ZERO = -1e30
+"""Stands for log 0, but stays a number when it is subtracted from itself."""
+
+
+class BlockMaskDistribution:
+    """P(mask) = exp(sum of the logits of its blocks) / Z over all masks with `fewest` to `most` blocks; exact.
+
+    This is the conditional Bernoulli distribution (Chen, Dempster and Liu, "Weighted finite population sampling to
+    maximize entropy", Biometrika 81, 1994) with a range of sizes instead of a single one. Z and everything else come
+    from one table over (block, number of blocks chosen before it), in O(blocks * most) per row. The tables are in
+    double precision for logits of any precision.
+
+    Args:
+        logits: (batch, blocks), of the blocks that may be skipped, which exclude the model's block 0.
+        fewest: lowest number of these blocks that run.
+        most: highest number of these blocks that run.
+    """
+
+    def __init__(self, logits: torch.Tensor, fewest: int, most: int) -> None:
+        self.num_blocks = logits.shape[1]
+        if not 0 <= fewest <= most <= self.num_blocks:
+            raise ValueError(f"{fewest} to {most} of {self.num_blocks} blocks cannot run")
+        self.logits, self.fewest, self.most = logits.double(), fewest, most
+
+    @cached_property  # the mode, which is all that a deployed controller needs, does without
+    def _tables(self) -> list[torch.Tensor]:
+        """[i][:, c]: log of the sum over the blocks from i on, with c chosen before them; the last column is log 0."""
+        end = self.logits.new_full((len(self.logits), self.most + 2), LOG_ZERO)
+        end[:, self.fewest : self.most + 1] = 0.0
+        tables = [end]
+        for i in reversed(range(self.num_blocks)):
+            chosen = self.logits[:, i, None] + tables[0][:, 1:]
+            table = torch.logaddexp(tables[0][:, :-1], chosen)
+            tables.insert(0, torch.cat([table, end[:, -1:]], dim=1))
+        return tables
+
+    @property
+    def log_normalizer(self) -> torch.Tensor:
+        """log Z, (batch,)."""
+        return self._tables[0][:, 0]
+
+    def log_prob(self, masks: torch.Tensor) -> torch.Tensor:
+        """Log-probability of each mask, (batch,), in double precision.
+
+        Args:
+            masks: (batch, blocks), bool; each must have an allowed number of blocks.
+        """
+        return (self.logits * masks).sum(-1) - self.log_normalizer
+
+    def _log_prob_of_block(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of running and skipping block i, each (batch, most + 1) by the number chosen before."""
+        here, after = self._tables[i][:, :-1], self._tables[i + 1]
+        reachable = here > LOG_ZERO / 2
+        run = torch.where(reachable, self.logits[:, i, None] + after[:, 1:] - here, LOG_ZERO)
+        skip = torch.where(reachable, after[:, :-1] - here, LOG_ZERO)
+        return run, skip
+
+    def sample(self, uniforms: torch.Tensor) -> torch.Tensor:
+        """Masks (batch, blocks), bool, chosen block by block with exact probabilities.
+
+        Args:
+            uniforms: (batch, blocks), a random number in [0, 1) for each decision.
+        """
+        num_chosen = torch.zeros(len(self.logits), dtype=torch.long, device=self.logits.device)
+        decisions = []
+        for i in range(self.num_blocks):
+            run = self._log_prob_of_block(i)[0].gather(1, num_chosen[:, None])[:, 0]
+            decisions.append(uniforms[:, i] < run.exp())
+            num_chosen = num_chosen + decisions[-1].long()
+        return torch.stack(decisions, dim=1) if decisions else torch.zeros_like(uniforms, dtype=torch.bool)
+
+    def mode(self) -> torch.Tensor:
+        """The most likely mask of each row, (batch, blocks) bool: the blocks with the highest logits."""
+        ranks = self.logits.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        count = (self.logits > 0).sum(1).clamp(self.fewest, self.most)
+        return ranks < count[:, None]
+
+    def detached(self) -> BlockMaskDistribution:
+        """The same distribution without a gradient."""
+        return BlockMaskDistribution(self.logits.detach(), self.fewest, self.most)
+
+    def entropy(self, entropy_of_active: torch.Tensor | None = None) -> torch.Tensor:
+        """Entropy in nats, (batch,), with gradient.
+
+        Args:
+            entropy_of_active: (batch, blocks), entropy of the other decisions about a block if it runs.
+        """
+        extra = torch.zeros_like(self.logits) if entropy_of_active is None else entropy_of_active.double()
+        expected = torch.zeros_like(self._tables[-1][:, :-1])
+        for i in reversed(range(self.num_blocks)):
+            run, skip = self._log_prob_of_block(i)
+            after = torch.cat([expected[:, 1:], torch.zeros_like(expected[:, :1])], dim=1)
+            value_run, value_skip = extra[:, i, None] + after - run, expected - skip
+            expected = run.exp() * value_run + skip.exp() * value_skip
+        return expected[:, 0]
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What was chosen for each row of a batch.
+    """The configurations chosen for a batch, as tensors.
 
     Attributes:
-        tiers: (batch,), places in the space's list of tiers.
+        tiers: (batch,), indices into the space's tiers.
         masks: (batch, blocks - 1) bool, whether each block after block 0 runs.
-        topk: (batch, blocks - 1), places in the space's list of top-k; of no meaning where the block does not run.
+        topk: (batch, blocks - 1), indices into the space's `topk_choices`; ignored for skipped blocks.
     """
 
     tiers: torch.Tensor
@@ -26,7 +122,7 @@ class Choices:
     topk: torch.Tensor
 
     def configurations(self, space: ConfigurationSpace) -> list[Configuration]:
-        """The same as configurations, one for each row."""
+        """One configuration per row."""
         rows = zip(self.tiers.tolist(), self.masks.tolist(), self.topk.tolist(), strict=True)
         return [
             space.configuration(tier, [True, *mask], [0, *(space.topk_choices[k] for k in topk)] if topk else None)
@@ -34,30 +130,29 @@ class Choices:
         ]
 
     @classmethod
-    def of(cls, configurations: Sequence[Configuration], space: ConfigurationSpace, device: str = "cpu") -> Choices:
-        """The choices that give configurations of the space.
+    def of(cls, configurations: Sequence[Configuration], space: ConfigurationSpace) -> Choices:
+        """The tensors of some configurations, on the CPU.
 
         Raises:
-            ValueError: one has a number of experts that the space does not offer.
+            ValueError: a number of experts is not among the space's `topk_choices`.
         """
-        offered = space.topk_choices
-        topk = [[offered.index(k) if k else 0 for k in each.topk[1:]] for each in configurations]
+        topk = [[space.topk_choices.index(k) if k else 0 for k in each.topk[1:]] for each in configurations]
         return cls(
-            torch.tensor([each.tier for each in configurations], device=device),
-            torch.tensor([each.blocks[1:] for each in configurations], dtype=torch.bool, device=device),
-            torch.tensor(topk, dtype=torch.long, device=device).reshape(len(configurations), -1),
+            torch.tensor([each.tier for each in configurations]),
+            torch.tensor([each.blocks[1:] for each in configurations], dtype=torch.bool),
+            torch.tensor(topk, dtype=torch.long).reshape(len(configurations), -1),
         )
 
 
 class ConfigurationDistribution:
-    """Tier, block mask, and for each block that runs its top-k, independent but for that last condition.
+    """Tier, block mask and the top-k of each active block; independent, except that only active blocks have a top-k.
 
     Args:
-        space: what can be chosen.
+        space: the configurations.
         tier_logits: (batch, tiers).
         block_logits: (batch, blocks - 1).
-        block_topk_logits: (batch, blocks, choices); those of block 0, which is fixed, are not used. The last dimension
-            is 0 for a model without experts.
+        block_topk_logits: (batch, blocks, choices); those of block 0, whose top-k is fixed, are ignored. The last
+            dimension is 0 for a model without experts.
     """
 
     def __init__(
@@ -68,82 +163,77 @@ class ConfigurationDistribution:
         block_topk_logits: torch.Tensor,
     ) -> None:
         self._tiers = tier_logits.double().log_softmax(-1)
-        self._masks = BlockMasks(block_logits, space.min_active - 1, space.max_active - 1)
+        self._masks = BlockMaskDistribution(block_logits, space.min_active - 1, space.max_active - 1)
         self._topk = block_topk_logits[:, 1:].double().log_softmax(-1) if space.topk_choices else None
 
     def log_prob(self, choices: Choices) -> torch.Tensor:
-        """Log-probability of each row's choice, (batch,), double precision, with gradient."""
-        found = self._tiers.gather(1, choices.tiers[:, None])[:, 0] + self._masks.log_prob(choices.masks)
+        """Log-probability of each row's choice, (batch,), in double precision, with gradient."""
+        log_prob = self._tiers.gather(1, choices.tiers[:, None])[:, 0] + self._masks.log_prob(choices.masks)
         if self._topk is None:
-            return found
-        of_choices = self._topk.gather(2, choices.topk[..., None])[..., 0]
-        return found + (of_choices * choices.masks).sum(-1)
+            return log_prob
+        of_topk = self._topk.gather(2, choices.topk[..., None])[..., 0]
+        return log_prob + (of_topk * choices.masks).sum(-1)
 
-    def entropy(self) -> torch.Tensor:
-        """Entropy in nats, (batch,), with gradient."""
-        return entropy_of(self._tiers) + self._masks.entropy(self._entropy_of_topk)
+    def entropy_bonus(self, tier_weight: float = 1.0) -> torch.Tensor:
+        """The entropy in nats, (batch,), with the tiers' part weighted and a changed gradient.
 
-    def exploration(self, tier_weight: float = 1.0) -> torch.Tensor:
-        """What an entropy bonus is paid for, (batch,): the entropy, but for two things.
-
-        A block that runs has a top-k to choose, so that the entropy grows with every block. A bonus for it would be one
-        for running all of the model; so the gradient of the experts' part holds the blocks' probabilities fixed.
+        Each active block adds the entropy of its top-k, so the entropy grows with the number of blocks, and a bonus
+        for it would reward running the whole model. Therefore the gradient of the experts' part treats the blocks'
+        probabilities as constants.
 
         Args:
-            tier_weight: times that the tiers' part counts.
+            tier_weight: weight of the tiers' part.
         """
-        fixed = self._masks.detached()
-        of_experts = fixed.entropy(self._entropy_of_topk) - fixed.entropy()
-        return tier_weight * entropy_of(self._tiers) + self._masks.entropy() + of_experts
-
-    @property
-    def _entropy_of_topk(self) -> torch.Tensor | None:
-        return None if self._topk is None else entropy_of(self._topk)
+        constant = self._masks.detached()
+        topk_entropy = None if self._topk is None else categorical_entropy(self._topk)
+        experts = constant.entropy(topk_entropy) - constant.entropy()
+        return tier_weight * categorical_entropy(self._tiers) + self._masks.entropy() + experts
 
     @torch.no_grad()
-    def sample_by(self, uniform: torch.Tensor) -> Choices:
-        """The choices that random numbers in [0, 1) give.
+    def sample(self, uniforms: torch.Tensor) -> Choices:
+        """Choices by inverse-transform sampling.
 
         Args:
-            uniform: (batch, 1 + 2 * (blocks - 1)), one number for each decision, whether or not it comes to matter.
+            uniforms: (batch, `num_uniforms(space)`), a random number in [0, 1) for each decision; those of decisions
+                that do not matter are ignored.
         """
         rest = self._masks.num_blocks
-        masks = self._masks.sample_by(uniform[:, 1 : 1 + rest])
-        tiers = inverse_of_cdf(self._tiers, uniform[:, 0])
-        return Choices(tiers, masks, self._topk_by(lambda topk: inverse_of_cdf(topk, uniform[:, 1 + rest :]), masks))
+        masks = self._masks.sample(uniforms[:, 1 : 1 + rest])
+        tiers = inverse_cdf(self._tiers, uniforms[:, 0])
+        return Choices(tiers, masks, self._choose_topk(lambda topk: inverse_cdf(topk, uniforms[:, 1 + rest :]), masks))
 
     @torch.no_grad()
     def mode(self) -> Choices:
-        """The likeliest tier, the likeliest mask, and the likeliest top-k of its blocks.
+        """The most likely tier, the most likely mask, and the most likely top-k of each of its blocks.
 
-        Not the likeliest configuration of all: that would leave out a block which nearly always runs, but with one
-        top-k as often as with another.
+        This is not the most likely configuration: that one would skip a block which nearly always runs, but with
+        either of two top-k equally often.
         """
         masks = self._masks.mode()
-        return Choices(self._tiers.argmax(-1), masks, self._topk_by(lambda topk: topk.argmax(-1), masks))
+        return Choices(self._tiers.argmax(-1), masks, self._choose_topk(lambda topk: topk.argmax(-1), masks))
 
-    def _topk_by(self, choose: Callable[[torch.Tensor], torch.Tensor], masks: torch.Tensor) -> torch.Tensor:
+    def _choose_topk(self, choose: Callable[[torch.Tensor], torch.Tensor], masks: torch.Tensor) -> torch.Tensor:
         if self._topk is None:
             return torch.zeros(len(masks), 0, dtype=torch.long, device=masks.device)
-        return choose(self._topk) * masks  # of blocks that do not run always the first, so that equal choices are equal
+        return choose(self._topk) * masks  # 0 for skipped blocks, so that equal choices have equal tensors
 
 
-def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
+def categorical_entropy(log_probs: torch.Tensor) -> torch.Tensor:
     """Entropy in nats over the last dimension."""
     return -(log_probs.exp() * log_probs).sum(-1)
 
 
-def inverse_of_cdf(log_probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The category that each number in [0, 1) falls into, of shape (...).
+def inverse_cdf(log_probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The category of each number in [0, 1), of the shape of `uniforms`.
 
     Args:
         log_probs: (..., categories).
-        uniform: (...).
+        uniforms: (...).
     """
     bounds = log_probs.exp().cumsum(-1)
-    return (uniform[..., None] >= bounds).sum(-1).clamp(max=log_probs.shape[-1] - 1)
+    return (uniforms[..., None] >= bounds).sum(-1).clamp(max=log_probs.shape[-1] - 1)
 
 
-def number_of_decisions(space: ConfigurationSpace) -> int:
-    """How many random numbers `ConfigurationDistribution.sample_by` needs for a row."""
+def num_uniforms(space: ConfigurationSpace) -> int:
+    """How many random numbers `ConfigurationDistribution.sample` needs per row."""
     return 1 + 2 * (space.num_blocks - 1)

@@ -1,47 +1,152 @@
-"""Runs configurations for samples, and shares between them what is the same."""
+"""Runs configurations on samples, times them, and caches what repeats."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from PIL import Image
+from torch import nn
 
-from verl_ext.controller.adapters.base import Inputs, VLMAdapter
-from verl_ext.controller.configuration import Configuration
-from verl_ext.controller.latency import Latency, LatencyMeter
-from verl_ext.controller.latency_model import Workload
+from verl_ext.controller.adapters import Inputs, VLMAdapter
+from verl_ext.controller.space import Configuration, ConfigurationSpace
 from verl_ext.data.image_questions import ImageQuestion
 
+MAX_CACHED_RESULTS = 1 << 20
+NUM_WARM_UPS = 3
+"""Runs of everything at each tier before a run is measured."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a configuration gave for a sample.
+class Latency:
+    """The parts of one generation's latency.
+
+    Attributes:
+        vision_ms: encoding the image; 0 if its encoding was cached.
+        prefill_ms: the prompt, from the embeddings to the logits of the first token.
+        decode_ms: all further tokens.
+        num_decoded: number of further tokens.
+    """
+
+    vision_ms: float
+    prefill_ms: float
+    decode_ms: float
+    num_decoded: int
+
+    @property
+    def total_ms(self) -> float:
+        """Sum of the parts."""
+        return self.vision_ms + self.prefill_ms + self.decode_ms
+
+
+def median_latency(latencies: Sequence[Latency]) -> Latency:
+    """The median of each part over repetitions of one generation."""
+    parts = zip(*(astuple(each)[:3] for each in latencies))
+    vision_ms, prefill_ms, decode_ms = map(statistics.median, parts)
+    return Latency(vision_ms, prefill_ms, decode_ms, latencies[0].num_decoded)
+
+
+def synchronized_time(device: torch.device) -> float:
+    """Seconds, after waiting for the GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class LatencyMeter:
+    """Times the forward passes within a `with` block, by hooks on the model and its vision encoder.
+
+    Args:
+        adapter: of the model; one generation is timed at a time.
+    """
+
+    def __init__(self, adapter: VLMAdapter) -> None:
+        self._adapter = adapter
+        self._seconds: dict[str, list[float]] = {"vision": [], "model": []}
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> LatencyMeter:
+        self._seconds = {"vision": [], "model": []}
+        with ExitStack() as hooks:
+            for name, module in (("vision", self._adapter.vision_encoder), ("model", self._adapter.model)):
+                for remove in self._add_hooks(module, self._seconds[name]):
+                    hooks.callback(remove)
+            self._hooks = hooks.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def _add_hooks(self, module: nn.Module, seconds: list[float]) -> list[Callable[[], None]]:
+        started: list[float] = []
+
+        def before(*_: Any) -> None:
+            started.append(synchronized_time(self._adapter.model.device))
+
+        def after(*_: Any) -> None:
+            seconds.append(synchronized_time(self._adapter.model.device) - started.pop())
+
+        return [module.register_forward_pre_hook(before).remove, module.register_forward_hook(after).remove]
+
+    @property
+    def vision_ms(self) -> float:
+        """Time of encoding images in the block."""
+        return 1e3 * sum(self._seconds["vision"])
+
+    @property
+    def latency(self) -> Latency:
+        """Latency of the generation in the block."""
+        first, *further = self._seconds["model"]
+        return Latency(self.vision_ms, 1e3 * first - self.vision_ms, 1e3 * sum(further), len(further))
+
+
+@dataclass(frozen=True)
+class RunWorkload:
+    """The amount of work of one run, from which a latency model predicts its latency.
+
+    Attributes:
+        configuration: of the run.
+        num_patches: input of the vision encoder.
+        num_prompt_tokens: length of the prompt, including the image's tokens.
+        num_decoded: tokens after the first.
+    """
+
+    configuration: Configuration
+    num_patches: int
+    num_prompt_tokens: int
+    num_decoded: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The result of running a configuration on a sample.
 
     Attributes:
         answer: the text.
-        latency: as measured, the encoding of the image included.
-        workload: what had to be done, by which a latency model tells how long it takes.
+        latency: as measured, including the encoding of the image.
+        workload: the amount of work.
     """
 
     answer: str
     latency: Latency
-    workload: Workload
+    workload: RunWorkload
 
 
 @dataclass(frozen=True)
-class Seen:
-    """An image at a tier.
+class EncodedImage:
+    """A question with its image, encoded at a tier.
 
     Attributes:
-        inputs: what the model reads.
-        encoding: by the vision encoder.
-        vision_ms: how long that took.
+        inputs: of the model.
+        encoding: output of the vision encoder.
+        vision_ms: time of the encoding.
     """
 
     inputs: Inputs
@@ -49,113 +154,123 @@ class Seen:
     vision_ms: float
 
 
-class LastUsed(Generic[T]):
-    """Results of which the last used are kept.
+class LRUCache(Generic[T]):
+    """A cache that drops the least recently used entry, and counts lookups and hits.
 
     Args:
-        most: of them.
+        max_entries: capacity.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most, self._kept = most, OrderedDict[Hashable, T]()
-        self.num_asked = self.num_found = 0
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries, self._entries = max_entries, OrderedDict[Hashable, T]()
+        self.num_lookups = self.num_hits = 0
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What is kept under a key, or else what `make` gives, which is kept from now on."""
-        self.num_asked += 1
-        if key in self._kept:
-            self.num_found += 1
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        found = self._kept[key] = make()
-        if len(self._kept) > self._most:
-            self._kept.popitem(last=False)
-        return found
+        """The entry of a key, made and stored on the first call."""
+        self.num_lookups += 1
+        if key in self._entries:
+            self.num_hits += 1
+            self._entries.move_to_end(key)
+            return self._entries[key]
+        entry = self._entries[key] = make()
+        if len(self._entries) > self._max_entries:
+            self._entries.popitem(last=False)
+        return entry
 
 
-class Executor:
+class VLMRunner:
     """Answers questions under configurations, one at a time.
 
-    The features of a sample are made once, its image is encoded once for each tier, and a configuration that was run
-    for it before is not run again. The answers are the likeliest ones, so that a repetition would give the same.
+    The features of a sample are computed once, its image is encoded once per tier, and a configuration runs once per
+    sample. Decoding is greedy, so repeating a run would give the same answer.
 
     Args:
         adapter: of the model.
         max_new_tokens: of an answer.
-        most_outcomes: results that are kept.
-        most_encodings: encoded images that are kept.
+        max_encodings: encoded images to cache.
     """
 
-    def __init__(
-        self, adapter: VLMAdapter, max_new_tokens: int, most_outcomes: int = 1 << 20, most_encodings: int = 256
-    ) -> None:
+    def __init__(self, adapter: VLMAdapter, max_new_tokens: int, max_encodings: int = 256) -> None:
         self.adapter, self._max_new_tokens = adapter, max_new_tokens
         self._end_tokens = adapter.end_tokens
-        self.outcomes: LastUsed[Outcome] = LastUsed(most_outcomes)
-        self._seen: LastUsed[Seen] = LastUsed(most_encodings)
-        self._features: LastUsed[tuple[torch.Tensor, torch.Tensor]] = LastUsed(most_outcomes)
+        self.results: LRUCache[RunResult] = LRUCache(MAX_CACHED_RESULTS)
+        self._encoded: LRUCache[EncodedImage] = LRUCache(max_encodings)
+        self._features: LRUCache[tuple[torch.Tensor, torch.Tensor]] = LRUCache(MAX_CACHED_RESULTS)
 
     def features(self, sample: ImageQuestion) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the controller sees: (vision width,) of the lowest tier and (width,) of the question, on the CPU."""
+        """The controller's input on the CPU: image features (vision_width,) at the lowest tier, question (width,)."""
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
-            encoding = self.seen(sample, 0).encoding
+            encoding = self.encoded(sample, 0).encoding
             vision, language = self.adapter.pooled_vision(encoding), self.adapter.pooled_language(sample.question)
             return vision.float().cpu(), language.float().cpu()
 
         return self._features.get(sample.sample_id, make)
 
-    def seen(self, sample: ImageQuestion, tier: int) -> Seen:
-        """A sample's image, encoded at a tier."""
-        return self._seen.get((sample.sample_id, tier), lambda: self.see(sample.load_image(), sample.question, tier))
-
-    def run(self, sample: ImageQuestion, configuration: Configuration) -> Outcome:
-        """What a configuration gives for a sample.
-
-        Raises:
-            UserError: its image cannot be read.
-        """
-        return self.outcomes.get(
-            (sample.sample_id, configuration),
-            lambda: self.answer(self.seen(sample, configuration.tier), configuration),
+    def encoded(self, sample: ImageQuestion, tier: int) -> EncodedImage:
+        """A sample's image, encoded at a tier; cached."""
+        return self._encoded.get(
+            (sample.sample_id, tier), lambda: self.encode(sample.load_image(), sample.question, tier)
         )
 
-    def run_anew(self, sample: ImageQuestion, configuration: Configuration) -> Outcome:
-        """The same with nothing taken from what ran before, and nothing kept."""
-        return self.answer(self.see(sample.load_image(), sample.question, configuration.tier), configuration)
+    def run(self, sample: ImageQuestion, configuration: Configuration) -> RunResult:
+        """Run a configuration on a sample; cached.
 
-    def look_anew(self, sample: ImageQuestion) -> float:
-        """Milliseconds of encoding an image at the lowest tier, measured now."""
-        return self.see(sample.load_image(), sample.question, 0).vision_ms
+        Raises:
+            UserError: the image cannot be read.
+        """
+        return self.results.get(
+            (sample.sample_id, configuration),
+            lambda: self.answer(self.encoded(sample, configuration.tier), configuration),
+        )
 
-    def see(self, image: Image.Image, question: str, tier: int) -> Seen:
+    def run_uncached(self, sample: ImageQuestion, configuration: Configuration) -> RunResult:
+        """Like `run`, without reading or writing a cache."""
+        return self.answer(self.encode(sample.load_image(), sample.question, configuration.tier), configuration)
+
+    def time_encoding(self, sample: ImageQuestion) -> float:
+        """Encode a sample's image at the lowest tier, without a cache, and return the milliseconds."""
+        return self.encode(sample.load_image(), sample.question, 0).vision_ms
+
+    def encode(self, image: Image.Image, question: str, tier: int) -> EncodedImage:
         """Encode an image at a tier.
 
         Args:
             image: in RGB.
-            question: as the model is asked.
-            tier: place in the list of tiers.
+            question: the full text of the question.
+            tier: index into the list of tiers.
         """
         inputs = self.adapter.inputs(image, question, tier)
         with LatencyMeter(self.adapter) as meter:
             encoding = self.adapter.encode(inputs)
-        return Seen(inputs, encoding, meter.vision_ms)
+        return EncodedImage(inputs, encoding, meter.vision_ms)
 
-    def answer(self, seen: Seen, configuration: Configuration) -> Outcome:
-        """Answer a question about an image that was encoded at the configuration's tier.
+    def answer(self, encoded: EncodedImage, configuration: Configuration) -> RunResult:
+        """Answer a question.
 
         Args:
-            seen: the image with its question.
+            encoded: the question with its image, encoded at the configuration's tier.
             configuration: of the model.
         """
         with (
             self.adapter.configured(configuration),
-            self.adapter.seeing(seen.encoding),
+            self.adapter.with_encoding(encoded.encoding),
             LatencyMeter(self.adapter) as meter,
         ):
-            tokens = self.adapter.generate(seen.inputs, self._max_new_tokens, self._end_tokens)
+            tokens = self.adapter.generate(encoded.inputs, self._max_new_tokens, self._end_tokens)
         measured = meter.latency
-        latency = Latency(seen.vision_ms, measured.prefill_ms, measured.decode_ms, measured.num_decoded)
+        latency = Latency(encoded.vision_ms, measured.prefill_ms, measured.decode_ms, measured.num_decoded)
         answer = self.adapter.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-        size = self.adapter.num_patches(seen.inputs), seen.inputs["input_ids"].shape[1]
-        return Outcome(answer, latency, Workload(configuration, *size, measured.num_decoded))
+        sizes = self.adapter.num_patches(encoded.inputs), encoded.inputs["input_ids"].shape[1]
+        return RunResult(answer, latency, RunWorkload(configuration, *sizes, measured.num_decoded))
+
+    def warm_up(self, image: Image.Image, question: str, space: ConfigurationSpace) -> None:
+        """Run all blocks at each tier, because the first run at an input size is slower.
+
+        Args:
+            image: see `encode`.
+            question: see `encode`.
+            space: of the configurations.
+        """
+        for tier in range(len(space.tiers)):
+            self.answer(self.encode(image, question, tier), space.configuration(tier, [True] * space.num_blocks))

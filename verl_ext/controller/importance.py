@@ -5,12 +5,12 @@ from __future__ import annotations
 from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_summary
-from verl_ext.controller.command import EXAMPLE_INPUTS, add_model_arguments
+from verl_ext.controller.calibrate import EXAMPLE_INPUTS, add_model_arguments, load_inputs
 
-TEXT = """Measure how much a model loses when one of its blocks is left out.
+TEXT = """Measure how much a model loses when one of its blocks is skipped.
 
 The importance of a block is the increase of the loss of the first reference answer, in nats per token, when that block
-alone is skipped; the mean over some questions. Block 0 always runs and has none."""
+alone is skipped, averaged over questions. Block 0 always runs and has none."""
 
 
 def build_parser() -> CommandParser:
@@ -29,12 +29,11 @@ def main() -> None:
     """Measure, print the scores and write them."""
     arguments = build_parser().parse_args()
     from verl_ext.controller.block_importance import measure_importance  # here, as torch takes seconds to import
-    from verl_ext.controller.measured import adapter_from, questions_from
 
-    found = measure_importance(adapter_from(arguments), questions_from(arguments))
-    for block, score in sorted(found.scores.items(), key=lambda item: -item[1]):
+    importance = measure_importance(*load_inputs(arguments))
+    for block, score in sorted(importance.scores.items(), key=lambda item: -item[1]):
         print_line(f"block {block:>3}  {score:+.4f}")
-    found.save(arguments.output)
+    importance.save(arguments.output)
     path = arguments.output.absolute()
     then = (*typed_command("grpo"), 2, "recipe=budget_controller", f"controller.importance_file={path}")
     print_summary(f"Measured: the blocks of {arguments.model}", {"importance": path}, then)

@@ -1,29 +1,96 @@
-"""A vision-language model with its controller, as it is used: a question and a latency budget in, an answer out."""
+"""A vision-language model with its controller in use: a question and a latency budget in, an answer out."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from PIL import Image
+from torch import nn
 
-from verl_ext.controller.configuration import Configuration
 from verl_ext.controller.distribution import ConfigurationDistribution
-from verl_ext.controller.execution import Executor, Seen
-from verl_ext.controller.latency import Latency, now
+from verl_ext.controller.execution import EncodedImage, Latency, LRUCache, VLMRunner, synchronized_time
 from verl_ext.controller.network import BudgetController
-from verl_ext.controller.traced import TracedController
+from verl_ext.controller.source import ControllerSource
+from verl_ext.controller.space import Configuration
+from verl_ext.controller.vlm import ControlledModel, default_device, load_controller
+from verl_ext.plugins import Plugin
+
+MAX_CACHED_BUDGETS = 256
+"""Budgets whose features are cached; a service uses a few, and one takes half a kilobyte."""
+TRACE_WARM_UPS = 3
+"""Runs in which torch's interpreter optimizes a traced network; the first two are slow."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""By `controller.dtype`; "auto" depends on the device."""
+Logits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _QuestionNetwork(nn.Module):
+    """The part of a controller that depends on the question; `torch.jit` traces the `forward` of a module."""
+
+    def __init__(self, controller: BudgetController) -> None:
+        super().__init__()
+        self._controller = controller
+
+    def forward(self, vision: torch.Tensor, language: torch.Tensor, budget: torch.Tensor) -> Logits:
+        """See `BudgetController.logits`."""
+        return self._controller.logits(vision, language, budget)
+
+
+class TracedController:
+    """Computes the logits of a controller with constant weights, with less overhead.
+
+    A controller is so small that Python spends more time between its operations than torch within them. So the network
+    runs as one traced graph, and the features of a budget, which do not depend on the question, are cached.
+
+    Args:
+        controller: in evaluation mode, on its device.
+    """
+
+    def __init__(self, controller: BudgetController) -> None:
+        self._controller, self._device = controller, next(controller.parameters()).device
+        self._budgets: LRUCache[torch.Tensor] = LRUCache(MAX_CACHED_BUDGETS)
+        config = controller.config
+        widths = config.vision_width, config.language_width
+        vision, language = (torch.zeros(1, width, device=self._device) for width in widths)
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", torch.jit.TracerWarning)
+            example = vision, language, self._budget_features(config.low_ms)
+            traced = torch.jit.trace(_QuestionNetwork(controller).eval(), example)
+            self._network = torch.jit.optimize_for_inference(traced)
+            for _ in range(TRACE_WARM_UPS):
+                self._network(*example)
+
+    def __call__(self, vision: torch.Tensor, language: torch.Tensor, budget_ms: float) -> Logits:
+        """Logits as of `BudgetController.forward` for a batch of one; call it in inference mode.
+
+        Args:
+            vision: (1, vision_width), float32.
+            language: (1, language_width), float32.
+            budget_ms: milliseconds.
+        """
+        return self._network(vision, language, self._budget_features(budget_ms))
+
+    def _budget_features(self, budget_ms: float) -> torch.Tensor:
+        def make() -> torch.Tensor:
+            return self._controller.budget_features(torch.tensor([budget_ms], device=self._device))
+
+        return self._budgets.get(budget_ms, make)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the controller chose, and what that took beside the encoding of the image at the lowest tier.
+    """A configuration and the time that choosing it took, without encoding the image at the lowest tier.
 
     Attributes:
-        configuration: the likeliest one.
+        configuration: the most likely one.
         features_ms: pooling the encoded image, and embedding the question.
-        network_ms: the controller's own forward pass.
-        choice_ms: taking the likeliest configuration of its distribution.
+        network_ms: the controller's forward pass.
+        choice_ms: taking the mode of its distribution.
     """
 
     configuration: Configuration
@@ -33,29 +100,32 @@ class Decision:
 
     @property
     def own_ms(self) -> float:
-        """All of it."""
+        """Sum of the parts."""
         return self.features_ms + self.network_ms + self.choice_ms
 
-    def total_ms(self, low_vision_ms: float) -> float:
-        """What deciding adds to the configuration's latency, in milliseconds.
 
-        Args:
-            low_vision_ms: of encoding the image at the lowest tier. It is lost at any other tier, and at the lowest one
-                it is the configuration's own.
-        """
-        return self.own_ms + (low_vision_ms if self.configuration.tier else 0.0)
+def decision_overhead_ms(configuration: Configuration, own_ms: float, low_encode_ms: float) -> float:
+    """What a decision adds to the latency of the chosen configuration.
+
+    Args:
+        configuration: the chosen one.
+        own_ms: time of the decision itself.
+        low_encode_ms: time of encoding the image at the lowest tier. A configuration of that tier uses the encoding;
+            for any other tier it is extra work.
+    """
+    return own_ms + (low_encode_ms if configuration.tier else 0.0)
 
 
 @dataclass(frozen=True)
-class Answered:
-    """An answer, and what it took.
+class AdaptiveAnswer:
+    """An answer, and the time it took.
 
     Attributes:
         answer: the text.
-        configuration: that gave it.
-        decision_ms: what deciding added, see `Decision.total_ms`.
-        network_ms: the controller's forward pass, which is a part of that.
-        latency: of the configuration, the encoding of the image at its tier included.
+        configuration: that produced it.
+        decision_ms: what the decision added, see `decision_overhead_ms`.
+        network_ms: the controller's forward pass, part of `decision_ms`.
+        latency: of the configuration, including the encoding of the image at its tier.
     """
 
     answer: str
@@ -71,49 +141,82 @@ class Answered:
 
 
 class AdaptiveModel:
-    """Answers each question by as much of the model as the controller grants it.
+    """Answers each question with the part of the model that the controller chooses.
 
     Args:
-        executor: of the model, asked as it was in the controller's training.
-        controller: that was trained for it; it is brought to the model's device.
+        runner: of the model, as in the controller's training.
+        controller: trained for the model; it is moved to the model's device.
+
+    Attributes:
+        space: the configurations that the controller can choose.
+        trained_ms: lowest and highest budget of the controller's training.
     """
 
-    def __init__(self, executor: Executor, controller: BudgetController) -> None:
-        self.executor, self._device = executor, executor.adapter.model.device
-        self._network, self._space = TracedController(controller.to(self._device).eval()), controller.space
+    def __init__(self, runner: VLMRunner, controller: BudgetController) -> None:
+        self.runner, self._device = runner, runner.adapter.model.device
+        self._network = TracedController(controller.to(self._device).eval())
+        self.space, self.trained_ms = controller.space, (controller.config.low_ms, controller.config.high_ms)
 
-    def answer(self, image: Image.Image, question: str, budget_ms: float) -> Answered:
+    def answer(self, image: Image.Image, question: str, budget_ms: float) -> AdaptiveAnswer:
         """Decide, and answer.
 
         Args:
             image: in RGB.
-            question: as the model is asked, the controller's `question_suffix` behind it.
-            budget_ms: milliseconds that it may take.
+            question: the full text of the question, including the controller's `question_suffix`.
+            budget_ms: milliseconds for the answer.
         """
-        low = self.executor.see(image, question, 0)
+        low = self.runner.encode(image, question, 0)
         decision = self.decide(low, question, budget_ms)
-        tier = decision.configuration.tier
-        seen = self.executor.see(image, question, tier) if tier else low
-        outcome = self.executor.answer(seen, decision.configuration)
-        added_ms = decision.total_ms(low.vision_ms)
-        return Answered(outcome.answer, decision.configuration, added_ms, decision.network_ms, outcome.latency)
+        configuration = decision.configuration
+        encoded = self.runner.encode(image, question, configuration.tier) if configuration.tier else low
+        result = self.runner.answer(encoded, configuration)
+        overhead_ms = decision_overhead_ms(configuration, decision.own_ms, low.vision_ms)
+        return AdaptiveAnswer(result.answer, configuration, overhead_ms, decision.network_ms, result.latency)
 
     @torch.inference_mode()
-    def decide(self, low: Seen, question: str, budget_ms: float) -> Decision:
+    def decide(self, low: EncodedImage, question: str, budget_ms: float) -> Decision:
         """Choose a configuration.
 
         Args:
-            low: the image at the lowest tier.
+            low: the image, encoded at the lowest tier.
             question: as for `answer`.
             budget_ms: as for `answer`.
         """
-        adapter, times = self.executor.adapter, [now(self._device)]
+        adapter, times = self.runner.adapter, [synchronized_time(self._device)]
         vision, language = adapter.pooled_vision(low.encoding), adapter.pooled_language(question)
-        times.append(now(self._device))
+        times.append(synchronized_time(self._device))
         logits = self._network(vision.float()[None], language.float()[None], budget_ms)
-        times.append(now(self._device))
-        # a few small operations, which wait less for each other on the CPU
-        chosen = ConfigurationDistribution(self._space, *(each.cpu() for each in logits)).mode()
-        [configuration] = chosen.configurations(self._space)
-        times.append(now(self._device))
-        return Decision(configuration, *(1e3 * (end - begin) for begin, end in zip(times, times[1:])))
+        times.append(synchronized_time(self._device))
+        # on the CPU, because launching these few small operations on a GPU takes longer than running them
+        choices = ConfigurationDistribution(self.space, *(each.cpu() for each in logits)).mode()
+        [configuration] = choices.configurations(self.space)
+        times.append(synchronized_time(self._device))
+        return Decision(configuration, *(1e3 * (end - start) for start, end in zip(times, times[1:])))
+
+
+def load_adaptive_model(
+    source: ControllerSource,
+    config: Mapping[str, Any],
+    vlm: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    own_adapter: Plugin | None = None,
+) -> tuple[AdaptiveModel, ControlledModel]:
+    """Load a controller and the model that it was trained for.
+
+    Args:
+        source: of the controller.
+        config: of its run; empty without a run.
+        vlm: path of the vision-language model; None for its path in training.
+        device: cpu or cuda; None for a GPU if there is one.
+        trust_remote_code: whether the model's own code may run.
+        own_adapter: see `ControlledModel.load`.
+
+    Raises:
+        UserError: the controller or its model cannot be loaded, or they do not belong together.
+    """
+    controller, controlled = load_controller(source.export, vlm, trust_remote_code)
+    default, dtype = default_device()
+    dtype = DTYPES.get(config.get("controller", {}).get("dtype"), dtype)
+    runner = controlled.runner(default if device is None else device, dtype, own_adapter)
+    return AdaptiveModel(runner, controller), controlled

@@ -1,4 +1,4 @@
-"""The controller itself: features of image, question and budget in, logits over configurations out."""
+"""The controller's network: image, question and budget features in, logits over configurations out."""
 
 from __future__ import annotations
 
@@ -10,30 +10,66 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl_ext.controller.budget import LatencyBudgetEncoder
-from verl_ext.controller.configuration import ConfigurationSpace
-from verl_ext.controller.distribution import ConfigurationDistribution
+from verl_ext.controller.config import MODEL_TYPE
+from verl_ext.controller.space import ConfigurationSpace
+
+NUM_SINUSOIDS = 256
+
+
+class LatencyBudgetEncoder(nn.Module):
+    """Sines and cosines of a budget, then a perceptron to the model's width; trained with the controller.
+
+    The sinusoids are those of "Attention Is All You Need" (Vaswani et al., 2017). Their wavelengths are between a
+    hundredth of the budgets' range and four times the range, so budgets that differ by 1 % of it get different
+    features, and no two of the range the same, in any unit.
+
+    Args:
+        width: of the output, that of the vision-language model.
+        low_ms: lowest budget of the range.
+        high_ms: highest budget of the range.
+    """
+
+    frequencies: torch.Tensor
+    """(NUM_SINUSOIDS / 2,), radians per millisecond; not saved."""
+
+    def __init__(self, width: int, low_ms: float, high_ms: float) -> None:
+        super().__init__()
+        self.low_ms, self.span_ms = low_ms, high_ms - low_ms or high_ms
+        self.register_buffer("frequencies", torch.empty(NUM_SINUSOIDS // 2), persistent=False)
+        self.reset_frequencies()
+        self.mlp = nn.Sequential(nn.Linear(NUM_SINUSOIDS, width), nn.GELU(), nn.Linear(width, width))
+
+    def reset_frequencies(self) -> None:
+        """Fill the buffer; needed after `from_pretrained`, under which `__init__` runs on the meta device."""
+        steps = torch.linspace(0, 1, len(self.frequencies))
+        wavelengths = 4 * self.span_ms * (1 / 400) ** steps
+        self.frequencies.copy_(2 * math.pi / wavelengths)
+
+    def forward(self, budgets_ms: torch.Tensor) -> torch.Tensor:
+        """Features (batch, width) of budgets (batch,) in milliseconds."""
+        angles = (budgets_ms[:, None].float() - self.low_ms) * self.frequencies
+        return self.mlp(torch.cat([angles.sin(), angles.cos()], dim=-1))
 
 
 class BudgetControllerConfig(PretrainedConfig):
-    """What a saved controller needs to be built again.
+    """The `config.json` of an exported controller.
 
     Args:
-        tiers: see `ConfigurationSpace`, as the next four.
-        num_blocks: of the vision-language model.
-        min_active: fewest of them that run.
-        max_active: most of them that run.
+        tiers: see `ConfigurationSpace`, as for the next four.
+        num_blocks: blocks of the vision-language model.
+        min_active: fewest blocks that run.
+        max_active: most blocks that run.
         topk_choices: numbers of experts; empty for a model without experts.
-        vision_width: of the mean-pooled patches of the global crop.
-        language_width: of the mean-pooled token embeddings, and of the budget's features.
-        low_ms: least budget that it is trained for, milliseconds.
-        high_ms: greatest budget that it is trained for, milliseconds.
-        hidden: width inside.
-        dropout: share of the inner features that training leaves out.
-        vlm: the vision-language model that it was trained for and how that is asked, see `ControlledModel`.
+        vision_width: width of the image features, mean-pooled over the patches of the global crop.
+        language_width: width of the mean-pooled token embeddings, and of the budget's features.
+        low_ms: lowest budget of training, milliseconds.
+        high_ms: highest budget of training, milliseconds.
+        hidden: width of the hidden layers.
+        dropout: dropout of the hidden layers in training.
+        vlm: the vision-language model that the controller was trained for, see `ControlledModel`.
     """
 
-    model_type = "budget_controller"
+    model_type = MODEL_TYPE
 
     def __init__(
         self,
@@ -61,27 +97,27 @@ class BudgetControllerConfig(PretrainedConfig):
 
     @property
     def space(self) -> ConfigurationSpace:
-        """What the controller chooses from."""
+        """The configurations that the controller can choose."""
         return ConfigurationSpace(
             tuple(self.tiers), self.num_blocks, self.min_active, self.max_active, tuple(self.topk_choices)
         )
 
 
 class BudgetController(PreTrainedModel):
-    """A perceptron over three projections, with a head for each knob; saved and loaded as any model of transformers."""
+    """A perceptron over three projections with a head per knob; saved and loaded like any model of transformers."""
 
     config_class = BudgetControllerConfig
     base_model_prefix = "controller"
-    _no_split_modules = ["LatencyBudgetEncoder"]  # FSDP2 shards it by itself, and the rest together
+    _no_split_modules = ["LatencyBudgetEncoder"]  # FSDP2 shards it on its own, and the rest together
 
     def __init__(self, config: BudgetControllerConfig) -> None:
         super().__init__(config)
-        self.loss_type = "ForCausalLM"  # tracing asks for every attribute, and transformers warns of a loss unnamed
+        self.loss_type = "ForCausalLM"  # tracing reads every attribute, and transformers warns about an unset loss
         self.space = config.space
-        hidden, choices = config.hidden, len(config.topk_choices)
+        hidden, num_choices = config.hidden, len(config.topk_choices)
         self.budget_encoder = LatencyBudgetEncoder(config.language_width, config.low_ms, config.high_ms)
         widths = {"vision": config.vision_width, "language": config.language_width, "budget": config.language_width}
-        # Features come as the model has them, of any scale; each kind is brought to one before it is projected.
+        # The model's features have any scale, so each kind is normalized before its projection.
         self.projections = nn.ModuleDict(
             {name: nn.Sequential(nn.LayerNorm(width), nn.Linear(width, hidden)) for name, width in widths.items()}
         )
@@ -96,14 +132,14 @@ class BudgetController(PreTrainedModel):
         )
         self.tier_head = nn.Linear(hidden, len(config.tiers))
         self.block_head = nn.Linear(hidden, config.num_blocks - 1)
-        self.topk_head = nn.Linear(hidden, config.num_blocks * choices) if choices else None
+        self.topk_head = nn.Linear(hidden, config.num_blocks * num_choices) if num_choices else None
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """The heads are zero, so that the first configurations are drawn evenly; all before them keeps variances.
+        """Set the heads to zero, so that training starts from uniform configurations; keep variances elsewhere.
 
-        What tells samples apart would otherwise fade on its way to the heads, and they would learn one configuration
-        for all before they learn whom it suits. Orthogonal with a gain of sqrt(2), as is usual for policies ("The 37
+        With smaller weights, differences between samples would fade on their way to the heads, which would learn one
+        configuration for all samples first. Orthogonal with a gain of sqrt(2), as is usual for policies ("The 37
         Implementation Details of Proximal Policy Optimization", Huang et al., 2022).
         """
         if isinstance(module, LatencyBudgetEncoder):
@@ -115,11 +151,11 @@ class BudgetController(PreTrainedModel):
                 nn.init.orthogonal_(module.weight, math.sqrt(2))
             nn.init.zeros_(module.bias)
 
-    def prefer(self, scores: Mapping[int, float]) -> None:
-        """Have a new controller prefer some blocks.
+    def init_block_bias(self, scores: Mapping[int, float]) -> None:
+        """Make a new controller prefer important blocks.
 
         Args:
-            scores: importance by block; the logits become its distance from the mean, in standard deviations.
+            scores: importance by number of the block; a block's logit becomes its z-score.
         """
         values = torch.tensor([scores[block] for block in range(1, self.space.num_blocks)])
         with torch.no_grad():
@@ -128,8 +164,9 @@ class BudgetController(PreTrainedModel):
     def forward(
         self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits `tier_logits` (batch, tiers), `block_logits` (batch, blocks - 1), `block_topk_logits` (batch, blocks,
-        choices), the last dimension of which is 0 for a model without experts.
+        """Logits of tiers (batch, tiers), of blocks (batch, blocks - 1) and of top-k (batch, blocks, choices).
+
+        `choices` is 0 for a model without experts.
 
         Args:
             vision: (batch, vision_width).
@@ -139,13 +176,13 @@ class BudgetController(PreTrainedModel):
         return self.logits(vision, language, self.budget_features(budgets_ms))
 
     def budget_features(self, budgets_ms: torch.Tensor) -> torch.Tensor:
-        """What the trunk sees of budgets (batch,) in milliseconds: (batch, hidden)."""
+        """The trunk's input for budgets (batch,) in milliseconds: (batch, hidden)."""
         return self.projections["budget"](self.budget_encoder(budgets_ms))
 
     def logits(
         self, vision: torch.Tensor, language: torch.Tensor, budget: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `forward` gives, where the budgets' features (batch, hidden) are known."""
+        """Like `forward`, from features (batch, hidden) of the budgets."""
         parts = [self.projections["vision"](vision), self.projections["language"](language), budget]
         hidden = self.trunk(torch.cat(parts, dim=-1))
         batch, blocks = hidden.shape[0], self.space.num_blocks
@@ -155,9 +192,3 @@ class BudgetController(PreTrainedModel):
             self.block_head(hidden),
             topk.reshape(batch, blocks, len(self.space.topk_choices)),
         )
-
-    def distribution(
-        self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: torch.Tensor
-    ) -> ConfigurationDistribution:
-        """The distribution that the logits make; the arguments are those of `forward`."""
-        return ConfigurationDistribution(self.space, *self(vision, language, budgets_ms))

@@ -21,13 +21,11 @@ from verl_ext.checkpoint.manifest import (
 )
 from verl_ext.commands import program
 from verl_ext.files import GIB
+from verl_ext.health.checks import learning_metrics
 from verl_ext.health.context import LANGUAGE
 from verl_ext.health.rule import (
-    CORRECT,
     LOSS,
-    REWARD,
     VAL_LOSS,
-    VIOLATION,
     CheckResult,
     Finding,
     HealthView,
@@ -105,9 +103,9 @@ def the_end(run: RunDirectory) -> Iterable[ChecklistItem]:
     if status in ("running", KILLED):
         yield ChecklistItem("the run is alive", is_alive(run))
     else:
-        told = f"{last} of {total} steps, {status}: {_exit_reason(run)}"
+        message = f"{last} of {total} steps, {status}: {_exit_reason(run)}"
         is_done = status == "finished" and last == total
-        result = ok(told) if is_done else alarm(told) if status == "failed" else notice(told)
+        result = ok(message) if is_done else alarm(message) if status == "failed" else notice(message)
         yield ChecklistItem("all steps are done", result)
     yield ChecklistItem("the final train/loss is in range", _of_rules(run.findings(), "final_loss"))
     yield ChecklistItem("the final val/loss is in range", _of_rules(run.findings(), "final_val_loss"))
@@ -147,8 +145,12 @@ def gpus_are_busy(run: RunDirectory) -> CheckResult | None:
     shares = gpu_utilization()
     if not shares:
         return None
-    told = "used for " + ", ".join(f"{share:.0%}" for share in shares)
-    return ok(told) if min(shares) > BUSY_SHARE else warning(f"{told}; look at the parts of the step (time/train/...)")
+    message = "used for " + ", ".join(f"{share:.0%}" for share in shares)
+    return (
+        ok(message)
+        if min(shares) > BUSY_SHARE
+        else warning(f"{message}; look at the parts of the step (time/train/...)")
+    )
 
 
 def gpu_utilization() -> list[float]:
@@ -185,12 +187,12 @@ def _sampled_utilization(nvml: Any) -> list[float]:
 def no_trouble(run: RunDirectory) -> CheckResult:
     """Whether an attempt ended because of NCCL, a timeout or a lack of memory."""
     attempts = run.run["attempts"]
-    told = [
+    message = [
         f"attempt {each['attempt']}: {each['exit_reason']}"
         for each in attempts
         if TROUBLE.search(each.get("exit_reason") or "")
     ]
-    return warning("; ".join(told)) if told else ok(f"none in {len(attempts)} attempts")
+    return warning("; ".join(message)) if message else ok(f"none in {len(attempts)} attempts")
 
 
 def _exit_reason(run: RunDirectory) -> str:
@@ -224,9 +226,9 @@ def checkpoints_are_complete(run: RunDirectory) -> CheckResult | None:
     if wrong:
         return alarm("; ".join(wrong) + f"; remove what is not complete, or run {program('checkpoint')} verify")
     exported = [path for path in paths if has_export(path)]
-    told = f"{len(paths)} complete, {len(exported)} of them with {EXPORT}/"
+    message = f"{len(paths)} complete, {len(exported)} of them with {EXPORT}/"
     missing = [path.name for path in paths if path not in exported and _export_is_due(run, step_of(path) or 0)]
-    return warning(f"{told}; {', '.join(missing)} should have one") if missing else ok(told)
+    return warning(f"{message}; {', '.join(missing)} should have one") if missing else ok(message)
 
 
 def _export_is_due(run: RunDirectory, step: int) -> bool:
@@ -243,9 +245,11 @@ def sizes_are_alike(run: RunDirectory) -> CheckResult | None:
     sizes = [manifest.num_bytes for manifest in complete_checkpoints(run.path).values()]
     if not sizes:
         return None
-    told = f"{min(sizes) / GIB:.2f} to {max(sizes) / GIB:.2f} GiB"
+    message = f"{min(sizes) / GIB:.2f} to {max(sizes) / GIB:.2f} GiB"
     are_alike = max(sizes) <= (1 + SIZE_MARGIN) * min(sizes)
-    return ok(told) if are_alike else notice(f"{told}; exports may be rarer than saves, or an optimizer was dropped")
+    return (
+        ok(message) if are_alike else notice(f"{message}; exports may be rarer than saves, or an optimizer was dropped")
+    )
 
 
 def tracker_names_newest(run: RunDirectory) -> CheckResult | None:
@@ -256,10 +260,10 @@ def tracker_names_newest(run: RunDirectory) -> CheckResult | None:
     tracked, problem = read_tracker(run.path)
     if tracked is None:
         return warning(f"it {problem}; the next start takes the newest complete checkpoint")
-    told = f"it names {tracked.name}"
+    message = f"it names {tracked.name}"
     if step_of(tracked) != max(steps):
-        return warning(f"{told}, but global_step_{max(steps)} is there")
-    return ok(told)
+        return warning(f"{message}, but global_step_{max(steps)} is there")
+    return ok(message)
 
 
 def expected_checkpoints(run: RunDirectory) -> CheckResult | None:
@@ -276,9 +280,9 @@ def expected_checkpoints(run: RunDirectory) -> CheckResult | None:
     if not any(step >= due for step in steps):
         newest = max(steps, default="none")
         return alarm(f"global_step_{due} was due and is not there; the newest complete one is {newest}")
-    told = f"{len(steps)} kept, the newest is global_step_{max(steps)}"
+    message = f"{len(steps)} kept, the newest is global_step_{max(steps)}"
     missing = [f"global_step_{step}" for step in _scheduled(run, due, every) if _is_missing(run, step, steps)]
-    return warning(f"{told}; {', '.join(missing)} should be kept too") if missing else ok(told)
+    return warning(f"{message}; {', '.join(missing)} should be kept too") if missing else ok(message)
 
 
 def _scheduled(run: RunDirectory, due: int, every: int) -> list[int]:
@@ -334,17 +338,13 @@ class MetricTrend:
         """The trend for people."""
         word = {1: "rises", -1: "falls", 0: "shows no trend"}[self.sign]
         verdict = "" if not self.sign else " (good)" if self.sign == self.better else " (bad)"
-        told = f"{self.metric} {word}{verdict}: {self.first:.4g} to {self.last:.4g}"
-        return f"{told} over {self.count} {self.unit}, p = {self.p_value:.2g}"
+        message = f"{self.metric} {word}{verdict}: {self.first:.4g} to {self.last:.4g}"
+        return f"{message} over {self.count} {self.unit}, p = {self.p_value:.2g}"
 
 
 def metric_trends(view: HealthView) -> list[MetricTrend]:
     """The trends by which people judge a run, of the metrics that it has logged often enough."""
-    if view.context.stage in LANGUAGE:
-        directions = {LOSS: -1, VAL_LOSS: -1}
-    else:
-        correct = view.first_logged(CORRECT)
-        directions = {REWARD: 1, **({correct: 1} if correct else {}), VIOLATION: -1}
+    directions = {LOSS: -1, VAL_LOSS: -1} if view.context.stage in LANGUAGE else learning_metrics(view)
     found = []
     for name, better in directions.items():
         values, unit = view.history.epochs(name), "epochs"

@@ -43,7 +43,7 @@ from verl_ext.health.trend import Array, line_change, noise, trend
 MANY_STEPS = 100
 """Steps that replace epochs in runs of few epochs, and over which jitter is measured."""
 BEST_NOISES = 1.5 * NOISES
-"""The same for the best of many segments, which differs from their mean by some standard errors by chance."""
+"""Standard errors beyond which the best of many segments differs from their mean by more than chance."""
 NUM_INITIAL = 5
 """Steps whose mean is the initial loss."""
 GUESSING_MARGIN = 1.1
@@ -74,8 +74,8 @@ def loss_not_finite(view: HealthView) -> CheckResult | None:
     streak = view.series(LOSS).nonfinite_streak
     if not streak:
         return ok("the loss is finite") if view.series(LOSS).num_points else None
-    told = f"the loss was not finite in the last {streak} step{'s' * (streak > 1)}"
-    return alarm(told) if streak >= view.limits.nonfinite_steps else warning(told)
+    message = f"the loss was not finite in the last {streak} step{'s' * (streak > 1)}"
+    return alarm(message) if streak >= view.limits.nonfinite_steps else warning(message)
 
 
 def loss_diverging(view: HealthView) -> CheckResult | None:
@@ -86,11 +86,11 @@ def loss_diverging(view: HealthView) -> CheckResult | None:
         return None
     later = recent[-len(recent) // 2 :]  # where the loss falls fast, the median of the whole window lags behind
     now, best = float(min(np.median(recent), np.median(later))), float(means.min())
-    told = f"the recent loss is {now:.4g}, the best was {best:.4g}"
+    message = f"the recent loss is {now:.4g}, the best was {best:.4g}"
     rise = now - best
     if rise < view.limits.loss_min_change or rise < NOISES * noise(series.recent()) or now < 1.3 * best:
-        return ok(told)
-    return alarm(told) if now > 2 * best or now > series.first[:NUM_INITIAL].mean() else warning(told)
+        return ok(message)
+    return alarm(message) if now > 2 * best or now > series.first[:NUM_INITIAL].mean() else warning(message)
 
 
 def loss_not_falling(view: HealthView) -> CheckResult | None:
@@ -99,9 +99,9 @@ def loss_not_falling(view: HealthView) -> CheckResult | None:
     if series.num_points < MANY_STEPS or series.first.mean() < view.limits.loss_min_change:
         return None
     best, start = float(series.segment_means[1:].min()), float(series.first[:SEGMENT_VALUES].mean())
-    told = f"the loss started at {start:.4g} and was {best:.4g} at its best"
+    message = f"the loss started at {start:.4g} and was {best:.4g} at its best"
     error = noise(series.recent()) / math.sqrt(SEGMENT_VALUES)
-    return ok(told) if start - best > max(BEST_NOISES * error, 0.02 * start) else warning(told)
+    return ok(message) if start - best > max(BEST_NOISES * error, 0.02 * start) else warning(message)
 
 
 def loss_jitter(view: HealthView) -> CheckResult | None:
@@ -111,13 +111,15 @@ def loss_jitter(view: HealthView) -> CheckResult | None:
         return None
     change = line_change(recent)
     spread = float(np.std(recent - np.linspace(-0.5, 0.5, len(recent)) * change))
-    told = f"the loss jitters by {spread:.3g} around {recent.mean():.3g}, and changed by {change:+.3g}"
+    message = f"the loss jitters by {spread:.3g} around {recent.mean():.3g}, and changed by {change:+.3g}"
     if view.context.stage in REWARDED:
         highest = float(np.abs(recent).max())
-        return ok(told) if highest <= view.limits.policy_loss_max else warning(f"{told}; it reached {highest:.3g}")
+        return (
+            ok(message) if highest <= view.limits.policy_loss_max else warning(f"{message}; it reached {highest:.3g}")
+        )
     level = abs(float(recent.mean())) + view.limits.loss_min_change
     is_calm = spread <= view.limits.loss_jitter_max * level or trend(recent).falls(view.limits.trend_p_alarm)
-    return ok(told) if is_calm else warning(told)
+    return ok(message) if is_calm else warning(message)
 
 
 def initial_loss(view: HealthView) -> CheckResult | None:
@@ -125,11 +127,11 @@ def initial_loss(view: HealthView) -> CheckResult | None:
     first = view.series(LOSS).first[:NUM_INITIAL]
     if len(first) < NUM_INITIAL:
         return None
-    told, highest = f"the loss started at {first.mean():.3g}", view.limits.initial_loss_max
+    message, highest = f"the loss started at {first.mean():.3g}", view.limits.initial_loss_max
     if view.context.untrained_loss is not None:
-        told += f", and random guessing has {view.context.untrained_loss:.3g}"
+        message += f", and random guessing has {view.context.untrained_loss:.3g}"
         highest = max(highest, GUESSING_MARGIN * view.context.untrained_loss)
-    return ok(told) if first.mean() <= highest else warning(told)
+    return ok(message) if first.mean() <= highest else warning(message)
 
 
 def final_loss(view: HealthView) -> CheckResult | None:
@@ -138,18 +140,19 @@ def final_loss(view: HealthView) -> CheckResult | None:
     if not view.is_near_end or recent is None:
         return None
     last, lowest = float(np.median(recent)), view.limits.final_loss_min
-    told = f"the loss is {last:.3g} near the end of the run"
+    message = f"the loss is {last:.3g} near the end of the run"
     if last >= lowest:
-        return ok(told)
+        return ok(message)
     validated = view.series(VAL_LOSS).last_value
     generalizes = validated < max(2 * last, lowest)  # False for NaN, if nothing was validated
-    return ok(f"{told}, and val/loss is {validated:.3g}") if generalizes else warning(told)
+    return ok(f"{message}, and val/loss is {validated:.3g}") if generalizes else warning(message)
 
 
 def final_val_loss(view: HealthView) -> Statistic | None:
-    """The last validation loss near the end of the run."""
+    """The last validation loss near the end of the run; None for untrained weights, whose usual range is not known."""
     last = view.series(VAL_LOSS).last_value
-    return Statistic.of(last) if view.is_near_end and not math.isnan(last) else None
+    has_range = view.context.untrained_loss is None
+    return Statistic.of(last) if has_range and view.is_near_end and not math.isnan(last) else None
 
 
 def val_loss_not_finite(view: HealthView) -> CheckResult | None:
@@ -175,10 +178,10 @@ def val_loss_rising(view: HealthView) -> CheckResult | None:
     values = view.series(VAL_LOSS).recent(VAL_RISES + 1)
     if len(values) <= VAL_RISES:
         return None
-    told = f"the last values of val/loss are {', '.join(f'{value:.4g}' for value in values)}"
+    message = f"the last values of val/loss are {', '.join(f'{value:.4g}' for value in values)}"
     first = float(values[0])
     has_risen = bool((np.diff(values) > 0).all()) and values[-1] > first + val_loss_margin(view, values, first)
-    return warning(told) if has_risen else ok(told)
+    return warning(message) if has_risen else ok(message)
 
 
 # Gradient and learning rate
@@ -222,19 +225,19 @@ def reward_falling(view: HealthView) -> CheckResult | None:
     """Epoch means fall, or the recent reward is far below the best of the run."""
     means = view.epochs(REWARD, view.limits.trend_epochs + 1)
     if means is not None and (level := trend_level(view, means, -1)):
-        told = f"the reward went from {means[0]:.4g} to {means[-1]:.4g} over {view.limits.trend_epochs} epochs"
-        return CheckResult(level, told)
+        message = f"the reward went from {means[0]:.4g} to {means[-1]:.4g} over {view.limits.trend_epochs} epochs"
+        return CheckResult(level, message)
     series = view.series(REWARD)
     recent, segments = view.recent(REWARD), series.segment_means
     if recent is None or len(segments) < 3:
         return None
     now, best, start = float(recent.mean()), float(segments.max()), float(segments[0])
-    told = f"the recent reward is {now:.4g}, the best was {best:.4g}"
+    message = f"the recent reward is {now:.4g}, the best was {best:.4g}"
     values = series.recent()
     # rewards that are rare do not differ at most steps, so that the robust noise is 0
     error = max(noise(values), float(np.std(np.diff(values))) / math.sqrt(2)) / math.sqrt(SEGMENT_VALUES)
     is_lost = best - now > max(BEST_NOISES * error, 0.3 * max(best - start, abs(best) / 2))
-    return warning(told) if is_lost else ok(told)
+    return warning(message) if is_lost else ok(message)
 
 
 def reward_negative(view: HealthView) -> CheckResult | None:
@@ -243,10 +246,10 @@ def reward_negative(view: HealthView) -> CheckResult | None:
     values = view.recent(REWARD, MANY_STEPS) if means is None else means
     if values is None:
         return None
-    told = f"the reward was between {values.min():.3g} and {values.max():.3g}"
+    message = f"the reward was between {values.min():.3g} and {values.max():.3g}"
     if values.max() >= 0:
-        return ok(told)
-    return notice(f"{told}, and rises") if trend(values).rises(view.limits.trend_p) else warning(told)
+        return ok(message)
+    return notice(f"{message}, and rises") if trend(values).rises(view.limits.trend_p) else warning(message)
 
 
 def reward_jitter(view: HealthView) -> CheckResult | None:
@@ -255,9 +258,9 @@ def reward_jitter(view: HealthView) -> CheckResult | None:
     if recent is None:
         return None
     spread, level = noise(recent), max(1.0, abs(float(np.median(recent))))
-    told = f"the mean reward jitters by {spread:.3g} around {np.median(recent):.3g}"
+    message = f"the mean reward jitters by {spread:.3g} around {np.median(recent):.3g}"
     is_calm = spread <= view.limits.reward_jitter_max * level or trend(recent).rises(view.limits.trend_p)
-    return ok(told) if is_calm else warning(told)
+    return ok(message) if is_calm else warning(message)
 
 
 def accuracy_zero(view: HealthView) -> CheckResult | None:
@@ -274,20 +277,26 @@ def accuracy_zero(view: HealthView) -> CheckResult | None:
     return warning(f"{name} was 0 for {MANY_STEPS} steps") if recent.max() == 0 else ok(f"{name} is {recent[-1]:.3g}")
 
 
+def learning_metrics(view: HealthView) -> dict[str, int]:
+    """The metrics that show whether a run with rewards learns: 1 for those that should rise, -1 for the others."""
+    correct = view.first_logged(CORRECT)
+    directions = {REWARD: 1, **({correct: 1} if correct else {}), VIOLATION: -1}
+    return {name: better for name, better in directions.items() if view.series(name).num_points}
+
+
 def nothing_improves(view: HealthView) -> CheckResult | None:
     """Neither reward nor accuracy nor the violation rate has improved, lately or since the start."""
-    correct, count = view.first_logged(CORRECT), view.limits.stuck_epochs
-    directions = {REWARD: 1, VIOLATION: -1, **({correct: 1} if correct else {})}
-    means = {name: view.epochs(name, count) for name in directions if view.series(name).num_points}
+    directions, count = learning_metrics(view), view.limits.stuck_epochs
+    means = {name: view.epochs(name, count) for name in directions}
     known = {name: each for name, each in means.items() if each is not None}
     if not known or len(known) < len(means):
         return None
-    told = ", ".join(f"{name} went from {each[0]:.3g} to {each[-1]:.3g}" for name, each in known.items())
+    message = ", ".join(f"{name} went from {each[0]:.3g} to {each[-1]:.3g}" for name, each in known.items())
     improves = any(
         trend(each).goes(directions[name], view.limits.improvement_p) or view.has_improved(name, directions[name])
         for name, each in known.items()
     )
-    return ok(f"over {count} epochs {told}") if improves else warning(f"over {count} epochs {told}")
+    return ok(f"over {count} epochs {message}") if improves else warning(f"over {count} epochs {message}")
 
 
 def milestones(view: HealthView) -> CheckResult | None:
@@ -304,12 +313,12 @@ def milestones(view: HealthView) -> CheckResult | None:
         means = view.epochs(name, every)
         if number and means is not None:
             value, usual = float(means.mean()), expected[number - 1]
-            told = f"{name} is {value:.3g}, and {'at least' if better > 0 else 'at most'} {usual:g} is usual"
-            (missed if better * (value - usual) < 0 else reached).append(told)
+            message = f"{name} is {value:.3g}, and {'at least' if better > 0 else 'at most'} {usual:g} is usual"
+            (missed if better * (value - usual) < 0 else reached).append(message)
     if not reached and not missed:
         return None
-    told = f"after {view.history.num_epochs(REWARD)} epochs {'; '.join(missed or reached)}"
-    return notice(told) if missed else ok(told)
+    message = f"after {view.history.num_epochs(REWARD)} epochs {'; '.join(missed or reached)}"
+    return notice(message) if missed else ok(message)
 
 
 def reward_failure_share(view: HealthView) -> Statistic | None:
@@ -336,9 +345,9 @@ def format_without_correctness(view: HealthView) -> CheckResult | None:
         return None
     forms, answers = view.series(form).recent(), view.series(right).recent()
     gained = line_change(forms)
-    told = f"{form} changed by {gained:+.3g}, {right} by {line_change(answers):+.3g}"
+    message = f"{form} changed by {gained:+.3g}, {right} by {line_change(answers):+.3g}"
     has_gained = gained > 0.05 and trend(forms).rises(view.limits.trend_p_alarm)
-    return warning(told) if has_gained and not trend(answers).rises(view.limits.trend_p) else ok(told)
+    return warning(message) if has_gained and not trend(answers).rises(view.limits.trend_p) else ok(message)
 
 
 # Budgets
@@ -350,12 +359,12 @@ def violation_high(view: HealthView) -> CheckResult | None:
     if last is None:
         return None
     limits = view.limits
-    told = f"{last[-1]:.1%} of the configurations of the last epoch were over budget"
+    message = f"{last[-1]:.1%} of the configurations of the last epoch were over budget"
     stuck = view.epochs(VIOLATION, limits.stuck_epochs)
     if stuck is not None and stuck.min() > limits.violation_alarm:
-        return alarm(f"{told}, and more than {limits.violation_alarm:.0%} for {limits.stuck_epochs} epochs")
+        return alarm(f"{message}, and more than {limits.violation_alarm:.0%} for {limits.stuck_epochs} epochs")
     has_trained = view.epochs(VIOLATION, limits.trend_epochs) is not None
-    return notice(told) if has_trained and last.min() > limits.violation_goal else ok(told)
+    return notice(message) if has_trained and last.min() > limits.violation_goal else ok(message)
 
 
 def latency_share(view: HealthView) -> Statistic | None:
@@ -389,10 +398,10 @@ def step_time_rising(view: HealthView) -> CheckResult | None:
         return None
     times = 1 / means if per_token else means
     change, usual, half = line_change(times), float(np.median(times)), len(times) // 2
-    told = f"the time of a {'token' if per_token else 'step'} changed by {change / usual:+.0%} over the run"
+    message = f"the time of a {'token' if per_token else 'step'} changed by {change / usual:+.0%} over the run"
     is_ramp = min(line_change(times[:half]), line_change(times[half:])) > change / 5
     grows = is_ramp and change > view.limits.step_time_growth * usual and trend(times).rises(view.limits.trend_p_alarm)
-    return warning(told) if grows else ok(told)
+    return warning(message) if grows else ok(message)
 
 
 def waiting_share(view: HealthView) -> Statistic | None:
@@ -418,8 +427,8 @@ def disk_filling(view: HealthView) -> CheckResult | None:
     if free is None:
         return None
     taken = float(free[0] - free[-1]) / (len(free) - 1)
-    told = f"{free[-1]:.1f} GiB are free"
+    message = f"{free[-1]:.1f} GiB are free"
     if taken <= 0 or free[-1] > view.limits.disk_saves_left * taken:
-        return ok(told)
-    told = f"{told}, and each save takes {taken:.2g} GiB more"
-    return alarm(told) if free[-1] < 2 * taken else notice(told) if taken < 1e-3 else warning(told)
+        return ok(message)
+    message = f"{message}, and each save takes {taken:.2g} GiB more"
+    return alarm(message) if free[-1] < 2 * taken else notice(message) if taken < 1e-3 else warning(message)

@@ -152,8 +152,8 @@ def no_improvement(metrics: Sequence[str], better: int, what: str) -> Check:
         if len(means) < count:
             return None
         improves = trend(means).goes(better, view.limits.improvement_p)
-        told = f"{what} went from {means[0]:.3g} to {means[-1]:.3g} over {len(means)} {unit}"
-        return ok(told) if improves else notice(told)
+        message = f"{what} went from {means[0]:.3g} to {means[-1]:.3g} over {len(means)} {unit}"
+        return ok(message) if improves else notice(message)
 
     return check
 
@@ -166,10 +166,10 @@ def shrunk(metric: str, share: str, text: str) -> Check:
         if series.num_points < MIN_EARLY_STEPS:
             return None
         first, now = float(series.first.mean()), float(np.median(series.recent(view.limits.window)))
-        told = text.format(first, now)
+        message = text.format(first, now)
         if now > view.threshold(share) * first:
-            return ok(told)
-        return notice(f"{told}, and the reward rose") if view.has_improved(REWARD, 1) else warning(told)
+            return ok(message)
+        return notice(f"{message}, and the reward rose") if view.has_improved(REWARD, 1) else warning(message)
 
     return check
 
@@ -191,16 +191,16 @@ def past_best(measured: str, trained: str, better: int, worse_by: Callable[[Heal
         steps, values = np.array([step for step, _ in points]), np.array([value for _, value in points])
         place = int((better * values).argmax())
         step, best, later = int(steps[place]), float(values[place]), values[place + 1 :]
-        told = f"{measured} was {best:.4g} at step {step} and is {values[-1]:.4g} at step {steps[-1]}"
+        message = f"{measured} was {best:.4g} at step {step} and is {values[-1]:.4g} at step {steps[-1]}"
         is_worse = better * (best - later) > worse_by(view, values, best)
         num_worse = len(later) if is_worse.all() else int(is_worse[::-1].argmin())
         if not num_worse or not _improves_after(view, trained, better, step):
-            return ok(told)
+            return ok(message)
         recovers = better * (later[-1] - later[-num_worse]) > 0
         if num_worse < AFTER_BEST or recovers:
-            return notice(told)
+            return notice(message)
         change = "rises" if better > 0 else "falls"
-        return warning(f"{told}, while {trained} {change}{_checkpoint_near(view, step)}")
+        return warning(f"{message}, while {trained} {change}{_checkpoint_near(view, step)}")
 
     return check
 

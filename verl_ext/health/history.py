@@ -117,9 +117,11 @@ class MetricHistory:
         """
         self.step, self.time = max(step, self.step), time
         epoch = metrics.get(EPOCH)
+        if epoch is not None and not math.isfinite(epoch):  # a damaged file can have any number
+            epoch = None
         if epoch is not None:
             self._enter_epoch(math.ceil(epoch - 1e-9))
-            self.steps_per_epoch = round(step / epoch) if epoch > 0 else self.steps_per_epoch
+            self.steps_per_epoch = round(step / epoch) if epoch > 1e-9 else self.steps_per_epoch
         for name, value in metrics.items():
             if name in KEY_COLUMNS:
                 continue

@@ -32,7 +32,7 @@ PANELS: dict[str, type[Panel]] = {
 SPEEDS = {
     "throughput/train/samples_per_s": "samples/s",
     "throughput/train/valid_tokens_per_s": "tokens/s",
-    "throughput/train/configs_per_s": "configurations/s",
+    "throughput/train/configs_per_s": "configs/s",
 }
 FIGURES = {
     "Current step": "Steps done",
@@ -58,6 +58,7 @@ class MonitorPage:
     def __init__(self, follower: RunFollower, state: PageState) -> None:
         self.follower, self.state = follower, state
         self._runs_version = -1
+        self._shown: object = None  # what the panel showed at its last look
         self._dark = ui.dark_mode(state.dark)
         ui.add_head_html(ON_BACK)
         ui.on("address", self._go_back)
@@ -111,10 +112,14 @@ class MonitorPage:
             ui.navigate.history.push(self.state.to_query())
             self._build_panel()
 
-    def _set_preference(self, name: str, value: object) -> None:
-        self.state.preferences[name] = value
-        self._dark.set_value(self.state.dark)
+    def _set_language(self, language: str) -> None:
+        self.state.preferences["language"] = language
         self._build()
+
+    def _set_dark(self, dark: bool) -> None:
+        self.state.preferences["dark"] = dark
+        self._dark.set_value(dark)
+        self._shown = None  # the panel draws its charts again; everything else is styled by the browser
 
     # Building
 
@@ -147,9 +152,9 @@ class MonitorPage:
             language = tag(ui.toggle(LANGUAGES, value=self.state.language), "language").props(
                 "dense no-caps unelevated"
             )
-            language.on_value_change(lambda event: self._set_preference("language", event.value))
+            language.on_value_change(lambda event: self._set_language(event.value))
             dark = tag(ui.switch(say("Dark"), value=self.state.dark), "dark")
-            dark.on_value_change(lambda event: self._set_preference("dark", event.value))
+            dark.on_value_change(lambda event: self._set_dark(event.value))
         self._offer_runs()
 
     def _offer_runs(self) -> None:
@@ -173,7 +178,7 @@ class MonitorPage:
 
     def _build_panel(self) -> None:
         kind = PANELS[self.state.tab] if self.run is not None else ComparePanel if self.state.runs else RunTable
-        self._shown: object = None
+        self._shown = None
         self._last_look = 0.0
         self._panel_box.clear()
         with self._panel_box:

@@ -15,7 +15,7 @@ from verl_ext.monitor.panels import Panel, tag
 from verl_ext.monitor.text import format_seconds, format_time
 
 STATUS_COLORS = {"running": "green", "finished": "blue", "waiting": "amber", "failed": "red"}
-STATUS_COLORS |= {"stopped": "grey", "killed": "blue-grey-10"}
+STATUS_COLORS |= {"stopped": "grey", "killed": "grey-8"}
 LEVELS = ("ok", "notice", "warning", "alarm")
 """Of the health rules' findings, the worst last."""
 LEVEL_COLORS = {"ok": "green", "notice": "grey", "warning": "orange", "alarm": "red"}

@@ -1,4 +1,4 @@
-"""GRPO whose policy is the budget controller, and whose environment is a frozen vision-language model."""
+"""GRPO with the budget controller as policy and a frozen vision-language model as environment."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from transformers import PreTrainedModel
 
 from verl_ext.checkpoint.save import FileWriter
 from verl_ext.console import print_line, warn
-from verl_ext.controller.block_importance import Importance, cheapest, load_importance
-from verl_ext.controller.calibration import calibrate, deciding_ms, doubts, other_machine
-from verl_ext.controller.checkpoints import STATE, load_weights
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
-from verl_ext.controller.controlled import ControlledModel
+from verl_ext.controller.block_importance import load_importance
+from verl_ext.controller.calibration import calibrate, machine_warning, measure_deciding_ms, r2_warning
 from verl_ext.controller.environment import ControllerEnvironment
-from verl_ext.controller.execution import Executor
-from verl_ext.controller.latency_model import LATENCY_FILE
-from verl_ext.controller.latency_source import LatencySource, MeasuredLatency, ModelledLatency
-from verl_ext.controller.loading import fingerprint
+from verl_ext.controller.execution import VLMRunner
+from verl_ext.controller.latency import (
+    LATENCY_FILE,
+    NUM_CHECKED_QUESTIONS,
+    LatencySource,
+    MeasuredLatency,
+    ModelledLatency,
+    require_reachable,
+)
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.policy import ControllerPolicy
-from verl_ext.controller.scoring.scorer import AnswerScorer
-from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
+from verl_ext.controller.scoring import AnswerScorer
+from verl_ext.controller.space import ConfigurationSpace, cheapest_configuration
+from verl_ext.controller.vlm import STATE_KEY, ControlledModel, fingerprint, load_weights
+from verl_ext.data.image_questions import ImageQuestionDataset
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks, to_full
-from verl_ext.errors import UserError
 from verl_ext.files import replacing, write_errors
 from verl_ext.metrics.csv_tables import EpochSums
 from verl_ext.plugins import Plugin
@@ -43,9 +46,7 @@ from verl_ext.trainer.optimizer import PlateauScheduler
 from verl_ext.trainer.stages import BudgetConfig
 from verl_ext.trainer.trainer import Metrics
 
-CHECKED_QUESTIONS = 8
-"""Questions on which the lowest budget is tried out."""
-MEASURED_QUESTIONS = 32
+NUM_MEASURED_QUESTIONS = 32
 """Questions on which a latency model is fitted."""
 BEST_MODEL = "best_model.pt"
 
@@ -68,7 +69,7 @@ class BudgetTrainer(RewardTrainer):
 
     def build_model(self) -> PreTrainedModel:
         """See `PipelineTrainer.build_model`: the controller; also builds the frozen model that it controls."""
-        self.executor = on_every_rank(self.build_executor)
+        self.runner = on_every_rank(self.build_runner)
         self.latency = self.build_latency_source()
         self.budgets_ms = self.build_budgets()
         controller = on_every_rank(self.build_controller)
@@ -87,29 +88,29 @@ class BudgetTrainer(RewardTrainer):
             adapter=config.model.adapter,
         )
 
-    def build_executor(self) -> Executor:
+    def build_runner(self) -> VLMRunner:
         """The frozen model, whole on every rank."""
         controller, device, named = self.config.controller, self.config.trainer.device, self.config.model.adapter
         dtype = pick_precision(controller.dtype, device)
         plugin = None if named is None else Plugin.parse(named, "model.adapter")
-        return self.controlled_model().executor(device, dtype, plugin, most_encodings=controller.most_encodings)
+        return self.controlled_model().runner(device, dtype, plugin, max_encodings=controller.most_encodings)
 
     @property
     def space(self) -> ConfigurationSpace:
         """The configurations that the controller can choose."""
         section = self.config.controller
-        return self.executor.adapter.space(section.min_active, section.max_active, list(section.topk_choices))
+        return self.runner.adapter.space(section.min_active, section.max_active, list(section.topk_choices))
 
     @cached_property
-    def importance(self) -> Importance | None:
+    def block_scores(self) -> Mapping[int, float] | None:
         """Importance of the model's blocks from `controller.importance_file`; None without one."""
         path = self.config.controller.importance_file
-        return None if path is None else load_importance(Path(path).expanduser(), self.executor.adapter)
+        return None if path is None else load_importance(Path(path).expanduser(), self.runner.adapter).scores
 
     def build_controller(self) -> BudgetController:
         """A controller for the model, with new weights or those of `controller.init_from`."""
         section = self.config.controller
-        vision, language = self.executor.features(self.train_dataset.samples[0])  # any question shows the widths
+        vision, language = self.runner.features(self.train_dataset.samples[0])  # any question shows the widths
         low_ms, high_ms = self.budgets_ms
         controller = BudgetController(
             BudgetControllerConfig(
@@ -120,11 +121,11 @@ class BudgetTrainer(RewardTrainer):
                 high_ms=high_ms,
                 hidden=section.hidden,
                 dropout=section.dropout,
-                vlm={**self.controlled_model().to_dict(), "fingerprint": fingerprint(self.executor.adapter.model)},
+                vlm={**self.controlled_model().to_dict(), "fingerprint": fingerprint(self.runner.adapter.model)},
             )
         )
-        if self.importance is not None:
-            controller.prefer(self.importance.scores)
+        if self.block_scores is not None:
+            controller.init_block_bias(self.block_scores)
         if section.init_from is not None:
             load_weights(controller, Path(section.init_from).expanduser())
         return controller
@@ -134,8 +135,8 @@ class BudgetTrainer(RewardTrainer):
     def build_latency_source(self) -> LatencySource:
         """Measured latency or a latency model, which rank 0 fits if it is missing; collective."""
         if self.config.latency.source == "measured":
-            sample = self.train_dataset.samples[:MEASURED_QUESTIONS]
-            return MeasuredLatency(deciding_ms(self.executor, self.space, sample, self.config.controller.hidden))
+            sample = self.train_dataset.samples[:NUM_MEASURED_QUESTIONS]
+            return MeasuredLatency(measure_deciding_ms(self.runner, self.space, sample, self.config.controller.hidden))
         on_rank_zero(self.modelled_latency)  # the other ranks read its file
         return on_every_rank(self.modelled_latency)
 
@@ -145,23 +146,44 @@ class BudgetTrainer(RewardTrainer):
         Raises:
             UserError: the latency model was fitted on another model.
         """
-        latency, controller, adapter = self.config.latency, self.config.controller, self.executor.adapter
+        latency, controller, adapter = self.config.latency, self.config.controller, self.runner.adapter
         path = self.run_dir / LATENCY_FILE if latency.file is None else Path(latency.file).expanduser()
         if latency.file is None and not path.is_file():
             sizes = latency.configurations, latency.repeats, controller.max_new_tokens, controller.hidden
-            calibrate(adapter, self.space, self.train_dataset.samples[:MEASURED_QUESTIONS], *sizes).save(path)
+            calibrate(adapter, self.space, self.train_dataset.samples[:NUM_MEASURED_QUESTIONS], *sizes).save(path)
         return ModelledLatency.load(path, adapter, latency.percentile)
 
     def build_budgets(self) -> tuple[float, float]:
         """Lowest and highest budget, ms, as configured, or as shares of the full configuration's latency."""
-        section, questions = self.config.controller, self.train_dataset.samples[:MEASURED_QUESTIONS]
+        section, questions = self.config.controller, self.train_dataset.samples[:NUM_MEASURED_QUESTIONS]
         if section.budgets_of_full is None:
             low_ms, high_ms = section.budgets_ms
             return low_ms, high_ms
         full = self.space.full
-        full_ms = statistics.fmean(self.latency.of_run(self.executor.run(each, full)) for each in questions)
+        full_ms = statistics.fmean(self.latency.run_ms(self.runner.run(each, full)) for each in questions)
         low_ms, high_ms = (share * full_ms for share in section.budgets_of_full)
         return low_ms, high_ms
+
+    def require_reachable_budgets(self) -> None:
+        """Refuse budgets that no configuration can meet.
+
+        Raises:
+            UserError: for most of the questions, the cheapest configuration and the decision for it exceed the lowest
+                budget.
+        """
+        cheapest = cheapest_configuration(self.space, self.block_scores)
+        questions = self.train_dataset.samples[:NUM_CHECKED_QUESTIONS]
+        self.runner.run(questions[0], cheapest)  # the first run includes the warm-up
+        # as the reward counts it: at the lowest tier, deciding and answering share the image encoding
+        taken_ms = [
+            self.latency.run_ms(self.runner.run_uncached(each, cheapest)) + self.latency.deciding_ms
+            for each in questions
+        ]
+        (low_ms, _), shares = self.budgets_ms, self.config.controller.budgets_of_full
+        if shares is None:
+            require_reachable("controller.budgets_ms", low_ms, taken_ms)
+        else:
+            require_reachable("controller.budgets_of_full", low_ms, taken_ms, full_ms=low_ms / shares[0])
 
     # Building
 
@@ -170,22 +192,20 @@ class BudgetTrainer(RewardTrainer):
         return PlateauScheduler(self.optimizer, self.config.optim.plateau_factor, self.config.optim.plateau_patience)
 
     def build_environment(self) -> ControllerEnvironment:
-        """See `RewardTrainer.build_environment`: the frozen model, if its cheapest configuration keeps the budgets."""
+        """See `RewardTrainer.build_environment`: the frozen model, if its cheapest configuration meets the budgets."""
         if isinstance(self.latency, ModelledLatency):
             r2 = self.latency.model.r2
-            on_rank_zero(lambda: print_line(f"latency model: R squared {r2:.3f} on what was not fitted{doubts(r2)}"))
-            if self.is_main and (doubt := other_machine(self.latency.model, self.executor.adapter)) is not None:
-                warn(doubt)
-        questions, least = self.train_dataset.samples[:CHECKED_QUESTIONS], cheapest(self.space, self.importance)
-        low_ms = self.budgets_ms[0]
-        on_every_rank(lambda: check_budgets(self.config, low_ms, self.executor, least, questions, self.latency))
+            on_rank_zero(lambda: print_line(f"latency model: R squared {r2:.3f} on held-out runs{r2_warning(r2)}"))
+            if self.is_main and (warning := machine_warning(self.latency.model, self.runner.adapter)) is not None:
+                warn(warning)
+        on_every_rank(self.require_reachable_budgets)
         scorer = AnswerScorer([*self.train_dataset.samples, *self.val_dataset.samples])
-        return ControllerEnvironment(self.executor, self.space, self.config.reward, scorer, self.latency)
+        return ControllerEnvironment(self.runner, self.space, self.config.reward, scorer, self.latency)
 
     def build_policy(self) -> ControllerPolicy:
         """See `RewardTrainer.build_policy`: the controller."""
         weight, seed = self.config.actor.tier_entropy_weight, self.config.trainer.seed
-        return ControllerPolicy(self.model, self.executor, self.budgets_ms, seed, self.device_name, weight)
+        return ControllerPolicy(self.model, self.runner, self.budgets_ms, seed, self.device_name, weight)
 
     def build_reshard_policy(self) -> FSDPReshardPolicy:
         """See `RewardTrainer.build_reshard_policy`; the controller is too small for it to matter."""
@@ -199,13 +219,14 @@ class BudgetTrainer(RewardTrainer):
 
     def training_step(self, batch: PromptBatch) -> Metrics:
         """See `PipelineTrainer.training_step`."""
-        asked, found = self.executor.outcomes.num_asked, self.executor.outcomes.num_found
+        cache = self.runner.results
+        lookups, hits = cache.num_lookups, cache.num_hits
         metrics = super().training_step(batch)
-        new = {"asked": self.executor.outcomes.num_asked - asked, "found": self.executor.outcomes.num_found - found}
+        new = {"lookups": cache.num_lookups - lookups, "hits": cache.num_hits - hits}
         counts = reduce_over_ranks(sums=new, device=self.device_name)
         metrics["train/loss"] = metrics["train/policy_gradient_loss"]
-        metrics["throughput/train/cache_hit_rate"] = counts["found"] / max(counts["asked"], 1.0)
-        self.epoch_sums.add(int(metrics["train/num_configs"]), of_kind(metrics, "train"), metrics["train/loss"])
+        metrics["throughput/train/cache_hit_rate"] = counts["hits"] / max(counts["lookups"], 1.0)
+        self.epoch_sums.add(int(metrics["train/num_configs"]), epoch_metrics(metrics, "train"), metrics["train/loss"])
         return metrics
 
     def validate(self) -> Metrics:
@@ -232,9 +253,9 @@ class BudgetTrainer(RewardTrainer):
 
     def end_epoch(self, epoch: int) -> None:
         """Log the epoch and write the controller's weights; collective."""
-        measured = EpochSums()
-        measured.add(1, of_kind(self.step_metrics, "eval"))
-        rows = {"Train": self.epoch_sums.row(epoch), "Val": measured.row(epoch)}
+        validation = EpochSums()
+        validation.add(1, epoch_metrics(self.step_metrics, "eval"))
+        rows = {"Train": self.epoch_sums.row(epoch), "Val": validation.row(epoch)}
         reward = rows["Val"]["reward_mean"]
         self.lr_scheduler.step(reward)
         is_best, self.best_reward = reward > self.best_reward, max(reward, self.best_reward)
@@ -242,9 +263,9 @@ class BudgetTrainer(RewardTrainer):
         for kind, row in rows.items():
             self.logger.log_epoch(kind, row)
         weights = {name: to_full(tensor).cpu() for name, tensor in self.model.state_dict().items()}
-        about = {"epoch": epoch, "val_reward": reward, "config": self.model_config.to_dict()}
+        info = {"epoch": epoch, "val_reward": reward, "config": self.model_config.to_dict()}
         names = [f"checkpoint_epoch_{epoch}.pt", *([BEST_MODEL] if is_best else [])]
-        on_rank_zero(lambda: write_controllers([self.run_dir / name for name in names], weights, about))
+        on_rank_zero(lambda: save_weights([self.run_dir / name for name in names], weights, info))
 
     def data_state(self) -> dict[str, Any]:
         """See `PipelineTrainer.data_state`."""
@@ -257,58 +278,28 @@ class BudgetTrainer(RewardTrainer):
         self.best_reward = state["best_reward"]
 
 
-def of_kind(metrics: Metrics, kind: str) -> dict[str, float]:
-    """The arguments of `EpochSums.add` among the metrics of a step or a validation."""
+def epoch_metrics(metrics: Metrics, kind: str) -> dict[str, float]:
+    """The arguments of `EpochSums.add`, from the metrics of a step (`train`) or a validation (`eval`)."""
     names = {"reward": "reward_total", "accuracy": "accuracy", "latency": "latency_ms"}
-    found = {
-        f"{quantity}_{figure}": metrics[f"{kind}/{name}_{figure}"]
-        for quantity, name in names.items()
-        for figure in ("mean", "std")
+    values = {
+        f"{column}_{statistic}": metrics[f"{kind}/{name}_{statistic}"]
+        for column, name in names.items()
+        for statistic in ("mean", "std")
     }
-    return {**found, "budget_violation_rate": metrics[f"{kind}/budget_violation_mean"]}
+    return {**values, "budget_violation_rate": metrics[f"{kind}/budget_violation_mean"]}
 
 
-def check_budgets(
-    config: BudgetConfig,
-    low_ms: float,
-    executor: Executor,
-    least: Configuration,
-    questions: Sequence[ImageQuestion],
-    latency: LatencySource,
-) -> None:
-    """Refuse budgets that no configuration can keep.
+def save_weights(paths: Sequence[Path], weights: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> None:
+    """Write `.pt` files of a controller, which `load_weights` reads; each is complete or absent.
 
     Args:
-        least: the cheapest configuration.
-        questions: on which it is tried out.
+        paths: of the files.
+        weights: the controller's state on the CPU.
+        info: other keys of the files.
 
     Raises:
-        UserError: for most of the questions, the cheapest configuration and the decision for it exceed the lowest
-            budget.
-    """
-    executor.run(questions[0], least)  # the first run includes the warm-up
-    # as the reward counts it: at the lowest tier, deciding and answering share the image encoding
-    taken = sorted(latency.of_run(executor.run_anew(question, least)) + latency.deciding_ms for question in questions)
-    needed = taken[len(taken) // 2]
-    if low_ms >= needed:
-        return
-    key, begins, enough = "budgets_ms", f"{low_ms:g} ms", f"{needed * 1.05:.1f} ms"
-    if config.controller.budgets_of_full is not None:
-        share = config.controller.budgets_of_full[0]
-        key, begins = "budgets_of_full", f"{share:g} ({low_ms:.1f} ms)"
-        enough = f"{share * needed * 1.05 / low_ms:.3g}"
-    raise UserError(
-        f"controller.{key} begins at {begins}, but the cheapest configuration takes {needed:.1f} ms, including "
-        f"{latency.deciding_ms:.1f} ms for the controller's decision; begin at {enough} or more"
-    )
-
-
-def write_controllers(paths: Sequence[Path], weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
-    """Write weights on the CPU and facts about them; each file is complete or absent.
-
-    Raises:
-        UserError: the disk refuses a file.
+        UserError: a file cannot be written.
     """
     for path in paths:
         with write_errors(path), replacing(path) as temporary, FileWriter() as writer:
-            writer.write_object(temporary, {STATE: dict(weights), **about})
+            writer.write_object(temporary, {STATE_KEY: dict(weights), **info})

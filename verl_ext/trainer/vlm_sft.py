@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 
-from verl_ext.controller.adapters.registry import adapter_of
-from verl_ext.controller.configuration import Configuration
+from verl_ext.controller.adapters import adapter_for
+from verl_ext.controller.space import Configuration
 from verl_ext.data.batching import MicroBatch, MicroBatchPlan, TokenBatch
 from verl_ext.data.dataset import SampleDataset
 from verl_ext.data.image_chats import ImageChatBatch, ImageChatCollator, ImageChatDataset
@@ -70,7 +70,7 @@ class VLMSFTTrainer(SFTTrainer):
         """See `PipelineTrainer.build_model`."""
         config, section = self.config, self.config.configurations
         model = on_every_rank(lambda: load_model(config, self.device_mesh, self.precision, AutoModelForImageTextToText))
-        self.adapter = adapter_of(model, self.processor, tuple(section.tier_sizes))
+        self.adapter = adapter_for(model, self.processor, tuple(section.tier_sizes))
         self.space = self.adapter.space(section.min_active, len(self.adapter.blocks), list(section.topk_choices))
         self.prepare_loss(model)
         model = shard(model, config.model.fsdp_config, self.device_mesh, self.precision)
@@ -113,7 +113,7 @@ class VLMSFTTrainer(SFTTrainer):
         section, rng = self.config.configurations, self.step_rng("configuration", number)
         if self.global_step <= section.whole_model_steps or rng.random() >= section.share:
             return self.space.full
-        return self.space.draw(rng)
+        return self.space.sample(rng)
 
     def step_rng(self, what: str, number: int) -> random.Random:
         """Random numbers of a micro-batch of this step, the same in a resumed run."""

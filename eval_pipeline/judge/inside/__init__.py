@@ -1,1 +1,1 @@
-"""What runs beside or inside the sandboxes; standard library only, each file a plain script-level module there."""
+"""Runs inside the sandboxes: standard library only, and modules import each other by plain names."""

@@ -50,7 +50,7 @@ def _move_to(name: str, fd: int) -> int:
 
 
 def _remove_files(fd: int) -> list[str]:
-    """Remove everything in a directory but directories, whose names it returns."""
+    """Remove everything in a directory except directories, whose names it returns."""
     with os.scandir(fd) as scan:
         entries = list(scan)
     directories = []
@@ -72,7 +72,7 @@ def _open(name: str, parent: int | None = None) -> int:
     try:
         mode = stat.S_IMODE(os.fstat(found).st_mode)
         if mode & _RIGHTS != _RIGHTS:
-            # through /proc, since such a descriptor has no `fchmod`, and a name may lead elsewhere by now
+            # through /proc, because such a descriptor has no `fchmod`, and a name may point elsewhere by now
             os.chmod(f"/proc/self/fd/{found}", mode | _RIGHTS)
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=found)
     finally:
@@ -80,14 +80,14 @@ def _open(name: str, parent: int | None = None) -> int:
 
 
 def usage(path: str) -> tuple[int, int]:
-    """Number of files and directories in a directory that may change meanwhile, and the bytes of disk of the files.
+    """Number of files and directories in a directory that may change meanwhile, and the disk space of the files.
 
     It stops counting past `MOST_FILES`, and takes directories for as many that nest deeper than this process may have
     files open.
     """
     num_files = num_bytes = 0
-    seen: set[int] = set()  # files that have several names
-    levels: list[tuple[int, list[str]]] = []  # from the top: the open directory, and the names left to look at
+    seen: set[int] = set()  # files with several names
+    levels: list[tuple[int, list[str]]] = []  # from the top: the open directory, and its remaining names
     try:
         with suppress(OSError):  # an answer that may write anywhere can remove the directory itself
             _descend(path, None, levels)
@@ -106,7 +106,7 @@ def usage(path: str) -> tuple[int, int]:
             except OSError as error:
                 if error.errno == errno.EMFILE:
                     return MOST_FILES + 1, num_bytes
-                continue  # it is gone
+                continue  # it has disappeared
             if status.st_nlink == 1 or status.st_ino not in seen:
                 seen.add(status.st_ino)
                 num_bytes += status.st_blocks * _BLOCK

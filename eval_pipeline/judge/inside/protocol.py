@@ -14,7 +14,7 @@ from typing import Any
 
 _HEAD = struct.Struct(">II")
 MOST_BYTES = 1 << 30
-"""Larger parts are taken for garbage."""
+"""Larger parts are treated as garbage."""
 
 
 class FrameError(Exception):

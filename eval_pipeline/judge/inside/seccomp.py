@@ -1,9 +1,9 @@
-"""System calls that an answer has no honest use for, refused by a filter in the kernel.
+"""System calls that no honest answer needs, refused by a filter in the kernel.
 
-Each refusal closes a way around the limits or around the namespaces: memory that no process is charged with, sockets
-(a virtual machine's AF_VSOCK knows no network namespace), more namespaces, a look at or a hand on other processes.
-One call is not refused but left without effect, because honest programs make it: `sigaction` for SIGCHLD. If a parent
-ignores that signal, the kernel adds the processor time of its children to no sum that anybody can read.
+Each refusal closes a way around the limits or the namespaces: memory that no process is charged with, sockets (AF_VSOCK
+of a virtual machine ignores network namespaces), more namespaces, access to other processes. One call is not refused
+but has no effect, because honest programs make it: `sigaction` for SIGCHLD. If a parent ignored that signal, the kernel
+would not add the processor time of its children to any readable sum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from kernel import PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
 
-# name: (x86_64, aarch64); None where there is no such call
+# name: (x86_64, aarch64); None if the call does not exist
 _REFUSED_TO_SUPERVISORS = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -60,7 +60,7 @@ _REFUSED_TO_ANSWERS = {
     "umount2": (166, 39),
     "memfd_create": (319, 279),
 }
-# Landlock lets whoever owns a file change all but its content
+# with Landlock, the owner of a file can still change everything but its content
 _REFUSED_ON_THE_HOST = {
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -99,10 +99,10 @@ _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 
 
 def _filter(refused: Mapping[str, tuple[int, int | None]], rules: Callable[[int], list[bytes]]) -> bytes:
-    """A filter for this machine's processor: what to refuse, then rules that look at arguments.
+    """A filter for this machine's processor: refused calls, then rules about arguments.
 
     Raises:
-        OSError: the numbers of its system calls are not known here.
+        OSError: the system call numbers of this processor are unknown.
     """
     if os.uname().machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call numbers for {os.uname().machine}")
@@ -115,7 +115,7 @@ def _filter(refused: Mapping[str, tuple[int, int | None]], rules: Callable[[int]
 
 
 def _rules_of_supervisors(column: int) -> list[bytes]:
-    # ENOSYS: the C library then falls back on clone, whose flags a filter can see
+    # with ENOSYS the C library falls back to clone, whose flags a filter can see
     return [_step(_EQUAL, _CLONE3[column], 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
 
 
@@ -126,21 +126,24 @@ def _rules_of_answers(column: int) -> list[bytes]:
         *_when(_PRLIMIT[column], 0, [_step(_EQUAL, 0, 1, 0), _REFUSE]),  # of another process
         *_when(_KILL[column], 0, [_step(_AT_LEAST, 1 << 31, 0, 1), _REFUSE]),  # a negative number: a group, or all
         *_when(_MMAP[column], 3, shared),
-        # others can be sent to any socket that has a path
+        # other kinds can send to any socket that has a path
         *_when(_SOCKETPAIR[column], 1, [_step(_AND, _KIND_OF_SOCKET), _step(_EQUAL, _STREAM, 1, 0), _REFUSE]),
-        # who holds one makes others wait that open the file
+        # a lease delays other processes that open the file
         *_when(_FCNTL[column], 1, [_step(_EQUAL, _SET_LEASE, 0, 1), _REFUSE]),
-        # the supervisor could not see its open files any more
+        # otherwise the supervisor could no longer see its open files
         *_when(_PRCTL[column], 0, [_step(_EQUAL, PR_SET_DUMPABLE, 0, 1), _REFUSE]),
         *_when(_SIGACTION[column], 0, [_step(_EQUAL, _SIGCHLD, 0, 5), *_PRETEND_UNLESS_QUERY]),
     ]
 
 
 class Filter:
-    """A filter that is ready for the kernel: answers install theirs with all of their memory yet to be copied."""
+    """A filter that is prepared before the fork, because an answer has all of its memory yet to be copied.
+
+    Args:
+        program: its steps.
+    """
 
     def __init__(self, program: bytes) -> None:
-        """Lay it out in memory."""
         self._steps = ctypes.create_string_buffer(program, len(program))
         # struct sock_fprog
         head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(self._steps))
@@ -148,10 +151,10 @@ class Filter:
         self._address = ctypes.addressof(self._head)
 
     def install(self) -> None:
-        """Put the filter on this process and all its children, for good.
+        """Apply the filter to this process and all its children, irrevocably.
 
         Raises:
-            OSError: this kernel has no filters.
+            OSError: this kernel has no seccomp filters.
         """
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         prctl(PR_SET_SECCOMP, 2, self._address)
@@ -162,22 +165,22 @@ def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _when(number: int, argument: int, steps: list[bytes]) -> list[bytes]:
-    """Steps on the lower half of one argument of one system call; what they let through goes on to the next rule."""
+    """Steps on the lower half of one argument of one system call; calls that they let through reach the next rule."""
     body = [_step(_LOAD, _ARGUMENTS + 8 * argument), *steps, _step(_LOAD, _NUMBER)]
     return [_step(_EQUAL, number, 0, len(body)), *body]
 
 
 _REFUSE = _step(_RETURN, _ERRNO | errno.EPERM)
-# a null pointer, in two halves, as the second argument asks for the disposition and does not change it
+# a null pointer, in two halves, as the second argument reads the disposition and does not change it
 _PRETEND_UNLESS_QUERY = [
     *(_step(_LOAD, _ARGUMENTS + 8), _step(_EQUAL, 0, 0, 2)),
     *(_step(_LOAD, _ARGUMENTS + 12), _step(_EQUAL, 0, 1, 0)),
     _step(_RETURN, _ERRNO | 0),
 ]
-# made once, before any answer is near
+# built once, before any answer runs
 OF_SUPERVISORS = Filter(_filter(_REFUSED_TO_SUPERVISORS, _rules_of_supervisors))
-"""Installed once for all supervisors, and so for their answers: what neither has a use for."""
+"""Installed once for all supervisors, and so for their answers: what neither needs."""
 OF_ANSWERS = Filter(_filter(_REFUSED_TO_ANSWERS, _rules_of_answers))
-"""For answers, beside the other."""
+"""For answers, in addition to the other."""
 OF_ANSWERS_ON_THE_HOST = Filter(_filter(_REFUSED_ON_THE_HOST, lambda column: []))
-"""For answers that Landlock alone keeps from the machine's files, beside the two."""
+"""For answers that only Landlock keeps from the files of the machine, in addition to both."""

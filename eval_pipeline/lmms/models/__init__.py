@@ -1,3 +1,3 @@
-"""The models that lmms-eval finds here: for each the module in this folder, and the name of its class."""
+"""The models of the plugin: by module in this folder, the name of its class."""
 
 AVAILABLE_MODELS = {"budget_controller": "BudgetControllerModel"}

@@ -1,4 +1,4 @@
-"""The model class; the only module of the product that imports lmms-eval."""
+"""The model class for lmms-eval, which only this module of the product imports."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import Any, NoReturn
 from lmms_eval.api.instance import Instance
 from lmms_eval.api.model import lmms
 
-from eval_pipeline.lmms.arguments import Arguments
-from eval_pipeline.lmms.responder import Responder, load_responder
+from verl_ext.controller.evaluation.lmms import LmmsModelArgs, LmmsResponder
 from verl_ext.errors import UserError
 
 
 class BudgetControllerModel(lmms):
-    """`--model budget_controller`: each request by as much of the model as the controller grants it.
+    """`--model budget_controller`: answers each request with the part of the model that the controller chooses.
 
     Args:
-        arguments: what `--model_args` says, see `Arguments`, beside what lmms-eval adds.
+        arguments: `--model_args`, see `LmmsModelArgs`, and what lmms-eval adds.
 
     Raises:
-        UserError: an argument is bad, or the controller or its model cannot be loaded.
+        UserError: an argument is invalid, or the controller or its model cannot be loaded.
     """
 
     is_simple = True
-    """Requests have a text and visuals, not messages."""
+    """Requests have a text and visuals instead of messages."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        self._responder: Responder = load_responder(Arguments.of(arguments))
+        self._responder = LmmsResponder.load(LmmsModelArgs.parse(arguments))
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """The answers, in the order of the requests."""
@@ -40,7 +39,7 @@ class BudgetControllerModel(lmms):
             UserError: always.
         """
         raise UserError(
-            "budget_controller writes answers and gives no likelihoods, which tasks of output_type loglikelihood and "
+            "budget_controller generates text and gives no likelihoods, which tasks of output_type loglikelihood and "
             "multiple_choice need; choose tasks of output_type generate_until"
         )
 

@@ -1,1 +1,1 @@
-"""Empty: lmms-eval looks for tasks beside a plugin's models, and stops where there is no such folder."""
+"""Empty, because lmms-eval requires this folder in a plugin."""

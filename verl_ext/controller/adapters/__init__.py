@@ -1,1 +1,67 @@
-"""How a configuration changes what a vision-language model runs, for each architecture."""
+"""The architectures of vision-language models that a controller can run partially, and the base class of others.
+
+A user's adapter needs `VLMAdapter`, `SkippedBlock`, `DecodeState` and `Inputs` from this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel, ProcessorMixin
+
+from verl_ext.controller.adapters.base import DecodeState, Inputs, SkippedBlock, VLMAdapter
+from verl_ext.controller.adapters.molmo import MolmoAdapter
+from verl_ext.controller.adapters.qwen_vl import Qwen35Adapter, QwenVLAdapter
+from verl_ext.errors import UserError
+from verl_ext.plugins import Plugin
+
+__all__ = ["ADAPTERS", "DecodeState", "Inputs", "SkippedBlock", "VLMAdapter", "adapter_for"]
+
+ADAPTERS: dict[str, type[VLMAdapter]] = {
+    "qwen2_5_vl": QwenVLAdapter,
+    "qwen3_vl": QwenVLAdapter,
+    "qwen3_vl_moe": QwenVLAdapter,
+    "qwen3_5": Qwen35Adapter,
+    "qwen3_5_moe": Qwen35Adapter,
+    "molmo": MolmoAdapter,
+}
+"""By `model_type`."""
+
+
+def adapter_for(
+    model: PreTrainedModel, processor: ProcessorMixin, tier_sizes: Sequence[int], plugin: Plugin | None = None
+) -> VLMAdapter:
+    """The adapter of a model by its `model_type`, or the user's adapter.
+
+    Args:
+        model: see `VLMAdapter`.
+        processor: see `VLMAdapter`.
+        tier_sizes: see `VLMAdapter`.
+        plugin: the user's class, for any other architecture.
+
+    Raises:
+        UserError: no adapter supports the model, or the user's class cannot be used.
+    """
+    if plugin is not None:
+        return load_adapter_class(plugin)(model, processor, tier_sizes)
+    model_type = model.config.model_type
+    if model_type not in ADAPTERS:
+        raise UserError(
+            f"the controller cannot run a model of type {model_type}; use one of {', '.join(ADAPTERS)}, or name an "
+            "adapter"
+        )
+    return ADAPTERS[model_type](model, processor, tier_sizes)
+
+
+def load_adapter_class(plugin: Plugin) -> type[VLMAdapter]:
+    """Load the user's class.
+
+    Raises:
+        UserError: it cannot be loaded, is not a `VLMAdapter`, or lacks a method.
+    """
+    loaded = plugin.load()
+    if not isinstance(loaded, type) or not issubclass(loaded, VLMAdapter):
+        raise UserError(f"{plugin.key} names {plugin}, which is not a VLMAdapter; derive it from that class")
+    if missing := sorted(loaded.__abstractmethods__):
+        raise UserError(f"{plugin.key} names {plugin}, which lacks {', '.join(missing)}; define them")
+    return loaded

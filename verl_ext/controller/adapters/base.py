@@ -1,9 +1,10 @@
-"""What a vision-language model must offer so that a controller can decide how much of it runs."""
+"""What a vision-language model must offer so that a controller can choose how much of it runs."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,23 +14,25 @@ from PIL import Image
 from torch import nn
 from transformers import PreTrainedModel, ProcessorMixin
 
-from verl_ext.controller.adapters.swap import Remembered, Skipped, swapped
-from verl_ext.controller.configuration import Configuration, ConfigurationSpace
+from verl_ext.console import warn
+from verl_ext.controller.space import Configuration, ConfigurationSpace
 from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.errors import UserError
 
-TIERS = ("low", "medium", "high")
+TIER_NAMES = ("low", "medium", "high")
+RENAMED = {"skip": "skipped_block", "begin": "prefill", "go_on": "decode", "seeing": "with_encoding"}
+"""Methods by their names in earlier releases, under which those of a user's adapter still work."""
 Inputs = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """A sequence in the middle of being decoded.
+class DecodeState:
+    """A sequence that is being decoded.
 
     Attributes:
         logits: (1, vocabulary), of the next token.
-        cache: keys and values of the blocks that run, in the model's own form.
-        length: tokens that the cache holds.
+        cache: keys and values of the active blocks, in the model's own form.
+        length: number of tokens in the cache.
     """
 
     logits: torch.Tensor
@@ -37,22 +40,94 @@ class Decoding:
     length: int
 
 
+Decoding = DecodeState
+"""Former name, for adapters of earlier releases; the next release drops it."""
+
+
+@contextmanager
+def replace_modules(replacements: Mapping[tuple[nn.Module, str], nn.Module]) -> Iterator[None]:
+    """Replace modules, each given by its parent and its name there, and restore them at the end."""
+    originals = {place: place[0]._modules[place[1]] for place in replacements}
+    try:
+        for (parent, name), module in replacements.items():
+            parent._modules[name] = module
+        yield
+    finally:
+        for (parent, name), original in originals.items():
+            parent._modules[name] = original
+
+
+class SkippedBlock(nn.Module):
+    """Replaces a transformer block that does not run: hidden states pass through, and nothing is cached.
+
+    Args:
+        output: makes the return value of a block from its hidden states.
+    """
+
+    def __init__(self, output: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """The unchanged hidden states, as the model expects them from a block."""
+        return self._output(hidden_states)
+
+
+class CachedVisionEncoder(nn.Module):
+    """Replaces a vision encoder and returns an output that it computed before.
+
+    Args:
+        encoder: the original, for its other attributes.
+        output: what it returned.
+    """
+
+    def __init__(self, encoder: nn.Module, output: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, "_encoder", encoder)  # not a child, because its parameters belong to the model
+        self._output = output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_encoder"), name)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """A copy of the output, because Qwen-VL models replace parts of it."""
+        return copy.copy(self._output)
+
+
 class VLMAdapter(ABC):
-    """One architecture; an instance holds one model, and changes it only inside `configured` and `seeing`.
+    """One architecture; an instance holds a model and changes it only within `configured` and `with_encoding`.
 
     Args:
         model: of this architecture.
         processor: of the same checkpoint.
-        tier_sizes: what each tier may show the model of an image, ascending, in the architecture's unit.
+        tier_sizes: image size of each tier, ascending, in the architecture's unit.
     """
 
     unit: str
-    """What `tier_sizes` counts."""
+    """Unit of `tier_sizes`."""
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, tier_sizes: Sequence[int]) -> None:
         if list(tier_sizes) != sorted(set(tier_sizes)) or not tier_sizes or tier_sizes[0] < 1:
             raise UserError(f"controller.tier_sizes={list(tier_sizes)} must be ascending numbers of {self.unit}")
         self.model, self.processor, self.tier_sizes = model, processor, tuple(tier_sizes)
+
+    def __init_subclass__(cls) -> None:
+        """Accept a class of the user's whose methods have their former names; the next release drops this."""
+        super().__init_subclass__()
+        former = [name for name in RENAMED if name in vars(cls)]
+        for name in former:
+            setattr(cls, RENAMED[name], vars(cls)[name])
+        for name, current in RENAMED.items():  # for `super()` in a user's class
+            if current in vars(cls):
+                setattr(cls, name, vars(cls)[current])
+        if former:
+            if "router" not in vars(cls):
+                cls.router = _former_router  # type: ignore[assignment, method-assign]
+            names = ", ".join(f"{name} is now {RENAMED[name]}" for name in former)
+            warn(f"the adapter {cls.__name__} has methods by names that the next release drops; rename them: {names}")
 
     # What an architecture defines
 
@@ -64,45 +139,45 @@ class VLMAdapter(ABC):
     @property
     @abstractmethod
     def vision_site(self) -> tuple[nn.Module, str]:
-        """The module that holds the vision encoder, and the encoder's name there."""
+        """The parent module of the vision encoder, and the encoder's name there."""
 
     @abstractmethod
-    def skip(self, index: int) -> Skipped:
-        """What stands in the place of a block that does not run."""
+    def skipped_block(self, index: int) -> SkippedBlock:
+        """The replacement of a block that does not run."""
 
     def mixture(self, block: Any) -> Any:
-        """A block's mixture of experts, its `mlp` where that has experts; else None."""
+        """A block's mixture of experts, by default its `mlp` if that has `experts`; None without one."""
         return block.mlp if hasattr(block, "mlp") and hasattr(block.mlp, "experts") else None
 
     def router(self, mixture: Any) -> Any:
-        """What of a mixture holds `top_k`, the experts that each token is routed to and that run."""
+        """The part of a mixture with the attribute `top_k`, the number of experts that a token is routed to."""
         return mixture.gate
 
     @abstractmethod
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
-        """What the model reads of a sample at a tier, for a batch of one, on the model's device."""
+        """The model's inputs for a sample at a tier, a batch of one on the model's device."""
 
     @abstractmethod
     def num_patches(self, inputs: Inputs) -> int:
-        """How many patches the vision encoder sees of inputs."""
+        """Number of patches that the vision encoder processes."""
 
     @abstractmethod
     def encode(self, inputs: Inputs) -> Any:
-        """What the vision encoder returns for inputs; `seeing` takes it."""
+        """The output of the vision encoder, for `with_encoding`."""
 
     @abstractmethod
     def pooled_vision(self, encoding: Any) -> torch.Tensor:
-        """The mean over the patches of the global crop, (vision width,)."""
+        """The mean over the patches of the global crop, (vision_width,)."""
 
     @abstractmethod
-    def begin(self, inputs: Inputs) -> Decoding:
+    def prefill(self, inputs: Inputs) -> DecodeState:
         """Run the model on a prompt."""
 
     @abstractmethod
-    def go_on(self, decoding: Decoding, token: torch.Tensor) -> Decoding:
+    def decode(self, state: DecodeState, token: torch.Tensor) -> DecodeState:
         """Run the model on one more token (1, 1)."""
 
-    # What all have in common
+    # What all architectures share
 
     @property
     def vision_encoder(self) -> nn.Module:
@@ -112,20 +187,20 @@ class VLMAdapter(ABC):
 
     @property
     def trained_topk(self) -> int:
-        """How many experts a token was routed to in training; 0 for a model without experts."""
+        """Experts per token of the released model; 0 without experts."""
         return next((router.top_k for router in self.routers if router is not None), 0)
 
     @property
     def routers(self) -> list[Any]:
-        """Of each block, see `router`; None for a block without experts."""
+        """The router of each block, see `router`; None for a block without experts."""
         mixtures = [self.mixture(block) for block in self.blocks]
         return [None if mixture is None else self.router(mixture) for mixture in mixtures]
 
     def space(self, min_active: int, max_active: int, topk_choices: Sequence[int] = ()) -> ConfigurationSpace:
-        """What a controller may choose of this model.
+        """The configurations of this model that a controller can choose.
 
         Raises:
-            UserError: choices of experts for a model that has none, or that do not end with its own.
+            UserError: numbers of experts are given for a model without, or do not end with the model's own.
         """
         topk = self.trained_topk
         if topk_choices and not topk:
@@ -135,32 +210,33 @@ class VLMAdapter(ABC):
             )
         if topk and (not topk_choices or topk_choices[-1] != topk):
             raise UserError(
-                f"controller.topk_choices={list(topk_choices)} must end with {topk}, to which "
-                f"{type(self.model).__name__} routes each token"
+                f"controller.topk_choices={list(topk_choices)} must end with {topk}, the number of experts per token "
+                f"of {type(self.model).__name__}"
             )
-        names = TIERS if len(self.tier_sizes) == len(TIERS) else [f"tier {size}" for size in self.tier_sizes]
+        has_usual_tiers = len(self.tier_sizes) == len(TIER_NAMES)
+        names = TIER_NAMES if has_usual_tiers else [f"tier {size}" for size in self.tier_sizes]
         return ConfigurationSpace(tuple(names), len(self.blocks), min_active, max_active, tuple(topk_choices))
 
     @contextmanager
     def configured(self, configuration: Configuration) -> Iterator[None]:
-        """Run the model as a configuration says: only its blocks, and in each only its experts.
+        """Run only the configuration's blocks within the context, and in each only its experts.
 
-        The tier is not a matter of the model but of its `inputs`. With all blocks and the trained top-k the model is
-        the released one, to the bit.
+        The tier concerns the `inputs` and not the model. With all blocks and the trained top-k, outputs are bitwise
+        those of the released model.
 
         Args:
             configuration: of this model's space.
         """
         trained = self.trained_topk
-        places: dict[tuple[nn.Module, str], nn.Module] = {}
+        replacements: dict[tuple[nn.Module, str], nn.Module] = {}
         topk: list[tuple[Any, int]] = []
         for index, (runs, router) in enumerate(zip(configuration.blocks, self.routers, strict=True)):
             if not runs:
-                places[self.blocks, str(index)] = self.skip(index)
+                replacements[self.blocks, str(index)] = self.skipped_block(index)
             elif router is not None:
                 topk.append((router, configuration.topk[index]))
         try:
-            with swapped(places):
+            with replace_modules(replacements):
                 for router, k in topk:
                     router.top_k = k
                 yield
@@ -168,9 +244,11 @@ class VLMAdapter(ABC):
             for router, _ in topk:
                 router.top_k = trained
 
-    def seeing(self, encoding: Any) -> AbstractContextManager[None]:
-        """Have the model take an image's encoding as it is, in place of encoding the image again."""
-        return swapped({self.vision_site: Remembered(self.vision_encoder, encoding)})
+    def with_encoding(self, encoding: Any) -> AbstractContextManager[None]:
+        """Make the model use an encoding of the image within the context, instead of encoding the image again."""
+        return replace_modules({self.vision_site: CachedVisionEncoder(self.vision_encoder, encoding)})
+
+    seeing = with_encoding  # for `super()` in a user's class, see `RENAMED`
 
     def pooled_language(self, question: str) -> torch.Tensor:
         """The mean over a question's token embeddings, (width,)."""
@@ -180,24 +258,29 @@ class VLMAdapter(ABC):
 
     @property
     def end_tokens(self) -> list[int]:
-        """What ends an answer: the tokens of the model's generation settings, and the tokenizer's end of text."""
+        """The tokens that end an answer: those of the generation settings, and the tokenizer's end of text."""
         return stop_token_ids(getattr(self.model, "generation_config", None), self.tokenizer)
 
     @property
     def tokenizer(self) -> Any:
-        """The processor's."""
+        """The processor's tokenizer."""
         return self.processor.tokenizer
 
     @torch.no_grad()
     def generate(self, inputs: Inputs, max_new_tokens: int, end_tokens: Sequence[int]) -> list[int]:
-        """The likeliest tokens one by one, up to and without the first that ends a text."""
-        decoding = self.begin(inputs)
+        """Greedy decoding until the first end token, which is not returned."""
+        state = self.prefill(inputs)
         tokens: list[int] = []
         while True:
-            token = decoding.logits.argmax(-1, keepdim=True)
+            token = state.logits.argmax(-1, keepdim=True)
             if int(token) in end_tokens:
                 return tokens
             tokens.append(int(token))
             if len(tokens) == max_new_tokens:
                 return tokens
-            decoding = self.go_on(decoding, token)
+            state = self.decode(state, token)
+
+
+def _former_router(adapter: VLMAdapter, mixture: Any) -> Any:
+    """`VLMAdapter.router` of earlier releases, in which the mixture itself had `top_k`."""
+    return mixture if hasattr(mixture, "top_k") else mixture.gate

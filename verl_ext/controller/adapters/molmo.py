@@ -1,7 +1,7 @@
-"""Molmo and MolmoE by the code that their checkpoints bring: tiers are crops of the image beside the global one.
+"""Molmo and MolmoE with the code of their checkpoints: a tier is a number of crops besides the global one.
 
-That code cannot be had without the hub, so this module is tested on a stand-in that has the names and signatures of
-the published `modeling_molmo.py` and `modeling_molmoe.py`.
+That code is available on the hub only, so tests use a stand-in with the names and signatures of the published
+`modeling_molmo.py` and `modeling_molmoe.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from verl_ext.controller.adapters.base import Decoding, Inputs, VLMAdapter
-from verl_ext.controller.adapters.swap import Skipped
+from verl_ext.controller.adapters.base import DecodeState, Inputs, SkippedBlock, VLMAdapter
 
 
 class MolmoAdapter(VLMAdapter):
@@ -31,20 +30,20 @@ class MolmoAdapter(VLMAdapter):
         """See `VLMAdapter`."""
         return self.model.model, "vision_backbone"
 
-    def skip(self, index: int) -> Skipped:
-        """See `VLMAdapter`; the model insists on a cache of each block, so that of a skipped one is empty."""
-        return Skipped(lambda hidden_states: (hidden_states, ()))
+    def skipped_block(self, index: int) -> SkippedBlock:
+        """See `VLMAdapter`; the model expects a cache from each block, so a skipped one returns an empty one."""
+        return SkippedBlock(lambda hidden_states: (hidden_states, ()))
 
     def router(self, mixture: Any) -> Any:
-        """See `VLMAdapter`; the mixture routes its tokens itself."""
+        """See `VLMAdapter`; a mixture does its own routing."""
         return mixture
 
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
         """See `VLMAdapter`."""
-        found = self.processor.process(
+        inputs = self.processor.process(
             images=[image], text=question, images_kwargs={"max_crops": self.tier_sizes[tier]}
         )
-        return {name: tensor.unsqueeze(0).to(self.model.device) for name, tensor in found.items()}
+        return {name: tensor.unsqueeze(0).to(self.model.device) for name, tensor in inputs.items()}
 
     def num_patches(self, inputs: Inputs) -> int:
         """See `VLMAdapter`; images are (1, crops, patches, pixels)."""
@@ -59,20 +58,20 @@ class MolmoAdapter(VLMAdapter):
         """See `VLMAdapter`; the global crop is the first, features are (1, crops, patches, width)."""
         return encoding[0][0, 0].mean(0)
 
-    def begin(self, inputs: Inputs) -> Decoding:
+    def prefill(self, inputs: Inputs) -> DecodeState:
         """See `VLMAdapter`."""
-        found = self.model(**inputs, use_cache=True, last_logits_only=True)
-        return Decoding(found.logits[:, -1], found.past_key_values, inputs["input_ids"].shape[1])
+        output = self.model(**inputs, use_cache=True, last_logits_only=True)
+        return DecodeState(output.logits[:, -1], output.past_key_values, inputs["input_ids"].shape[1])
 
-    def go_on(self, decoding: Decoding, token: torch.Tensor) -> Decoding:
+    def decode(self, state: DecodeState, token: torch.Tensor) -> DecodeState:
         """See `VLMAdapter`."""
-        length = decoding.length
-        found = self.model(
+        length = state.length
+        output = self.model(
             input_ids=token,
             attention_mask=torch.ones(1, length + 1, dtype=torch.long, device=token.device),
             position_ids=torch.full((1, 1), length, device=token.device),
-            past_key_values=decoding.cache,
+            past_key_values=state.cache,
             use_cache=True,
             last_logits_only=True,
         )
-        return Decoding(found.logits[:, -1], found.past_key_values, length + 1)
+        return DecodeState(output.logits[:, -1], output.past_key_values, length + 1)

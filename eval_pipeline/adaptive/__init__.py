@@ -1,1 +1,0 @@
-"""The budget controller against what could be had without it, on the same samples."""

@@ -1,0 +1,76 @@
+"""Idefics3 and the first SmolVLM as transformers has them: tiers are the longest edge that an image is scaled to.
+
+An image that is longer than the vision encoder's own size is cut into crops, and one of the whole image follows them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+
+from verl_ext.controller.adapters.base import Decoding, Inputs, VLMAdapter
+from verl_ext.controller.adapters.swap import Skipped
+
+
+class Idefics3Adapter(VLMAdapter):
+    """A dense language model (Llama) behind SigLIP."""
+
+    unit = "pixels of the longest edge"
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """See `VLMAdapter`."""
+        return self.model.model.text_model.layers
+
+    @property
+    def vision_site(self) -> tuple[nn.Module, str]:
+        """See `VLMAdapter`."""
+        return self.model.model, "vision_model"
+
+    def skip(self, index: int) -> Skipped:
+        """See `VLMAdapter`; a block returns its hidden states alone."""
+        return Skipped(self.blocks[index], lambda hidden_states: hidden_states)
+
+    def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
+        """See `VLMAdapter`."""
+        chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+        text = self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        size = {"longest_edge": self.tier_sizes[tier]}
+        found = self.processor(images=[image], text=[text], images_kwargs={"size": size}, return_tensors="pt")
+        return {name: tensor.to(self.model.device) for name, tensor in found.items()}
+
+    def num_patches(self, inputs: Inputs) -> int:
+        """See `VLMAdapter`; pixel values are (1, crops, channels, height, width)."""
+        _, crops, _, height, width = inputs["pixel_values"].shape
+        return crops * (height // self._patch) * (width // self._patch)
+
+    @torch.no_grad()
+    def encode(self, inputs: Inputs) -> Any:
+        """See `VLMAdapter`; a patch is looked at where one of its pixels is of the image."""
+        pixels = inputs["pixel_values"][0].to(self.vision_encoder.dtype)
+        mask = inputs["pixel_attention_mask"][0].unfold(1, self._patch, self._patch).unfold(2, self._patch, self._patch)
+        return self.vision_encoder(pixel_values=pixels, patch_attention_mask=mask.sum((-1, -2)) > 0)
+
+    def pooled_vision(self, encoding: Any) -> torch.Tensor:
+        """See `VLMAdapter`; the global crop is the last, features are (crops, patches, width)."""
+        return encoding.last_hidden_state[-1].mean(0)
+
+    def begin(self, inputs: Inputs) -> Decoding:
+        """See `VLMAdapter`."""
+        found = self.model(**inputs, use_cache=True, logits_to_keep=1)
+        return Decoding(found.logits[:, -1], found.past_key_values, inputs["input_ids"].shape[1])
+
+    def go_on(self, decoding: Decoding, token: torch.Tensor) -> Decoding:
+        """See `VLMAdapter`; the length is told, for the cache of a block that did not run has none."""
+        position = torch.tensor([decoding.length], device=self.model.device)
+        found = self.model(
+            input_ids=token, past_key_values=decoding.cache, cache_position=position, use_cache=True, logits_to_keep=1
+        )
+        return Decoding(found.logits[:, -1], found.past_key_values, decoding.length + 1)
+
+    @property
+    def _patch(self) -> int:
+        return self.model.config.vision_config.patch_size

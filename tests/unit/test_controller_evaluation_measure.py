@@ -1,0 +1,48 @@
+"""A run that something disturbed is measured again, by the detector's word alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from verl_ext.controller.evaluation.measure import DISTURBED, MAX_ATTEMPTS, InterferenceDetector
+
+
+def detector_of(durations: Iterator[float]) -> InterferenceDetector:
+    """One whose work takes these times, in seconds."""
+    now, inside = 0.0, False
+
+    def clock() -> float:
+        nonlocal now, inside
+        now += next(durations) if inside else 0.0
+        inside = not inside
+        return now
+
+    return InterferenceDetector(True, clock)
+
+
+@pytest.mark.parametrize(
+    ("durations", "made"),
+    [
+        ([1.0, 1.0, 1.0, 1.1], [1, 1]),
+        ([1.0, 2.0, 1.0, 1.0], [2]),  # disturbed behind the run
+        ([1.0, 1.0, 2.0, 1.0, 1.0, 1.0], [1, 2]),  # before it
+        ([2.0] * 2 * MAX_ATTEMPTS, [MAX_ATTEMPTS]),
+    ],
+)
+def test_it_is_run_until_it_was_calm(durations: list[float], made: list[int]) -> None:
+    detector = detector_of(iter([1.0] * 40 + durations))
+    for _ in range(20):
+        detector.run(lambda: None)
+    assert detector.num_again == 0
+    for expected in made:
+        runs: list[None] = []
+        assert detector.run(lambda: runs.append(None) or len(runs)) == expected  # noqa: B023
+    assert detector.num_again == sum(made) - len(made)
+    assert detector.share_again == detector.num_again / (20 + len(made)) and DISTURBED < 2
+
+
+def test_where_it_is_not_wanted_everything_runs_once() -> None:
+    detector = InterferenceDetector(False, clock=lambda: pytest.fail("nothing is timed"))
+    assert [detector.run(lambda: 7) for _ in range(3)] == [7, 7, 7] and detector.share_again == 0

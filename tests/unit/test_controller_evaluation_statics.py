@@ -1,0 +1,58 @@
+"""Which blocks the static configurations of a comparison keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from tests.helpers import vlms
+from tests.helpers.data import question
+from verl_ext.controller.adapters import adapter_for
+from verl_ext.controller.block_importance import reference_loss
+from verl_ext.controller.evaluation.statics import search_blocks
+from verl_ext.controller.execution import VLMRunner
+from verl_ext.controller.space import Configuration
+from verl_ext.data.image_questions import ImageQuestion
+
+FIRST, LAST = [True, False, False, False], [True, False, False, True]
+
+
+@pytest.fixture(scope="module")
+def runner() -> VLMRunner:
+    return VLMRunner(adapter_for(*vlms.qwen3_vl_moe(), (1024, 4096)), max_new_tokens=3)
+
+
+def at_high_tier(runner: VLMRunner, *active: int) -> Configuration:
+    return runner.adapter.space(1, 4, (1, 2, 4)).configuration(1, [block in active for block in range(4)])
+
+
+def answered(runner: VLMRunner, *active: int) -> list[ImageQuestion]:
+    """Questions whose references are what these blocks answer."""
+    asked, way = [question(number) for number in range(4)], at_high_tier(runner, *active)
+    return [replace(each, references=(runner.run(each, way).answer or "none",)) for each in asked]
+
+
+def test_each_block_is_the_one_with_which_the_most_answers_are_right(runner: VLMRunner) -> None:
+    samples, space = answered(runner, 0, 3), runner.adapter.space(1, 4, (1, 2, 4))
+    answers = [[runner.run(each, at_high_tier(runner, 0, block)).answer for each in samples] for block in (1, 2)]
+    assert all(answer != each.references[0] for found in answers for answer, each in zip(found, samples))
+    found = search_blocks(runner, space, samples)
+    assert found[1] == FIRST and found[2] == LAST and found[4] == [True] * 4
+    few = search_blocks(runner, runner.adapter.space(2, 3, (1, 2, 4)), samples)
+    assert few == {count: found[count] for count in (2, 3)}
+
+
+def test_of_equally_right_ones_it_is_that_with_the_least_loss(runner: VLMRunner) -> None:
+    space = runner.adapter.space(2, 2, (1, 2, 4))
+    samples = [replace(each, references=("no model says this",)) for each in answered(runner, 0)]
+
+    def loss(block: int) -> float:
+        seen = [runner.encoded(each, 1).encoding for each in samples]
+        way = at_high_tier(runner, 0, block)
+        return fmean(reference_loss(runner.adapter, each, way, encoding) for each, encoding in zip(samples, seen))
+
+    least = min((1, 2, 3), key=loss)
+    assert len({loss(block) for block in (1, 2, 3)}) == 3
+    assert search_blocks(runner, space, samples) == {2: [block in (0, least) for block in range(4)]}

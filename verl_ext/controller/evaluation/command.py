@@ -1,0 +1,111 @@
+"""`eval_pipeline adaptive`: compares a budget controller with its baselines."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eval_pipeline.commands import add_action, input_path, output_path
+from verl_ext.cli import Commands, FloatArg, IntArg
+from verl_ext.paths import caller_directory
+
+if TYPE_CHECKING:
+    from verl_ext.controller.source import ControllerSource
+
+TEXT = (
+    "Compare a budget controller with baselines on the same questions, by latency. The baselines are the full model, "
+    "static configurations, a lookup table of static configurations by budget, random configurations, and an oracle."
+)
+EXAMPLES = (
+    "--checkpoint checkpoints/rlvr_coding_model/controller_quickstart",
+    "--checkpoint controller --vlm models/molmoe --questions data/textvqa --num-budgets 4",
+)
+NOTES = """\
+Run it on an idle machine. It writes adaptive.json, adaptive.md, adaptive.npz and pareto.png to
+<run>/eval/adaptive_step_N/, or to adaptive/ for an export that belongs to no run."""
+
+
+def add_adaptive(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_action(commands, "adaptive", TEXT, run, examples=EXAMPLES, notes=NOTES)
+    parser.set_defaults(typed_again="starts over")
+    parser.add_argument(
+        "--checkpoint",
+        type=input_path,
+        metavar="DIR",
+        required=True,
+        help="a controller's export, global_step_N, or run directory (its newest complete checkpoint is used)",
+    )
+    budgets = parser.add_mutually_exclusive_group()
+    budgets.add_argument(
+        "--budgets", type=FloatArg(), nargs="+", default=[], metavar="MS", help="latency budgets, milliseconds"
+    )
+    add_number(budgets, "--num-budgets", 8, "number of budgets, evenly spaced over the controller's range")
+    parser.add_argument(
+        "--questions", type=input_path, metavar="FOLDER", help="folder of train*.parquet and val*.parquet"
+    )
+    add_number(parser, "--num-samples", 200, "questions of val to compare on")
+    add_number(parser, "--num-train", 100, "questions of train to build the lookup table on")
+    add_number(parser, "--max-static", 36, "largest number of static configurations")
+    parser.add_argument(
+        "--search-questions",
+        type=IntArg(0),
+        default=48,
+        help="how many of the --num-train questions are used to choose the blocks of static configurations; 0 keeps "
+        "the most important blocks according to the run's importance file, or the first blocks without one",
+    )
+    add_number(parser, "--repeats", 1, "runs of each configuration; the median counts")
+    parser.add_argument("--seed", type=IntArg(0), default=0, help="seed of the random configurations")
+    parser.add_argument(
+        "--latency",
+        choices=("measured", "model"),
+        default="measured",
+        help="measure latencies, or compute them with the run's latency model, which is reproducible",
+    )
+    parser.add_argument("--vlm", metavar="PATH", help="the vision-language model (default: its path in training)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings (Molmo)")
+    parser.add_argument("--adapter", metavar="PLACE:CLASS", help="your adapter, if training used one")
+    parser.add_argument("--output", type=output_path, metavar="DIR", help="output directory (default: see below)")
+    parser.add_argument("--no-wandb", action="store_true", help="do not log to W&B")
+
+
+def add_number(parser: argparse._ActionsContainer, name: str, default: int, text: str) -> None:
+    """Add an argument that is a whole number of at least 1."""
+    parser.add_argument(name, type=IntArg(), default=default, help=text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare."""
+    from verl_ext.controller.source import find_controller
+    from verl_ext.plugins import Plugin
+
+    source = find_controller(arguments.checkpoint)
+    from verl_ext.controller.evaluation.evaluate import AdaptiveEvalConfig, evaluate  # here, as torch takes seconds
+
+    config = AdaptiveEvalConfig(
+        budgets_ms=tuple(arguments.budgets),
+        num_budgets=arguments.num_budgets,
+        questions=arguments.questions,
+        num_samples=arguments.num_samples,
+        num_train=arguments.num_train,
+        max_static=arguments.max_static,
+        num_searched=arguments.search_questions,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        latency=arguments.latency,
+        vlm=arguments.vlm,
+        trust_remote_code=arguments.trust_remote_code,
+        adapter=None if arguments.adapter is None else Plugin.parse(arguments.adapter, "--adapter"),
+    )
+    evaluate(source, config, output_directory(source, arguments.output), not arguments.no_wandb)
+    return 0
+
+
+def output_directory(source: ControllerSource, given: Path | None) -> Path:
+    """The directory for the files: the given one, else the run's, else one in the user's directory."""
+    from eval_pipeline.checkpoints import EVAL_FOLDER
+
+    if given is not None:
+        return given
+    return (caller_directory() if source.run_dir is None else source.run_dir / EVAL_FOLDER) / source.label

@@ -1,0 +1,292 @@
+"""Answers the requests of lmms-eval with a controller, and logs the latency of each answer; needs no lmms-eval."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+from PIL import Image
+
+from verl_ext.console import print_line, progress_bar, warn
+from verl_ext.controller.execution import NUM_WARM_UPS
+from verl_ext.controller.inference import AdaptiveAnswer, AdaptiveModel, load_adaptive_model
+from verl_ext.controller.source import find_controller
+from verl_ext.controller.space import ConfigurationSpace
+from verl_ext.controller.vlm import ControlledModel
+from verl_ext.errors import UserError
+from verl_ext.plugins import Plugin
+
+BATCH_SIZES = ("batch_size", "max_batch_size")
+"""Arguments that lmms-eval adds."""
+IMAGE_PLACEHOLDER = "<image>"
+"""Position of the image in a task's text; the model's own chat template puts the image first."""
+
+
+@dataclass(frozen=True)
+class LmmsModelArgs:
+    """`--model_args` of the model `budget_controller`.
+
+    Attributes:
+        pretrained: a controller's export, its `global_step_N`, or a run directory.
+        budget_ms: milliseconds for each answer.
+        vlm: path of the vision-language model; None for its path in training.
+        log: file with a line per answer; None for no file.
+        device: cpu or cuda, from `--device`; None for a GPU if there is one.
+        trust_remote_code: whether the model's own code may run.
+        adapter: the user's adapter, if training used one.
+    """
+
+    pretrained: Path
+    budget_ms: float
+    vlm: str | None = None
+    log: Path | None = None
+    device: str | None = None
+    trust_remote_code: bool = False
+    adapter: Plugin | None = None
+
+    @classmethod
+    def parse(cls, words: Mapping[str, Any]) -> LmmsModelArgs:
+        """Read the arguments from lmms-eval, which has converted those that look like numbers.
+
+        Raises:
+            UserError: an argument is missing, unknown or invalid.
+        """
+        given = dict(words)
+        if any(str(given.pop(name, 1)) != "1" for name in BATCH_SIZES):
+            raise UserError("a latency budget is for a single question; leave --batch_size at 1")
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            raise UserError(f"budget_controller has no argument {', '.join(unknown)}; it has {', '.join(known)}")
+        if missing := [name for name in ("pretrained", "budget_ms") if name not in given]:
+            raise UserError(f"budget_controller lacks {' and '.join(missing)}; give them in --model_args")
+        budget_ms = given["budget_ms"]
+        if isinstance(budget_ms, bool) or not isinstance(budget_ms, int | float) or not 0 < budget_ms < math.inf:
+            raise UserError(f"budget_ms={budget_ms} must be a number of milliseconds above 0")
+        given["budget_ms"] = float(budget_ms)
+        given |= {name: Path(str(given[name])).expanduser() for name in ("pretrained", "log") if name in given}
+        given |= {name: str(given[name]) for name in ("vlm", "device") if name in given}
+        if not isinstance(given.get("trust_remote_code", False), bool):
+            raise UserError(f"trust_remote_code={given['trust_remote_code']} must be True or False")
+        if "adapter" in given:
+            given["adapter"] = Plugin.parse(str(given["adapter"]), "adapter")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class LmmsQuestion:
+    """A request: one question about one image.
+
+    Attributes:
+        task: name of the task.
+        split: of the task's data set.
+        doc_id: index into the split.
+        image: in RGB.
+        text: the full text of the question.
+        until: the answer ends before the first of these.
+        settings: the task's other generation settings.
+    """
+
+    task: str
+    split: str
+    doc_id: int
+    image: Image.Image
+    text: str
+    until: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def from_request(cls, request: Any, documents: Mapping[str, Any], suffix: str) -> LmmsQuestion:
+        """Read a request.
+
+        Args:
+            request: an `Instance` of lmms-eval, of output type `generate_until`.
+            documents: by task, split and index.
+            suffix: of every question in the controller's training; it is not appended twice.
+
+        Raises:
+            UserError: the request does not have exactly one image.
+        """
+        text, settings, load_visuals, doc_id, task, split = request.args
+        image = _only_image(load_visuals(documents[task][split][doc_id]), f"document {doc_id} of {task}")
+        text = text.replace(IMAGE_PLACEHOLDER, "").strip()
+        until = settings.get("until") or ()
+        ends = (until,) if isinstance(until, str) else tuple(until)
+        others = {name: value for name, value in settings.items() if name != "until"}
+        full_text = text if text.endswith(suffix.strip()) else text + suffix
+        return cls(task, split, doc_id, image, full_text, tuple(filter(None, ends)), others)
+
+    def truncate(self, answer: str) -> str:
+        """An answer up to the first of `until`."""
+        for end in self.until:
+            answer = answer.split(end, 1)[0]
+        return answer.strip()
+
+
+def _only_image(visuals: Any, name: str) -> Image.Image:
+    images = list(visuals or ())
+    if len(images) != 1 or not isinstance(images[0], Image.Image):
+        kinds = ", ".join(type(each).__name__ for each in images) or "none"
+        raise UserError(
+            f"{name} has {len(images)} visuals ({kinds}), and budget_controller answers questions about a single "
+            "image; choose another task"
+        )
+    return images[0].convert("RGB")
+
+
+class AnswerLog:
+    """Logs the controller's choice and the latency of each answer.
+
+    Args:
+        path: of a file that gets a line of JSON per answer, written at once; None for no file.
+        space: of the configurations.
+        budget_ms: milliseconds for each answer.
+
+    Raises:
+        UserError: the file already has answers, or cannot be written.
+    """
+
+    def __init__(self, path: Path | None, space: ConfigurationSpace, budget_ms: float) -> None:
+        self._space, self._budget_ms = space, budget_ms
+        self._totals_ms: list[float] = []
+        self._file = None if path is None else _open_log(path)
+
+    def add(self, question: LmmsQuestion, adaptive: AdaptiveAnswer, answer: str) -> None:
+        """Log an answer.
+
+        Args:
+            question: the question.
+            adaptive: what the model returned.
+            answer: the part of it that the task gets.
+        """
+        self._totals_ms.append(adaptive.total_ms)
+        if self._file is None:
+            return
+        configuration = adaptive.configuration
+        row = {
+            **{"task": question.task, "split": question.split, "doc_id": question.doc_id, "answer": answer},
+            **{"budget_ms": self._budget_ms, "total_ms": adaptive.total_ms},
+            "is_late": adaptive.total_ms > self._budget_ms,
+            **{"decision_ms": adaptive.decision_ms, "network_ms": adaptive.network_ms},
+            **asdict(adaptive.latency),
+            "tier": self._space.tiers[configuration.tier],
+            **{"blocks": list(map(int, configuration.blocks)), "topk": list(configuration.topk)},
+            "complexity": self._space.complexity(configuration),
+        }
+        print(json.dumps(row), file=self._file, flush=True)
+
+    def print_summary(self) -> None:
+        """Print the mean latency of all answers so far, and how many exceeded the budget."""
+        late = sum(total > self._budget_ms for total in self._totals_ms)
+        if count := len(self._totals_ms):
+            mean = statistics.fmean(self._totals_ms)
+            print_line(
+                f"budget_controller: {count} answers, {mean:.1f} ms on average, {late} above {self._budget_ms:g} ms"
+            )
+
+
+def _open_log(path: Path) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise UserError(f"the log {path} cannot be written ({error}); name another one") from error
+    if file.tell():  # an empty file is from a run that ended before its first answer
+        file.close()
+        raise UserError(f"{path} has answers of another run; name another log")
+    return file
+
+
+class LmmsResponder:
+    """Answers one request after the other within one budget.
+
+    Args:
+        model: answers by the controller's choice.
+        controlled: how the model was asked in the controller's training.
+        budget_ms: milliseconds for each answer.
+        log: of the answers.
+    """
+
+    def __init__(self, model: AdaptiveModel, controlled: ControlledModel, budget_ms: float, log: AnswerLog) -> None:
+        self._model, self._controlled = model, controlled
+        self._budget_ms, self._log = budget_ms, log
+        self._is_warm = False
+        self._warned_tasks: set[str] = set()
+
+    @classmethod
+    def load(cls, arguments: LmmsModelArgs) -> LmmsResponder:
+        """Load the controller and its model.
+
+        Raises:
+            UserError: one of them cannot be loaded, there are several processes, or the log cannot be written.
+        """
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise UserError("latencies need a single process; start lmms-eval without accelerate or torchrun")
+        source = find_controller(arguments.pretrained)
+        model, controlled = load_adaptive_model(
+            source,
+            source.config(),
+            arguments.vlm,
+            arguments.device,
+            arguments.trust_remote_code,
+            arguments.adapter,
+        )
+        low, high = model.trained_ms
+        if not low <= arguments.budget_ms <= high:
+            warn(f"the controller was trained for {low:g} to {high:g} ms, and not for {arguments.budget_ms:g}")
+        log = AnswerLog(arguments.log, model.space, arguments.budget_ms)
+        return cls(model, controlled, arguments.budget_ms, log)
+
+    def respond(self, requests: Sequence[Any], documents: Mapping[str, Any]) -> list[str]:
+        """The answers in the order of the requests.
+
+        Args:
+            requests: see `LmmsQuestion.from_request`.
+            documents: by task, split and index.
+
+        Raises:
+            UserError: a request does not have exactly one image.
+        """
+        suffix = self._controlled.question_suffix
+        bar = progress_bar(requests, desc="answering", unit="questions")
+        answers = [self._respond(LmmsQuestion.from_request(each, documents, suffix)) for each in bar]
+        self._log.print_summary()
+        return answers
+
+    def _respond(self, question: LmmsQuestion) -> str:
+        self._warn_of_ignored_settings(question)
+        if not self._is_warm:
+            for _ in range(NUM_WARM_UPS):
+                self._answer(question)
+                self._model.runner.warm_up(question.image, question.text, self._model.space)
+            self._is_warm = True
+        adaptive = self._answer(question)
+        answer = question.truncate(adaptive.answer)
+        self._log.add(question, adaptive, answer)
+        return answer
+
+    def _answer(self, question: LmmsQuestion) -> AdaptiveAnswer:
+        return self._model.answer(question.image, question.text, self._budget_ms)
+
+    def _warn_of_ignored_settings(self, question: LmmsQuestion) -> None:
+        """Warn, once per task, about its generation settings that have no effect."""
+        if question.task in self._warned_tasks:
+            return
+        self._warned_tasks.add(question.task)
+        max_new_tokens = self._controlled.max_new_tokens
+        fulfilled = {"do_sample": False, "temperature": 0, "num_beams": 1, "max_new_tokens": max_new_tokens}
+        ignored = [
+            f"{name}={value}"
+            for name, value in question.settings.items()
+            if value is not None and (name not in fulfilled or fulfilled[name] != value)
+        ]
+        if ignored:
+            warn(
+                f"{question.task} asks for {', '.join(ignored)}, which has no effect; decoding is greedy, with at most "
+                f"{max_new_tokens} tokens, as in the controller's training"
+            )

@@ -1,0 +1,259 @@
+"""Runs everything that is compared, sample by sample, and repeats runs that something else disturbed."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from verl_ext.console import progress_bar
+from verl_ext.controller.evaluation.results import Cell, Measurements, ResultMatrices
+from verl_ext.controller.execution import NUM_WARM_UPS, EncodedImage, RunResult, median_latency
+from verl_ext.controller.inference import AdaptiveModel, Decision, decision_overhead_ms
+from verl_ext.controller.latency import NUM_CHECKED_QUESTIONS, LatencySource
+from verl_ext.controller.scoring import AnswerScorer
+from verl_ext.controller.space import Configuration
+from verl_ext.data.image_questions import ImageQuestion
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+T = TypeVar("T")
+
+DISTURBED = 1.15
+"""Ratio to the usual duration of the detector's work from which the processor counts as busy."""
+MAX_ATTEMPTS = 4
+"""Measurements of one run."""
+NUM_DURATIONS = 200
+"""Latest durations of which the lower quartile is the usual one."""
+PROBE_SIZE = (64, 512, 6)
+"""Rows, columns and number of the matrix products of the detector's work, which takes about 0.6 ms."""
+
+
+class InterferenceDetector:
+    """Repeats measurements on a CPU that other processes disturb.
+
+    A virtual machine shares its host. If others use the processor for some hundredths or tenths of a second, whatever
+    runs then takes twice as long, whichever method chose it. So a small, constant piece of work is timed before and
+    after each run, and the run is repeated if either was slow. The run's own result and time play no part in that.
+
+    Args:
+        is_enabled: False measures everything once, as on a GPU, whose clock does not depend on the host's load.
+        clock: returns seconds; tests replace it.
+    """
+
+    def __init__(self, is_enabled: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._is_enabled, self._clock = is_enabled, clock
+        rows, columns, self._num_products = PROBE_SIZE
+        self._left, self._right = torch.zeros(rows, columns), torch.zeros(columns, columns)
+        self._durations: deque[float] = deque(maxlen=NUM_DURATIONS)
+        self.num_runs = self.num_again = 0
+
+    def run(self, measure: Callable[[], T]) -> T:
+        """Measure, and repeat while that was disturbed; returns the last result."""
+        self.num_runs += 1
+        if not self._is_enabled:
+            return measure()
+        for attempt in range(MAX_ATTEMPTS):
+            self.num_again += attempt > 0
+            before = self._probe()
+            result = measure()
+            if max(before, self._probe()) <= DISTURBED * float(np.quantile(self._durations, 0.25)):
+                break
+        return result
+
+    @property
+    def share_again(self) -> float:
+        """Repeated measurements per run."""
+        return self.num_again / max(1, self.num_runs)
+
+    @torch.inference_mode()
+    def _probe(self) -> float:
+        start = self._clock()
+        for _ in range(self._num_products):
+            torch.mm(self._left, self._right)
+        self._durations.append(self._clock() - start)
+        return self._durations[-1]
+
+
+class SampleMeasurements:
+    """Runs configurations on a sample, each once, whichever methods ask for it.
+
+    The image is encoded once per tier, and that time counts for every configuration of the tier.
+
+    Args:
+        model: the evaluated model.
+        sample: a question.
+        repeats: runs of each configuration; the medians of the parts count.
+        cheapest: configuration that runs first at each tier and does not count, because the first run is slower.
+        detector: repeats disturbed runs.
+    """
+
+    def __init__(
+        self,
+        model: AdaptiveModel,
+        sample: ImageQuestion,
+        repeats: int,
+        cheapest: Configuration,
+        detector: InterferenceDetector,
+    ) -> None:
+        self.sample, self._model, self._repeats, self._cheapest = sample, model, repeats, cheapest
+        self._detector = detector
+        self._image = sample.load_image()
+        self._encoded: dict[int, EncodedImage] = {}
+        self._results: dict[Configuration, RunResult] = {}
+
+    def encoded(self, tier: int) -> EncodedImage:
+        """The image at a tier."""
+        if tier not in self._encoded:
+            encode, question = self._model.runner.encode, self.sample.question
+            self._model.runner.answer(encode(self._image, question, tier), replace(self._cheapest, tier=tier))
+            repeated = self._repeat(lambda: encode(self._image, question, tier))
+            vision_ms = statistics.median(each.vision_ms for each in repeated)
+            self._encoded[tier] = replace(repeated[0], vision_ms=vision_ms)
+        return self._encoded[tier]
+
+    def run(self, configuration: Configuration) -> RunResult:
+        """The result of a configuration."""
+        if configuration not in self._results:
+            encoded, answer = self.encoded(configuration.tier), self._model.runner.answer
+            repeated = self._repeat(lambda: answer(encoded, configuration))
+            latency = median_latency([each.latency for each in repeated])
+            self._results[configuration] = replace(repeated[0], latency=latency)
+        return self._results[configuration]
+
+    def decide(self, budget_ms: float) -> Decision:
+        """The controller's choice for a budget, each time right after an encoding of the image, as in use.
+
+        After another decision, the controller would find its weights in the processor's caches.
+        """
+        question, encode = self.sample.question, self._model.runner.encode
+        repeated = self._repeat(lambda: self._model.decide(encode(self._image, question, 0), question, budget_ms))
+        parts = zip(*((each.features_ms, each.network_ms, each.choice_ms) for each in repeated))
+        return Decision(repeated[0].configuration, *map(statistics.median, parts))
+
+    def _repeat(self, measure: Callable[[], T]) -> list[T]:
+        return [self._detector.run(measure) for _ in range(self._repeats)]
+
+
+@dataclass(frozen=True)
+class HeldOutMeasurements:
+    """Measurements of one held-out question; see `Measurements`."""
+
+    statics: list[Cell]
+    chosen: list[Cell]
+    deciding: list[tuple[float, ...]]
+    random: list[Cell]
+    full: Cell
+    full_ms: float
+
+
+class ControllerBenchmark:
+    """Runs static configurations, the controller's choices, random ones and the full configuration.
+
+    Args:
+        model: the evaluated model.
+        cheapest: see `SampleMeasurements`.
+        budgets_ms: for which the controller decides.
+        latency: gives milliseconds.
+        repeats: see `SampleMeasurements`.
+        seed: of the random configurations.
+    """
+
+    def __init__(
+        self,
+        model: AdaptiveModel,
+        cheapest: Configuration,
+        budgets_ms: Sequence[float],
+        latency: LatencySource,
+        repeats: int,
+        seed: int,
+    ) -> None:
+        self._model, self._cheapest, self._budgets_ms, self._latency = model, cheapest, budgets_ms, latency
+        self._repeats, self._seed = repeats, seed
+        on_cpu = model.runner.adapter.model.device.type == "cpu"
+        self._detector = InterferenceDetector(latency.is_measured and on_cpu)
+
+    def measure_cheapest(self, questions: Sequence[ImageQuestion]) -> list[float]:
+        """Warm up, and return milliseconds of the cheapest configuration and the decision for it, by question."""
+        space, lowest_ms = self._model.space, self._budgets_ms[0]
+        for _ in range(NUM_WARM_UPS):
+            runs = self._measurements(questions[0])
+            runs.decide(lowest_ms)
+            for tier in range(len(space.tiers)):
+                runs.run(space.configuration(tier, [True] * space.num_blocks))
+        checked = [self._measurements(question) for question in questions[:NUM_CHECKED_QUESTIONS]]
+        return [
+            self._latency.run_ms(each.run(self._cheapest)) + self._latency.decision_ms(each.decide(lowest_ms))
+            for each in checked
+        ]
+
+    def run(
+        self,
+        statics: Sequence[Configuration],
+        train: Sequence[ImageQuestion],
+        held_out: Sequence[ImageQuestion],
+    ) -> Measurements:
+        """Run everything on every question.
+
+        Args:
+            statics: static configurations, for all questions.
+            train: questions for the lookup table.
+            held_out: questions to compare on.
+        """
+        self._score = AnswerScorer([*train, *held_out])
+        runs_per_question = len(statics) + 2 * len(self._budgets_ms) + 1
+        total = len(train) * len(statics) + len(held_out) * runs_per_question
+        with progress_bar(total=total, desc="measuring", unit="runs") as bar:
+            trained = [self._cells(self._measurements(sample), statics, bar) for sample in train]
+            measured = [self._held_out(self._measurements(sample), statics, bar) for sample in held_out]
+        return Measurements(
+            ResultMatrices.from_cells(trained),
+            ResultMatrices.from_cells([each.statics for each in measured]),
+            ResultMatrices.from_cells([each.chosen for each in measured]),
+            np.array([each.deciding for each in measured]),
+            ResultMatrices.from_cells([each.random for each in measured]),
+            ResultMatrices.from_cells([[each.full] for each in measured]),
+            statistics.fmean(each.full_ms for each in measured),
+            self._detector.share_again,
+        )
+
+    def _held_out(self, runs: SampleMeasurements, statics: Sequence[Configuration], bar: tqdm) -> HeldOutMeasurements:
+        space = self._model.space
+        of_statics = self._cells(runs, statics, bar)
+        decisions = [runs.decide(budget) for budget in self._budgets_ms]
+        deciding: list[tuple[float, ...]] = [
+            (self._overhead_ms(runs, each), each.features_ms, each.network_ms, each.choice_ms) for each in decisions
+        ]
+        chosen = self._cells(runs, [each.configuration for each in decisions], bar)
+        sampled = [self._sample_configuration(runs.sample, number) for number in range(len(self._budgets_ms))]
+        of_random = self._cells(runs, sampled, bar)
+        [full] = self._cells(runs, [space.full], bar)
+        return HeldOutMeasurements(of_statics, chosen, deciding, of_random, full, runs.run(space.full).latency.total_ms)
+
+    def _overhead_ms(self, runs: SampleMeasurements, decision: Decision) -> float:
+        own_ms = self._latency.decision_ms(decision)
+        encode_ms = self._latency.encode_ms(runs.encoded(0), self._model.runner.adapter)
+        return decision_overhead_ms(decision.configuration, own_ms, encode_ms)
+
+    def _sample_configuration(self, sample: ImageQuestion, number: int) -> Configuration:
+        return self._model.space.sample(random.Random(f"{self._seed} {sample.sample_id} {number}"))
+
+    def _cells(self, runs: SampleMeasurements, configurations: Sequence[Configuration], bar: tqdm) -> list[Cell]:
+        cells = []
+        for configuration in configurations:
+            result = runs.run(configuration)
+            bar.update()
+            accuracy = self._score(runs.sample, result.answer)
+            cells.append((accuracy, self._latency.run_ms(result), self._model.space.complexity(configuration)))
+        return cells
+
+    def _measurements(self, sample: ImageQuestion) -> SampleMeasurements:
+        return SampleMeasurements(self._model, sample, self._repeats, self._cheapest, self._detector)

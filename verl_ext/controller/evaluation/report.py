@@ -1,0 +1,321 @@
+"""Writes a comparison: JSON, matrices, a Markdown page, the console's tables, and W&B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eval_pipeline.checkpoints import read_training_run
+from eval_pipeline.report.report import markdown_table
+from eval_pipeline.report.results import write_json, write_text
+from verl_ext.console import text_table
+from verl_ext.controller.evaluation.plots import PARETO_PLOT, plot_curves, plot_pareto
+from verl_ext.controller.evaluation.results import ControllerComparison, MethodAtBudget
+from verl_ext.controller.source import ControllerSource
+from verl_ext.controller.space import ConfigurationSpace
+from verl_ext.errors import UserError
+from verl_ext.files import replacing
+from verl_ext.metrics.wandb_sink import fill_wandb_run, open_wandb_run
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+DATA_FILE, TABLE_FILE, MATRICES_FILE = "adaptive.json", "adaptive.md", "adaptive.npz"
+PREFIX = "eval/adaptive/"
+AXIS = f"{PREFIX}budget_ms"
+ROW_HEADER = ("method", "budget ms", "accuracy", "latency ms", "p50", "p95", "violations", "complexity")
+CONFIGURATION_HEADER = ("tier", "blocks", "top-k")
+Table = list[list[str]]
+
+
+# Files
+
+
+def write_report(
+    directory: Path,
+    comparison: ControllerComparison,
+    space: ConfigurationSpace,
+    info: Mapping[str, Any],
+    source: ControllerSource,
+) -> None:
+    """Write `adaptive.json`, `adaptive.md`, `adaptive.npz`, `pareto.png`, and for a run `curves.png`.
+
+    Args:
+        directory: for the files.
+        comparison: the results.
+        space: of the configurations.
+        info: how the results were obtained, plain values.
+        source: of the controller.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    with _writing_to(directory):
+        write_matrices(directory / MATRICES_FILE, comparison)
+        plots = {"accuracy against latency": plot_pareto(directory, comparison)}
+        if (curves := plot_curves(directory, source)) is not None:
+            plots["the training's curves"] = curves
+    write_json(directory / DATA_FILE, {**info, **comparison_content(comparison, space)})
+    write_text(directory / TABLE_FILE, markdown_report(comparison, space, info, plots))
+
+
+@contextmanager
+def _writing_to(directory: Path) -> Iterator[None]:
+    """Create a directory, and turn errors of writing there into messages.
+
+    Raises:
+        UserError: the directory or a file in it cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write to {directory} ({error}); name another --output") from error
+
+
+def require_writable(directory: Path) -> None:
+    """Create a directory, and write to it before hours of measurements.
+
+    Raises:
+        UserError: it cannot be written to.
+    """
+    with _writing_to(directory), TemporaryFile(dir=directory):
+        pass
+
+
+def comparison_content(comparison: ControllerComparison, space: ConfigurationSpace) -> dict[str, Any]:
+    """The results as plain values."""
+    statics = [static_content(comparison, space, index) for index in range(len(comparison.statics))]
+    table = zip(comparison.budgets_ms, comparison.table)
+    return {
+        "budgets_ms": list(comparison.budgets_ms),
+        "summary": asdict(comparison.summary),
+        "rows": [asdict(row) for row in comparison.rows],
+        "statics": statics,
+        "pareto_front": comparison.front,
+        "lookup_table": [
+            {"budget_ms": budget, "static": index, "configuration": statics[index]["configuration"]}
+            for budget, index in table
+        ],
+    }
+
+
+def static_content(comparison: ControllerComparison, space: ConfigurationSpace, index: int) -> dict[str, Any]:
+    """The results of a static configuration on training questions and on held-out ones."""
+    content: dict[str, Any] = {"configuration": space.describe(comparison.statics[index])}
+    for split, results in {"train": comparison.measured.train, "held_out": comparison.measured.statics}.items():
+        latency = results.latency_ms[:, index]
+        p50, p95 = np.percentile(latency, [50, 95]).tolist()
+        content[split] = {
+            "accuracy": float(results.accuracy[:, index].mean()),
+            "latency_ms_mean": float(latency.mean()),
+            "latency_ms_p50": p50,
+            "latency_ms_p95": p95,
+            "violation_rates": [float((latency > budget).mean()) for budget in comparison.budgets_ms],
+        }
+    return {**content, "complexity": space.complexity(comparison.statics[index])}
+
+
+def write_matrices(path: Path, comparison: ControllerComparison) -> None:
+    """Write every matrix, (samples, columns), as `<method>_accuracy`, `<method>_latency_ms` and so on."""
+    matrices = {"train": comparison.measured.train, "statics": comparison.measured.statics, **comparison.methods}
+    arrays = {f"{name}_{part}": array for name, results in matrices.items() for part, array in vars(results).items()}
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        np.savez_compressed(file, **arrays, deciding_ms=comparison.measured.deciding)
+
+
+# Text
+
+
+def console_report(comparison: ControllerComparison) -> str:
+    """Accuracies by budget, the methods over all budgets, and the summary."""
+    parts = [
+        "accuracy in %, and in parentheses the share of answers that exceed the budget, if any",
+        text_table(budget_table(comparison)),
+        "over all budgets",
+        text_table(method_table(comparison)),
+        *summary_lines(comparison),
+    ]
+    return "\n".join(parts)
+
+
+def markdown_report(
+    comparison: ControllerComparison, space: ConfigurationSpace, info: Mapping[str, Any], plots: Mapping[str, Path]
+) -> str:
+    """The page.
+
+    Args:
+        comparison: the results.
+        space: of the configurations.
+        info: how the results were obtained.
+        plots: PNG files next to the page by their titles.
+    """
+    header, *methods = method_table(comparison)
+    settings = ([f"`{name}`", str(value)] for name, value in {**info["protocol"], **info["machine"]}.items())
+    parts = [
+        "# The controller and its baselines",
+        f"`{info['checkpoint']}` for `{info['vlm']['path']}`",
+        *summary_lines(comparison),
+        *(f"![{title}]({path.name})" for title, path in plots.items()),
+        "## Over all budgets",
+        markdown_table(header, methods),
+        "## By budget",
+        markdown_table(ROW_HEADER, (row_cells(row) for row in comparison.rows)),
+        "## Lookup table",
+        markdown_table(("budget ms", *CONFIGURATION_HEADER), lookup_rows(comparison, space)),
+        "## Pareto front of the static configurations",
+        markdown_table((*CONFIGURATION_HEADER, "accuracy", "latency ms"), front_rows(comparison, space)),
+        "## Protocol",
+        markdown_table(("setting", "value"), settings),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def budget_table(comparison: ControllerComparison) -> Table:
+    """A row per budget, a column per method."""
+    cells = {
+        name: [
+            f"{100 * accuracy:.1f}" + (f" ({100 * late:.0f} % late)" if late else "")
+            for accuracy, late in zip(results.accuracy.mean(0), comparison.violation_rates(name))
+        ]
+        for name, results in comparison.methods.items()
+    }
+    budgets = [f"{budget:.1f}" for budget in comparison.budgets_ms]
+    return [["budget ms", *cells], *(list(row) for row in zip(budgets, *cells.values()))]
+
+
+def method_table(comparison: ControllerComparison) -> Table:
+    """A row per method: means over samples and budgets, and the worst violation rate."""
+    table = [["method", "accuracy", "latency ms", "violations", "worst", "complexity"]]
+    for name, results in comparison.methods.items():
+        rates = comparison.violation_rates(name)
+        accuracy, latency, complexity = (part.mean() for part in results.parts)
+        late = [f"{100 * rate:.1f} %" for rate in (rates.mean(), rates.max())]
+        table.append([name, f"{100 * accuracy:.1f} %", f"{latency:.1f}", *late, f"{complexity:.3f}"])
+    return table
+
+
+def summary_lines(comparison: ControllerComparison) -> list[str]:
+    """The summary in sentences."""
+    summary = comparison.summary
+    gain = f"controller - lookup table: {100 * summary.controller_minus_lookup_table:+.2f} points"
+    if summary.interval is not None:
+        low, high = (f"{100 * bound:+.2f}" for bound in summary.interval)
+        gain += f", 95 % interval [{low}, {high}]"
+    gap = "for no budget is the oracle a point better than the lookup table, so there is no gap to close"
+    if summary.gap_closed is not None:
+        gap = (
+            f"closed share of the gap from the lookup table to the oracle: {100 * summary.gap_closed:.1f} % "
+            f"({summary.num_gap_budgets} of {len(comparison.budgets_ms)} budgets have one)"
+        )
+    late = f"{100 * summary.worst_violation_rate:.1f} % at {summary.worst_violation_budget_ms:.1f} ms"
+    parts = f"features {summary.features_ms:.2f}, network {summary.network_ms:.2f}, choice {summary.choice_ms:.2f}"
+    share = f"the network takes {100 * summary.network_share:.2f} % of the full model's {summary.full_ms:.1f} ms"
+    lines = [gain, gap, f"worst violation rate: {late}", f"deciding: {summary.decision_ms:.2f} ms ({parts}); {share}"]
+    again = f"measured again because of other load on the processor: {100 * summary.measured_again:.1f} % of the runs"
+    return [*lines, again] if summary.measured_again else lines
+
+
+def configuration_cells(comparison: ControllerComparison, space: ConfigurationSpace, index: int) -> list[str]:
+    """The `CONFIGURATION_HEADER` cells of a static configuration; its top-k is that of the blocks after the first."""
+    configuration = comparison.statics[index]
+    topk = max(configuration.topk[1:], default=0) or space.full_topk
+    return [
+        space.tiers[configuration.tier],
+        f"{configuration.num_active} of {len(configuration.blocks)}",
+        str(topk) if configuration.topk else "-",
+    ]
+
+
+def lookup_rows(comparison: ControllerComparison, space: ConfigurationSpace) -> Table:
+    """A row per budget."""
+    entries = zip(comparison.budgets_ms, comparison.table)
+    return [[f"{budget:.1f}", *configuration_cells(comparison, space, index)] for budget, index in entries]
+
+
+def front_rows(comparison: ControllerComparison, space: ConfigurationSpace) -> Table:
+    """A row per configuration of the Pareto front."""
+    accuracy, latency, _ = (part.mean(0) for part in comparison.measured.statics.parts)
+    return [
+        [*configuration_cells(comparison, space, index), f"{100 * accuracy[index]:.1f} %", f"{latency[index]:.1f}"]
+        for index in comparison.front
+    ]
+
+
+def row_cells(row: MethodAtBudget) -> list[str]:
+    """A row as text."""
+    times = (row.latency_ms_mean, row.latency_ms_p50, row.latency_ms_p95)
+    return [
+        row.method,
+        f"{row.budget_ms:.1f}",
+        f"{100 * row.accuracy:.1f} %",
+        *(f"{time:.1f}" for time in times),
+        f"{100 * row.violation_rate:.1f} %",
+        f"{row.complexity:.3f}",
+    ]
+
+
+# W&B
+
+
+def log_to_wandb(
+    comparison: ControllerComparison, info: Mapping[str, Any], source: ControllerSource, directory: Path
+) -> None:
+    """Log a comparison as a separate W&B run in the training run's project; if W&B cannot be used, only warn.
+
+    Args:
+        comparison: the results.
+        info: configuration of the W&B run.
+        source: of the controller.
+        directory: of the files.
+    """
+    training = read_training_run(source.run_dir)
+    name = "adaptive_eval" if source.step is None else f"adaptive_eval_step_{source.step}"
+    run = open_wandb_run(
+        project=training.project,
+        name=name,
+        directory=source.run_dir or directory,
+        config=info,
+        group=training.experiment,
+        job_type="eval",
+    )
+    fill_wandb_run(run, lambda run: _log(run, comparison, source.step, directory), results_in=directory)
+
+
+def budget_metrics(comparison: ControllerComparison) -> list[dict[str, float]]:
+    """For each budget the metrics of all methods, and the budget, which is their axis."""
+    metrics: dict[float, dict[str, float]] = {budget: {AXIS: budget} for budget in comparison.budgets_ms}
+    for row in comparison.rows:
+        values = asdict(row)
+        method, budget = values.pop("method"), values.pop("budget_ms")
+        metrics[budget].update({f"{PREFIX}{method}_{name}": value for name, value in values.items()})
+    return list(metrics.values())
+
+
+def summary_metrics(comparison: ControllerComparison) -> dict[str, float]:
+    """The summary, without values that do not exist."""
+    values = asdict(comparison.summary)
+    interval = values.pop("interval") or ()
+    bounds = {f"controller_minus_lookup_table_{side}": bound for side, bound in zip(("low", "high"), interval)}
+    return {f"{PREFIX}{name}": value for name, value in {**values, **bounds}.items() if value is not None}
+
+
+def _log(run: Run, comparison: ControllerComparison, step: int | None, directory: Path) -> None:
+    import wandb
+
+    rows = [asdict(row) for row in comparison.rows]
+    metrics = budget_metrics(comparison)
+    of_step = {} if step is None else {"global_step": step}  # as in every run of the project
+    for name in metrics[0]:  # one by one, because `*` already has another axis
+        run.define_metric(name, step_metric=None if name == AXIS else AXIS)
+    for values in metrics:
+        run.log({**values, **of_step})
+    table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+    run.log({f"{PREFIX}rows": table, f"{PREFIX}pareto": wandb.Image(str(directory / PARETO_PLOT)), **of_step})
+    run.summary.update(summary_metrics(comparison))

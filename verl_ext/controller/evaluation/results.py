@@ -1,0 +1,326 @@
+"""Results of the methods as matrices, what each baseline would choose, and the summary; numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import t
+
+from eval_pipeline.report.metrics import CONFIDENCE, Interval
+from verl_ext.controller.space import Configuration
+
+ALLOWED_VIOLATIONS = 0.05
+"""Highest share of the training questions on which an entry of the lookup table may exceed the budget."""
+LEAST_GAP = 0.01
+"""Difference in accuracy of oracle and lookup table from which the closed share of it is meaningful: one point."""
+DECISION_PARTS = ("decision_ms", "features_ms", "network_ms", "choice_ms")
+
+Cell = tuple[float, float, float]
+"""Accuracy from 0 to 1, milliseconds, and complexity of a configuration on a sample."""
+
+
+@dataclass(frozen=True)
+class ResultMatrices:
+    """Results by sample and column, where columns are configurations or budgets.
+
+    Attributes:
+        accuracy: (samples, columns), from 0 to 1.
+        latency_ms: (samples, columns).
+        complexity: (samples, columns), share of the model that ran.
+    """
+
+    accuracy: NDArray[np.float64]
+    latency_ms: NDArray[np.float64]
+    complexity: NDArray[np.float64]
+
+    @classmethod
+    def from_cells(cls, rows: Sequence[Sequence[Cell]]) -> ResultMatrices:
+        """From the cells of each sample."""
+        return cls(*np.moveaxis(np.array(rows, dtype=float), -1, 0))
+
+    def columns(self, chosen: Sequence[int]) -> ResultMatrices:
+        """Some columns in the given order, with repetitions."""
+        return ResultMatrices(*(part[:, list(chosen)] for part in self.parts))
+
+    def take(self, chosen: NDArray[np.int64]) -> ResultMatrices:
+        """For each sample the columns (samples, choices) that are chosen for it."""
+        return ResultMatrices(*(np.take_along_axis(part, chosen, axis=1) for part in self.parts))
+
+    def concatenate(self, other: ResultMatrices) -> ResultMatrices:
+        """The columns of both."""
+        return ResultMatrices(*(np.concatenate(pair, axis=1) for pair in zip(self.parts, other.parts)))
+
+    def with_added_latency(self, added_ms: NDArray[np.float64]) -> ResultMatrices:
+        """The same with (samples, columns) milliseconds added to the latencies."""
+        return ResultMatrices(self.accuracy, self.latency_ms + added_ms, self.complexity)
+
+    def violations(self, budgets_ms: Sequence[float]) -> NDArray[np.bool_]:
+        """(samples, budgets), whether the latency exceeds the budget; the columns are the budgets."""
+        return self.latency_ms > np.asarray(budgets_ms)
+
+    @property
+    def parts(self) -> tuple[NDArray[np.float64], ...]:
+        """The three matrices."""
+        return self.accuracy, self.latency_ms, self.complexity
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """All runs of a comparison.
+
+    Attributes:
+        train: (training samples, static configurations).
+        statics: (samples, static configurations), as the next four on held-out questions.
+        chosen: (samples, budgets), the controller's choices without the time of deciding.
+        deciding: (samples, budgets, 4), milliseconds by `DECISION_PARTS`.
+        random: (samples, budgets), random configurations.
+        full: (samples, 1), the full configuration.
+        full_ms: mean measured latency of the full configuration, even if latencies come from a latency model.
+        share_again: repeated measurements per run, see `InterferenceDetector`.
+    """
+
+    train: ResultMatrices
+    statics: ResultMatrices
+    chosen: ResultMatrices
+    deciding: NDArray[np.float64]
+    random: ResultMatrices
+    full: ResultMatrices
+    full_ms: float
+    share_again: float
+
+
+# What the baselines choose
+
+
+def pareto_front(results: ResultMatrices) -> list[int]:
+    """Columns whose mean accuracy no column with a lower or equal mean latency reaches; fastest first."""
+    accuracy, latency = results.accuracy.mean(0), results.latency_ms.mean(0)
+    front: list[int] = []
+    for column in np.lexsort((-accuracy, latency)).tolist():
+        if not front or accuracy[column] > accuracy[front[-1]]:
+            front.append(column)
+    return front
+
+
+def lookup_table(train: ResultMatrices, budgets_ms: Sequence[float]) -> list[int]:
+    """For each budget the column that is best on training questions.
+
+    That is the column with the highest mean accuracy, and of equal ones the lowest mean latency, among those with a
+    violation rate of at most `ALLOWED_VIOLATIONS`; if there is none, the column with the lowest mean latency.
+
+    Args:
+        train: (training samples, configurations).
+        budgets_ms: of the table.
+    """
+    accuracy, latency = train.accuracy.mean(0), train.latency_ms.mean(0)
+    table = []
+    for budget in budgets_ms:
+        rates = (train.latency_ms > budget).mean(0)
+        allowed = np.flatnonzero(rates <= ALLOWED_VIOLATIONS)
+        ranked = sorted(allowed, key=lambda column: (-accuracy[column], latency[column]))
+        table.append(int(ranked[0] if ranked else latency.argmin()))
+    return table
+
+
+def oracle(candidates: ResultMatrices, budgets_ms: Sequence[float]) -> ResultMatrices:
+    """For each sample and budget the most accurate result within the budget, and of equal ones the fastest.
+
+    If none is within the budget, the fastest of all.
+
+    Args:
+        candidates: (samples, configurations).
+        budgets_ms: (budgets,), the columns of the result.
+    """
+    by_latency = candidates.take(candidates.latency_ms.argsort(axis=1, kind="stable"))
+    # argmax returns the first maximum, which is the fastest; with none within the budget, the fastest of all
+    fits = [by_latency.latency_ms <= budget for budget in budgets_ms]
+    chosen = [np.where(fit, by_latency.accuracy, -1.0).argmax(axis=1) for fit in fits]
+    return by_latency.take(np.stack(chosen, axis=1))
+
+
+# Means and the summary
+
+
+@dataclass(frozen=True)
+class MethodAtBudget:
+    """A method at a budget, over all samples.
+
+    Attributes:
+        method: name.
+        budget_ms: milliseconds for an answer.
+        accuracy: mean.
+        latency_ms_mean: mean.
+        latency_ms_p50: median.
+        latency_ms_p95: 95th percentile.
+        violation_rate: share of the samples whose latency exceeds the budget.
+        complexity: mean share of the model that ran.
+    """
+
+    method: str
+    budget_ms: float
+    accuracy: float
+    latency_ms_mean: float
+    latency_ms_p50: float
+    latency_ms_p95: float
+    violation_rate: float
+    complexity: float
+
+
+def method_rows(method: str, results: ResultMatrices, budgets_ms: Sequence[float]) -> list[MethodAtBudget]:
+    """The rows of a method whose columns are the budgets."""
+    rows = []
+    violations = results.violations(budgets_ms).mean(0)
+    for column, budget in enumerate(budgets_ms):
+        accuracy, latency, complexity = (part[:, column] for part in results.parts)
+        times = [latency.mean(), *np.percentile(latency, [50, 95])]
+        values = [accuracy.mean(), *times, violations[column], complexity.mean()]
+        rows.append(MethodAtBudget(method, float(budget), *map(float, values)))
+    return rows
+
+
+@dataclass(frozen=True)
+class ComparisonSummary:
+    """The result of a comparison; accuracies are from 0 to 1.
+
+    Attributes:
+        controller_minus_lookup_table: difference in accuracy, mean over budgets.
+        interval: its 95 % confidence interval over questions; None with a single question.
+        gap_closed: share of the difference between oracle and lookup table that the controller reaches, mean over the
+            budgets where that difference is at least `LEAST_GAP`; None if there are none.
+        num_gap_budgets: number of these budgets.
+        worst_violation_rate: the controller's highest over the budgets.
+        worst_violation_budget_ms: budget with that rate.
+        decision_ms: mean time that deciding adds to a latency.
+        features_ms: mean time of pooling image and question, part of `decision_ms`.
+        network_ms: mean time of the controller's forward pass, part of `decision_ms`.
+        choice_ms: mean time of taking the mode, part of `decision_ms`.
+        full_ms: mean latency of the full configuration, as measured.
+        network_share: `network_ms` / `full_ms`.
+        measured_again: repeated measurements per run.
+    """
+
+    controller_minus_lookup_table: float
+    interval: Interval | None
+    gap_closed: float | None
+    num_gap_budgets: int
+    worst_violation_rate: float
+    worst_violation_budget_ms: float
+    decision_ms: float
+    features_ms: float
+    network_ms: float
+    choice_ms: float
+    full_ms: float
+    network_share: float
+    measured_again: float
+
+
+def summarize_comparison(
+    methods: Mapping[str, ResultMatrices],
+    budgets_ms: Sequence[float],
+    deciding: Mapping[str, float],
+    full_ms: float,
+    measured_again: float,
+) -> ComparisonSummary:
+    """Compare the controller with lookup table and oracle.
+
+    Args:
+        methods: results (samples, budgets) of `controller`, `lookup_table` and `oracle`.
+        budgets_ms: (budgets,).
+        deciding: mean milliseconds by `DECISION_PARTS`.
+        full_ms: see `ComparisonSummary`.
+        measured_again: see `ComparisonSummary`.
+    """
+    controller, table = methods["controller"], methods["lookup_table"]
+    violations = controller.violations(budgets_ms).mean(0)
+    gains = controller.accuracy - table.accuracy
+    gap_closed, num_gaps = closed_gap(gains.mean(0), (methods["oracle"].accuracy - table.accuracy).mean(0))
+    return ComparisonSummary(
+        float(gains.mean()),
+        mean_interval(gains.mean(1)),
+        gap_closed,
+        num_gaps,
+        float(violations.max()),
+        float(budgets_ms[int(violations.argmax())]),
+        **deciding,
+        full_ms=full_ms,
+        network_share=deciding["network_ms"] / full_ms,
+        measured_again=measured_again,
+    )
+
+
+def closed_gap(gains: NDArray[np.float64], gaps: NDArray[np.float64]) -> tuple[float | None, int]:
+    """The mean of gain / gap over the gaps of at least `LEAST_GAP`, and their number.
+
+    Args:
+        gains: (budgets,), accuracy of the controller minus that of the lookup table.
+        gaps: (budgets,), accuracy of the oracle minus that of the lookup table.
+    """
+    wide = gaps >= LEAST_GAP - 1e-9  # tolerates rounding of a gap of exactly one point
+    return (float((gains[wide] / gaps[wide]).mean()), int(wide.sum())) if wide.any() else (None, 0)
+
+
+def mean_interval(values: NDArray[np.float64]) -> Interval | None:
+    """Student's confidence interval of a mean over samples (samples,); None with fewer than two."""
+    if len(values) < 2:
+        return None
+    half = float(t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
+    return float(values.mean()) - half, float(values.mean()) + half
+
+
+@dataclass(frozen=True)
+class ControllerComparison:
+    """The controller and its baselines.
+
+    Attributes:
+        budgets_ms: ascending.
+        statics: static configurations, the columns of `measured.statics` and `measured.train`.
+        measured: all runs.
+        methods: results (samples, budgets) by name of the method.
+        front: indices into `statics` of the Pareto front, fastest first.
+        table: indices into `statics`, one per budget.
+        summary: of the comparison.
+    """
+
+    budgets_ms: Sequence[float]
+    statics: Sequence[Configuration]
+    measured: Measurements
+    methods: dict[str, ResultMatrices]
+    front: list[int]
+    table: list[int]
+    summary: ComparisonSummary
+
+    @property
+    def rows(self) -> list[MethodAtBudget]:
+        """One per method and budget."""
+        return [row for name, results in self.methods.items() for row in method_rows(name, results, self.budgets_ms)]
+
+    def violation_rates(self, method: str) -> NDArray[np.float64]:
+        """(budgets,), the share of a method's answers that exceed the budget."""
+        return self.methods[method].violations(self.budgets_ms).mean(0)
+
+
+def compare(
+    measured: Measurements, statics: Sequence[Configuration], budgets_ms: Sequence[float]
+) -> ControllerComparison:
+    """Derive the methods' results and the summary.
+
+    Args:
+        measured: all runs.
+        statics: columns of `measured.statics`.
+        budgets_ms: columns of `measured.chosen`.
+    """
+    table = lookup_table(measured.train, budgets_ms)
+    # The oracle need not decide, so the controller's choices are candidates without the time of deciding.
+    methods = {
+        "controller": measured.chosen.with_added_latency(measured.deciding[..., 0]),
+        "lookup_table": measured.statics.columns(table),
+        "oracle": oracle(measured.statics.concatenate(measured.chosen), budgets_ms),
+        "random": measured.random,
+        "full": measured.full.columns([0] * len(budgets_ms)),
+    }
+    deciding = dict(zip(DECISION_PARTS, measured.deciding.mean((0, 1)).tolist()))
+    summary = summarize_comparison(methods, budgets_ms, deciding, measured.full_ms, measured.share_again)
+    return ControllerComparison(budgets_ms, statics, measured, methods, pareto_front(measured.statics), table, summary)

@@ -1,1 +1,0 @@
-"""How good an answer to a question about an image is."""

@@ -1,0 +1,83 @@
+"""Finds an exported controller by a path, with the run that trained it; needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_ext.checkpoint.manifest import EXPORT, list_checkpoints, step_of, why_incomplete
+from verl_ext.config.run_config import read_config_file
+from verl_ext.controller.config import MODEL_TYPE
+from verl_ext.errors import UserError
+from verl_ext.files import parse_json
+
+
+@dataclass(frozen=True)
+class ControllerSource:
+    """An exported controller.
+
+    Attributes:
+        export: directory of the export.
+        run_dir: of the training run; None for an export outside of a run.
+        step: `global_step` of the checkpoint; None without a run.
+    """
+
+    export: Path
+    run_dir: Path | None = None
+    step: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Name of the directory of its evaluation."""
+        return "adaptive" if self.step is None else f"adaptive_step_{self.step}"
+
+    def config(self) -> Mapping[str, Any]:
+        """The run's configuration as plain values; empty without a run.
+
+        Raises:
+            UserError: the file is missing, unreadable, or of another stage.
+        """
+        if self.run_dir is None:
+            return {}
+        path = self.run_dir / "config.yaml"
+        config = read_config_file(path)
+        missing = [section for section in ("data", "controller", "latency") if section not in config]
+        if missing:
+            raise UserError(
+                f"{path} has no section {missing[0]}, so it is no configuration of the stage budget; "
+                "name a controller's checkpoint"
+            )
+        return config
+
+
+def find_controller(path: Path) -> ControllerSource:
+    """The controller at a path.
+
+    Args:
+        path: an export, a `global_step_N`, or a run directory, of which the newest complete checkpoint with an export
+            is taken.
+
+    Raises:
+        UserError: there is no controller.
+    """
+    path = path.resolve()
+    if step_of(path) is None and path.name != EXPORT and (checkpoints := list_checkpoints(path)):
+        exported = (each for each in checkpoints if (each / EXPORT).is_dir() and why_incomplete(each) is None)
+        path = next(exported, path)
+    export = path / EXPORT if step_of(path) is not None else path
+    if not _is_controller(export):
+        raise UserError(
+            f"{path} has no budget controller's export; name the huggingface folder of a checkpoint of the stage "
+            "budget, its global_step_N, or the run's directory"
+        )
+    step = step_of(export.parent)
+    return ControllerSource(export) if step is None else ControllerSource(export, export.parent.parent, step)
+
+
+def _is_controller(export: Path) -> bool:
+    try:
+        return parse_json((export / "config.json").read_text())["model_type"] == MODEL_TYPE
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

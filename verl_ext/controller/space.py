@@ -1,0 +1,145 @@
+"""Configurations of a vision-language model, and the space from which a controller chooses one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_ext.errors import UserError
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How much of a model runs for one sample.
+
+    Attributes:
+        tier: index into the list of tiers; 0 has the fewest crops or pixels.
+        blocks: whether each transformer block runs; the first one always does.
+        topk: experts per token of each block; 0 for a skipped block, empty for a model without experts.
+    """
+
+    tier: int
+    blocks: tuple[bool, ...]
+    topk: tuple[int, ...] = ()
+
+    @property
+    def num_active(self) -> int:
+        """Number of blocks that run."""
+        return sum(self.blocks)
+
+
+@dataclass(frozen=True)
+class ConfigurationSpace:
+    """The configurations that a controller can choose.
+
+    Attributes:
+        tiers: names, cheapest first, such as "low", "medium" and "high".
+        num_blocks: transformer blocks of the model.
+        min_active: fewest blocks that run, including block 0.
+        max_active: most blocks that run.
+        topk_choices: numbers of experts, ascending; the last one is that of the released model, and block 0 always
+            uses it. Empty for a model without experts.
+    """
+
+    tiers: tuple[str, ...]
+    num_blocks: int
+    min_active: int
+    max_active: int
+    topk_choices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.tiers:
+            raise UserError("the controller needs at least one tier; set controller.tier_sizes")
+        if not 1 <= self.min_active <= self.max_active <= self.num_blocks:
+            raise UserError(
+                f"controller.min_active={self.min_active} and controller.max_active={self.max_active} must be between "
+                f"1 and the model's {self.num_blocks} blocks, and the first must not exceed the second"
+            )
+        if list(self.topk_choices) != sorted(set(self.topk_choices)) or (
+            self.topk_choices and self.topk_choices[0] < 1
+        ):
+            raise UserError(
+                f"controller.topk_choices={list(self.topk_choices)} must be ascending numbers of experts, at least 1"
+            )
+
+    @property
+    def full_topk(self) -> int:
+        """Experts per token of the released model; 0 without experts."""
+        return self.topk_choices[-1] if self.topk_choices else 0
+
+    @property
+    def full(self) -> Configuration:
+        """The whole model at its highest tier."""
+        return self.configuration(len(self.tiers) - 1, [True] * self.num_blocks)
+
+    def configuration(
+        self, tier: int, blocks: Sequence[bool], topk: Sequence[int] | int | None = None
+    ) -> Configuration:
+        """A configuration in canonical form, so that equal ones compare and hash as equal.
+
+        Args:
+            tier: index into `tiers`.
+            blocks: whether each block runs.
+            topk: experts per token of each block, one number for all, or None for the released model's. Block 0 always
+                has `full_topk`.
+
+        Raises:
+            ValueError: the number of blocks or the tier is not of this space.
+        """
+        if len(blocks) != self.num_blocks or not blocks[0] or not 0 <= tier < len(self.tiers):
+            raise ValueError(f"tier {tier} with blocks {list(map(int, blocks))} is not a configuration of {self}")
+        if not self.topk_choices:
+            return Configuration(tier, tuple(map(bool, blocks)))
+        requested = topk if isinstance(topk, Sequence) else [topk or self.full_topk] * self.num_blocks
+        experts = [self.full_topk, *requested[1:]]
+        return Configuration(
+            tier, tuple(map(bool, blocks)), tuple(k if runs else 0 for k, runs in zip(experts, blocks, strict=True))
+        )
+
+    def sample(self, rng: random.Random) -> Configuration:
+        """A random one; every tier, every number of blocks and every number of experts is equally likely."""
+        num_others = rng.randint(self.min_active, self.max_active) - 1
+        kept = rng.sample(range(1, self.num_blocks), num_others)
+        blocks = [block == 0 or block in kept for block in range(self.num_blocks)]
+        topk = [rng.choice(self.topk_choices or (0,)) for _ in range(self.num_blocks)]
+        return self.configuration(rng.randrange(len(self.tiers)), blocks, topk)
+
+    def complexity(self, configuration: Configuration) -> float:
+        """Share of the model that runs, from 0 to 1: the mean of the shares of tier, blocks and experts.
+
+        The tier's share is (tier + 1) / number of tiers, that of the blocks active / all, and that of the experts the
+        mean of k / full k over active blocks. A model without experts has the first two only.
+        """
+        shares = [(configuration.tier + 1) / len(self.tiers), configuration.num_active / self.num_blocks]
+        if self.topk_choices:
+            shares.append(sum(configuration.topk) / (self.full_topk * configuration.num_active))
+        return sum(shares) / len(shares)
+
+    def describe(self, configuration: Configuration) -> dict[str, Any]:
+        """A configuration as plain values; `blocks` has a 1 for each block that runs and a 0 for each other."""
+        return {
+            "tier": self.tiers[configuration.tier],
+            "blocks": "".join(str(int(runs)) for runs in configuration.blocks),
+            "topk": list(configuration.topk),
+        }
+
+
+def select_blocks(num_active: int, num_blocks: int, scores: Mapping[int, float] | None) -> list[bool]:
+    """A mask of the blocks to keep: block 0 and the most important others, or the first ones.
+
+    Args:
+        num_active: blocks that run.
+        num_blocks: blocks of the model.
+        scores: importance by number of the block; None keeps the first blocks.
+    """
+    ranking = scores or {block: -block for block in range(num_blocks)}
+    others = sorted(range(1, num_blocks), key=lambda block: -ranking[block])[: num_active - 1]
+    return [block == 0 or block in others for block in range(num_blocks)]
+
+
+def cheapest_configuration(space: ConfigurationSpace, scores: Mapping[int, float] | None) -> Configuration:
+    """The lowest tier, the fewest blocks and the fewest experts; `scores` as for `select_blocks`."""
+    blocks = select_blocks(space.min_active, space.num_blocks, scores)
+    return space.configuration(0, blocks, space.topk_choices[0] if space.topk_choices else None)
