@@ -1,4 +1,4 @@
-"""Evaluates checkpoints: models answer, sandboxes judge, figures have intervals, and the best checkpoint is chosen."""
+"""Evaluates checkpoints: generates and judges answers, computes metrics, and selects the best checkpoint."""
 
 from verl_ext.processes import begin_quietly
 

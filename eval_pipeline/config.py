@@ -1,6 +1,6 @@
-"""The configuration of an evaluation. `eval_pipeline.recipe` builds it from a recipe.
+"""The configuration of an evaluation, which `recipe.py` loads.
 
-This module imports no engine and no judge, and checks what needs neither this machine nor a registry.
+Its checks depend neither on this machine nor on the metric registry.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from verl_ext.errors import UserError
 
 TIERS = (1, 2, 3)
 OWN_VLLM_ARGUMENTS = ("model", "max_model_len", "dtype", "gpu_memory_utilization", "tensor_parallel_size", "hf_token")
-"""Arguments of vllm.LLM that come from elsewhere."""
+"""Arguments of vllm.LLM that other settings determine."""
 _SOURCE_KEYS = ("format", "path", "split", "subset", "limit")
 
 
 @dataclass(kw_only=True)
 class TiersConfig:
-    """`tiers`: which checkpoints are evaluated on which data sets."""
+    """`tiers`: which checkpoints are evaluated on which datasets."""
 
-    tier1: list[str] = setting([], "Data sets that every checkpoint is evaluated on", quoted=True)
+    tier1: list[str] = setting([], "Data sets for every checkpoint", quoted=True)
     tier2: list[str] = setting([], "Data sets for every `tier2_every`-th checkpoint", quoted=True)
-    tier3: list[str] = setting([], "Data sets for the best checkpoint, once the run has finished", quoted=True)
+    tier3: list[str] = setting([], "Data sets for the best checkpoint, after the run has finished", quoted=True)
 
     def of(self, tier: int) -> list[str]:
-        """The data sets of a tier: 1, 2 or 3."""
+        """The datasets of a tier: 1, 2 or 3."""
         return (self.tier1, self.tier2, self.tier3)[tier - 1]
 
     @property
     def names(self) -> list[str]:
-        """The data sets of all tiers."""
+        """The datasets of all tiers."""
         return [*self.tier1, *self.tier2, *self.tier3]
 
 
@@ -44,14 +44,14 @@ class TiersConfig:
 class SamplingConfig:
     """`sampling`: how answers are sampled. The defaults are the protocol EVAL@1."""
 
-    temperature: float = setting(0.0, "Temperature of sampling; 0 is greedy", ge=0)
-    top_p: float = setting(1.0, "Probability mass that is sampled from", gt=0, le=1)
-    max_tokens: int = setting(2048, "Most new tokens of an answer", ge=1)
+    temperature: float = setting(0.0, "Sampling temperature; 0 is greedy", ge=0)
+    top_p: float = setting(1.0, "Probability mass of nucleus sampling", gt=0, le=1)
+    max_tokens: int = setting(2048, "Maximum number of new tokens per answer", ge=1)
     num_samples: int = setting(1, "Answers per problem; above 1, pass@k is reported", ge=1)
-    seed: int = setting(0, "Seed of sampling; each answer's own seed is derived from it")
+    seed: int = setting(0, "Sampling seed; the seed of each answer is derived from it")
 
     def check(self) -> None:
-        """Several answers differ."""
+        """Refuse several answers that would all be equal."""
         if self.num_samples > 1 and self.temperature == 0:
             raise UserError(
                 "sampling.num_samples is above 1, but greedy answers are all equal; set sampling.temperature above 0"
@@ -63,9 +63,9 @@ class EngineConfig:
     """`engine`: what generates the answers."""
 
     kind: Literal["vllm", "openai"] = setting(
-        "vllm", "vllm: in a process of its own; openai: a running server at base_url"
+        "vllm", "vllm: vLLM in a child process; openai: a running server at base_url"
     )
-    max_model_len: int = setting(6144, "Tokens of prompt and answer together, bounded by the model's own length", ge=1)
+    max_model_len: int = setting(6144, "Maximum tokens of prompt and answer together, at most the model's own", ge=1)
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = setting(
         "auto",
         "auto: bfloat16 on a GPU, and on a CPU with units for it unless the weights are float32; else float32",
@@ -76,23 +76,23 @@ class EngineConfig:
     base_url: str | None = setting(
         None, "openai: URL of the server, such as http://localhost:8000/v1", quoted=True, hidden=True
     )
-    model: str | None = setting(
-        None, "openai: name of the model; null takes the only one that the server has", quoted=True
-    )
+    model: str | None = setting(None, "openai: name of the model; null takes the server's only model", quoted=True)
     api_key_env: str = setting(
         "OPENAI_API_KEY", "openai: the environment variable that holds the key", quoted=True, hidden=True
     )
     concurrency: int = setting(32, "openai: concurrent requests", ge=1)
     timeout_s: float = setting(
-        600.0, "openai: seconds for one answer, retries included; vllm: seconds without a step that mean it hangs", gt=0
+        600.0,
+        "openai: seconds for one answer, with retries; vllm: seconds without a step after which it counts as hung",
+        gt=0,
     )
 
     def check(self) -> None:
         """Refuse settings that contradict each other, or that would put a key into a file."""
         for name in self.vllm:
             if name in OWN_VLLM_ARGUMENTS:
-                raise UserError(f"engine.vllm.{name} is set elsewhere; {_place_of(name)}")
-        # the value is not shown, for it may be a key
+                raise UserError(f"engine.vllm.{name} is set elsewhere; {_place_to_set(name)}")
+        # the value is not shown, because it may be a key
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
             raise UserError(
                 "engine.api_key_env is not a variable name; store the key in an environment variable and give its name"
@@ -101,7 +101,7 @@ class EngineConfig:
             _require_url(self.base_url)
 
     def require_own_model(self, command: str) -> None:
-        """Refuse a server for a command that evaluates models of its choice.
+        """Refuse a server for a command that loads its models itself.
 
         Raises:
             UserError: the engine is a server.
@@ -115,52 +115,52 @@ class EngineConfig:
 
 @dataclass(kw_only=True)
 class SelectionConfig:
-    """`selection`: how the best checkpoint is chosen."""
+    """`selection`: how the best checkpoint is selected."""
 
     metric: str = setting(
         "exec_success_rate",
-        "Metric that the best checkpoint is chosen by; docs/evaluation.md lists them",
+        "Metric that the best checkpoint is selected by; docs/evaluation.md lists the metrics",
         quoted=True,
     )
     mode: Literal["max", "min"] = setting("max", "max or min; a cost per solved problem needs min")
     dataset: str | None = setting(
-        None, "One data set; null takes the mean over tier 1, weighted by numbers of problems", quoted=True
+        None, "One data set; null takes the mean over tier 1, weighted by number of problems", quoted=True
     )
 
     def check(self) -> None:
-        """Refuse a mode by which the most expensive checkpoint would win."""
+        """Refuse a mode that would select the most expensive checkpoint."""
         if self.metric.startswith("cost_per_solved_") and self.mode == "max":
             raise UserError(f"selection.metric={self.metric} is a cost, so lower is better; set selection.mode=min")
 
 
 @dataclass(kw_only=True)
 class ExecutorConfig:
-    """`executor`: who runs the engines."""
+    """`executor`: where the workers run."""
 
     kind: Literal["local", "ray"] = setting("local", "local: processes of this machine; ray: a Ray cluster")
     num_workers: int | None = setting(
-        None, "Concurrent engines; null takes one for each tensor_parallel_size GPUs, one on a CPU", ge=1
+        None, "Number of workers; null takes one per tensor_parallel_size GPUs, or one on a CPU", ge=1
     )
     address: str | None = setting(
         None,
-        "ray: address of the cluster; null takes RAY_ADDRESS or a running cluster of this machine",
+        "ray: address of the cluster; null takes RAY_ADDRESS, or a cluster that runs on this machine",
         quoted=True,
     )
 
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    """An evaluation."""
+    """The root of an evaluation's configuration."""
 
     datasets: dict[str, Any] = setting(
         {}, "Name of the metrics: {format, path, split, subset, limit}; see docs/evaluation.md"
     )
     tiers: TiersConfig = section(TiersConfig)
-    tier2_every: int = setting(4, "Checkpoints from one of tier 2 to the next", ge=1)
+    tier2_every: int = setting(4, "Every this many checkpoints, one is evaluated on tier 2 as well", ge=1)
     sampling: SamplingConfig = section(SamplingConfig)
     batch_size: int = setting(
         256,
-        "Answers requested from the engine at once; fixed batches make greedy answers repeatable, bit for bit",
+        "Answers requested from the engine at once; fixed batches make greedy answers reproducible bit for bit",
         ge=1,
     )
     engine: EngineConfig = section(EngineConfig)
@@ -169,17 +169,17 @@ class EvalConfig:
     executor: ExecutorConfig = section(ExecutorConfig)
     max_attempts: int = setting(3, "A job that failed this often stays failed until `retry`", ge=1)
     backoff_s: float = setting(30.0, "Seconds before the second attempt, doubled for each further one", ge=0)
-    poll_s: float = setting(10.0, "Seconds between two looks for new checkpoints", gt=0)
+    poll_s: float = setting(10.0, "Seconds between scans for new checkpoints", gt=0)
     qa_per_error_type: int = setting(10, "Answers of each error type in qa_logs and in the W&B table", ge=1)
     wandb: bool = setting(True, "Log to the training run's W&B project")
 
     @property
     def sources(self) -> dict[str, DatasetSource]:
-        """The data sets by name."""
+        """The datasets by name."""
         return {name: DatasetSource(name=name, **entry) for name, entry in self.datasets.items()}
 
     def datasets_up_to(self, tier: int) -> list[tuple[str, int]]:
-        """Data sets of a tier and of those before it, each with its own tier."""
+        """The datasets of a tier and of the tiers before it, each with its own tier."""
         first: dict[str, int] = {}
         for number in TIERS[:tier]:
             for name in self.tiers.of(number):
@@ -187,7 +187,7 @@ class EvalConfig:
         return list(first.items())
 
     def check(self) -> None:
-        """Refuse data sets that cannot be read, and settings of several components that contradict each other."""
+        """Refuse malformed datasets, and settings of several components that contradict each other."""
         for name, entry in self.datasets.items():
             _check_source(name, entry)
         for tier in TIERS:
@@ -195,34 +195,34 @@ class EvalConfig:
             if unknown:
                 known = ", ".join(self.datasets) or "none"
                 raise UserError(f"tiers.tier{tier} names {unknown[0]!r}, which is not in `datasets`; use {known}")
-        self._require_choice_of_best()
+        self._require_possible_selection()
 
-    def _require_choice_of_best(self) -> None:
-        """Refuse tiers by which a `watch` could never choose a best checkpoint.
+    def _require_possible_selection(self) -> None:
+        """Refuse tiers with which `watch` could never select a best checkpoint.
 
         A recipe without tiers is for `judge`.
         """
-        chosen_by, tiers = self.selection.dataset, self.tiers
-        if chosen_by is None:
+        selected_by, tiers = self.selection.dataset, self.tiers
+        if selected_by is None:
             if tiers.names and not tiers.tier1:
                 other = ", or set selection.dataset to one of tiers.tier2" if tiers.tier2 else ""
                 raise UserError(
                     f"tiers.tier1 is empty, so no best checkpoint could be chosen; add a data set to it{other}"
                 )
-        elif chosen_by not in self.datasets:
-            raise UserError(f"selection.dataset is {chosen_by!r}, which is not in `datasets`; name one that is")
-        elif chosen_by not in (*tiers.tier1, *tiers.tier2):
-            why = "tiers.tier3 is evaluated after the choice" if chosen_by in tiers.tier3 else "no tier names it"
+        elif selected_by not in self.datasets:
+            raise UserError(f"selection.dataset is {selected_by!r}, which is not in `datasets`; name one that is")
+        elif selected_by not in (*tiers.tier1, *tiers.tier2):
+            why = "tiers.tier3 is evaluated after the choice" if selected_by in tiers.tier3 else "no tier names it"
             raise UserError(
-                f"selection.dataset is {chosen_by!r}, but {why}, so no best checkpoint could be chosen; add it to "
+                f"selection.dataset is {selected_by!r}, but {why}, so no best checkpoint could be chosen; add it to "
                 "tiers.tier1 or tiers.tier2, or set selection.dataset to a data set of these"
             )
 
 
-def _place_of(name: str) -> str:
+def _place_to_set(name: str) -> str:
     if name == "model":
         return "the model is the evaluated checkpoint"
-    # the values of a recipe end up in logs
+    # recipes are logged
     return "store the token in the environment variable HF_TOKEN" if name == "hf_token" else f"set engine.{name}"
 
 

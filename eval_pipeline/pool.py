@@ -118,15 +118,6 @@ def require_engine(config: EvalConfig) -> None:
         require_package("vllm")
 
 
-def open_pool(config: EvalConfig) -> WorkerPool:
-    """Create the configured pool, without starting it."""
-    if config.executor.kind == "ray":
-        from eval_pipeline.ray_pool import RayPool  # Ray takes seconds to import
-
-        return RayPool(config)
-    return LocalPool(config)
-
-
 def assign_gpus(num_workers: int | None, engine: EngineConfig) -> list[str | None]:
     """The GPUs of each worker of this machine, in the format of `CUDA_VISIBLE_DEVICES`; None if it needs none.
 

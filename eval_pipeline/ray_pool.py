@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
@@ -165,7 +166,7 @@ class RayWorker(PoolWorker):
         self.is_ready = False
         self.death: str | None = None
 
-    def has_room_for(self, export: Any) -> bool:
+    def has_room_for(self, export: Path | None) -> bool:
         """See `PoolWorker`; a worker without resources must not hold batches."""
         return self.is_ready and super().has_room_for(export)
 

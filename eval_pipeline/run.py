@@ -13,7 +13,7 @@ from eval_pipeline.checkpoints import EvalCheckpoint, EvalDir, lease_checkpoint
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.jobs import HEARTBEAT_S, Job, JobKey, JobQueue
 from eval_pipeline.judge.isolation import versions_of
-from eval_pipeline.pool import WorkerPool, open_pool
+from eval_pipeline.pool import LocalPool, WorkerPool
 from eval_pipeline.problems.datasets import load_problems, problems_digest
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import EvalDigests
@@ -95,6 +95,15 @@ def run_jobs(context: EvalContext, source: TaskSource, publish: Callable[[Sequen
                 runner.step(tasks)
         finally:
             runner.release()
+
+
+def open_pool(config: EvalConfig) -> WorkerPool:
+    """Create the configured pool, without starting it."""
+    if config.executor.kind == "ray":
+        from eval_pipeline.ray_pool import RayPool  # Ray takes seconds to import
+
+        return RayPool(config)
+    return LocalPool(config)
 
 
 class JobRunner:

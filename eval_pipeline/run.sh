@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Evaluation: bash eval_pipeline/run.sh COMMAND ...; --help says more. Sets up the environment where it is missing.
+# Evaluation: bash eval_pipeline/run.sh COMMAND ...; see --help. Creates the Python environment if it is missing.
 set -euo pipefail
 export VERL_EXT_CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

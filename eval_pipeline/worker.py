@@ -12,7 +12,8 @@ from queue import SimpleQueue
 from types import TracebackType
 
 from eval_pipeline.config import EvalConfig, SamplingConfig
-from eval_pipeline.engines.base import Engine, EngineDied, GeneratedAnswer, GenerateRequest, open_engine
+from eval_pipeline.engines import open_engine
+from eval_pipeline.engines.base import Engine, EngineDied, GeneratedAnswer, GenerateRequest
 from eval_pipeline.judge import Submission, Verdict
 from eval_pipeline.judge.client import JudgeClient
 from eval_pipeline.problems.extract import extract_program

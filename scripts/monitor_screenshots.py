@@ -1,22 +1,25 @@
 """Take the screenshots of the monitor that the documentation shows.
 
-Writes `monitor_light.png` in English and `monitor_dark.png` in Chinese, and with `--live PATH` also
-`monitor_live.png` of a run in progress. With `--tab TAB` it writes only `NAME.png`, of that tab.
+Writes `monitor_runs.png` of the table of runs, `monitor_light.png` of a run in English and `monitor_dark.png` in
+Chinese, and with `--live PATH` also `monitor_live.png` of a run in progress. With `--tab TAB`, it writes only
+`NAME.png`, of that tab.
 """
 
 from __future__ import annotations
 
 import tempfile
-from functools import partial
 from pathlib import Path
+from urllib.parse import urlencode
 
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Page
 
-from tests.helpers.monitor import browser, choose, monitor, open_tab, wait_for_text
+from tests.helpers.monitor import browser, monitor, wait_for_text
 from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.monitor.state import TABS
 
-SIZE = {"width": 1280, "height": 900}
+WIDTH, HEIGHT = 1280, 1090
+TABLE_HEIGHT, FOLDED_HEIGHT = 340, 740
+"""Of the pictures of the table, and of a run whose other charts are folded."""
 
 
 @clean_exit()
@@ -32,7 +35,7 @@ def main() -> None:
     )
     directory = Path("checkpoints")
     parser.add_argument("--root", type=Path, metavar="DIR", default=directory, help="directory that contains the runs")
-    parser.add_argument("--run", metavar="PATH", help="path of a run below the root (default: the newest)")
+    parser.add_argument("--run", metavar="PATH", required=True, help="path of a run below the root")
     parser.add_argument("--live", metavar="PATH", help="path of a run in progress")
     parser.add_argument("--tab", choices=TABS, help="take one screenshot, of this tab")
     parser.add_argument("--name", default="monitor", help="its file name without .png (default: %(default)s)")
@@ -41,33 +44,43 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         with monitor(arguments.root.resolve(), Path(directory) / "monitor.sqlite") as address, browser() as running:
-            shoot = partial(take, running, address)
             if arguments.tab is not None:
-                shoot(arguments.run, arguments.output / f"{arguments.name}.png", tab=arguments.tab)
+                page = visit_run(running, address, run=arguments.run, tab=arguments.tab)
+                save(page, arguments.output / f"{arguments.name}.png")
                 return
-            shoot(arguments.run, arguments.output / "monitor_light.png")
-            shoot(arguments.run, arguments.output / "monitor_dark.png", dark=True)
+            page = visit_run(running, address)
+            wait_for_text(page, "runs", arguments.run)
+            page.set_viewport_size({"width": WIDTH, "height": TABLE_HEIGHT})
+            save(page, arguments.output / "monitor_runs.png")
+            page = visit_run(running, address, run=arguments.run)
+            page.get_by_test_id("fold").locator(".q-item").click()
+            save(page, arguments.output / "monitor_light.png")
+            page = visit_run(running, address, run=arguments.run)
+            page.get_by_test_id("fold").locator(".q-item").click()
+            page.get_by_test_id("language").get_by_text("中文").click()
+            page.get_by_text("训练监控").wait_for()
+            page.get_by_test_id("dark").click()
+            page.locator("body.body--dark").wait_for()
+            save(page, arguments.output / "monitor_dark.png")
             if arguments.live is not None:
-                shoot(arguments.live, arguments.output / "monitor_live.png", mode="Live")
+                page = visit_run(running, address, run=arguments.live)
+                wait_for_text(page, "mode", "Live")
+                page.set_viewport_size({"width": WIDTH, "height": FOLDED_HEIGHT})
+                save(page, arguments.output / "monitor_live.png")
 
 
-def take(
-    running: Browser, address: str, run: str | None, path: Path, *, tab: str = "", dark: bool = False, mode: str = ""
-) -> None:
-    """Take one screenshot as a new visitor, after the page shows this `mode`."""
-    page = running.new_context(viewport=SIZE).new_page()
-    page.goto(address)
-    page.get_by_test_id("run").wait_for()
-    if run is not None:
-        choose(page, run)
-    if dark:
-        page.get_by_test_id("language").get_by_text("中文").click()
-        page.wait_for_timeout(1000)
-        page.get_by_test_id("dark").click()
-    if tab:
-        open_tab(page, tab)
-    wait_for_text(page, "mode", mode)
-    page.wait_for_timeout(2000)
+def visit_run(running: Browser, address: str, **state: str) -> Page:
+    """Open the page as a new visitor, with the state in its address."""
+    page = running.new_context(viewport={"width": WIDTH, "height": HEIGHT}).new_page()
+    page.goto(f"{address}?{urlencode(state)}")
+    page.get_by_test_id("shown" if state else "runs").wait_for()
+    return page
+
+
+def save(page: Page, path: Path) -> None:
+    """Take the screenshot when everything has been drawn."""
+    page.mouse.move(0, 300)  # off the controls, whose hints would cover others
+    page.wait_for_timeout(2500)
     page.screenshot(path=path)
     page.context.close()
 

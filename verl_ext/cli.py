@@ -1,4 +1,4 @@
-"""One manner for every command: help with examples, mistakes in one sentence, an orderly end at Ctrl-C."""
+"""What every command line has: help with examples, errors in one sentence, and a clean end at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from verl_ext.suggestions import RANKS, meant_command, meant_key, meant_option
 
 FAILURES = {"2": "bad input; the message says how to fix it", "75": "stopped by a signal, such as Ctrl-C"}
 EXIT_CODES = {"0": "done", **FAILURES}
-"""Exit codes of a command without special ones."""
+"""Exit codes of a command without others."""
 _OPTION = re.compile(r"--?[^\W\d][^\s]*")
-"""What looks like an option; no negative number, and no text with a space."""
+"""An option, but not a negative number or text with a space."""
 WIDTH = 110
-"""Most characters of a line of help."""
+"""Maximum characters of a line of help."""
 GRACE_S = 30.0
 """How long a command may take to end after a stop signal; after that, another one kills it."""
 Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose help has examples and exit codes, and whose errors are told as all others are.
+    """A parser whose help has examples and exit codes, and whose errors are `UserError`s.
 
     Args:
-        prog: the command as it is typed, up to its arguments.
+        prog: the command as the user types it, up to its arguments.
         description: what it does, in paragraphs.
-        examples: whole commands, at least one.
-        notes: further paragraphs behind the examples; one with an indented line is left as it is.
-        exit_codes: what each means, where there are more than `EXIT_CODES`.
-        keys: gives the keys that can be set as key=value, from the words that were typed; None where there are none.
+        examples: complete commands, at least one.
+        notes: further paragraphs after the examples; one with an indented line is not refilled.
+        exit_codes: meaning of each.
+        keys: returns the keys that can be set as key=value, given the words typed; None if there are no such keys.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Tell what is wrong with the words that were typed.
+        """Report what is wrong with the words typed.
 
         Raises:
             UserError: always.
@@ -73,31 +73,31 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse has overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As argparse does, but an option that there is not is refused first, with what was probably meant."""
+        """Like argparse, but refuse an unknown option first, with the option that was probably meant."""
         words = sys.argv[1:] if args is None else list(args)
         for place, word in enumerate(words):
-            if word == "--" or word in self._commands():  # what follows is no option, or another parser's
+            if word == "--" or word in self._commands():  # what follows is not an option, or belongs to another parser
                 break
             if _OPTION.match(word) and word.partition("=")[0] not in self._option_string_actions:
                 self._refuse_option(word, words[place + 1 :], words)
         return super().parse_known_args(words, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print as argparse does, which ignores write errors; `exit_on_user_error` reports them later."""
+        """Print, ignoring write errors like argparse; `exit_on_user_error` reports them later."""
         print_line(message, file, end="")
 
     def _commands(self) -> Collection[str]:
-        """The commands that there are; none where the parser takes its arguments itself."""
+        """The commands; empty if the parser has none."""
         actions = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         return actions[0].choices if actions else ()
 
     def _refuse_option(self, word: str, following: Sequence[str], words: Sequence[str]) -> NoReturn:
-        """Tell that there is no such option, and what was probably meant.
+        """Refuse an unknown option, and suggest the one that was probably meant.
 
         Args:
             word: the option, with or without `=VALUE`.
-            following: the words behind it, of which the first may be its value.
-            words: all that were typed.
+            following: the words after it, of which the first may be its value.
+            words: all words typed.
 
         Raises:
             UserError: always.
@@ -116,7 +116,7 @@ class CommandParser(argparse.ArgumentParser):
         self.error(f"there is no option {name}{hint}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse does, which calls it for a value that has `choices`; a command is refused in words of our own."""
+        """Like argparse, which calls it for a value with `choices`, but with suggestions for an unknown command."""
         if not isinstance(action, argparse._SubParsersAction) or value in action.choices:
             super()._check_value(action, value)
             return
@@ -132,12 +132,12 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def child_process_args(module: str, text: str, started_by: str, *names: str) -> list[str]:
-    """Arguments of a process that another command starts; `--help` says so to those who type it.
+    """Arguments of a process that another command starts, which its `--help` says.
 
     Raises:
-        SystemExit: after --help, and with code 2 where words are missing.
+        SystemExit: after --help, and with code 2 if words are missing.
     """
-    description = f"{text} Other commands start this process; it is not to be typed."
+    description = f"{text} Other commands start this process; users do not need it."
     parser = CommandParser(prog=f"python -m {module}", description=description, examples=[started_by])
     for name in names:
         parser.add_argument(name, metavar=name.upper())
@@ -146,7 +146,7 @@ def child_process_args(module: str, text: str, started_by: str, *names: str) -> 
 
 
 def add_commands(parser: CommandParser, *, required: bool = True) -> Commands:
-    """What `add_command` adds to; the command that was typed is the argument `command`."""
+    """What `add_command` adds to; the command typed becomes the argument `command`."""
     return parser.add_subparsers(
         dest="command",
         required=required,
@@ -168,7 +168,7 @@ def add_command(commands: Commands, name: str, text: str, **settings: Any) -> Co
 
 
 def definitions(rows: Mapping[str, str]) -> str:
-    """Words and their meanings, two columns."""
+    """Words and their meanings, in two columns."""
     indent = max(map(len, rows)) + 4
     return "\n".join(
         textwrap.fill(meaning, _width(), initial_indent=f"  {word}".ljust(indent), subsequent_indent=" " * indent)
@@ -178,7 +178,7 @@ def definitions(rows: Mapping[str, str]) -> str:
 
 @contextmanager
 def clean_exit(typed_again: str = "starts over") -> Iterator[None]:
-    """What a command's `main` runs inside: neither bad input nor a request to stop leaves a traceback.
+    """Context of a command's `main`: neither bad input nor a request to stop leaves a traceback.
 
     The first stop signal raises `StopRequest`, once. Repeats are the same request until the process exits, because
     schedulers signal twice. A second Ctrl-C kills as usual, and so does any signal after `GRACE_S`.
@@ -209,18 +209,13 @@ def clean_exit(typed_again: str = "starts over") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class IntArg:
-    """The type of an argument that is a whole number.
-
-    Attributes:
-        least: the smallest that is taken.
-        most: the largest, None for any.
-    """
+    """The type of an argument that is a whole number, at least `least` and, if it is given, at most `most`."""
 
     least: int = 1
     most: int | None = None
 
     def __call__(self, text: str) -> int:
-        """The number that was typed; argparse reports an `ArgumentTypeError`."""
+        """The number typed; argparse reports an `ArgumentTypeError`."""
         value = int(text) if text.isascii() and text.removeprefix("-").isdigit() else None
         if value is None or value < self.least or (self.most is not None and value > self.most):
             bounds = f"of {self.least} or more" if self.most is None else f"from {self.least} to {self.most}"
@@ -230,20 +225,14 @@ class IntArg:
 
 @dataclass(frozen=True)
 class FloatArg:
-    """The type of an argument that is a number above one bound and below another.
-
-    Attributes:
-        above: what it must be more than.
-        below: what it must be less than.
-        closed: whether the bounds themselves are taken too.
-    """
+    """The type of an argument that is a number above one bound and below another; `closed` allows the bounds too."""
 
     above: float = 0.0
     below: float = math.inf
     closed: bool = False
 
     def __call__(self, text: str) -> float:
-        """The number that was typed; argparse reports an `ArgumentTypeError`."""
+        """The number typed; argparse reports an `ArgumentTypeError`."""
         try:
             value = float(text)
         except ValueError:
@@ -256,7 +245,7 @@ class FloatArg:
 
 
 def output_file(text: str) -> Path:
-    """The type of an argument that names a file to write; what cannot be written is refused before the work is done."""
+    """The type of an argument that names a file to write; one that cannot be written is refused before the work."""
     path = Path(text).expanduser()
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"'{text}' is a directory; name a file")

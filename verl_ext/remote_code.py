@@ -8,7 +8,7 @@ from typing import Any
 from verl_ext.errors import UserError
 
 _ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
-_FIX = "remove that key from it, or set trust_remote_code=true if you trust whoever made the model"
+_FIX = "remove that key from it, or set trust_remote_code=true if you trust its author"
 
 
 def require_no_remote_code(name: str, trusted: bool, local_files_only: bool = False) -> None:

@@ -87,7 +87,7 @@ def safe_vllm_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     if arguments.get("hf_overrides"):
         raise UserError(
             f"{name} brings code of its own (auto_map in its config.json), which vLLM runs unasked if hf_overrides is "
-            "set; remove hf_overrides, or set trust_remote_code=true if you trust whoever made the model"
+            "set; remove hf_overrides, or set trust_remote_code=true if you trust its author"
         )
     return {**arguments, "hf_overrides": drop_auto_map}
 

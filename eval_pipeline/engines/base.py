@@ -10,8 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from eval_pipeline.config import EngineConfig, SamplingConfig
-from verl_ext.errors import UserError
+from eval_pipeline.config import SamplingConfig
 
 
 @dataclass(frozen=True)
@@ -125,29 +124,6 @@ class Engine(ABC):
         Raises:
             EngineDied: the engine's process ended or hangs, or the server does not answer.
         """
-
-
-def open_engine(config: EngineConfig, export: Path | None) -> Engine:
-    """Create the configured engine, without starting it.
-
-    Args:
-        config: of the engine.
-        export: Hugging Face model directory; None takes the server's model. If given, the server must have loaded it.
-
-    Raises:
-        UserError: vLLM needs a model.
-    """
-    if config.kind == "openai":
-        from eval_pipeline.engines.openai_engine import OpenAIEngine
-
-        return OpenAIEngine(config, export)
-    if export is None:
-        raise UserError(
-            "engine.kind=vllm needs a model; name a checkpoint, or set engine.kind=openai to use a running server"
-        )
-    from eval_pipeline.engines.vllm_engine import VllmEngine
-
-    return VllmEngine(config, export)
 
 
 def request_seed(request: GenerateRequest, sampling: SamplingConfig) -> int | None:

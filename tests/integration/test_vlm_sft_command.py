@@ -12,7 +12,7 @@ from tests.helpers.commands import RecipeRun
 if TYPE_CHECKING:
     import torch
 
-    from verl_ext.controller.adapters.base import VLMAdapter
+    from verl_ext.controller.adapters import VLMAdapter
 
 TIERS = (256, 1024, 4096)
 NUM_STEPS = 6

@@ -20,7 +20,7 @@ from torch import nn
 from tests.helpers import vlms
 from tests.helpers.data import question
 from verl_ext.controller import calibration
-from verl_ext.controller.adapters.base import Inputs, VLMAdapter
+from verl_ext.controller.adapters import Inputs, VLMAdapter
 from verl_ext.controller.block_importance import BlockImportance, load_importance, measure_importance
 from verl_ext.controller.calibrate import main as calibrate_command
 from verl_ext.controller.calibration import calibrate

@@ -12,8 +12,7 @@ import pytest
 
 from tests.helpers import vlms
 from verl_ext.config.schema import keys
-from verl_ext.controller.adapters import adapter_for
-from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.adapters import VLMAdapter, adapter_for
 from verl_ext.controller.calibration import machine_name, machine_warning
 from verl_ext.controller.config import PERCENTILES, BudgetRewardConfig
 from verl_ext.controller.environment import REWARD_NAMES, reward_components

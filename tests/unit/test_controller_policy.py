@@ -11,8 +11,7 @@ import torch
 from tests.helpers import vlms
 from tests.helpers.data import question
 from tests.helpers.grpo import rewards_of
-from verl_ext.controller.adapters import adapter_for
-from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.adapters import VLMAdapter, adapter_for
 from verl_ext.controller.config import BudgetRewardConfig
 from verl_ext.controller.environment import ControllerEnvironment
 from verl_ext.controller.execution import EncodedImage, RunResult, VLMRunner

@@ -1,4 +1,4 @@
-"""What a context, a watcher and the summing up of a job make of a recipe's keys, on checkpoints that nobody loads."""
+"""What the watcher, the publisher and a job's results make of a recipe's keys, on checkpoints that nobody loads."""
 
 from __future__ import annotations
 
@@ -330,3 +330,23 @@ def test_a_checkpoint_that_is_removed_while_it_is_evaluated_has_its_results(
     assert told.count("step_10 was removed during") == 1 and told.count("step_20 was removed before") == 1
     assert publisher.publish(watcher.poll()) == set()
     assert not watcher.exhausted  # the other two
+
+
+def test_a_run_that_nobody_has_started_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watcher = watcher_of(EvalContext(eval_dir_of_run(tmp_path), load_eval_config("quickstart")))
+    assert not watcher.has_finished() and not watcher.has_finished()
+    assert capsys.readouterr().err.count("has not been started yet") == 1
+
+
+def test_one_that_its_launcher_starts_is_waited_for_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = RunRecord(tmp_path)
+    record.mark_waiting(project="p", experiment="e")
+    watcher = watcher_of(EvalContext(eval_dir_of_run(tmp_path), load_eval_config("quickstart")))
+    assert not watcher.has_finished()
+    record.start_attempt(first_step=0, world_size=1, total_steps=2)
+    assert not watcher.has_finished()
+    assert not capsys.readouterr().err
+    record.end_attempt("finished", 2, "all steps are done")
+    assert watcher.has_finished()

@@ -24,7 +24,7 @@ from eval_pipeline.engines.base import EngineDied, GeneratedAnswer, GenerateRequ
 from eval_pipeline.engines.vllm_process import VllmModel
 from eval_pipeline.jobs import Job, JobQueue
 from eval_pipeline.judge import FunctionTests, Verdict
-from eval_pipeline.pool import WorkerPool
+from eval_pipeline.pool import BATCHES_PER_WORKER, PoolWorker, WorkerPool
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import EvalDigests, load_eval_config
 from eval_pipeline.run import EvalContext, JobRunner, Task
@@ -35,6 +35,7 @@ from eval_pipeline.worker import (
     BatchFailed,
     BatchFinished,
     BatchId,
+    BatchLost,
     BatchStarted,
     EvalWorker,
     Event,
@@ -229,6 +230,57 @@ def test_an_engine_that_dies_costs_its_own_batch_alone(tmp_path: Path, monkeypat
             setup.step()
     assert setup.job.state == "done" and setup.judged == [["success"] * 4]
     assert (setup.job.attempts, set(engines.asked.values())) == (0, {1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "dies_at", "event"),
+    [("vllm", "load", BatchFailed), ("vllm", "answer", BatchLost), ("openai", "answer", BatchFailed)],
+)
+def test_what_a_dead_engine_means_for_its_batch(
+    kind: str, dies_at: str, event: type[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process of vLLM can do the batch; a server, and vLLM that cannot load, need the pause before a retry."""
+    engine = MagicMock(protocol=CONTEXT["protocol"], seconds={})
+    engine.__enter__.return_value = engine
+    part = engine.__enter__ if dies_at == "load" else engine.answers
+    part.side_effect = EngineDied("it died")
+    monkeypatch.setattr("eval_pipeline.worker.open_engine", lambda *_: engine)
+    config = replace(RECIPE, engine=EngineConfig(kind=kind, base_url="http://localhost:1/v1"))
+    request = GenerateRequest("p0", "")
+    batch = Batch(BatchId(claim=1, number=0), None, {"p0": PROBLEMS[0]}, (request,), SamplingConfig())
+    events: list[Event] = []
+    with EvalWorker(config) as worker:
+        worker.run(batch, events.append)
+    assert type(events[-1]) is event and "it died" in str(events[-1])
+
+
+def test_a_lost_batch_is_repeated_and_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """By a worker that lives, and by one that has died with another batch."""
+    batches = [
+        Batch(BatchId(claim=1, number=number), None, {}, (), SamplingConfig()) for number in range(BATCHES_PER_WORKER)
+    ]
+    worker = ScriptedWorker([BatchLost(batches[0].id, "vLLM died")], death="the process died")
+    for batch in batches:
+        worker.submit(batch)
+    assert not worker.has_room_for(None)
+    lost = [BatchLost(batches[0].id, "vLLM died"), BatchLost(batches[1].id, "the process died")]
+    assert worker.receive() == lost and worker.has_room_for(Path("other"))
+    told = capsys.readouterr().err
+    assert "vLLM died; its batch is repeated" in told and "the process died; its work is repeated" in told
+
+
+class ScriptedWorker(PoolWorker):
+    """Has these events, then dies."""
+
+    def __init__(self, events: list[Event], death: str) -> None:
+        super().__init__()
+        self._script = events, death
+
+    def _send(self, batch: Batch) -> None:
+        pass
+
+    def _drain(self) -> tuple[list[Event], str | None]:
+        return self._script
 
 
 def test_a_hung_judge_does_not_hang_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:

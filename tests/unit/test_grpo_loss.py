@@ -221,7 +221,7 @@ def samples_of(inputs: LossInputs) -> list[tuple[torch.Tensor, ...]]:
 
 
 def gspo(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
-    """GSPO-token (arXiv 2507.18071, equations 13 and 14): one ratio for a sample, with the gradient of each token."""
+    """GSPO-token (arXiv 2507.18071): one ratio for a sample, with the gradient of each token."""
     terms = []
     for log_prob, old, advantage, weight in samples_of(inputs):
         ratio = (log_prob - old).mean().detach().exp() * (log_prob - log_prob.detach()).exp()
@@ -231,7 +231,7 @@ def gspo(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
 
 
 def sapo(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
-    """SAPO (arXiv 2511.20347, equations 5 and 6): a sigmoid gate in place of the clip."""
+    """SAPO (arXiv 2511.20347): a sigmoid gate in place of the clip."""
     terms = []
     for log_prob, old, advantage, weight in samples_of(inputs):
         tau = torch.full_like(advantage, actor.tau_neg).masked_fill(advantage > 0, actor.tau_pos)
@@ -241,13 +241,13 @@ def sapo(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
 
 
 def gpg(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
-    """The policy gradient without ratio (arXiv 2504.02546, equation 4)."""
+    """The policy gradient without ratio (arXiv 2504.02546)."""
     terms = [-log_prob * advantage * weight for log_prob, _, advantage, weight in samples_of(inputs)]
     return aggregated(terms, actor.loss_agg_mode)
 
 
 def cispo(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
-    """CISPO (arXiv 2506.13585, equation 4): the clipped ratio weighs the policy gradient."""
+    """CISPO (arXiv 2506.13585): the clipped ratio weighs the policy gradient."""
     terms = []
     for log_prob, old, advantage, weight in samples_of(inputs):
         ratio = (log_prob - old).exp().clamp(1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high).detach()
@@ -256,7 +256,7 @@ def cispo(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
 
 
 def geo_mean(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
-    """GMPO (arXiv 2507.20673, algorithm 1): the geometric mean of a sample's ratios, clipped token by token."""
+    """GMPO (arXiv 2507.20673): the geometric mean of a sample's ratios, clipped token by token."""
     terms = []
     for log_prob, old, advantage, weight in samples_of(inputs):
         sign, log_ratio = advantage.sign(), log_prob - old
@@ -308,7 +308,7 @@ def test_losses_agree_before_the_first_update(loss: str) -> None:
 
 
 def covariances(inputs: LossInputs) -> torch.Tensor:
-    """Of advantage and log-probability at each decision (arXiv 2505.22617, equation 10); NaN where none counts."""
+    """Of advantage and log-probability at each decision (arXiv 2505.22617); NaN where none counts."""
     kept = inputs.mask > 0
     centered = [each.detach() - each.detach()[kept].mean() for each in (inputs.advantages, inputs.log_probs)]
     return torch.where(kept, centered[0] * centered[1], torch.nan)
@@ -316,7 +316,7 @@ def covariances(inputs: LossInputs) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_kl_cov_penalizes_the_tokens_of_highest_covariance(mode: Any) -> None:
-    """(arXiv 2505.22617, equation 13)"""
+    """As in arXiv 2505.22617."""
     inputs, actor = plain_inputs(3), with_loss("kl_cov", loss_agg_mode=mode, kl_cov_ratio=0.2, ppo_kl_coef=0.7)
     assert inputs.rollout_is_weights is not None
     covariance = covariances(inputs)
@@ -331,7 +331,7 @@ def test_kl_cov_penalizes_the_tokens_of_highest_covariance(mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_clip_cov_excludes_tokens_of_high_covariance(mode: Any) -> None:
-    """(arXiv 2505.22617, equation 12) It picks at random: here among as many as it may pick, so that all are picked."""
+    """(arXiv 2505.22617) It picks at random: here among as many as it may pick, so that all are picked."""
     settings: Any = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.5, "clip_cov_ub": 5.0}
     inputs, actor = plain_inputs(4), with_loss("clip_cov", loss_agg_mode=mode, **settings)
     assert inputs.rollout_is_weights is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from verl_ext.monitor.charts import CHARTS, charts_for
+from verl_ext.monitor.charts import CHARTS, ChartStyle, chart_options, charts_for
 from verl_ext.monitor.curves import (
     MAX_POINTS,
     CurveEnvelope,
@@ -143,3 +143,15 @@ def test_every_word_of_the_page_has_a_translation() -> None:
     assert tuple(PANELS) == TABS
     for word in [*TABS, *FIGURES, *FIGURES.values()]:
         assert word in CHINESE and translate("zh", word) == CHINESE[word] and translate("en", word) == word
+
+
+def test_only_positive_values_have_a_logarithmic_axis() -> None:
+    curves = RunCurves()
+    curves.add([MetricRow(1, 1, 1.0, {"train/loss": 2.0, "train/reward_total_mean": -1.0})], {})
+    kinds = {
+        chart.name: [
+            chart_options(curves, chart, ChartStyle(0.0, log_scale=log))["yAxis"]["type"] for log in (False, True)
+        ]
+        for chart in charts_for(curves.envelopes)
+    }
+    assert kinds == {"Loss": ["value", "log"], "Rewards": ["value", "value"]}

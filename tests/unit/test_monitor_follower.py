@@ -120,13 +120,14 @@ def test_a_restart_of_the_monitor_reads_saved_curves_and_the_rows_behind_them(
 def test_a_run_without_new_rows_is_saved_to_its_last_row(
     root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_record(root / "p/e", status="finished")
-    write_rows(root / "p/e", 1, range(1, 50))
+    for name, status in (("finished", "finished"), ("live", "running")):
+        write_record(root / "p" / name, status=status)
+        write_rows(root / "p" / name, 1, range(1, 50))
     look(follower)
-    assert follower.runs["p/e"].saved_state.step == 0
+    assert [follower.runs[path].saved_state.step for path in ("p/finished", "p/live")] == [49, 0]
     monkeypatch.setattr(follower_module, "IDLE_S", -1.0)
     look(follower)
-    saved = follower.runs["p/e"].saved_state
+    saved = follower.runs["p/live"].saved_state
     assert (saved.step, saved.latest) == (49, {"train/loss": 49.0})
 
 
@@ -146,6 +147,17 @@ def test_a_run_that_was_killed_does_not_count_as_running(root: Path, follower: R
             "p/live": "running", "p/silent": "killed", "p/validating": "running",
         }  # fmt: skip
         assert "logged nothing for 29" in str(each.runs["p/silent"].exit_reason)
+
+
+def test_a_record_of_another_kind_does_not_hide_the_others(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/e")
+    for name, attempts in (("a", None), ("b", [{"attempt": 1}]), ("c", [])):
+        (root / name).mkdir()
+        (root / name / "run.json").write_text(json.dumps({"status": "running", "attempts": attempts}))
+    (root / "d").mkdir()
+    (root / "d/run.json").write_text('{"status": "running"}')
+    look(follower)
+    assert {*follower.runs} == {"p/e", "a", "b", "c", "d"}
 
 
 def test_two_monitors_may_share_a_database(root: Path, follower: RunFollower) -> None:

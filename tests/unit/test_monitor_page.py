@@ -72,11 +72,10 @@ def bytes_read() -> int:
 def test_the_address_keeps_the_state() -> None:
     state = PageState(
         run="p/a & b=c,d/é", tab="Samples", runs=("a,b", "c&d"), metrics=("train/lr(1e-3)", "x"), smoothing=0.25,
-        source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
+        log_scale=True, source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
     )  # fmt: skip
     assert PageState.from_query(state.to_query()) == state
     assert PageState.from_query("") == PageState() and PageState().to_query() == "."
-    assert PageState().is_table and not PageState(runs=("a",)).is_table and not state.is_table
 
 
 @pytest.mark.parametrize(

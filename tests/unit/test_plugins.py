@@ -46,7 +46,7 @@ TWICE = [Rule("loss_rising", lambda view: None, "Never.", "fix it")]
 STRANGE = [Rule("for_no_stage", lambda view: None, "Never.", "fix it", frozenset({"sfft"}))]
 """
 ADAPTER_FILE = """
-from verl_ext.controller.adapters.base import VLMAdapter
+from verl_ext.controller.adapters import VLMAdapter
 class Partial(VLMAdapter): pass
 """
 

@@ -25,7 +25,7 @@ from verl_ext.metrics.timing import StepTimer, TraceFile
 
 
 class GRPOStep:
-    """Every method is collective; every rank has as many prompts, and runs as many forward passes.
+    """Runs the steps of a training. Every method is collective; each rank has the same number of prompts.
 
     Args:
         policy: generates actions and evaluates them; the model that is trained.
@@ -142,10 +142,10 @@ class GRPOStep:
         return trajectories
 
     def replace_groups_without_signal(self, trajectories: list[Trajectory], step: int) -> int:
-        """Dynamic sampling: put groups of other prompts in the place of groups of equal rewards (DAPO, 2503.14476).
+        """Replace groups of equal rewards with groups of other prompts: dynamic sampling (DAPO, arXiv 2503.14476).
 
         Returns:
-            How many groups were replaced; those that remain after the last round stay as they are.
+            Number of replaced groups; those without signal after the last round stay.
         """
         size, num_replaced = self.group_size, 0
         for round_number in range(1, self.algorithm.dynamic_sampling.max_rounds + 1):

@@ -304,11 +304,13 @@ class ChartStyle:
         smoothing: weight of `smooth`, 0 for none.
         language: of the words, en or zh.
         dark: whether the page is dark.
+        log_scale: whether charts of positive values have a logarithmic axis.
     """
 
     smoothing: float
     language: str = "en"
     dark: bool = False
+    log_scale: bool = False
 
 
 def chart_options(
@@ -334,7 +336,7 @@ def chart_options(
         dashed = {"type": "dashed", "width": 1.5, "color": GREY}
         series.append({**_line(names[-1], GREY), "lineStyle": dashed, "data": [list(point) for point in schedule]})
     series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, style.language)}
-    return {**_frame(style.dark), "legend": _legend(names, style.dark), "series": series, "color": list(COLORS)}
+    return _with_series(series, names, style)
 
 
 def comparison_options(runs: Mapping[str, RunCurves], metric: str, style: ChartStyle) -> dict[str, Any]:
@@ -344,8 +346,15 @@ def comparison_options(runs: Mapping[str, RunCurves], metric: str, style: ChartS
         with curves.lock:
             if metric in curves.envelopes:
                 series += _lines(curves, metric, color, style.smoothing, name=name)
-    legend = _legend(list(runs), style.dark)
-    return {**_frame(style.dark), "legend": legend, "series": series, "color": list(COLORS)}
+    return _with_series(series, list(runs), style)
+
+
+def _with_series(series: list[dict[str, Any]], names: Sequence[str], style: ChartStyle) -> dict[str, Any]:
+    """The options of a chart of curves."""
+    frame = _frame(style.dark)
+    if style.log_scale and all(value > 0 for line in series for _, value in line["data"]):
+        frame["yAxis"]["type"] = "log"
+    return {**frame, "legend": _legend(names, style.dark), "series": series, "color": list(COLORS)}
 
 
 def rates_options(
@@ -362,7 +371,8 @@ def rates_options(
     series: list[dict[str, Any]] = []
     for (name, values), color in zip(rates.items(), COLORS):
         points = [[step, value[0]] for step, value in zip(steps, values)]
-        series.append({"name": name, "type": "line", "data": points, "itemStyle": {"color": color}, "symbolSize": 8})
+        series.append({"name": name, "type": "line", "data": points, "itemStyle": {"color": color}})
+        series[-1] |= {"symbol": "circle", "symbolSize": 8}
         for step, (_, low, high) in zip(steps, values):
             style = {"color": color, "width": 2, "opacity": 0.6}
             ends = {"data": [[step, low], [step, high]], "lineStyle": style, "symbol": "none", "silent": True}
@@ -417,12 +427,13 @@ def _marks(curves: RunCurves, chart: Chart, language: str) -> list[dict[str, Any
         {
             "xAxis": place,
             **attempt_style,
-            "label": {"formatter": translate(language, "attempt {}").format(attempt), "color": GREY},
+            "label": {"formatter": translate(language, "attempt {}").format(attempt), "color": GREY, "fontSize": 11},
         }
         for attempt, place in [*curves.starts.items()][1:]
     ]
     if chart.line is not None:
-        marks.append({"yAxis": chart.line, "lineStyle": {"color": RED}, "label": {"formatter": f"{chart.line:g}"}})
+        label = {"formatter": f"{chart.line:g}", "color": RED, "position": "insideEndTop"}
+        marks.append({"yAxis": chart.line, "lineStyle": {"color": RED}, "label": label})
     return marks
 
 
@@ -436,7 +447,7 @@ def _frame(dark: bool) -> dict[str, Any]:
         "type": "value",
         "scale": True,
         "axisLabel": {"color": ink, "hideOverlap": True},
-        "axisLine": {"lineStyle": {"color": rule}},
+        "axisLine": {"lineStyle": {"color": rule}, "onZero": False},
         "nameTextStyle": {"color": ink},
     }
     tooltip = {"backgroundColor": "#1f2937", "borderColor": rule, "textStyle": {"color": "#f3f4f6"}} if dark else {}
@@ -451,7 +462,7 @@ def _frame(dark: bool) -> dict[str, Any]:
         "yAxis": {**axis, "splitLine": {"lineStyle": {"color": rule}}},
         # the wheel alone scrolls the page
         "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "filterMode": "none"}],
-        "toolbox": {"right": 8, "top": 0, "itemSize": 13, "iconStyle": {"borderColor": GREY}, "feature": tools},
+        "toolbox": {"right": 8, "top": -4, "itemSize": 13, "iconStyle": {"borderColor": GREY}, "feature": tools},
     }
 
 
@@ -462,7 +473,9 @@ def _legend(names: Sequence[str], dark: bool) -> dict[str, Any]:
         "left": 8,
         "width": "72%",  # the toolbox is to its right, and ECharts ignores a right margin if there is a left one
         "type": "scroll",
-        "icon": "roundRect",
-        "itemHeight": 3,
-        "textStyle": {"color": "#d1d5db" if dark else "#4b5563"},
+        "icon": "circle",
+        "itemHeight": 10,
+        "itemWidth": 10,
+        "itemGap": 8,
+        "textStyle": {"fontSize": 11, "color": "#d1d5db" if dark else "#4b5563"},
     }

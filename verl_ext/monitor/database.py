@@ -86,8 +86,9 @@ class LogEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePositions:
-    """How far the files of a run were read; see the table `runs`."""
+    """Where a run is, and how far its files were read; see the table `runs`."""
 
+    path: str
     metrics_offset: int
     metrics_head: str
     events_offset: int
@@ -276,7 +277,9 @@ class MonitorDatabase:
 
     def positions(self, run: int) -> FilePositions | None:
         """How far the files of a run were read; None if there is no such run."""
-        query = "SELECT metrics_offset, metrics_head, events_offset, events_head, generation FROM runs WHERE id = ?"
+        query = (
+            "SELECT path, metrics_offset, metrics_head, events_offset, events_head, generation FROM runs WHERE id = ?"
+        )
         row = self._connection.execute(query, (run,)).fetchone()
         return None if row is None else FilePositions(**row)
 

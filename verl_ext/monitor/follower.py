@@ -35,8 +35,8 @@ DISCOVERY_S = 3.0
 """Between two looks for new runs."""
 DUMP_ROWS = 16_384
 """Rows after which the curves of a run are saved again; a restart reads at most as many."""
-IDLE_S = 10.0
-"""After the last row, curves are saved."""
+IDLE_S = 60.0
+"""After the last row of a live run, its curves are saved."""
 MAX_CACHED_RUNS = 32
 """Runs whose curves stay in memory, at about 0.2 MB a metric."""
 BLOCK_BYTES = 8 << 20
@@ -80,6 +80,7 @@ class RunFollower(threading.Thread):
                 runs = {*self.live_runs(), *behind}
                 if time.monotonic() - discovered > DISCOVERY_S:  # runs that are not live may have changed too
                     runs, discovered = {*self.find_runs()}, time.monotonic()
+                    self._refresh_runs()  # pages show them while their rows are read
             except Exception as error:  # a full disk, a locked database: it may pass, and pages need this thread
                 self._warn_once(f"runs cannot be looked for: {one_line(error)}")
                 runs = set()
@@ -198,10 +199,14 @@ class RunFollower(threading.Thread):
         """The run, with status `killed` and the reason if its record says that it is running, and it is not."""
         if run.status != "running":
             return run
-        state, record = self._state_of(run), orjson.loads(run.record)
+        state = self._state_of(run)
         with state.lock:
             allowed = max_silence_s(state.step_seconds() or 0.0, state.longest_pause_s)
-        death = why_killed(record, silence_s(record, self._database.last_time(run.id)), allowed)
+        try:
+            record = orjson.loads(run.record)
+            death = why_killed(record, silence_s(record, self._database.last_time(run.id)), allowed)
+        except (ValueError, LookupError, TypeError, AttributeError):  # a run's files may contain anything
+            return run
         return run if death is None else replace(run, status=KILLED, exit_reason=death)
 
     def _read_record(self, directory: Path) -> int | None:
@@ -269,7 +274,7 @@ class RunFollower(threading.Thread):
                 positions = self._database.positions(run)
                 if positions is None:
                     return False
-                directory = self.root / self._database.run_paths()[run]
+                directory = self.root / positions.path
                 self._read_record(directory)
                 self._read_events(run, directory / EVENTS_FILE, positions)
                 return self._read_metrics(run, directory, positions)
@@ -310,10 +315,15 @@ class RunFollower(threading.Thread):
             return
         with curves.lock:
             self._database.catch_up(run, curves)
-            is_idle = is_at_end and time.time() - self._database.last_time(run) > IDLE_S
-            if curves.num_unsaved >= DUMP_ROWS or (curves.num_unsaved and is_idle):
+            is_over = is_at_end and curves.num_unsaved > 0 and self._is_idle(run)
+            if is_over or curves.num_unsaved >= DUMP_ROWS:
                 self._database.save_curves(run, curves)
                 self._runs_changed = True
+
+    def _is_idle(self, run: int) -> bool:
+        """Whether no more rows of a run are to be expected soon."""
+        is_live = run in self._database.live_runs()
+        return not is_live or time.time() - self._database.last_time(run) > IDLE_S
 
     def _events_of(self, directory: Path, rows: Iterable[MetricRow]) -> Iterator[LogEvent]:
         every = (read_config(directory).get("trainer") or {}).get("log_every")

@@ -32,7 +32,7 @@ PANELS: dict[str, type[Panel]] = {
 SPEEDS = {
     "throughput/train/samples_per_s": "samples/s",
     "throughput/train/valid_tokens_per_s": "tokens/s",
-    "throughput/train/configs_per_s": "configurations/s",
+    "throughput/train/configs_per_s": "configs/s",
 }
 FIGURES = {
     "Current step": "Steps done",
@@ -58,6 +58,7 @@ class MonitorPage:
     def __init__(self, follower: RunFollower, state: PageState) -> None:
         self.follower, self.state = follower, state
         self._runs_version = -1
+        self._shown: object = None  # what the panel showed at its last look
         self._dark = ui.dark_mode(state.dark)
         ui.add_head_html(ON_BACK)
         ui.on("address", self._go_back)
@@ -67,7 +68,6 @@ class MonitorPage:
         self._box = ui.column().classes("w-full max-w-screen-2xl mx-auto p-2")
         self._build()
         ui.timer(UPDATE_S, self.update_status)
-        ui.timer(UPDATE_S, self.update_panel)
 
     @property
     def run(self) -> RunInfo | None:
@@ -111,10 +111,14 @@ class MonitorPage:
             ui.navigate.history.push(self.state.to_query())
             self._build_panel()
 
-    def _set_preference(self, name: str, value: object) -> None:
-        self.state.preferences[name] = value
-        self._dark.set_value(self.state.dark)
+    def _set_language(self, language: str) -> None:
+        self.state.preferences["language"] = language
         self._build()
+
+    def _set_dark(self, dark: bool) -> None:
+        self.state.preferences["dark"] = dark
+        self._dark.set_value(dark)
+        self._shown = None  # the panel draws its charts again; everything else is styled by the browser
 
     # Building
 
@@ -144,12 +148,10 @@ class MonitorPage:
             tag(home, "home").on("click.prevent", lambda: self.open_run(""))
             self._select = ui.select({}, label=say("Run"), with_input=True).classes("grow").props("dense outlined")
             tag(self._select, "run").on_value_change(self._choose_run)
-            language = tag(ui.toggle(LANGUAGES, value=self.state.language), "language").props(
-                "dense no-caps unelevated"
-            )
-            language.on_value_change(lambda event: self._set_preference("language", event.value))
+            language = tag(ui.toggle(LANGUAGES, value=self.state.language), "language")
+            language.props("dense no-caps unelevated").on_value_change(lambda event: self._set_language(event.value))
             dark = tag(ui.switch(say("Dark"), value=self.state.dark), "dark")
-            dark.on_value_change(lambda event: self._set_preference("dark", event.value))
+            dark.on_value_change(lambda event: self._set_dark(event.value))
         self._offer_runs()
 
     def _offer_runs(self) -> None:
@@ -173,16 +175,12 @@ class MonitorPage:
 
     def _build_panel(self) -> None:
         kind = PANELS[self.state.tab] if self.run is not None else ComparePanel if self.state.runs else RunTable
-        self._shown: object = None
+        self._shown = None
         self._last_look = 0.0
         self._panel_box.clear()
         with self._panel_box:
-            go = self.open_and_go if kind is RunTable else self.go
-            self._panel = kind(self.follower, self.state, go)
-
-    def open_and_go(self, **changes: Any) -> None:
-        """`go` for the table of runs, which opens a run or a comparison."""
-        self.go(**{"run": "", "runs": (), **changes})
+            self._panel = kind(self.follower, self.state, self.go)
+            ui.timer(UPDATE_S, self.update_panel)  # ends with the panel, even while it looks at slow files
 
     # Updates
 

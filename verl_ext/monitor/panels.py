@@ -78,11 +78,24 @@ class Panel:
 
     def style(self) -> ChartStyle:
         """How the page wants its charts."""
-        return ChartStyle(self.state.smoothing, self.state.language, self.state.dark)
+        return ChartStyle(self.state.smoothing, self.state.language, self.state.dark, self.state.log_scale)
 
-    def nothing_yet(self) -> None:
-        """A label for a panel without content."""
-        ui.label(self.say("Nothing yet")).classes("opacity-70").props('data-testid="nothing"')
+    def build_style_controls(self) -> None:
+        """A slider for the smoothing and a switch for the scale, each of which calls `redraw`."""
+        ui.label(self.say("Smoothing")).classes("text-sm")
+        slider = ui.slider(min=0, max=MAX_SMOOTHING, step=0.01, value=self.state.smoothing).classes("w-48")
+        tag(slider.props("label"), "smoothing").on_value_change(
+            lambda event: self._restyle(smoothing=round(event.value, 2))
+        )
+        scale = tag(ui.switch(self.say("Log scale"), value=self.state.log_scale), "log scale")
+        scale.on_value_change(lambda event: self._restyle(log_scale=event.value))
+
+    def _restyle(self, **changes: Any) -> None:
+        self.go(push=False, **changes)
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw the charts again, because their style has changed."""
 
 
 class ChartCard:
@@ -97,7 +110,7 @@ class ChartCard:
                         ui.icon("help_outline", size="16px"), f"hint {name}", **{"aria-label": hint, "tabindex": 0}
                     )
                     with icon.classes("opacity-50 cursor-help"):
-                        ui.tooltip(hint).classes("text-xs max-w-96")
+                        ui.tooltip(hint).classes("text-xs max-w-96 bg-grey-9")
             self._chart = tag(ui.echart(options).classes(f"w-full {height}"), f"chart {name}")
 
     def draw(self, options: dict[str, Any]) -> None:
@@ -116,14 +129,13 @@ class TrainingPanel(Panel):
         self._drawn: dict[Chart, object] = {}
         self._run: RunInfo | None = None
         with ui.row().classes("w-full items-center gap-4"):
-            ui.label(self.say("Smoothing")).classes("text-sm")
-            slider = ui.slider(min=0, max=MAX_SMOOTHING, step=0.01, value=self.state.smoothing).classes("w-64")
-            slider.props('label data-testid="smoothing"').on_value_change(self._smooth)
+            self.build_style_controls()
             ui.space()
             self._download = ui.link(self.say("Download CSV")).classes("text-sm").props('data-testid="csv"')
         self._places = {MAIN: ui.element("div").classes(GRID)}
         fold = ui.expansion(self.say("Other charts"), value=bool(self.state.preferences.get("fold")))
-        self._fold = fold.classes("w-full").props('data-testid="fold"').on_value_change(self._toggle)
+        fold.classes("w-full [&_.nicegui-expansion-content]:p-0 [&_.nicegui-expansion-content]:pt-2")
+        self._fold = tag(fold.props("header-class=px-1"), "fold").on_value_change(self._toggle)
         with self._fold:
             self._places[OTHER] = ui.element("div").classes(GRID)
 
@@ -167,15 +179,12 @@ class TrainingPanel(Panel):
             card.card.move(target_index=before)  # metrics appear in any order
             self._cards[chart] = card
 
-    def _smooth(self, event: ValueChangeEventArguments) -> None:
-        self.go(smoothing=round(event.value, 2), push=False)
-        self._redraw()
-
     def _toggle(self, event: ValueChangeEventArguments) -> None:
         self.state.preferences["fold"] = event.value
-        self._redraw()
+        self.redraw()
 
-    def _redraw(self) -> None:
+    def redraw(self) -> None:
+        """Draw the charts again, because their style has changed."""
         if self._run is not None:
             self._show(self._run)
 
@@ -197,13 +206,14 @@ class EvaluationPanel(Panel):
         by_dataset = self.follower.reader.evaluations(run.id)
         best = read_best_file(self.follower.directory(run))[0]
         best_step = None if best is None else step_of(best)
-        if self._shown == (run.id, best_step, by_dataset):
+        shown = run.id, best_step, by_dataset, self.style()
+        if shown == self._shown:
             return
-        self._shown = run.id, best_step, by_dataset
+        self._shown = shown
         self._box.clear()
         with self._box:
             if not by_dataset:
-                self.nothing_yet()
+                ui.label(self.say("Nothing yet")).classes("opacity-70")
             for dataset, figures in by_dataset.items():
                 self._draw(dataset, figures, best_step)
 
@@ -240,6 +250,8 @@ class ComparePanel(Panel):
         self._cards: dict[str, ChartCard] = {}
         self._drawn: dict[str, object] = {}
         self._tables: object = None
+        with ui.row().classes("w-full items-center gap-4"):
+            self.build_style_controls()
         with ui.row().classes("w-full items-start gap-4"):
             self._runs = ui.select([], multiple=True, label=self.say("Runs to compare"), with_input=True)
             self._runs.classes("grow").props('use-chips data-testid="compared"').on_value_change(self._choose_runs)

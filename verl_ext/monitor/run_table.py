@@ -15,7 +15,7 @@ from verl_ext.monitor.panels import Panel, tag
 from verl_ext.monitor.text import format_seconds, format_time
 
 STATUS_COLORS = {"running": "green", "finished": "blue", "waiting": "amber", "failed": "red"}
-STATUS_COLORS |= {"stopped": "grey", "killed": "blue-grey-10"}
+STATUS_COLORS |= {"stopped": "grey", "killed": "grey-8"}
 LEVELS = ("ok", "notice", "warning", "alarm")
 """Of the health rules' findings, the worst last."""
 LEVEL_COLORS = {"ok": "green", "notice": "grey", "warning": "orange", "alarm": "red"}
@@ -121,10 +121,10 @@ class RunTable(Panel):
         }
 
     def _open(self, event: GenericEventArguments) -> None:
-        self.go(run=str(event.args))
+        self.go(run=str(event.args), runs=())
 
     def _compare_selected(self) -> None:
-        self.go(runs=tuple(row["path"] for row in self._table.selected), tab="Compare")
+        self.go(run="", runs=tuple(row["path"] for row in self._table.selected), tab="Compare")
 
 
 def worst_level(run: RunInfo) -> str:

@@ -27,6 +27,7 @@ class PageState:
         runs: paths of compared runs.
         metrics: compared ones.
         smoothing: weight of the smoothing.
+        log_scale: whether charts of positive values have a logarithmic axis.
         source: which samples are shown; empty for the first.
         step: of the shown samples; None for all.
         search: text that the shown samples contain.
@@ -38,6 +39,7 @@ class PageState:
     runs: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     smoothing: float = DEFAULT_SMOOTHING
+    log_scale: bool = False
     source: str = ""
     step: int | None = None
     search: str = ""
@@ -60,6 +62,7 @@ class PageState:
             runs=tuple(dict.fromkeys(values.get("runs", ())))[:MAX_COMPARED],
             metrics=tuple(dict.fromkeys(values.get("metric", ()))),
             smoothing=_smoothing(first.get("smoothing", "")),
+            log_scale=first.get("scale") == "log",
             source=first.get("source", ""),
             step=int(step) if step.isascii() and step.isdigit() and len(step) < 16 else None,
             search=first.get("search", ""),
@@ -73,15 +76,11 @@ class PageState:
         pairs += [("runs", path) for path in self.runs]
         pairs += [("metric", name) for name in self.metrics]
         pairs += [("smoothing", f"{self.smoothing:g}")] if self.smoothing != DEFAULT_SMOOTHING else []
+        pairs += [("scale", "log")] if self.log_scale else []
         pairs += [("source", self.source)] if self.source else []
         pairs += [("step", self.step)] if self.step is not None else []
         pairs += [("search", self.search)] if self.search else []
         return f"?{urlencode(pairs)}" if pairs else "."
-
-    @property
-    def is_table(self) -> bool:
-        """Whether the page shows the table of all runs."""
-        return not self.run and not self.runs
 
     @property
     def language(self) -> str:

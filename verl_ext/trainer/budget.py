@@ -1,4 +1,4 @@
-"""GRPO whose policy is the budget controller, and whose environment is a frozen vision-language model."""
+"""GRPO with the budget controller as policy and a frozen vision-language model as environment."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class BudgetTrainer(RewardTrainer):
         return PlateauScheduler(self.optimizer, self.config.optim.plateau_factor, self.config.optim.plateau_patience)
 
     def build_environment(self) -> ControllerEnvironment:
-        """See `RewardTrainer.build_environment`: the frozen model, if its cheapest configuration keeps the budgets."""
+        """See `RewardTrainer.build_environment`: the frozen model, if its cheapest configuration meets the budgets."""
         if isinstance(self.latency, ModelledLatency):
             r2 = self.latency.model.r2
             on_rank_zero(lambda: print_line(f"latency model: R squared {r2:.3f} on held-out runs{r2_warning(r2)}"))
@@ -226,7 +226,7 @@ class BudgetTrainer(RewardTrainer):
         counts = reduce_over_ranks(sums=new, device=self.device_name)
         metrics["train/loss"] = metrics["train/policy_gradient_loss"]
         metrics["throughput/train/cache_hit_rate"] = counts["hits"] / max(counts["lookups"], 1.0)
-        self.epoch_sums.add(int(metrics["train/num_configs"]), of_kind(metrics, "train"), metrics["train/loss"])
+        self.epoch_sums.add(int(metrics["train/num_configs"]), epoch_metrics(metrics, "train"), metrics["train/loss"])
         return metrics
 
     def validate(self) -> Metrics:
@@ -253,9 +253,9 @@ class BudgetTrainer(RewardTrainer):
 
     def end_epoch(self, epoch: int) -> None:
         """Log the epoch and write the controller's weights; collective."""
-        measured = EpochSums()
-        measured.add(1, of_kind(self.step_metrics, "eval"))
-        rows = {"Train": self.epoch_sums.row(epoch), "Val": measured.row(epoch)}
+        validation = EpochSums()
+        validation.add(1, epoch_metrics(self.step_metrics, "eval"))
+        rows = {"Train": self.epoch_sums.row(epoch), "Val": validation.row(epoch)}
         reward = rows["Val"]["reward_mean"]
         self.lr_scheduler.step(reward)
         is_best, self.best_reward = reward > self.best_reward, max(reward, self.best_reward)
@@ -263,9 +263,9 @@ class BudgetTrainer(RewardTrainer):
         for kind, row in rows.items():
             self.logger.log_epoch(kind, row)
         weights = {name: to_full(tensor).cpu() for name, tensor in self.model.state_dict().items()}
-        about = {"epoch": epoch, "val_reward": reward, "config": self.model_config.to_dict()}
+        info = {"epoch": epoch, "val_reward": reward, "config": self.model_config.to_dict()}
         names = [f"checkpoint_epoch_{epoch}.pt", *([BEST_MODEL] if is_best else [])]
-        on_rank_zero(lambda: write_controllers([self.run_dir / name for name in names], weights, about))
+        on_rank_zero(lambda: save_weights([self.run_dir / name for name in names], weights, info))
 
     def data_state(self) -> dict[str, Any]:
         """See `PipelineTrainer.data_state`."""
@@ -278,23 +278,28 @@ class BudgetTrainer(RewardTrainer):
         self.best_reward = state["best_reward"]
 
 
-def of_kind(metrics: Metrics, kind: str) -> dict[str, float]:
-    """The arguments of `EpochSums.add` among the metrics of a step or a validation."""
+def epoch_metrics(metrics: Metrics, kind: str) -> dict[str, float]:
+    """The arguments of `EpochSums.add`, from the metrics of a step (`train`) or a validation (`eval`)."""
     names = {"reward": "reward_total", "accuracy": "accuracy", "latency": "latency_ms"}
-    found = {
-        f"{quantity}_{figure}": metrics[f"{kind}/{name}_{figure}"]
-        for quantity, name in names.items()
-        for figure in ("mean", "std")
+    values = {
+        f"{column}_{statistic}": metrics[f"{kind}/{name}_{statistic}"]
+        for column, name in names.items()
+        for statistic in ("mean", "std")
     }
-    return {**found, "budget_violation_rate": metrics[f"{kind}/budget_violation_mean"]}
+    return {**values, "budget_violation_rate": metrics[f"{kind}/budget_violation_mean"]}
 
 
-def write_controllers(paths: Sequence[Path], weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
-    """Write weights on the CPU and facts about them; each file is complete or absent.
+def save_weights(paths: Sequence[Path], weights: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> None:
+    """Write `.pt` files of a controller, which `load_weights` reads; each is complete or absent.
+
+    Args:
+        paths: of the files.
+        weights: the controller's state on the CPU.
+        info: other keys of the files.
 
     Raises:
-        UserError: the disk refuses a file.
+        UserError: a file cannot be written.
     """
     for path in paths:
         with write_errors(path), replacing(path) as temporary, FileWriter() as writer:
-            writer.write_object(temporary, {STATE_KEY: dict(weights), **about})
+            writer.write_object(temporary, {STATE_KEY: dict(weights), **info})

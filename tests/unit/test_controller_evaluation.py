@@ -291,6 +291,7 @@ def test_an_export_alone_takes_questions_from_a_folder(tiny: Path, tmp_path: Pat
         ("alone", (), "no questions are named; give --questions"),
         ("alone", ("--questions", "{tiny}/data", "--latency", "model"), "is not a latency model"),
         ("misfit", ("--latency", "model"), "was fitted on another model"),
+        ("hesitant", ("--latency", "model"), "--budgets begins at 30 ms, .* and the decision for it take 10"),
         ("foreign", (), "no configuration of the stage budget"),
     ],
 )
@@ -321,7 +322,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured
 
 
 def make_bad(tiny: Path) -> None:
-    """Beside the good ones: another model, an export without a run, runs that lack something."""
+    """Add another model, an export without a run, runs that lack something, and one of slow decisions."""
     if (tiny / "other").exists():
         return
     model, processor = vlms.qwen3_vl_moe(seed=1)
@@ -329,10 +330,11 @@ def make_bad(tiny: Path) -> None:
     processor.save_pretrained(tiny / "other")
     export = tiny / "run/global_step_2/huggingface"
     shutil.copytree(export, tiny / "alone")
-    for name in ("misfit", "foreign"):
+    for name in ("misfit", "foreign", "hesitant"):
         shutil.copytree(tiny / "run", tiny / name, ignore=shutil.ignore_patterns("wandb", "eval"))
-    path = tiny / "misfit/latency_model.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model": "another"}))
+    for name, changed in {"misfit": {"model": "another"}, "hesitant": {"deciding_ms": 1000.0}}.items():
+        path = tiny / name / "latency_model.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     (tiny / "foreign/config.yaml").write_text("data: {}\n")
 
 

@@ -1,4 +1,4 @@
-"""Answers and verdicts on the disk, and an evaluation that goes on from what is there."""
+"""Answers and verdicts on disk, and a job that resumes from them."""
 
 from __future__ import annotations
 

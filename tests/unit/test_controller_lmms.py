@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.helpers import ROOT
 from tests.helpers.data import row
 from tests.helpers.vlms import SUFFIX, write_controller, write_model
 from verl_ext.controller.evaluation.lmms import LmmsModelArgs, LmmsQuestion, LmmsResponder
@@ -60,6 +63,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def responder(export: Path, log: Path | None = None, budget_ms: float = 40.0) -> LmmsResponder:
     return LmmsResponder.load(LmmsModelArgs(export, budget_ms, log=log))
+
+
+def test_it_needs_neither_verl_nor_vllm() -> None:
+    """The environment of lmms-eval has neither."""
+    code = "import sys; sys.modules.update(verl=None, vllm=None); import verl_ext.controller.evaluation.lmms"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
 
 
 # Arguments
