@@ -275,7 +275,8 @@ add("engine and trainer differ", "grpo", "logprob_gap", rollout_logprob_diff_mea
 add("an extreme policy loss", "budget", "loss_jitter", epochs=30, loss=lambda share, rng: 300 * rng.standard_normal())
 add("no reward rises", "budget", epochs=30, notices=["reward_not_rising"], reward_total_mean=flat(0.3, 0.05))
 add("no answer gets better", "budget", epochs=30, notices=["accuracy_not_rising"], accuracy_mean=flat(0.3, 0.1))
-add("a controller learns nothing", "budget", "nothing_improves", epochs=30, notices=["reward_not_rising", "accuracy_not_rising"],
+add("a controller learns nothing", "budget", "nothing_improves", epochs=30,
+    notices=["reward_not_rising", "accuracy_not_rising"],
     reward_total_mean=flat(0.4, 0.1), accuracy_mean=flat(0.3, 0.1), budget_violation_mean=flat(0.04, 0.2))  # fmt: skip
 add("rewards jump", "grpo", "reward_jitter", reward_total_mean=lambda share, rng: 2.5 * rng.standard_normal())
 add("rewards explode", "grpo", "reward_jitter", "reward_extreme",
