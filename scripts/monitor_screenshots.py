@@ -17,7 +17,9 @@ from tests.helpers.monitor import browser, monitor, wait_for_text
 from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.monitor.state import TABS
 
-SIZE = {"width": 1280, "height": 900}
+WIDTH, HEIGHT = 1280, 1090
+TABLE_HEIGHT, FOLDED_HEIGHT = 340, 740
+"""Of the pictures of the table, and of a run whose other charts are folded."""
 
 
 @clean_exit()
@@ -48,6 +50,7 @@ def main() -> None:
                 return
             page = visit_run(running, address)
             wait_for_text(page, "runs", arguments.run)
+            page.set_viewport_size({"width": WIDTH, "height": TABLE_HEIGHT})
             save(page, arguments.output / "monitor_runs.png")
             page = visit_run(running, address, run=arguments.run)
             page.get_by_test_id("fold").locator(".q-item").click()
@@ -55,18 +58,20 @@ def main() -> None:
             page = visit_run(running, address, run=arguments.run)
             page.get_by_test_id("fold").locator(".q-item").click()
             page.get_by_test_id("language").get_by_text("中文").click()
-            page.wait_for_timeout(1000)
+            page.get_by_text("训练监控").wait_for()
             page.get_by_test_id("dark").click()
+            page.locator("body.body--dark").wait_for()
             save(page, arguments.output / "monitor_dark.png")
             if arguments.live is not None:
                 page = visit_run(running, address, run=arguments.live)
                 wait_for_text(page, "mode", "Live")
+                page.set_viewport_size({"width": WIDTH, "height": FOLDED_HEIGHT})
                 save(page, arguments.output / "monitor_live.png")
 
 
 def visit_run(running: Browser, address: str, **state: str) -> Page:
     """Open the page as a new visitor, with the state in its address."""
-    page = running.new_context(viewport=SIZE).new_page()
+    page = running.new_context(viewport={"width": WIDTH, "height": HEIGHT}).new_page()
     page.goto(f"{address}?{urlencode(state)}")
     page.get_by_test_id("shown" if state else "runs").wait_for()
     return page
@@ -74,7 +79,7 @@ def visit_run(running: Browser, address: str, **state: str) -> Page:
 
 def save(page: Page, path: Path) -> None:
     """Take the screenshot when everything has been drawn."""
-    page.mouse.move(640, 890)  # off the controls, whose hints would cover others
+    page.mouse.move(0, 300)  # off the controls, whose hints would cover others
     page.wait_for_timeout(2500)
     page.screenshot(path=path)
     page.context.close()

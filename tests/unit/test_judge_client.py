@@ -1,4 +1,4 @@
-"""The judge server ends with its client; one that dies is replaced, and nobody waits for it for ever."""
+"""The judge server ends with its client. A server that dies or hangs is replaced, and no caller waits forever."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_programs_run_without_being_judged(isolation: str) -> None:
 
 
 def test_a_run_without_a_sandbox_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no verdict that could say so."""
+    """A run has no verdict that could report it."""
     monkeypatch.setattr("eval_pipeline.judge.client.request_to_json", lambda *_: {"op": "no such operation"})
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         with pytest.raises(JudgeServerError, match="the judge failed"):
@@ -133,7 +133,7 @@ def test_a_run_without_a_sandbox_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("isolation", ["auto", "rlimits"])
 def test_a_server_that_dies_without_end_is_an_error(isolation: str) -> None:
-    """What is pending fails; the next submission has another server."""
+    """Pending submissions fail; the next one gets another server."""
     with JudgeClient(judge_config(isolation, num_workers=1)) as server:
         waiting = start_sleeper(server)
         kill_until_it_fails(server, waiting)
@@ -145,7 +145,7 @@ def test_a_server_that_dies_without_end_is_an_error(isolation: str) -> None:
 
 
 def test_all_verdicts_are_kept_where_one_answer_ends_the_server() -> None:
-    """That one is no verdict."""
+    """That answer is an `api_error`."""
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server, ThreadPoolExecutor(1) as threads:
         judging = threads.submit(server.judge_all, [RIGHT, SLEEPER, RIGHT], progress=False)
         wait_until(lambda: server._pending.keys() == {2, 3})  # all are submitted, and the first is judged
@@ -154,7 +154,7 @@ def test_all_verdicts_are_kept_where_one_answer_ends_the_server() -> None:
 
 
 def test_a_failed_sandbox_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first verdict that is none is dropped, the second one is not."""
+    """The first `api_error` of an answer is dropped, the second one is returned."""
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         answered: list[str] = []
 

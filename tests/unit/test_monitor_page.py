@@ -76,7 +76,6 @@ def test_the_address_keeps_the_state() -> None:
     )  # fmt: skip
     assert PageState.from_query(state.to_query()) == state
     assert PageState.from_query("") == PageState() and PageState().to_query() == "."
-    assert PageState().is_table and not PageState(runs=("a",)).is_table and not state.is_table
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,8 @@ class HealthPanel(Panel):
         self._looked_at: tuple[object, ...] | None = None
         self._next_look = 0.0
         self._box = tag(ui.column().classes("w-full gap-1"), "health")
+        with self._box:
+            ui.spinner()  # until the first look has read all rows
 
     async def show(self, run: RunInfo | None) -> None:
         """Look at the run's files if they have changed, for at most a tenth of the time: a long run has many rows."""
@@ -299,13 +301,15 @@ class HealthPanel(Panel):
             return
         begun = time.monotonic()
         found = await background.io_bound(_look, directory)
+        if found is None:  # the tab was closed meanwhile
+            return
         self._looked_at = files
         self._next_look = time.monotonic() + 10 * (time.monotonic() - begun)
         self._box.clear()
         with self._box:
             if isinstance(found, str):
                 ui.label(found).classes("opacity-70")
-            elif found is not None:
+            else:
                 self._draw(*found)
 
     def _draw(self, lists: dict[str, list[ChecklistItem]], findings: list[Finding]) -> None:

@@ -68,7 +68,6 @@ class MonitorPage:
         self._box = ui.column().classes("w-full max-w-screen-2xl mx-auto p-2")
         self._build()
         ui.timer(UPDATE_S, self.update_status)
-        ui.timer(UPDATE_S, self.update_panel)
 
     @property
     def run(self) -> RunInfo | None:
@@ -149,10 +148,8 @@ class MonitorPage:
             tag(home, "home").on("click.prevent", lambda: self.open_run(""))
             self._select = ui.select({}, label=say("Run"), with_input=True).classes("grow").props("dense outlined")
             tag(self._select, "run").on_value_change(self._choose_run)
-            language = tag(ui.toggle(LANGUAGES, value=self.state.language), "language").props(
-                "dense no-caps unelevated"
-            )
-            language.on_value_change(lambda event: self._set_language(event.value))
+            language = tag(ui.toggle(LANGUAGES, value=self.state.language), "language")
+            language.props("dense no-caps unelevated").on_value_change(lambda event: self._set_language(event.value))
             dark = tag(ui.switch(say("Dark"), value=self.state.dark), "dark")
             dark.on_value_change(lambda event: self._set_dark(event.value))
         self._offer_runs()
@@ -182,12 +179,8 @@ class MonitorPage:
         self._last_look = 0.0
         self._panel_box.clear()
         with self._panel_box:
-            go = self.open_and_go if kind is RunTable else self.go
-            self._panel = kind(self.follower, self.state, go)
-
-    def open_and_go(self, **changes: Any) -> None:
-        """`go` for the table of runs, which opens a run or a comparison."""
-        self.go(**{"run": "", "runs": (), **changes})
+            self._panel = kind(self.follower, self.state, self.go)
+            ui.timer(UPDATE_S, self.update_panel)  # ends with the panel, even while it looks at slow files
 
     # Updates
 

@@ -97,10 +97,6 @@ class Panel:
     def redraw(self) -> None:
         """Draw the charts again, because their style has changed."""
 
-    def nothing_yet(self) -> None:
-        """A label for a panel without content."""
-        ui.label(self.say("Nothing yet")).classes("opacity-70").props('data-testid="nothing"')
-
 
 class ChartCard:
     """A chart below its title, with a hint behind an icon; `name` identifies it in tests."""
@@ -138,7 +134,8 @@ class TrainingPanel(Panel):
             self._download = ui.link(self.say("Download CSV")).classes("text-sm").props('data-testid="csv"')
         self._places = {MAIN: ui.element("div").classes(GRID)}
         fold = ui.expansion(self.say("Other charts"), value=bool(self.state.preferences.get("fold")))
-        self._fold = fold.classes("w-full").props('data-testid="fold"').on_value_change(self._toggle)
+        fold.classes("w-full [&_.nicegui-expansion-content]:p-0 [&_.nicegui-expansion-content]:pt-2")
+        self._fold = tag(fold.props("header-class=px-1"), "fold").on_value_change(self._toggle)
         with self._fold:
             self._places[OTHER] = ui.element("div").classes(GRID)
 
@@ -216,7 +213,7 @@ class EvaluationPanel(Panel):
         self._box.clear()
         with self._box:
             if not by_dataset:
-                self.nothing_yet()
+                ui.label(self.say("Nothing yet")).classes("opacity-70")
             for dataset, figures in by_dataset.items():
                 self._draw(dataset, figures, best_step)
 

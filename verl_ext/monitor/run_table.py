@@ -121,10 +121,10 @@ class RunTable(Panel):
         }
 
     def _open(self, event: GenericEventArguments) -> None:
-        self.go(run=str(event.args))
+        self.go(run=str(event.args), runs=())
 
     def _compare_selected(self) -> None:
-        self.go(runs=tuple(row["path"] for row in self._table.selected), tab="Compare")
+        self.go(run="", runs=tuple(row["path"] for row in self._table.selected), tab="Compare")
 
 
 def worst_level(run: RunInfo) -> str:

@@ -83,11 +83,6 @@ class PageState:
         return f"?{urlencode(pairs)}" if pairs else "."
 
     @property
-    def is_table(self) -> bool:
-        """Whether the page shows the table of all runs."""
-        return not self.run and not self.runs
-
-    @property
     def language(self) -> str:
         """en or zh."""
         language = self.preferences.get("language")
