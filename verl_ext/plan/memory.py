@@ -27,8 +27,6 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "communic
 weights and the buffers of collectives are communication."""
 ENGINE_WEIGHTS, KV_CACHE = "engine weights", "KV cache"
 """Further parts, of a rollout engine."""
-ROLLOUT, OPTIMIZER = "rollout", "optimizer"
-"""Phases that other code names."""
 Parts = dict[str, float]
 
 
@@ -196,7 +194,7 @@ class UpdatePhases:
             "last layer, backward": self._last_layer(),
             "first layer, backward": self._first_layer(),
             "reduction of the root": self._reduction_of_root(),
-            OPTIMIZER: self._optimizer(),
+            "optimizer": self._optimizer(),
         }
         return {
             name: {part: self._always.get(part, 0) + parts.get(part, 0) for part in PARTS}
@@ -376,5 +374,5 @@ def step_memory(
         sleeps = config.rollout.free_cache_engine and device.is_gpu
         if config.rollout.engine == "vllm" and not sleeps:
             phases = {name: {**parts, **engine} for name, parts in phases.items()}
-        phases[ROLLOUT] = rollout_phase(config, shape, work, num_ranks, engine)
+        phases["rollout"] = rollout_phase(config, shape, work, num_ranks, engine)
     return StepMemory(phases)
