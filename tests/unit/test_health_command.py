@@ -220,7 +220,7 @@ def test_trends_of_a_controller_are_those_of_its_epochs() -> None:
     assert {(each.count, each.unit) for each in found.values()} == {(30, "epochs")}
     assert found["train/reward_total_mean"].sentence.startswith("train/reward_total_mean rises (good)")
     assert found["train/budget_violation_mean"].sentence.startswith("train/budget_violation_mean rises (bad)")
-    [flat] = [each for each in CURVES if each.name == "nothing is learned"]
+    [flat] = [each for each in CURVES if each.name == "a controller learns nothing"]
     assert {each.sign for each in metric_trends(view_of(flat, 0))} == {0}
 
 
