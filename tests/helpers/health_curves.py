@@ -54,27 +54,27 @@ Shape = Callable[[float, np.random.Generator], float]
 
 
 def noisy(shape: Callable[[float], float], noise: float = 0.0) -> Shape:
-    """A shape that every step misses by some share of its value."""
+    """A shape with noise that is a share of its value."""
     return lambda share, rng: shape(share) * (1 + noise * rng.standard_normal())
 
 
 def falling(start: float, end: float, rate: float = 5.0, noise: float = 0.05) -> Shape:
-    """Exponentially, towards `end`."""
+    """An exponential from `start` towards `end`."""
     return noisy(lambda share: end + (start - end) * math.exp(-rate * share), noise)
 
 
 def flat(value: float, noise: float = 0.05) -> Shape:
-    """The same all along."""
+    """Constant."""
     return noisy(lambda share: value, noise)
 
 
 def line(start: float, end: float, noise: float = 0.05) -> Shape:
-    """Straight from `start` to `end`."""
+    """A straight line from `start` to `end`."""
     return noisy(lambda share: start + (end - start) * share, noise)
 
 
 def from_(share_at: float, before: Shape, after: Shape) -> Shape:
-    """One shape until a share of the run, then another."""
+    """One shape up to a share of the run, then another."""
     return lambda share, rng: before(share, rng) if share < share_at else after(share, rng)
 
 
@@ -220,7 +220,9 @@ add("divergence", "sft", "loss_diverging", loss=from_(0.6, falling(2.4, 1.1), li
 add("divergence to nothing", "sft", "loss_not_finite", loss=from_(0.9, falling(2.4, 1.1), NAN))
 add("a rise over every epoch", "sft", "loss_rising", "loss_diverging", "loss_not_falling", epochs=15,
     loss=line(1.5, 3.5, 0.02))  # fmt: skip
-add("nothing is learnt", "sft", "loss_not_falling", loss=flat(2.4))
+add("a noisy rise over every epoch", "sft", "loss_rising", "loss_not_falling", epochs=15,
+    loss=lambda share, rng: 1.5 + 0.4 * share + 0.12 * rng.standard_normal())  # fmt: skip
+add("nothing is learned", "sft", "loss_not_falling", loss=flat(2.4))
 add("wild jumps", "sft", "loss_jitter", "loss_not_falling", loss=lambda share, rng: 2.4 * abs(rng.standard_normal()))
 add("a first loss of another tokenizer", "sft", "initial_loss", loss=falling(9.5, 1.1))
 add("random weights begin far above guessing", "sft", "initial_loss", loss=falling(9.5, 1.1), untrained_loss=6.2)
@@ -255,6 +257,8 @@ add("no groups", "grpo", "loss_zero", "advantages_flat", loss=flat(0.0), adv_std
 add("groups are mixed up", "grpo", "advantages_not_centred", adv_mean=flat(0.4))
 add("collapse of the reward", "grpo", "reward_falling", reward_total_mean=from_(0.7, line(0.3, 0.9), flat(0.1)))
 add("rewards fall for many epochs", "budget", "reward_falling", epochs=30, reward_total_mean=line(0.6, -0.2, 0.02))
+add("noisy rewards fall for many epochs", "budget", "reward_falling", epochs=30,
+    reward_total_mean=lambda share, rng: 2.0 - 1.6 * share + 0.15 * rng.standard_normal())  # fmt: skip
 add("a reward fails on half of the samples", "grpo", "reward_failures",
     reward_failures=lambda share, rng: rng.binomial(SAMPLES, 0.5))  # fmt: skip
 add("always below zero", "budget", "reward_negative", epochs=30, reward_total_mean=flat(-0.7, 0.1))
@@ -269,10 +273,10 @@ add("answers shrink", "grpo", "completions_shortening", seq_completion_len_mean=
     reward_total_mean=flat(0.4, 0.1))  # fmt: skip
 add("engine and trainer differ", "grpo", "logprob_gap", rollout_logprob_diff_mean=flat(0.12))
 add("an extreme policy loss", "budget", "loss_jitter", epochs=30, loss=lambda share, rng: 300 * rng.standard_normal())
-
 add("no reward rises", "budget", epochs=30, notices=["reward_not_rising"], reward_total_mean=flat(0.3, 0.05))
 add("no answer gets better", "budget", epochs=30, notices=["accuracy_not_rising"], accuracy_mean=flat(0.3, 0.1))
-add("nothing is learned", "budget", "nothing_improves", epochs=30, notices=["reward_not_rising", "accuracy_not_rising"],
+add("a controller learns nothing", "budget", "nothing_improves", epochs=30,
+    notices=["reward_not_rising", "accuracy_not_rising"],
     reward_total_mean=flat(0.4, 0.1), accuracy_mean=flat(0.3, 0.1), budget_violation_mean=flat(0.04, 0.2))  # fmt: skip
 add("rewards jump", "grpo", "reward_jitter", reward_total_mean=lambda share, rng: 2.5 * rng.standard_normal())
 add("rewards explode", "grpo", "reward_jitter", "reward_extreme",
@@ -288,8 +292,6 @@ add("always late", "budget", "violation_high", "latency_off_budget", epochs=30, 
 add("late on average", "budget", "latency_off_budget", epochs=30, latency_ms_mean=flat(300, 0.02),
     budget_violation_mean=flat(0.3))  # fmt: skip
 add("accuracy is given away", "budget", "accuracy_falling", epochs=30, accuracy_mean=line(0.5, 0.2, 0.02))
-
-
 add("more and more are over budget", "budget", "violation_rising", epochs=30, notices=["violation_high"],
     budget_violation_mean=line(0.02, 0.45, 0.05))  # fmt: skip
 add("a controller behind its milestones", "budget", epochs=30, notices=["milestones"],

@@ -109,6 +109,9 @@ def watched(tmp_path: Path) -> Watched:
     return watched
 
 
+PAGES = ("", "csv/project/run", "nowhere")
+
+
 def visit_monitor(watched: Watched, root: Path) -> bytes:
     """A page, the metrics and a missing page as a visitor with the token sees them, and the monitor's output."""
     port, token = str(free_port("127.0.0.2")), KEYS["VERL_EXT_MONITOR_TOKEN"]
@@ -118,14 +121,15 @@ def visit_monitor(watched: Watched, root: Path) -> bytes:
     def reply(path: str) -> bytes:
         try:
             with urllib.request.urlopen(f"http://127.0.0.2:{port}/{path}?token={token}", timeout=5) as reply:
-                return bytes(reply.headers["referrer-policy"], "ascii") + reply.read()
-        except HTTPError as error:
-            return error.read()
+                content = bytes(reply.headers["referrer-policy"], "ascii") + reply.read()
+                return content if b"train/loss" in content or not path.startswith("csv") else b""
+        except HTTPError as error:  # also until the run is found
+            return error.read() if path == "nowhere" else b""
         except OSError:  # it does not listen yet
             return b""
 
     try:
-        pages = b"".join(wait_until(lambda path=path: reply(path), process) for path in ("", "csv/1", "nowhere"))
+        pages = b"".join(wait_until(lambda path=path: reply(path), process) for path in PAGES)
         process.terminate()
         return pages + process.communicate(timeout=WAIT_S)[0]
     finally:

@@ -39,6 +39,15 @@ def test_rules_that_are_checked_rarely_cost_less(tmp_path: Path, monkeypatch: py
     assert cost["health_us_per_step"] > 3 * less["health_us_per_step"]
 
 
+def test_larger_changes_are_detected_more_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = figures(health, ["--detection", "10"], tmp_path, monkeypatch)["detection"]
+    rates = {row["rule"]: (row["0"], row["11"]) for row in rows}
+    for rule in ("loss_rising", "reward_falling", "violation_rising", "overfitting"):
+        assert rates[rule][0] <= 0.1 and rates[rule][1] >= 0.9
+    assert rates["nothing_improves"][0] >= 0.8 and rates["nothing_improves"][1] == 0
+    assert rates["80 % of the steps"][1] < 0.9
+
+
 def test_a_knob_of_the_controller_has_the_values_that_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

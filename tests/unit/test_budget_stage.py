@@ -1,4 +1,4 @@
-"""The stage budget before any rank starts, and the parts of its epochs."""
+"""The stage budget before ranks start, and its tables of epochs."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def config_of(recipe: Path, *overrides: str) -> BudgetConfig:
 
 
 def check_all(config: BudgetConfig) -> None:
-    """What the launcher refuses in this stage, before and after data are prepared."""
+    """All checks of the launcher in this stage, before and after the data is prepared."""
     config.trainer.n_gpus_per_node = 1
     check_settings(config)
     check_budget_files(config)
 
 
-def test_the_recipe_says_which_stage_it_is_of(recipe: Path, tmp_path: Path) -> None:
+def test_the_recipe_names_its_stage(recipe: Path, tmp_path: Path) -> None:
     config = config_of(recipe, "data.datasets.tiny.val=1")
     check_all(config)
     assert config.stage == "budget" and config.data.datasets["tiny"] == {
@@ -91,12 +91,12 @@ def test_the_recipe_says_which_stage_it_is_of(recipe: Path, tmp_path: Path) -> N
         ("data.datasets.mine={train: 3}", "is none of text_vqa, coco_2014_vqa, okvqa, coco_caption"),
     ],
 )
-def test_what_cannot_work_is_refused(override: str, message: str, recipe: Path) -> None:
+def test_invalid_settings_are_refused(override: str, message: str, recipe: Path) -> None:
     with pytest.raises(UserError, match=message):
         check_all(config_of(recipe, override))
 
 
-def test_shares_of_all_of_the_model_need_a_latency_model(recipe: Path) -> None:
+def test_budgets_of_full_need_a_latency_model(recipe: Path) -> None:
     shares = "controller.budgets_of_full=[0.3,0.6]"
     check_all(config_of(recipe, shares, "data.datasets.tiny.val=2"))
     with pytest.raises(UserError, match="set latency.source=model"):
@@ -130,7 +130,7 @@ def test_an_epoch_is_the_mean_over_its_samples() -> None:
             for figure, number in (("mean", mean), ("std", std))
         }
         sums.add(len(values), {**spread, "budget_violation_rate": 1.0 if len(values) == 1 else 0.0}, loss)
-    row = EpochSums(**vars(sums)).row(7)  # as a checkpoint gives it back
+    row = EpochSums(**vars(sums)).row(7)  # as restored from a checkpoint
     assert tuple(row) == EPOCH_COLUMNS and row["epoch"] == 7 and row["loss"] == 1.0
     assert row["reward_mean"] == pytest.approx(3) and row["reward_std"] == pytest.approx(math.sqrt(3.5))
     assert row["budget_violation_rate"] == 0.25
@@ -139,7 +139,7 @@ def test_an_epoch_is_the_mean_over_its_samples() -> None:
 ROW = dict.fromkeys(EPOCH_COLUMNS, 0.5)
 
 
-def test_a_resumed_run_replaces_the_epochs_that_it_runs_again(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_repeated_epochs(tmp_path: Path) -> None:
     tables = EpochTables(tmp_path)
     for epoch, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)):
         tables.log_epoch("Train", {**ROW, "epoch": epoch, "reward_mean": reward})
@@ -151,7 +151,7 @@ def test_a_resumed_run_replaces_the_epochs_that_it_runs_again(tmp_path: Path) ->
     assert not (tmp_path / "validation_history.csv").exists()
 
 
-def test_a_row_without_a_loss_is_told_without_one() -> None:
+def test_a_row_without_a_loss_shows_none() -> None:
     row = {**ROW, "epoch": 3, "loss": math.nan}
     assert "Val/Loss" not in epoch_tags("Val", row) and epoch_tags("Val", row)["Val/Budget_Violation_Rate"] == 0.5
     assert epoch_line("Val", row).startswith("Val epoch 3: reward 0.5000 (std 0.5000), accuracy ")
@@ -159,7 +159,7 @@ def test_a_row_without_a_loss_is_told_without_one() -> None:
     assert all(lookup_metric(tag) for tag in epoch_tags("Train", ROW))
 
 
-def test_the_log_file_has_the_lines_of_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_file_has_the_console_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # two attempts
         log = LogFileSink(tmp_path / "train.log", total_steps=9, log_every=1)
         log.log_row(MetricsRow(1, 1, 0.0, {"train/loss": 0.25, "train/reward_total_mean": 0.5}))
@@ -170,7 +170,7 @@ def test_the_log_file_has_the_lines_of_the_console(tmp_path: Path, capsys: pytes
     assert "Train epoch 1: loss 0.5000" in lines[1] and capsys.readouterr().out == ""
 
 
-def test_only_a_measurement_moves_the_learning_rate() -> None:
+def test_only_a_validation_changes_the_learning_rate() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = PlateauScheduler(optimizer, factor=0.5, patience=1)
     for _ in range(10):

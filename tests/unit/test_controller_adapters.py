@@ -1,4 +1,4 @@
-"""A configuration runs what it says and nothing else, in each architecture."""
+"""A configuration runs exactly its parts of a model, in each architecture."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MODELS: dict[str, tuple[Callable, tuple[int, ...]]] = {
     "idefics3 of an earlier release": (vlms.idefics3, (32, 64, 128)),
 }
 FORMER = Plugin.parse("tests/data/old_adapter/idefics3.py:Idefics3Adapter", "--adapter")
-"""The example of an earlier release, as it was."""
+"""The example of an earlier release, unchanged."""
 OWN = {
     "idefics3": Plugin.parse("examples/new_adapter/idefics3.py:Idefics3Adapter", "--adapter"),
     "idefics3 of an earlier release": FORMER,
 }
-"""Adapters that are examples, as a user names them."""
+"""Example adapters, as a user names them."""
 WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe", "molmo"]
 QUESTION = "what is the number ?"
 
@@ -69,7 +69,7 @@ def adapter(request: pytest.FixtureRequest) -> VLMAdapter:
     return make(request.param)
 
 
-def test_the_full_configuration_is_the_released_model_to_the_bit(adapter: VLMAdapter) -> None:
+def test_the_full_configuration_is_bitwise_the_released_model(adapter: VLMAdapter) -> None:
     plain = logits_of(adapter)
     with adapter.configured(configuration_of(adapter)):
         assert torch.equal(logits_of(adapter), plain)
@@ -77,7 +77,7 @@ def test_the_full_configuration_is_the_released_model_to_the_bit(adapter: VLMAda
 
 @pytest.mark.parametrize("blocks", ["1011", "1000", "1101"])
 def test_skipped_blocks_are_those_of_a_model_without_them(adapter: VLMAdapter, blocks: str) -> None:
-    """Decoding too, against the whole sequence at once without a cache."""
+    """Also in decoding, compared with the whole sequence at once without a cache."""
     configuration = configuration_of(adapter, blocks)
     ran: list[int] = []
     hooks = [
@@ -101,7 +101,7 @@ def test_skipped_blocks_are_those_of_a_model_without_them(adapter: VLMAdapter, b
 
 
 def kept_of(layer: Any) -> torch.Tensor | None:
-    """What a cache has of a block."""
+    """The cache of a block."""
     return layer.recurrent_states[0] if isinstance(layer, LinearAttentionLayer) else layer.keys
 
 
@@ -111,7 +111,7 @@ def with_configuration(adapter: VLMAdapter, configuration: Configuration) -> tor
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_topk_is_what_the_released_code_computes_with_it(name: str) -> None:
+def test_topk_equals_the_released_code_with_that_topk(name: str) -> None:
     adapter = make(name)
     for k in (1, 2):
         configuration = configuration_of(adapter, topk=k)
@@ -147,8 +147,8 @@ def test_each_knob_alone_saves_work(adapter: VLMAdapter) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen2_5_vl"])
-def test_each_block_costs_as_much_as_the_next_and_each_expert_too(name: str) -> None:
-    """All of the model included, which is the released one."""
+def test_blocks_and_experts_have_constant_costs(name: str) -> None:
+    """Including the full configuration, which is the released model."""
     adapter = make(name)
     work = [flops(adapter, configuration_of(adapter, blocks)) for blocks in ("1000", "1100", "1110", "1111")]
     assert len({more - less for less, more in zip(work, work[1:])}) == 1
@@ -167,7 +167,7 @@ def test_grouped_products_of_experts_are_counted_as_those_of_each_expert() -> No
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_only_the_experts_that_a_token_is_routed_to_run(implementation: str) -> None:
-    """The weights of all others are no numbers, so whatever runs them tells."""
+    """The weights of all others are NaN, so running one of them would show."""
     adapter = make("qwen3_vl_moe")
     adapter.model.set_experts_implementation(implementation)
     mixture, tokens = adapter.mixture(adapter.blocks[1]), torch.randn(1, 2, 32)
@@ -179,7 +179,7 @@ def test_only_the_experts_that_a_token_is_routed_to_run(implementation: str) -> 
         assert torch.equal(mixture(tokens), plain)
 
 
-def test_the_model_is_as_before_also_when_it_fails(adapter: VLMAdapter) -> None:
+def test_the_model_is_restored_after_an_exception(adapter: VLMAdapter) -> None:
     plain, modules = logits_of(adapter), dict(adapter.model.named_modules())
     with pytest.raises(KeyError), adapter.configured(configuration_of(adapter, "1010", 1)):
         raise KeyError
@@ -187,7 +187,7 @@ def test_the_model_is_as_before_also_when_it_fails(adapter: VLMAdapter) -> None:
     assert torch.equal(logits_of(adapter), plain)
 
 
-def test_an_encoding_serves_in_place_of_the_image(adapter: VLMAdapter) -> None:
+def test_a_cached_encoding_replaces_the_vision_encoder(adapter: VLMAdapter) -> None:
     inputs = adapter.inputs(image(), QUESTION, 1)
     encoding = adapter.encode(inputs)
     with torch.no_grad():
@@ -212,7 +212,7 @@ def test_generation_is_that_of_transformers() -> None:
         assert end not in adapter.generate(inputs, 6, [end])
 
 
-def test_an_adapter_of_an_earlier_release_is_told_the_new_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_of_an_earlier_release_gets_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
     FORMER.load()
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: the adapter Idefics3Adapter has methods by names that the next release drops; ")
@@ -221,7 +221,7 @@ def test_an_adapter_of_an_earlier_release_is_told_the_new_names(capsys: pytest.C
     assert capsys.readouterr().err == ""
 
 
-def test_an_adapter_of_an_earlier_release_may_extend_ours_and_leave_top_k_to_its_mixture() -> None:
+def test_an_adapter_of_an_earlier_release_can_extend_ours() -> None:
     class Own(MolmoAdapter):
         def begin(self, inputs: Inputs) -> Decoding:
             begun.append(len(inputs))

@@ -1,4 +1,4 @@
-"""Importance and calibration as a user runs them, on a tiny model that was saved and is loaded again."""
+"""The commands importance and calibrate, on a tiny model on disk."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left behind."""
+    """Exit code and output of a command."""
 
     returncode: int
     stdout: str
@@ -82,7 +82,7 @@ def run(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     return call
 
 
-def test_importance_is_the_loss_of_leaving_a_block_out(run: Run, saved: Path, tmp_path: Path) -> None:
+def test_importance_is_the_loss_of_skipping_a_block(run: Run, saved: Path, tmp_path: Path) -> None:
     done = run(importance_command, tmp_path / "importance.json")
     assert done.returncode == 0, done.stderr
     adapter = load_adapter(str(saved / "model"), SIZES)
@@ -132,7 +132,7 @@ def test_scores_of_another_model_are_refused(saved: Path, tmp_path: Path) -> Non
         load_importance(path, adapter)
 
 
-def test_a_fingerprint_is_of_type_and_weights() -> None:
+def test_a_fingerprint_depends_on_type_and_weights() -> None:
     def named(*weights: torch.Tensor, model_type: str = "llama") -> str:
         model: Any = nn.ParameterList([nn.Parameter(each) for each in weights])
         model.config = SimpleNamespace(model_type=model_type)
@@ -141,7 +141,7 @@ def test_a_fingerprint_is_of_type_and_weights() -> None:
     matrix, experts, bias = torch.randn(6, 9), torch.randn(2, 6, 9), torch.randn(9)
     name = named(matrix, experts, bias)
     assert name.startswith("2:llama:")
-    # transformers 5 orders parameters otherwise, and keeps some experts transposed
+    # transformers 5 orders parameters differently, and stores some experts transposed
     assert named(bias, experts.transpose(1, 2).contiguous(), matrix) == name
     assert named(matrix, experts, bias, model_type="qwen2") != name
     assert named(matrix, experts, torch.cat([bias, bias])) != name
@@ -151,7 +151,7 @@ def test_a_fingerprint_is_of_type_and_weights() -> None:
         assert named(*changed) != name
 
 
-def test_what_has_a_fingerprint_of_an_earlier_version_is_taken_with_one_warning(
+def test_fingerprints_of_version_1_are_accepted_with_one_warning(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter, old = load_adapter(str(saved / "model"), SIZES), "0123456789abcdef"
@@ -177,7 +177,7 @@ def test_what_has_a_fingerprint_of_an_earlier_version_is_taken_with_one_warning(
             load_controller(tmp_path / folder)[1].load("cpu", torch.float32)
 
 
-def test_a_calibration_is_written_with_how_good_it_is(run: Run, saved: Path, tmp_path: Path) -> None:
+def test_a_calibration_records_its_quality(run: Run, saved: Path, tmp_path: Path) -> None:
     more = ["--topk-choices", "1", "4", "--configurations", "10", "--repeats", "1", "--max-new-tokens", "2"]
     done = run(calibrate_command, tmp_path / "latency.json", *more)
     assert done.returncode == 0, done.stderr
@@ -194,7 +194,7 @@ def test_a_calibration_is_written_with_how_good_it_is(run: Run, saved: Path, tmp
     assert {part: tuple(weights) for part, weights in found.coefficients.items()} == FEATURES
 
 
-def test_what_deciding_takes_is_measured_on_a_controller_of_the_width_that_is_asked_for(
+def test_decisions_are_timed_with_a_controller_of_the_given_width(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths = []
@@ -237,7 +237,7 @@ def test_the_same_seed_measures_the_same_configurations(saved: Path, monkeypatch
         ([1.6, 1.4, 1.5, 1.3], [50.0, 40.0, 45.0, 41.0], 1),
     ],
 )
-def test_a_busy_machine_is_measured_again_and_the_quickest_counts(
+def test_a_busy_machine_is_measured_again_and_the_fastest_fit_is_kept(
     scatters: list[float], costs: list[float], kept: int, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = [LatencyModel({}, 1.0, "", "", 0.0, {"90": each}) for each in scatters]
@@ -262,6 +262,6 @@ def test_bad_arguments_are_one_sentence(more: list[str], message: str, run: Run,
     assert done.returncode == 2 and message in error and done.stderr.endswith(f"{error}\n")
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vision-language model .* cannot be loaded .*give the directory of one"):
         load_adapter(str(tmp_path), SIZES)

@@ -1,4 +1,4 @@
-"""The distribution over configurations, held to the enumeration of every one that a small model has."""
+"""The distribution over configurations, compared with the enumeration of all configurations of a small model."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_entropy_and_its_gradient_are_those_of_the_enumeration(space: Configurat
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_an_exploration_bonus_does_not_pay_for_more_blocks(space: ConfigurationSpace) -> None:
+def test_the_entropy_bonus_does_not_reward_more_blocks(space: ConfigurationSpace) -> None:
     distribution, logits = distribution_of(space, 1)
     tiers = logits[0][0].double().softmax(-1)
     of_tiers = -(tiers * tiers.log()).sum()
@@ -102,7 +102,7 @@ def test_an_exploration_bonus_does_not_pay_for_more_blocks(space: ConfigurationS
         torch.testing.assert_close(found[1], of_topk, rtol=1e-5, atol=1e-6)
 
 
-def test_draws_have_their_probabilities(space: ConfigurationSpace) -> None:
+def test_samples_have_their_probabilities(space: ConfigurationSpace) -> None:
     configurations, rows = every(space), 40_000
     exact = distribution_of(space, len(configurations))[0].log_prob(Choices.of(configurations, space)).exp().detach()
     generator = torch.Generator().manual_seed(1)
@@ -111,21 +111,21 @@ def test_draws_have_their_probabilities(space: ConfigurationSpace) -> None:
     assert set(drawn) <= set(configurations)
     counts = torch.tensor([drawn.count(each) for each in set(drawn)])
     expected = torch.tensor([float(exact[configurations.index(each)]) * rows for each in set(drawn)])
-    often = expected >= 5  # Pearson's statistic is that of a normal one only there
+    often = expected >= 5  # where the statistic is approximately chi-squared
     statistic = float(((counts - expected)[often] ** 2 / expected[often]).sum())
     cells = int(often.sum())
     assert statistic < cells + 5 * (2 * cells) ** 0.5 + 5
 
 
 def likeliest(knob: Callable[[Configuration], Hashable], weighted: Sequence[tuple[Configuration, float]]) -> Hashable:
-    """The setting of a knob that configurations with their probabilities have most often."""
+    """The most likely value of a knob, from configurations with their probabilities."""
     total: dict[Hashable, float] = defaultdict(float)
     for configuration, probability in weighted:
         total[knob(configuration)] += probability
     return max(total, key=total.__getitem__)
 
 
-def test_the_mode_has_the_likeliest_of_each_knob(space: ConfigurationSpace) -> None:
+def test_the_mode_has_the_most_likely_value_of_each_knob(space: ConfigurationSpace) -> None:
     configurations = every(space)
     choices = Choices.of(configurations, space)
     for seed in range(20):
@@ -140,7 +140,7 @@ def test_the_mode_has_the_likeliest_of_each_knob(space: ConfigurationSpace) -> N
         assert mode.topk == likeliest(lambda each: each.topk, same_blocks)
 
 
-def test_extreme_logits_give_numbers(space: ConfigurationSpace) -> None:
+def test_extreme_logits_give_finite_results(space: ConfigurationSpace) -> None:
     configurations = every(space)
     distribution, logits = distribution_of(space, len(configurations), scale=300.0)
     log_probs = distribution.log_prob(Choices.of(configurations, space))
@@ -149,7 +149,7 @@ def test_extreme_logits_give_numbers(space: ConfigurationSpace) -> None:
     assert all(part.grad is None or bool(part.grad.isfinite().all()) for part in logits)
 
 
-def test_what_blocks_that_do_not_run_would_route_to_does_not_count() -> None:
+def test_the_topk_of_skipped_blocks_does_not_count() -> None:
     space = SPACES["experts"]
     distribution, logits = distribution_of(space, 1)
     masks = torch.tensor([[True, False, False, True]])
@@ -160,7 +160,7 @@ def test_what_blocks_that_do_not_run_would_route_to_does_not_count() -> None:
     assert not logits[2].grad[0, [0, 2, 3]].any() and logits[2].grad[0, [1, 4]].any()
 
 
-def test_many_blocks_are_no_matter() -> None:
+def test_many_blocks_work() -> None:
     masks = BlockMaskDistribution(torch.linspace(-3, 3, 64).expand(2, 64), 30, 40)
     drawn = masks.sample(torch.rand(2, 64, dtype=torch.float64))
     assert bool(((drawn.sum(1) >= 30) & (drawn.sum(1) <= 40)).all())
@@ -178,7 +178,7 @@ def test_many_blocks_are_no_matter() -> None:
         ((("low",), 4, 1, 4, (0, 2)), "at least 1"),
     ],
 )
-def test_a_space_that_cannot_be_is_refused(arguments: tuple, message: str) -> None:
+def test_an_invalid_space_is_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(UserError, match=message):
         ConfigurationSpace(*arguments)
 
@@ -207,7 +207,7 @@ def test_a_saved_controller_decides_as_before(space: ConfigurationSpace, tmp_pat
 
 
 def test_an_export_in_bf16_decides_in_fp32(tmp_path: Path) -> None:
-    """As training did: what it sees of a question is in fp32, whatever precision the model runs in."""
+    """As in training, where features are in fp32, whatever the model's precision."""
     controller = controller_of(SPACES["experts"]).bfloat16()
     controller.config.vlm = {"path": "somewhere", "tier_sizes": [1], "max_new_tokens": 1}
     controller.save_pretrained(tmp_path)
@@ -231,7 +231,7 @@ def test_a_fresh_controller_prefers_nothing_and_learns_from_every_input() -> Non
     for each, log_prob in zip(configurations, distribution.log_prob(Choices.of(configurations, space)), strict=True):
         of_masks[each.blocks] += float(log_prob.exp())
     assert max(of_masks.values()) == pytest.approx(min(of_masks.values()))
-    for parameter in controller.parameters():  # heads begin at zero and would hide what lies below them
+    for parameter in controller.parameters():  # the heads start at zero, which would hide the gradients below them
         torch.nn.init.normal_(parameter, std=0.1)
     sum(part.sum() for part in controller(*inputs)).backward()
     assert all(parameter.grad is not None for parameter in controller.parameters())

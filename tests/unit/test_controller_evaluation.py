@@ -1,4 +1,4 @@
-"""`adaptive` as a user runs it, on a tiny model and its controller."""
+"""The command `adaptive`, on a tiny model with its controller."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHORT = ("--num-samples", "3", "--num-train", "2", "--max-static", "5", "--no-wa
 
 
 def tiny_questions() -> list[ImageQuestion]:
-    """Five of them, each with what some configuration answers as its reference."""
+    """Five questions, each with the answer of some configuration as its reference."""
     runner = VLMRunner(adapter_for(*vlms.qwen3_vl_moe(), TIERS), max_new_tokens=3)
     space = runner.adapter.space(2, 4, (1, 2, 4))
     asked = [question(number) for number in range(5)]
@@ -69,7 +69,7 @@ def tiny_questions() -> list[ImageQuestion]:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory with `model/`, `data/` and `run/`, whose newest step was not finished."""
+    """Directory with `model/`, `data/` and `run/`, whose newest checkpoint is incomplete."""
     directory = tmp_path_factory.mktemp("adaptive")
     model, processor = vlms.qwen3_vl_moe()
     model.save_pretrained(directory / "model")
@@ -124,14 +124,14 @@ def adaptive(*words: object) -> int:
 
 @pytest.fixture(scope="module")
 def evaluated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the command put the files of an evaluation by the latency model."""
+    """Output directory of an evaluation with the latency model."""
     output = tmp_path_factory.mktemp("by_model")
     options = ("--latency", "model", "--num-budgets", "3", "--search-questions", "0", "--output", output)
     assert adaptive("--checkpoint", tiny / "run", *options, *SHORT) == 0
     return output
 
 
-def test_the_files_agree_with_each_other(evaluated: Path) -> None:
+def test_the_files_agree(evaluated: Path) -> None:
     content = json.loads((evaluated / "adaptive.json").read_text())
     arrays = np.load(evaluated / "adaptive.npz")
     assert content["step"] == 2 and content["budgets_ms"] == [30.0, 45.0, 60.0]
@@ -159,7 +159,7 @@ def test_the_files_agree_with_each_other(evaluated: Path) -> None:
     assert all(f"| {row.method} | {row.budget_ms:.1f} | {100 * row.accuracy:.1f} % |" in page for row in rows)
 
 
-def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -> None:
+def test_results_are_those_of_the_configurations(tiny: Path, evaluated: Path) -> None:
     arrays = np.load(evaluated / "adaptive.npz")
     controller, controlled = load_controller(tiny / "run/global_step_2/huggingface")
     model = AdaptiveModel(controlled.runner("cpu", torch.float32), controller)
@@ -196,10 +196,10 @@ def test_it_measures_what_the_configurations_give(tiny: Path, evaluated: Path) -
     assert (arrays["deciding_ms"] > 0).any()
 
 
-def test_by_the_latency_model_it_comes_to_the_same_each_time(
+def test_results_by_the_latency_model_are_reproducible(
     tiny: Path, evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was fitted on the machine `none`, of which a warning tells."""
+    """The latency model was fitted on the machine `none`, which causes a warning."""
     by_model = ("--latency", "model", "--num-budgets", "3", "--search-questions", "0")
     options = (*by_model, "--repeats", "2", "--output", tmp_path)
     assert adaptive("--checkpoint", tiny / "run/global_step_2", *options, *SHORT) == 0
@@ -213,7 +213,7 @@ def test_by_the_latency_model_it_comes_to_the_same_each_time(
     assert not np.array_equal(np.load(tmp_path / "adaptive.npz")["random_complexity"], draws)
 
 
-def test_measured_it_counts_deciding_and_all_of_the_model(
+def test_measured_latencies_include_deciding(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -259,7 +259,7 @@ def check_wandb(run: Path, content: dict[str, Any]) -> None:
     assert all(lookup_metric(name) for name in numbers if name.startswith("eval/")) and set(names) <= set(numbers)
 
 
-def test_an_export_alone_takes_questions_from_a_folder(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_export_without_a_run_takes_questions_from_a_folder(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(tmp_path))
     export = shutil.copytree(tiny / "run/global_step_2/huggingface", tmp_path / "export")
     moved = shutil.copytree(tiny / "model", tmp_path / "moved")
@@ -312,7 +312,7 @@ def test_bad_input_is_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(
+def test_an_unwritable_output_is_refused_before_measuring(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")

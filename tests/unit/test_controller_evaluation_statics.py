@@ -1,4 +1,4 @@
-"""Which blocks the static configurations of a comparison keep."""
+"""The search of the blocks of static configurations."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def at_high_tier(runner: VLMRunner, *active: int) -> Configuration:
 
 
 def answered(runner: VLMRunner, *active: int) -> list[ImageQuestion]:
-    """Questions whose references are what these blocks answer."""
+    """Questions whose references are the answers of these blocks."""
     asked, way = [question(number) for number in range(4)], at_high_tier(runner, *active)
     return [replace(each, references=(runner.run(each, way).answer or "none",)) for each in asked]
 
 
-def test_each_block_is_the_one_with_which_the_most_answers_are_right(runner: VLMRunner) -> None:
+def test_each_added_block_makes_the_most_answers_correct(runner: VLMRunner) -> None:
     samples, space = answered(runner, 0, 3), runner.adapter.space(1, 4, (1, 2, 4))
     answers = [[runner.run(each, at_high_tier(runner, 0, block)).answer for each in samples] for block in (1, 2)]
     assert all(answer != each.references[0] for found in answers for answer, each in zip(found, samples))
@@ -44,7 +44,7 @@ def test_each_block_is_the_one_with_which_the_most_answers_are_right(runner: VLM
     assert few == {count: found[count] for count in (2, 3)}
 
 
-def test_of_equally_right_ones_it_is_that_with_the_least_loss(runner: VLMRunner) -> None:
+def test_the_loss_breaks_ties(runner: VLMRunner) -> None:
     space = runner.adapter.space(2, 2, (1, 2, 4))
     samples = [replace(each, references=("no model says this",)) for each in answered(runner, 0)]
 

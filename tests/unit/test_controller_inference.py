@@ -24,7 +24,7 @@ def tiny_adapter() -> VLMAdapter:
 
 
 def controller_of(adapter: VLMAdapter, preferred_tier: int) -> BudgetController:
-    """One that always takes this tier."""
+    """A controller that always chooses this tier."""
     controller = BudgetController(BudgetControllerConfig(**vars(adapter.space(2, 4, (1, 2, 4))), **WIDTHS))
     torch.manual_seed(0)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def controller_of(adapter: VLMAdapter, preferred_tier: int) -> BudgetController:
 
 
 def model(preferred_tier: int) -> AdaptiveModel:
-    """One whose controller always takes this tier."""
+    """A model whose controller always chooses this tier."""
     adapter = tiny_adapter()
     return AdaptiveModel(VLMRunner(adapter, max_new_tokens=3), controller_of(adapter, preferred_tier))
 
@@ -44,9 +44,7 @@ WIDTHS = {"vision_width": 32, "language_width": 32, "low_ms": 5.0, "high_ms": 50
 
 
 @pytest.mark.parametrize("tier", [0, 2])
-def test_the_low_encoding_is_made_once_and_another_only_where_it_is_needed(
-    tier: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_image_is_encoded_once_per_needed_tier(tier: int, monkeypatch: pytest.MonkeyPatch) -> None:
     adaptive, seen = model(tier), Counter()
     see = adaptive.runner.encode
 
@@ -62,7 +60,7 @@ def test_the_low_encoding_is_made_once_and_another_only_where_it_is_needed(
     assert found.total_ms == found.decision_ms + found.latency.total_ms and 0 < found.network_ms < found.decision_ms
 
 
-def test_it_chooses_the_mode_for_image_question_and_budget() -> None:
+def test_the_choice_is_the_mode() -> None:
     controller, sample = controller_of(adapter := tiny_adapter(), 1), question(2)
     adaptive = AdaptiveModel(VLMRunner(adapter, max_new_tokens=3), controller)
     vision, language = adaptive.runner.features(sample)
@@ -73,7 +71,7 @@ def test_it_chooses_the_mode_for_image_question_and_budget() -> None:
         assert adaptive.answer(sample.load_image(), sample.question, budget).configuration == expected
 
 
-def test_deciding_costs_the_encoding_where_the_answer_does_not_use_it() -> None:
+def test_a_decision_includes_an_unused_encoding() -> None:
     space = model(0).runner.adapter.space(2, 4, (1, 2, 4))
     low, high = (Decision(space.configuration(tier, [True] * 4), 1.0, 2.0, 4.0) for tier in (0, 2))
     assert decision_overhead_ms(low.configuration, low.own_ms, 100.0) == 7.0
@@ -95,7 +93,7 @@ def traceable_controller(topk_choices: tuple[int, ...]) -> BudgetController:
 
 
 @pytest.mark.parametrize("topk_choices", [(), (1, 2, 4)])
-def test_its_logits_are_the_controllers(topk_choices: tuple[int, ...]) -> None:
+def test_traced_logits_are_the_controllers(topk_choices: tuple[int, ...]) -> None:
     network = traceable_controller(topk_choices)
     traced = TracedController(network)
     with torch.inference_mode():
@@ -108,7 +106,7 @@ def test_its_logits_are_the_controllers(topk_choices: tuple[int, ...]) -> None:
     assert expected[1].std() > 0.1  # they differ by block, so that equal logits mean something
 
 
-def test_the_features_of_a_budget_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_features_of_a_budget_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     network = traceable_controller((1, 2))
     traced, asked = TracedController(network), []
     made = network.budget_features

@@ -1,4 +1,4 @@
-"""The latency model finds the coefficients of a machine that keeps to them; the reward has the documented parts."""
+"""Fitting recovers the coefficients of a simulated machine; the reward has the documented components."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def model(coefficients: dict[str, dict[str, float]]) -> LatencyModel:
     return LatencyModel(coefficients, 1.0, "a machine", "a model")
 
 
-def test_a_machine_of_the_models_kind_is_found() -> None:
+def test_fitting_finds_the_coefficients() -> None:
     seen = workloads(300)
     found = model(fit_coefficients(seen, [model(TRUTH).predict(each) for each in seen]))
     for each in workloads(50, seed=1):
         assert found.predict(each).total_ms == pytest.approx(model(TRUTH).predict(each).total_ms, rel=1e-6)
 
 
-def test_noise_is_averaged_and_nothing_falls_below_zero() -> None:
+def test_noise_averages_out_and_coefficients_are_not_negative() -> None:
     rng, seen = random.Random(2), workloads(400)
     noisy = []
     for each in seen:
@@ -87,14 +87,14 @@ def told(percentile: int) -> ModelledLatency:
 
 
 @pytest.mark.parametrize(("percentile", "longer"), [(50, 1.0), (90, 1.5), (95, 1.75)])
-def test_a_percentile_makes_everything_longer(percentile: int, longer: float) -> None:
+def test_a_percentile_scales_all_latencies(percentile: int, longer: float) -> None:
     [workload] = workloads(1)
     outcome = RunResult("", Latency(0.0, 0.0, 0.0, 0), workload)
     assert told(percentile).run_ms(outcome) == pytest.approx(longer * model(TRUTH).predict(workload).total_ms)
     assert told(percentile).deciding_ms == pytest.approx(longer * 2.0)
 
 
-def test_a_percentile_is_among_those_that_a_recipe_may_name() -> None:
+def test_the_recipe_accepts_the_recorded_percentiles() -> None:
     assert get_args(keys(BudgetConfig)["latency.percentile"].hint) == PERCENTILES
 
 
@@ -118,7 +118,9 @@ def test_a_model_without_scatter_has_no_percentile(tmp_path: Path) -> None:
         (lambda adapter: "NVIDIA H100 80GB HBM3", True),
     ],
 )
-def test_a_latency_model_of_another_machine_is_doubted(machine: Callable[[VLMAdapter], str], is_another: bool) -> None:
+def test_a_latency_model_of_another_machine_gets_a_warning(
+    machine: Callable[[VLMAdapter], str], is_another: bool
+) -> None:
     adapter = adapter_for(*vlms.qwen3_vl_moe(), (256,))
     doubt = machine_warning(replace(model(TRUTH), machine=machine(adapter)), adapter)
     assert (doubt is not None) == is_another
@@ -138,7 +140,7 @@ def test_a_saved_model_predicts_as_before_and_another_file_is_refused(tmp_path: 
         LatencyModel.load(tmp_path / "none.json")
 
 
-def test_the_parts_of_a_reward() -> None:
+def test_the_components_of_a_reward() -> None:
     weights = BudgetRewardConfig()
     inside = reward_components(weights, accuracy=1.0, latency_ms=50.0, budget_ms=100.0, complexity=0.5)
     assert tuple(inside) == REWARD_NAMES

@@ -1,4 +1,4 @@
-"""What the model class for lmms-eval is made of, without lmms-eval: arguments, requests, answers and their log."""
+"""The plugin for lmms-eval without lmms-eval: arguments, requests, answers and their log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOCUMENTS = {"cards": {"test": [row(number) for number in range(NUM_DOCUMENTS)]}
 
 @dataclass(frozen=True)
 class Asked:
-    """What is used of a request of lmms-eval."""
+    """The used part of a request of lmms-eval."""
 
     args: tuple[Any, ...]
 
@@ -74,7 +74,7 @@ def test_it_needs_neither_verl_nor_vllm() -> None:
 # Arguments
 
 
-def test_arguments_are_what_lmms_eval_makes_of_the_command_line() -> None:
+def test_arguments_as_lmms_eval_parses_them() -> None:
     words = {"pretrained": "~/run", "budget_ms": 30, "log": "a.jsonl", "vlm": 7, "batch_size": "1", "device": "cpu"}
     assert LmmsModelArgs.parse(words) == LmmsModelArgs(Path.home() / "run", 30.0, "7", Path("a.jsonl"), "cpu")
     assert LmmsModelArgs.parse({"pretrained": "x", "budget_ms": 0.5, "batch_size": 1}) == LmmsModelArgs(Path("x"), 0.5)
@@ -102,7 +102,7 @@ def test_bad_arguments_are_refused(words: dict[str, Any], message: str) -> None:
 # Requests
 
 
-def test_a_question_is_asked_as_in_training() -> None:
+def test_a_question_has_the_suffix_of_training_once() -> None:
     texts = {"what ?": "what ?" + SUFFIX, "<image>\nwhat ?": "what ?" + SUFFIX, "what ?\nShort:": "what ?\nShort:"}
     for text, expected in texts.items():
         assert LmmsQuestion.from_request(asked(1, text), DOCUMENTS, SUFFIX).text == expected
@@ -116,7 +116,7 @@ def test_a_question_is_asked_as_in_training() -> None:
     ("until", "expected"),
     [(None, "a, b\n\nc."), ([], "a, b\n\nc."), ("", "a, b\n\nc."), ("\n\n", "a, b"), (["\n\n", ","], "a"), ("a", "")],
 )
-def test_an_answer_ends_before_what_the_task_says(until: Any, expected: str) -> None:
+def test_an_answer_ends_before_until(until: Any, expected: str) -> None:
     assert LmmsQuestion.from_request(asked(until=until), DOCUMENTS, "").truncate("a, b\n\nc.") == expected
 
 
@@ -138,7 +138,7 @@ def test_only_questions_about_one_image_are_answered(visuals: Any, message: str)
 
 
 @pytest.mark.parametrize("budget_ms", [30.0, 60.0])
-def test_answers_are_those_of_the_model_and_the_log_tells_of_them(
+def test_answers_are_those_of_the_model_and_are_logged(
     export: Path, model: AdaptiveModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], budget_ms: float
 ) -> None:
     log = tmp_path / "logs/answers.jsonl"
@@ -169,7 +169,7 @@ def test_an_answer_is_logged_as_the_task_gets_it(export: Path, tmp_path: Path) -
     assert cut == json.loads((tmp_path / "log").read_text())["answer"] == whole.split(whole[-1])[0].strip()
 
 
-def test_what_is_asked_in_vain_is_told_once_for_each_task(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ignored_settings_are_reported_once_per_task(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answering = responder(export)
     kept = {"max_new_tokens": 3, "do_sample": False, "temperature": 0.0, "num_beams": 1, "top_p": None, "until": ["\n"]}
     answering.respond([asked(**kept)], DOCUMENTS)
@@ -180,7 +180,7 @@ def test_what_is_asked_in_vain_is_told_once_for_each_task(export: Path, capsys: 
     assert shown.count("warning: cards asks for max_new_tokens=16, top_p=0.9, which has no effect") == 1
 
 
-def test_it_gets_warm_before_the_first_answer_alone(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_runs_once(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
     answer = VLMRunner.answer
 
@@ -199,7 +199,7 @@ def test_it_gets_warm_before_the_first_answer_alone(export: Path, monkeypatch: p
 # What cannot be
 
 
-def test_a_budget_beyond_training_is_told(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_outside_of_training_gets_a_warning(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
     responder(export, budget_ms=61.0)
     assert "warning: the controller was trained for 30 to 60 ms, and not for 61" in capsys.readouterr().err
 
@@ -210,7 +210,7 @@ def test_several_processes_are_refused(export: Path, monkeypatch: pytest.MonkeyP
         responder(export)
 
 
-def test_answers_of_another_run_are_not_mixed_with(export: Path, tmp_path: Path) -> None:
+def test_a_log_with_answers_is_refused(export: Path, tmp_path: Path) -> None:
     empty, full = tmp_path / "empty.jsonl", tmp_path / "full.jsonl"
     empty.touch()
     full.write_text("{}\n")
@@ -222,7 +222,7 @@ def test_answers_of_another_run_are_not_mixed_with(export: Path, tmp_path: Path)
     assert full.read_text() == "{}\n"
 
 
-def test_what_is_no_controller_is_refused(export: Path) -> None:
+def test_a_directory_without_a_controller_is_refused(export: Path) -> None:
     with pytest.raises(UserError, match="has no budget controller's export"):
         responder(export.parent / "model")
     with pytest.raises(UserError, match="cannot be loaded"):

@@ -1,4 +1,4 @@
-"""The controller as a policy of the GRPO loop, on a tiny model of each kind as its environment."""
+"""The controller as a policy of the GRPO loop, with a tiny model as its environment."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_sample_does_not_depend_on_the_rest_of_the_batch(policy: ControllerPol
     assert len({each.action.configuration for each in both}) > 1
 
 
-def test_measurements_take_the_mode_at_budgets_that_stay(policy: ControllerPolicy) -> None:
+def test_evaluations_take_the_mode_at_constant_budgets(policy: ControllerPolicy) -> None:
     one, other = (generated(policy, [0, 1], step, 1, greedy=True) for step in (1, 9))
     assert [each.action.configuration for each in one] == [each.action.configuration for each in other]
     assert [each.action.budget_ms for each in one] == [each.action.budget_ms for each in other]
@@ -94,7 +94,7 @@ def test_a_rank_without_prompts_generates_nothing(policy: ControllerPolicy) -> N
     assert list(policy.generate([], 1)) == []
 
 
-def test_a_sample_is_run_once_for_each_configuration(runner: VLMRunner, space: ConfigurationSpace) -> None:
+def test_a_configuration_runs_once_per_sample(runner: VLMRunner, space: ConfigurationSpace) -> None:
     sample = question(40)
     asked, found = runner.results.num_lookups, runner.results.num_hits
     outcomes = [runner.run(sample, space.configuration(1, [True, True, runs, True], 2)) for runs in (True, False, True)]
@@ -104,8 +104,8 @@ def test_a_sample_is_run_once_for_each_configuration(runner: VLMRunner, space: C
     assert outcomes[0].workload.num_patches == 64 and outcomes[0].workload.num_prompt_tokens > 16
 
 
-class Told(LatencySource):
-    """Says what it was told."""
+class FixedLatency(LatencySource):
+    """Returns given milliseconds."""
 
     is_measured, deciding_ms = False, 2.0
 
@@ -119,21 +119,21 @@ class Told(LatencySource):
         return 5.0
 
     def decision_ms(self, decision: Decision) -> float:
-        raise AssertionError("in training nobody measures it")
+        raise AssertionError("training does not time decisions")
 
 
-def test_rewards_are_those_of_what_was_run(
+def test_rewards_are_those_of_the_run_configurations(
     policy: ControllerPolicy, runner: VLMRunner, space: ConfigurationSpace
 ) -> None:
     environment = ControllerEnvironment(
-        runner, space, BudgetRewardConfig(), AnswerScorer([]), Told([10.0, 30.0, 90.0, 90.0])
+        runner, space, BudgetRewardConfig(), AnswerScorer([]), FixedLatency([10.0, 30.0, 90.0, 90.0])
     )
     for parameter in policy._controller.tier_head.parameters():
-        torch.nn.init.zeros_(parameter)  # so that there are choices of several tiers
+        torch.nn.init.zeros_(parameter)  # so that several tiers are chosen
     samples = generated(policy, [3], 1, 4)
     rewards = rewards_of(environment, samples)
     looked = [5.0 * (sample.action.configuration.tier > 0) for sample in samples]
-    assert {*looked} == {0.0, 5.0}  # a choice of the lowest tier has the look that it was chosen by already
+    assert {*looked} == {0.0, 5.0}  # at the lowest tier, the answer uses the encoding of the decision
     taken = [run + look + 2.0 for run, look in zip([10.0, 30.0, 90.0, 90.0], looked, strict=True)]
     assert [reward.metrics["latency_ms"] for reward in rewards] == taken
     budget = samples[0].action.budget_ms
@@ -145,7 +145,7 @@ def test_rewards_are_those_of_what_was_run(
         assert (reward.components["reward_violation"] < 0) == (reward.metrics["latency_ms"] > budget)
 
 
-def test_an_image_that_is_none_is_told_with_its_name() -> None:
+def test_an_unreadable_image_is_named() -> None:
     with pytest.raises(UserError, match="image of q1 cannot be read"):
         ImageQuestion("q1", b"no image", "?", ("a",)).load_image()
     with pytest.raises(UserError, match="image of q2 cannot be read"):

@@ -1,4 +1,4 @@
-"""VQA soft accuracy by examples that were worked out by hand and checked against the official code."""
+"""VQA soft accuracy on examples that were computed by hand and checked against the official code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from verl_ext.data.image_questions import ImageQuestion, metric_of
         ("", ""),
     ],
 )
-def test_answers_are_compared_as_the_official_evaluation_does(answer: str, wanted: str) -> None:
+def test_answers_are_normalized_as_in_the_official_evaluation(answer: str, wanted: str) -> None:
     assert normalize_answer(answer) == wanted
 
 
@@ -44,7 +44,7 @@ def test_answers_are_compared_as_the_official_evaluation_does(answer: str, wante
         ("yes", ["yes"] * 10, 1.0),
         ("Yes.", ["yes"] * 10, 1.0),
         ("no", ["yes"] * 10, 0.0),
-        ("no", ["no"] + ["yes"] * 9, 0.3),  # one of them sees no other, nine see one of three
+        ("no", ["no"] + ["yes"] * 9, 0.3),  # one annotator has no other who agrees, nine have one of three
         ("no", ["no"] * 2 + ["yes"] * 8, 0.6),
         ("no", ["no"] * 3 + ["yes"] * 7, 0.9),
         ("no", ["no"] * 4 + ["yes"] * 6, 1.0),
@@ -58,7 +58,7 @@ def test_soft_accuracy(answer: str, references: list[str], wanted: float) -> Non
     assert soft_accuracy(answer, references) == pytest.approx(wanted)
 
 
-def test_no_references_are_refused() -> None:
+def test_missing_references_are_refused() -> None:
     with pytest.raises(ValueError, match="without references"):
         soft_accuracy("yes", [])
 
@@ -71,7 +71,7 @@ CAPTIONS = [
 ]
 
 
-def test_one_caption_scores_what_the_library_gives_it_among_all() -> None:
+def test_a_single_caption_scores_as_within_a_corpus() -> None:
     answers = ["a cat on a mat", "dogs run in the grass", "a blue car", "A man rides a horse."]
     library = CiderScorer()
     for answer, references in zip(answers, CAPTIONS):

@@ -33,7 +33,7 @@ from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.rewards.text_environment import TextEnvironment
 from verl_ext.grpo.sampling import Completion
 from verl_ext.health.__main__ import main as health
-from verl_ext.launch.preflight import check_settings
+from verl_ext.launch.preflight import check_health, check_settings
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.stages import GRPOConfig, load_config
 
@@ -198,3 +198,10 @@ def test_a_health_rule_of_the_former_interface_finds_the_same(
     assert (found["rule"], found["level"], found["message"]) == ("memory_growing", "warning", expected["message"])
     [warned] = output.err.splitlines()
     assert "uses @rule, which the next release removes" in warned
+
+
+def test_the_launcher_takes_a_health_rule_of_the_former_interface(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["health.rules=[tests/data/old_health_rule/memory.py:RULES]", "health.stop_on=[memory_growing]"]
+    check_health(load_config("sft", words))
+    [warned] = capsys.readouterr().err.splitlines()
+    assert "uses @rule" in warned

@@ -39,10 +39,10 @@ def look(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[s
 
 def test_a_healthy_run_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
-    code, told = look(run_dir, capsys)
-    assert code == 0 and told.pop("status") == "finished" and set(told.values()) == {"ok", None}
+    code, levels = look(run_dir, capsys)
+    assert code == 0 and levels.pop("status") == "finished" and set(levels.values()) == {"ok", None}
     for point in ("train/loss falls", "train/lr(1e-3) follows its schedule", "all steps are done"):
-        assert told[point] == "ok"
+        assert levels[point] == "ok"
     assert main([str(run_dir)]) == 0
     shown = capsys.readouterr().out
     assert "After 100 steps" in shown and "At every checkpoint" in shown and "At the end" in shown
@@ -50,9 +50,9 @@ def test_a_healthy_run_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_an_alarm_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = look(write_run(tmp_path, "exploding gradients"), capsys)
-    assert code == 1 and told["grad_norm_exploding"] == "alarm"
-    assert told["train/grad_norm is in range"] == "ok"  # the first hundred steps were well
+    code, levels = look(write_run(tmp_path, "exploding gradients"), capsys)
+    assert code == 1 and levels["grad_norm_exploding"] == "alarm"
+    assert levels["train/grad_norm is in range"] == "ok"  # the first hundred steps were well
 
 
 def test_what_is_wrong_with_the_files_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,21 +60,21 @@ def test_what_is_wrong_with_the_files_is_seen(tmp_path: Path, capsys: pytest.Cap
     (run_dir / "latest_checkpointed_iteration.txt").write_text("200")
     write_checkpoint(run_dir, 200)
     (run_dir / "global_step_300/huggingface/model.safetensors").write_bytes(b"x")
-    code, told = look(run_dir, capsys)
+    code, levels = look(run_dir, capsys)
     assert code == 1
-    assert told["every checkpoint is complete, huggingface/ too"] == "alarm"
-    assert told["the expected checkpoints are there"] == "alarm"
-    assert told["all steps are done"] == "alarm"
-    assert told["no NCCL timeout, no lack of memory"] == "warning"
-    assert told["latest_checkpointed_iteration.txt names the newest"] == "ok"  # of those that are complete
+    assert levels["every checkpoint is complete, huggingface/ too"] == "alarm"
+    assert levels["the expected checkpoints are there"] == "alarm"
+    assert levels["all steps are done"] == "alarm"
+    assert levels["no NCCL timeout, no lack of memory"] == "warning"
+    assert levels["latest_checkpointed_iteration.txt names the newest"] == "ok"  # of those that are complete
 
 
 def test_a_tracker_that_lags_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
     write_checkpoint(run_dir, 200)
     (run_dir / "latest_checkpointed_iteration.txt").write_text("200")
-    code, told = look(run_dir, capsys)
-    assert code == 0 and told["latest_checkpointed_iteration.txt names the newest"] == "warning"
+    code, levels = look(run_dir, capsys)
+    assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest"] == "warning"
 
 
 def make_silent(run_dir: Path, seconds: float) -> None:
@@ -102,11 +102,11 @@ HERE = {"host": socket.gethostname(), "pid_namespace": pid_namespace()}
 
 def test_a_run_that_logs_nothing_any_more_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run", "running", "")
-    code, told = look(run_dir, capsys)
-    assert code == 0 and told["the run is alive"] == "ok" and told["status"] == "running"
+    code, levels = look(run_dir, capsys)
+    assert code == 0 and levels["the run is alive"] == "ok" and levels["status"] == "running"
     make_silent(run_dir, 3600)
-    code, told = look(run_dir, capsys)
-    assert code == 1 and told["the run is alive"] == "alarm" and told["status"] == "killed"
+    code, levels = look(run_dir, capsys)
+    assert code == 1 and levels["the run is alive"] == "alarm" and levels["status"] == "killed"
     assert main([str(run_dir)]) == 1
     shown = capsys.readouterr().out
     assert shown.startswith("p/e (sft), killed, step 300\n")
@@ -141,17 +141,17 @@ def test_a_run_whose_process_is_gone_is_killed(
     run_dir = write_run(tmp_path, "a textbook run", "running", "")
     change_attempt(run_dir, pid=gone, **HERE)
     change_attempt(run_dir, **changed)
-    code, told = look(run_dir, capsys)
-    assert (code, told["status"]) == (int(status == "killed"), status)
-    assert told["the run is alive"] == ("alarm" if status == "killed" else "ok")
+    code, levels = look(run_dir, capsys)
+    assert (code, levels["status"]) == (int(status == "killed"), status)
+    assert levels["the run is alive"] == ("alarm" if status == "killed" else "ok")
 
 
 def test_a_run_that_has_ended_was_not_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: int) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
     change_attempt(run_dir, pid=gone, **HERE)
     make_silent(run_dir, 3600)
-    code, told = look(run_dir, capsys)
-    assert code == 0 and told["status"] == "finished" and "the run is alive" not in told
+    code, levels = look(run_dir, capsys)
+    assert code == 0 and levels["status"] == "finished" and "the run is alive" not in levels
 
 
 def test_a_new_attempt_records_its_process(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_trends_of_a_controller_are_those_of_its_epochs() -> None:
     assert {(each.count, each.unit) for each in found.values()} == {(30, "epochs")}
     assert found["train/reward_total_mean"].sentence.startswith("train/reward_total_mean rises (good)")
     assert found["train/budget_violation_mean"].sentence.startswith("train/budget_violation_mean rises (bad)")
-    [flat] = [each for each in CURVES if each.name == "nothing is learned"]
+    [flat] = [each for each in CURVES if each.name == "a controller learns nothing"]
     assert {each.sign for each in metric_trends(view_of(flat, 0))} == {0}
 
 
@@ -233,17 +233,19 @@ def test_what_the_disk_lacks_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     (run_dir / "global_step_200/manifest.json").write_text(
         Manifest(200, 1, "", {"huggingface/model.safetensors": {"bytes": 640}}).to_json()
     )
-    code, told = look(run_dir, capsys)
-    assert code == 0 and told["latest_checkpointed_iteration.txt names the newest"] == "warning"
-    assert told["the sizes of the checkpoints are alike"] == "notice"
+    code, levels = look(run_dir, capsys)
+    assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest"] == "warning"
+    assert levels["the sizes of the checkpoints are alike"] == "notice"
     shutil.rmtree(run_dir / "global_step_300")
-    code, told = look(run_dir, capsys)
-    assert code == 1 and told["the expected checkpoints are there"] == "alarm"
+    code, levels = look(run_dir, capsys)
+    assert code == 1 and levels["the expected checkpoints are there"] == "alarm"
     shutil.rmtree(run_dir / "global_step_200")
-    code, told = look(run_dir, capsys)
-    assert code == 1 and told["the expected checkpoints are there"] == "alarm"
+    code, levels = look(run_dir, capsys)
+    assert code == 1 and levels["the expected checkpoints are there"] == "alarm"
     assert (
-        told["the sizes of the checkpoints are alike"] is told["every checkpoint is complete, huggingface/ too"] is None
+        levels["the sizes of the checkpoints are alike"]
+        is levels["every checkpoint is complete, huggingface/ too"]
+        is None
     )
 
 

@@ -45,10 +45,10 @@ def feed(monitor: HealthMonitor, steps: range, **metrics: float) -> list[tuple[i
 def test_a_finding_is_reported_once_and_again_when_it_gets_worse() -> None:
     health = monitor()
     assert feed(health, range(1, 41), loss=2.0, grad_norm=1.0) == []
-    told = feed(health, range(41, 51), loss=2.0, grad_norm=300.0)
-    assert told == [(50, "grad_norm_range", Level.NOTICE), (50, "grad_norm_exploding", Level.ALARM)]
-    told = feed(health, range(51, 101), loss=2.0, grad_norm=300.0)
-    assert told == [(100, "loss_not_falling", Level.WARNING)]
+    changes = feed(health, range(41, 51), loss=2.0, grad_norm=300.0)
+    assert changes == [(50, "grad_norm_range", Level.NOTICE), (50, "grad_norm_exploding", Level.ALARM)]
+    changes = feed(health, range(51, 101), loss=2.0, grad_norm=300.0)
+    assert changes == [(100, "loss_not_falling", Level.WARNING)]
 
 
 @pytest.mark.parametrize(("norm", "says"), [(1e-3, "raise optim.lr"), (60.0, "lower optim.lr")])
@@ -81,8 +81,8 @@ def test_every_large_gradient_norm_of_the_window_counts(norms: list[float], leve
 def test_a_finding_is_gone_after_several_clear_checks() -> None:
     health = monitor()
     feed(health, range(1, 41), loss=2.0, grad_norm=1e-4)
-    told = feed(health, range(41, 101), loss=2.0, grad_norm=1.0)
-    gone = {rule: step for step, rule, level in told if level == Level.OK}
+    changes = feed(health, range(41, 101), loss=2.0, grad_norm=1.0)
+    gone = {rule: step for step, rule, level in changes if level == Level.OK}
     # the median of 20 norms is back to normal at step 60, or at 50 where half of them are
     assert gone["grad_norm_vanishing"] in (50 + 10 * (CLEAR_CHECKS - 1), 60 + 10 * (CLEAR_CHECKS - 1))
 
@@ -90,8 +90,8 @@ def test_a_finding_is_gone_after_several_clear_checks() -> None:
 def test_a_loss_that_is_not_finite_is_reported_at_once() -> None:
     health = monitor()
     feed(health, range(1, 13), loss=2.0)
-    told = feed(health, range(13, 17), loss=math.nan)
-    assert told == [(13, "loss_not_finite", Level.WARNING), (15, "loss_not_finite", Level.ALARM)]
+    changes = feed(health, range(13, 17), loss=math.nan)
+    assert changes == [(13, "loss_not_finite", Level.WARNING), (15, "loss_not_finite", Level.ALARM)]
 
 
 def test_only_rules_that_are_named_stop_a_run_and_a_notice_does_not() -> None:
@@ -119,8 +119,8 @@ def test_a_validation_is_checked_when_it_comes() -> None:
     for step, loss, val in ((500, 1.2, 1.5), (1000, 0.8, 1.3), (1500, 0.5, 1.4), (2000, 0.3, 1.6)):
         for each in range(step - 499, step + 1):
             health.check(each, {"train/loss": loss + (step - each) / 2000})
-        told = health.check(step, {"val/loss": val})
-    [found] = [each for each in told if each.rule == "overfitting"]
+        changes = health.check(step, {"val/loss": val})
+    [found] = [each for each in changes if each.rule == "overfitting"]
     assert found.level == Level.WARNING and "1.3 at step 1000" in found.message
 
 
@@ -157,7 +157,7 @@ def test_a_threshold_is_set_by_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "says"),
     [
         ("health.stop_on=[overfiting]", "take overfitting"),
         ("health.stop_on=[violation_high]", "no rule of this stage"),
@@ -168,8 +168,8 @@ def test_a_threshold_is_set_by_its_name() -> None:
         ("health.limits.reward_milestones=[low]", "list .* numbers"),
     ],
 )
-def test_invalid_settings_are_refused(override: str, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_invalid_settings_are_refused(override: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
         check_health(load_config("sft", [override]))
     check_health(load_config("sft", ["health.stop_on=[overfitting, loss_not_finite]"]))
 

@@ -166,6 +166,18 @@ def test_a_run_that_appears_or_goes_changes_the_page(root: Path, follower: RunFo
     on_client(check)
 
 
+def test_a_link_to_a_comparison_beside_a_run_keeps_both(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/new")
+    look(follower)
+
+    async def check(client: Client) -> None:
+        shown = MonitorPage(follower, PageState.from_query("?run=p%2Fold&tab=Compare&runs=p%2Fold&runs=p%2Fnew"))
+        await shown.update_panel()
+        assert shown.state.runs == ("p/old", "p/new") == tuple(element(client, "compared").value)
+
+    on_client(check)
+
+
 def test_a_look_without_news_asks_the_database_nothing(follower: RunFollower) -> None:
     async def check(client: Client) -> None:
         shown = MonitorPage(follower, PageState(run="p/old"))

@@ -9,6 +9,7 @@ import pytest
 
 from verl_ext.health.watch import HealthMonitor
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.metrics.sinks import ConsoleSink
 from verl_ext.trainer.run_logger import RunLogger
 from verl_ext.trainer.stages import load_config
 
@@ -75,3 +76,13 @@ def test_untrained_weights_may_begin_at_random_guessing_and_not_above_it(tmp_pat
         for step in range(1, 9):
             attempt.log(step, {"train/loss": 9.0})
     assert events(tmp_path / "other") == ["initial_loss"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_trackers_that_were_closed_are_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    if fails:
+        monkeypatch.setattr(ConsoleSink, "close", lambda self, exit_code: 1 / 0)
+    with attempt_in(tmp_path, "trainer.logger=[console]") as attempt:
+        attempt.log(1, {"train/loss": 2.0})
+    [recorded] = RunRecord(tmp_path).read()["attempts"]
+    assert ("console" in recorded["closed_trackers"]) == (not fails) and "csv" in recorded["closed_trackers"]

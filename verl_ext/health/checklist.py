@@ -101,7 +101,7 @@ def the_end(run: RunDirectory) -> Iterable[ChecklistItem]:
     """How the run ended, or whether it is alive."""
     status, last, total = run.status, run.history.step, run.run["total_steps"]
     if status in ("running", KILLED):
-        yield ChecklistItem("the run is alive", is_alive(run))
+        yield ChecklistItem("the run is alive", run_is_alive(run))
     else:
         message = f"{last} of {total} steps, {status}: {_exit_reason(run)}"
         is_done = status == "finished" and last == total
@@ -128,7 +128,7 @@ def _of_rules(findings: Mapping[str, Finding], *names: str) -> CheckResult | Non
 # The processes
 
 
-def is_alive(run: RunDirectory) -> CheckResult:
+def run_is_alive(run: RunDirectory) -> CheckResult:
     """Whether a run without a recorded end still runs."""
     death = run.death()
     if death is not None:

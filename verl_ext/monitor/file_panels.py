@@ -202,9 +202,10 @@ class SamplesPanel(Panel):
                     text.classes("rounded p-2 bg-gray-100 dark:bg-gray-800")
                     text.style("white-space: pre-wrap; overflow-wrap: anywhere; font-family: monospace")
 
-    def _choose_source(self, event: ValueChangeEventArguments) -> None:
+    async def _choose_source(self, event: ValueChangeEventArguments) -> None:
         if event.value and event.value != self.state.source and self._read is not None:
             self.go(source=event.value, step=None, push=False)
+            await self.show(self.follower.runs.get(self.state.run))
 
     def _choose_step(self, event: ValueChangeEventArguments) -> None:
         if event.value != self.state.step:

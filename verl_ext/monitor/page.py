@@ -97,7 +97,7 @@ class MonitorPage:
             self.go(run=path, runs=(), source="", step=None, search="")
 
     def _choose_run(self, event: ValueChangeEventArguments) -> None:
-        if event.value:
+        if event.value and event.value != self.state.run:  # else the page itself has set it
             self.open_run(event.value)
 
     def _go_back(self, event: GenericEventArguments) -> None:

@@ -85,17 +85,18 @@ class Panel:
         ui.label(self.say("Smoothing")).classes("text-sm")
         slider = ui.slider(min=0, max=MAX_SMOOTHING, step=0.01, value=self.state.smoothing).classes("w-48")
         tag(slider.props("label"), "smoothing").on_value_change(
-            lambda event: self._restyle(smoothing=round(event.value, 2))
+            lambda event: self.change(smoothing=round(event.value, 2))
         )
         scale = tag(ui.switch(self.say("Log scale"), value=self.state.log_scale), "log scale")
-        scale.on_value_change(lambda event: self._restyle(log_scale=event.value))
+        scale.on_value_change(lambda event: self.change(log_scale=event.value))
 
-    def _restyle(self, **changes: Any) -> None:
+    def change(self, **changes: Any) -> None:
+        """Change settings within the panel, and draw what depends on them."""
         self.go(push=False, **changes)
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw the charts again, because their style has changed."""
+        """Draw the charts again, because a setting has changed."""
 
 
 class ChartCard:
@@ -184,7 +185,7 @@ class TrainingPanel(Panel):
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw the charts again, because their style has changed."""
+        """Draw the charts again, because a setting has changed."""
         if self._run is not None:
             self._show(self._run)
 
@@ -263,6 +264,11 @@ class ComparePanel(Panel):
 
     async def show(self, run: RunInfo | None) -> None:
         """Draw what the address asks for; by default the run whose page this is."""
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw what has changed."""
+        run = self.follower.runs.get(self.state.run)
         runs, compared = self.follower.runs, self._compared(run)
         self._offer(self._runs, [*runs], compared)
         curves = {path: self.follower.curves(runs[path]) for path in compared}
@@ -285,11 +291,11 @@ class ComparePanel(Panel):
     def _choose_runs(self, event: ValueChangeEventArguments) -> None:
         chosen = tuple(event.value or ())
         if chosen and set(chosen) != set(self._compared(self.follower.runs.get(self.state.run))):
-            self.go(runs=chosen[-MAX_COMPARED:], push=False)
+            self.change(runs=chosen[-MAX_COMPARED:])
 
     def _choose_metrics(self, event: ValueChangeEventArguments) -> None:
         if event.value and tuple(event.value) != (self.state.metrics or DEFAULT_METRICS):
-            self.go(metrics=tuple(event.value), push=False)
+            self.change(metrics=tuple(event.value))
 
     def _draw_charts(self, curves: Mapping[str, RunCurves], metrics: list[str]) -> None:
         for gone in [each for each in self._cards if each not in metrics]:
