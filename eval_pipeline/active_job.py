@@ -22,6 +22,7 @@ from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import EvalDigests
 from eval_pipeline.report.metrics import JudgedAnswer
 from eval_pipeline.worker import (
+    MAX_LOSSES,
     AnswerJudged,
     AnswerKey,
     AnswerReceived,
@@ -36,9 +37,6 @@ from eval_pipeline.worker import (
 )
 from verl_ext.console import print_line, progress_bar, warn
 from verl_ext.files import LineWriter, drop_torn_tail, parse_json, replace_file
-
-MAX_LOSSES = 3
-"""Workers that may die with one batch before its job fails, because the batch may be what kills them."""
 
 T = TypeVar("T")
 _CLAIMS = itertools.count(1)

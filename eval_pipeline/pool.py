@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from eval_pipeline.config import EngineConfig, EvalConfig
-from eval_pipeline.worker import Batch, BatchFailed, BatchFinished, BatchId, BatchLost, EvalWorker, Event
+from eval_pipeline.worker import MAX_LOSSES, Batch, BatchFailed, BatchFinished, BatchId, BatchLost, EvalWorker, Event
 from verl_ext.commands import require_package
 from verl_ext.console import warn
 from verl_ext.errors import UserError
@@ -58,12 +58,12 @@ class PoolWorker(ABC):
         events, death = self._drain()
         for event in events:
             if isinstance(event, BatchLost):
-                warn(f"{event.reason}; its batch is repeated")
+                warn(f"{event.reason}; its batch is repeated, at most {MAX_LOSSES - 1} times")
             if isinstance(event, BatchFinished | BatchFailed | BatchLost):
                 self.batches.pop(event.batch, None)
         if death is not None:
             if self.batches:
-                warn(f"{death}; its work is repeated")
+                warn(f"{death}; its work is repeated, at most {MAX_LOSSES - 1} times")
             events += [BatchLost(batch, death) for batch in self.batches]
             self.batches.clear()
         return events

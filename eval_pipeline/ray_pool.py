@@ -101,7 +101,9 @@ class RayPool(WorkerPool):
             self._num_failed_starts = 0
             return events
         self._workers.remove(worker)
-        self._num_failed_starts += not was_ready
+        if was_ready:  # its replacement may start
+            return events
+        self._num_failed_starts += 1
         if self._num_failed_starts >= MAX_FAILED_STARTS and not any(other.is_ready for other in self._workers):
             raise UserError(f"no worker can start on the Ray cluster ({worker.death}); fix its nodes")
         return events

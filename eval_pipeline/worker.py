@@ -148,6 +148,10 @@ class BatchFailed:
     error: str
 
 
+MAX_LOSSES = 3
+"""Workers that may die with one batch before its job fails, because the batch may be what kills them."""
+
+
 @dataclass(frozen=True)
 class BatchLost:
     """A worker or its engine died with a batch; another one can do it right away.
@@ -239,7 +243,7 @@ class EvalWorker:
                         pending.submit(key, answer)
             except EngineDied as error:
                 if self._config.engine.kind == "vllm":
-                    raise _EngineLost(str(error)) from error
+                    raise _EngineLost(" ".join(str(error).split())) from error  # the last lines of its log too
                 raise  # a server is not restarted by us, so the job has to back off
         except BaseException:
             self._close_engine()  # the next batch starts a new one

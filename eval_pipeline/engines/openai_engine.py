@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +29,20 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from openai.types.chat import ChatCompletion
 
-AnswerTask = asyncio.Task[tuple[GenerateRequest, GeneratedAnswer | EngineDied]]
-
 CONNECT_TIMEOUT_S = 10.0
 """How long a server may take to accept a connection, or to list its models."""
 NUM_RETRIES = 6
 """Of a busy server (408, 409, 429), a failing one (5xx) or a lost connection, by the client: 0.5 s to 8 s apart, or as
-long as the server asks for."""
+long as the server asks for, up to two minutes."""
 NUM_LISTED = 10
 """Models that a message names at most."""
 CONTROL_PROMPT = GenerateRequest("", "What is 1 + 1?")
 """A prompt that any working server can answer."""
 REFUSALS = (400, 413, 422)
 """HTTP statuses of a request that the server understands and refuses."""
+
+
+Results = SimpleQueue[tuple[GenerateRequest, GeneratedAnswer] | BaseException]
 
 
 class OpenAIEngine(Engine):
@@ -86,52 +90,57 @@ class OpenAIEngine(Engine):
         self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
     ) -> Iterator[tuple[GenerateRequest, GeneratedAnswer]]:
         """See `Engine`."""
+        started, loop, results = time.monotonic(), asyncio.new_event_loop(), Results()
+        task = loop.create_task(self._request_all(requests, sampling, results))
+
+        def work() -> None:
+            try:
+                loop.run_until_complete(task)
+            except (Exception, asyncio.CancelledError) as error:
+                results.put(error)
+            finally:
+                loop.run_until_complete(loop.shutdown_asyncgens())
+                loop.close()
+
+        # in a thread, so that a caller who takes long between two answers does not let requests run into their limit
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            for _ in requests:
+                result = results.get()
+                if isinstance(result, BaseException):
+                    raise result
+                yield result
+        finally:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(task.cancel)
+            thread.join()
+            self.seconds["generate_s"] += time.monotonic() - started
+
+    async def _request_all(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingConfig, results: Results
+    ) -> None:
+        """Request every answer, `concurrency` at a time."""
         import openai
 
-        started, tasks = time.monotonic(), set()
-        with asyncio.Runner() as runner:
-            client = openai.AsyncOpenAI(
-                base_url=self._config.base_url,
-                api_key=_api_key(self._config) or "EMPTY",
-                max_retries=NUM_RETRIES,
-                timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),  # `ServerSession` limits the total time
-            )
-            try:
-                tasks = runner.run(self._start(client, requests, sampling))
-                while tasks:
-                    done, tasks = runner.run(_first_completed(tasks))
-                    for request, answer in done:
-                        if isinstance(answer, EngineDied):
-                            raise answer
-                        yield request, answer
-            finally:
-                for task in tasks:
-                    task.cancel()
-                runner.run(client.close())
-                self.seconds["generate_s"] += time.monotonic() - started
-
-    async def _start(
-        self, client: AsyncOpenAI, requests: Sequence[GenerateRequest], sampling: SamplingConfig
-    ) -> set[AnswerTask]:
-        """Start one task per request; `concurrency` of them work at a time."""
         limit = asyncio.Semaphore(self._config.concurrency)
+        client = openai.AsyncOpenAI(
+            base_url=self._config.base_url,
+            api_key=_api_key(self._config) or "EMPTY",
+            max_retries=NUM_RETRIES,
+            timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),  # `ServerSession` limits the total time
+        )
 
-        async def answer(request: GenerateRequest) -> tuple[GenerateRequest, GeneratedAnswer | EngineDied]:
+        async def answer(request: GenerateRequest) -> None:
             async with limit:
                 try:
-                    return request, await self._session.answer(client, request, sampling)
+                    results.put((request, await self._session.answer(client, request, sampling)))
                 except EngineDied as error:
-                    return request, error
+                    results.put(error)
 
-        return {asyncio.create_task(answer(request)) for request in requests}
-
-
-async def _first_completed(
-    tasks: set[AnswerTask],
-) -> tuple[list[tuple[GenerateRequest, GeneratedAnswer | EngineDied]], set[AnswerTask]]:
-    """Wait for the next results; returns them and the tasks that remain."""
-    done, remaining = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    return [task.result() for task in done], remaining
+        async with client, asyncio.TaskGroup() as group:
+            for request in requests:
+                group.create_task(answer(request))
 
 
 class ServerSession:

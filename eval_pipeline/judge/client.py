@@ -64,10 +64,12 @@ class _Pending:
     future: Future[Any]
     is_retry: bool = False
 
-    @property
-    def longest_s(self) -> float:
-        """The longest that a server can work on it: a run that the wall clock stopped is repeated once."""
-        return _SANDBOX_START_S + max(1, self.request.num_tests) * 2 * (self.limits.wall_s + _GRACE_S)
+    def longest_s(self, num_workers: int) -> float:
+        """The longest that a server can work on it.
+
+        A run that the wall clock stopped is repeated alone, so it may wait for the repetitions of all other workers.
+        """
+        return _SANDBOX_START_S + max(1, self.request.num_tests) * (1 + num_workers) * (self.limits.wall_s + _GRACE_S)
 
 
 class JudgeClient:
@@ -104,6 +106,7 @@ class JudgeClient:
         self._num_submitted = 0
         self._is_closed = self._is_down = False
         self._has_ended = threading.Event()
+        self._is_settling = False  # a callback of the caller runs, so nobody reads what the server returns
         self._silent_s = self._longest_s = 0.0
         self.isolation = ""
 
@@ -196,7 +199,7 @@ class JudgeClient:
             self._start_reader()
         if not self._pending:
             self._silent_s = self._longest_s = 0.0
-        self._longest_s = max(self._longest_s, pending.longest_s)
+        self._longest_s = max(self._longest_s, pending.longest_s(self._num_workers))
         self._num_submitted += 1
         self._pending[self._num_submitted] = pending
         self._send(self._num_submitted)
@@ -303,6 +306,8 @@ class JudgeClient:
         while not self._has_ended.wait(_CHECK_S):
             process = self._process
             # counted rather than measured: a client that was suspended itself has waited for a moment only
+            if self._is_settling:
+                continue
             self._silent_s += _CHECK_S
             if self._pending and self._silent_s > self._longest_s:
                 warn(f"the judge server returned nothing for {self._silent_s:.0f} s, so it hangs and is replaced")
@@ -351,8 +356,9 @@ class JudgeClient:
         with suppress(protocol.FrameError):  # it ended in the middle of a message
             while (received := protocol.read(self._stdout.fileno())) is not None:
                 found = True
-                self._silent_s = 0.0
+                self._silent_s, self._is_settling = 0.0, True
                 self._settle(*received)
+                self._is_settling = False
         return found
 
     def _settle(self, message: dict[str, Any], blob: bytes) -> None:

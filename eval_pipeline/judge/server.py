@@ -15,6 +15,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -81,7 +82,8 @@ def main() -> None:
     gate = SharedGate()
     for _ in range(options["num_workers"]):
         threading.Thread(target=_work, args=(jobs, level, gate, output), daemon=True).start()
-    _read_jobs(jobs, os.getppid())
+    with suppress(protocol.FrameError):  # the client ended in the middle of a message
+        _read_jobs(jobs, os.getppid())
     _end(0)
 
 

@@ -221,6 +221,33 @@ def test_an_adapter_of_an_earlier_release_gets_one_warning(capsys: pytest.Captur
     assert capsys.readouterr().err == ""
 
 
+def test_an_adapter_for_two_releases_keeps_its_current_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    class Both(MolmoAdapter):
+        def skip(self) -> str:
+            return "former"
+
+        def skipped_block(self) -> str:  # type: ignore[override]
+            return "current"
+
+    assert Both.skipped_block(None) == "current"  # type: ignore[arg-type]
+    assert capsys.readouterr().err == ""
+
+
+def test_an_adapter_of_an_earlier_release_keeps_an_inherited_router() -> None:
+    class Base(MolmoAdapter):
+        def router(self, mixture: Any) -> Any:
+            return mixture.own
+
+        def begin(self, inputs: Inputs) -> Decoding:
+            return super().begin(inputs)
+
+    class Derived(Base):
+        def go_on(self, decoding: Decoding, token: torch.Tensor) -> Decoding:
+            return super().go_on(decoding, token)
+
+    assert Derived.router is Base.router
+
+
 def test_an_adapter_of_an_earlier_release_can_extend_ours() -> None:
     class Own(MolmoAdapter):
         def begin(self, inputs: Inputs) -> Decoding:

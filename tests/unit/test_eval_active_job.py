@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from eval_pipeline import active_job as active_job_module
-from eval_pipeline.active_job import MAX_LOSSES, ActiveJob, AnswerStore
+from eval_pipeline.active_job import ActiveJob, AnswerStore
 from eval_pipeline.checkpoints import EvalCheckpoint
 from eval_pipeline.config import EvalConfig, SamplingConfig
 from eval_pipeline.engines.base import GeneratedAnswer
@@ -19,6 +19,7 @@ from eval_pipeline.judge import FunctionTests, Verdict
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import EvalDigests, load_eval_config
 from eval_pipeline.worker import (
+    MAX_LOSSES,
     AnswerJudged,
     AnswerReceived,
     Batch,

@@ -451,3 +451,14 @@ def test_a_broken_pipe_inside_vllm_is_not_taken_for_the_end_of_the_owner(
     owner.send(LoadModel(EngineConfig(), "model"))
     owner.close()
     vllm_process.serve_until_owner_leaves(connection)
+
+
+def test_a_caller_who_takes_long_between_answers_costs_no_request(server: Server) -> None:
+    requests = [GenerateRequest(str(number), "x") for number in range(6)]
+    settings = EngineConfig(kind="openai", base_url=server.url, concurrency=2, timeout_s=0.5)
+    with open_engine(settings, None) as engine:
+        answers = engine.answers(requests, GREEDY)
+        first = next(answers)[0]
+        wait_until(lambda: len(server.asked) == 6)  # the others do not wait for the caller
+        threading.Event().wait(0.6)  # longer than a request may take
+        assert {each.problem_id for each, _ in answers} == {str(n) for n in range(6)} - {first.problem_id}

@@ -266,7 +266,8 @@ def test_a_lost_batch_is_repeated_and_said_so(capsys: pytest.CaptureFixture[str]
     lost = [BatchLost(batches[0].id, "vLLM died"), BatchLost(batches[1].id, "the process died")]
     assert worker.receive() == lost and worker.has_room_for(Path("other"))
     told = capsys.readouterr().err
-    assert "vLLM died; its batch is repeated" in told and "the process died; its work is repeated" in told
+    assert "vLLM died; its batch is repeated, at most 2 times" in told
+    assert "the process died; its work is repeated, at most 2 times" in told
 
 
 class ScriptedWorker(PoolWorker):

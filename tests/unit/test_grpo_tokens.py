@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from tests.helpers.grpo_reference import GROUP_SIZE, make_model, make_trajectori
 from tests.helpers.grpo_reference import SAMPLING as REFERENCE_SAMPLING
 from tests.helpers.models import HEAD, PACKING_FAMILIES, PADDING_FAMILIES, SHAPE
 from verl_ext.errors import UserError
-from verl_ext.grpo.config import TokenActorConfig, TokenAlgorithmConfig
+from verl_ext.grpo.config import RolloutCorrectionConfig, TokenActorConfig, TokenAlgorithmConfig
 from verl_ext.grpo.hf_engine import HFEngine, SeededHFLogitsProcessor
 from verl_ext.grpo.protocols import Prompt, Reward, RewardFailure, Trajectory
 from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs, sample_seed, sample_tokens
@@ -102,14 +102,18 @@ def test_log_probs_of_padded_completions(model: PreTrainedModel, pad: int) -> No
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_micro_batch_without_rewards_changes_nothing(size: int) -> None:
+@pytest.mark.parametrize(("size", "rollout_is"), [(1, None), (2, None), (4, None), (1, "token"), (1, "sequence")])
+def test_a_micro_batch_without_rewards_changes_nothing(
+    size: int, rollout_is: Literal["token", "sequence"] | None
+) -> None:
     """Its forward pass has a part in FSDP's collectives, but none in the loss."""
     trajectories = make_trajectories()[:GROUP_SIZE]
     for number, trajectory in enumerate(trajectories):
         trajectory.advantage = number - 1.5
         if number % 2:
             trajectory.reward = Reward({}, {"r": RewardFailure("broken")})
+
+    algorithm = TokenAlgorithmConfig(rollout_correction=RolloutCorrectionConfig(rollout_is=rollout_is))
 
     def gradient(chosen: list[Trajectory], micro_batch_size: int) -> torch.Tensor:
         model = make_model()
@@ -118,7 +122,7 @@ def test_a_micro_batch_without_rewards_changes_nothing(size: int) -> None:
         policy = TokenPolicy(model, None, engine, TokenBatcher(0), REFERENCE_SAMPLING, seed=0, **context)  # type: ignore[arg-type]
         sizes = {"group_size": GROUP_SIZE, "num_mini_batches": 1, "max_decisions": 12, "num_ranks": 1}
         step = GRPOStep(
-            policy, Machine(), TokenAlgorithmConfig(), TokenActorConfig(), **sizes, micro_batch_size=micro_batch_size,
+            policy, Machine(), algorithm, TokenActorConfig(), **sizes, micro_batch_size=micro_batch_size,
             optimizer_step=lambda loss: 0.0, timer=StepTimer(), device="cpu",
         )  # fmt: skip
         step.update(chosen)

@@ -160,6 +160,7 @@ def test_a_new_attempt_records_its_process(tmp_path: Path) -> None:
     run = record.read()
     assert run["attempts"][0].items() >= {"pid": os.getpid(), **HERE}.items()
     assert why_killed(run, 10.0, 600.0) is None
+    assert why_killed(run, 900.0, 600.0) is None, "a first step may be slow"
 
 
 @pytest.mark.parametrize(("newest", "level"), [(None, "warning"), (1, "ok"), (2, "warning")])

@@ -203,7 +203,7 @@ def rollout_is_weights(log_ratio: torch.Tensor, mask: torch.Tensor, algorithm: A
         algorithm: with level and threshold.
     """
     correction = algorithm.rollout_correction
-    if correction.rollout_is is None:
+    if correction.rollout_is is None or not bool(mask.any()):  # verl refuses a batch without tokens
         return None
     weights, _ = compute_rollout_correction_weights(
         log_ratio, mask, correction.rollout_is, correction.rollout_is_threshold

@@ -117,14 +117,14 @@ class VLMAdapter(ABC):
     def __init_subclass__(cls) -> None:
         """Accept a class of the user's whose methods have their former names; the next release drops this."""
         super().__init_subclass__()
-        former = [name for name in RENAMED if name in vars(cls)]
+        former = [name for name, current in RENAMED.items() if name in vars(cls) and current not in vars(cls)]
         for name in former:
             setattr(cls, RENAMED[name], vars(cls)[name])
         for name, current in RENAMED.items():  # for `super()` in a user's class
             if current in vars(cls):
                 setattr(cls, name, vars(cls)[current])
         if former:
-            if "router" not in vars(cls):
+            if cls.router is VLMAdapter.router:
                 cls.router = _former_router  # type: ignore[assignment, method-assign]
             names = ", ".join(f"{name} is now {RENAMED[name]}" for name in former)
             warn(f"the adapter {cls.__name__} has methods by names that the next release drops; rename them: {names}")
