@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import requests
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
@@ -127,6 +126,8 @@ def hub_answers() -> bool:
     """Whether the hub can be reached; asked once, because transformers would retry for half a minute."""
     if HF_HUB_OFFLINE:
         return False
+    import requests  # here, because the GPU check runs where it may be missing
+
     try:
         return requests.head(ENDPOINT, timeout=3).ok
     except requests.RequestException:
