@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import sqlite3
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from verl_ext.monitor.charts import schedule_points
 from verl_ext.monitor.database import MonitorDatabase, database_for
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.server import csv_lines
+from verl_ext.processes import pid_namespace
 
 
 @pytest.fixture
@@ -158,6 +160,22 @@ def test_a_record_of_another_kind_does_not_hide_the_others(root: Path, follower:
     (root / "d/run.json").write_text('{"status": "running"}')
     look(follower)
     assert {*follower.runs} == {"p/e", "a", "b", "c", "d"}
+
+
+def change_attempt(run_dir: Path, **changes: Any) -> None:
+    """Change the last attempt of a `run.json`."""
+    record = json.loads((run_dir / "run.json").read_text())
+    record["attempts"][-1] |= changes
+    (run_dir / "run.json").write_text(json.dumps(record))
+
+
+def test_a_process_that_cannot_be_looked_up_does_not_hide_the_others(root: Path, follower: RunFollower) -> None:
+    for name in ("e", "odd"):
+        write_record(root / "p" / name)
+        write_rows(root / "p" / name, 1, range(1, 5))
+    change_attempt(root / "p/odd", host=socket.gethostname(), pid_namespace=pid_namespace(), pid="9" * 5000)
+    look(follower)
+    assert {path: run.status for path, run in follower.runs.items()} == {"p/e": "running", "p/odd": "running"}
 
 
 def test_two_monitors_may_share_a_database(root: Path, follower: RunFollower) -> None:

@@ -205,7 +205,7 @@ class RunFollower(threading.Thread):
         try:
             record = orjson.loads(run.record)
             death = why_killed(record, silence_s(record, self._database.last_time(run.id)), allowed)
-        except (ValueError, LookupError, TypeError, AttributeError):  # a run's files may contain anything
+        except Exception:  # a run's files may contain anything, and the list shows the other runs
             return run
         return run if death is None else replace(run, status=KILLED, exit_reason=death)
 
