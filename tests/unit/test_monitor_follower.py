@@ -178,6 +178,17 @@ def test_a_process_that_cannot_be_looked_up_does_not_hide_the_others(root: Path,
     assert {path: run.status for path, run in follower.runs.items()} == {"p/e": "running", "p/odd": "running"}
 
 
+def test_numbers_of_a_record_that_are_not_counts_are_unknown(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/e")
+    write_rows(root / "p/e", 1, range(1, 5))
+    record = json.loads((root / "p/e/run.json").read_text())
+    (root / "p/e/run.json").write_text(json.dumps({**record, "total_steps": "many"}))
+    change_attempt(root / "p/e", first_step="late", world_size=1e300)
+    look(follower)
+    assert follower.runs["p/e"].total_steps is None and step(follower) == 4
+    assert [*map(tuple, query(follower, "SELECT first_step, world_size FROM attempts"))] == [(None, None)]
+
+
 def test_two_monitors_may_share_a_database(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 5))

@@ -20,7 +20,7 @@ from verl_ext.errors import UserError
 from verl_ext.files import user_cache_dir
 from verl_ext.monitor.curves import MetricRow, RunCurves
 
-VERSION = 3
+VERSION = 4
 SCHEMA = """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: open pages know a run by its id

@@ -45,6 +45,7 @@ HEAD_BYTES = 128
 """Of a file's beginning, which identifies it."""
 MAX_STEP = 1 << 53
 """A greater number is not a step."""
+ATTEMPT_COUNTS = ("first_step", "last_step", "world_size")
 DEFAULT_LOG_EVERY = 10
 
 
@@ -222,8 +223,8 @@ class RunFollower(threading.Thread):
             return None if known is None else known[0]
         if known is not None and known[1] == text:
             return known[0]
-        run = self._database.save_run(path, text, record)
-        attempts = record.get("attempts") or []
+        run = self._database.save_run(path, text, _with_counts(record, ("total_steps",)))
+        attempts = [_with_counts(each, ATTEMPT_COUNTS) for each in record.get("attempts") or []]
         logged = self._database.attempt_events(run)
         self._database.save_attempts(run, attempts)
         events = [event for attempt in attempts for event in events_of_attempt(attempt)]
@@ -450,6 +451,11 @@ def _digest(start: bytes) -> str:
 def is_count(value: Any) -> bool:
     """Whether a value can be the number of a step or an attempt."""
     return isinstance(value, int) and abs(value) < MAX_STEP
+
+
+def _with_counts(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """A record with None for each of these values that is not a count, because the pages calculate with them."""
+    return {**record, **{name: None for name in names if not is_count(record.get(name))}}
 
 
 def parse_rows(lines: Sequence[bytes]) -> tuple[list[MetricRow], list[bytes], int]:
