@@ -133,6 +133,59 @@ def test_a_run_without_new_rows_is_saved_to_its_last_row(
     assert (saved.step, saved.latest) == (49, {"train/loss": 49.0})
 
 
+def test_curves_are_saved_when_they_leave_memory(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "MAX_CACHED_RUNS", 2)
+    paths = [f"p/{number}" for number in range(5)]
+    for path in paths:
+        write_record(root / path, status="finished")
+        write_rows(root / path, 1, range(1, 50))
+    again = RunFollower(follower.database_path, root)
+    for each in (follower, again):
+        runs = each.find_runs()
+        for run in [*runs, *runs]:  # one block of each run in turn, as the thread does
+            each._read_or_warn(run)
+        each._refresh_runs()
+        assert [each.summary(each.runs[path])[0] for path in paths] == [49] * 5 and len(each._curves) <= 2
+
+
+def test_runs_that_are_logging_stay_in_memory(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "MAX_CACHED_RUNS", 2)
+    paths = [f"p/{number}" for number in range(5)]
+    for path in paths:
+        write_record(root / path)
+        write_rows(root / path, 1, range(1, 5))
+    look(follower)
+    curves = [follower.curves(follower.runs[path]) for path in paths]
+    for path in paths:
+        write_rows(root / path, 1, range(5, 7))
+    look(follower)
+    assert [follower.curves(follower.runs[path]) for path in paths] == curves
+    assert [each.step for each in curves] == [6] * 5
+
+
+def test_stopping_the_monitor_saves_the_curves(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/e")
+    write_rows(root / "p/e", 1, range(1, 5))
+    look(follower)
+    follower.stop()
+    assert MonitorDatabase(follower.database_path).runs()["p/e"].saved_state.step == 4
+
+
+def test_curves_of_a_deleted_run_are_not_saved(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/e")
+    write_rows(root / "p/e", 1, range(1, 5))
+    look(follower)
+    shutil.rmtree(root / "p/e")
+    look(follower)
+    follower.stop()
+    saved = MonitorDatabase(follower.database_path)
+    assert saved._connection.execute("SELECT count(*) FROM curves").fetchone()[0] == 0
+
+
 def test_a_run_that_was_killed_does_not_count_as_running(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/live")
     write_rows(root / "p/live", 1, range(1, 5))

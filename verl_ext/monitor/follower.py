@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ DUMP_ROWS = 16_384
 IDLE_S = 60.0
 """After the last row of a live run, its curves are saved."""
 MAX_CACHED_RUNS = 32
-"""Runs whose curves stay in memory, at about 0.2 MB a metric."""
+"""Runs whose curves stay in memory, at about 0.2 MB a metric, and all runs that are logging."""
 BLOCK_BYTES = 8 << 20
 """Read from a file at a time."""
 HEAD_BYTES = 128
@@ -66,6 +67,7 @@ class RunFollower(threading.Thread):
         self._database = MonitorDatabase(database)
         self._curves: OrderedDict[tuple[int, int], RunCurves] = OrderedDict()  # by run and generation
         self._curves_lock = threading.Lock()
+        self._has_loaded = False  # since the last eviction; pages load curves too, but only this thread writes
         self._warned: set[str] = set()
         self._stored_runs: dict[str, RunInfo] = {}
         self._runs_changed = True
@@ -91,10 +93,16 @@ class RunFollower(threading.Thread):
                 self._stopping.wait(POLL_S)
 
     def stop(self) -> None:
-        """End after the current transaction."""
+        """End after the current transaction, and save the curves, so that a restart shows them at once."""
         self._stopping.set()
         if self.is_alive():
             self.join()
+        try:
+            with self._database.transaction():
+                for (run, generation), curves in [*self._curves.items()]:
+                    self._save_curves(run, generation, curves)
+        except Exception as error:  # a full disk; the next start reads the rows
+            self._warn_once(f"curves cannot be saved: {one_line(error)}")
         self._database.close()
         self.reader.close()
 
@@ -139,10 +147,30 @@ class RunFollower(threading.Thread):
             key = (run, generation)
             if key not in self._curves:
                 self._curves[key] = database.load_curves(run)
+                self._has_loaded = True
             self._curves.move_to_end(key)
-            while len(self._curves) > MAX_CACHED_RUNS:
-                self._curves.popitem(last=False)
             return self._curves[key]
+
+    def _evict_curves(self) -> None:
+        """Save and drop the least recently used curves; those of runs that are logging stay, as each row needs them."""
+        self._has_loaded = False
+        with self._curves_lock:
+            cached = [*self._curves.items()]
+        excess = max(0, len(cached) - MAX_CACHED_RUNS)
+        idle = (each for each in cached if self._is_idle(each[0][0]))
+        for (run, generation), curves in islice(idle, excess):
+            self._save_curves(run, generation, curves)
+            with self._curves_lock:
+                self._curves.pop((run, generation), None)
+
+    def _save_curves(self, run: int, generation: int, curves: RunCurves) -> None:
+        """Save curves that have unsaved rows, unless the run was deleted or started over."""
+        positions = self._database.positions(run)
+        if curves.num_unsaved and positions is not None and positions.generation == generation:
+            with curves.lock:
+                self._database.catch_up(run, curves)
+                self._database.save_curves(run, curves)
+            self._runs_changed = True
 
     # Runs
 
@@ -278,7 +306,10 @@ class RunFollower(threading.Thread):
                 directory = self.root / positions.path
                 self._read_record(directory)
                 self._read_events(run, directory / EVENTS_FILE, positions)
-                return self._read_metrics(run, directory, positions)
+                has_more = self._read_metrics(run, directory, positions)
+                if self._has_loaded:
+                    self._evict_curves()
+                return has_more
         except Exception:
             if positions is not None:  # the curves may have rows that the database does not have
                 with self._curves_lock:
