@@ -204,6 +204,23 @@ def test_a_run_that_was_killed_does_not_count_as_running(root: Path, follower: R
         assert "logged nothing for 29" in str(each.runs["p/silent"].exit_reason)
 
 
+def test_a_run_with_slow_steps_is_live_after_a_restart_of_the_monitor(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "IDLE_S", math.inf)  # so that nothing is saved before the restart
+    write_record(root / "p/e")
+    rows = [{"step": n, "attempt": 1, "time": time.time() - 6000 + 500 * n, "train/loss": 1.0} for n in range(1, 11)]
+    (root / "p/e/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    follower.find_runs()
+    follower._refresh_runs()
+    assert follower.runs["p/e"].status == "running"  # its rows are not read yet
+    look(follower)
+    again = RunFollower(follower.database_path, root)  # the first one was killed, not stopped
+    look(again)
+    for each in (follower, again):
+        assert each.runs["p/e"].status == "running" and each.summary(each.runs["p/e"])[0] == 10
+
+
 def test_a_record_of_another_kind_does_not_hide_the_others(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     for name, attempts in (("a", None), ("b", [{"attempt": 1}]), ("c", [])):

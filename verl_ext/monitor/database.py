@@ -323,6 +323,15 @@ class MonitorDatabase:
         self.catch_up(run, curves)
         return curves
 
+    def has_unsaved_rows(self, run: int) -> bool:
+        """Whether a run has rows behind those of its saved curves."""
+        query = (
+            "SELECT EXISTS (SELECT 1 FROM training_logs WHERE run = runs.id "
+            "AND id > iif(curves = '', 0, json_extract(curves, '$.last_id'))) FROM runs WHERE id = ?"
+        )
+        row = self._connection.execute(query, (run,)).fetchone()
+        return row is not None and bool(row[0])
+
     def catch_up(self, run: int, curves: RunCurves) -> None:
         """Add the rows to a run's curves that they lack; another process may have read them from the files."""
         query = (

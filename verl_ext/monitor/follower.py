@@ -68,6 +68,7 @@ class RunFollower(threading.Thread):
         self._curves: OrderedDict[tuple[int, int], RunCurves] = OrderedDict()  # by run and generation
         self._curves_lock = threading.Lock()
         self._has_loaded = False  # since the last eviction; pages load curves too, but only this thread writes
+        self._read_to_end: set[tuple[int, int]] = set()  # runs and generations, by this process
         self._warned: set[str] = set()
         self._stored_runs: dict[str, RunInfo] = {}
         self._runs_changed = True
@@ -229,8 +230,10 @@ class RunFollower(threading.Thread):
         if run.status != "running":
             return run
         state = self._state_of(run)
-        with state.lock:
-            allowed = max_silence_s(state.step_seconds() or 0.0, state.longest_pause_s)
+        allowed = math.inf  # until the last row and the duration of steps are known
+        if (run.id, run.generation) in self._read_to_end:
+            with state.lock:
+                allowed = max_silence_s(state.step_seconds() or 0.0, state.longest_pause_s)
         try:
             record = orjson.loads(run.record)
             death = why_killed(record, silence_s(record, self._database.last_time(run.id)), allowed)
@@ -315,12 +318,17 @@ class RunFollower(threading.Thread):
                 with self._curves_lock:
                     self._curves.pop((run, positions.generation), None)
                     self._curves.pop((run, positions.generation + 1), None)
+                self._read_to_end -= {(run, positions.generation), (run, positions.generation + 1)}
             raise
 
     def _read_metrics(self, run: int, directory: Path, positions: FilePositions) -> bool:
         generation = positions.generation
         new = read_new_lines(directory / METRICS_FILE, positions.metrics_offset, positions.metrics_head)
         if new is None:
+            if (run, generation) not in self._read_to_end:
+                if self._database.has_unsaved_rows(run):  # a monitor before this one was killed
+                    self._curves_of(run, generation, self._database)
+                self._read_to_end.add((run, generation))
             self._tend_curves(run, generation, is_at_end=True)
             return False
         if new.is_other_file:
