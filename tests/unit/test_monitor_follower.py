@@ -23,7 +23,7 @@ from verl_ext.monitor import follower as follower_module
 from verl_ext.monitor.charts import schedule_points
 from verl_ext.monitor.database import MonitorDatabase, database_for
 from verl_ext.monitor.follower import RunFollower
-from verl_ext.monitor.server import csv_lines
+from verl_ext.monitor.server import csv_lines, csv_response
 from verl_ext.processes import pid_namespace
 
 
@@ -386,6 +386,15 @@ def test_csv_has_every_row_and_metric_and_no_formula(root: Path, follower: RunFo
     lines = [line.rstrip("\n") for line in csv_lines(follower.database_path, follower.runs["p/e"].id)]
     assert lines[0] == 'step,attempt,time,train/loss,"train/=cmd, x"' and len(lines) == 4
     assert lines[1].startswith("1,1,") and lines[1].endswith(",1.0,") and lines[3].endswith(",3.0,Infinity")
+
+
+def test_a_root_that_is_a_run_can_be_downloaded(root: Path, follower: RunFollower) -> None:
+    write_record(root)
+    write_rows(root, 1, range(1, 3))
+    look(follower)
+    response = csv_response(follower, "")
+    assert response.status_code == 200 and response.headers["Content-Disposition"].endswith("metrics_checkpoints.csv")
+    assert csv_response(follower, "p/e").status_code == 404
 
 
 def test_the_database_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
