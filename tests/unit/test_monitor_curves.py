@@ -53,6 +53,13 @@ def test_values_that_are_no_numbers_are_not_drawn() -> None:
     assert envelope.points()[1].tolist() == [1.0, 2.0] and envelope.num_points == 2
 
 
+@pytest.mark.parametrize("epoch", [1e-320, 1e-8])
+def test_an_epoch_that_is_too_small_is_not_used(epoch: float) -> None:
+    curves = RunCurves()
+    curves.add([MetricRow(1, 1 << 50, 1.0, {"train/loss": 1.0, "train/epoch": epoch})], {})
+    assert curves.steps_per_epoch is None and RunCurves.load(*curves.dump()).step == 1 << 50
+
+
 def test_memory_does_not_grow() -> None:
     envelope = CurveEnvelope()
     for start in range(0, 2_000_000, 50_000):

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import sqlite3
 import time
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from verl_ext.monitor import follower as follower_module
 from verl_ext.monitor.charts import schedule_points
 from verl_ext.monitor.database import MonitorDatabase, database_for
 from verl_ext.monitor.follower import RunFollower
-from verl_ext.monitor.server import csv_lines
+from verl_ext.monitor.server import csv_lines, csv_response
+from verl_ext.processes import pid_namespace
 
 
 @pytest.fixture
@@ -131,6 +133,59 @@ def test_a_run_without_new_rows_is_saved_to_its_last_row(
     assert (saved.step, saved.latest) == (49, {"train/loss": 49.0})
 
 
+def test_curves_are_saved_when_they_leave_memory(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "MAX_CACHED_RUNS", 2)
+    paths = [f"p/{number}" for number in range(5)]
+    for path in paths:
+        write_record(root / path, status="finished")
+        write_rows(root / path, 1, range(1, 50))
+    again = RunFollower(follower.database_path, root)
+    for each in (follower, again):
+        runs = each.find_runs()
+        for run in [*runs, *runs]:  # one block of each run in turn, as the thread does
+            each._read_or_warn(run)
+        each._refresh_runs()
+        assert [each.summary(each.runs[path])[0] for path in paths] == [49] * 5 and len(each._curves) <= 2
+
+
+def test_runs_that_are_logging_stay_in_memory(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "MAX_CACHED_RUNS", 2)
+    paths = [f"p/{number}" for number in range(5)]
+    for path in paths:
+        write_record(root / path)
+        write_rows(root / path, 1, range(1, 5))
+    look(follower)
+    curves = [follower.curves(follower.runs[path]) for path in paths]
+    for path in paths:
+        write_rows(root / path, 1, range(5, 7))
+    look(follower)
+    assert [follower.curves(follower.runs[path]) for path in paths] == curves
+    assert [each.step for each in curves] == [6] * 5
+
+
+def test_stopping_the_monitor_saves_the_curves(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/e")
+    write_rows(root / "p/e", 1, range(1, 5))
+    look(follower)
+    follower.stop()
+    assert MonitorDatabase(follower.database_path).runs()["p/e"].saved_state.step == 4
+
+
+def test_curves_of_a_deleted_run_are_not_saved(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/e")
+    write_rows(root / "p/e", 1, range(1, 5))
+    look(follower)
+    shutil.rmtree(root / "p/e")
+    look(follower)
+    follower.stop()
+    saved = MonitorDatabase(follower.database_path)
+    assert saved._connection.execute("SELECT count(*) FROM curves").fetchone()[0] == 0
+
+
 def test_a_run_that_was_killed_does_not_count_as_running(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/live")
     write_rows(root / "p/live", 1, range(1, 5))
@@ -149,6 +204,23 @@ def test_a_run_that_was_killed_does_not_count_as_running(root: Path, follower: R
         assert "logged nothing for 29" in str(each.runs["p/silent"].exit_reason)
 
 
+def test_a_run_with_slow_steps_is_live_after_a_restart_of_the_monitor(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "IDLE_S", math.inf)  # so that nothing is saved before the restart
+    write_record(root / "p/e")
+    rows = [{"step": n, "attempt": 1, "time": time.time() - 6000 + 500 * n, "train/loss": 1.0} for n in range(1, 11)]
+    (root / "p/e/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    follower.find_runs()
+    follower._refresh_runs()
+    assert follower.runs["p/e"].status == "running"  # its rows are not read yet
+    look(follower)
+    again = RunFollower(follower.database_path, root)  # the first one was killed, not stopped
+    look(again)
+    for each in (follower, again):
+        assert each.runs["p/e"].status == "running" and each.summary(each.runs["p/e"])[0] == 10
+
+
 def test_a_record_of_another_kind_does_not_hide_the_others(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     for name, attempts in (("a", None), ("b", [{"attempt": 1}]), ("c", [])):
@@ -158,6 +230,33 @@ def test_a_record_of_another_kind_does_not_hide_the_others(root: Path, follower:
     (root / "d/run.json").write_text('{"status": "running"}')
     look(follower)
     assert {*follower.runs} == {"p/e", "a", "b", "c", "d"}
+
+
+def change_attempt(run_dir: Path, **changes: Any) -> None:
+    """Change the last attempt of a `run.json`."""
+    record = json.loads((run_dir / "run.json").read_text())
+    record["attempts"][-1] |= changes
+    (run_dir / "run.json").write_text(json.dumps(record))
+
+
+def test_a_process_that_cannot_be_looked_up_does_not_hide_the_others(root: Path, follower: RunFollower) -> None:
+    for name in ("e", "odd"):
+        write_record(root / "p" / name)
+        write_rows(root / "p" / name, 1, range(1, 5))
+    change_attempt(root / "p/odd", host=socket.gethostname(), pid_namespace=pid_namespace(), pid="9" * 5000)
+    look(follower)
+    assert {path: run.status for path, run in follower.runs.items()} == {"p/e": "running", "p/odd": "running"}
+
+
+def test_numbers_of_a_record_that_are_not_counts_are_unknown(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/e")
+    write_rows(root / "p/e", 1, range(1, 5))
+    record = json.loads((root / "p/e/run.json").read_text())
+    (root / "p/e/run.json").write_text(json.dumps({**record, "total_steps": "many"}))
+    change_attempt(root / "p/e", first_step="late", world_size=1e300)
+    look(follower)
+    assert follower.runs["p/e"].total_steps is None and step(follower) == 4
+    assert [*map(tuple, query(follower, "SELECT first_step, world_size FROM attempts"))] == [(None, None)]
 
 
 def test_two_monitors_may_share_a_database(root: Path, follower: RunFollower) -> None:
@@ -287,6 +386,15 @@ def test_csv_has_every_row_and_metric_and_no_formula(root: Path, follower: RunFo
     lines = [line.rstrip("\n") for line in csv_lines(follower.database_path, follower.runs["p/e"].id)]
     assert lines[0] == 'step,attempt,time,train/loss,"train/=cmd, x"' and len(lines) == 4
     assert lines[1].startswith("1,1,") and lines[1].endswith(",1.0,") and lines[3].endswith(",3.0,Infinity")
+
+
+def test_a_root_that_is_a_run_can_be_downloaded(root: Path, follower: RunFollower) -> None:
+    write_record(root)
+    write_rows(root, 1, range(1, 3))
+    look(follower)
+    response = csv_response(follower, "")
+    assert response.status_code == 200 and response.headers["Content-Disposition"].endswith("metrics_checkpoints.csv")
+    assert csv_response(follower, "p/e").status_code == 404
 
 
 def test_the_database_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from nicegui import Client, ui
+from nicegui.events import GenericEventArguments
 
 from tests.helpers.monitor import look, write_record, write_rows
 from verl_ext.config.schema import to_yaml
 from verl_ext.monitor import charts, page
-from verl_ext.monitor.file_panels import HealthPanel, read_samples, sample_columns, sample_sources
+from verl_ext.monitor.file_panels import HealthPanel, SamplesPanel, read_samples, sample_columns, sample_sources
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.page import MonitorPage
 from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, differing_keys, flatten, short_names
@@ -293,6 +294,20 @@ def test_samples_of_training_and_of_evaluations_are_found(root: Path) -> None:
     assert sample_columns(rows) == ["step", "reward_total", "prompt", "parts"]
     answers, _ = read_samples(run_dir / "eval/eval_step_8/qa_logs/few_qa.jsonl")
     assert sample_columns(answers) == ["error_type", "problem_id", "answer"]
+
+
+def test_a_sample_with_an_id_can_be_opened(follower: RunFollower) -> None:
+    async def check(client: Client) -> None:
+        panel = panel_of(SamplesPanel, follower, PageState())
+        panel._samples = [{"id": f"{name} {'x' * 30}", "answer": name} for name in ("first", "second")]
+        panel._draw()
+        table = element(client, "samples")
+        row = table.rows[1]
+        panel._select(GenericEventArguments(sender=table, client=client, args=[None, row, 1]))
+        shown = [each.text for each in element(client, "sample").descendants() if isinstance(each, ui.label)]
+        assert row["id"].startswith("second") and "second" in shown
+
+    on_client(check)
 
 
 def test_the_run_table_is_filled_again_with_new_values(root: Path, follower: RunFollower) -> None:

@@ -158,7 +158,8 @@ class RunCurves:
         place = row.step + self.offsets[row.attempt]
         self._end = max(self._end, place)
         epoch = row.metrics.get("train/epoch")
-        if isinstance(epoch, (int, float)) and epoch > 0:
+        # a tiny epoch would give a number of steps that no integer of the saved state can hold
+        if isinstance(epoch, (int, float)) and epoch > 1e-9 and abs(row.step / epoch) < 1 << 53:
             self.steps_per_epoch = round(row.step / epoch)
         return place
 

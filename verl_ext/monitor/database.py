@@ -20,7 +20,7 @@ from verl_ext.errors import UserError
 from verl_ext.files import user_cache_dir
 from verl_ext.monitor.curves import MetricRow, RunCurves
 
-VERSION = 3
+VERSION = 4
 SCHEMA = """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: open pages know a run by its id
@@ -322,6 +322,15 @@ class MonitorDatabase:
         curves = RunCurves.load(state, self._connection.execute(query, (run,))) if state else RunCurves()
         self.catch_up(run, curves)
         return curves
+
+    def has_unsaved_rows(self, run: int) -> bool:
+        """Whether a run has rows behind those of its saved curves."""
+        query = (
+            "SELECT EXISTS (SELECT 1 FROM training_logs WHERE run = runs.id "
+            "AND id > iif(curves = '', 0, json_extract(curves, '$.last_id'))) FROM runs WHERE id = ?"
+        )
+        row = self._connection.execute(query, (run,)).fetchone()
+        return row is not None and bool(row[0])
 
     def catch_up(self, run: int, curves: RunCurves) -> None:
         """Add the rows to a run's curves that they lack; another process may have read them from the files."""

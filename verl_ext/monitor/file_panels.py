@@ -26,6 +26,8 @@ from verl_ext.monitor.follower import stamp_of
 from verl_ext.monitor.panels import Panel, clip, tag
 from verl_ext.monitor.text import format_time
 
+ROW_KEY = "__row"
+"""The number of a sample in the list; a column of a sample may be called id."""
 SAMPLES_BYTES = 16 << 20
 """Read from the end of a file of samples."""
 MAX_SAMPLES = 1000
@@ -121,7 +123,7 @@ class SamplesPanel(Panel):
             )
             self._note.set_visibility(False)
         with ui.element("div").classes("w-full grid grid-cols-1 lg:grid-cols-5 gap-4 items-start"):
-            self._table = ui.table(columns=[], rows=[], row_key="id", selection="single", pagination=20)
+            self._table = ui.table(columns=[], rows=[], row_key=ROW_KEY, selection="single", pagination=20)
             self._table.classes("w-full lg:col-span-3 [&_.q-table--col-auto-width]:hidden cursor-pointer")
             self._table.props("flat bordered dense hide-selected-banner").props["no-data-label"] = self.say(
                 "Nothing yet"
@@ -172,14 +174,15 @@ class SamplesPanel(Panel):
             {"name": name, "label": name, "field": name, "align": "left", "sortable": True} for name in names
         ]
         self._table.rows = [
-            {"id": number, **{name: as_cell(row.get(name)) for name in names}} for number, row in listed[:MAX_SAMPLES]
+            {name: as_cell(row.get(name)) for name in names} | {ROW_KEY: number} for number, row in listed[:MAX_SAMPLES]
         ]
 
     def _select(self, event: GenericEventArguments) -> None:
         shown = event.args[1]
-        if isinstance(shown["id"], int) and 0 <= shown["id"] < len(self._samples):
+        number = shown[ROW_KEY]
+        if isinstance(number, int) and 0 <= number < len(self._samples):
             self._table.selected = [shown]
-            self._show_sample(self._samples[shown["id"]])
+            self._show_sample(self._samples[number])
 
     def _show_sample(self, row: dict[str, Any] | None) -> None:
         """All fields of a sample, as text."""

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,14 @@ DUMP_ROWS = 16_384
 IDLE_S = 60.0
 """After the last row of a live run, its curves are saved."""
 MAX_CACHED_RUNS = 32
-"""Runs whose curves stay in memory, at about 0.2 MB a metric."""
+"""Runs whose curves stay in memory, at about 0.2 MB a metric, and all runs that are logging."""
 BLOCK_BYTES = 8 << 20
 """Read from a file at a time."""
 HEAD_BYTES = 128
 """Of a file's beginning, which identifies it."""
 MAX_STEP = 1 << 53
 """A greater number is not a step."""
+ATTEMPT_COUNTS = ("first_step", "last_step", "world_size")
 DEFAULT_LOG_EVERY = 10
 
 
@@ -65,6 +67,8 @@ class RunFollower(threading.Thread):
         self._database = MonitorDatabase(database)
         self._curves: OrderedDict[tuple[int, int], RunCurves] = OrderedDict()  # by run and generation
         self._curves_lock = threading.Lock()
+        self._has_loaded = False  # since the last eviction; pages load curves too, but only this thread writes
+        self._read_to_end: set[tuple[int, int]] = set()  # runs and generations, by this process
         self._warned: set[str] = set()
         self._stored_runs: dict[str, RunInfo] = {}
         self._runs_changed = True
@@ -90,10 +94,16 @@ class RunFollower(threading.Thread):
                 self._stopping.wait(POLL_S)
 
     def stop(self) -> None:
-        """End after the current transaction."""
+        """End after the current transaction, and save the curves, so that a restart shows them at once."""
         self._stopping.set()
         if self.is_alive():
             self.join()
+        try:
+            with self._database.transaction():
+                for (run, generation), curves in [*self._curves.items()]:
+                    self._save_curves(run, generation, curves)
+        except Exception as error:  # a full disk; the next start reads the rows
+            self._warn_once(f"curves cannot be saved: {one_line(error)}")
         self._database.close()
         self.reader.close()
 
@@ -138,10 +148,30 @@ class RunFollower(threading.Thread):
             key = (run, generation)
             if key not in self._curves:
                 self._curves[key] = database.load_curves(run)
+                self._has_loaded = True
             self._curves.move_to_end(key)
-            while len(self._curves) > MAX_CACHED_RUNS:
-                self._curves.popitem(last=False)
             return self._curves[key]
+
+    def _evict_curves(self) -> None:
+        """Save and drop the least recently used curves; those of runs that are logging stay, as each row needs them."""
+        self._has_loaded = False
+        with self._curves_lock:
+            cached = [*self._curves.items()]
+        excess = max(0, len(cached) - MAX_CACHED_RUNS)
+        idle = (each for each in cached if self._is_idle(each[0][0]))
+        for (run, generation), curves in islice(idle, excess):
+            self._save_curves(run, generation, curves)
+            with self._curves_lock:
+                self._curves.pop((run, generation), None)
+
+    def _save_curves(self, run: int, generation: int, curves: RunCurves) -> None:
+        """Save curves that have unsaved rows, unless the run was deleted or started over."""
+        positions = self._database.positions(run)
+        if curves.num_unsaved and positions is not None and positions.generation == generation:
+            with curves.lock:
+                self._database.catch_up(run, curves)
+                self._database.save_curves(run, curves)
+            self._runs_changed = True
 
     # Runs
 
@@ -200,12 +230,14 @@ class RunFollower(threading.Thread):
         if run.status != "running":
             return run
         state = self._state_of(run)
-        with state.lock:
-            allowed = max_silence_s(state.step_seconds() or 0.0, state.longest_pause_s)
+        allowed = math.inf  # until the last row and the duration of steps are known
+        if (run.id, run.generation) in self._read_to_end:
+            with state.lock:
+                allowed = max_silence_s(state.step_seconds() or 0.0, state.longest_pause_s)
         try:
             record = orjson.loads(run.record)
             death = why_killed(record, silence_s(record, self._database.last_time(run.id)), allowed)
-        except (ValueError, LookupError, TypeError, AttributeError):  # a run's files may contain anything
+        except Exception:  # a run's files may contain anything, and the list shows the other runs
             return run
         return run if death is None else replace(run, status=KILLED, exit_reason=death)
 
@@ -222,8 +254,8 @@ class RunFollower(threading.Thread):
             return None if known is None else known[0]
         if known is not None and known[1] == text:
             return known[0]
-        run = self._database.save_run(path, text, record)
-        attempts = record.get("attempts") or []
+        run = self._database.save_run(path, text, _with_counts(record, ("total_steps",)))
+        attempts = [_with_counts(each, ATTEMPT_COUNTS) for each in record.get("attempts") or []]
         logged = self._database.attempt_events(run)
         self._database.save_attempts(run, attempts)
         events = [event for attempt in attempts for event in events_of_attempt(attempt)]
@@ -277,18 +309,26 @@ class RunFollower(threading.Thread):
                 directory = self.root / positions.path
                 self._read_record(directory)
                 self._read_events(run, directory / EVENTS_FILE, positions)
-                return self._read_metrics(run, directory, positions)
+                has_more = self._read_metrics(run, directory, positions)
+                if self._has_loaded:
+                    self._evict_curves()
+                return has_more
         except Exception:
             if positions is not None:  # the curves may have rows that the database does not have
                 with self._curves_lock:
                     self._curves.pop((run, positions.generation), None)
                     self._curves.pop((run, positions.generation + 1), None)
+                self._read_to_end -= {(run, positions.generation), (run, positions.generation + 1)}
             raise
 
     def _read_metrics(self, run: int, directory: Path, positions: FilePositions) -> bool:
         generation = positions.generation
         new = read_new_lines(directory / METRICS_FILE, positions.metrics_offset, positions.metrics_head)
         if new is None:
+            if (run, generation) not in self._read_to_end:
+                if self._database.has_unsaved_rows(run):  # a monitor before this one was killed
+                    self._curves_of(run, generation, self._database)
+                self._read_to_end.add((run, generation))
             self._tend_curves(run, generation, is_at_end=True)
             return False
         if new.is_other_file:
@@ -450,6 +490,11 @@ def _digest(start: bytes) -> str:
 def is_count(value: Any) -> bool:
     """Whether a value can be the number of a step or an attempt."""
     return isinstance(value, int) and abs(value) < MAX_STEP
+
+
+def _with_counts(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """A record with None for each of these values that is not a count, because the pages calculate with them."""
+    return {**record, **{name: None for name in names if not is_count(record.get(name))}}
 
 
 def parse_rows(lines: Sequence[bytes]) -> tuple[list[MetricRow], list[bytes], int]:

@@ -49,12 +49,7 @@ def serve(root: Path, database: Path, host: str, port: int, token: str | None) -
 
     @app.get("/csv/{path:path}")
     def download(path: str) -> Response:
-        if path not in follower.runs:
-            return PlainTextResponse("No run has this path.\n", 404)
-        name = re.sub(r"[^A-Za-z0-9._-]+", "_", path)
-        headers = {"Content-Disposition": f"attachment; filename=metrics_{name}.csv"}
-        lines = csv_lines(database, follower.runs[path].id)
-        return StreamingResponse(lines, media_type="text/csv", headers=headers)
+        return csv_response(follower, path)
 
     app.on_startup(follower.start)
     app.on_shutdown(follower.stop)
@@ -79,6 +74,21 @@ def cookie_secret(database: Path) -> str:
 
 
 # CSV
+
+
+def csv_response(follower: RunFollower, path: str) -> Response:
+    """The rows of a run as a download.
+
+    Args:
+        follower: of the runs.
+        path: of the run, relative to the root; empty for a root that is a run, since browsers shorten `csv/.`.
+    """
+    run = follower.runs.get(path or ".")
+    if run is None:
+        return PlainTextResponse("No run has this path.\n", 404)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", path or follower.root.name)
+    headers = {"Content-Disposition": f"attachment; filename=metrics_{name}.csv"}
+    return StreamingResponse(csv_lines(follower.database_path, run.id), media_type="text/csv", headers=headers)
 
 
 class _LineBuffer:
