@@ -63,15 +63,9 @@ _H100 = Hardware(  # NVIDIA H100 SXM data sheet; network: DGX H100, one 400 Gb/s
     compute_share=0.40,
 )
 _H200 = replace(_H100, name="h200", memory_bytes=141e9, memory_bandwidth=4.8e12)  # NVIDIA H200 SXM data sheet
-_A100 = Hardware(  # NVIDIA A100 SXM 80GB data sheet; network: DGX A100, one 200 Gb/s adapter per GPU
-    name="a100",
-    memory_bytes=80e9,
-    is_gpu=True,
-    flops=312e12,
-    memory_bandwidth=2.039e12,
-    link=300e9,
-    network=25e9,
-    compute_share=0.50,
+# NVIDIA A100 SXM 80GB data sheet; network: DGX A100, one 200 Gb/s adapter per GPU
+_A100 = replace(
+    _H100, name="a100", flops=312e12, memory_bandwidth=2.039e12, link=300e9, network=25e9, compute_share=0.50
 )
 _CPU = Hardware(  # a core of an Intel Xeon with AVX-512 at 2.3 GHz: 64 fp32 operations a cycle; bandwidths are assumed
     name="cpu",
@@ -93,14 +87,7 @@ llama3_h100_202412_torchtitan.md; recomputed operations are not counted there, b
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks on nodes.
-
-    Attributes:
-        hardware: of each rank.
-        gpus: number of ranks.
-        gpus_per_node: ranks that share a node.
-        disk_gbps: 10^9 bytes per second that all ranks together write to the disk.
-    """
+    """Ranks on nodes, each with one GPU or core, which together write `disk_gbps` 10^9 bytes per second to the disk."""
 
     hardware: Hardware
     gpus: int
