@@ -212,7 +212,7 @@ class UpdatePhases:
         }
 
     def _output_projection(self) -> Parts:
-        """The root is gathered again, the last layer is being gathered.
+        """The root is gathered again, and the last layer is being gathered.
 
         The projection's gradient is computed from that of the logits, which the fused loss does not have.
         """

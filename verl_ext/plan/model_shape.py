@@ -16,9 +16,8 @@ from verl_ext.commands import program
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_files import is_hub_name, read_json
+from verl_ext.model_files import is_hub_name, read_json, require_no_remote_code
 from verl_ext.plan.workload import PlannedConfig
-from verl_ext.remote_code import require_no_remote_code
 from verl_ext.trainer.stages import sft_recipe_of
 
 DIMENSIONS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
