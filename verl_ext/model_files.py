@@ -1,4 +1,4 @@
-"""A model's files: checked, loaded without unwanted code, and written so that earlier releases of libraries read them."""
+"""A model's files: checked, loaded without unwanted code, and written so that earlier libraries read them."""
 
 from __future__ import annotations
 

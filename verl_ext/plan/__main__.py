@@ -12,7 +12,7 @@ from verl_ext.cli import FAILURES, CommandParser, clean_exit, definitions
 from verl_ext.commands import program
 from verl_ext.config.recipes import RECIPES, default_recipe
 from verl_ext.config.schema import keys, setting
-from verl_ext.console import print_line
+from verl_ext.console import markdown_table, print_line
 from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.suggestions import meant_key
@@ -205,8 +205,7 @@ def as_markdown(plans: Sequence[RunPlan]) -> str:
                 "save, s": f"{plan.disk.save_s:.1f}",
             }
         )
-    lines = [[*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown_table([*rows[0]], ([*row.values()] for row in rows))
 
 
 def as_json(plan: RunPlan, notes: Iterable[str]) -> dict[str, Any]:
