@@ -51,17 +51,7 @@ def build_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the health of a run.
-
-    Args:
-        argv: arguments without the program's name; None takes those of the process.
-
-    Returns:
-        1 if there is an alarm, else 0.
-
-    Raises:
-        SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
-    """
+    """Check the health of a run; returns 1 if there is an alarm, otherwise 0. `clean_exit` has the other exit codes."""
     with clean_exit():
         arguments = build_parser().parse_args(argv)
         rules = load_rules(arguments.own_rules, "--own-rules")

@@ -272,17 +272,7 @@ def build_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan.
-
-    Args:
-        argv: arguments without the program's name; None takes those of the process.
-
-    Returns:
-        0 when all plans fit, otherwise 1.
-
-    Raises:
-        SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
-    """
+    """Plan; returns 0 when all plans fit, otherwise 1. `clean_exit` has the other exit codes."""
     with clean_exit():
         arguments = build_parser().parse_intermixed_args(argv)
         plans, notes = make_plans(*PlanOptions.parse(arguments.words), arguments.largest)

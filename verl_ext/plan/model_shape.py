@@ -200,7 +200,8 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
             f"transformers builds no causal language model from {config.model_type} ({first_line_of(error)}); name "
             "another model"
         ) from error
-    layers = wrapped_layers(model)
+    # what verl's `apply_fsdp2` makes groups of
+    layers = [each for each in model.modules() if type(each).__name__ in (model._no_split_modules or ())]
     if any("expert" in name for name, _ in layers[0].named_modules()) or len({group_of(each) for each in layers}) != 1:
         raise UserError(f"the plan covers dense decoders with equal layers, not {config.model_type}; there is no plan")
     missing = [name for name in DIMENSIONS if not hasattr(config, name)]
@@ -224,11 +225,6 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
         embedding=ParameterGroup(()) if tied else group_of(model.get_input_embeddings()),
         root=root_group(model, layers, tied),
     )
-
-
-def wrapped_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The modules that verl's `apply_fsdp2` makes groups of, by their class."""
-    return [each for each in model.modules() if type(each).__name__ in (model._no_split_modules or ())]
 
 
 def group_of(module: torch.nn.Module) -> ParameterGroup:

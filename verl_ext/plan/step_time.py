@@ -176,12 +176,15 @@ def step_time(config: PlannedConfig, shape: ModelShape, work: RankWorkload, clus
             hidden += min(overlapping, compute_s)
     extra_passes = work.forward_passes * num_micro_batches
     overlapping, alone = collectives_s(shape, work, cluster, is_first=True, is_last=False)[0]
-    parts = {
-        **(rollout_s(config, shape, work, cluster) if isinstance(config, GRPOConfig) else {}),
-        "compute": num_micro_batches * (forward_s + backward_s) + extra_passes * forward_s,
-        "communication": exposed * work.num_updates + extra_passes * (alone + max(overlapping - forward_s, 0)),
-        "optimizer": work.num_updates * optimizer_s(shape, work, cluster),
-    }
+    parts = {}
+    if isinstance(config, GRPOConfig):
+        sent_bytes = shape.numel * work.engine_bytes if config.rollout.engine == "vllm" else 0
+        parts["generation"] = generation_s(config, shape, work, cluster)
+        parts["weights to the engine"] = cluster.collective_s(sent_bytes)
+    parts["compute"] = num_micro_batches * (forward_s + backward_s) + extra_passes * forward_s
+    parts["communication"] = exposed * work.num_updates + extra_passes * (alone + max(overlapping - forward_s, 0))
+    passed_bytes = ADAMW_PASSES * work.master_bytes * shape.shard_numel(cluster.gpus)
+    parts["optimizer"] = work.num_updates * passed_bytes / cluster.hardware.memory_bandwidth
     tokens = work.samples * work.tokens_per_sample
     return StepTime(parts, hidden * work.num_updates, 3 * forward * cluster.gpus, tokens)
 
@@ -221,18 +224,6 @@ def collectives_s(
     if work.keeps_gathered:
         return (gather * is_first, gather_ends * is_first), (reduce * is_last, reduce_ends * is_last)
     return (gather, gather_ends), (gather + reduce, seconds(ends[:1], work.compute_bytes) + reduce_ends)
-
-
-def optimizer_s(shape: ModelShape, work: RankWorkload, cluster: Cluster) -> float:
-    """Memory traffic of clipping and update."""
-    shard = work.master_bytes * shape.shard_numel(cluster.gpus)
-    return ADAMW_PASSES * shard / cluster.hardware.memory_bandwidth
-
-
-def rollout_s(config: GRPOConfig, shape: ModelShape, work: RankWorkload, cluster: Cluster) -> dict[str, float]:
-    """Generation, and sending the weights to the engine."""
-    sync_s = cluster.collective_s(shape.numel * work.engine_bytes) if config.rollout.engine == "vllm" else 0.0
-    return {"generation": generation_s(config, shape, work, cluster), "weights to the engine": sync_s}
 
 
 def generation_s(config: GRPOConfig, shape: ModelShape, work: RankWorkload, cluster: Cluster) -> float:

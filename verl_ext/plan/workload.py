@@ -53,18 +53,14 @@ class RankWorkload:
         samples: sequences of a step, over all ranks.
         tokens_per_sample: mean length, which decides time.
         rows: of the largest micro-batch, which decides memory.
-        row_tokens: tokens of each row.
         num_micro_batches: of a rank, for one update.
-        num_updates: of a step.
         logit_tokens: tokens of the largest micro-batch that get logits.
         loss_tokens: those of them that are in the loss.
         forward_passes: over all samples without a backward pass, for GRPO's old log-probabilities.
-        attention: kernel of the forward pass.
         master_bytes: bytes of a stored weight.
         compute_bytes: bytes of a number in the forward pass.
         reduce_bytes: bytes of a gradient in a reduction.
         engine_bytes: bytes of a weight in the rollout engine; 0 without one.
-        checkpointing: whether the backward pass recomputes each layer.
         fused_loss: whether the loss is computed chunk by chunk, and its gradients with it.
         keeps_gathered: whether weights stay gathered, and gradients whole, until the last micro-batch of an update.
         optimizer_implementation: for-loop, foreach or fused, as in `torch.optim`.
