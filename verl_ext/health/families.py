@@ -15,12 +15,10 @@ AFTER_BEST = 2
 """Measurements that must all be worse than the best one before it counts as passed."""
 MIN_EARLY_STEPS = 30
 """Steps before which the start of a run is not something to compare with."""
-
-
 Measure = Callable[[HealthView], tuple[float, ...] | None]
-"""Returns a number about the run, and others that the message shows too; None if there is too little to judge."""
+"""Returns a number to judge, and others that the message shows too; None if there is too little to judge."""
 Thresholds = Mapping[Level, float | str]
-"""Level by threshold: a number or the name of a limit."""
+"""By level, a number or the name of a limit."""
 
 
 def bounds(

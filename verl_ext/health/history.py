@@ -80,9 +80,7 @@ class MetricSeries:
 
     def points(self, count: int = MAX_RECENT) -> list[tuple[int, float]]:
         """Step and value of the last finite values, at most `count`."""
-        if count >= len(self._recent):
-            return list(self._recent)
-        return [self._recent[place] for place in range(len(self._recent) - count, len(self._recent))]
+        return list(self._recent)[-count:]
 
     def num_nonfinite(self, count: int) -> int:
         """How many of the last `count` values were not finite."""
