@@ -63,11 +63,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Report what is wrong with the words typed.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise a `UserError` that says what is wrong with the words typed."""
         raise UserError(f"{message}{' See' if message.endswith('?') else '; see'} `{self.prog} --help`")
 
     def parse_known_args(  # type: ignore[override]  # argparse has overloads
