@@ -120,7 +120,8 @@ class RunDirectory:
 
 def last_attempt(run: Mapping[str, Any]) -> Mapping[str, Any]:
     """The last attempt of a `run.json`; empty if there is none."""
-    return run["attempts"][-1] if run["attempts"] else {}
+    attempts: Sequence[Mapping[str, Any]] = run["attempts"]
+    return attempts[-1] if attempts else {}
 
 
 def silence_s(run: Mapping[str, Any], last_row: float) -> float:

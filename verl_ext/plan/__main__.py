@@ -184,7 +184,8 @@ def as_markdown(plans: Sequence[RunPlan]) -> str:
     """A table with a row for each plan, memory and disk in GiB; with a column for the engine if there is one."""
     from verl_ext.plan.memory import PARTS
 
-    has_engine, rows = any(plan.work.is_grpo for plan in plans), []
+    has_engine = any(plan.work.is_grpo for plan in plans)
+    rows: list[dict[str, str]] = []
     for plan in plans:
         peak, total = plan.memory.peak, plan.disk.total_bytes
         parts = {part: peak.get(part, 0.0) for part in PARTS}
