@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from verl_ext.files import GIB
 from verl_ext.plan.model_shape import ModelShape, ParameterGroup
-from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload
+from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload, longest_sample
 from verl_ext.trainer.config import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 from verl_ext.trainer.stages import GRPOConfig
 
@@ -301,9 +301,8 @@ def engine_parts(
     On a GPU vLLM takes `gpu_memory_utilization`, and what weights leave of it is its cache and working memory. On a CPU
     the cache is what the concurrent completions need. transformers generates with gathered layers.
     """
-    rollout, data = config.rollout, config.data
-    concurrent = min(rollout.max_num_seqs, work.samples / num_ranks)
-    tokens = concurrent * (data.max_prompt_length + data.max_response_length)
+    rollout = config.rollout
+    tokens = min(rollout.max_num_seqs, work.samples / num_ranks) * longest_sample(config)  # of concurrent completions
     if rollout.engine != "vllm":
         size = work.compute_bytes
         return {ENGINE_WEIGHTS: size * shape.numel, KV_CACHE: tokens * shape.kv_numel * size}
@@ -319,14 +318,11 @@ def engine_shortage(config: GRPOConfig, shape: ModelShape, work: RankWorkload, d
     vLLM refuses to start if its share of the GPU does not hold the weights and the cache of one sequence of the longest
     length (`check_enough_kv_cache_memory`).
     """
-    rollout, data = config.rollout, config.data
-    if rollout.engine != "vllm" or not device.is_gpu:
-        return ""
+    rollout, longest = config.rollout, longest_sample(config)
     share = rollout.gpu_memory_utilization * device.memory_bytes
     weights = work.engine_bytes * shape.numel / rollout.tensor_model_parallel_size
-    longest = data.max_prompt_length + data.max_response_length
     cache = longest * kv_token_bytes(config, shape, work)
-    if weights + cache <= share:
+    if rollout.engine != "vllm" or not device.is_gpu or weights + cache <= share:
         return ""
     return (
         f"vLLM cannot start with rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}, which is "

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from verl_ext.plan.memory import KV_CACHE, engine_parts, kv_token_bytes
 from verl_ext.plan.model_shape import ModelShape
-from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload
+from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload, longest_sample
 from verl_ext.trainer.stages import GRPOConfig
 
 ADAMW_PASSES = 25
@@ -232,9 +232,9 @@ def generation_s(config: GRPOConfig, shape: ModelShape, work: RankWorkload, clus
     Pope et al. 2022 (arXiv 2211.05102), section 2. All completions have the mean length, and as many are concurrent as
     the engine takes and its cache holds.
     """
-    rollout, data, hardware = config.rollout, config.data, cluster.hardware
+    rollout, hardware = config.rollout, cluster.hardware
     tensor_parallel, length = rollout.tensor_model_parallel_size, work.tokens_per_sample
-    prompt = length * data.max_prompt_length / (data.max_prompt_length + data.max_response_length)
+    prompt = length * config.data.max_prompt_length / longest_sample(config)
     in_engine = work.samples / cluster.gpus * tensor_parallel
     token_bytes = kv_token_bytes(config, shape, work)
     room = engine_parts(config, shape, work, cluster.gpus, hardware)[KV_CACHE] / token_bytes / length
