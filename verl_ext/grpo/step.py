@@ -19,7 +19,7 @@ from verl_ext.grpo.algorithm import (
 )
 from verl_ext.grpo.config import ActorConfig, AlgorithmConfig
 from verl_ext.grpo.guards import EngineGuard, RewardGuard
-from verl_ext.grpo.metrics import UpdateMetrics, describe, distribution_metrics
+from verl_ext.grpo.metrics import ALL_STATISTICS, UpdateMetrics, describe, distribution_metrics
 from verl_ext.grpo.protocols import Environment, Metrics, MicroBatch, Policy, Prompt, Trajectory
 from verl_ext.metrics.timing import StepTimer, TraceFile
 
@@ -106,14 +106,13 @@ class GRPOStep:
         start = time.perf_counter()
         metrics = self.update(trajectories)
         self._trace_update(step, trajectories, start)
-        columns = {"train/adv": advantages}
         counts = {
             "train/groups_without_signal": len(self._groups_without_signal(trajectories)),
             "train/groups_replaced": num_replaced,
         }
         return trajectories, {
             **metrics,
-            **distribution_metrics(columns, self.device, {"train/adv": ("mean", "std", "min", "max")}),
+            **distribution_metrics({"train/adv": advantages}, {"train/adv": ALL_STATISTICS}, self.device),
             **reduce_over_ranks(sums=counts, device=self.device),
             **sync_metrics,
         }
