@@ -18,7 +18,7 @@ from verl_ext.errors import UserError
 from verl_ext.grpo.guards import TIMED_OUT_STEPS, RewardGuard
 from verl_ext.grpo.protocols import Reward, RewardError, RewardFailure, Trajectory
 from verl_ext.grpo.rewards.check import check_reward_functions
-from verl_ext.grpo.rewards.user_function import UserFunction, score_of
+from verl_ext.grpo.rewards.custom_process import UserFunction, score_of
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.stages import GRPOConfig, load_config
 
