@@ -17,7 +17,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 MOST_FILES = {
     "Start of SFT": 25,
     "One step of SFT": 4,
-    "One step of GRPO": 15,
+    "One step of GRPO": 13,
     "One step of the budget controller": 18,
     "One evaluated checkpoint": 18,
     "One judged answer": 22,
