@@ -36,6 +36,7 @@ def slow_at_first(**rest):
         open(__file__ + ".called", "w").close()
         time.sleep(100)
     return 1.0
+def reads_input(**rest): return len(sys.stdin.read())
 def leaves(**rest): os._exit(1)
 def wrong_names(solution, answer): return 1.0
 def one_more(data_source, solution_str, ground_truth, extra_info, more): return 1.0
@@ -130,7 +131,7 @@ def check_rewards_of(config: GRPOConfig) -> None:
 
 
 def test_functions_that_work_are_let_through(mine: Path, rows: Path) -> None:
-    ours = [f"{mine}:{name}" for name in ("good", "open_ended", "sees_truth", "slow_at_first")]
+    ours = [f"{mine}:{name}" for name in ("good", "open_ended", "sees_truth", "slow_at_first", "reads_input")]
     check_rewards_of(config_of(rows, *ours, "reward_correct", "tag_count_reward"))
 
 

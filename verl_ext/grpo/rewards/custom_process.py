@@ -142,6 +142,7 @@ def main() -> None:
     )
     end_with_parent()
     calls, replies = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the function, and what it starts, must not read calls
     os.dup2(2, 1)
     try:
         function = UserFunction(Plugin("reward.functions", place, name))
