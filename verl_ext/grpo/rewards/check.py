@@ -73,9 +73,6 @@ def check_reward_functions(reward: RewardConfig, data: PromptDataConfig) -> None
 def check_judge(reward: RewardConfig) -> None:
     """Start the judge once if a reward needs its verdicts.
 
-    Args:
-        reward: the section of that name.
-
     Raises:
         UserError: a package is not installed, or the judge's isolation does not work on this machine.
     """
@@ -170,12 +167,7 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
 
 
 def try_on_row(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) -> None:
-    """Call a function once; print the traceback of a failure.
-
-    Args:
-        plugin: the function.
-        answer: that it scores.
-        time_limit_s: of the call.
+    """Have a function score an answer within a time limit; print the traceback of a failure.
 
     Raises:
         UserError: the function cannot be loaded or called, or fails.

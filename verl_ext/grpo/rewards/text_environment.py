@@ -130,11 +130,7 @@ def _score_now(function: Callable[[RewardedAnswer], float], answer: RewardedAnsw
 
 
 class JudgeReward:
-    """Gets each distinct answer judged once: samples of one prompt often say the same.
-
-    Args:
-        client: of a running judge.
-    """
+    """Gets each distinct answer judged once: samples of one prompt often say the same."""
 
     def __init__(self, client: JudgeClient) -> None:
         self.client = client
