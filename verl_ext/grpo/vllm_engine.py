@@ -118,7 +118,7 @@ class VLLMEngine(RolloutEngine):
         except Exception as error:  # vLLM and transformers have no exception in common
             raise UserError(f"vLLM cannot use {model} ({first_line_of(error)}); set rollout.engine=hf") from error
         (self._missing,) = self._llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})
-        self._packs = not on_gpu  # on CPUs vLLM computes with packed copies of weights
+        self._packs, self._is_reloading = not on_gpu, False  # on CPUs vLLM computes with packed copies of weights
 
     def generate(self, requests: Sequence[SampleRequest], sampling: SamplingArgs) -> Iterator[tuple[int, Completion]]:
         """See `RolloutEngine.generate`; ranks that share an engine begin and end together."""
@@ -142,7 +142,9 @@ class VLLMEngine(RolloutEngine):
             self._llm.wake_up()
         if self._version != version:
             num_bytes = self.weight_sync.num_bytes
-            self.load_weights()
+            for bucket in self.weight_sync.buckets():
+                self.load_weights(bucket)
+            self.finish_weight_sync()
         self._version = version
         return {
             "weights/sync_s": time.perf_counter() - started,
@@ -150,19 +152,23 @@ class VLLMEngine(RolloutEngine):
             "weights/version": float(version),
         }
 
-    def load_weights(self) -> None:
-        """Load the trained weights by the names that the model's export has; collective.
+    def load_weights(self, bucket: Bucket) -> None:
+        """Load some whole tensors by the names that the model's export has."""
+        if self._packs and not self._is_reloading:
+            self._llm.apply_model(_begin_reload)
+            self._is_reloading = True
+        for loaded in self._llm.apply_model(lambda model: set(model.load_weights(iter(bucket)))):
+            self._missing -= loaded
+
+    def finish_weight_sync(self) -> None:
+        """End a weight sync: nothing that was computed with the old weights may be used again.
 
         Raises:
             UserError: the engine did not get all of its weights.
         """
-        if self._packs:
-            self._llm.apply_model(_begin_reload)
-        for bucket in self.weight_sync.buckets():
-            for loaded in self._llm.apply_model(lambda model, tensors=bucket: set(model.load_weights(iter(tensors)))):
-                self._missing -= loaded
-        if self._packs:
+        if self._is_reloading:
             (stale,) = self._llm.apply_model(lambda model: _end_reload(model, self._engine.vllm_config.model_config))
+            self._is_reloading = False
             if stale:
                 raise UserError(
                     f"vLLM's class for this model keeps the old weights of {', '.join(stale[:3])} when new ones are "
