@@ -141,9 +141,9 @@ def test_a_run_has_the_charts_of_its_metrics() -> None:
 
 def test_every_chart_says_what_it_means_in_both_languages() -> None:
     for chart in CHARTS:
-        for text in (chart.title, chart.hint):
-            assert text.in_language("en").isascii() and not text.in_language("zh").isascii(), chart.name
-        assert len(chart.hint.en) > 60 and "理想趋势" in chart.hint.zh, chart.name
+        (title, hint), (title_zh, hint_zh) = chart.texts("en"), chart.texts("zh")
+        assert title.isascii() and hint.isascii() and not title_zh.isascii(), chart.name
+        assert len(hint) > 60 and "理想趋势" in hint_zh, chart.name
 
 
 def test_every_word_of_the_page_has_a_translation() -> None:

@@ -14,6 +14,7 @@ from nicegui.events import ValueChangeEventArguments
 from verl_ext.checkpoint.manifest import step_of
 from verl_ext.checkpoint.retention import read_best_file
 from verl_ext.monitor.charts import (
+    ERROR_COLORS,
     MAIN,
     OTHER,
     Chart,
@@ -33,7 +34,6 @@ from verl_ext.monitor.text import format_number
 
 GRID = "w-full grid grid-cols-1 lg:grid-cols-2 gap-4"
 RATES = ("accepted_at_1", "exec_success_rate")
-ERROR_TYPES = ("success", "wrong_answer", "syntax_error", "runtime_error", "timeout", "api_error")
 DEFAULT_METRICS = ("train/loss",)
 MAX_SHOWN_CHARACTERS = 80
 """Of a value in a table."""
@@ -175,8 +175,7 @@ class TrainingPanel(Panel):
             self._cards[chart].draw(options)
             return
         with self._places[chart.place]:
-            language = self.state.language
-            card = ChartCard(chart.title.in_language(language), chart.hint.in_language(language), chart.name, options)
+            card = ChartCard(*chart.texts(self.state.language), chart.name, options)
             card.card.move(target_index=before)  # metrics appear in any order
             self._cards[chart] = card
 
@@ -223,7 +222,7 @@ class EvaluationPanel(Panel):
         suffix = f" ({self.say('best')}: {best})" if best is not None else ""
         ui.label(f"{dataset}{suffix}").classes("text-lg").props('data-testid="dataset"')
         rates = {name: [_rate(figures[step], name) for step in steps] for name in RATES if name in figures[steps[-1]]}
-        shares = {name: [_number(figures[step].get(f"{name}_rate")) for step in steps] for name in ERROR_TYPES}
+        shares = {name: [_number(figures[step].get(f"{name}_rate")) for step in steps] for name in ERROR_COLORS}
         with ui.element("div").classes(GRID):
             ChartCard(self.say("Rates by step"), "", "rates", rates_options(steps, rates, best, dark))
             ChartCard(self.say("Error types"), "", "errors", errors_options(steps, shares, dark))
