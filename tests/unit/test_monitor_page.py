@@ -17,9 +17,8 @@ from verl_ext.config.schema import to_yaml
 from verl_ext.monitor import charts, page
 from verl_ext.monitor.file_panels import HealthPanel, SamplesPanel, read_samples, sample_columns, sample_sources
 from verl_ext.monitor.follower import RunFollower
-from verl_ext.monitor.page import MonitorPage
+from verl_ext.monitor.page import MonitorPage, RunTable
 from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, differing_keys, flatten, short_names
-from verl_ext.monitor.run_table import RunTable
 from verl_ext.monitor.state import TABS, PageState
 from verl_ext.trainer.stages import load_config
 
@@ -138,7 +137,7 @@ def test_a_page_without_a_run_shows_the_table_and_opens_runs(
         shown = MonitorPage(follower, PageState())
         await shown.update_panel()
         rows = {row["path"]: row for row in element(client, "runs").rows}
-        assert {*rows} == {"p/old", "q/new"} and rows["p/old"]["progress"] == "5 / 100"
+        assert {*rows} == {"p/old", "q/new"} and rows["p/old"]["stepLabel"] == "5 / 100"
         assert (rows["p/old"]["Loss"], rows["q/new"]["Loss"], rows["q/new"]["status"]) == (5.0, None, "failed")
         shown.open_run("q/new")
         shown.update_status()

@@ -106,17 +106,14 @@ class RunInfo:
         generation: how often another metrics.jsonl took the place of the first.
         unreadable: lines of metrics.jsonl that are not rows.
         record: `run.json` as it was last read.
-        first_start: ISO time of the first attempt; None if there is none.
-        attempt: number of the last attempt; None if there is none. `start`, `end`, `host` and `exit_reason` are its.
+        saved_curves: state of `RunCurves` when it was last saved.
+        first_start: ISO time of the first attempt; None if there is none. The other fields on attempts are of the last.
         levels: the present level of each health rule that has reported something.
         accuracy: the highest `accepted_at_1` of its evaluated checkpoints, with data set and step.
-        saved_curves: state of `RunCurves` when it was last saved.
     """
 
     id: int
     path: str
-    project: str | None
-    experiment: str | None
     stage: str | None
     recipe: str | None
     status: str
@@ -126,8 +123,6 @@ class RunInfo:
     record: str
     saved_curves: str
     first_start: str | None
-    attempt: int | None
-    start: str | None
     end: str | None
     host: str | None
     exit_reason: str | None
@@ -141,9 +136,9 @@ class RunInfo:
 
 
 RUN_QUERY = """
-SELECT runs.id, path, project, experiment, stage, recipe, status, total_steps, generation, unreadable, record,
+SELECT runs.id, path, stage, recipe, status, total_steps, generation, unreadable, record,
     curves AS saved_curves, (SELECT min(start) FROM attempts WHERE run = runs.id) AS first_start,
-    last.attempt, last.start, last.end, last.host, last.exit_reason
+    last.end, last.host, last.exit_reason
 FROM runs
 LEFT JOIN attempts AS last ON run = runs.id AND attempt = (SELECT max(attempt) FROM attempts WHERE run = runs.id)
 ORDER BY status = 'running' DESC, last.start DESC, path

@@ -23,7 +23,7 @@ from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
 from verl_ext.metrics.run_record import RUN_FILE
 from verl_ext.monitor.database import LogEvent, RunInfo
 from verl_ext.monitor.follower import stamp_of
-from verl_ext.monitor.panels import Panel, clip, tag
+from verl_ext.monitor.panels import LEVEL_COLORS, Panel, clip, tag
 from verl_ext.monitor.text import format_time
 
 ROW_KEY = "__row"
@@ -39,13 +39,7 @@ MAX_SHORT_COLUMNS, MAX_LONG_COLUMNS = 5, 2
 LAST_LINES = 200
 """Of the log."""
 FOUND_LINES = 500
-LEVEL_STYLES = {
-    Level.OK: ("check_circle", "green"),
-    Level.NOTICE: ("info", "grey"),
-    Level.WARNING: ("warning", "orange"),
-    Level.ALARM: ("error", "red"),
-}
-"""Icon and color."""
+LEVEL_ICONS = {"ok": "check_circle", "notice": "info", "warning": "warning", "alarm": "error"}
 EVENT_CLASSES = {
     "start": "text-green-600",
     "step": "text-blue-500",
@@ -343,9 +337,9 @@ def _look(directory: Path) -> tuple[dict[str, list[ChecklistItem]], list[Finding
 
 
 def _line(level: Level | None, name: str, message: str) -> None:
-    icon, color = LEVEL_STYLES[level] if level is not None else ("remove", "grey")
+    word = "" if level is None else level.word
     with ui.row().classes("items-start gap-2 no-wrap"):
-        ui.icon(icon, color=color).classes("mt-1")
+        ui.icon(LEVEL_ICONS.get(word, "remove"), color=LEVEL_COLORS.get(word, "grey")).classes("mt-1")
         ui.label(name).classes("font-medium whitespace-nowrap")
         ui.label(message).classes("opacity-70")
 

@@ -35,6 +35,8 @@ from verl_ext.monitor.text import format_number
 GRID = "w-full grid grid-cols-1 lg:grid-cols-2 gap-4"
 RATES = ("accepted_at_1", "exec_success_rate")
 DEFAULT_METRICS = ("train/loss",)
+LEVEL_COLORS = {"ok": "green", "notice": "grey", "warning": "orange", "alarm": "red"}
+"""By the level of a health rule's finding, the worst last."""
 MAX_SHOWN_CHARACTERS = 80
 """Of a value in a table."""
 Go = Callable[..., None]
