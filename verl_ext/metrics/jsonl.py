@@ -186,17 +186,26 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     row = _object(line)
     if row is None or not _has_key_columns(row):
         return None
-    row = {name: float(value) if value in _NON_FINITE else value for name, value in row.items()}
-    return row if all(map(_is_number, row.values())) else None
+    for name, value in row.items():
+        if type(value) is float:
+            continue
+        if not is_number(value):
+            return None
+        if isinstance(value, str):
+            row[name] = float(value)
+    return row
 
 
 def _has_key_columns(row: dict[str, Any]) -> bool:
     has_counts = all(type(row.get(name)) is int and 0 <= row[name] < 2**63 for name in ("step", "attempt"))
-    return has_counts and _is_number(row.get("time")) and 0 <= row["time"] < LATEST
+    time = row.get("time")
+    return has_counts and type(time) in (int, float) and 0 <= time < LATEST
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a float can hold it, perhaps rounded."""
+def is_number(value: Any) -> bool:
+    """Whether a value of `metrics.jsonl` is a number, which a float can hold, perhaps rounded."""
+    if isinstance(value, str):
+        return value in _NON_FINITE
     return type(value) is float or (type(value) is int and abs(value) < 10**300)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from verl_ext.health.context import schedule_of
+from verl_ext.health.trend import Array
 from verl_ext.metrics.registry import METRICS
-from verl_ext.monitor.curves import Array, RunCurves, is_worth_smoothing, smooth
+from verl_ext.monitor.curves import RunCurves, is_worth_smoothing, smooth
 from verl_ext.monitor.text import translate
 
 MAIN, OTHER = "main", "other"

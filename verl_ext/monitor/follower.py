@@ -25,9 +25,9 @@ from verl_ext.config.run_config import read_config_file
 from verl_ext.console import warn
 from verl_ext.errors import UserError, one_line
 from verl_ext.health.run_directory import KILLED, max_silence_s, silence_s, why_killed
-from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE
+from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE, is_number
 from verl_ext.metrics.run_record import RUN_FILE, STATUSES, seconds_of
-from verl_ext.monitor.curves import STEP_METRIC, MetricRow, RunCurves, is_number
+from verl_ext.monitor.curves import STEP_METRIC, MetricRow, RunCurves
 from verl_ext.monitor.database import FilePositions, LogEvent, MonitorDatabase, RunInfo
 
 POLL_S = 0.3
