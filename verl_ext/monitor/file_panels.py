@@ -12,7 +12,7 @@ from nicegui import run as background
 from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
-from verl_ext.checkpoint.inspection import CheckpointInfo, list_all, read_retention
+from verl_ext.checkpoint.inspection import list_all, read_retention
 from verl_ext.checkpoint.manifest import EXPORT, has_export
 from verl_ext.errors import first_line_of
 from verl_ext.files import format_bytes
@@ -81,18 +81,16 @@ def checkpoint_rows(run_dir: Path) -> list[dict[str, Any]]:
         found = list_all(run_dir, *read_retention(run_dir))
     except Exception as error:  # a run's files may contain anything
         return [{"Step": "-", "Size": "", "Saved": "", "State": first_line_of(error), "Kept because": ""}]
-    return [_checkpoint_row(each) for each in found]
-
-
-def _checkpoint_row(info: CheckpointInfo) -> dict[str, Any]:
-    manifest = info.manifest
-    return {
-        "Step": info.path.name,
-        "Size": format_bytes(info.num_bytes),
-        "Saved": format_time(manifest.time) if manifest is not None and manifest.time else "",
-        "State": info.state + (f", {EXPORT}/" if has_export(info.path) else ""),
-        "Kept because": info.retention,
-    }
+    return [
+        {
+            "Step": each.path.name,
+            "Size": format_bytes(each.num_bytes),
+            "Saved": format_time(each.manifest.time) if each.manifest is not None and each.manifest.time else "",
+            "State": each.state + (f", {EXPORT}/" if has_export(each.path) else ""),
+            "Kept because": each.retention,
+        }
+        for each in found
+    ]
 
 
 class SamplesPanel(Panel):

@@ -81,7 +81,7 @@ class RunFollower(threading.Thread):
         behind: set[int] = set()  # runs with more new lines than are read at once
         while not self._stopping.is_set():
             try:
-                runs = {*self.live_runs(), *behind}
+                runs = {*self._database.live_runs(), *behind}
                 if time.monotonic() - discovered > DISCOVERY_S:  # runs that are not live may have changed too
                     runs, discovered = {*self.find_runs()}, time.monotonic()
                     self._refresh_runs()  # pages show them while their rows are read
@@ -174,10 +174,6 @@ class RunFollower(threading.Thread):
             self._runs_changed = True
 
     # Runs
-
-    def live_runs(self) -> list[int]:
-        """Ids of the runs that were running when their records were last read."""
-        return self._database.live_runs()
 
     def find_runs(self) -> list[int]:
         """Look for runs below the root and read their `run.json` and evaluations; returns their ids.
@@ -355,10 +351,9 @@ class RunFollower(threading.Thread):
             return
         with curves.lock:
             self._database.catch_up(run, curves)
-            is_over = is_at_end and curves.num_unsaved > 0 and self._is_idle(run)
-            if is_over or curves.num_unsaved >= DUMP_ROWS:
-                self._database.save_curves(run, curves)
-                self._runs_changed = True
+        is_over = is_at_end and curves.num_unsaved > 0 and self._is_idle(run)
+        if is_over or curves.num_unsaved >= DUMP_ROWS:
+            self._save_curves(run, generation, curves)
 
     def _is_idle(self, run: int) -> bool:
         """Whether no more rows of a run are to be expected soon."""
