@@ -44,15 +44,7 @@ class MetricsRow:
 
 @dataclass(frozen=True)
 class HealthEvent:
-    """A finding of a health rule.
-
-    Attributes:
-        step: optimizer steps since the run began.
-        name: of the rule.
-        level: ok, notice, warning or alarm.
-        text: one or two sentences.
-        time: seconds since 1970.
-    """
+    """A finding of a health rule, whose name it has; `level` is ok, notice, warning or alarm."""
 
     step: int
     name: str
@@ -66,12 +58,7 @@ class HealthEvent:
 
 
 class JsonlFile:
-    """Appends records, one JSON object per line; without a record, there is no file.
-
-    Args:
-        path: of the file.
-        attempt: which start of the run writes here, from 1.
-    """
+    """Appends the records of an attempt, one JSON object per line; without a record, there is no file."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._path, self._attempt = path, attempt

@@ -57,10 +57,9 @@ _LARGEST_INT = 2**63 - 1  # what the monitor's database can hold
 
 
 class RunRecord:
-    """Reads and updates the `run.json` of a run directory; only one process at a time may update it.
+    """Reads and updates the `run.json` of a run directory, which need not exist yet.
 
-    Args:
-        run_dir: the run directory, which need not exist yet.
+    Only one process at a time may update it.
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -250,16 +250,10 @@ def reward_functions(metrics: Collection[str]) -> tuple[str, ...]:
 
 
 def schedule_points(config: Mapping[str, Any], total_steps: int | None, curves: RunCurves) -> list[tuple[int, float]]:
-    """The learning rate that the recipe asks for, on the axis of the last attempt; empty if none is fixed.
-
-    Args:
-        config: of the run; another version's may lack keys.
-        total_steps: of the run.
-        curves: of the run; the caller holds their lock.
-    """
+    """The learning rate that the recipe asks for, on the axis of the last attempt; empty if none is fixed."""
     try:
         schedule = schedule_of(config, total_steps, curves.steps_per_epoch)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the configuration of another version
         return []
     if schedule is None or not total_steps:
         return []
@@ -273,14 +267,7 @@ def schedule_points(config: Mapping[str, Any], total_steps: int | None, curves: 
 
 @dataclass(frozen=True)
 class ChartStyle:
-    """How charts are drawn.
-
-    Attributes:
-        smoothing: weight of `smooth`, 0 for none.
-        language: of the words, en or zh.
-        dark: whether the page is dark.
-        log_scale: whether charts of positive values have a logarithmic axis.
-    """
+    """How charts are drawn; see the attributes of `PageState`."""
 
     smoothing: float
     language: str = "en"
@@ -331,9 +318,8 @@ def rates_options(
 
     Args:
         steps: of the checkpoints, rising.
-        rates: for each step the rate and its bounds, by name.
+        rates: by name, the rate and its bounds for each step.
         best: step of the chosen checkpoint.
-        dark: whether the page is dark.
     """
     series: list[dict[str, Any]] = []
     for (name, values), color in zip(rates.items(), COLORS):

@@ -107,7 +107,8 @@ class RunInfo:
         unreadable: lines of metrics.jsonl that are not rows.
         record: `run.json` as it was last read.
         saved_curves: state of `RunCurves` when it was last saved.
-        first_start: ISO time of the first attempt; None if there is none. The other fields on attempts are of the last.
+        first_start: ISO time of the first attempt; None if there is none.
+        end: ISO time of the end of the last attempt, whose `host` and `exit_reason` follow.
         levels: the present level of each health rule that has reported something.
         accuracy: the highest `accepted_at_1` of its evaluated checkpoints, with data set and step.
     """

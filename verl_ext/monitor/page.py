@@ -83,12 +83,7 @@ ON_BACK = "<script>addEventListener('popstate', () => emitEvent('address', locat
 
 
 class MonitorPage:
-    """One open page; it builds itself where it is created.
-
-    Args:
-        follower: what is known of the runs.
-        state: what the address asks for.
-    """
+    """One open page; it builds itself where it is created."""
 
     def __init__(self, follower: RunFollower, state: PageState) -> None:
         self.follower, self.state = follower, state
@@ -241,11 +236,7 @@ class MonitorPage:
 
 
 class RunStatusBar:
-    """Status, progress, and the latest figures of a run.
-
-    Args:
-        state: of the page.
-    """
+    """Status, progress, and the latest figures of a run."""
 
     def __init__(self, state: PageState) -> None:
         self._say = state.translate

@@ -53,13 +53,7 @@ def tag(element: Tagged, name: str, **attributes: Any) -> Tagged:
 
 
 class Panel:
-    """One tab; it builds itself where it is created.
-
-    Args:
-        follower: what is known of the runs.
-        state: of the page.
-        go: changes the state.
-    """
+    """One tab; it builds itself where it is created."""
 
     period_s = 0.0
     """Between two looks at files of its own; 0 for a panel that is drawn whenever there are new rows."""
