@@ -210,10 +210,10 @@ def test_a_chart_is_drawn_again_only_when_it_changes(
 
     async def check(client: Client) -> None:
         panel = panel_of(TrainingPanel, follower, PageState(run="p/old"))
-        await panel.show(follower.runs["p/old"])
+        await panel.show()
         write_rows(root / "p/old", 1, range(7, 8))
         look(follower)
-        await panel.show(follower.runs["p/old"])
+        await panel.show()
         assert drawn == ["Loss", "Perplexity", "Loss"]
 
     on_client(check)
@@ -222,10 +222,10 @@ def test_a_chart_is_drawn_again_only_when_it_changes(
 def test_compare_offers_runs_that_start_while_it_is_open(root: Path, follower: RunFollower) -> None:
     async def check(client: Client) -> None:
         panel = panel_of(ComparePanel, follower, PageState(run="p/old"))
-        await panel.show(follower.runs["p/old"])
+        await panel.show()
         write_record(root / "p/new")
         look(follower)
-        await panel.show(follower.runs["p/old"])
+        await panel.show()
         select = element(client, "compared")
         assert {*select.options} == {"p/old", "p/new"} and select.value == ["p/old"]
 
@@ -241,7 +241,7 @@ def test_compare_shows_the_keys_in_which_configurations_differ(root: Path, follo
 
     async def check(client: Client) -> None:
         state = PageState(runs=("p/new", "p/old", "p/gone"), metrics=("train/loss", "no/such"))
-        await panel_of(ComparePanel, follower, state).show(None)
+        await panel_of(ComparePanel, follower, state).show()
         assert element(client, "compared").value == ["p/new", "p/old"]
         rows = {row["key"]: (row["run0"], row["run1"]) for row in element(client, "differences").rows}
         assert rows == {"optim.lr": ("2e-05", "1e-05")}
@@ -269,11 +269,11 @@ def test_health_tab_does_not_read_a_growing_run_again_and_again(root: Path, foll
 
     async def check(client: Client) -> None:
         panel = panel_of(HealthPanel, follower, PageState(run="p/old", tab="Health"))
-        await panel.show(follower.runs["p/old"])
+        await panel.show()
         assert len(client.elements) > 20
         write_rows(root / "p/old", 1, range(4000, 4001))
         before = bytes_read()
-        await panel.show(follower.runs["p/old"])
+        await panel.show()
         assert bytes_read() - before < size / 2
 
     on_client(check)
@@ -316,7 +316,7 @@ def test_the_run_table_is_filled_again_with_new_values(root: Path, follower: Run
         event = {"time": 1.0, "step": 6, "name": "loss_diverging", "level": "alarm", "text": "it rises"}
         (root / "p/old/events.jsonl").write_text(json.dumps(event) + "\n")
         look(follower)
-        await panel.show(None)
+        await panel.show()
         [row] = element(client, "runs").rows
         assert (row["step"], row["Loss"], row["healthLabel"], row["healthColor"]) == (6, 6.0, "alarm", "red")
 

@@ -21,7 +21,7 @@ from verl_ext.health.rule import Finding, Level
 from verl_ext.health.run_directory import RunDirectory
 from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
 from verl_ext.metrics.run_record import RUN_FILE
-from verl_ext.monitor.database import LogEvent, RunInfo
+from verl_ext.monitor.database import LogEvent
 from verl_ext.monitor.follower import stamp_of
 from verl_ext.monitor.panels import LEVEL_COLORS, Panel, clip, tag
 from verl_ext.monitor.text import format_time
@@ -66,8 +66,9 @@ class CheckpointsPanel(Panel):
         self._table = tag(ui.table(columns=columns, rows=[], row_key="Step").classes("w-full"), "checkpoints")
         self._table.props("flat bordered dense wrap-cells").props["no-data-label"] = self.say("Nothing yet")
 
-    async def show(self, run: RunInfo | None) -> None:
+    async def show(self) -> None:
         """Look at the disk, in a thread: it may be slow."""
+        run = self.run
         if run is None:
             return
         rows = await background.io_bound(checkpoint_rows, self.follower.directory(run))
@@ -125,8 +126,9 @@ class SamplesPanel(Panel):
             self._detail = tag(card, "sample")
         self._show_sample(None)
 
-    async def show(self, run: RunInfo | None) -> None:
+    async def show(self) -> None:
         """Read the chosen file, in a thread, if it has changed."""
+        run = self.run
         if run is None:
             return
         directory = self.follower.directory(run)
@@ -200,7 +202,7 @@ class SamplesPanel(Panel):
     async def _choose_source(self, event: ValueChangeEventArguments) -> None:
         if event.value and event.value != self.state.source and self._read is not None:
             self.go(source=event.value, step=None, push=False)
-            await self.show(self.follower.runs.get(self.state.run))
+            await self.show()
 
     def _choose_step(self, event: ValueChangeEventArguments) -> None:
         if event.value != self.state.step:
@@ -286,8 +288,9 @@ class HealthPanel(Panel):
         with self._box:
             ui.spinner()  # until the first look has read all rows
 
-    async def show(self, run: RunInfo | None) -> None:
+    async def show(self) -> None:
         """Look at the run's files if they have changed, for at most a tenth of the time: a long run has many rows."""
+        run = self.run
         if run is None:
             return
         directory = self.follower.directory(run)
@@ -349,7 +352,6 @@ class LogPanel(Panel):
         """Create the log and the table of what a search finds."""
         self._last = 0
         self._shown: tuple[int, int] | None = None
-        self._run: RunInfo | None = None
         search = ui.input(self.say("Search the log")).props("clearable debounce=300").classes("w-96")
         self._search = tag(search, "search").on_value_change(self._find)
         self._log = tag(ui.log(max_lines=LAST_LINES).classes("w-full h-[32rem]"), "log")
@@ -361,11 +363,11 @@ class LogPanel(Panel):
         self._table = tag(table.props("flat bordered dense wrap-cells"), "found")
         self._table.set_visibility(False)
 
-    async def show(self, run: RunInfo | None) -> None:
+    async def show(self) -> None:
         """Append new lines; another run, or another file in the place of its metrics, clears the log first."""
+        run = self.run
         if run is None:
             return
-        self._run = run
         if self._shown != (run.id, run.generation):
             self._shown, self._last = (run.id, run.generation), 0
             self._log.clear()
@@ -377,8 +379,8 @@ class LogPanel(Panel):
         wanted = (self._search.value or "").strip()
         self._table.set_visibility(bool(wanted))
         self._log.set_visibility(not wanted)
-        if wanted and self._run is not None:
-            found = self.follower.reader.search_events(self._run.id, wanted, FOUND_LINES)
+        if wanted and self.run is not None:
+            found = self.follower.reader.search_events(self.run.id, wanted, FOUND_LINES)
             self._table.rows = [
                 {"id": number, "time": format_time(each.time), "kind": each.kind, "step": each.step, "text": each.text}
                 for number, each in found

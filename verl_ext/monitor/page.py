@@ -166,9 +166,8 @@ class MonitorPage:
             elif self.state.run:
                 text = self.state.translate("This run does not exist, or its directory is gone")
                 tag(ui.label(text).classes("text-lg"), "missing")
-            if self.run is None:
-                self._panel_box = ui.column().classes("w-full")
-                self._build_panel()
+            self._panel_box = ui.column().classes("w-full")
+            self._build_panel()
 
     def _build_head(self) -> None:
         say = self.state.translate
@@ -200,8 +199,6 @@ class MonitorPage:
             for name in TABS:
                 tag(ui.tab(name, label=self.state.translate(name)), f"tab {name}")
         tabs.on_value_change(lambda event: self._open_tab(event.value))
-        self._panel_box = ui.column().classes("w-full")
-        self._build_panel()
 
     def _build_panel(self) -> None:
         kind = PANELS[self.state.tab] if self.run is not None else ComparePanel if self.state.runs else RunTable
@@ -232,7 +229,7 @@ class MonitorPage:
         is_due = time.monotonic() - self._last_look > panel.period_s if panel.period_s else news != self._shown
         if self._shown is None or is_due:
             self._shown, self._last_look = news, time.monotonic()
-            await panel.show(run)
+            await panel.show()
 
 
 class RunStatusBar:
@@ -323,13 +320,10 @@ class RunTable(Panel):
             self._table.add_slot(f"body-cell-{name}", BADGE.replace("NAME", name))
         search.bind_value_to(self._table, "filter", forward=lambda text: text or "")
         self._empty = tag(ui.label(self.say("No run yet")).classes("text-lg"), "empty")
-        self._fill()
+        self.redraw()
 
-    async def show(self, run: RunInfo | None) -> None:
-        """Fill the table again, since rows of live runs change."""
-        self._fill()
-
-    def _fill(self) -> None:
+    def redraw(self) -> None:
+        """Fill the table, whose rows change for live runs."""
         rows = [self._row(each) for each in self.follower.runs.values()]
         self._empty.set_visibility(not rows)
         self._table.set_visibility(bool(rows))

@@ -65,8 +65,17 @@ class Panel:
     def build(self) -> None:
         """Create the elements."""
 
-    async def show(self, run: RunInfo | None) -> None:
-        """Show a run; None on the page of a comparison."""
+    async def show(self) -> None:
+        """Show what is new."""
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw what has changed, such as a setting."""
+
+    @property
+    def run(self) -> RunInfo | None:
+        """The shown run; None if there is none, or it is gone."""
+        return self.follower.runs.get(self.state.run)
 
     def say(self, text: str) -> str:
         """A word in the page's language."""
@@ -90,9 +99,6 @@ class Panel:
         """Change settings within the panel, and draw what depends on them."""
         self.go(push=False, **changes)
         self.redraw()
-
-    def redraw(self) -> None:
-        """Draw the charts again, because a setting has changed."""
 
 
 class ChartCard:
@@ -124,7 +130,6 @@ class TrainingPanel(Panel):
         """Create the controls and the places of the charts."""
         self._cards: dict[Chart, ChartCard] = {}
         self._drawn: dict[Chart, object] = {}
-        self._run: RunInfo | None = None
         with ui.row().classes("w-full items-center gap-4"):
             self.build_style_controls()
             ui.space()
@@ -136,13 +141,11 @@ class TrainingPanel(Panel):
         with self._fold:
             self._places[OTHER] = ui.element("div").classes(GRID)
 
-    async def show(self, run: RunInfo | None) -> None:
+    def redraw(self) -> None:
         """Draw the charts that are visible and have changed."""
-        if run is not None:
-            self._show(run)
-
-    def _show(self, run: RunInfo) -> None:
-        self._run = run
+        run = self.run
+        if run is None:
+            return
         self._download.props["href"] = f"csv/{quote(run.path)}"
         curves = self.follower.curves(run)
         with curves.lock:
@@ -179,11 +182,6 @@ class TrainingPanel(Panel):
         self.state.preferences["fold"] = event.value
         self.redraw()
 
-    def redraw(self) -> None:
-        """Draw the charts again, because a setting has changed."""
-        if self._run is not None:
-            self._show(self._run)
-
 
 class EvaluationPanel(Panel):
     """Evaluated checkpoints: rates with their intervals, error types, the best one."""
@@ -195,8 +193,9 @@ class EvaluationPanel(Panel):
         self._shown: object = None
         self._box = ui.column().classes("w-full")
 
-    async def show(self, run: RunInfo | None) -> None:
+    def redraw(self) -> None:
         """Draw again if something has changed."""
+        run = self.run
         if run is None:
             return
         by_dataset = self.follower.reader.evaluations(run.id)
@@ -257,14 +256,9 @@ class ComparePanel(Panel):
         self._grid = ui.element("div").classes(GRID)
         self._differences = ui.column().classes("w-full")
 
-    async def show(self, run: RunInfo | None) -> None:
-        """Draw what the address asks for; by default the run whose page this is."""
-        self.redraw()
-
     def redraw(self) -> None:
-        """Draw what has changed."""
-        run = self.follower.runs.get(self.state.run)
-        runs, compared = self.follower.runs, self._compared(run)
+        """Draw what the address asks for; by default the run whose page this is."""
+        runs, compared = self.follower.runs, self._compared()
         self._offer(self._runs, [*runs], compared)
         curves = {path: self.follower.curves(runs[path]) for path in compared}
         known = sorted({name for each in curves.values() for name in each.envelopes})
@@ -273,10 +267,9 @@ class ComparePanel(Panel):
         self._draw_charts(curves, metrics)
         self._show_tables([runs[path] for path in compared], metrics)
 
-    def _compared(self, run: RunInfo | None) -> list[str]:
+    def _compared(self) -> list[str]:
         """Paths of the chosen runs that exist."""
-        chosen = self.state.runs or (() if run is None else (run.path,))
-        return [path for path in chosen if path in self.follower.runs][:MAX_COMPARED]
+        return [path for path in self.state.runs or (self.state.run,) if path in self.follower.runs][:MAX_COMPARED]
 
     @staticmethod
     def _offer(select: ui.select, options: list[str], value: list[str]) -> None:
@@ -285,7 +278,7 @@ class ComparePanel(Panel):
 
     def _choose_runs(self, event: ValueChangeEventArguments) -> None:
         chosen = tuple(event.value or ())
-        if chosen and set(chosen) != set(self._compared(self.follower.runs.get(self.state.run))):
+        if chosen and set(chosen) != set(self._compared()):
             self.change(runs=chosen[-MAX_COMPARED:])
 
     def _choose_metrics(self, event: ValueChangeEventArguments) -> None:
