@@ -154,7 +154,6 @@ class MonitorPage:
 
     def _build(self) -> None:
         """Draw everything, in the language and the colors that are set."""
-        self._panel: Panel | None = None
         self._status: RunStatusBar | None = None
         self._had_run = self.run is not None
         self._build_head()
@@ -206,7 +205,7 @@ class MonitorPage:
         self._last_look = 0.0
         self._panel_box.clear()
         with self._panel_box:
-            self._panel = kind(self.follower, self.state, self.go)
+            self._panel: Panel = kind(self.follower, self.state, self.go)
             ui.timer(UPDATE_S, self.update_panel)  # ends with the panel, even while it looks at slow files
 
     # Updates
@@ -223,8 +222,6 @@ class MonitorPage:
     async def update_panel(self) -> None:
         """Show what is new in the open panel; one that reads files looks only once in a while."""
         panel, run = self._panel, self.run
-        if panel is None:
-            return
         news = (self.follower.version, run and self.follower.curves(run).version)
         is_due = time.monotonic() - self._last_look > panel.period_s if panel.period_s else news != self._shown
         if self._shown is None or is_due:

@@ -102,9 +102,14 @@ class Panel:
 
 
 class ChartCard:
-    """A chart below its title, with a hint behind an icon; `name` identifies it in tests."""
+    """A chart below its title, with a hint behind an icon; `name` identifies it in tests.
+
+    Attributes:
+        shown: what its owner has drawn it from.
+    """
 
     def __init__(self, title: str, hint: str, name: str, options: dict[str, Any], *, height: str = "h-72") -> None:
+        self.shown: object = None
         with ui.card().classes("w-full p-3 gap-1").props("flat bordered") as self.card:
             with ui.row().classes("w-full items-center gap-1 no-wrap"):
                 ui.label(title).classes("text-sm font-medium")
@@ -129,7 +134,6 @@ class TrainingPanel(Panel):
     def build(self) -> None:
         """Create the controls and the places of the charts."""
         self._cards: dict[Chart, ChartCard] = {}
-        self._drawn: dict[Chart, object] = {}
         with ui.row().classes("w-full items-center gap-4"):
             self.build_style_controls()
             ui.space()
@@ -152,7 +156,6 @@ class TrainingPanel(Panel):
             wanted = charts_for(curves.envelopes)
             for gone in [each for each in self._cards if each not in wanted]:
                 self._cards.pop(gone).card.delete()
-                del self._drawn[gone]
             for number, chart in enumerate(wanted):
                 if chart.place == MAIN or self._fold.value:
                     before = sum(other.place == chart.place for other in wanted[:number])
@@ -163,20 +166,20 @@ class TrainingPanel(Panel):
         counts = [curves.envelopes[name].num_points for name in chart.metrics]
         style, total_steps = self.style(), run.total_steps if chart.with_schedule else None
         shown = (run.id, id(curves), counts, [*curves.starts], total_steps, style)
-        if self._drawn.get(chart) == shown:
+        card = self._cards.get(chart)
+        if card is not None and card.shown == shown:
             return
-        self._drawn[chart] = shown
         schedule: list[tuple[int, float]] = []
         if chart.with_schedule:
             schedule = schedule_points(read_config(self.follower.directory(run)), run.total_steps, curves)
         options = chart_options(curves, chart, style, schedule)
-        if chart in self._cards:
-            self._cards[chart].draw(options)
-            return
-        with self._places[chart.place]:
-            card = ChartCard(*chart.texts(self.state.language), chart.name, options)
+        if card is not None:
+            card.draw(options)
+        else:
+            with self._places[chart.place]:
+                card = self._cards[chart] = ChartCard(*chart.texts(self.state.language), chart.name, options)
             card.card.move(target_index=before)  # metrics appear in any order
-            self._cards[chart] = card
+        card.shown = shown
 
     def _toggle(self, event: ValueChangeEventArguments) -> None:
         self.state.preferences["fold"] = event.value
@@ -243,7 +246,6 @@ class ComparePanel(Panel):
     def build(self) -> None:
         """Create the selectors and the places of charts and tables."""
         self._cards: dict[str, ChartCard] = {}
-        self._drawn: dict[str, object] = {}
         self._tables: object = None
         with ui.row().classes("w-full items-center gap-4"):
             self.build_style_controls()
@@ -288,19 +290,19 @@ class ComparePanel(Panel):
     def _draw_charts(self, curves: Mapping[str, RunCurves], metrics: list[str]) -> None:
         for gone in [each for each in self._cards if each not in metrics]:
             self._cards.pop(gone).card.delete()
-            del self._drawn[gone]
         style = self.style()
         for metric in metrics:
             shown = [(path, id(each), each.version) for path, each in curves.items()], style
-            if self._drawn.get(metric) == shown:
+            card = self._cards.get(metric)
+            if card is not None and card.shown == shown:
                 continue
-            self._drawn[metric] = shown
             options = comparison_options(dict(zip(short_names([*curves]), curves.values())), metric, style)
-            if metric in self._cards:
-                self._cards[metric].draw(options)
+            if card is not None:
+                card.draw(options)
             else:
                 with self._grid:
-                    self._cards[metric] = ChartCard(metric, "", f"comparison {metric}", options, height="h-80")
+                    card = self._cards[metric] = ChartCard(metric, "", f"comparison {metric}", options, height="h-80")
+            card.shown = shown
 
     def _show_tables(self, runs: list[RunInfo], metrics: list[str]) -> None:
         latest = {run.path: self.follower.summary(run)[1] for run in runs}
