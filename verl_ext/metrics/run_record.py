@@ -35,10 +35,6 @@ class RunIdentity(TypedDict, total=False):
     precision: str | None
 
 
-_IDENTITY_KEYS = (
-    "project", "experiment", "stage", "recipe", "total_steps", "config_digest", "untrained_loss", "first_start",
-    "precision",
-)  # fmt: skip
 _TEXT, _COUNT = (str, type(None)), (int, type(None))
 _PRECISIONS = ("bf16", "fp32", None)
 _TYPES = {
@@ -249,7 +245,7 @@ def seconds_of(moment: Any) -> float | None:
 
 
 def _new_run() -> dict[str, Any]:
-    return {"status": "waiting", **dict.fromkeys(_IDENTITY_KEYS), "attempts": []}
+    return {"status": "waiting", **dict.fromkeys((*RunIdentity.__annotations__, "total_steps")), "attempts": []}
 
 
 def _is_run(run: Any) -> bool:
