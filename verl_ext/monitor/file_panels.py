@@ -282,11 +282,11 @@ class HealthPanel(Panel):
 
     def build(self) -> None:
         """Create the place of the lists."""
-        self._looked_at: tuple[object, ...] | None = None
+        self._looked_at: object = None
         self._next_look = 0.0
         self._box = tag(ui.column().classes("w-full gap-1"), "health")
         with self._box:
-            ui.spinner()  # until the first look has read all rows
+            ui.spinner()  # until the first look
 
     async def show(self) -> None:
         """Look at the run's files if they have changed, for at most a tenth of the time: a long run has many rows."""
@@ -294,11 +294,9 @@ class HealthPanel(Panel):
         if run is None:
             return
         directory = self.follower.directory(run)
-        files = _files_state(directory)
-        is_other_run = self._looked_at is None or self._looked_at[0] != directory
-        if files == self._looked_at or (time.monotonic() < self._next_look and not is_other_run):
+        files, begun = _files_state(directory), time.monotonic()
+        if files == self._looked_at or begun < self._next_look:
             return
-        begun = time.monotonic()
         found = await background.io_bound(_look, directory)
         if found is None:  # the tab was closed meanwhile
             return
@@ -322,10 +320,10 @@ class HealthPanel(Panel):
             _line(found.level, found.rule, found.sentence)
 
 
-def _files_state(directory: Path) -> tuple[object, ...]:
-    """Changes when there may be news; for a live run also every half minute, because it may have fallen silent."""
+def _files_state(directory: Path) -> object:
+    """Changes when there may be news; also every half minute, because the run may have fallen silent."""
     paths = [directory / name for name in (METRICS_FILE, RUN_FILE, EVENTS_FILE)]
-    return directory, *[stamp_of(path) for path in paths if path.exists()], int(time.time() / 30)
+    return [stamp_of(path) for path in paths if path.exists()], int(time.time() / 30)
 
 
 def _look(directory: Path) -> tuple[dict[str, list[ChecklistItem]], list[Finding]] | str:
