@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_ext.console import warn
 from verl_ext.errors import UserError
@@ -25,21 +25,20 @@ SampleRow = Mapping[str, str | float | None]
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
-@dataclass(frozen=True)
-class MetricsRow:
+class MetricsRow(NamedTuple):
     """Metrics that were logged together.
 
     Attributes:
         step: optimizer steps since the run began.
         attempt: which start of the run this is, from 1.
         time: when the row was logged, in seconds since 1970.
-        metrics: value by metric name.
+        metrics: value by metric name; in the file of another program, values may be of any kind.
     """
 
     step: int
     attempt: int
     time: float
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)

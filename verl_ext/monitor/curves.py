@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -17,25 +16,16 @@ from scipy.ndimage import uniform_filter1d
 from scipy.signal import lfilter
 
 from verl_ext.health.history import columns_of
+from verl_ext.health.rule import LOSS
 from verl_ext.health.run_directory import PAUSES
 from verl_ext.health.trend import Array
+from verl_ext.metrics.jsonl import MetricsRow
 
 MAX_POINTS = 4000
 """Points that a curve is drawn with."""
 RECENT_STEPS = 50
 """Steps whose speed predicts the time left; earlier ones may have run on another machine."""
 MIN_SMOOTHED_POINTS = 30
-STEP_METRIC = "train/loss"
-"""In every row of a training step."""
-
-
-class MetricRow(NamedTuple):
-    """A line of `metrics.jsonl`; `time` is in seconds since 1970."""
-
-    attempt: int
-    step: int
-    time: float
-    metrics: Mapping[str, Any]
 
 
 class CurveEnvelope:
@@ -128,7 +118,7 @@ class RunCurves:
         self._end = 0
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)  # attempt, step, time
 
-    def add(self, rows: Sequence[MetricRow], first_steps: Mapping[int, int], last_id: int = 0) -> None:
+    def add(self, rows: Sequence[MetricsRow], first_steps: Mapping[int, int], last_id: int = 0) -> None:
         """Append rows in their order.
 
         Args:
@@ -143,13 +133,13 @@ class RunCurves:
             if name in PAUSES:
                 self.longest_pause_s = float(np.nanmax([self.longest_pause_s, *values]))
         self._recent.extend(
-            (row.attempt, row.step, row.time) for row in rows[-4 * RECENT_STEPS :] if STEP_METRIC in row.metrics
+            (row.attempt, row.step, row.time) for row in rows[-4 * RECENT_STEPS :] if LOSS in row.metrics
         )
         self.last_id = last_id
         self.num_unsaved += len(rows)
         self.version += 1
 
-    def _place(self, row: MetricRow, first_steps: Mapping[int, int]) -> int:
+    def _place(self, row: MetricsRow, first_steps: Mapping[int, int]) -> int:
         """Where a row is on the axis."""
         if row.attempt not in self.offsets:
             first = first_steps.get(row.attempt, max(0, row.step - 1))

@@ -18,7 +18,8 @@ import orjson
 
 from verl_ext.errors import UserError
 from verl_ext.files import user_cache_dir
-from verl_ext.monitor.curves import MetricRow, RunCurves
+from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow
+from verl_ext.monitor.curves import RunCurves
 
 VERSION = 4
 SCHEMA = """
@@ -288,7 +289,7 @@ class MonitorDatabase:
         """Set how far `events.jsonl` was read."""
         self._connection.execute("UPDATE runs SET events_offset = ?, events_head = ? WHERE id = ?", (offset, head, run))
 
-    def add_rows(self, run: int, rows: Sequence[MetricRow], lines: Sequence[bytes]) -> int:
+    def add_rows(self, run: int, rows: Sequence[MetricsRow], lines: Sequence[bytes]) -> int:
         """Append rows with their lines in `metrics.jsonl`; returns the id of the last."""
         [newest] = self._connection.execute("SELECT coalesce(max(id), 0) FROM training_logs").fetchone()
         self._connection.executemany(
@@ -300,7 +301,7 @@ class MonitorDatabase:
         )
         return newest + len(rows)
 
-    def rows(self, run: int) -> Iterator[MetricRow]:
+    def rows(self, run: int) -> Iterator[MetricsRow]:
         """Every row of a run in order."""
         query = "SELECT attempt, step, time, metrics FROM training_logs WHERE run = ? ORDER BY id"
         return map(_row, self._connection.execute(query, (run,)))
@@ -399,12 +400,12 @@ class MonitorDatabase:
         return found
 
 
-def _row(values: Sequence[Any]) -> MetricRow:
+def _row(values: Sequence[Any]) -> MetricsRow:
     attempt, step, time, line = values
     metrics = orjson.loads(line)
-    for key in ("step", "attempt", "time"):
+    for key in KEY_COLUMNS:
         del metrics[key]
-    return MetricRow(attempt, step, time, metrics)
+    return MetricsRow(step, attempt, time, metrics)
 
 
 def _event(row: sqlite3.Row) -> tuple[int, LogEvent]:
