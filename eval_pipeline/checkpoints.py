@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval_pipeline.engines.base import ServedModel
+from eval_pipeline.engines import ServedModel
 from eval_pipeline.jobs import LEDGER_FILE
 from verl_ext.checkpoint.lease import hold_lease
 from verl_ext.checkpoint.manifest import (
@@ -25,7 +25,7 @@ from verl_ext.commands import program
 from verl_ext.config.run_config import read_config_file
 from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.files import parse_json
+from verl_ext.model_files import read_json
 
 MAX_LABEL = 120
 """Characters of a served model's label, which becomes part of file names."""
@@ -225,12 +225,14 @@ def check_export(export: Path) -> None:
         raise UserError(
             f"{export} has no config.json; add hf_model to trainer.checkpoint.save_contents, or export the checkpoint"
         )
-    _read_object(export / "config.json")
+    read_json(export / "config.json")
     _check_weights(export)
     _check_tokenizer(export)
 
 
 def _check_weights(export: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
     index = export / SHARD_INDEX
     shards = _shards_of(index) if index.is_file() else sorted(export.glob("*.safetensors"))
     if not shards:
@@ -240,28 +242,21 @@ def _check_weights(export: Path) -> None:
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise UserError(f"{index} names missing shards ({', '.join(missing)}); export the model again")
-    for shard in shards:
-        _check_shard(shard)
+    for shard in shards:  # one that is truncated, too long, or not a safetensors file
+        try:
+            with safe_open(shard, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{shard} is not a complete safetensors file ({error}); export the model again") from error
 
 
 def _shards_of(index: Path) -> list[Path]:
-    weight_map = _read_object(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index} has no weight_map of file names; export the model again")
     if outside := sorted(name for name in set(weight_map.values()) if Path(name).name != name):
         raise UserError(f"{index} names {outside[0]}, which is not in its directory; export the model again")
     return [index.parent / name for name in sorted(set(weight_map.values()))]
-
-
-def _check_shard(shard: Path) -> None:
-    """Refuse a file that is truncated, too long, or not a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(shard, framework="numpy"):
-            pass
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{shard} is not a complete safetensors file ({error}); export the model again") from error
 
 
 def _check_tokenizer(export: Path) -> None:
@@ -270,20 +265,10 @@ def _check_tokenizer(export: Path) -> None:
     if (export / "chat_template.jinja").is_file():
         return
     settings = export / "tokenizer_config.json"
-    if not settings.is_file() or not _read_object(settings).get("chat_template"):
+    if not settings.is_file() or not read_json(settings).get("chat_template"):
         raise UserError(
             f"{export} has no chat template; save one with the tokenizer, such as that of the instruct model"
         )
-
-
-def _read_object(path: Path) -> dict[str, object]:
-    try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}); export the model again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object; export the model again")
-    return content
 
 
 # Directories of results
