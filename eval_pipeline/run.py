@@ -24,6 +24,7 @@ from eval_pipeline.report.results import (
     DatasetResult,
     EvaluatedModel,
     read_evaluation,
+    read_results,
     write_json,
     write_qa_log,
     write_verdicts,
@@ -31,7 +32,6 @@ from eval_pipeline.report.results import (
 from eval_pipeline.worker import Event
 from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.files import parse_json
 
 EVENT_TIMEOUT_S = 0.5
 """How long the loop waits for an event before it checks for other work."""
@@ -39,17 +39,12 @@ EVENT_TIMEOUT_S = 0.5
 
 @dataclass(frozen=True)
 class Task:
-    """A job that this process wants done, and the model for it.
-
-    Attributes:
-        checkpoint: the model.
-        dataset: name of the dataset.
-        digest: of the job with this process's settings; this process does not run it with other settings.
-    """
+    """A job that this process wants done, and the model for it."""
 
     checkpoint: EvalCheckpoint
     dataset: str
     digest: str
+    """Of the job with this process's settings; this process does not run it with other settings."""
 
     @property
     def key(self) -> JobKey:
@@ -203,9 +198,8 @@ class JobRunner:
         return False
 
     def _fail(self, job: ActiveJob, error: str) -> None:
-        seconds = job.seconds
         self._close(job)
-        self._report_failure(job.job, error, seconds)
+        self._report_failure(job.job, error, job.seconds)
 
     def _report_failure(self, job: Job, error: str, seconds: Mapping[str, float]) -> None:
         self._jobs.fail(job, error, seconds)
@@ -216,7 +210,7 @@ class JobRunner:
         warn(f"{_name(job)} failed: {error}; {then}")
 
     def _close(self, job: ActiveJob) -> None:
-        self._active.pop(job.claim).__exit__(None, None, None)
+        self._active.pop(job.claim).close()
 
     def _lease(self, checkpoint: EvalCheckpoint) -> None:
         if checkpoint.label not in self._leases:
@@ -232,9 +226,8 @@ class JobRunner:
     def release(self) -> None:
         """Return unfinished jobs and release leases; answers and verdicts stay on disk."""
         for active in list(self._active.values()):
-            seconds = active.seconds
             self._close(active)
-            self._jobs.release(active.job, seconds)
+            self._jobs.release(active.job, active.seconds)
         self.lease_only(())
 
     def _warn_of_waiting(self, tasks: Sequence[Task]) -> None:
@@ -387,10 +380,9 @@ class EvalContext:
     def _packages_of_result(self, label: str, dataset: str) -> dict[str, str]:
         """Versions of packages in the last result; empty without a readable one, which is then judged again."""
         try:
-            path = self.directory.job_result(label, dataset)
-            model = EvaluatedModel.from_json(parse_json(path.read_bytes()))
-            return dict(model.datasets[dataset].protocol["packages"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            last = read_results(self.directory.job_result(label, dataset), "judge again")
+            return dict(last.datasets[dataset].protocol["packages"])
+        except (UserError, ValueError, KeyError, TypeError):
             return {}
 
     def _drop_results_of_other_weights(self, label: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from eval_pipeline.report.comparison import COMPARED, RateComparison, compare_models
 from eval_pipeline.report.metrics import Interval
-from eval_pipeline.report.plots import LOSS_PLOT, LossHistory, loss_history, plot_errors, plot_loss, plot_rates
+from eval_pipeline.report.plots import LOSS_PLOT, loss_history, plot_errors, plot_loss, plot_rates
 from eval_pipeline.report.results import DatasetResult, EvaluatedModel, Outcomes, write_json, write_text
 from eval_pipeline.report.selection import BestCheckpoint
 from verl_ext.console import text_table
@@ -57,9 +57,12 @@ def write_report(
     history = sorted((model for model in history if model.step is not None), key=lambda model: model.saved_at)
     comparisons = _compare(baseline, best, outcomes)
     losses = loss_history(training_history, {model.saved_at for model in history})
+    datasets = list(dict.fromkeys(name for model in history for name in model.datasets))
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        plots = _plot(directory, baseline, best, history, losses)
+        plots = [draw(directory, datasets, baseline, best, history) for draw in (plot_rates, plot_errors)]
+        if losses is not None:
+            plots.append(plot_loss(directory, datasets, losses, history))
     except OSError as error:
         raise UserError(f"cannot write the plots to {directory} ({error}); name another directory") from error
     data = {
@@ -71,58 +74,39 @@ def write_report(
             for dataset, of_metrics in comparisons.items()
         },
         "loss": losses
-        and {"name": losses.name, "by_step": {model.step: losses.at(model.saved_at) for model in history}},
+        and {"name": losses.name, "by_step": {model.step: losses.values.get(model.saved_at) for model in history}},
         "history": [model.to_json() for model in history],
     }
     write_json(directory / DATA_FILE, data)
-    text = render_report(baseline, best, len(history), comparisons, chosen_by, [path.name for path in plots])
+    text = _render(baseline, best, len(history), comparisons, chosen_by, [path.name for path in plots])
     return write_text(directory / TABLE_FILE, text)
 
 
 def _compare(
     baseline: EvaluatedModel, best: EvaluatedModel, outcomes: tuple[Mapping[str, Outcomes], Mapping[str, Outcomes]]
 ) -> dict[str, dict[str, RateComparison]]:
-    common = [name for name in best.datasets if name in baseline.datasets]
-    if not common:
+    """Compare the two models on each common dataset; returns the comparisons by dataset and metric."""
+    comparisons = {}
+    for name in [name for name in best.datasets if name in baseline.datasets]:
+        for model, of_datasets in zip((baseline, best), outcomes):
+            if name not in of_datasets:
+                raise UserError(f"the verdicts of {model.label} on {name} are missing; evaluate it again")
+        try:
+            comparisons[name] = compare_models(outcomes[0][name], outcomes[1][name])
+        except UserError as error:
+            raise UserError(f"{baseline.label} and {best.label} cannot be compared on {name}: {error}") from error
+    if not comparisons:
         raise UserError(
             f"{baseline.label} was evaluated on {', '.join(baseline.datasets) or 'nothing'} and {best.label} on "
             f"{', '.join(best.datasets) or 'nothing'}; evaluate both on a common data set"
         )
-    return {name: _compare_on(name, baseline, best, outcomes) for name in common}
-
-
-def _compare_on(
-    name: str,
-    baseline: EvaluatedModel,
-    best: EvaluatedModel,
-    outcomes: tuple[Mapping[str, Outcomes], Mapping[str, Outcomes]],
-) -> dict[str, RateComparison]:
-    for model, of_datasets in zip((baseline, best), outcomes):
-        if name not in of_datasets:
-            raise UserError(f"the verdicts of {model.label} on {name} are missing; evaluate it again")
-    try:
-        return compare_models(outcomes[0][name], outcomes[1][name])
-    except UserError as error:
-        raise UserError(f"{baseline.label} and {best.label} cannot be compared on {name}: {error}") from error
-
-
-def _plot(
-    directory: Path,
-    baseline: EvaluatedModel,
-    best: EvaluatedModel,
-    history: Sequence[EvaluatedModel],
-    losses: LossHistory | None,
-) -> list[Path]:
-    datasets = list(dict.fromkeys(name for model in history for name in model.datasets))
-    plots = [draw(directory, datasets, baseline, best, history) for draw in (plot_rates, plot_errors)]
-    against_loss = plot_loss(directory, datasets, losses, history) if losses else None
-    return plots + ([against_loss] if against_loss else [])
+    return comparisons
 
 
 # Markdown
 
 
-def render_report(
+def _render(
     baseline: EvaluatedModel,
     best: EvaluatedModel,
     num_checkpoints: int,
@@ -130,16 +114,7 @@ def render_report(
     chosen_by: BestCheckpoint,
     plots: Sequence[str],
 ) -> str:
-    """The report as Markdown.
-
-    Args:
-        baseline: the initial model of the training.
-        best: the best checkpoint.
-        num_checkpoints: number of evaluated checkpoints.
-        comparisons: best against base, by dataset and metric.
-        chosen_by: how the best checkpoint was selected.
-        plots: names of the PNG files next to the report.
-    """
+    """The report as Markdown; `plots` are names of the PNG files next to it."""
     blocks = [
         f"# {best.label} against the base model",
         _models(baseline, best, num_checkpoints, chosen_by),

@@ -120,13 +120,12 @@ class EvaluatedModel:
             KeyError: a key is missing, for example because another version wrote the file.
             TypeError: a value has the wrong type.
         """
-        names = {key: _typed(content[key], str) for key in ("label", "checkpoint", "export", "weights")}
         return EvaluatedModel(
-            label=names["label"],
+            label=_typed(content["label"], str),
             step=_typed(content["step"], int, type(None)),
-            checkpoint=Path(names["checkpoint"]),
-            export=names["export"],
-            weights=names["weights"],
+            checkpoint=Path(content["checkpoint"]),
+            export=_typed(content["export"], str),
+            weights=_typed(content["weights"], str),
             datasets={name: _result_from_json(content, name) for name in _typed(content["datasets"], dict)},
         )
 
@@ -165,14 +164,14 @@ def _typed(value: Any, *types: type) -> Any:
 
 
 def write_evaluation(directory: Path, model: EvaluatedModel) -> Path:
-    """Replace `summary.json`, then `metrics.json`.
+    """Replace `summary.json`, then `metrics.json`, whose presence means that all other files are there.
 
     Args:
         directory: of the evaluation, such as `eval_step_200`; created if missing.
         model: its results.
 
     Returns:
-        The path of `metrics.json`, whose presence means that all other files are there.
+        The path of `metrics.json`.
 
     Raises:
         UserError: the directory cannot be created or written to.
@@ -189,23 +188,31 @@ def write_evaluation(directory: Path, model: EvaluatedModel) -> Path:
     return write_json(directory / METRICS_FILE, model.to_json())
 
 
+def _headlines(result: DatasetResult) -> dict[str, Any]:
+    names = [name for name in result.metrics if name in HEADLINES or name.startswith("pass_at_")]
+    intervals = {name: list(result.intervals[name]) for name in names if name in result.intervals}
+    return {**{name: result.metrics[name] for name in names}, _INTERVALS: intervals}
+
+
 def read_evaluation(directory: Path) -> EvaluatedModel:
     """Read `metrics.json`.
 
     Raises:
         UserError: it is missing or malformed.
     """
-    path = directory / METRICS_FILE
+    return read_results(directory / METRICS_FILE, "evaluate the model again")
+
+
+def read_results(path: Path, remedy: str) -> EvaluatedModel:
+    """Read a file with the content of `metrics.json`.
+
+    Raises:
+        UserError: it is missing or malformed; the message ends with the remedy.
+    """
     try:
         return EvaluatedModel.from_json(parse_json(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"cannot read the results in {path} ({error!r}); evaluate the model again") from error
-
-
-def _headlines(result: DatasetResult) -> dict[str, Any]:
-    names = [name for name in result.metrics if name in HEADLINES or name.startswith("pass_at_")]
-    intervals = {name: list(result.intervals[name]) for name in names if name in result.intervals}
-    return {**{name: result.metrics[name] for name in names}, _INTERVALS: intervals}
+        raise UserError(f"cannot read the results in {path} ({error!r}); {remedy}") from error
 
 
 # Verdicts
@@ -332,14 +339,14 @@ def read_qa_logs(directory: Path, datasets: Iterable[str]) -> dict[str, list[dic
     Raises:
         UserError: a log is missing or malformed.
     """
-    return {dataset: _read_rows(directory / QA_FOLDER / f"{dataset}_qa.jsonl") for dataset in datasets}
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}); evaluate the model again") from error
+    logs = {}
+    for dataset in datasets:
+        path = directory / QA_FOLDER / f"{dataset}_qa.jsonl"
+        try:
+            logs[dataset] = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {path} ({error}); evaluate the model again") from error
+    return logs
 
 
 # Atomic writes
@@ -371,7 +378,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
         UserError: it cannot be written.
         ValueError: a number is not finite.
     """
-    return _replace(path, map(_one_line, rows))
+    return _replace(path, (encodable(json.dumps(row, ensure_ascii=False, allow_nan=False)) + "\n" for row in rows))
 
 
 def _replace(path: Path, pieces: Iterable[str]) -> Path:
@@ -383,7 +390,6 @@ def _replace(path: Path, pieces: Iterable[str]) -> Path:
     return path
 
 
-def _one_line(row: Mapping[str, Any]) -> str:
-    line = json.dumps(row, ensure_ascii=False, allow_nan=False)
-    # UTF-8 cannot encode a lone surrogate; as an escape it is valid JSON
-    return line.encode("utf-8", "backslashreplace").decode("utf-8") + "\n"
+def encodable(value: Any) -> Any:
+    """A value for a UTF-8 file: text with each lone surrogate as an escape, which is valid in JSON too."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value

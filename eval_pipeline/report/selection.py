@@ -71,16 +71,20 @@ def select_best(
     Raises:
         UserError: there are results, but none has the metric.
     """
-    _require_known(metric, evaluated)
+    known = {name for model in evaluated for result in model.datasets.values() for name in result.metrics}
+    if known and metric not in known:
+        raise UserError(f"selection.metric is {metric!r}; use one of {', '.join(sorted(known))}")
     counting = {name: its for name, its in settings.items() if dataset in (None, name)}
-    compared = [model for model in evaluated if _can_be_selected(model, counting)]
-    datasets = _common_datasets(compared, counting)
-    if not datasets:
+    of_run = [model for model in evaluated if model.step is not None]
+    comparable = {model.saved_at: _comparable(model, counting) for model in of_run}
+    compared = [model for model in of_run if comparable[model.saved_at] and model.checkpoint.is_dir()]
+    common = set.intersection(*(comparable[model.saved_at] for model in compared)) if compared else set()
+    if not common:
         return None
+    datasets = tuple(sorted(common))
     values = {
-        model.saved_at: _mean(model, metric, datasets) if _comparable(model, counting) >= set(datasets) else None
-        for model in evaluated
-        if model.step is not None
+        model.saved_at: _mean(model, metric, datasets) if comparable[model.saved_at] >= common else None
+        for model in of_run
     }
     measured = {step: value for step, value in values.items() if value is not None}
     if not measured:
@@ -90,16 +94,6 @@ def select_best(
     best = max(candidates, key=lambda model: (sign * measured[model.saved_at], model.saved_at))
     value, interval = measured[best.saved_at], _interval(best, metric, datasets)
     return SelectionResult(best, metric, mode, datasets, settings, value, interval, values)
-
-
-def _require_known(metric: str, evaluated: Sequence[EvaluatedModel]) -> None:
-    known = {name for model in evaluated for result in model.datasets.values() for name in result.metrics}
-    if known and metric not in known:
-        raise UserError(f"selection.metric is {metric!r}; use one of {', '.join(sorted(known))}")
-
-
-def _can_be_selected(model: EvaluatedModel, settings: ComparedSettings) -> bool:
-    return model.step is not None and bool(_comparable(model, settings)) and model.checkpoint.is_dir()
 
 
 def _comparable(model: EvaluatedModel, settings: ComparedSettings) -> set[str]:
@@ -115,10 +109,6 @@ def _without_versions(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce importable packages to their names; results with different releases of a package stay comparable."""
     packages = settings.get("packages")
     return {**settings, "packages": sorted(packages)} if isinstance(packages, Mapping) else {**settings}
-
-
-def _common_datasets(models: Sequence[EvaluatedModel], settings: ComparedSettings) -> tuple[str, ...]:
-    return tuple(sorted(set.intersection(*(_comparable(model, settings) for model in models)))) if models else ()
 
 
 def _weighted_results(model: EvaluatedModel, datasets: Collection[str]) -> list[tuple[float, DatasetResult]]:
