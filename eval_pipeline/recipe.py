@@ -19,7 +19,6 @@ from eval_pipeline.problems.datasets import parser_of
 from eval_pipeline.report.metrics import wanted_k
 from verl_ext.config.compose import Composer, load_yaml
 from verl_ext.config.recipes import find_recipe
-from verl_ext.config.schema import keys
 from verl_ext.errors import UserError
 from verl_ext.metrics.registry import EVALUATION
 
@@ -58,22 +57,16 @@ def config_for_run(recipe: str | None, overrides: Sequence[str], run_dir: Path |
         run_dir: of the training run; None for a model without a run.
 
     Raises:
-        UserError: as `load_eval_config` and `recipe_of_run`.
+        UserError: as `load_eval_config`, or the run asks for a recipe that is a file. A recipe decides where keys are
+            sent and which code runs, and a run's directory may come from someone else, with a recipe in it.
     """
-    return load_eval_config(recipe or recipe_of_run(run_dir), overrides)
-
-
-def recipe_of_run(run_dir: Path | None) -> str | None:
-    """The recipe that a run asks for, if any.
-
-    Raises:
-        UserError: it is a file. A recipe decides where keys are sent and which code runs, and a run's directory may
-            come from someone else, with a recipe in it.
-    """
-    name = read_training_run(run_dir).recipe
-    if name is not None and (name.endswith((".yaml", ".yml")) or not re.fullmatch(r"[\w.-]+", name)):
-        raise UserError(f"the run's config.yaml names the recipe file {name}; if you trust it, add --recipe {name}")
-    return name
+    if not recipe:
+        recipe = read_training_run(run_dir).recipe
+        if recipe is not None and (recipe.endswith((".yaml", ".yml")) or not re.fullmatch(r"[\w.-]+", recipe)):
+            raise UserError(
+                f"the run's config.yaml names the recipe file {recipe}; if you trust it, add --recipe {recipe}"
+            )
+    return load_eval_config(recipe, overrides)
 
 
 def restrict_datasets(config: EvalConfig, datasets: Collection[str]) -> EvalConfig:
@@ -94,11 +87,6 @@ def restrict_datasets(config: EvalConfig, datasets: Collection[str]) -> EvalConf
             "of that evaluation with --recipe"
         )
     return replace(config, tiers=tiers)
-
-
-def known_keys() -> list[str]:
-    """The keys of every recipe."""
-    return list(keys(EvalConfig))
 
 
 def metric_names(num_samples: int) -> list[str]:
