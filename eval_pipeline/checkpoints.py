@@ -151,11 +151,7 @@ def served_checkpoint(model: ServedModel, directory: Path) -> EvalCheckpoint:
 
 
 class CheckpointScanner:
-    """Finds the checkpoints of a run, and warns once about each that cannot be evaluated.
-
-    Args:
-        run_dir: holds `global_step_N` directories.
-    """
+    """Finds the checkpoints of a run, and warns once about each that cannot be evaluated."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -322,7 +318,6 @@ def eval_dir_of_checkpoint(checkpoint: EvalCheckpoint, output: Path | None, is_t
     """The evaluation directory of one checkpoint: `output`, or its run's, or `eval_<name>` next to the model.
 
     Args:
-        checkpoint: the model.
         output: the directory that the user named.
         is_trial: whether results are kept apart from those of the run.
     """

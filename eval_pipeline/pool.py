@@ -139,11 +139,7 @@ def assign_gpus(num_workers: int | None, engine: EngineConfig) -> list[str | Non
 
 
 class LocalPool(WorkerPool):
-    """Processes of this machine; a worker that died is replaced when it gets its next batch.
-
-    Args:
-        config: of the evaluation.
-    """
+    """Processes of this machine; a worker that died is replaced when it gets its next batch."""
 
     def __init__(self, config: EvalConfig) -> None:
         super().__init__()
@@ -168,10 +164,6 @@ class LocalPool(WorkerPool):
 
 class LocalWorker(PoolWorker):
     """A worker process, started for its first batch.
-
-    Args:
-        config: of the evaluation.
-        devices: its GPUs.
 
     Attributes:
         connection: to the process; None while there is no process.

@@ -49,7 +49,6 @@ class Publisher:
     """Publishes results that have not been published, including those of a process that was killed before it could.
 
     Args:
-        context: of the evaluation.
         owns_selection: whether the best checkpoint is selected by this configuration, as in `watch`. Otherwise, metric,
             mode and settings of the last selection are kept, if there was one: a side evaluation with other settings
             must not change where the next stage of training starts.
@@ -62,9 +61,6 @@ class Publisher:
 
     def publish(self, tasks: Sequence[Task]) -> set[str]:
         """Publish every checkpoint whose wanted jobs have ended, with the results of all its finished jobs.
-
-        Args:
-            tasks: the wanted jobs.
 
         Returns:
             Labels of the published checkpoints.
@@ -242,7 +238,6 @@ def log_to_wandb(
     """Log one evaluation as the W&B run `phase1_eval_<label>`; if W&B cannot be used, warn and continue.
 
     Args:
-        model: its results.
         qa_rows: by dataset, the rows of the question-and-answer log; shown as the table `eval/<dataset>/qa`.
         project: the training run's W&B project.
         experiment: the training run's name, which groups its evaluations.

@@ -38,11 +38,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class RayPool(WorkerPool):
-    """Actors of a Ray cluster. A dead one is replaced; with `num_workers=null`, new nodes are used too.
-
-    Args:
-        config: of the evaluation.
-    """
+    """Actors of a Ray cluster. A dead one is replaced; with `num_workers=null`, new nodes are used too."""
 
     def __init__(self, config: EvalConfig) -> None:
         super().__init__()
@@ -136,7 +132,6 @@ class RayWorker(PoolWorker):
     generator, each event would be an object that can be lost on its own; a lost reply means a lost actor.
 
     Args:
-        config: of the evaluation.
         gpus: number of GPUs of the actor; with 0, it gets a CPU instead.
 
     Attributes:
@@ -206,7 +201,6 @@ class WorkerActor:
     """A worker on a node of the cluster, whose events are fetched. Ray calls its methods from several threads.
 
     Args:
-        config: of the evaluation.
         environment: variables that the node may lack.
     """
 
@@ -314,11 +308,7 @@ def gpus_per_worker(engine: EngineConfig) -> int:
 
 
 def capacity(gpus: int) -> int:
-    """How many workers the cluster has room for: as many as its GPUs allow, or one per node.
-
-    Args:
-        gpus: per worker.
-    """
+    """How many workers the cluster has room for: as many as its GPUs allow, or one per node."""
     if gpus:
         return sum(_count(node, "GPU") // gpus for node in _nodes())
     return sum(_count(node, "CPU") > 0 for node in _nodes())

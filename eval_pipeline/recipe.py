@@ -27,11 +27,10 @@ _NOT_DECISIVE = ("gpu_memory_utilization", "base_url", "concurrency", "timeout_s
 
 
 def load_eval_config(name: str | None, overrides: Sequence[str] = ()) -> EvalConfig:
-    """Load and check a recipe: `recipes/eval/<name>.yaml` over the defaults, then overrides.
+    """Load and check a recipe: `recipes/eval/<name>.yaml` over the defaults, then `key=value` overrides.
 
     Args:
         name: of a recipe, or the path of a YAML file; None takes the recipe that `recipes/default.yaml` names.
-        overrides: `key=value`.
 
     Raises:
         UserError: an unknown recipe or key, an invalid value, or a secret.
@@ -53,7 +52,6 @@ def config_for_run(recipe: str | None, overrides: Sequence[str], run_dir: Path |
 
     Args:
         recipe: name of a recipe; None takes `eval.recipe` of the run.
-        overrides: `key=value`.
         run_dir: of the training run; None for a model without a run.
 
     Raises:
@@ -73,7 +71,6 @@ def restrict_datasets(config: EvalConfig, datasets: Collection[str]) -> EvalConf
     """Remove all other datasets from the tiers.
 
     Args:
-        config: to restrict.
         datasets: names; the configuration may lack some.
 
     Raises:
@@ -126,7 +123,6 @@ class EvalDigests:
         Args:
             identity: of the weights, from `EvalCheckpoint.identity`.
             problems: digest of the dataset's problems.
-            config: of the evaluation.
             packages: versions of the packages that programs may import.
         """
         engine = {key: value for key, value in asdict(config.engine).items() if key not in _NOT_DECISIVE}

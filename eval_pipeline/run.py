@@ -67,7 +67,6 @@ def run_jobs(context: EvalContext, source: TaskSource, publish: Callable[[Sequen
     """Run jobs until the source is exhausted. Every step resumes from disk after a kill.
 
     Args:
-        context: of the evaluation.
         source: says which jobs are wanted.
         publish: publishes the results of checkpoints whose jobs have ended; returns their labels.
 
@@ -105,7 +104,6 @@ class JobRunner:
     """Runs jobs on a pool of workers. It alone writes claims and job files, so that workers need no locks.
 
     Args:
-        context: of the evaluation.
         pool: the workers; the caller closes it.
     """
 
@@ -293,10 +291,6 @@ def write_job_result(context: EvalContext, active: ActiveJob) -> None:
 class EvalContext:
     """The directory, configuration and job queue of an evaluation, with its problems and digests.
 
-    Args:
-        directory: of the evaluation.
-        config: of the evaluation.
-
     Raises:
         UserError: the job queue cannot be used.
     """
@@ -337,10 +331,6 @@ class EvalContext:
 
     def add_jobs(self, checkpoint: EvalCheckpoint, tier: int) -> list[Task]:
         """Add a checkpoint's jobs up to a tier to the queue.
-
-        Args:
-            checkpoint: the model.
-            tier: 1, 2 or 3.
 
         Raises:
             UserError: a dataset cannot be read, or the checkpoint has just been removed.

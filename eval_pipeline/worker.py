@@ -147,7 +147,6 @@ def open_engine(config: EngineConfig, export: Path | None) -> Engine:
     """Create the configured engine, without starting it.
 
     Args:
-        config: of the engine.
         export: Hugging Face model directory; None takes the server's model. If given, the server must have loaded it.
 
     Raises:
@@ -192,7 +191,6 @@ class EvalWorker:
         """Run a batch.
 
         Args:
-            batch: to run.
             emit: called with each event, from several threads; the last is `BatchFinished`, `BatchFailed` or
                 `BatchLost`.
         """

@@ -45,7 +45,6 @@ class OpenAIEngine(Engine):
     from the model's generation_config.json unless it is started with `--generation-config vllm`.
 
     Args:
-        config: of the engine.
         export: directory that the server must have loaded; None takes the model that `engine.model` names.
     """
 
@@ -137,9 +136,7 @@ class ServerSession:
     """Requests one model for answers, and attributes failures to the prompt or to the server.
 
     Args:
-        config: of the engine.
         model: its name on the server.
-        sampling: sampling parameters.
         client: repeats a failed request as `NUM_RETRIES` says.
     """
 
@@ -246,7 +243,6 @@ def find_served_model(config: EngineConfig, export: Path | None) -> ServedModel:
     """Find the model on the server.
 
     Args:
-        config: of the engine.
         export: directory that the server must have loaded; None takes the model that `engine.model` names.
 
     Raises:

@@ -99,7 +99,6 @@ class VllmEngine(Engine):
     equally likely.
 
     Args:
-        config: of the engine.
         export: Hugging Face model directory with a chat template.
     """
 

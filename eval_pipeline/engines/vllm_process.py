@@ -116,7 +116,6 @@ class VllmModel:
     """A model loaded into vLLM.
 
     Args:
-        config: of the engine.
         model: Hugging Face model directory with a chat template.
 
     Raises:
@@ -243,7 +242,6 @@ def vllm_arguments(config: EngineConfig, model: str, on_gpu: bool) -> dict[str, 
     """Arguments of vllm.LLM.
 
     Args:
-        config: of the engine.
         model: Hugging Face model directory.
         on_gpu: whether vLLM runs on a GPU.
 

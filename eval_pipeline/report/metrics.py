@@ -60,21 +60,9 @@ def summarize(judged: Sequence[JudgedAnswer], elapsed_s: float) -> dict[str, flo
         elapsed_s: wall-clock seconds of generating and judging, without loading the model.
 
     Returns:
-        Metrics by name:
-
-        - `num_problems`: number of problems
-        - `exec_success_rate`: share of answers whose code ran (`success` or `wrong_answer`)
-        - `accepted_at_1`: share of answers that are `success`
-        - `pass_ratio_mean`, `_p50`, `_p90`: share of passed tests, averaged over a problem's answers; then mean and
-          percentiles over problems (linear interpolation)
-        - `<error type>_rate`: share of answers of each of the six error types
-        - `avg_gen_tokens`: new tokens per answer
-        - `avg_judge_time`: seconds of judging per answer
-        - `cost_per_solved_tokens`, `cost_per_solved_judge_time`: new tokens, and seconds of judging, of the whole
-          dataset per correct answer; None without a correct answer
-        - `throughput`: problems per second of `elapsed_s`; None if that is 0
-        - `truncation_rate`: share of answers cut off at the token limit
-        - with several answers per problem also `num_samples` and `pass_at_<k>`
+        Metrics by name, in the order of `metrics.json`; docs/metrics.md defines them. Costs are None without a correct
+        answer, and `throughput` if no time has elapsed. With several answers per problem, `num_samples` and
+        `pass_at_<k>` are added.
 
     Raises:
         ValueError: no answers, or not the same number for each problem.

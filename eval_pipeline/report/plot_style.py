@@ -51,7 +51,6 @@ def panels(names: Sequence[str], title: str) -> tuple[Figure, list[Axes]]:
 
     Args:
         names: titles of the panels, at least one.
-        title: of the figure.
     """
     from matplotlib.figure import Figure
 

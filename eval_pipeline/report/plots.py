@@ -51,7 +51,6 @@ def plot_rates(
     """Draw `exec_success_rate` and `accepted_at_1` over the steps, one panel per dataset.
 
     Args:
-        directory: for the PNG file.
         datasets: the panels; each was evaluated for some checkpoint.
         baseline: the initial model; its rates are those of step 0, and horizontal lines.
         best: its step is marked.
@@ -94,7 +93,6 @@ def plot_errors(
     """Draw the shares of the six error types as stacked bars, one panel per dataset and one bar per model.
 
     Args:
-        directory: for the PNG file.
         datasets: the panels.
         baseline: the first bar.
         best: its bar is marked.
@@ -161,9 +159,7 @@ def plot_loss(directory: Path, datasets: Sequence[str], losses: LossHistory, his
     """Draw `exec_success_rate` against the loss, one panel per dataset and one point per checkpoint.
 
     Args:
-        directory: for the PNG file.
         datasets: the panels; a dataset without a checkpoint with a loss is skipped.
-        losses: of the run.
         history: checkpoints, ordered by step, at least one of them with a loss.
     """
     from matplotlib.cm import ScalarMappable

@@ -41,7 +41,6 @@ def write_report(
     Args:
         directory: for the report; created if missing.
         baseline: the initial model of the training.
-        best: the best checkpoint.
         history: all evaluated checkpoints of the run, including the best.
         training_history: rows of the run's `metrics.jsonl`, oldest first; empty without such a file.
         outcomes: of the base model and of the best checkpoint, by dataset, from `read_outcomes`.

@@ -168,7 +168,6 @@ def write_evaluation(directory: Path, model: EvaluatedModel) -> Path:
 
     Args:
         directory: of the evaluation, such as `eval_step_200`; created if missing.
-        model: its results.
 
     Returns:
         The path of `metrics.json`.
@@ -321,9 +320,6 @@ def write_qa_log(directory: Path, dataset: str, judged: Sequence[JudgedAnswer], 
     """Write a sample of the answers to `qa_logs/<dataset>_qa.jsonl`.
 
     Args:
-        directory: of the evaluation.
-        dataset: its name.
-        judged: all its answers.
         per_error_type: maximum number of answers of one error type.
 
     Raises:

@@ -25,7 +25,6 @@ class SelectionResult:
 
     Attributes:
         best: the checkpoint.
-        metric: name of the metric.
         mode: whether the largest (`max`) or smallest (`min`) value is best.
         datasets: the datasets that the metric was averaged over.
         settings: of each dataset that may count.
@@ -61,7 +60,6 @@ def select_best(
     Args:
         evaluated: the run's checkpoints; models without a step are skipped.
         settings: the datasets that count.
-        metric: name of the metric.
         mode: whether the largest or the smallest value is best.
         dataset: select by this dataset only.
 
