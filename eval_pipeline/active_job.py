@@ -107,14 +107,9 @@ class ActiveJob:
         return {name: now.get(name, 0.0) + before.get(name, 0.0) for name in now | before}
 
     @property
-    def isolation(self) -> str:
-        """Isolation level that the judge used."""
-        return self._store.context["isolation"]
-
-    @property
-    def protocol(self) -> dict[str, Any]:
-        """What the answers depend on, from the engine."""
-        return self._store.context["protocol"]
+    def context(self) -> dict[str, Any]:
+        """How the answers and verdicts were obtained, see `AnswerStore`."""
+        return self._store.context
 
     def next_batch(self) -> Batch:
         """Take the next batch from the queue."""

@@ -54,12 +54,6 @@ class EvalCheckpoint:
     """The server's description of the model, if there is no export."""
 
     @property
-    def own_export(self) -> Path:
-        """The export of a model that is not served."""
-        assert self.export is not None
-        return self.export
-
-    @property
     def label(self) -> str:
         """`step_<N>`, or the directory's name for a model without a run."""
         return self.name or (self.path.name if self.step is None else f"step_{self.step}")
@@ -104,9 +98,8 @@ class EvalCheckpoint:
         return self.step is not None and (self.path / MANIFEST).exists()  # verl itself writes no manifest
 
     def _exported_files(self) -> dict[str, dict]:
-        prefix = f"{self.own_export.name}/"
         files = Manifest.read(self.path).files
-        return {name: entry for name, entry in files.items() if name.startswith(prefix)}
+        return {name: entry for name, entry in files.items() if name.startswith(f"{EXPORT}/")}
 
 
 def find_checkpoint(path: Path) -> EvalCheckpoint:
@@ -124,14 +117,11 @@ def find_checkpoint(path: Path) -> EvalCheckpoint:
     if path.name == EXPORT and step_of(path.parent) is not None:
         path = path.parent
     step = step_of(path)
-    if step is None:
-        checkpoint = EvalCheckpoint(path, path)
-        if not (path / "config.json").is_file() and (steps := list_checkpoints(path)):
-            raise UserError(f"{path} is a run directory; name one of its checkpoints, such as {steps[0]}")
-    else:
-        checkpoint = EvalCheckpoint(path, path / EXPORT, run_dir=path.parent, step=step)
-    check_export(checkpoint.own_export)
-    return checkpoint
+    if step is None and not (path / "config.json").is_file() and (steps := list_checkpoints(path)):
+        raise UserError(f"{path} is a run directory; name one of its checkpoints, such as {steps[0]}")
+    export, run_dir = (path, None) if step is None else (path / EXPORT, path.parent)
+    check_export(export)
+    return EvalCheckpoint(path, export, run_dir, step)
 
 
 def base_model(path: Path) -> EvalCheckpoint:
@@ -272,17 +262,14 @@ def _check_tokenizer(export: Path) -> None:
 
 @dataclass(frozen=True)
 class EvalDir:
-    """The directory of an evaluation.
-
-    Attributes:
-        root: holds the job queue.
-        run_dir: the training run's directory; None for a model without a run.
-        one_model: whether results go into `root` itself, which is for one model only.
-    """
+    """The directory of an evaluation."""
 
     root: Path
+    """Holds the job queue."""
     run_dir: Path | None
+    """The training run's directory; None for a model without a run."""
     one_model: bool = False
+    """Whether results go into `root` itself, which is for one model only."""
 
     @property
     def of_run(self) -> Path:

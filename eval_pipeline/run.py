@@ -269,12 +269,12 @@ def write_job_result(context: EvalContext, active: ActiveJob) -> None:
         intervals=rate_intervals(judged),
         tier=job.tier,
         protocol={
-            **active.protocol,
+            **active.context["protocol"],
             **context.compared_settings(job.dataset),
             "batch_size": config.batch_size,
             "source": source,
         },
-        isolation=active.isolation,
+        isolation=active.context["isolation"],
         seconds=seconds,
     )
     model = EvaluatedModel(

@@ -124,15 +124,12 @@ def _draw_errors(axes: Axes, dataset: str, models: Sequence[EvaluatedModel], bes
 
 @dataclass(frozen=True)
 class LossHistory:
-    """The loss of a run.
-
-    Attributes:
-        name: `val/loss` or `train/loss`.
-        values: finite losses by step, for evaluated steps only.
-    """
+    """The loss of a run."""
 
     name: str
+    """`val/loss` or `train/loss`."""
     values: Mapping[int, float]
+    """Finite losses by step, for evaluated steps only."""
 
 
 def loss_history(rows: Iterable[Mapping[str, Any]], steps: Collection[int]) -> LossHistory | None:

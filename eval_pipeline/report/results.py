@@ -30,23 +30,16 @@ _QA_SEED = "qa"
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """One model on one dataset.
-
-    Attributes:
-        metrics: of `summarize`.
-        intervals: of `rate_intervals`.
-        tier: of the dataset.
-        protocol: how answers were generated and judged, as plain JSON; models are compared under one protocol.
-        isolation: isolation level of the judge.
-        seconds: wall-clock seconds by phase.
-    """
+    """One model on one dataset."""
 
     metrics: Metrics
     intervals: Intervals
     tier: int
     protocol: Mapping[str, Any]
+    """How answers were generated and judged, as plain JSON; models are compared under one protocol."""
     isolation: str
     seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall-clock seconds by phase."""
 
     @property
     def num_api_errors(self) -> int:
@@ -66,22 +59,17 @@ class DatasetResult:
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """One model on every dataset that it was evaluated on.
-
-    Attributes:
-        label: `step_<N>`, or the model's name.
-        step: optimizer step of the checkpoint; None for a model without a run.
-        checkpoint: its directory.
-        export: the Hugging Face directory that was loaded, or the server's name of the model.
-        weights: digest of the weights.
-        datasets: result by dataset.
-    """
+    """One model on every dataset that it was evaluated on."""
 
     label: str
+    """`step_<N>`, or the model's name."""
     step: int | None
+    """Optimizer step of the checkpoint; None for a model without a run."""
     checkpoint: Path
     export: str
+    """The Hugging Face directory that was loaded, or the server's name of the model."""
     weights: str
+    """Their digest."""
     datasets: Mapping[str, DatasetResult]
 
     @property

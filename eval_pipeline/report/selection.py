@@ -21,27 +21,22 @@ ComparedSettings = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class SelectionResult:
-    """The best checkpoint and how it was selected.
-
-    Attributes:
-        best: the checkpoint.
-        mode: whether the largest (`max`) or smallest (`min`) value is best.
-        datasets: the datasets that the metric was averaged over.
-        settings: of each dataset that may count.
-        value: the best checkpoint's metric.
-        interval: its 95 % confidence interval; None if the metric is not a rate.
-        values: the metric of every evaluated checkpoint by step, including those that could not be selected; None
-            without a value.
-    """
+    """The best checkpoint and how it was selected."""
 
     best: EvaluatedModel
     metric: str
     mode: Literal["max", "min"]
+    """Whether the largest (`max`) or smallest (`min`) value is best."""
     datasets: tuple[str, ...]
+    """What the metric was averaged over."""
     settings: ComparedSettings
+    """Of each dataset that may count."""
     value: float
+    """The best checkpoint's metric."""
     interval: Interval | None
+    """Its 95 % confidence interval; None if the metric is not a rate."""
     values: dict[int, float | None]
+    """The metric of every evaluated checkpoint by step, even if it could not be selected; None without a value."""
 
 
 def select_best(
@@ -150,21 +145,15 @@ def _distance(results: Collection[tuple[float, DatasetResult]], metric: str, sid
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The part of `best_checkpoint.json` that is read again.
-
-    Attributes:
-        step: of the best checkpoint.
-        metric: what it was selected by.
-        mode: `max` or `min`.
-        datasets: datasets that the metric was averaged over.
-        settings: of each dataset that may count.
-    """
+    """The part of `best_checkpoint.json` that is read again."""
 
     step: int
     metric: str
     mode: Literal["max", "min"]
     datasets: tuple[str, ...]
+    """What the metric was averaged over."""
     settings: dict[str, dict[str, Any]]
+    """Of each dataset that may count."""
 
     def __post_init__(self) -> None:
         """Refuse what another version, or a person, may have written."""

@@ -202,7 +202,7 @@ def test_rows_of_unknown_origin_are_made_again(
             batch = one.next_batch()
             assert batch.needs_engine == (kind == "protocol") and not batch.judged
             work(one, batch)
-        assert one.is_complete and (one.isolation, one.protocol) == ("bwrap", {"engine": "vllm"})
+        assert one.is_complete and one.context == CONTEXT
     with open_store(tmp_path) as store:
         assert (store.answers, store.verdicts, store.context) == (ANSWERS, VERDICTS, CONTEXT)
 
@@ -241,7 +241,7 @@ def test_an_evaluation_from_nothing_to_the_end(tmp_path: Path, recipe: EvalConfi
     with evaluation(tmp_path, recipe) as again:
         assert again.is_complete and not again.has_batches
         assert again.judged_answers() == first
-        assert (again.isolation, again.protocol) == ("bwrap", {"engine": "vllm"})
+        assert again.context == CONTEXT
 
 
 @pytest.mark.parametrize("num_verdicts", [0, 2, 5])
@@ -266,7 +266,7 @@ def test_what_decides_the_figures_is_known_wherever_a_kill_fell(
                     one.handle(AnswerJudged(batch.id, key, VERDICTS[key]))
             one.handle(BatchFinished(batch.id, {}))
         assert one.is_complete
-        assert (one.isolation, one.protocol) == ("bwrap", {"engine": "vllm"})
+        assert one.context == CONTEXT
 
 
 def test_a_batch_that_is_known_in_part_is_given_out_whole(tmp_path: Path, recipe: EvalConfig) -> None:
