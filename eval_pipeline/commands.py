@@ -254,36 +254,24 @@ def report(arguments: argparse.Namespace) -> int:
     """Evaluate the base model if necessary, and write the report; returns 1 if a job failed."""
     from eval_pipeline.checkpoints import base_model, eval_dir_of_run
     from eval_pipeline.config import TIERS
-    from eval_pipeline.publish import published_models
     from eval_pipeline.recipe import restrict_datasets
     from eval_pipeline.report.report import write_report
-    from eval_pipeline.report.results import read_evaluation, read_outcomes
+    from eval_pipeline.report.results import read_evaluation
     from eval_pipeline.report.selection import read_best_checkpoint
     from eval_pipeline.run import EvalContext
     from eval_pipeline.watch import evaluate_checkpoint
-    from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 
     directory = eval_dir_of_run(arguments.directory)
-    run_dir = directory.of_run
-    config = load_config(arguments, run_dir)
+    config = load_config(arguments, directory.run_dir)
     config.engine.require_own_model("report")
-    best = directory.results_of(f"step_{read_best_checkpoint(run_dir).step}")
-    config = restrict_datasets(config, read_evaluation(best).datasets)
+    best = read_evaluation(directory.results_of(f"step_{read_best_checkpoint(directory.of_run).step}"))
     baseline = base_model(arguments.baseline)
-    if evaluate_checkpoint(EvalContext(directory, config), baseline, max(TIERS)) != 0:
+    context = EvalContext(directory, restrict_datasets(config, best.datasets))
+    if evaluate_checkpoint(context, baseline, max(TIERS)) != 0:
         return 1
-    base, history = directory.results_of(baseline.label), run_dir / METRICS_FILE
-    table = write_report(
-        directory.root / "report",
-        baseline=read_evaluation(base),
-        best=read_evaluation(best),
-        history=published_models(directory.root),
-        training_history=iter_metrics(history) if history.is_file() else (),
-        outcomes=(read_outcomes(base), read_outcomes(best)),
-        chosen_by=read_best_checkpoint(run_dir),
-    )
+    table = write_report(directory, baseline.label)
     rows = {"report": typed_path(table), "plots": typed_path(table.parent / "*.png")}
-    print_summary(f"Finished: report on {run_dir.name}", rows)
+    print_summary(f"Finished: report on {directory.of_run.name}", rows)
     return 0
 
 

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval_pipeline.checkpoints import read_training_run
+from eval_pipeline.checkpoints import EvalDir, read_training_run
 from eval_pipeline.jobs import Job
 from eval_pipeline.report.report import format_table
 from eval_pipeline.report.results import (
     METRICS_FILE,
     EvaluatedModel,
     encodable,
+    published_models,
     read_evaluation,
     read_qa_logs,
     read_results,
@@ -32,7 +33,6 @@ from eval_pipeline.run import EvalContext, Task
 from verl_ext.checkpoint.manifest import BEST
 from verl_ext.commands import program
 from verl_ext.console import print_summary, typed_path, warn
-from verl_ext.errors import UserError
 from verl_ext.files import file_lock
 from verl_ext.metrics.wandb_sink import fill_wandb_run, open_wandb_run, persistent_run_id
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 PUBLISH_LOCK = "publish.lock"
 TRACK_LOCK = "track.lock"
-
-QaRow = Mapping[str, Any]
 
 
 class Publisher:
@@ -160,31 +158,9 @@ class Publisher:
         with file_lock(directory.root / TRACK_LOCK, wait=False) as is_mine:
             published, tracked = jobs.published(label)
             if is_mine and published and published != tracked:
-                self._log_to_wandb(read_evaluation(directory.results_of(label)))
+                log_to_wandb(directory, read_evaluation(directory.results_of(label)))
                 jobs.mark_tracked(label, published)
             return is_mine
-
-    def _log_to_wandb(self, model: EvaluatedModel) -> None:
-        """Log a checkpoint's results, always to the same W&B run, even with results on further datasets."""
-        directory = self._context.directory
-        try:
-            if directory.run_dir is not None and not directory.one_model:
-                run_id = f"{persistent_run_id(directory.run_dir)}-{model.label}"
-            else:  # results that are kept apart from those of the run
-                key = f"{directory.root} {model.label} {model.weights}"
-                run_id = hashlib.sha256(key.encode()).hexdigest()[:16]
-        except OSError as error:
-            warn(f"the results of {model.label} are not logged to W&B, because the run's id cannot be saved: {error}")
-            return
-        run, results = read_training_run(directory.run_dir), directory.results_of(model.label)
-        log_to_wandb(
-            model,
-            read_qa_logs(results, model.datasets),
-            project=run.project,
-            experiment=run.experiment,
-            directory=directory.run_dir or results,
-            run_id=run_id,
-        )
 
 
 def _select_by_last_rule(
@@ -200,64 +176,43 @@ def _select_by_last_rule(
     return selected if {*last.datasets} <= {*selected.datasets} else None
 
 
-def published_models(root: Path) -> list[EvaluatedModel]:
-    """Every model with published results: a run's checkpoints by step, then models without a run.
-
-    Args:
-        root: the run's `eval/`; its checkpoints are expected next to it, even if they were evaluated elsewhere.
-    """
-    models = []
-    for path in root.glob(f"eval_*/{METRICS_FILE}"):
-        try:
-            model = read_evaluation(path.parent)
-        except UserError as error:
-            warn(str(error))
-            continue
-        is_of_run = model.step is not None
-        models.append(replace(model, checkpoint=root.parent / model.checkpoint.name) if is_of_run else model)
-    return sorted(models, key=lambda model: (model.step is None, model.step or 0, model.label))
-
-
 def _digest(jobs: Sequence[Job]) -> str:
     content = sorted((job.dataset, job.digest, job.state) for job in jobs if job.has_ended)
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-# W&B
+def log_to_wandb(directory: EvalDir, model: EvaluatedModel) -> None:
+    """Log a checkpoint's results, always to the same W&B run, even with results on further datasets.
 
+    The run `phase1_eval_<label>` is in the training run's project and group. If W&B cannot be used, warn and continue.
 
-def log_to_wandb(
-    model: EvaluatedModel,
-    qa_rows: Mapping[str, Sequence[QaRow]],
-    *,
-    project: str,
-    experiment: str | None,
-    directory: Path,
-    run_id: str | None = None,
-) -> None:
-    """Log one evaluation as the W&B run `phase1_eval_<label>`; if W&B cannot be used, warn and continue.
-
-    Args:
-        qa_rows: by dataset, the rows of the question-and-answer log; shown as the table `eval/<dataset>/qa`.
-        project: the training run's W&B project.
-        experiment: the training run's name, which groups its evaluations.
-        directory: where W&B stores its files.
-        run_id: continues this W&B run if it exists, for example with results on further datasets; None starts a new
-            one.
+    Raises:
+        UserError: a question-and-answer log cannot be read.
     """
+    try:
+        if directory.run_dir is not None and not directory.one_model:
+            run_id = f"{persistent_run_id(directory.run_dir)}-{model.label}"
+        else:  # results that are kept apart from those of the run
+            key = f"{directory.root} {model.label} {model.weights}"
+            run_id = hashlib.sha256(key.encode()).hexdigest()[:16]
+    except OSError as error:
+        warn(f"the results of {model.label} are not logged to W&B, because the run's id cannot be saved: {error}")
+        return
+    training, results = read_training_run(directory.run_dir), directory.results_of(model.label)
+    qa_rows = read_qa_logs(results, model.datasets)
     run = open_wandb_run(
-        project=project,
+        project=training.project,
         name=f"phase1_eval_{model.label}",
-        directory=directory,
+        directory=directory.run_dir or results,
         config={key: value for key, value in model.to_json().items() if key != "datasets"},
         run_id=run_id,
-        group=experiment,
+        group=training.experiment,
         job_type="eval",
     )
     fill_wandb_run(run, lambda run: _log(run, model, qa_rows), results_in=METRICS_FILE)
 
 
-def _log(run: Run, model: EvaluatedModel, qa_rows: Mapping[str, Sequence[QaRow]]) -> None:
+def _log(run: Run, model: EvaluatedModel, qa_rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Log metrics as `eval/<dataset>/<metric>`, their intervals as `<metric>_low` and `<metric>_high`, and tables."""
     row: dict[str, Any] = {}
     for dataset, result in model.datasets.items():
@@ -270,7 +225,7 @@ def _log(run: Run, model: EvaluatedModel, qa_rows: Mapping[str, Sequence[QaRow]]
     run.summary["step"] = model.step
 
 
-def _table(rows: Sequence[QaRow]) -> Table:
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     import wandb
 
     columns = list(rows[0])

@@ -7,13 +7,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from eval_pipeline.checkpoints import EvalDir
 from eval_pipeline.report.comparison import COMPARED, RateComparison, compare_models
 from eval_pipeline.report.metrics import Interval
 from eval_pipeline.report.plots import LOSS_PLOT, loss_history, plot_errors, plot_loss, plot_rates
-from eval_pipeline.report.results import DatasetResult, EvaluatedModel, Outcomes, write_json, write_text
-from eval_pipeline.report.selection import BestCheckpoint
+from eval_pipeline.report.results import (
+    DatasetResult,
+    EvaluatedModel,
+    Outcomes,
+    published_models,
+    read_evaluation,
+    read_outcomes,
+    write_json,
+    write_text,
+)
+from eval_pipeline.report.selection import BestCheckpoint, read_best_checkpoint
 from verl_ext.console import text_table
 from verl_ext.errors import UserError
+from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 
 TABLE_FILE = "comparison_table.md"
 DATA_FILE = "comparison_data.json"
@@ -27,43 +38,38 @@ _EXPLANATION = (
 )
 
 
-def write_report(
-    directory: Path,
-    baseline: EvaluatedModel,
-    best: EvaluatedModel,
-    history: Sequence[EvaluatedModel],
-    training_history: Iterable[Mapping[str, Any]],
-    outcomes: tuple[Mapping[str, Outcomes], Mapping[str, Outcomes]],
-    chosen_by: BestCheckpoint,
-) -> Path:
-    """Write `comparison_table.md`, `comparison_data.json` and the plots.
+def write_report(directory: EvalDir, baseline_label: str) -> Path:
+    """Compare the best checkpoint of a run with the initial model, from the files of their evaluations.
+
+    Writes `comparison_table.md`, `comparison_data.json` and the plots to `report/`.
 
     Args:
-        directory: for the report; created if missing.
-        baseline: the initial model of the training.
-        history: all evaluated checkpoints of the run, including the best.
-        training_history: rows of the run's `metrics.jsonl`, oldest first; empty without such a file.
-        outcomes: of the base model and of the best checkpoint, by dataset, from `read_outcomes`.
-        chosen_by: how the best checkpoint was selected.
+        directory: of the run's evaluation.
+        baseline_label: of the initial model, whose results are in the same directory.
 
     Returns:
         The path of `comparison_table.md`.
 
     Raises:
-        UserError: the two have no common dataset, were evaluated on different problems, or the report cannot be
-            written.
+        UserError: a file cannot be read, the two have no common dataset or were evaluated on different problems, or the
+            report cannot be written.
     """
-    history = sorted((model for model in history if model.step is not None), key=lambda model: model.saved_at)
-    comparisons = _compare(baseline, best, outcomes)
-    losses = loss_history(training_history, {model.saved_at for model in history})
+    chosen_by = read_best_checkpoint(directory.of_run)
+    folders = [directory.results_of(label) for label in (baseline_label, f"step_{chosen_by.step}")]
+    baseline, best = map(read_evaluation, folders)
+    comparisons = _compare((baseline, best), [read_outcomes(folder) for folder in folders])
+    history = [model for model in published_models(directory.root) if model.step is not None]
+    log = directory.of_run / METRICS_FILE
+    losses = loss_history(iter_metrics(log) if log.is_file() else (), {model.saved_at for model in history})
     datasets = list(dict.fromkeys(name for model in history for name in model.datasets))
+    target = directory.root / "report"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        plots = [draw(directory, datasets, baseline, best, history) for draw in (plot_rates, plot_errors)]
+        target.mkdir(parents=True, exist_ok=True)
+        plots = [draw(target, datasets, baseline, best, history) for draw in (plot_rates, plot_errors)]
         if losses is not None:
-            plots.append(plot_loss(directory, datasets, losses, history))
+            plots.append(plot_loss(target, datasets, losses, history))
     except OSError as error:
-        raise UserError(f"cannot write the plots to {directory} ({error}); name another directory") from error
+        raise UserError(f"cannot write the plots to {target} ({error}); name another directory") from error
     data = {
         "baseline": baseline.to_json(),
         "best": best.to_json(),
@@ -76,22 +82,23 @@ def write_report(
         and {"name": losses.name, "by_step": {model.step: losses.values.get(model.saved_at) for model in history}},
         "history": [model.to_json() for model in history],
     }
-    write_json(directory / DATA_FILE, data)
+    write_json(target / DATA_FILE, data)
     text = _render(baseline, best, len(history), comparisons, chosen_by, [path.name for path in plots])
-    return write_text(directory / TABLE_FILE, text)
+    return write_text(target / TABLE_FILE, text)
 
 
 def _compare(
-    baseline: EvaluatedModel, best: EvaluatedModel, outcomes: tuple[Mapping[str, Outcomes], Mapping[str, Outcomes]]
+    models: Sequence[EvaluatedModel], outcomes: Sequence[Mapping[str, Outcomes]]
 ) -> dict[str, dict[str, RateComparison]]:
-    """Compare the two models on each common dataset; returns the comparisons by dataset and metric."""
+    """Compare baseline and best checkpoint on each common dataset; returns the comparisons by dataset and metric."""
+    baseline, best = models
     comparisons = {}
     for name in [name for name in best.datasets if name in baseline.datasets]:
-        for model, of_datasets in zip((baseline, best), outcomes):
+        for model, of_datasets in zip(models, outcomes):
             if name not in of_datasets:
                 raise UserError(f"the verdicts of {model.label} on {name} are missing; evaluate it again")
         try:
-            comparisons[name] = compare_models(outcomes[0][name], outcomes[1][name])
+            comparisons[name] = compare_models(*(of_datasets[name] for of_datasets in outcomes))
         except UserError as error:
             raise UserError(f"{baseline.label} and {best.label} cannot be compared on {name}: {error}") from error
     if not comparisons:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from eval_pipeline.judge import ERROR_TYPES, ErrorType
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.report.metrics import Intervals, JudgedAnswer, Metrics
+from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json, replace_file
 
@@ -200,6 +201,24 @@ def read_results(path: Path, remedy: str) -> EvaluatedModel:
         return EvaluatedModel.from_json(parse_json(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"cannot read the results in {path} ({error!r}); {remedy}") from error
+
+
+def published_models(root: Path) -> list[EvaluatedModel]:
+    """Every model with published results: a run's checkpoints by step, then models without a run.
+
+    Args:
+        root: the run's `eval/`; its checkpoints are expected next to it, even if they were evaluated elsewhere.
+    """
+    models = []
+    for path in root.glob(f"eval_*/{METRICS_FILE}"):
+        try:
+            model = read_evaluation(path.parent)
+        except UserError as error:
+            warn(str(error))
+            continue
+        is_of_run = model.step is not None
+        models.append(replace(model, checkpoint=root.parent / model.checkpoint.name) if is_of_run else model)
+    return sorted(models, key=lambda model: (model.step is None, model.step or 0, model.label))
 
 
 # Verdicts
