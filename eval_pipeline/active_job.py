@@ -74,8 +74,8 @@ class ActiveJob:
         self._losses: Counter[int] = Counter()  # by batch, as a node that dies takes many batches at once
         self._started: float | None = None
         self._phases: dict[str, float] = defaultdict(float)
-        num_done, desc = len(self._store.verdicts), f"{checkpoint.label} {job.dataset}"
-        what = f"Evaluating {checkpoint.label} on {job.dataset}: {len(self._keys) - num_done} answers to go"
+        num_done, desc = len(self._store.verdicts), f"{job.checkpoint} {job.dataset}"
+        what = f"Evaluating {job}: {len(self._keys) - num_done} answers to go"
         if checkpoint.export is not None:
             what += "; loading the model takes about 15 s, or a few minutes if it is large"
         print_line(f"{what}.", sys.stderr)
@@ -171,8 +171,7 @@ class ActiveJob:
         failed = {key for key, verdict in self._store.verdicts.items() if verdict.error_type == "api_error"}
         if self._retried or not failed:
             return False
-        where = f"{self.checkpoint.label} on {self.job.dataset}"
-        warn(f"{len(failed)} answers of {where} have no verdict (api_error); trying them once more")
+        warn(f"{len(failed)} answers of {self.job} have no verdict (api_error); trying them once more")
         numbers = [number for number, batch in enumerate(self._batches) if not failed.isdisjoint(map(key_of, batch))]
         self._bar.update(-len(failed))
         self._store.drop(failed)

@@ -357,7 +357,7 @@ def retry(arguments: argparse.Namespace) -> int:
             reason = f"{incomplete[job.key]} answers without a verdict"
         else:
             reason = "failed: " + (job.error or "").partition("\n")[0]
-        print_line(f"Re-queued: {job.checkpoint} on {job.dataset} ({reason})")
+        print_line(f"Re-queued: {job} ({reason})")
     if not due:
         print_line("No evaluation has failed or is incomplete, so there is nothing to retry.")
     return 0

@@ -133,6 +133,9 @@ class Job:
         """Whether it is done, or failed for good."""
         return self.state in ("done", "failed")
 
+    def __str__(self) -> str:
+        return f"{self.checkpoint} on {self.dataset}"
+
     @staticmethod
     def from_row(row: sqlite3.Row) -> Job:
         """Read a row, whose columns have the names of the fields."""

@@ -179,7 +179,7 @@ class JobRunner:
                 continue
             self._close(job)
             if not self._jobs.finish(job.job, seconds):
-                warn(f"another process has taken over {_name(job.job)}; it writes the same results")
+                warn(f"another process has taken over {job.job}; it writes the same results")
 
     def _record_seconds(self) -> None:
         """Store the time spent on active jobs; drops those that another process has taken over."""
@@ -191,7 +191,7 @@ class JobRunner:
     def _still_holds(self, job: ActiveJob) -> bool:
         if self._jobs.record_seconds(job.job, job.seconds):
             return True
-        warn(f"another process has taken over {_name(job.job)}; skipping it")
+        warn(f"another process has taken over {job.job}; skipping it")
         self._close(job)
         return False
 
@@ -205,7 +205,7 @@ class JobRunner:
         left = self._jobs.max_attempts - attempts
         again = f"next attempt in {self._jobs.pause_s(attempts):.0f} s, {left} left"
         then = again if left > 0 else "no attempts left; fix the cause and re-queue it with `retry`"
-        warn(f"{_name(job)} failed: {error}; {then}")
+        warn(f"{job} failed: {error}; {then}")
 
     def _close(self, job: ActiveJob) -> None:
         self._active.pop(job.claim).close()
@@ -238,16 +238,12 @@ class JobRunner:
             has_same_settings = wanted[job.key] == job.digest
             if job.state == "running":
                 how = "" if has_same_settings else " with other settings"
-                warn(f"{job.worker} is evaluating {_name(job)}{how}; waiting for it")
+                warn(f"{job.worker} is evaluating {job}{how}; waiting for it")
             elif not has_same_settings:
-                warn(f"another process has queued {_name(job)} with other settings; waiting until it ends")
+                warn(f"another process has queued {job} with other settings; waiting until it ends")
             else:
                 continue
             self._warned.add(note)
-
-
-def _name(job: Job) -> str:
-    return f"{job.checkpoint} on {job.dataset}"
 
 
 def write_job_result(context: EvalContext, active: ActiveJob) -> None:

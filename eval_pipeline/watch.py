@@ -253,7 +253,7 @@ def _print_summary(context: EvalContext, failed: Sequence[Job], num_wanted: int,
             then = [[*script, "report", run, "--baseline", str(model), *recipe]]
     failures = None
     if failed:
-        names = [f"{job.checkpoint} on {job.dataset}" for job in failed[:MAX_NAMED]]
+        names = [str(job) for job in failed[:MAX_NAMED]]
         more = [f"{len(failed) - MAX_NAMED} more"] if len(failed) > MAX_NAMED else []
         failures = f"{len(failed)} of {num_wanted} evaluations: {', '.join(names + more)}"
         then = [[*script, "status", run], [*script, "retry", run], [*script, "watch", run, *recipe]]

@@ -198,24 +198,18 @@ def _metric_rows(
 ) -> Iterator[tuple[str, ...]]:
     for metric in best.metrics:
         cells = [format_value(result.metrics.get(metric), result.intervals.get(metric)) for result in (base, best)]
-        comparison = comparisons.get(metric)
-        compared = ("", "") if comparison is None else (_difference(comparison), _p_value(comparison.p_value))
-        yield (f"`{metric}`", *cells, *compared)
+        difference = p_value = ""
+        if metric in comparisons:
+            found, (low, high) = comparisons[metric], comparisons[metric].interval
+            difference = f"{found.difference:+.4f} [{low:+.4f}, {high:+.4f}]"
+            p_value = "< 0.0001" if found.p_value < 0.0001 else f"{found.p_value:.4f}"
+        yield (f"`{metric}`", *cells, difference, p_value)
 
 
 def _count_rows(comparisons: Mapping[str, RateComparison]) -> Iterator[tuple[str, ...]]:
     for metric, comparison in comparisons.items():
         counts = (comparison.both, comparison.only_a, comparison.only_b, comparison.neither)
         yield (f"counted in `{metric}` ({_listed(COMPARED[metric])})", *map(str, counts))
-
-
-def _difference(comparison: RateComparison) -> str:
-    low, high = comparison.interval
-    return f"{comparison.difference:+.4f} [{low:+.4f}, {high:+.4f}]"
-
-
-def _p_value(value: float) -> str:
-    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
 
 
 def _settings(baseline: EvaluatedModel, best: EvaluatedModel, datasets: Sequence[str]) -> str:
