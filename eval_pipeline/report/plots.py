@@ -92,11 +92,7 @@ def plot_errors(
 ) -> Path:
     """Draw the shares of the six error types as stacked bars, one panel per dataset and one bar per model.
 
-    Args:
-        datasets: the panels.
-        baseline: the first bar.
-        best: its bar is marked.
-        history: checkpoints, ordered by step.
+    The arguments are those of `plot_rates`.
     """
     figure, all_axes = panels(datasets, "How the answers ended")
     for axes, dataset in zip(all_axes, datasets):
