@@ -230,4 +230,4 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
     columns = list(rows[0])
     data = [[encodable(row[name]) for name in columns] for row in rows]
-    return wandb.Table(columns=columns, data=data)
+    return wandb.Table(columns=[*columns], data=data)
