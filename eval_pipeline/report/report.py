@@ -22,7 +22,7 @@ from eval_pipeline.report.results import (
     write_text,
 )
 from eval_pipeline.report.selection import BestCheckpoint, read_best_checkpoint
-from verl_ext.console import text_table
+from verl_ext.console import markdown_table, text_table
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 
@@ -260,12 +260,6 @@ def format_table(datasets: Mapping[str, DatasetResult]) -> str:
         cells = (format_value(result.metrics.get(name), result.intervals.get(name)) for name in names)
         columns.append([dataset, *cells])
     return text_table(list(zip(*columns, strict=True)))
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def format_value(value: float | int | None, interval: Interval | None = None) -> str:
