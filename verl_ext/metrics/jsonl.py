@@ -19,6 +19,8 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 EVENTS_FILE = "events.jsonl"
 KEY_COLUMNS = ("step", "attempt", "time")
+READ_BYTES = 1 << 20
+"""Read from `metrics.jsonl` at a time."""
 SampleRow = Mapping[str, str | float | None]
 
 # JSON has no non-finite numbers. Every parser reads these strings, and so does `float` in Python and in JavaScript.
@@ -133,7 +135,8 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of `read_metrics` one at a time, without holding them all in memory."""
     unreadable = None
     try:
-        with open(path, "rb") as file:
+        # few reads, because each lets another thread of the monitor run first
+        with open(path, "rb", buffering=READ_BYTES) as file:
             for number, line in enumerate(file, start=1):
                 if unreadable is not None:
                     warn(f"skipped line {unreadable} of {path}, which is not a row of metrics")
@@ -183,9 +186,10 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _has_key_columns(row: dict[str, Any]) -> bool:
-    has_counts = all(type(row.get(name)) is int and 0 <= row[name] < 2**63 for name in ("step", "attempt"))
-    time = row.get("time")
-    return has_counts and type(time) in (int, float) and 0 <= time < LATEST
+    step, attempt, time = map(row.get, KEY_COLUMNS)
+    if type(step) is not int or type(attempt) is not int or not (type(time) is float or type(time) is int):
+        return False
+    return 0 <= step < 2**63 and 0 <= attempt < 2**63 and 0 <= time < LATEST
 
 
 def is_number(value: Any) -> bool:
@@ -197,8 +201,13 @@ def is_number(value: Any) -> bool:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     """The JSON object of a line, or None if the line is none."""
+    import orjson  # here, because --help needs no package
+
     try:
-        value = parse_json(line)
-    except ValueError:  # bytes that are not UTF-8 raise it too
-        return None
+        value = orjson.loads(line)
+    except ValueError:
+        try:
+            value = parse_json(line)  # slower, and also takes NaN
+        except ValueError:  # bytes that are not UTF-8 raise it too
+            return None
     return value if isinstance(value, dict) else None
