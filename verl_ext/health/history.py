@@ -50,7 +50,7 @@ class MetricSeries:
         """Add values, both (values,); steps must not fall."""
         is_finite = np.isfinite(values)
         self._is_finite.extend(is_finite[-MAX_RECENT:].tolist())
-        finite = np.flatnonzero(is_finite)
+        [finite] = is_finite.nonzero()
         if not len(finite):
             self.nonfinite_streak += len(values)
             return
@@ -62,9 +62,9 @@ class MetricSeries:
         self._add_to_segments(values)
 
     def _add_to_segments(self, values: Array) -> None:
-        places = self._count + np.arange(len(values))
+        segment_of = np.arange(self._count, self._count + len(values)) // self._size
         num_whole, self._count = divmod(self._count + len(values), self._size)
-        sums = np.bincount(places // self._size, values, minlength=num_whole + 1)
+        sums = np.bincount(segment_of, values, num_whole + 1)
         sums[0] += self._sum
         *whole, self._sum = sums.tolist()
         self._segments += [total / self._size for total in whole]
@@ -118,7 +118,7 @@ class MetricHistory:
         self._rows: list[tuple[int, Mapping[str, float]]] = []  # step and metrics that are not in the series yet
         self._series: dict[str, MetricSeries] = defaultdict(MetricSeries)
         self._epoch = math.inf  # no row is above the first one's
-        self._sums: dict[str, tuple[float, float]] = {}  # sum and number of the values of the present epoch
+        self._sums: dict[str, tuple[float, int]] = {}  # sum and number of the values of the present epoch
         self._epochs: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_EPOCHS))
         self._num_epochs: dict[str, int] = defaultdict(int)
 
@@ -173,16 +173,18 @@ class MetricHistory:
         num_over = int(parts[places[-1]]) + int(is_last[-1])
         for name in {**columns, **self._sums}:
             rows, values = columns.get(name, NO_COLUMN)
-            counted = (parts[rows] >= 0) & np.isfinite(values)
-            epoch_of, values = parts[rows[counted]], values[counted]
-            sums, counts = (np.bincount(epoch_of, each, num_over + 1) for each in (values, np.ones_like(values)))
-            total, count = self._sums.get(name, (0.0, 0.0))
+            epoch_of = parts[rows]
+            is_counted = (epoch_of >= 0) & np.isfinite(values)
+            epoch_of, values = epoch_of[is_counted], values[is_counted]
+            sums, counts = np.bincount(epoch_of, values, num_over + 1), np.bincount(epoch_of, None, num_over + 1)
+            total, count = self._sums.get(name, (0.0, 0))
             sums[0], counts[0] = sums[0] + total, counts[0] + count
-            self._sums[name] = float(sums[num_over]), float(counts[num_over])
-            is_logged = counts[:num_over] > 0
-            means = sums[:num_over][is_logged] / counts[:num_over][is_logged]
-            self._epochs[name].extend(means[-MAX_EPOCHS:].tolist())
-            self._num_epochs[name] += len(means)
+            self._sums[name] = float(sums[num_over]), int(counts[num_over])
+            if num_over:
+                is_logged = counts[:num_over] > 0
+                means = sums[:num_over][is_logged] / counts[:num_over][is_logged]
+                self._epochs[name].extend(means[-MAX_EPOCHS:].tolist())
+                self._num_epochs[name] += len(means)
         self._epoch = float(numbers[-1])
 
 
