@@ -367,7 +367,7 @@ class JudgeClient:
             pending = self._pending[number]
             result = _result_of(pending.request, message, blob)
             has_failed = result.error_type == "api_error" if isinstance(result, Verdict) else "failed" in message
-            if has_failed and not pending.is_retry:
+            if has_failed and not pending.is_retry and not self._is_closed:
                 pending.is_retry = True
                 self._send(number)
                 return
