@@ -208,8 +208,7 @@ class JudgeClient:
         pending = self._pending[number]
         message = {"id": number, **request_to_json(pending.request, pending.limits)}
         with suppress(OSError):  # the process has died, and the next one receives all pending requests
-            self._stdin.write(protocol.pack(message))
-            self._stdin.flush()
+            protocol.write(self._stdin.fileno(), message)
 
     # The server process
 
@@ -238,7 +237,7 @@ class JudgeClient:
         greeting = self._receive_greeting()
         if greeting is None or "refused" in greeting:
             self._end_process()
-            self._close_pipes()
+            self._stdout.close()
             raise self._refusal(None if greeting is None else greeting["refused"])
         self.isolation = greeting["isolation"]
         self._silent_s = 0.0
@@ -277,14 +276,8 @@ class JudgeClient:
             f"{self._section}.isolation={best} to refuse the fallback"
         )
 
-    def _close_pipes(self) -> None:
-        with suppress(OSError):  # what a dead process did not read
-            self._stdin.close()
-        self._stdout.close()
-
     def _end_process(self) -> None:
-        with suppress(OSError):  # what a dead process did not read
-            self._stdin.close()
+        self._stdin.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -344,7 +337,8 @@ class JudgeClient:
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         if num_deaths == _MOST_DEATHS:
             raise JudgeServerError(f"the judge server died {num_deaths} times without a verdict ({how})")
-        self._close_pipes()
+        self._stdin.close()
+        self._stdout.close()
         self._restart()
         warn(f"the judge server died ({how}); a new one judges its {len(self._pending)} pending answers again")
         for number in self._pending:

@@ -45,6 +45,17 @@ def send(connection: socket.socket, message: dict[str, Any], blob: bytes = b"", 
     connection.sendall(data)
 
 
+def write(fd: int, message: dict[str, Any], blob: bytes = b"") -> None:
+    """Write one message to a pipe.
+
+    Raises:
+        OSError: nobody reads it any more.
+    """
+    data = memoryview(pack(message, blob))
+    while data:
+        data = data[os.write(fd, data) :]
+
+
 def send_parts(connection: socket.socket, message: dict[str, Any], parts: list[memoryview]) -> None:
     """Send one message whose blob is in several places, without copying it.
 
