@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from eval_pipeline.judge.inside.directories import remove_tree
-from eval_pipeline.judge.inside.process_tree import ProcessTree
+from eval_pipeline.judge.inside.usage import ProcessTree, remove_tree
 from eval_pipeline.judge.isolation import IsolationLevel, Role
 
 
