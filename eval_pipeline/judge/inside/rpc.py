@@ -9,17 +9,36 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from aliases import containers_of, contains_any, restore
-from exceptions import description_of, error_of_description, known_class, known_name, nearest_known, rows_of
-from remote import OF_AN_ANSWER, TAKE_AN_ERROR, Remote, remote_class, shape_of
-from values import Coroutine, ErrorClass, Handle, Reader, TrustingReader, Writer
+from remote import (
+    OF_AN_ANSWER,
+    TAKE_AN_ERROR,
+    Remote,
+    description_of,
+    error_of_description,
+    known_class,
+    known_name,
+    nearest_known,
+    remote_class,
+    rows_of,
+    shape_of,
+)
+from values import (
+    UNCHANGEABLE,
+    Coroutine,
+    ErrorClass,
+    Handle,
+    Reader,
+    TrustingReader,
+    Writer,
+    containers_of,
+    contains_any,
+    restore,
+)
 
 MOST_BYTES = 64 << 20
 """Size of one message; a larger one ends the conversation."""
 _SIZE = struct.Struct(">I")
 _REQUEST, _REPLY, _ERROR = 0, 1, 2
-UNCHANGEABLE = frozenset((bool, int, float, complex, str, bytes, type(None)))
-"""Types of arguments that a call cannot change."""
 
 
 class ConversationError(BaseException):

@@ -15,10 +15,19 @@ import types
 from typing import Any
 
 import protocol
-from exceptions import ClassesOfAnswer, description_of, is_of_test
-from remote import CHANGES, CONVERSIONS, OF_A_TEST, OF_TEST_INSTANCES, TAKE_AN_ERROR, Remote
-from rpc import UNCHANGEABLE, ConversationError, GoneError, Peer, describe
-from values import Coroutine, ErrorClass, Handle, Reader
+from remote import (
+    CHANGES,
+    CONVERSIONS,
+    OF_A_TEST,
+    OF_TEST_INSTANCES,
+    TAKE_AN_ERROR,
+    ClassesOfAnswer,
+    Remote,
+    description_of,
+    is_of_test,
+)
+from rpc import ConversationError, GoneError, Peer, describe
+from values import UNCHANGEABLE, Coroutine, ErrorClass, Handle, Reader
 
 _TEST_FILE, _PREAMBLE_FILE = "<test>", "<preamble>"
 _MESSAGE_CHARS = 500
