@@ -61,11 +61,7 @@ class ReferenceAnswer:
     """A correct answer to compare with (GSM8K)."""
 
     answer: str
-
-    @property
-    def num_tests(self) -> int:
-        """How many tests an answer can pass."""
-        return 1
+    num_tests = 1
 
 
 Tests: TypeAlias = FunctionTests | ProgramTests | ReferenceAnswer
@@ -127,11 +123,6 @@ class Verdict:
     def solved(self) -> bool:
         """Whether the answer passed all tests."""
         return self.error_type == "success"
-
-    @property
-    def ran(self) -> bool:
-        """Whether the program ran to its end, correct or not."""
-        return self.error_type in ("success", "wrong_answer")
 
 
 RunEnd = Literal["exited", "ended", "cpu", "wall", "memory", "processes", "files"]
