@@ -112,13 +112,7 @@ class SandboxPool:
 
 
 class AnswerRuns:
-    """Runs one answer, once for each of its tests.
-
-    Args:
-        supervisor: connection to the supervisor.
-        file: a sealed file with the answer.
-        limits: of each run.
-        sandboxes: where the tests run.
+    """Runs one answer, which is in a sealed file, once for each of its tests.
 
     Attributes:
         ended_normally: whether every run so far ended by itself, or because its test was over.
@@ -239,9 +233,6 @@ def _split(blob: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 class TesterProcess:
     """A process that runs one test at a time, until one leaves a trace in it.
-
-    Args:
-        control: connection to it.
 
     Attributes:
         num_tests: how many it has run.

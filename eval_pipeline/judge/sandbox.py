@@ -74,10 +74,6 @@ _START_S = 60.0
 class Zygote:
     """A process in a sandbox that forks on request.
 
-    Args:
-        level: how to isolate it.
-        role: what its forks do.
-
     Raises:
         SandboxError: it does not start.
     """

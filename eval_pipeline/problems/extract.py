@@ -156,10 +156,6 @@ def _whole_program(text: str, parser: SourceParser) -> str:
     as Python come before those without a tag. If there is none, it is the last Python block, otherwise the last block,
     otherwise the text, and of that the lines between prose if they are a program. If that is not a program either, it
     is one between fences on one line.
-
-    Args:
-        text: an answer whose lines end with `\\n`.
-        parser: of the answer.
     """
     blocks = code_blocks(text)[-MAX_BLOCKS:] or [FencedBlock("", text)]
     if (code := code_before(blocks, text)) is not None:

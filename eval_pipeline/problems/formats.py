@@ -217,13 +217,12 @@ def parse_codecontests(record: Record) -> Problem:
 
 
 def _cases(record: Record) -> tuple[ProgramCase, ...]:
+    groups = {key: record.fields.get(key) for key in _TEST_KEYS}
+    if record.first("input", "output") is not None:
+        groups["the row"] = {"input": record.fields.get("input"), "output": record.fields.get("output")}
     cases: dict[str, ProgramCase] = {}
-    for key in _TEST_KEYS:
-        for case in _cases_of(record.fields.get(key), key, record):
-            cases.setdefault(case.stdin, case)
-    plain = {"input": record.fields.get("input"), "output": record.fields.get("output")}
-    if plain != {"input": None, "output": None}:
-        for case in _cases_of(plain, "the row", record):
+    for key, tests in groups.items():
+        for case in _cases_of(tests, key, record):
             cases.setdefault(case.stdin, case)
     if not cases:
         raise record.error(f"{', '.join(_TEST_KEYS)}, 'input' and 'output' hold no test; add one")

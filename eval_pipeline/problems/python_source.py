@@ -28,11 +28,7 @@ def parse(source: str) -> ast.Module:
 
 
 class SourceParser:
-    """Parses candidates for the program in one answer, each source once.
-
-    Args:
-        max_chars: characters to parse in total.
-    """
+    """Parses candidates for the program in one answer, each source once, and `max_chars` characters in total."""
 
     def __init__(self, max_chars: int = MAX_PARSED_CHARS) -> None:
         self._chars_left = max_chars

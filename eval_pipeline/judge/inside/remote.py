@@ -42,12 +42,7 @@ def _defines(kind: type, name: str) -> bool:
 
 
 class Remote:
-    """A stand-in that forwards what Python does with it to the other side.
-
-    Args:
-        peer: this end of the conversation.
-        number: by which the other side knows the object.
-    """
+    """A stand-in that forwards what Python does with it to the other side, which knows the object by its number."""
 
     __slots__ = ("_number", "_peer")
 

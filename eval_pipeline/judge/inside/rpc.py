@@ -61,11 +61,7 @@ class CallError(BaseException):
 
 
 class Peer:
-    """What both ends share; each end defines in `perform` what it does for the other.
-
-    Args:
-        connection: a connected stream socket.
-    """
+    """What both ends share; each end defines in `perform` what it does for the other."""
 
     reader: type[Reader]
     trusted: bool
@@ -258,12 +254,7 @@ def describe(error: BaseException) -> str:
 
 
 class AnswerPeer(Peer):
-    """The answer's end of the conversation.
-
-    Args:
-        connection: see `Peer`.
-        namespace: what the answer defines.
-    """
+    """The answer's end of the conversation; `namespace` is what the answer defines."""
 
     reader = TrustingReader
     trusted = False

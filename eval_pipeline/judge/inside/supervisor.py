@@ -44,13 +44,7 @@ def work(fds: list[int], options: dict[str, Any], policy_for: Callable[[str], Ca
 
 
 class Supervisor:
-    """Runs answers in a jail.
-
-    Args:
-        control: connection to the server.
-        jail: where the answers run.
-        tree: counts their processes and what they use.
-    """
+    """Runs answers in a jail, for the server behind the connection."""
 
     def __init__(self, control: socket.socket, jail: Jail, tree: ProcessTree) -> None:
         self._control, self._jail, self._tree = control, jail, tree

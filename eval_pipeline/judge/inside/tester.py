@@ -126,11 +126,7 @@ def _message(error: BaseException, test: str) -> str:
 
 
 class Names(dict):
-    """The test's globals: its own names, then builtins, then the answer's names.
-
-    Args:
-        peer: where to look up the answer's names.
-    """
+    """The test's globals: its own names, then builtins, then the answer's names."""
 
     def __init__(self, peer: TesterPeer) -> None:
         super().__init__(__name__="test")

@@ -200,7 +200,6 @@ class Writer(pickle.Pickler):
     """Writes a message.
 
     Args:
-        file: where to write.
         export: gives a name for a value that cannot travel.
         trusted: whether functions and classes of the standard library are sent by name.
     """
@@ -268,7 +267,6 @@ class Reader(pickle.Unpickler):
     """Reads a message that an untrusted side wrote; only `read` makes all checks.
 
     Args:
-        data: the message.
         resolve: gives what a `Handle`, `ErrorClass` or `Coroutine` names.
     """
 
@@ -410,11 +408,7 @@ def _fill(old: Any, new: Any, replaced: Callable[[Any], Any]) -> None:
 
 
 class _Replacing:
-    """Replaces received objects with the known objects that they stand for.
-
-    Args:
-        known: by the id of the received object.
-    """
+    """Replaces received objects with the objects that they stand for, which are known by the ids of the received."""
 
     def __init__(self, known: dict[int, Any]) -> None:
         self._done = dict(known)

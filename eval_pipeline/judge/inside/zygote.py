@@ -97,11 +97,7 @@ def _serve(control: socket.socket, fork: Callable[[], int], work: Callable[[list
 
 
 class PackageFinder:
-    """Finds listed modules, and nothing else of the folder where they are installed.
-
-    Args:
-        files: the file of each module.
-    """
+    """Finds modules by their listed files, and nothing else of the folder where they are installed."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self._files = files
