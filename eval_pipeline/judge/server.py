@@ -139,7 +139,7 @@ class JudgeWorker:
             with self._gate.shared():
                 return self._comparer.judge(submission.program, tests.answer, limits)
         if not submission.program:
-            return combine_results([NO_PROGRAM], tests.num_tests)
+            return combine_results([NO_PROGRAM], submission.num_tests)
         preamble = tests.preamble if isinstance(tests, FunctionTests) else ""
         results = []
         with self._sandboxes.runs_of(submission.program, preamble, limits) as runs:
@@ -147,7 +147,7 @@ class JudgeWorker:
                 results.append(self._not_starved(test, lambda result: result.is_doubtful))
                 if results[-1].error_type in ("timeout", "syntax_error"):
                     break  # the remaining tests are not passed
-        return combine_results(results, tests.num_tests)
+        return combine_results(results, submission.num_tests)
 
     def _tests(
         self, tests: FunctionTests | ProgramTests, runs: AnswerRuns, limits: ResourceLimits

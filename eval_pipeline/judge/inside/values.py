@@ -56,7 +56,7 @@ class Coroutine(NamedTuple):
     number: int
 
 
-_Name = Handle | ErrorClass | Coroutine
+Name = Handle | ErrorClass | Coroutine
 _NAMES = (Handle, ErrorClass, Coroutine)
 
 
@@ -204,7 +204,7 @@ class Writer(pickle.Pickler):
         trusted: whether functions and classes of the standard library are sent by name.
     """
 
-    def __init__(self, file: io.BytesIO, export: Callable[[Any], _Name], trusted: bool) -> None:
+    def __init__(self, file: io.BytesIO, export: Callable[[Any], Name], trusted: bool) -> None:
         super().__init__(file, PROTOCOL)
         self._export = export
         self._trusted = trusted
