@@ -23,13 +23,13 @@ from eval_pipeline.judge.sandbox import SandboxError, Zygote, readable, sealed_f
 from eval_pipeline.judge.types import FunctionOutcome, FunctionTests, ResourceLimits, RunEnd, RunReport
 
 _MOST_ANSWERS = 300
-"""Of one supervisor, or tests of one tester. They keep nothing; should that ever fail, it does not add up forever."""
+"""Answers per supervisor, and tests per tester: if one kept something by mistake, it would not add up forever."""
 _LOST_S = 1.0
-"""For an answer that its test has lost to end by itself, so that its exit status tells why."""
+"""How long an answer that its test has lost may take to end by itself, so that its exit status tells why."""
 _EXTRA_TEST_S = 5.0
-"""Past the wall-clock limit of its answer, whose end makes a test end by itself, the kernel ends a test that hangs."""
+"""A test ends after its answer. The kernel ends one that still runs this long after the wall-clock limit."""
 _GRACE_S = 15.0
-"""Past the wall-clock limit, which the supervisor enforces, the supervisor counts as broken."""
+"""The supervisor enforces the wall-clock limit, and counts as broken this long after it."""
 _ERROR_CHARS = 2000
 _NUMBERS = {"exit": int, "cpu_s": float, "wall_s": float}
 _DIED = FunctionOutcome("died", "the test could not be finished with what the answer returned")

@@ -161,10 +161,10 @@ def _whole_program(text: str, parser: SourceParser) -> str:
     if (code := code_before(blocks, text)) is not None:
         blocks = [FencedBlock("", code), *(block for block in blocks if block.body.strip())]
     python = [block for block in blocks if block.tag in PYTHON_TAGS]
-    untold = [block for block in blocks if block.tag in ("", *PYTHON_TAGS)]
-    trees = _whole_trees(untold, parser)
+    candidates = [block for block in blocks if block.tag in ("", *PYTHON_TAGS)]
+    trees = _whole_trees(candidates, parser)
     for does in (prints, acts):
-        for block in (*reversed(python), *reversed(untold)):
+        for block in (*reversed(python), *reversed(candidates)):
             if block in trees and does(trees[block]):
                 return block.source
     program = _between_prose((python or blocks)[-1].source, parser)

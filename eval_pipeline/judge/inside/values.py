@@ -264,7 +264,7 @@ def _fields_of(kind: type, value: Any) -> tuple[str, ...] | None:
 
 
 class Reader(pickle.Unpickler):
-    """Reads a message that an untrusted side wrote; only `read` makes all checks.
+    """Reads a message that an untrusted side wrote; only `read` performs all checks.
 
     Args:
         resolve: gives what a `Handle`, `ErrorClass` or `Coroutine` names.
