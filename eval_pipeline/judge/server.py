@@ -214,7 +214,7 @@ def _find_level(isolation: str, packages: tuple[JudgePackage, ...]) -> tuple[Iso
         worker = JudgeWorker(level, SharedGate())
         verdict = worker.judge(_PROBE, ResourceLimits())
         worker.close()
-        if verdict.solved:
+        if verdict.error_type == "success":
             return level, reasons
         reasons.append(f"{level.name}: {' '.join(verdict.message.split())[-200:]}")
     return None, reasons

@@ -110,11 +110,6 @@ class Verdict:
         """Passed tests over all tests, 0 to 1; 0 if there are no tests."""
         return self.num_passed / self.num_tests if self.num_tests else 0.0
 
-    @property
-    def solved(self) -> bool:
-        """Whether the answer passed all tests."""
-        return self.error_type == "success"
-
 
 RunEnd = Literal["exited", "ended", "cpu", "wall", "memory", "processes", "files"]
 
