@@ -352,9 +352,9 @@ def skips_assertions(frame: types.FrameType | None, sources: dict[str, str]) -> 
 
 
 def _may_assert(node: Any, scope: dict[str, Any]) -> bool:
-    kind, name = type(node).__name__, getattr(getattr(node, "func", None), "attr", "")
-    if kind == "Call" and type(node.func).__name__ == "Name":
-        name = node.func.id
-        if isinstance(scope.get(name), types.FunctionType):
-            return True
-    return kind == "Assert" or (kind == "Call" and name.startswith("assert"))
+    if type(node).__name__ != "Call":
+        return type(node).__name__ == "Assert"
+    if type(node.func).__name__ == "Name" and isinstance(scope.get(node.func.id), types.FunctionType):
+        return True
+    called = getattr(node.func, "id", "") or getattr(node.func, "attr", "")
+    return called.startswith("assert")

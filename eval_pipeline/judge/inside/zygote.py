@@ -45,7 +45,8 @@ def main() -> None:
     for name in protocol.PRELOADED[options["role"]]:
         importlib.import_module(name)
     site.setquit()  # `exit` and `quit`, which -S omits along with the folders of packages
-    work, policy_for = tester.work, None
+    work = tester.work
+    policy_for = None
     if is_for_answers:
         import confinement  # not at the top: testers load neither
         import supervisor
