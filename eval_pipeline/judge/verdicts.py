@@ -164,9 +164,9 @@ def _same(actual: str, expected: str, tolerance: float | None) -> bool:
         return True
     if tolerance is None:
         return False
-    integers = _integer(actual), _integer(expected)
-    if integers[0] is not None and integers[1] is not None:
-        return integers[0] == integers[1]
+    ours, theirs = _integer(actual), _integer(expected)
+    if ours is not None and theirs is not None:
+        return ours == theirs
     number, wanted = _finite(actual), _finite(expected)
     if number is None or wanted is None:
         return False

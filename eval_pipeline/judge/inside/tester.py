@@ -98,7 +98,9 @@ def run_test(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[st
     try:
         preamble, test = marshal.loads(compiled) if compiled else (None, None)
         exec(preamble or compile(job["preamble"], _PREAMBLE_FILE, "exec", dont_inherit=True), names)
-        names[job["entry_point"]] = names.of_answer(job["entry_point"])
+        found, names[job["entry_point"]] = peer.look_up(job["entry_point"])
+        if not found:
+            raise NameError(f"the answer does not define {job['entry_point']}")
         exec(test or compile(job["test"], _TEST_FILE, "exec", dont_inherit=True), names)
     except BaseException as error:
         return "failed" if remote.is_of_test(error) else "error", _message(error, job["test"])
@@ -121,17 +123,6 @@ class Names(dict):
     def __init__(self, peer: TesterPeer) -> None:
         super().__init__(__name__="test")
         self._peer = peer
-
-    def of_answer(self, name: str) -> Any:
-        """What the answer defines under this name.
-
-        Raises:
-            NameError: nothing.
-        """
-        found, value = self._peer.look_up(name)
-        if not found:
-            raise NameError(f"the answer does not define {name}")
-        return value
 
     def __missing__(self, name: str) -> Any:
         """Called by Python before it looks among the builtins."""
