@@ -200,6 +200,19 @@ def test_a_failed_sandbox_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) ->
         assert answered == ["success"] * 4
 
 
+def test_a_failed_sandbox_of_a_closed_judge_is_not_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nobody would answer the caller, who may wait in another thread."""
+    with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
+
+        def fail(message: dict[str, Any], blob: bytes) -> Verdict:
+            server._is_closed = True
+            server._stdin.close()
+            return Verdict("api_error", 0, 1, "broken")
+
+        monkeypatch.setattr("eval_pipeline.judge.client.result_from_json", fail)
+        assert server.submit(RIGHT).result(timeout=60).message == "broken"
+
+
 def test_a_callback_may_submit_after_the_end() -> None:
     """The submission fails at once and does not deadlock."""
     again: list[Future] = []
