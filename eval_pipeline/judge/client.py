@@ -237,9 +237,16 @@ class JudgeClient:
         return greeting["reasons"]
 
     def _receive_greeting(self) -> dict[str, Any]:
-        """The first message of a server; empty if it ends or hangs before that."""
+        """The first message of a server; empty if it ends before that.
+
+        Raises:
+            JudgeServerError: it hangs. Another one would hang as well, and waiting for several takes hours.
+        """
         if not _is_readable(self._stdout, _START_S):
             self._process.kill()
+            self._end_process()
+            self._stdout.close()
+            raise JudgeServerError(f"the judge server did not start within {_START_S:.0f} s")
         with suppress(protocol.FrameError):  # it ended in the middle of the message
             if (received := protocol.read(self._stdout.fileno())) is not None:
                 return received[0]

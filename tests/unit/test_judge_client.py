@@ -124,12 +124,13 @@ def test_a_client_that_ends_in_the_middle_of_a_message_leaves_no_traceback(capfd
 
 
 def test_a_server_that_hangs_at_its_start_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho >>'{tmp_path}/starts'\nexec sleep 1000\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(client_module, "_START_S", 0.1)
-    with pytest.raises(JudgeServerError, match="did not start"):
+    monkeypatch.setattr(client_module, "_START_S", 2.0)
+    with pytest.raises(JudgeServerError, match="did not start within 2 s"):
         JudgeClient(judge_config("rlimits")).__enter__()
+    assert (tmp_path / "starts").read_text() == "\n"  # it is not tried again
 
 
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
