@@ -70,8 +70,9 @@ class EvalCheckpoint:
         if self.export is None:
             assert self.served is not None
             return asdict(self.served)
-        if self._has_manifest():
-            return self._exported_files()
+        files = self._exported_files()
+        if files is not None:
+            return files
         stats = {path.name: path.stat() for path in sorted(self.export.iterdir()) if path.is_file()}
         return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
@@ -81,23 +82,21 @@ class EvalCheckpoint:
         Raises:
             UserError: a file is damaged, or the checkpoint is gone.
         """
-        if not self._has_manifest():
-            return  # nothing says what the files should be
         try:
-            damage = damaged_files(self.path, self._exported_files())
+            files = self._exported_files()
+            damage = {} if files is None else damaged_files(self.path, files)
         except ValueError as error:
             raise UserError(f"cannot evaluate {self.path} ({error}); restore it or name another checkpoint") from error
         for name, problem in damage.items():
             raise UserError(
-                f"cannot evaluate {self.path}: its file {name} {problem}; "
-                f"export it again with `{program('checkpoint')} export "
-                f"{self.run_dir} --step {self.step}`"
+                f"cannot evaluate {self.path}: its file {name} {problem}; export it again with "
+                f"`{program('checkpoint')} export {self.run_dir} --step {self.step}`"
             )
 
-    def _has_manifest(self) -> bool:
-        return self.step is not None and (self.path / MANIFEST).exists()  # verl itself writes no manifest
-
-    def _exported_files(self) -> dict[str, dict]:
+    def _exported_files(self) -> dict[str, dict] | None:
+        """The export's entries in the manifest; None if there is none, as verl itself writes none."""
+        if self.step is None or not (self.path / MANIFEST).exists():
+            return None
         files = Manifest.read(self.path).files
         return {name: entry for name, entry in files.items() if name.startswith(f"{EXPORT}/")}
 

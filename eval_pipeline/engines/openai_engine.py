@@ -271,8 +271,7 @@ def _list_models(config: EngineConfig) -> list[ServedModel]:
 
     url, key = config.base_url, _api_key(config)
     try:
-        options: dict[str, Any] = {"timeout": CONNECT_TIMEOUT_S, "max_retries": 2}
-        with openai.OpenAI(base_url=url, api_key=key or "EMPTY", **options) as client:
+        with openai.OpenAI(base_url=url, api_key=key or "EMPTY", timeout=CONNECT_TIMEOUT_S, max_retries=2) as client:
             # parsed here, because the client takes any page for a list of models
             reply = client.models.with_raw_response.list()
             return [ServedModel.from_entry(entry) for entry in json.loads(reply.text)["data"]]

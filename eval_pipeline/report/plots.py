@@ -25,7 +25,6 @@ from eval_pipeline.report.results import DatasetResult, EvaluatedModel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
 RATES_PLOT = "rates_over_steps.png"
@@ -157,6 +156,7 @@ def plot_loss(directory: Path, datasets: Sequence[str], losses: LossHistory, his
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
 
     known = [model for model in history if model.saved_at in losses.values]
     shown = [dataset for dataset in datasets if any(dataset in model.datasets for model in known)]
@@ -164,7 +164,8 @@ def plot_loss(directory: Path, datasets: Sequence[str], losses: LossHistory, his
     steps = [model.saved_at for model in known]
     colours = Normalize(min(steps), max(max(steps), min(steps) + 1))  # also valid for a single checkpoint
     if len(steps) > 1:  # before the points: it takes room, which affects where labels fit
-        _add_colour_bar(all_axes, ScalarMappable(colours, _STEP_COLOURS))
+        scale, ticks = ScalarMappable(colours, _STEP_COLOURS), MaxNLocator(integer=True)
+        figure.colorbar(scale, ax=all_axes, label="optimizer step", ticks=ticks, fraction=0.04)
     for axes, dataset in zip(all_axes, shown):
         _draw_loss(axes, dataset, losses, [model for model in known if dataset in model.datasets], colours)
     return write_figure(figure, directory / LOSS_PLOT)
@@ -175,21 +176,14 @@ def _draw_loss(
 ) -> None:
     x = np.array([losses.values[model.saved_at] for model in models], dtype=np.float64)
     y = np.array([model.datasets[dataset].metrics[_LOSS_METRIC] for model in models], dtype=np.float64)
-    bounds = np.array([model.datasets[dataset].intervals[_LOSS_METRIC] for model in models]).reshape(-1, 2)
+    bounds = np.array([model.datasets[dataset].intervals[_LOSS_METRIC] for model in models])
     steps = [model.saved_at for model in models]
     axes.errorbar(x, y, yerr=np.abs(bounds.T - y), fmt="none", ecolor="#BBBBBB", elinewidth=1, zorder=1)
     axes.plot(x, y, color="#888888", linewidth=0.8, zorder=2)
     axes.scatter(x, y, c=steps, cmap=_STEP_COLOURS, norm=colours, edgecolor="white", linewidth=0.5, s=42, zorder=3)
     axes.set_xlabel(f"{losses.name} (nat/token)")
-    if len(x) and x.min() > 0 and x.max() > _LOG_SCALE_RATIO * x.min():
+    if x.min() > 0 and x.max() > _LOG_SCALE_RATIO * x.min():
         axes.set_xscale("log")
     axes.margins(x=0.12)
     percent_axis(axes, _LOSS_METRIC)
     label_points(axes, x, y, [str(step) for step in steps])
-
-
-def _add_colour_bar(all_axes: Sequence[Axes], scale: ScalarMappable) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    figure = all_axes[0].figure
-    figure.colorbar(scale, ax=all_axes, label="optimizer step", ticks=MaxNLocator(integer=True), fraction=0.04)
