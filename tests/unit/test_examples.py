@@ -146,7 +146,7 @@ def test_an_exports_word_is_not_enough_to_run_an_adapter(idefics3: Path) -> None
         ControlledModel(str(idefics3 / "model"), (32,), 3, adapter=ADAPTER).to_dict()
     )
     with pytest.raises(UserError, match=f"was trained with the adapter {ADAPTER}; name it"):
-        controlled.load("cpu", torch.float32)
+        controlled.runner("cpu", torch.float32)
 
 
 def test_the_adapter_serves_the_commands_that_measure_a_model(

@@ -51,8 +51,6 @@ def load_adapter(
     Args:
         path: a directory, or a name on the hub.
         tier_sizes: see `VLMAdapter`.
-        device: cpu or cuda.
-        dtype: of the weights.
         trust_remote_code: whether to run the code of the checkpoint, which Molmo needs.
         own_adapter: see `adapter_for`.
 
@@ -172,23 +170,11 @@ class ControlledModel:
         return {**asdict(self), "tier_sizes": list(self.tier_sizes)}
 
     def runner(self, device: str, dtype: torch.dtype, own_adapter: Plugin | None = None, **sizes: int) -> VLMRunner:
-        """Load the model and return a runner that asks it as in training.
+        """Load the model, to be asked as in training; on the CPU, also set torch's number of threads, if known.
 
         Args:
-            device: cpu or cuda.
-            dtype: of the weights.
-            own_adapter: see `load`.
-            sizes: of the runner's caches.
-        """
-        return VLMRunner(self.load(device, dtype, own_adapter), self.max_new_tokens, **sizes)
-
-    def load(self, device: str, dtype: torch.dtype, own_adapter: Plugin | None = None) -> VLMAdapter:
-        """Load the model and return its adapter; on the CPU, also set torch's number of threads, if known.
-
-        Args:
-            device: cpu or cuda.
-            dtype: of the weights.
             own_adapter: see `adapter_for`. That an export names an adapter is not enough to run its code.
+            sizes: of the runner's caches.
 
         Raises:
             UserError: the model cannot be loaded, or is not the one that the controller was trained for.
@@ -210,7 +196,7 @@ class ControlledModel:
         )
         if not matches_fingerprint(self.fingerprint, adapter, "the controller's export", self.num_blocks, self.topk):
             raise UserError(f"the controller was trained for another model than {self.path}; give that model")
-        return adapter
+        return VLMRunner(adapter, self.max_new_tokens, **sizes)
 
 
 def load_controller(

@@ -223,9 +223,6 @@ class VLMAdapter(ABC):
 
         The tier concerns the `inputs` and not the model. With all blocks and the trained top-k, outputs are bitwise
         those of the released model.
-
-        Args:
-            configuration: of this model's space.
         """
         trained = self.trained_topk
         replacements: dict[tuple[nn.Module, str], nn.Module] = {}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval_pipeline.commands import add_action, input_path, output_path
 from verl_ext.cli import Commands, FloatArg, IntArg
 from verl_ext.paths import caller_directory
+from verl_ext.plugins import Plugin
 
 if TYPE_CHECKING:
     from verl_ext.controller.source import ControllerSource
@@ -65,7 +68,12 @@ def add_adaptive(commands: Commands) -> None:
     )
     parser.add_argument("--vlm", metavar="PATH", help="the vision-language model (default: its path in training)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings (Molmo)")
-    parser.add_argument("--adapter", metavar="PLACE:CLASS", help="your adapter, if training used one")
+    parser.add_argument(
+        "--adapter",
+        type=partial(Plugin.parse, key="--adapter"),
+        metavar="PLACE:CLASS",
+        help="your adapter, if training used one",
+    )
     parser.add_argument("--output", type=output_path, metavar="DIR", help="output directory (default: see below)")
     parser.add_argument("--no-wandb", action="store_true", help="do not log to W&B")
 
@@ -78,26 +86,11 @@ def add_number(parser: argparse._ActionsContainer, name: str, default: int, text
 def run(arguments: argparse.Namespace) -> int:
     """Compare."""
     from verl_ext.controller.source import find_controller
-    from verl_ext.plugins import Plugin
 
     source = find_controller(arguments.checkpoint)
     from verl_ext.controller.evaluation.evaluate import AdaptiveEvalConfig, evaluate  # here, as torch takes seconds
 
-    config = AdaptiveEvalConfig(
-        budgets_ms=tuple(arguments.budgets),
-        num_budgets=arguments.num_budgets,
-        questions=arguments.questions,
-        num_samples=arguments.num_samples,
-        num_train=arguments.num_train,
-        max_static=arguments.max_static,
-        num_searched=arguments.search_questions,
-        repeats=arguments.repeats,
-        seed=arguments.seed,
-        latency=arguments.latency,
-        vlm=arguments.vlm,
-        trust_remote_code=arguments.trust_remote_code,
-        adapter=None if arguments.adapter is None else Plugin.parse(arguments.adapter, "--adapter"),
-    )
+    config = AdaptiveEvalConfig(**{each.name: getattr(arguments, each.name) for each in fields(AdaptiveEvalConfig)})
     evaluate(source, config, output_directory(source, arguments.output), not arguments.no_wandb)
     return 0
 
