@@ -107,7 +107,6 @@ class RunWorkload:
     """The amount of work of one run, from which a latency model predicts its latency.
 
     Attributes:
-        configuration: of the run.
         num_patches: input of the vision encoder.
         num_prompt_tokens: length of the prompt, including the image's tokens.
         num_decoded: tokens after the first.
@@ -121,13 +120,7 @@ class RunWorkload:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of running a configuration on a sample.
-
-    Attributes:
-        answer: the text.
-        latency: as measured, including the encoding of the image.
-        workload: the amount of work.
-    """
+    """The result of running a configuration on a sample; `latency` is measured and includes encoding the image."""
 
     answer: str
     latency: Latency
@@ -141,8 +134,7 @@ class EncodedImage:
     Attributes:
         inputs: of the model.
         num_patches: input of the vision encoder.
-        encoding: output of the vision encoder.
-        vision_ms: time of the encoding.
+        encoding: output of the vision encoder, which took `vision_ms`.
     """
 
     inputs: Inputs
@@ -178,8 +170,6 @@ class VLMRunner:
     sample. Decoding is greedy, so repeating a run would give the same answer.
 
     Args:
-        adapter: of the model.
-        max_new_tokens: of an answer.
         max_encodings: encoded images to cache, which stay on the device.
     """
 

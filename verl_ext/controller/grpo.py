@@ -42,14 +42,12 @@ BUDGET_NUMBER = -1
 
 @dataclass(frozen=True)
 class BudgetedConfiguration:
-    """An action of the controller.
+    """An action of the controller, and what it was chosen by.
 
     Attributes:
-        configuration: of the model.
-        budget_ms: milliseconds for which it was chosen.
         log_prob: when it was sampled.
         vision: (vision_width,), the controller's input.
-        language: (width,), the controller's input.
+        language: (language_width,), the controller's input.
     """
 
     configuration: Configuration
@@ -66,8 +64,6 @@ class ControllerPolicy(Policy):
         controller: the trained model, as FSDP2 modules or plain.
         runner: computes the features of a sample.
         budgets_ms: lowest and highest; training samples uniformly between them.
-        seed: `trainer.seed`.
-        device: of the controller.
         tier_entropy_weight: see `ConfigurationDistribution.entropy_bonus`.
     """
 
@@ -119,9 +115,7 @@ class ControllerPolicy(Policy):
             "vision": torch.stack([action.vision for action in actions]),
             "language": torch.stack([action.language for action in actions]),
             "budgets_ms": torch.tensor([action.budget_ms for action in actions]),
-            "tiers": choices.tiers,
-            "masks": choices.masks,
-            "topk": choices.topk,
+            **vars(choices),
             "response_mask": torch.ones(len(actions), 1),
             "rollout_log_probs": torch.tensor([[action.log_prob] for action in actions], dtype=torch.float64),
         }
@@ -150,8 +144,7 @@ class ControllerPolicy(Policy):
         return {
             "prompt": trajectory.prompt.fields["sample"].question,
             "budget_ms": f"{trajectory.action.budget_ms:.1f}",
-            "tier": configuration["tier"],
-            "blocks": configuration["blocks"],
+            **configuration,
             "topk": json.dumps(configuration["topk"]),
         }
 

@@ -112,11 +112,9 @@ def decision_overhead_ms(configuration: Configuration, own_ms: float, low_encode
 
 @dataclass(frozen=True)
 class AdaptiveAnswer:
-    """An answer, and the time it took.
+    """An answer, the configuration that produced it, and the time it took.
 
     Attributes:
-        answer: the text.
-        configuration: that produced it.
         decision_ms: what the decision added, see `decision_overhead_ms`.
         network_ms: the controller's forward pass, part of `decision_ms`.
         latency: of the configuration, including the encoding of the image at its tier.

@@ -104,8 +104,6 @@ def matches_fingerprint(
     them matches, with a warning, if the recorded numbers do.
 
     Args:
-        recorded: the fingerprint.
-        adapter: of the model.
         source: where it was recorded, for the warning.
         num_blocks: recorded number of blocks; None if unknown.
         topk: recorded number of experts per token, 0 for a model without; None if unknown.

@@ -91,14 +91,13 @@ def run(arguments: argparse.Namespace) -> int:
     from verl_ext.controller.evaluation.evaluate import AdaptiveEvalConfig, evaluate  # here, as torch takes seconds
 
     config = AdaptiveEvalConfig(**{each.name: getattr(arguments, each.name) for each in fields(AdaptiveEvalConfig)})
-    evaluate(source, config, output_directory(source, arguments.output), not arguments.no_wandb)
+    evaluate(source, config, arguments.output or default_output(source), not arguments.no_wandb)
     return 0
 
 
-def output_directory(source: ControllerSource, given: Path | None) -> Path:
-    """The directory for the files: the given one, else the run's, else one in the user's directory."""
+def default_output(source: ControllerSource) -> Path:
+    """The directory for the files: the run's, or one in the user's directory for an export without a run."""
     from eval_pipeline.checkpoints import EVAL_FOLDER
 
-    if given is not None:
-        return given
-    return (caller_directory() if source.run_dir is None else source.run_dir / EVAL_FOLDER) / source.label
+    parent = caller_directory() if source.run_dir is None else source.run_dir / EVAL_FOLDER
+    return parent / source.label

@@ -82,9 +82,7 @@ class LmmsQuestion:
     """A request: one question about one image.
 
     Attributes:
-        task: name of the task.
-        split: of the task's data set.
-        doc_id: index into the split.
+        doc_id: index into the split of the task's data set.
         image: in RGB.
         text: the full text of the question.
         until: the answer ends before the first of these.

@@ -179,10 +179,7 @@ class ControllerBenchmark:
         ]
 
     def run(
-        self,
-        statics: Sequence[Configuration],
-        train: Sequence[ImageQuestion],
-        held_out: Sequence[ImageQuestion],
+        self, statics: Sequence[Configuration], train: Sequence[ImageQuestion], held_out: Sequence[ImageQuestion]
     ) -> Measurements:
         """Run static configurations on questions for the lookup table, and everything on questions to compare on."""
         self._score, space = AnswerScorer([*train, *held_out]), self._model.space

@@ -165,6 +165,8 @@ def markdown_report(comparison: ControllerComparison, info: Mapping[str, Any], p
         plots: PNG files next to the page by their titles.
     """
     header, *methods = method_table(comparison)
+    lookups = zip(comparison.budgets_ms, comparison.table)
+    entries = ([f"{budget:.1f}", *configuration_cells(comparison, index)] for budget, index in lookups)
     settings = ([f"`{name}`", str(value)] for name, value in {**info["protocol"], **info["machine"]}.items())
     parts = [
         "# The controller and its baselines",
@@ -176,7 +178,7 @@ def markdown_report(comparison: ControllerComparison, info: Mapping[str, Any], p
         "## By budget",
         markdown_table(ROW_HEADER, (row_cells(row) for row in comparison.rows)),
         "## Lookup table",
-        markdown_table(("budget ms", *CONFIGURATION_HEADER), lookup_rows(comparison)),
+        markdown_table(("budget ms", *CONFIGURATION_HEADER), entries),
         "## Pareto front of the static configurations",
         markdown_table((*CONFIGURATION_HEADER, "accuracy", "latency ms"), front_rows(comparison)),
         "## Protocol",
@@ -239,12 +241,6 @@ def configuration_cells(comparison: ControllerComparison, index: int) -> list[st
         f"{configuration.num_active} of {len(configuration.blocks)}",
         str(topk) if configuration.topk else "-",
     ]
-
-
-def lookup_rows(comparison: ControllerComparison) -> Table:
-    """A row per budget."""
-    entries = zip(comparison.budgets_ms, comparison.table)
-    return [[f"{budget:.1f}", *configuration_cells(comparison, index)] for budget, index in entries]
 
 
 def front_rows(comparison: ControllerComparison) -> Table:

@@ -141,17 +141,11 @@ def oracle(candidates: ResultMatrices, budgets_ms: Sequence[float]) -> ResultMat
 
 @dataclass(frozen=True)
 class MethodAtBudget:
-    """A method at a budget, over all samples.
+    """A method at a budget: means over all samples, and percentiles of the latency.
 
     Attributes:
-        method: name.
-        budget_ms: milliseconds for an answer.
-        accuracy: mean.
-        latency_ms_mean: mean.
-        latency_ms_p50: median.
-        latency_ms_p95: 95th percentile.
         violation_rate: share of the samples whose latency exceeds the budget.
-        complexity: mean share of the model that ran.
+        complexity: share of the model that ran.
     """
 
     method: str
@@ -267,14 +261,11 @@ class ControllerComparison:
     """The controller and its baselines.
 
     Attributes:
-        space: of the configurations.
         budgets_ms: ascending.
         statics: static configurations, the columns of `measured.statics` and `measured.train`.
-        measured: all runs.
         methods: results (samples, budgets) by name of the method.
         front: indices into `statics` of the Pareto front, fastest first.
         table: indices into `statics`, one per budget.
-        summary: of the comparison.
     """
 
     space: ConfigurationSpace
