@@ -137,7 +137,6 @@ class ConfigurationDistribution:
     """Tier, block mask and the top-k of each active block; independent, except that only active blocks have a top-k.
 
     Args:
-        space: the configurations.
         tier_logits: (batch, tiers).
         block_logits: (batch, blocks - 1).
         block_topk_logits: (batch, blocks, choices); those of block 0, whose top-k is fixed, are ignored. The last

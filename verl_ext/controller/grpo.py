@@ -180,8 +180,6 @@ def reward_components(
     Args:
         weights: of the components, without a unit.
         accuracy: of the answer, from 0 to 1.
-        latency_ms: milliseconds of the answer.
-        budget_ms: milliseconds for the answer.
         complexity: share of the model that ran, from 0 to 1; see `ConfigurationSpace.complexity`.
     """
     ratio = latency_ms / budget_ms

@@ -42,10 +42,8 @@ class TracedController:
     """Computes the logits of a controller with constant weights, with less overhead.
 
     A controller is so small that Python spends more time between its operations than torch within them. So the network
-    runs as one traced graph, and the features of a budget, which do not depend on the question, are cached.
-
-    Args:
-        controller: in evaluation mode, on its device.
+    runs as one traced graph, and the features of a budget, which do not depend on the question, are cached. The
+    controller must be in evaluation mode, and on its device.
     """
 
     def __init__(self, controller: BudgetController) -> None:
@@ -63,13 +61,7 @@ class TracedController:
                 self._network(*example)
 
     def __call__(self, vision: torch.Tensor, language: torch.Tensor, budget_ms: float) -> Logits:
-        """Logits as of `BudgetController.forward` for a batch of one; call it in inference mode.
-
-        Args:
-            vision: (1, vision_width), float32.
-            language: (1, language_width), float32.
-            budget_ms: milliseconds.
-        """
+        """Logits as of `BudgetController.forward` for a batch of one, in float32; call it in inference mode."""
         return self._network(vision, language, self._budget_features(budget_ms))
 
     def _budget_features(self, budget_ms: float) -> torch.Tensor:

@@ -186,11 +186,7 @@ class LatencySource(ABC):
 
 @dataclass(frozen=True)
 class MeasuredLatency(LatencySource):
-    """Milliseconds as measured.
-
-    Attributes:
-        deciding_ms: see `LatencySource`.
-    """
+    """Milliseconds as measured."""
 
     deciding_ms: float = 0.0
     is_measured = True
@@ -271,7 +267,6 @@ def require_reachable(
 
     Args:
         setting: option or key of the budgets.
-        lowest_ms: the lowest budget.
         cheapest_ms: for some questions, milliseconds of the cheapest configuration and the decision for it.
         full_ms: latency of the full configuration if the budgets are shares of it, else None.
 

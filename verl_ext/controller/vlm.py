@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,6 @@ class ControlledModel:
     Attributes:
         path: directory or hub name.
         tier_sizes: see `VLMAdapter`.
-        max_new_tokens: of an answer.
         question_suffix: appended to every question.
         trust_remote_code: whether the model has its own code.
         fingerprint: of its weights; None before it was loaded.
@@ -157,11 +156,6 @@ class ControlledModel:
     adapter: str | None = None
     num_blocks: int | None = None
     topk: int | None = None
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> ControlledModel:
-        """The inverse of `to_dict`."""
-        return cls(**{**content, "tier_sizes": tuple(content["tier_sizes"])})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -213,16 +207,15 @@ def load_controller(
     """
     try:
         controller = BudgetController.from_pretrained(directory, dtype=torch.float32).eval()
-        space = controller.space
-        model = ControlledModel.from_dict(
-            {**controller.config.vlm, "num_blocks": space.num_blocks, "topk": space.full_topk}
-        )
+        recorded, space = controller.config.vlm, controller.space
+        known: dict[str, Any] = {"path": vlm or recorded["path"], "trust_remote_code": trust_remote_code}
+        known |= {"tier_sizes": tuple(recorded["tier_sizes"]), "num_blocks": space.num_blocks, "topk": space.full_topk}
+        return controller, ControlledModel(**{**recorded, **known})
     except Exception as error:  # a damaged export can raise anything
         raise UserError(
             f"{directory} is not the export of a budget controller ({first_line_of(error)}); give the huggingface "
             "folder of a checkpoint of stage budget"
         ) from error
-    return controller, replace(model, path=vlm or model.path, trust_remote_code=trust_remote_code)
 
 
 def load_weights(controller: BudgetController, path: Path) -> None:

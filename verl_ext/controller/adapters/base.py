@@ -74,12 +74,7 @@ class SkippedBlock(nn.Module):
 
 
 class CachedVisionEncoder(nn.Module):
-    """Replaces a vision encoder and returns an output that it computed before.
-
-    Args:
-        encoder: the original, for its other attributes.
-        output: what it returned.
-    """
+    """Replaces a vision encoder and returns an output that it computed before; its other attributes stay."""
 
     def __init__(self, encoder: nn.Module, output: Any) -> None:
         super().__init__()

@@ -29,17 +29,7 @@ IMAGE_PLACEHOLDER = "<image>"
 
 @dataclass(frozen=True)
 class LmmsModelArgs:
-    """`--model_args` of the model `budget_controller`.
-
-    Attributes:
-        pretrained: a controller's export, its `global_step_N`, or a run directory.
-        budget_ms: milliseconds for each answer.
-        vlm: path of the vision-language model; None for its path in training.
-        log: file with a line per answer; None for no file.
-        device: cpu or cuda, from `--device`; None for a GPU if there is one.
-        trust_remote_code: whether the model's own code may run.
-        adapter: the user's adapter, if training used one.
-    """
+    """`--model_args` of the model `budget_controller`, which docs/controller.md explains, and `--device`."""
 
     pretrained: Path
     budget_ms: float

@@ -181,11 +181,7 @@ class ComparisonSummary:
             budgets where that difference is at least `LEAST_GAP`; None if there are none.
         num_gap_budgets: number of these budgets.
         worst_violation_rate: the controller's highest over the budgets.
-        worst_violation_budget_ms: budget with that rate.
-        decision_ms: mean time that deciding adds to a latency.
-        features_ms: mean time of pooling image and question, part of `decision_ms`.
-        network_ms: mean time of the controller's forward pass, part of `decision_ms`.
-        choice_ms: mean time of taking the mode, part of `decision_ms`.
+        decision_ms: mean time that deciding adds to a latency; the next three are parts of it, see `Decision`.
         full_ms: mean latency of the full configuration, as measured.
         network_share: `network_ms` / `full_ms`.
         measured_again: repeated measurements per run.
