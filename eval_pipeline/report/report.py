@@ -12,7 +12,7 @@ from eval_pipeline.report.metrics import Interval
 from eval_pipeline.report.plots import LOSS_PLOT, LossHistory, loss_history, plot_errors, plot_loss, plot_rates
 from eval_pipeline.report.results import DatasetResult, EvaluatedModel, Outcomes, write_json, write_text
 from eval_pipeline.report.selection import BestCheckpoint
-from verl_ext.console import text_table
+from verl_ext.console import markdown_table, text_table
 from verl_ext.errors import UserError
 
 TABLE_FILE = "comparison_table.md"
@@ -285,12 +285,6 @@ def format_table(datasets: Mapping[str, DatasetResult]) -> str:
         cells = (format_value(result.metrics.get(name), result.intervals.get(name)) for name in names)
         columns.append([dataset, *cells])
     return text_table(list(zip(*columns, strict=True)))
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def format_value(value: float | int | None, interval: Interval | None = None) -> str:

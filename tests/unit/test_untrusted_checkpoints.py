@@ -27,7 +27,7 @@ from verl_ext.checkpoint.shards import ShardFiles
 from verl_ext.controller.vlm import ControlledModel, load_controller
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import best_export
-from verl_ext.remote_code import require_no_remote_code
+from verl_ext.model_files import require_no_remote_code
 from verl_ext.trainer.model import load_model_config, require_own
 from verl_ext.trainer.stages import load_config
 from verl_ext.trainer.tokenizer import load_tokenizer

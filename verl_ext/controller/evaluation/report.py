@@ -26,9 +26,8 @@ from eval_pipeline.report.plot_style import (
     percent_axis,
     write_figure,
 )
-from eval_pipeline.report.report import markdown_table
 from eval_pipeline.report.results import write_json, write_text
-from verl_ext.console import text_table
+from verl_ext.console import markdown_table, text_table
 from verl_ext.controller.evaluation.results import (
     ALLOWED_VIOLATIONS,
     ControllerComparison,
