@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval_pipeline.commands import add_action, input_path, output_path
 from verl_ext.cli import Commands, FloatArg, IntArg
 from verl_ext.paths import caller_directory
-from verl_ext.plugins import Plugin
 
 if TYPE_CHECKING:
     from verl_ext.controller.source import ControllerSource
@@ -68,12 +66,7 @@ def add_adaptive(commands: Commands) -> None:
     )
     parser.add_argument("--vlm", metavar="PATH", help="the vision-language model (default: its path in training)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings (Molmo)")
-    parser.add_argument(
-        "--adapter",
-        type=partial(Plugin.parse, key="--adapter"),
-        metavar="PLACE:CLASS",
-        help="your adapter, if training used one",
-    )
+    parser.add_argument("--adapter", metavar="PLACE:CLASS", help="your adapter, if training used one")
     parser.add_argument("--output", type=output_path, metavar="DIR", help="output directory (default: see below)")
     parser.add_argument("--no-wandb", action="store_true", help="do not log to W&B")
 
@@ -86,11 +79,15 @@ def add_number(parser: argparse._ActionsContainer, name: str, default: int, text
 def run(arguments: argparse.Namespace) -> int:
     """Compare."""
     from verl_ext.controller.source import find_controller
+    from verl_ext.plugins import Plugin
 
     source = find_controller(arguments.checkpoint)
     from verl_ext.controller.evaluation.evaluate import AdaptiveEvalConfig, evaluate  # here, as torch takes seconds
 
-    config = AdaptiveEvalConfig(**{each.name: getattr(arguments, each.name) for each in fields(AdaptiveEvalConfig)})
+    options = {each.name: getattr(arguments, each.name) for each in fields(AdaptiveEvalConfig)}
+    if arguments.adapter is not None:
+        options["adapter"] = Plugin.parse(arguments.adapter, "--adapter")
+    config = AdaptiveEvalConfig(**options)
     evaluate(source, config, arguments.output or default_output(source), not arguments.no_wandb)
     return 0
 
