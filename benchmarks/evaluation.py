@@ -46,7 +46,7 @@ from benchmarks.harness import (
     write_results,
 )
 from eval_pipeline.config import EvalConfig, SamplingConfig
-from eval_pipeline.engines.base import Engine, GeneratedAnswer, GenerateRequest
+from eval_pipeline.engines import Engine, GeneratedAnswer, GenerateRequest
 from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.recipe import load_eval_config
 from eval_pipeline.report.results import read_evaluation
@@ -90,9 +90,7 @@ class ReplacingEngine(Engine):
     def __enter__(self) -> ReplacingEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass  # the worker closes the engine
 
     def answers(

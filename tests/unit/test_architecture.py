@@ -17,10 +17,10 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 MOST_FILES = {
     "Start of SFT": 25,
     "One step of SFT": 4,
-    "One step of GRPO": 15,
+    "One step of GRPO": 13,
     "One step of the budget controller": 17,
     "One evaluated checkpoint": 18,
-    "One judged answer": 22,
+    "One judged answer": 20,
     "One save": 8,
     "One resume": 8,
     "One row of metrics": 5,

@@ -153,7 +153,8 @@ def why_killed(run: Mapping[str, Any], silent_s: float, allowed_s: float) -> str
     is_here = attempt.get("host") == socket.gethostname() and attempt.get("pid_namespace") == pid_namespace()
     if is_here and attempt.get("pid") is not None:
         # a process that lives is slow at most: a first step can take longer than any limit
-        return None if is_alive(attempt["pid"]) else f"its process {attempt['pid']} is gone"
+        is_running = is_alive(attempt["pid"], attempt.get("pid_start_ticks"))
+        return None if is_running else f"its process {attempt['pid']} is gone"
     return f"it has logged nothing for {silent_s:.0f} s" if silent_s > allowed_s else None
 
 

@@ -14,7 +14,7 @@ from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json, replace_file, write_errors
 from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
-from verl_ext.processes import pid_namespace
+from verl_ext.processes import pid_namespace, start_ticks
 
 RUN_FILE = "run.json"
 STATUSES = ("waiting", "running", "finished", "stopped", "failed")
@@ -35,10 +35,6 @@ class RunIdentity(TypedDict, total=False):
     precision: str | None
 
 
-_IDENTITY_KEYS = (
-    "project", "experiment", "stage", "recipe", "total_steps", "config_digest", "untrained_loss", "first_start",
-    "precision",
-)  # fmt: skip
 _TEXT, _COUNT = (str, type(None)), (int, type(None))
 _PRECISIONS = ("bf16", "fp32", None)
 _TYPES = {
@@ -49,7 +45,7 @@ _TYPES = {
 _ATTEMPT_TYPES = {
     **{"attempt": (int,), "start": (str,)},
     **dict.fromkeys(("end", "exit_reason", "host"), _TEXT),
-    **dict.fromkeys(("first_step", "last_step", "world_size", "pid", "pid_namespace"), _COUNT),
+    **dict.fromkeys(("first_step", "last_step", "world_size", "pid", "pid_start_ticks", "pid_namespace"), _COUNT),
     "closed_trackers": (list,),
 }
 _REQUIRED_ATTEMPT_KEYS = frozenset({"attempt", "start", "end"})
@@ -57,10 +53,9 @@ _LARGEST_INT = 2**63 - 1  # what the monitor's database can hold
 
 
 class RunRecord:
-    """Reads and updates the `run.json` of a run directory; only one process at a time may update it.
+    """Reads and updates the `run.json` of a run directory, which need not exist yet.
 
-    Args:
-        run_dir: the run directory, which need not exist yet.
+    Only one process at a time may update it.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -250,7 +245,7 @@ def seconds_of(moment: Any) -> float | None:
 
 
 def _new_run() -> dict[str, Any]:
-    return {"status": "waiting", **dict.fromkeys(_IDENTITY_KEYS), "attempts": []}
+    return {"status": "waiting", **dict.fromkeys((*RunIdentity.__annotations__, "total_steps")), "attempts": []}
 
 
 def _is_run(run: Any) -> bool:
@@ -286,6 +281,7 @@ def _attempt(number: int, *, first_step: int | None = None, world_size: int | No
         "exit_reason": None,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "pid_start_ticks": start_ticks(os.getpid()),
         "pid_namespace": pid_namespace(),
     }
 
