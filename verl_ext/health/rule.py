@@ -42,7 +42,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found: a message with its numbers, without a period; `advice` if not that of the rule."""
+    """What a check found: a message with numbers, without a period, and advice if it differs from the rule's."""
 
     level: Level
     message: str
@@ -130,7 +130,7 @@ Check = Callable[[HealthView], CheckResult | None]
 
 @dataclass(frozen=True)
 class Finding:
-    """What the rule of this name found at the last step of a run so far, and what to do about it."""
+    """What a rule found at the last step that a run had taken, and what to do about it."""
 
     rule: str
     level: Level
