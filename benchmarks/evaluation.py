@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from benchmarks.harness import (
     ROOT,
@@ -90,9 +89,7 @@ class ReplacingEngine(Engine):
     def __enter__(self) -> ReplacingEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass  # the worker closes the engine
 
     def answers(
@@ -105,11 +102,7 @@ class ReplacingEngine(Engine):
 
 
 class ReplacingWorker(EvalWorker):
-    """A worker that submits other texts for judging, each when the answer that it replaces is complete.
-
-    Attributes:
-        texts: by `problem_id`; answers to other problems stay.
-    """
+    """A worker that submits other texts for judging, each when the answer that it replaces is complete."""
 
     texts: Mapping[str, str] = {}
 
@@ -168,11 +161,9 @@ class WorkerRounds:
         self.run("generation")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close both."""
-        self._worker.__exit__(kind, error, trace)
+        self._worker.__exit__(None, None, None)
 
     def run(self, kind: str) -> dict[str, float]:
         """Run one round: its wall-clock and CPU seconds, and those after its last answer.
