@@ -56,6 +56,7 @@ from eval_pipeline.worker import (
     Batch,
     BatchFailed,
     BatchId,
+    BatchLost,
     EvalWorker,
     Event,
     key_of,
@@ -128,6 +129,8 @@ class RoundEvents:
             self.error_types[event.verdict.error_type] += 1
         elif isinstance(event, BatchFailed):
             self.failure = event.error
+        elif isinstance(event, BatchLost):
+            self.failure = event.reason
 
 
 class WorkerRounds:
