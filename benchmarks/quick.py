@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class RegressionCheck:
     """
 
     what: str
-    command: tuple[str, ...]
+    command: Sequence[str]
     results: str
     ratio: Callable[[Recorded], float]
     more_is_better: bool = True
@@ -50,26 +50,25 @@ def without_trackers(parts: Recorded) -> float:
     return parts["total_s"]["median"] - parts["trackers_s"]["median"]
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 CHECKS = {
     "sft": RegressionCheck(
         "tokens per second, ours over a bare loop",
-        ("-m", "benchmarks.sft", "--quick", "--rounds", "1", "--num-steps", "3", "--output", "{output}"),
+        "-m benchmarks.sft --quick --rounds 1 --num-steps 3 --output {output}".split(),
         "sft_2cpu.json",
         lambda results: results["ours_over"]["bare, packed"],
     ),
     "checkpoint": RegressionCheck(
         "how long training waits for a save, verl's over ours",
         (
-            *(*TORCHRUN, "-m", "benchmarks.checkpoint", "--quick", "--repeats", "2", "--directory", "{scratch}/saved"),
-            *("--tokenizer", "{scratch}/quickstart/model", "--output", "{output}"),
-        ),
+            "-m torch.distributed.run --standalone --nproc-per-node=2 -m benchmarks.checkpoint --quick --repeats 2"
+            " --directory {scratch}/saved --tokenizer {scratch}/quickstart/model --output {output}"
+        ).split(),
         "checkpoint_2cpu_disk.json",
         lambda results: results["stall_of_verl_over_sync"],
     ),
     "monitor": RegressionCheck(
         "reading rows into the database, over parsing them",
-        ("-m", "benchmarks.monitor", "--rows", "100000", "--output", "{output}"),
+        "-m benchmarks.monitor --rows 100000 --output {output}".split(),
         "monitor_2cpu.json",
         lambda results: results["ingest_s"] / results["parse_s"],
         more_is_better=False,
@@ -77,10 +76,10 @@ CHECKS = {
     "start": RegressionCheck(
         "the first step without trackers, over the ranks' imports",
         (
-            *("-m", "benchmarks.start", "--repeats", "1", "--output", "{output}", "prepare=[]", "trainer.logger=[]"),
-            *("data.train_files={scratch}/quickstart/train.parquet", "data.val_files={scratch}/quickstart/val.parquet"),
-            "model.partial_pretrain={scratch}/quickstart/model",
-        ),
+            "-m benchmarks.start --repeats 1 --output {output} prepare=[] trainer.logger=[]"
+            " data.train_files={scratch}/quickstart/train.parquet data.val_files={scratch}/quickstart/val.parquet"
+            " model.partial_pretrain={scratch}/quickstart/model"
+        ).split(),
         "start_2cpu.json",
         lambda results: without_trackers(results["parts"]) / results["parts"]["imports_s"]["median"],
         more_is_better=False,
