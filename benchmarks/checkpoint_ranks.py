@@ -147,7 +147,8 @@ def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> Re
         repeats: saves of each kind that count.
         quick: only verl's saves and ours, none in the background, no resuming.
     """
-    device, is_first = "cuda" if torch.cuda.is_available() else "cpu", dist.get_rank() == 0
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shows_bars = dist.get_rank() == 0
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
     model = ShardedModel(device)
     steps = [{"step_s": model.step()} for _ in range(1 if quick else 5)]
@@ -158,10 +159,10 @@ def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> Re
     }
     sides["plain"] = partial(measure_plain, directory / "plain", directory / "sync")
     # the first save allocates what later ones reuse
-    rounds = in_rounds(sides, repeats, "saving", warm_up=1, show=is_first)
+    rounds = in_rounds(sides, repeats, "saving", warm_up=1, show=shows_bars)
     checkpoints = {} if quick else {kind: directory / kind / f"global_step_{repeats + 1}" for kind in ("verl", "sync")}
     resumes = {kind: partial(measure_resume, kind, device, tokenizer, path) for kind, path in checkpoints.items()}
-    for kind, found in in_rounds(resumes, RESUMES, "resuming", show=is_first).items():
+    for kind, found in in_rounds(resumes, RESUMES, "resuming", show=shows_bars).items():
         rounds[kind] += found
     saved = {kind: medians(rounds[kind]) for kind in kinds}
     for kind, path in checkpoints.items():
