@@ -11,9 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import pandas as pd
 import torch
-import torch.distributed as dist
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from benchmarks.grpo import GROUP_SIZE, MAX_TOKENS, MICRO_BATCH_SIZE, PROMPTS, variety
@@ -31,39 +30,23 @@ R = TypeVar("R")
 # SFT
 
 
-class CountingSFTTrainer(SFTTrainer):
-    """TRL's trainer, which counts the tokens that are not padding."""
-
-    tokens = 0
-
-    def compute_loss(
-        self, model: PreTrainedModel, inputs: dict[str, torch.Tensor], *arguments: Any, **named: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """See TRL's."""
-        mask = inputs.get("attention_mask")
-        pad = self.processing_class.pad_token_id
-        self.tokens += int(mask.sum() if mask is not None else (inputs["input_ids"] != pad).sum())
-        return super().compute_loss(model, inputs, *arguments, **named)
-
-
 class SFTStepLogger(TrainerCallback):
-    """Logs every step."""
+    """Logs every step with its tokens, which TRL counts over all ranks, without padding."""
 
-    trainer: CountingSFTTrainer
+    trainer: SFTTrainer
     begun = 0.0
+    tokens = 0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """A step's data are loaded before it; they count from the end of the step before."""
         self.begun = self.begun or time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Log the tokens of all ranks."""
-        tokens = torch.tensor(self.trainer.tokens)
-        dist.all_reduce(tokens)
-        now = time.perf_counter()
-        if dist.get_rank() == 0:
-            log_row(tokens=int(tokens), seconds=now - self.begun)
-        self.begun, self.trainer.tokens = now, 0
+        """Log the step."""
+        now, tokens = time.perf_counter(), self.trainer._total_train_tokens
+        if self.trainer.accelerator.is_main_process:
+            log_row(tokens=tokens - self.tokens, seconds=now - self.begun)
+        self.begun, self.tokens = now, tokens
 
 
 def sft(scratch: str, variant: str, num_steps: str) -> None:
@@ -98,7 +81,7 @@ def sft(scratch: str, variant: str, num_steps: str) -> None:
     )
     model = AutoModelForCausalLM.from_pretrained(f"{scratch}/model", attn_implementation="sdpa", dtype=torch.float32)
     tokenizer, logger = AutoTokenizer.from_pretrained(f"{scratch}/model"), SFTStepLogger()
-    logger.trainer = CountingSFTTrainer(
+    logger.trainer = SFTTrainer(
         model, config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[logger]
     )
     logger.trainer.train()
