@@ -364,4 +364,4 @@ def on_cpu(settings: GPUCheckSettings, function: str, *words: str) -> None:
     Raises:
         UserError: it failed.
     """
-    run(settings.command("gpu_correctness", function, *words), **{DEVICES: "", "MASTER_PORT": str(free_port())})
+    run(settings.command("gpu_correctness", function, *words), {DEVICES: "", "MASTER_PORT": str(free_port())})

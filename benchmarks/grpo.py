@@ -104,7 +104,7 @@ def our_steps(engine: str, ranks: int, num_steps: int, scratch: Path) -> list[GR
             "trainer.default_local_dir": run_dir,
         }
         words = [f"{key}={value}" for key, value in settings.items()]
-        run(["bash", "run_grpo.sh", str(ranks), *words], VERL_EXT_PYTHON=sys.executable)
+        run(["bash", "run_grpo.sh", str(ranks), *words], {"VERL_EXT_PYTHON": sys.executable})
         return [our_step(row) for row in read_metrics(Path(run_dir, METRICS_FILE)) if "time/train/update_s" in row]
 
 

@@ -169,18 +169,18 @@ def qwen2_size(
 # Subprocesses and ranks
 
 
-def run(command: Sequence[str], timeout_s: float | None = None, **variables: str) -> str:
+def run(command: Sequence[str], variables: Mapping[str, str] | None = None, timeout_s: float | None = None) -> str:
     """Standard output of a command, started in the root of the checkout without access to a network.
 
     Args:
         command: its words.
-        timeout_s: seconds that it may take.
         variables: of the environment, in addition to those of this process.
+        timeout_s: seconds that it may take.
 
     Raises:
         UserError: it failed, or took too long.
     """
-    environment = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **os.environ, **variables}
+    environment = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **os.environ, **(variables or {})}
     begin = " ".join(command[:6])
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
@@ -206,7 +206,11 @@ def child_command(function: str, *words: str, ranks: int = 1, torchrun: bool = F
 
 
 def run_ranks(
-    function: str, *words: str, ranks: int = 1, torchrun: bool = False, **variables: str
+    function: str,
+    *words: str,
+    ranks: int = 1,
+    torchrun: bool = False,
+    variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Run a function on ranks; returns the rows that they logged.
 
@@ -220,7 +224,7 @@ def run_ranks(
     Raises:
         UserError: a rank failed.
     """
-    output = run(child_command(function, *words, ranks=ranks, torchrun=torchrun), **variables)
+    output = run(child_command(function, *words, ranks=ranks, torchrun=torchrun), variables)
     return [json.loads(line.removeprefix(ROW_PREFIX)) for line in output.splitlines() if line.startswith(ROW_PREFIX)]
 
 

@@ -208,13 +208,12 @@ def line_length(values: Array) -> float:
 
 def detection_table(num_runs: int) -> list[dict[str, float | str]]:
     """A row of rates for each rule, by the size of the change."""
-
-    def rates(detected: Callable[[float, int], float]) -> dict[str, float]:
-        return {f"{size:g}": detected(size, num_runs) for size in CHANGES}
-
+    rules: dict[tuple[str, str], Callable[[float, int], float]]
+    rules = {(each.rule, each.change): partial(detection, each) for each in SIMULATIONS}
+    rules["80 % of the steps", "loss rises"] = share_of_steps
     return [
-        *({"rule": each.rule, "change": each.change, **rates(partial(detection, each))} for each in SIMULATIONS),
-        {"rule": "80 % of the steps", "change": "loss rises", **rates(share_of_steps)},
+        {"rule": rule, "change": change, **{f"{size:g}": detected(size, num_runs) for size in CHANGES}}
+        for (rule, change), detected in rules.items()
     ]
 
 

@@ -82,7 +82,7 @@ def compare(setting: PlanSetting, scratch: Path) -> Results:
     config = sft_config(setting, write_data(setting, scratch), write_model(setting, scratch), scratch / "run")
     config_file.write_text(to_yaml(config))
     variables = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // setting.ranks, 1)), **ALLOCATOR}
-    ranks = run_ranks("plan_ranks:measure", str(config_file), ranks=setting.ranks, torchrun=True, **variables)
+    ranks = run_ranks("plan_ranks:measure", str(config_file), ranks=setting.ranks, torchrun=True, variables=variables)
     loss_share = ranks[0]["loss_tokens"] / sum(rows * length for rows, length in ranks[0]["micro_batches"])
     plan = predicted(setting, config, loss_share)
     peak = plan.memory.peak_bytes

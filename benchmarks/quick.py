@@ -96,7 +96,7 @@ def measured(check: RegressionCheck, scratch: Path) -> Recorded:
     output = scratch / f"{check.results}.now"
     words = [word.format(output=output, scratch=scratch) for word in check.command]
     try:
-        run([sys.executable, *words], TIMEOUT_S, OMP_NUM_THREADS="1")
+        run([sys.executable, *words], {"OMP_NUM_THREADS": "1"}, TIMEOUT_S)
     except UserError:
         if not output.exists():  # with an exit code that only says that a limit is exceeded, it has measured
             raise

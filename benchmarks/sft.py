@@ -75,7 +75,7 @@ def our_rate(scratch: Path, num_steps: int, *overrides: str) -> float:
             "trainer.default_local_dir": directory,
         }
         words = [*(f"{key}={value}" for key, value in settings.items()), *overrides]
-        run(["bash", "run_sft.sh", str(RANKS), *words], VERL_EXT_PYTHON=sys.executable, **ONE_THREAD)
+        run(["bash", "run_sft.sh", str(RANKS), *words], {"VERL_EXT_PYTHON": sys.executable, **ONE_THREAD})
         rows = [row for row in read_metrics(Path(directory, METRICS_FILE)) if "train/loss" in row]
     steps = [(row["throughput/train/tokens_per_s"], row["time/train/step_s"]) for row in rows]
     return rate_of([{"tokens": rate * seconds, "seconds": seconds} for rate, seconds in steps])
@@ -85,7 +85,7 @@ def rate_of_ranks(scratch: Path, num_steps: int, function: str, variant: str, ra
     """A side of `BASELINES`; stock verl takes few steps, because it pads each sample to the longest possible."""
     variables = {**ONE_THREAD, "OMP_NUM_THREADS": str(2 // ranks)}
     words = str(scratch), variant, str(STOCK_STEPS if function == STOCK else num_steps)
-    return rate_of(run_ranks(function, *words, ranks=ranks, **variables))
+    return rate_of(run_ranks(function, *words, ranks=ranks, variables=variables))
 
 
 def rate_of(steps: Sequence[Numbers]) -> float:
@@ -103,7 +103,7 @@ def measure(scratch: Path, rounds: int, num_steps: int, quick: bool) -> Results:
     if not quick:
         compiled = "model.compile=true", f"trainer.total_training_steps={2 * num_steps}"
         sides |= {"ours, bf16": partial(ours, "model.mixed_precision=bf16"), "ours, compiled": partial(ours, *compiled)}
-    baselines = [QUICK] if quick else BASELINES
+    baselines = [QUICK] if quick else [*BASELINES]
     sides |= {name: partial(rate_of_ranks, scratch, num_steps, *BASELINES[name]) for name in baselines}
     runs = in_rounds(sides, rounds, "training")
     rates = {name: statistics.median(found) for name, found in runs.items()}

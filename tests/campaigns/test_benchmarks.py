@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.grpo import MAX_TOKENS, write_prompts
 from benchmarks.harness import run_ranks
-from benchmarks.sft import BASELINES, BATCH_SIZE, STOCK, STOCK_BATCH_SIZE
+from benchmarks.sft import BASELINES, BATCH_SIZE, ONE_THREAD, STOCK, STOCK_BATCH_SIZE
 from verl_ext.data.prepare import prepare
 
 
@@ -25,7 +25,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", BASELINES)
 def test_a_side_of_the_sft_benchmark_trains(name: str, scratch: Path) -> None:
     function, variant, _ = BASELINES[name]
-    steps = run_ranks(function, str(scratch), variant, "2", ranks=2, OMP_NUM_THREADS="1")
+    steps = run_ranks(function, str(scratch), variant, "2", ranks=2, variables=ONE_THREAD)
     assert len(steps) == 2
     samples = STOCK_BATCH_SIZE if function == STOCK else BATCH_SIZE
     for step in steps:  # samples of about 100 tokens, or about as many tokens in packed rows
@@ -34,7 +34,7 @@ def test_a_side_of_the_sft_benchmark_trains(name: str, scratch: Path) -> None:
 
 def test_trls_side_of_the_grpo_benchmark_trains(scratch: Path) -> None:
     words = str(scratch / "model"), str(scratch), "2"
-    steps = run_ranks("trl_ranks:grpo", *words, ranks=2, torchrun=True, OMP_NUM_THREADS="1")
+    steps = run_ranks("trl_ranks:grpo", *words, ranks=2, torchrun=True, variables=ONE_THREAD)
     assert len(steps) == 2
     for step in steps:
         assert 0 < step["model_s"] and 0 < step["generation_s"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -61,7 +61,7 @@ def test_ranks_log_rows_that_the_benchmark_reads(monkeypatch: pytest.MonkeyPatch
 
 def test_a_command_that_takes_too_long_is_ended() -> None:
     with pytest.raises(UserError, match="took more than 0.5 s"):
-        harness.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
+        harness.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.5)
 
 
 def test_only_several_ranks_need_torchrun() -> None:
@@ -83,7 +83,7 @@ def test_every_round_of_grpo_trains_again(tmp_path: Path, monkeypatch: pytest.Mo
     names |= {"time/train/reward_s": 0.1, "train/seq_completion_len_mean": 64.0}
     directories: list[str] = []
 
-    def run(command: Sequence[str], **_: str) -> str:
+    def run(command: Sequence[str], _: Mapping[str, str]) -> str:
         [run_dir] = [word.partition("=")[2] for word in command if word.startswith("trainer.default_local_dir=")]
         assert not [*Path(run_dir).iterdir()]
         directories.append(run_dir)
