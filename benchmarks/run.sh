@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # usage: bash benchmarks/run.sh [--quick]
 #
-# Measures SFT, GRPO, checkpoints, starts, plan and the evaluation of an untrained model again, which takes hours, and
-# replaces the committed results. --quick compares some ratios with the committed ones, in less than 5 minutes. Each
+# Measures SFT, GRPO, checkpoints, starts, plan, the knobs of a controller and the evaluation of an untrained model
+# again, which takes hours, and replaces the committed results. --quick compares some ratios with the committed ones, in less than 5 minutes. Each
 # benchmark is also a command of its own: `python -m benchmarks.NAME --help`.
 #
 # examples:
@@ -36,7 +36,7 @@ results=benchmarks/results
 "$PYTHON" -m benchmarks.plan --output $results/plan_2cpu.json
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=2 -m benchmarks.checkpoint \
   --output $results/checkpoint_2cpu_disk.json
-"$PYTHON" -m benchmarks.grpo --num-steps 6 --output $results/grpo_1rank_2cpu.json
-"$PYTHON" -m benchmarks.grpo --ranks 2 --num-steps 6 --output $results/grpo_2ranks_2cpu.json
+"$PYTHON" -m benchmarks.grpo --ranks 2 --output $results/grpo_2ranks_2cpu.json
+"$PYTHON" -m benchmarks.adaptive --output $results/adaptive_1thread_cpu.json
 "$PYTHON" -m benchmarks.evaluation --model data/quickstart/model \
   --output $results/evaluation_2cpu_random_model.json sampling.max_tokens=64
