@@ -212,7 +212,7 @@ def baseline_judge(baseline: str, python: Path, num_workers: int, sets: AnswerSe
     Raises:
         UserError: the baseline is not installed there.
     """
-    command = [python, Path(__file__).with_name("judge_baselines.py"), baseline]
+    command = [str(python), str(Path(__file__).with_name("judge_baselines.py")), baseline]
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     except OSError as error:
