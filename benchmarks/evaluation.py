@@ -45,7 +45,7 @@ from benchmarks.harness import (
     write_results,
 )
 from eval_pipeline.config import EvalConfig, SamplingConfig
-from eval_pipeline.engines.base import Engine, GeneratedAnswer, GenerateRequest
+from eval_pipeline.engines import Engine, GeneratedAnswer, GenerateRequest
 from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.recipe import load_eval_config
 from eval_pipeline.report.results import read_evaluation

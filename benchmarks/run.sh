@@ -2,8 +2,8 @@
 # usage: bash benchmarks/run.sh [--quick]
 #
 # Measures SFT, GRPO, checkpoints, starts, plan, the knobs of a controller and the evaluation of an untrained model
-# again, which takes hours, and replaces the committed results. --quick compares some ratios with the committed ones, in less than 5 minutes. Each
-# benchmark is also a command of its own: `python -m benchmarks.NAME --help`.
+# again, which takes hours, and replaces the committed results. --quick compares some ratios with the committed ones,
+# in less than 5 minutes. Each benchmark is also a command of its own: `python -m benchmarks.NAME --help`.
 #
 # examples:
 #   bash benchmarks/run.sh --quick

@@ -6,18 +6,17 @@ import itertools
 import json
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from eval_pipeline.checkpoints import EvalCheckpoint
 from eval_pipeline.config import EvalConfig
-from eval_pipeline.engines.base import GeneratedAnswer, GenerateRequest
+from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.jobs import Job
-from eval_pipeline.judge import ERROR_TYPES, Verdict
+from eval_pipeline.judge import Verdict
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import EvalDigests
 from eval_pipeline.report.metrics import JudgedAnswer
@@ -35,6 +34,7 @@ from eval_pipeline.worker import (
     key_of,
     split_into_batches,
 )
+from verl_ext.config.schema import fits
 from verl_ext.console import print_line, progress_bar, warn
 from verl_ext.files import LineWriter, drop_torn_tail, parse_json, replace_file
 
@@ -43,15 +43,7 @@ _CLAIMS = itertools.count(1)
 
 
 class ActiveJob:
-    """One claim of a job, from what is on disk to the last verdict. Leaving the context closes the files.
-
-    Args:
-        job: claimed by this process.
-        checkpoint: the model.
-        problems: of the dataset.
-        config: of the evaluation.
-        digests: of the job.
-        directory: of the job's files.
+    """One claim of a job by this process, from what is on disk to the last verdict; `close` closes its files.
 
     Attributes:
         claim: number of the claim in this process.
@@ -72,31 +64,27 @@ class ActiveJob:
         self._batches = split_into_batches(problems, config.sampling, config.batch_size)
         self._keys = [key_of(request) for batch in self._batches for request in batch]
         self._store = AnswerStore(directory, digests.answers, digests.verdicts)
-        self._waiting = deque(number for number, batch in enumerate(self._batches) if self._lacks_verdicts(batch))
+        self._waiting = deque(
+            number
+            for number, batch in enumerate(self._batches)
+            if any(key_of(request) not in self._store.verdicts for request in batch)
+        )
         self._submitted: set[BatchId] = set()
         self._retried: set[int] = set()
         self._losses: Counter[int] = Counter()  # by batch, as a node that dies takes many batches at once
         self._started: float | None = None
-        self._seconds_before = job.seconds
-        self._phases: dict[str, float] = {}
-        num_done, desc = len(self._store.verdicts), f"{checkpoint.label} {job.dataset}"
-        what = f"Evaluating {checkpoint.label} on {job.dataset}: {len(self._keys) - num_done} answers to go"
+        self._phases: dict[str, float] = defaultdict(float)
+        num_done, desc = len(self._store.verdicts), f"{job.checkpoint} {job.dataset}"
+        what = f"Evaluating {job}: {len(self._keys) - num_done} answers to go"
         if checkpoint.export is not None:
             what += "; loading the model takes about 15 s, or a few minutes if it is large"
         print_line(f"{what}.", sys.stderr)
         self._bar = progress_bar(total=len(self._keys), initial=num_done, desc=desc, unit="answers")
 
-    def __enter__(self) -> ActiveJob:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the files and the progress bar."""
         self._bar.close()
-        self._store.__exit__(kind, error, trace)
-
-    def _lacks_verdicts(self, batch: Sequence[GenerateRequest]) -> bool:
-        return any(key_of(request) not in self._store.verdicts for request in batch)
+        self._store.close()
 
     @property
     def has_batches(self) -> bool:
@@ -115,18 +103,13 @@ class ActiveJob:
         `active_s` starts when the engine is ready, or when stored answers go to the judge.
         """
         active = 0.0 if self._started is None else time.monotonic() - self._started
-        now = {**self._phases, "active_s": active}
-        return {name: now.get(name, 0.0) + self._seconds_before.get(name, 0.0) for name in now | self._seconds_before}
+        now, before = {**self._phases, "active_s": active}, self.job.seconds
+        return {name: now.get(name, 0.0) + before.get(name, 0.0) for name in now | before}
 
     @property
-    def isolation(self) -> str:
-        """Isolation level that the judge used."""
-        return self._store.context["isolation"]
-
-    @property
-    def protocol(self) -> dict[str, Any]:
-        """What the answers depend on, from the engine."""
-        return self._store.context["protocol"]
+    def context(self) -> dict[str, Any]:
+        """How the answers and verdicts were obtained, see `AnswerStore`."""
+        return self._store.context
 
     def next_batch(self) -> Batch:
         """Take the next batch from the queue."""
@@ -168,7 +151,7 @@ class ActiveJob:
             case BatchFinished(batch=batch, seconds=seconds):
                 self._submitted.discard(batch)
                 for phase, value in seconds.items():
-                    self._phases[phase] = self._phases.get(phase, 0.0) + value
+                    self._phases[phase] += value
             case BatchLost(batch=batch, reason=reason):
                 self._losses[batch.number] += 1
                 if self._losses[batch.number] >= MAX_LOSSES:
@@ -188,8 +171,7 @@ class ActiveJob:
         failed = {key for key, verdict in self._store.verdicts.items() if verdict.error_type == "api_error"}
         if self._retried or not failed:
             return False
-        where = f"{self.checkpoint.label} on {self.job.dataset}"
-        warn(f"{len(failed)} answers of {where} have no verdict (api_error); trying them once more")
+        warn(f"{len(failed)} answers of {self.job} have no verdict (api_error); trying them once more")
         numbers = [number for number, batch in enumerate(self._batches) if not failed.isdisjoint(map(key_of, batch))]
         self._bar.update(-len(failed))
         self._store.drop(failed)
@@ -199,15 +181,8 @@ class ActiveJob:
 
     def judged_answers(self) -> list[JudgedAnswer]:
         """All answers with their verdicts, ordered by problem."""
-        return [
-            JudgedAnswer(
-                self._problems[problem_id],
-                sample,
-                self._store.answers[problem_id, sample],
-                self._store.verdicts[problem_id, sample],
-            )
-            for problem_id, sample in self._keys
-        ]
+        answers, verdicts = self._store.answers, self._store.verdicts
+        return [JudgedAnswer(self._problems[key[0]], key[1], answers[key], verdicts[key]) for key in self._keys]
 
 
 class AnswerStore:
@@ -226,12 +201,10 @@ class AnswerStore:
 
     def __init__(self, directory: Path, answers_digest: str, verdicts_digest: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        answers, verdicts = (
-            directory / f"{name}-{digest[:16]}.jsonl"
-            for name, digest in (("answers", answers_digest), ("verdicts", verdicts_digest))
-        )
-        self.answers = read_rows(answers, _answer_from, lambda answer: answer.error is not None)
-        self.verdicts = read_rows(verdicts, _verdict_from, lambda verdict: verdict.error_type == "api_error")
+        answers = directory / f"answers-{answers_digest[:16]}.jsonl"
+        verdicts = directory / f"verdicts-{verdicts_digest[:16]}.jsonl"
+        self.answers = read_rows(answers, GeneratedAnswer, lambda answer: answer.error is not None)
+        self.verdicts = read_rows(verdicts, Verdict, lambda verdict: verdict.error_type == "api_error")
         self._context_files = {
             "protocol": directory / f"protocol-{answers_digest[:16]}.json",
             "isolation": directory / f"isolation-{verdicts_digest[:16]}.json",
@@ -262,14 +235,10 @@ class AnswerStore:
         orphans = self.verdicts.keys() - self.answers.keys()
         if orphans:
             self.verdicts = {key: verdict for key, verdict in self.verdicts.items() if key not in orphans}
-            replace_file(path, (_line(key, asdict(verdict)) + "\n" for key, verdict in self.verdicts.items()))
+            replace_file(path, (_line(key, verdict) + "\n" for key, verdict in self.verdicts.items()))
 
-    def __enter__(self) -> AnswerStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._answers.close()
         self._verdicts.close()
 
@@ -280,13 +249,13 @@ class AnswerStore:
             OSError: the disk is full.
         """
         if key not in self.answers:
-            self._answers.write(_line(key, asdict(answer)))
+            self._answers.write(_line(key, answer))
             self.answers[key] = answer
 
     def add_verdict(self, key: AnswerKey, verdict: Verdict) -> None:
         """Store a verdict, unless there is one; raises as `add_answer`."""
         if key not in self.verdicts:
-            self._verdicts.write(_line(key, asdict(verdict)))
+            self._verdicts.write(_line(key, verdict))
             self.verdicts[key] = verdict
 
     def add_context(self, context: dict[str, Any]) -> None:
@@ -304,25 +273,30 @@ class AnswerStore:
                 del self.answers[key]
 
 
-def read_rows(path: Path, make: Callable[[dict[str, Any]], T], has_failed: Callable[[T], bool]) -> dict[AnswerKey, T]:
+def _line(key: AnswerKey, value: GeneratedAnswer | Verdict) -> str:
+    return json.dumps({"problem_id": key[0], "sample": key[1], **asdict(value)})
+
+
+def read_rows(path: Path, kind: type[T], has_failed: Callable[[T], bool]) -> dict[AnswerKey, T]:
     """Read the rows of a file by key. Of several with the same key, the first that has not failed counts.
 
     Args:
         path: JSON Lines; a missing file is empty, and a torn last line is cut off.
-        make: makes a value from a row without its key. Rows for which it raises `TypeError` or `ValueError`, for
-            example those of another version, are skipped with one warning.
+        kind: dataclass of a row without its key. Rows that do not fit, for example those of another version, are
+            skipped with one warning.
         has_failed: whether a later value replaces this one.
     """
     if not path.exists():
         return {}
     drop_torn_tail(path, lambda line: line.endswith(b"\n") and _parse_row(line) is not None)
+    hints = get_type_hints(kind)
     rows: dict[AnswerKey, T] = {}
     num_skipped = 0
     with open(path, "rb") as file:
         for row in filter(None, map(_parse_row, file)):
             try:
-                key, value = _pop_key(row), make(row)
-            except (TypeError, ValueError):
+                key, value = _from_row(row, kind, hints)
+            except TypeError:
                 num_skipped += 1
                 continue
             if key not in rows or has_failed(rows[key]):
@@ -332,35 +306,6 @@ def read_rows(path: Path, make: Callable[[dict[str, Any]], T], has_failed: Calla
     return rows
 
 
-def _pop_key(row: dict[str, Any]) -> AnswerKey:
-    problem_id, sample = row.pop("problem_id", None), row.pop("sample", None)
-    if not isinstance(problem_id, str) or not isinstance(sample, int):
-        raise TypeError("a row without its key")
-    return problem_id, sample
-
-
-def _answer_from(row: dict[str, Any]) -> GeneratedAnswer:
-    answer = GeneratedAnswer(**row)
-    numbers = isinstance(answer.num_tokens, int) and isinstance(answer.truncated, bool)
-    if not numbers or not isinstance(answer.text, str) or not isinstance(answer.error, str | None):
-        raise TypeError("a field has the wrong type")
-    return answer
-
-
-def _verdict_from(row: dict[str, Any]) -> Verdict:
-    verdict = Verdict(**row)
-    numbers = all(isinstance(each, int) for each in (verdict.num_passed, verdict.num_tests))
-    if not numbers or not isinstance(verdict.judge_time, int | float) or not isinstance(verdict.message, str):
-        raise TypeError("a field has the wrong type")
-    if verdict.error_type not in ERROR_TYPES:
-        raise ValueError("unknown error type")
-    return verdict
-
-
-def _line(key: AnswerKey, content: dict[str, Any]) -> str:
-    return json.dumps({"problem_id": key[0], "sample": key[1], **content})
-
-
 def _parse_row(line: bytes) -> dict[str, Any] | None:
     """A row; None if a kill or a crash tore it."""
     try:
@@ -368,3 +313,12 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and row else None
+
+
+def _from_row(row: dict[str, Any], kind: type[T], hints: Mapping[str, Any]) -> tuple[AnswerKey, T]:
+    problem_id, sample = row.pop("problem_id", None), row.pop("sample", None)
+    value = kind(**row)  # refuses missing and unknown fields
+    has_key = isinstance(problem_id, str) and isinstance(sample, int)
+    if not has_key or not all(fits(getattr(value, name), hint, quoted=True) for name, hint in hints.items()):
+        raise TypeError("a field has the wrong type")
+    return (problem_id, sample), value

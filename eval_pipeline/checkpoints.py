@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval_pipeline.engines.base import ServedModel
+from eval_pipeline.engines import ServedModel
 from eval_pipeline.jobs import LEDGER_FILE
 from verl_ext.checkpoint.lease import hold_lease
 from verl_ext.checkpoint.manifest import (
@@ -25,7 +25,7 @@ from verl_ext.commands import program
 from verl_ext.config.run_config import read_config_file
 from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.files import parse_json
+from verl_ext.model_files import read_json
 
 MAX_LABEL = 120
 """Characters of a served model's label, which becomes part of file names."""
@@ -54,12 +54,6 @@ class EvalCheckpoint:
     """The server's description of the model, if there is no export."""
 
     @property
-    def own_export(self) -> Path:
-        """The export of a model that is not served."""
-        assert self.export is not None
-        return self.export
-
-    @property
     def label(self) -> str:
         """`step_<N>`, or the directory's name for a model without a run."""
         return self.name or (self.path.name if self.step is None else f"step_{self.step}")
@@ -76,8 +70,9 @@ class EvalCheckpoint:
         if self.export is None:
             assert self.served is not None
             return asdict(self.served)
-        if self._has_manifest():
-            return self._exported_files()
+        files = self._exported_files()
+        if files is not None:
+            return files
         stats = {path.name: path.stat() for path in sorted(self.export.iterdir()) if path.is_file()}
         return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
@@ -87,26 +82,23 @@ class EvalCheckpoint:
         Raises:
             UserError: a file is damaged, or the checkpoint is gone.
         """
-        if not self._has_manifest():
-            return  # nothing says what the files should be
         try:
-            damage = damaged_files(self.path, self._exported_files())
+            files = self._exported_files()
+            damage = {} if files is None else damaged_files(self.path, files)
         except ValueError as error:
             raise UserError(f"cannot evaluate {self.path} ({error}); restore it or name another checkpoint") from error
         for name, problem in damage.items():
             raise UserError(
-                f"cannot evaluate {self.path}: its file {name} {problem}; "
-                f"export it again with `{program('checkpoint')} export "
-                f"{self.run_dir} --step {self.step}`"
+                f"cannot evaluate {self.path}: its file {name} {problem}; export it again with "
+                f"`{program('checkpoint')} export {self.run_dir} --step {self.step}`"
             )
 
-    def _has_manifest(self) -> bool:
-        return self.step is not None and (self.path / MANIFEST).exists()  # verl itself writes no manifest
-
-    def _exported_files(self) -> dict[str, dict]:
-        prefix = f"{self.own_export.name}/"
+    def _exported_files(self) -> dict[str, dict] | None:
+        """The export's entries in the manifest; None if there is none, as verl itself writes none."""
+        if self.step is None or not (self.path / MANIFEST).exists():
+            return None
         files = Manifest.read(self.path).files
-        return {name: entry for name, entry in files.items() if name.startswith(prefix)}
+        return {name: entry for name, entry in files.items() if name.startswith(f"{EXPORT}/")}
 
 
 def find_checkpoint(path: Path) -> EvalCheckpoint:
@@ -124,14 +116,11 @@ def find_checkpoint(path: Path) -> EvalCheckpoint:
     if path.name == EXPORT and step_of(path.parent) is not None:
         path = path.parent
     step = step_of(path)
-    if step is None:
-        checkpoint = EvalCheckpoint(path, path)
-        if not (path / "config.json").is_file() and (steps := list_checkpoints(path)):
-            raise UserError(f"{path} is a run directory; name one of its checkpoints, such as {steps[0]}")
-    else:
-        checkpoint = EvalCheckpoint(path, path / EXPORT, run_dir=path.parent, step=step)
-    check_export(checkpoint.own_export)
-    return checkpoint
+    if step is None and not (path / "config.json").is_file() and (steps := list_checkpoints(path)):
+        raise UserError(f"{path} is a run directory; name one of its checkpoints, such as {steps[0]}")
+    export, run_dir = (path, None) if step is None else (path / EXPORT, path.parent)
+    check_export(export)
+    return EvalCheckpoint(path, export, run_dir, step)
 
 
 def base_model(path: Path) -> EvalCheckpoint:
@@ -151,11 +140,7 @@ def served_checkpoint(model: ServedModel, directory: Path) -> EvalCheckpoint:
 
 
 class CheckpointScanner:
-    """Finds the checkpoints of a run, and warns once about each that cannot be evaluated.
-
-    Args:
-        run_dir: holds `global_step_N` directories.
-    """
+    """Finds the checkpoints of a run, and warns once about each that cannot be evaluated."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -225,12 +210,14 @@ def check_export(export: Path) -> None:
         raise UserError(
             f"{export} has no config.json; add hf_model to trainer.checkpoint.save_contents, or export the checkpoint"
         )
-    _read_object(export / "config.json")
+    read_json(export / "config.json")
     _check_weights(export)
     _check_tokenizer(export)
 
 
 def _check_weights(export: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
     index = export / SHARD_INDEX
     shards = _shards_of(index) if index.is_file() else sorted(export.glob("*.safetensors"))
     if not shards:
@@ -240,28 +227,21 @@ def _check_weights(export: Path) -> None:
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise UserError(f"{index} names missing shards ({', '.join(missing)}); export the model again")
-    for shard in shards:
-        _check_shard(shard)
+    for shard in shards:  # one that is truncated, too long, or not a safetensors file
+        try:
+            with safe_open(shard, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{shard} is not a complete safetensors file ({error}); export the model again") from error
 
 
 def _shards_of(index: Path) -> list[Path]:
-    weight_map = _read_object(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index} has no weight_map of file names; export the model again")
     if outside := sorted(name for name in set(weight_map.values()) if Path(name).name != name):
         raise UserError(f"{index} names {outside[0]}, which is not in its directory; export the model again")
     return [index.parent / name for name in sorted(set(weight_map.values()))]
-
-
-def _check_shard(shard: Path) -> None:
-    """Refuse a file that is truncated, too long, or not a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(shard, framework="numpy"):
-            pass
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{shard} is not a complete safetensors file ({error}); export the model again") from error
 
 
 def _check_tokenizer(export: Path) -> None:
@@ -270,20 +250,10 @@ def _check_tokenizer(export: Path) -> None:
     if (export / "chat_template.jinja").is_file():
         return
     settings = export / "tokenizer_config.json"
-    if not settings.is_file() or not _read_object(settings).get("chat_template"):
+    if not settings.is_file() or not read_json(settings).get("chat_template"):
         raise UserError(
             f"{export} has no chat template; save one with the tokenizer, such as that of the instruct model"
         )
-
-
-def _read_object(path: Path) -> dict[str, object]:
-    try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}); export the model again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object; export the model again")
-    return content
 
 
 # Directories of results
@@ -291,17 +261,14 @@ def _read_object(path: Path) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class EvalDir:
-    """The directory of an evaluation.
-
-    Attributes:
-        root: holds the job queue.
-        run_dir: the training run's directory; None for a model without a run.
-        one_model: whether results go into `root` itself, which is for one model only.
-    """
+    """The directory of an evaluation."""
 
     root: Path
+    """Holds the job queue."""
     run_dir: Path | None
+    """The training run's directory; None for a model without a run."""
     one_model: bool = False
+    """Whether results go into `root` itself, which is for one model only."""
 
     @property
     def of_run(self) -> Path:
@@ -337,7 +304,6 @@ def eval_dir_of_checkpoint(checkpoint: EvalCheckpoint, output: Path | None, is_t
     """The evaluation directory of one checkpoint: `output`, or its run's, or `eval_<name>` next to the model.
 
     Args:
-        checkpoint: the model.
         output: the directory that the user named.
         is_trial: whether results are kept apart from those of the run.
     """

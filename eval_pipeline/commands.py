@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.cli import FAILURES, CommandParser, Commands, IntArg, add_command
 from verl_ext.commands import program
 from verl_ext.console import aligned_rows, print_line, print_summary, typed_path
+from verl_ext.errors import UserError
 from verl_ext.paths import base_directory, caller_directory
 
 if TYPE_CHECKING:
-    from eval_pipeline.checkpoints import EvalCheckpoint
     from eval_pipeline.config import EvalConfig
     from eval_pipeline.jobs import Job
-    from eval_pipeline.run import EvalContext
 
 Action = Callable[[argparse.Namespace], int]
 
@@ -63,8 +62,6 @@ def add_action(
     """Add a command.
 
     Args:
-        commands: of the program.
-        name: of the command.
         text: description, see `add_command`.
         action: gets the arguments and returns the exit code.
         examples: arguments for the examples.
@@ -93,9 +90,10 @@ def add_overrides(parser: CommandParser) -> None:
 
 def _recipe_keys(words: Sequence[str]) -> list[str]:
     """The keys of a recipe, only for suggestions: the import takes a second."""
-    from eval_pipeline.recipe import known_keys
+    from eval_pipeline.config import EvalConfig
+    from verl_ext.config.schema import keys
 
-    return known_keys()
+    return list(keys(EvalConfig))
 
 
 def add_directory(parser: argparse.ArgumentParser, what: str) -> None:
@@ -104,12 +102,7 @@ def add_directory(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def load_config(arguments: argparse.Namespace, run_dir: Path | None) -> EvalConfig:
-    """The configuration by the arguments of `add_recipe`.
-
-    Args:
-        arguments: of the command.
-        run_dir: of the training run, whose recipe is the default.
-    """
+    """The configuration by the arguments of `add_recipe`; the recipe of a training run is the default."""
     from eval_pipeline.recipe import config_for_run
 
     config = config_for_run(arguments.recipe, arguments.overrides, run_dir)
@@ -187,13 +180,23 @@ With --limit or --problems they go to <run>/eval/trial_step_N/ and do not affect
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate a model; returns 1 if a job failed."""
-    from eval_pipeline.checkpoints import eval_dir_of_checkpoint, find_checkpoint
+    from eval_pipeline.checkpoints import eval_dir_of_checkpoint, find_checkpoint, served_checkpoint
     from eval_pipeline.run import EvalContext
     from eval_pipeline.watch import evaluate_checkpoint
 
-    given = None if arguments.checkpoint is None else find_checkpoint(arguments.checkpoint)
-    config = load_config(arguments, None if given is None else given.run_dir)
-    checkpoint, config = _on_server(given, config) if config.engine.kind == "openai" else (_required(given), config)
+    checkpoint = None if arguments.checkpoint is None else find_checkpoint(arguments.checkpoint)
+    config = load_config(arguments, None if checkpoint is None else checkpoint.run_dir)
+    if config.engine.kind == "openai":
+        from eval_pipeline.engines.openai_engine import find_served_model
+
+        model = find_served_model(config.engine, None if checkpoint is None else checkpoint.export)
+        checkpoint = checkpoint or served_checkpoint(model, caller_directory())
+        # by its name, so that no other model is used if the server changes
+        config = replace(config, engine=replace(config.engine, model=model.id))
+    if checkpoint is None:
+        raise UserError(
+            "no model is named; give --checkpoint DIR, or set engine.kind=openai to evaluate a server's model"
+        )
     if arguments.problems is not None:
         config = _with_problems(config, arguments.problems)
     if arguments.limit is not None:
@@ -201,26 +204,6 @@ def run(arguments: argparse.Namespace) -> int:
     is_trial = arguments.problems is not None or arguments.limit is not None
     directory = eval_dir_of_checkpoint(checkpoint, arguments.output, is_trial)
     return evaluate_checkpoint(EvalContext(directory, config), checkpoint, arguments.tier)
-
-
-def _required(checkpoint: EvalCheckpoint | None) -> EvalCheckpoint:
-    from verl_ext.errors import UserError
-
-    if checkpoint is None:
-        raise UserError(
-            "no model is named; give --checkpoint DIR, or set engine.kind=openai to evaluate a server's model"
-        )
-    return checkpoint
-
-
-def _on_server(checkpoint: EvalCheckpoint | None, config: EvalConfig) -> tuple[EvalCheckpoint, EvalConfig]:
-    """The server's model, and the configuration that names it, so that no other is used if the server changes."""
-    from eval_pipeline.checkpoints import served_checkpoint
-    from eval_pipeline.engines.openai_engine import find_served_model
-
-    model = find_served_model(config.engine, None if checkpoint is None else checkpoint.export)
-    checkpoint = checkpoint or served_checkpoint(model, caller_directory())
-    return checkpoint, replace(config, engine=replace(config.engine, model=model.id))
 
 
 def _with_problems(config: EvalConfig, problems: Path) -> EvalConfig:
@@ -268,48 +251,28 @@ def add_report(commands: Commands) -> None:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Evaluate the base model if necessary, and write the report."""
+    """Evaluate the base model if necessary, and write the report; returns 1 if a job failed."""
     from eval_pipeline.checkpoints import base_model, eval_dir_of_run
     from eval_pipeline.config import TIERS
     from eval_pipeline.recipe import restrict_datasets
+    from eval_pipeline.report.report import write_report
     from eval_pipeline.report.results import read_evaluation
     from eval_pipeline.report.selection import read_best_checkpoint
     from eval_pipeline.run import EvalContext
     from eval_pipeline.watch import evaluate_checkpoint
 
     directory = eval_dir_of_run(arguments.directory)
-    config = load_config(arguments, directory.of_run)
+    config = load_config(arguments, directory.run_dir)
     config.engine.require_own_model("report")
     best = read_evaluation(directory.results_of(f"step_{read_best_checkpoint(directory.of_run).step}"))
     baseline = base_model(arguments.baseline)
     context = EvalContext(directory, restrict_datasets(config, best.datasets))
-    code = evaluate_checkpoint(context, baseline, max(TIERS))
-    if code == 0:
-        table = _write_report(context, baseline.label, best.label)
-        rows = {"report": typed_path(table), "plots": typed_path(table.parent / "*.png")}
-        print_summary(f"Finished: report on {directory.of_run.name}", rows)
-    return code
-
-
-def _write_report(context: EvalContext, base_label: str, best_label: str) -> Path:
-    from eval_pipeline.publish import published_models
-    from eval_pipeline.report.report import write_report
-    from eval_pipeline.report.results import read_evaluation, read_outcomes
-    from eval_pipeline.report.selection import read_best_checkpoint
-    from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
-
-    directory = context.directory
-    base, best = (directory.results_of(label) for label in (base_label, best_label))
-    history = directory.of_run / METRICS_FILE
-    return write_report(
-        directory.root / "report",
-        baseline=read_evaluation(base),
-        best=read_evaluation(best),
-        history=[model for model in published_models(directory.root) if model.step is not None],
-        training_history=iter_metrics(history) if history.is_file() else (),
-        outcomes=(read_outcomes(base), read_outcomes(best)),
-        chosen_by=read_best_checkpoint(directory.of_run),
-    )
+    if evaluate_checkpoint(context, baseline, max(TIERS)) != 0:
+        return 1
+    table = write_report(directory, baseline.label)
+    rows = {"report": typed_path(table), "plots": typed_path(table.parent / "*.png")}
+    print_summary(f"Finished: report on {directory.of_run.name}", rows)
+    return 0
 
 
 # status
@@ -380,7 +343,6 @@ def retry(arguments: argparse.Namespace) -> int:
     from eval_pipeline.checkpoints import find_eval_dir
     from eval_pipeline.jobs import JobQueue
     from eval_pipeline.report.results import read_evaluation
-    from verl_ext.errors import UserError
 
     directory = find_eval_dir(arguments.directory)
     queue = JobQueue(directory.root)
@@ -395,7 +357,7 @@ def retry(arguments: argparse.Namespace) -> int:
             reason = f"{incomplete[job.key]} answers without a verdict"
         else:
             reason = "failed: " + (job.error or "").partition("\n")[0]
-        print_line(f"Re-queued: {job.checkpoint} on {job.dataset} ({reason})")
+        print_line(f"Re-queued: {job} ({reason})")
     if not due:
         print_line("No evaluation has failed or is incomplete, so there is nothing to retry.")
     return 0
@@ -422,55 +384,33 @@ def add_check(commands: Commands) -> None:
 
 def check(arguments: argparse.Namespace) -> int:
     """Check whether an evaluation could start; a training with `eval.watch=true` runs this first."""
-    from eval_pipeline.pool import require_engine
+    from eval_pipeline.config import TIERS
+    from eval_pipeline.judge import JudgeClient
+    from eval_pipeline.pool import assign_gpus, require_engine
+    from eval_pipeline.problems.datasets import is_local, load_problems
     from eval_pipeline.recipe import load_eval_config
 
     config = load_eval_config(arguments.recipe, arguments.overrides)
     require_engine(config)
     if arguments.watch:
         config.engine.require_own_model("watch")
-    found = {
-        "problems": _count_problems(config),
-        "isolation": _probe_sandbox(config),
-        "gpus": _count_gpus(config),
-    }
-    print_line(json.dumps(found) if arguments.json else _describe_check(found))
-    return 0
-
-
-def _count_problems(config: EvalConfig) -> dict[str, int | None]:
-    """Number of problems of each dataset in the tiers; None for datasets from the hub."""
-    from eval_pipeline.config import TIERS
-    from eval_pipeline.problems.datasets import is_local, load_problems
-    from verl_ext.errors import UserError
-
     sources = [config.sources[name] for name, _ in config.datasets_up_to(max(TIERS))]
     if not sources:
         raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
-    return {source.name: len(load_problems(source)) if is_local(source) else None for source in sources}
-
-
-def _probe_sandbox(config: EvalConfig) -> str | None:
-    """The isolation level that works here; None if other machines judge."""
-    from eval_pipeline.judge import JudgeClient
-
-    if config.executor.kind != "local":
-        return None
-    with JudgeClient(replace(config.judge, num_workers=1)) as judge:
-        return judge.isolation
-
-
-def _count_gpus(config: EvalConfig) -> int:
-    """Number of GPUs of this machine that the engines would take; 0 on a Ray cluster."""
-    from eval_pipeline.pool import assign_gpus
-
-    if config.executor.kind == "ray" and config.executor.address != "local":
+    problems = {source.name: len(load_problems(source)) if is_local(source) else None for source in sources}
+    isolation: str | None = None
+    num_gpus = 0
+    is_local_pool = config.executor.kind == "local"
+    if is_local_pool:  # the machines of a Ray cluster judge
+        with JudgeClient(replace(config.judge, num_workers=1)) as judge:
+            isolation = judge.isolation
+    if is_local_pool or config.executor.address == "local":  # a Ray cluster of this machine has its GPUs
+        groups = assign_gpus(config.executor.num_workers, config.engine)
+        num_gpus = sum(len(group.split(",")) for group in groups if group is not None)
+    if arguments.json:
+        print_line(json.dumps({"problems": problems, "isolation": isolation, "gpus": num_gpus}))
         return 0
-    groups = assign_gpus(config.executor.num_workers, config.engine)
-    return sum(len(group.split(",")) for group in groups if group is not None)
-
-
-def _describe_check(found: dict) -> str:
-    counts = (f"{name} ({'from the hub' if count is None else count})" for name, count in found["problems"].items())
-    sandbox = "answers judged on the Ray cluster" if found["isolation"] is None else f"isolation {found['isolation']}"
-    return f"The recipe is valid: problems of {', '.join(counts)}; {sandbox}; {found['gpus']} GPUs of this machine"
+    counts = (f"{name} ({'from the hub' if count is None else count})" for name, count in problems.items())
+    sandbox = "answers judged on the Ray cluster" if isolation is None else f"isolation {isolation}"
+    print_line(f"The recipe is valid: problems of {', '.join(counts)}; {sandbox}; {num_gpus} GPUs of this machine")
+    return 0

@@ -17,8 +17,15 @@ from verl_ext.config.schema import section, setting
 from verl_ext.errors import UserError
 
 TIERS = (1, 2, 3)
-OWN_VLLM_ARGUMENTS = ("model", "max_model_len", "dtype", "gpu_memory_utilization", "tensor_parallel_size", "hf_token")
-"""Arguments of vllm.LLM that other settings determine."""
+OWN_VLLM_ARGUMENTS = {
+    "model": "the model is the evaluated checkpoint",
+    "max_model_len": "set engine.max_model_len",
+    "dtype": "set engine.dtype",
+    "gpu_memory_utilization": "set engine.gpu_memory_utilization",
+    "tensor_parallel_size": "set engine.tensor_parallel_size",
+    "hf_token": "store the token in the environment variable HF_TOKEN",  # recipes are logged
+}
+"""Arguments of vllm.LLM that other settings determine, and how to set them."""
 _SOURCE_KEYS = ("format", "path", "split", "subset", "limit")
 
 
@@ -91,7 +98,7 @@ class EngineConfig:
         """Refuse settings that contradict each other, or that would put a key into a file."""
         for name in self.vllm:
             if name in OWN_VLLM_ARGUMENTS:
-                raise UserError(f"engine.vllm.{name} is set elsewhere; {_place_to_set(name)}")
+                raise UserError(f"engine.vllm.{name} is set elsewhere; {OWN_VLLM_ARGUMENTS[name]}")
         # the value is not shown, because it may be a key
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
             raise UserError(
@@ -217,13 +224,6 @@ class EvalConfig:
                 f"selection.dataset is {selected_by!r}, but {why}, so no best checkpoint could be chosen; add it to "
                 "tiers.tier1 or tiers.tier2, or set selection.dataset to a data set of these"
             )
-
-
-def _place_to_set(name: str) -> str:
-    if name == "model":
-        return "the model is the evaluated checkpoint"
-    # recipes are logged
-    return "store the token in the environment variable HF_TOKEN" if name == "hf_token" else f"set engine.{name}"
 
 
 def _require_url(url: str | None) -> None:

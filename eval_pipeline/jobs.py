@@ -13,10 +13,10 @@ import sqlite3
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from verl_ext.console import warn
 from verl_ext.errors import UserError, first_line_of
@@ -49,8 +49,7 @@ JobKey = tuple[str, str]
 """Checkpoint and dataset."""
 
 
-@dataclass(frozen=True)
-class ProcessId:
+class ProcessId(NamedTuple):
     """A process, distinguished from a later one with the same number by its start time."""
 
     host: str
@@ -97,35 +96,32 @@ def _host() -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """One checkpoint on one dataset.
-
-    Attributes:
-        checkpoint: label of the model, such as `step_200`.
-        dataset: name of the dataset in the recipe.
-        tier: 1, 2 or 3.
-        digest: of everything that affects the results; a job with another digest is out of date.
-        state: `pending` also if the process that ran the job has died.
-        attempts: number of failed attempts.
-        not_before: the next attempt does not start before this time, in seconds since 1970.
-        worker: the process that runs the job, for people to read.
-        seconds: wall-clock seconds by phase.
-        started: time of the first claim, in seconds since 1970.
-        ended: time of its end, in seconds since 1970.
-        error: why the last attempt failed.
-    """
+    """One checkpoint on one dataset."""
 
     checkpoint: str
+    """Label of the model, such as `step_200`."""
     dataset: str
+    """Name of the dataset in the recipe."""
     tier: int
+    """1, 2 or 3."""
     digest: str
+    """Of everything that affects the results; a job with another digest is out of date."""
     state: Literal["pending", "running", "done", "failed"]
+    """`pending` also if the process that ran the job has died."""
     attempts: int
+    """Number of failed attempts."""
     not_before: float
+    """The next attempt does not start before this time, in seconds since 1970."""
     worker: str | None
+    """The process that runs the job, for people to read."""
     seconds: dict[str, float]
+    """Wall-clock seconds by phase."""
     started: float | None
+    """Time of the first claim, in seconds since 1970."""
     ended: float | None
+    """Time of its end, in seconds since 1970."""
     error: str | None
+    """Why the last attempt failed."""
 
     @property
     def key(self) -> JobKey:
@@ -137,24 +133,15 @@ class Job:
         """Whether it is done, or failed for good."""
         return self.state in ("done", "failed")
 
+    def __str__(self) -> str:
+        return f"{self.checkpoint} on {self.dataset}"
+
     @staticmethod
     def from_row(row: sqlite3.Row) -> Job:
-        """Read a row."""
-        is_abandoned = row["state"] == "running" and _claimant_has_died(row)
-        return Job(
-            checkpoint=row["checkpoint"],
-            dataset=row["dataset"],
-            tier=row["tier"],
-            digest=row["digest"],
-            state="pending" if is_abandoned else row["state"],
-            attempts=row["attempts"],
-            not_before=row["not_before"],
-            worker=None if is_abandoned else row["worker"],
-            seconds=json.loads(row["seconds"]),
-            started=row["started"],
-            ended=row["ended"],
-            error=row["error"],
-        )
+        """Read a row, whose columns have the names of the fields."""
+        job = Job(**{each.name: row[each.name] for each in fields(Job)} | {"seconds": json.loads(row["seconds"])})
+        is_abandoned = job.state == "running" and _claimant_has_died(row)
+        return replace(job, state="pending", worker=None) if is_abandoned else job
 
 
 def _claimant_of(row: sqlite3.Row) -> ProcessId:
@@ -222,7 +209,7 @@ class JobQueue:
             database.execute("UPDATE owners SET heard=? WHERE owner=?", (time.time(), self._process.key))
             database.execute(
                 "UPDATE jobs SET renewed=? WHERE state='running' AND host=? AND pid=? AND born=?",
-                (time.time(), *self._claimant),
+                (time.time(), *self._process),
             )
 
     def jobs(self) -> list[Job]:
@@ -231,17 +218,13 @@ class JobQueue:
 
     # Adding jobs
 
-    def add(self, checkpoint: str, dataset: str, tier: int, digest: str) -> None:
-        """Add a job.
+    def add_all(self, jobs: Iterable[tuple[str, str, int, str]]) -> None:
+        """Add jobs in one transaction, given as checkpoint, dataset, tier and digest.
 
         An existing job with the same digest keeps its state and the lower of the two tiers. With another digest it is
         reset, unless the process that requested it still lives: two processes with different settings would otherwise
         reset each other's jobs forever. If two processes wait for each other, the first one takes precedence.
         """
-        self.add_all([(checkpoint, dataset, tier, digest)])
-
-    def add_all(self, jobs: Iterable[tuple[str, str, int, str]]) -> None:
-        """Add jobs in one transaction, given as the arguments of `add`."""
         with self._transaction() as database:
             for checkpoint, dataset, tier, digest in jobs:
                 self._add(database, (checkpoint, dataset), tier, digest)
@@ -295,17 +278,15 @@ class JobQueue:
             wanted: checkpoint, dataset and digest, the most urgent first.
         """
         with self._transaction() as database:
-            rows = [(key, digest, self._row(key)) for *key, digest in wanted]
-            if any(
-                row is not None and row["digest"] != digest and self._belongs_to_another(row) for _, digest, row in rows
-            ):
+            rows = [(key, digest, row) for *key, digest in wanted if (row := self._row(key)) is not None]
+            if any(row["digest"] != digest and self._belongs_to_another(row) for _, digest, row in rows):
                 return None
             for key, digest, row in rows:
-                if row is not None and row["digest"] == digest and _is_due(row):
+                if row["digest"] == digest and _is_due(row):
                     database.execute(
                         "UPDATE jobs SET state='running', worker=?, host=?, pid=?, born=?, renewed=?, "
                         "started=coalesce(started, ?), ended=NULL WHERE checkpoint=? AND dataset=?",
-                        (str(self._process), *self._claimant, time.time(), time.time(), *key),
+                        (str(self._process), *self._process, time.time(), time.time(), *key),
                     )
                     claimed = self._row(key)
                     assert claimed is not None
@@ -345,18 +326,14 @@ class JobQueue:
             cursor = database.execute(
                 f"UPDATE jobs SET {assignments} WHERE checkpoint=? AND dataset=? AND digest=? AND state='running' "
                 "AND host=? AND pid=? AND born=?",
-                (*values, *job.key, job.digest, *self._claimant),
+                (*values, *job.key, job.digest, *self._process),
             )
         return cursor.rowcount == 1
 
     # Jobs of removed checkpoints, and retries by the user
 
     def fail_removed(self, labels: Collection[str]) -> list[JobKey]:
-        """Fail the pending jobs of removed checkpoints; returns them.
-
-        Args:
-            labels: of these checkpoints.
-        """
+        """Fail the pending jobs of removed checkpoints, given by label; returns them."""
         with self._transaction() as database:
             removed = [job.key for job in self.jobs() if job.state == "pending" and job.checkpoint in labels]
             for key in removed:
@@ -397,9 +374,10 @@ class JobQueue:
     # Published results: a killed process's results are published later, and none are published twice. Digests are of
     # the jobs that the results summarize.
 
-    def published_digest(self, checkpoint: str) -> str | None:
-        """Digest of the results that were written last; "" if they were removed."""
-        return self._published("digest", checkpoint)
+    def published(self, checkpoint: str) -> tuple[str | None, str | None]:
+        """Digest of the results that were written last ("" if they were removed), and of those sent to W&B last."""
+        rows = self._rows("SELECT digest, tracked FROM published WHERE checkpoint=?", checkpoint)
+        return (rows[0]["digest"], rows[0]["tracked"]) if rows else (None, None)
 
     def mark_published(self, checkpoint: str, digest: str) -> None:
         """Store that results were written, or with "" that they were removed."""
@@ -409,25 +387,12 @@ class JobQueue:
                 (checkpoint, digest),
             )
 
-    def tracked_digest(self, checkpoint: str) -> str | None:
-        """Digest of the results that were sent to W&B last."""
-        return self._published("tracked", checkpoint)
-
     def mark_tracked(self, checkpoint: str, digest: str) -> None:
         """Store that published results were sent to W&B."""
         with self._transaction() as database:
             database.execute("UPDATE published SET tracked=? WHERE checkpoint=?", (digest, checkpoint))
 
-    def _published(self, column: str, checkpoint: str) -> str | None:
-        rows = self._rows(f"SELECT {column} FROM published WHERE checkpoint=?", checkpoint)
-        return rows[0][column] if rows else None
-
     # Processes that share the queue
-
-    @property
-    def _claimant(self) -> tuple[str, int, int]:
-        """The columns host, pid and born of this process's claims."""
-        return self._process.host, self._process.pid, self._process.start_ticks
 
     def _belongs_to_another(self, row: sqlite3.Row) -> bool:
         """Whether another process runs a job, or requested it and takes precedence."""
@@ -492,11 +457,9 @@ def _send_heartbeats(directory: Path, stop: threading.Event) -> None:
     has_warned = False
     while not stop.wait(HEARTBEAT_S):
         try:
-            queue = JobQueue(
-                directory
-            )  # each time, because a connection belongs to one thread and the file may be gone
-            queue.send_heartbeat()
-            queue.close()
+            # opened each time, because a connection belongs to one thread and the file may be gone
+            with closing(JobQueue(directory)) as queue:
+                queue.send_heartbeat()
         except UserError as error:
             if not has_warned:
                 warn(f"{error}; other machines may assume that this process is dead")

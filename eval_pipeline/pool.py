@@ -7,14 +7,13 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 
 from eval_pipeline.config import EngineConfig, EvalConfig
 from eval_pipeline.worker import MAX_LOSSES, Batch, BatchFailed, BatchFinished, BatchId, BatchLost, EvalWorker, Event
@@ -86,9 +85,7 @@ class WorkerPool(ABC):
     def __enter__(self) -> WorkerPool: ...
 
     @abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def has_room_for(self, export: Path | None) -> bool:
         """Whether a batch for this model would start soon, without unloading a model in use."""
@@ -142,11 +139,7 @@ def assign_gpus(num_workers: int | None, engine: EngineConfig) -> list[str | Non
 
 
 class LocalPool(WorkerPool):
-    """Processes of this machine; a worker that died is replaced when it gets its next batch.
-
-    Args:
-        config: of the evaluation.
-    """
+    """Processes of this machine; a worker that died is replaced when it gets its next batch."""
 
     def __init__(self, config: EvalConfig) -> None:
         super().__init__()
@@ -156,9 +149,7 @@ class LocalPool(WorkerPool):
     def __enter__(self) -> LocalPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for worker in self._workers:
             worker.close_connection()
         for worker in self._workers:
@@ -173,10 +164,6 @@ class LocalPool(WorkerPool):
 
 class LocalWorker(PoolWorker):
     """A worker process, started for its first batch.
-
-    Args:
-        config: of the evaluation.
-        devices: its GPUs.
 
     Attributes:
         connection: to the process; None while there is no process.
@@ -201,8 +188,12 @@ class LocalWorker(PoolWorker):
         ours, theirs = spawn.Pipe()
         process = spawn.Process(target=_serve, args=(theirs, self._config, self._devices))
         resource_tracker.ensure_running()  # started by `process.start`, it would unblock Ctrl-C
-        with _ctrl_c_blocked():
+        # blocked in the new process until it ignores Ctrl-C; this process receives it afterwards
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
             process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         theirs.close()
         self._process, self.connection = process, ours
         return ours
@@ -238,16 +229,6 @@ class LocalWorker(PoolWorker):
             self._process.join(EXIT_TIMEOUT_S)
             self._process.kill()
             self._process.join()
-
-
-@contextmanager
-def _ctrl_c_blocked() -> Iterator[None]:
-    """Block Ctrl-C in a process started here until it unblocks it; this process receives it afterwards."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def _serve(connection: Connection, config: EvalConfig, devices: str | None) -> None:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from eval_pipeline.checkpoints import read_training_run
+from eval_pipeline.checkpoints import EvalDir, read_training_run
 from eval_pipeline.jobs import Job
 from eval_pipeline.report.report import format_table
-from eval_pipeline.report.results import METRICS_FILE, EvaluatedModel, read_evaluation, read_qa_logs, write_evaluation
+from eval_pipeline.report.results import (
+    METRICS_FILE,
+    EvaluatedModel,
+    encodable,
+    published_models,
+    read_evaluation,
+    read_qa_logs,
+    read_results,
+    write_evaluation,
+)
 from eval_pipeline.report.selection import (
     BestCheckpoint,
     SelectionResult,
@@ -19,14 +29,15 @@ from eval_pipeline.report.selection import (
     select_best,
     write_best_checkpoint,
 )
-from eval_pipeline.report.tracking import log_to_wandb
 from eval_pipeline.run import EvalContext, Task
 from verl_ext.checkpoint.manifest import BEST
 from verl_ext.commands import program
 from verl_ext.console import print_summary, typed_path, warn
-from verl_ext.errors import UserError
-from verl_ext.files import file_lock, parse_json
-from verl_ext.metrics.wandb_sink import persistent_run_id
+from verl_ext.files import file_lock
+from verl_ext.metrics.wandb_sink import fill_wandb_run, open_wandb_run, persistent_run_id
+
+if TYPE_CHECKING:
+    from wandb import Run, Table
 
 PUBLISH_LOCK = "publish.lock"
 TRACK_LOCK = "track.lock"
@@ -36,7 +47,6 @@ class Publisher:
     """Publishes results that have not been published, including those of a process that was killed before it could.
 
     Args:
-        context: of the evaluation.
         owns_selection: whether the best checkpoint is selected by this configuration, as in `watch`. Otherwise, metric,
             mode and settings of the last selection are kept, if there was one: a side evaluation with other settings
             must not change where the next stage of training starts.
@@ -49,9 +59,6 @@ class Publisher:
 
     def publish(self, tasks: Sequence[Task]) -> set[str]:
         """Publish every checkpoint whose wanted jobs have ended, with the results of all its finished jobs.
-
-        Args:
-            tasks: the wanted jobs.
 
         Returns:
             Labels of the published checkpoints.
@@ -84,7 +91,7 @@ class Publisher:
         with file_lock(directory.root / PUBLISH_LOCK):
             of_checkpoint = [job for job in jobs.jobs() if job.checkpoint == label]
             digest, model = _digest(of_checkpoint), self._merge_results(label, of_checkpoint)
-            if model is None or jobs.published_digest(label) == digest:
+            if model is None or jobs.published(label)[0] == digest:
                 return False  # every job failed, or another process has published the results
             results = directory.results_of(label)
             write_evaluation(results, model)
@@ -101,19 +108,11 @@ class Publisher:
 
     def _merge_results(self, label: str, jobs: Sequence[Job]) -> EvaluatedModel | None:
         """The finished jobs of a checkpoint with its current weights, as one model; None if there are none."""
-        results = [self._read_result(job) for job in jobs if job.state == "done"]
-        results = [result for result in results if result.weights == self._context.weights_of(label)]
-        datasets = {name: result for model in results for name, result in model.datasets.items()}
-        return replace(results[0], datasets=datasets) if results else None
-
-    def _read_result(self, job: Job) -> EvaluatedModel:
-        path = self._context.directory.job_result(job.checkpoint, job.dataset)
-        try:
-            return EvaluatedModel.from_json(parse_json(path.read_bytes()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"cannot read {path} ({error!r}); delete {self._context.jobs.path} to judge everything again"
-            ) from error
+        files = [self._context.directory.job_result(label, job.dataset) for job in jobs if job.state == "done"]
+        models = [read_results(file, f"delete {self._context.jobs.path} to judge everything again") for file in files]
+        models = [model for model in models if model.weights == self._context.weights_of(label)]
+        datasets = {name: result for model in models for name, result in model.datasets.items()}
+        return replace(models[0], datasets=datasets) if models else None
 
     def update_best_checkpoint(self) -> None:
         """Select the best checkpoint of the run, and write `best_checkpoint.json`.
@@ -153,36 +152,15 @@ class Publisher:
             Whether nothing is left to send; False while another process is sending, which may fail to.
         """
         jobs, directory = self._context.jobs, self._context.directory
-        if jobs.published_digest(label) in ("", None, jobs.tracked_digest(label)):
+        published, tracked = jobs.published(label)
+        if not published or published == tracked:
             return True
         with file_lock(directory.root / TRACK_LOCK, wait=False) as is_mine:
-            digest = jobs.published_digest(label)
-            if is_mine and digest is not None and digest != jobs.tracked_digest(label):
-                self._log_to_wandb(read_evaluation(directory.results_of(label)))
-                jobs.mark_tracked(label, digest)
+            published, tracked = jobs.published(label)
+            if is_mine and published and published != tracked:
+                log_to_wandb(directory, read_evaluation(directory.results_of(label)))
+                jobs.mark_tracked(label, published)
             return is_mine
-
-    def _log_to_wandb(self, model: EvaluatedModel) -> None:
-        """Log a checkpoint's results, always to the same W&B run, even with results on further datasets."""
-        directory = self._context.directory
-        try:
-            if directory.run_dir is not None and not directory.one_model:
-                run_id = f"{persistent_run_id(directory.run_dir)}-{model.label}"
-            else:  # results that are kept apart from those of the run
-                key = f"{directory.root} {model.label} {model.weights}"
-                run_id = hashlib.sha256(key.encode()).hexdigest()[:16]
-        except OSError as error:
-            warn(f"the results of {model.label} are not logged to W&B, because the run's id cannot be saved: {error}")
-            return
-        run, results = read_training_run(directory.run_dir), directory.results_of(model.label)
-        log_to_wandb(
-            model,
-            read_qa_logs(results, model.datasets),
-            project=run.project,
-            experiment=run.experiment,
-            directory=directory.run_dir or results,
-            run_id=run_id,
-        )
 
 
 def _select_by_last_rule(
@@ -198,24 +176,58 @@ def _select_by_last_rule(
     return selected if {*last.datasets} <= {*selected.datasets} else None
 
 
-def published_models(root: Path) -> list[EvaluatedModel]:
-    """Every model with published results: a run's checkpoints by step, then models without a run.
-
-    Args:
-        root: the run's `eval/`; its checkpoints are expected next to it, even if they were evaluated elsewhere.
-    """
-    models = []
-    for path in root.glob(f"eval_*/{METRICS_FILE}"):
-        try:
-            model = read_evaluation(path.parent)
-        except UserError as error:
-            warn(str(error))
-            continue
-        is_of_run = model.step is not None
-        models.append(replace(model, checkpoint=root.parent / model.checkpoint.name) if is_of_run else model)
-    return sorted(models, key=lambda model: (model.step is None, model.step or 0, model.label))
-
-
 def _digest(jobs: Sequence[Job]) -> str:
     content = sorted((job.dataset, job.digest, job.state) for job in jobs if job.has_ended)
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def log_to_wandb(directory: EvalDir, model: EvaluatedModel) -> None:
+    """Log a checkpoint's results, always to the same W&B run, even with results on further datasets.
+
+    The run `phase1_eval_<label>` is in the training run's project and group. If W&B cannot be used, warn and continue.
+
+    Raises:
+        UserError: a question-and-answer log cannot be read.
+    """
+    try:
+        if directory.run_dir is not None and not directory.one_model:
+            run_id = f"{persistent_run_id(directory.run_dir)}-{model.label}"
+        else:  # results that are kept apart from those of the run
+            key = f"{directory.root} {model.label} {model.weights}"
+            run_id = hashlib.sha256(key.encode()).hexdigest()[:16]
+    except OSError as error:
+        warn(f"the results of {model.label} are not logged to W&B, because the run's id cannot be saved: {error}")
+        return
+    training, results = read_training_run(directory.run_dir), directory.results_of(model.label)
+    qa_rows = read_qa_logs(results, model.datasets)
+    run = open_wandb_run(
+        project=training.project,
+        name=f"phase1_eval_{model.label}",
+        directory=directory.run_dir or results,
+        config={key: value for key, value in model.to_json().items() if key != "datasets"},
+        run_id=run_id,
+        group=training.experiment,
+        job_type="eval",
+    )
+    fill_wandb_run(run, lambda run: _log(run, model, qa_rows), results_in=METRICS_FILE)
+
+
+def _log(run: Run, model: EvaluatedModel, qa_rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Log metrics as `eval/<dataset>/<metric>`, their intervals as `<metric>_low` and `<metric>_high`, and tables."""
+    row: dict[str, Any] = {}
+    for dataset, result in model.datasets.items():
+        row |= {f"eval/{dataset}/{name}": value for name, value in result.metrics.items() if value is not None}
+        for name, (low, high) in result.intervals.items():
+            row |= {f"eval/{dataset}/{name}_low": low, f"eval/{dataset}/{name}_high": high}
+    row |= {f"eval/{dataset}/qa": _table(rows) for dataset, rows in qa_rows.items() if rows}
+    # `global_step` is the axis of every chart, as in training; a model without a step has a row without it
+    run.log(row if model.step is None else {**row, "global_step": model.step})
+    run.summary["step"] = model.step
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    import wandb
+
+    columns = list(rows[0])
+    data = [[encodable(row[name]) for name in columns] for row in rows]
+    return wandb.Table(columns=[*columns], data=data)

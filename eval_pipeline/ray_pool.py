@@ -12,7 +12,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any
 
 # read when Ray is imported: with a node's death, it prints pages to standard output despite `log_to_driver=False`
@@ -39,11 +38,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class RayPool(WorkerPool):
-    """Actors of a Ray cluster. A dead one is replaced; with `num_workers=null`, new nodes are used too.
-
-    Args:
-        config: of the evaluation.
-    """
+    """Actors of a Ray cluster. A dead one is replaced; with `num_workers=null`, new nodes are used too."""
 
     def __init__(self, config: EvalConfig) -> None:
         super().__init__()
@@ -65,9 +60,7 @@ class RayPool(WorkerPool):
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def _end_workers(self) -> None:
@@ -139,7 +132,6 @@ class RayWorker(PoolWorker):
     generator, each event would be an object that can be lost on its own; a lost reply means a lost actor.
 
     Args:
-        config: of the evaluation.
         gpus: number of GPUs of the actor; with 0, it gets a CPU instead.
 
     Attributes:
@@ -209,7 +201,6 @@ class WorkerActor:
     """A worker on a node of the cluster, whose events are fetched. Ray calls its methods from several threads.
 
     Args:
-        config: of the evaluation.
         environment: variables that the node may lack.
     """
 
@@ -317,11 +308,7 @@ def gpus_per_worker(engine: EngineConfig) -> int:
 
 
 def capacity(gpus: int) -> int:
-    """How many workers the cluster has room for: as many as its GPUs allow, or one per node.
-
-    Args:
-        gpus: per worker.
-    """
+    """How many workers the cluster has room for: as many as its GPUs allow, or one per node."""
     if gpus:
         return sum(_count(node, "GPU") // gpus for node in _nodes())
     return sum(_count(node, "CPU") > 0 for node in _nodes())

@@ -19,7 +19,6 @@ from eval_pipeline.problems.datasets import parser_of
 from eval_pipeline.report.metrics import wanted_k
 from verl_ext.config.compose import Composer, load_yaml
 from verl_ext.config.recipes import find_recipe
-from verl_ext.config.schema import keys
 from verl_ext.errors import UserError
 from verl_ext.metrics.registry import EVALUATION
 
@@ -28,11 +27,10 @@ _NOT_DECISIVE = ("gpu_memory_utilization", "base_url", "concurrency", "timeout_s
 
 
 def load_eval_config(name: str | None, overrides: Sequence[str] = ()) -> EvalConfig:
-    """Load and check a recipe: `recipes/eval/<name>.yaml` over the defaults, then overrides.
+    """Load and check a recipe: `recipes/eval/<name>.yaml` over the defaults, then `key=value` overrides.
 
     Args:
         name: of a recipe, or the path of a YAML file; None takes the recipe that `recipes/default.yaml` names.
-        overrides: `key=value`.
 
     Raises:
         UserError: an unknown recipe or key, an invalid value, or a secret.
@@ -54,33 +52,25 @@ def config_for_run(recipe: str | None, overrides: Sequence[str], run_dir: Path |
 
     Args:
         recipe: name of a recipe; None takes `eval.recipe` of the run.
-        overrides: `key=value`.
         run_dir: of the training run; None for a model without a run.
 
     Raises:
-        UserError: as `load_eval_config` and `recipe_of_run`.
+        UserError: as `load_eval_config`, or the run asks for a recipe that is a file. A recipe decides where keys are
+            sent and which code runs, and a run's directory may come from someone else, with a recipe in it.
     """
-    return load_eval_config(recipe or recipe_of_run(run_dir), overrides)
-
-
-def recipe_of_run(run_dir: Path | None) -> str | None:
-    """The recipe that a run asks for, if any.
-
-    Raises:
-        UserError: it is a file. A recipe decides where keys are sent and which code runs, and a run's directory may
-            come from someone else, with a recipe in it.
-    """
-    name = read_training_run(run_dir).recipe
-    if name is not None and (name.endswith((".yaml", ".yml")) or not re.fullmatch(r"[\w.-]+", name)):
-        raise UserError(f"the run's config.yaml names the recipe file {name}; if you trust it, add --recipe {name}")
-    return name
+    if not recipe:
+        recipe = read_training_run(run_dir).recipe
+        if recipe is not None and (recipe.endswith((".yaml", ".yml")) or not re.fullmatch(r"[\w.-]+", recipe)):
+            raise UserError(
+                f"the run's config.yaml names the recipe file {recipe}; if you trust it, add --recipe {recipe}"
+            )
+    return load_eval_config(recipe, overrides)
 
 
 def restrict_datasets(config: EvalConfig, datasets: Collection[str]) -> EvalConfig:
     """Remove all other datasets from the tiers.
 
     Args:
-        config: to restrict.
         datasets: names; the configuration may lack some.
 
     Raises:
@@ -94,11 +84,6 @@ def restrict_datasets(config: EvalConfig, datasets: Collection[str]) -> EvalConf
             "of that evaluation with --recipe"
         )
     return replace(config, tiers=tiers)
-
-
-def known_keys() -> list[str]:
-    """The keys of every recipe."""
-    return list(keys(EvalConfig))
 
 
 def metric_names(num_samples: int) -> list[str]:
@@ -138,7 +123,6 @@ class EvalDigests:
         Args:
             identity: of the weights, from `EvalCheckpoint.identity`.
             problems: digest of the dataset's problems.
-            config: of the evaluation.
             packages: versions of the packages that programs may import.
         """
         engine = {key: value for key, value in asdict(config.engine).items() if key not in _NOT_DECISIVE}

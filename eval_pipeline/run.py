@@ -24,6 +24,7 @@ from eval_pipeline.report.results import (
     DatasetResult,
     EvaluatedModel,
     read_evaluation,
+    read_results,
     write_json,
     write_qa_log,
     write_verdicts,
@@ -31,7 +32,6 @@ from eval_pipeline.report.results import (
 from eval_pipeline.worker import Event
 from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.files import parse_json
 
 EVENT_TIMEOUT_S = 0.5
 """How long the loop waits for an event before it checks for other work."""
@@ -39,17 +39,12 @@ EVENT_TIMEOUT_S = 0.5
 
 @dataclass(frozen=True)
 class Task:
-    """A job that this process wants done, and the model for it.
-
-    Attributes:
-        checkpoint: the model.
-        dataset: name of the dataset.
-        digest: of the job with this process's settings; this process does not run it with other settings.
-    """
+    """A job that this process wants done, and the model for it."""
 
     checkpoint: EvalCheckpoint
     dataset: str
     digest: str
+    """Of the job with this process's settings; this process does not run it with other settings."""
 
     @property
     def key(self) -> JobKey:
@@ -72,7 +67,6 @@ def run_jobs(context: EvalContext, source: TaskSource, publish: Callable[[Sequen
     """Run jobs until the source is exhausted. Every step resumes from disk after a kill.
 
     Args:
-        context: of the evaluation.
         source: says which jobs are wanted.
         publish: publishes the results of checkpoints whose jobs have ended; returns their labels.
 
@@ -110,7 +104,6 @@ class JobRunner:
     """Runs jobs on a pool of workers. It alone writes claims and job files, so that workers need no locks.
 
     Args:
-        context: of the evaluation.
         pool: the workers; the caller closes it.
     """
 
@@ -186,7 +179,7 @@ class JobRunner:
                 continue
             self._close(job)
             if not self._jobs.finish(job.job, seconds):
-                warn(f"another process has taken over {_name(job.job)}; it writes the same results")
+                warn(f"another process has taken over {job.job}; it writes the same results")
 
     def _record_seconds(self) -> None:
         """Store the time spent on active jobs; drops those that another process has taken over."""
@@ -198,14 +191,13 @@ class JobRunner:
     def _still_holds(self, job: ActiveJob) -> bool:
         if self._jobs.record_seconds(job.job, job.seconds):
             return True
-        warn(f"another process has taken over {_name(job.job)}; skipping it")
+        warn(f"another process has taken over {job.job}; skipping it")
         self._close(job)
         return False
 
     def _fail(self, job: ActiveJob, error: str) -> None:
-        seconds = job.seconds
         self._close(job)
-        self._report_failure(job.job, error, seconds)
+        self._report_failure(job.job, error, job.seconds)
 
     def _report_failure(self, job: Job, error: str, seconds: Mapping[str, float]) -> None:
         self._jobs.fail(job, error, seconds)
@@ -213,10 +205,10 @@ class JobRunner:
         left = self._jobs.max_attempts - attempts
         again = f"next attempt in {self._jobs.pause_s(attempts):.0f} s, {left} left"
         then = again if left > 0 else "no attempts left; fix the cause and re-queue it with `retry`"
-        warn(f"{_name(job)} failed: {error}; {then}")
+        warn(f"{job} failed: {error}; {then}")
 
     def _close(self, job: ActiveJob) -> None:
-        self._active.pop(job.claim).__exit__(None, None, None)
+        self._active.pop(job.claim).close()
 
     def _lease(self, checkpoint: EvalCheckpoint) -> None:
         if checkpoint.label not in self._leases:
@@ -232,9 +224,8 @@ class JobRunner:
     def release(self) -> None:
         """Return unfinished jobs and release leases; answers and verdicts stay on disk."""
         for active in list(self._active.values()):
-            seconds = active.seconds
             self._close(active)
-            self._jobs.release(active.job, seconds)
+            self._jobs.release(active.job, active.seconds)
         self.lease_only(())
 
     def _warn_of_waiting(self, tasks: Sequence[Task]) -> None:
@@ -247,16 +238,12 @@ class JobRunner:
             has_same_settings = wanted[job.key] == job.digest
             if job.state == "running":
                 how = "" if has_same_settings else " with other settings"
-                warn(f"{job.worker} is evaluating {_name(job)}{how}; waiting for it")
+                warn(f"{job.worker} is evaluating {job}{how}; waiting for it")
             elif not has_same_settings:
-                warn(f"another process has queued {_name(job)} with other settings; waiting until it ends")
+                warn(f"another process has queued {job} with other settings; waiting until it ends")
             else:
                 continue
             self._warned.add(note)
-
-
-def _name(job: Job) -> str:
-    return f"{job.checkpoint} on {job.dataset}"
 
 
 def write_job_result(context: EvalContext, active: ActiveJob) -> None:
@@ -278,12 +265,12 @@ def write_job_result(context: EvalContext, active: ActiveJob) -> None:
         intervals=rate_intervals(judged),
         tier=job.tier,
         protocol={
-            **active.protocol,
+            **active.context["protocol"],
             **context.compared_settings(job.dataset),
             "batch_size": config.batch_size,
             "source": source,
         },
-        isolation=active.isolation,
+        isolation=active.context["isolation"],
         seconds=seconds,
     )
     model = EvaluatedModel(
@@ -299,10 +286,6 @@ def write_job_result(context: EvalContext, active: ActiveJob) -> None:
 
 class EvalContext:
     """The directory, configuration and job queue of an evaluation, with its problems and digests.
-
-    Args:
-        directory: of the evaluation.
-        config: of the evaluation.
 
     Raises:
         UserError: the job queue cannot be used.
@@ -345,10 +328,6 @@ class EvalContext:
     def add_jobs(self, checkpoint: EvalCheckpoint, tier: int) -> list[Task]:
         """Add a checkpoint's jobs up to a tier to the queue.
 
-        Args:
-            checkpoint: the model.
-            tier: 1, 2 or 3.
-
         Raises:
             UserError: a dataset cannot be read, or the checkpoint has just been removed.
         """
@@ -387,10 +366,9 @@ class EvalContext:
     def _packages_of_result(self, label: str, dataset: str) -> dict[str, str]:
         """Versions of packages in the last result; empty without a readable one, which is then judged again."""
         try:
-            path = self.directory.job_result(label, dataset)
-            model = EvaluatedModel.from_json(parse_json(path.read_bytes()))
-            return dict(model.datasets[dataset].protocol["packages"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            last = read_results(self.directory.job_result(label, dataset), "judge again")
+            return dict(last.datasets[dataset].protocol["packages"])
+        except (UserError, ValueError, KeyError, TypeError):
             return {}
 
     def _drop_results_of_other_weights(self, label: str) -> None:

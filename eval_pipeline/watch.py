@@ -32,7 +32,6 @@ def watch_run(context: EvalContext, recipe: str | None = None) -> int:
     """Evaluate the checkpoints of a training run until it has finished and nothing is left.
 
     Args:
-        context: of the run's evaluation.
         recipe: `--recipe` as typed, which the next commands need too.
 
     Returns:
@@ -62,11 +61,6 @@ def watch_run(context: EvalContext, recipe: str | None = None) -> int:
 
 def evaluate_checkpoint(context: EvalContext, checkpoint: EvalCheckpoint, tier: int) -> int:
     """Evaluate one model on the datasets up to a tier; failed jobs are retried.
-
-    Args:
-        context: of the evaluation.
-        checkpoint: the model.
-        tier: 1, 2 or 3.
 
     Returns:
         0, or 1 if a job failed.
@@ -128,7 +122,6 @@ class RunWatcher:
     Tier 1 is for every checkpoint, tier 2 for every `tier2_every`-th, and tier 3 for the best one at the end.
 
     Args:
-        context: of the run's evaluation.
         publisher: selects the best checkpoint for tier 3.
 
     Attributes:
@@ -260,7 +253,7 @@ def _print_summary(context: EvalContext, failed: Sequence[Job], num_wanted: int,
             then = [[*script, "report", run, "--baseline", str(model), *recipe]]
     failures = None
     if failed:
-        names = [f"{job.checkpoint} on {job.dataset}" for job in failed[:MAX_NAMED]]
+        names = [str(job) for job in failed[:MAX_NAMED]]
         more = [f"{len(failed) - MAX_NAMED} more"] if len(failed) > MAX_NAMED else []
         failures = f"{len(failed)} of {num_wanted} evaluations: {', '.join(names + more)}"
         then = [[*script, "status", run], [*script, "retry", run], [*script, "watch", run, *recipe]]

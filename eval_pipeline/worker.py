@@ -9,11 +9,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 
-from eval_pipeline.config import EvalConfig, SamplingConfig
-from eval_pipeline.engines import open_engine
-from eval_pipeline.engines.base import Engine, EngineDied, GeneratedAnswer, GenerateRequest
+from eval_pipeline.config import EngineConfig, EvalConfig, SamplingConfig
+from eval_pipeline.engines import Engine, EngineDied, GeneratedAnswer, GenerateRequest
 from eval_pipeline.judge import Submission, Verdict
 from eval_pipeline.judge.client import JudgeClient
 from eval_pipeline.problems.extract import extract_program
@@ -30,14 +28,12 @@ class BatchId:
 
     A worker may still work on a batch of a failed attempt when the next attempt submits the same batch; the claim
     tells their events apart.
-
-    Attributes:
-        claim: number of the claim in this process.
-        number: of the batch in its job, from 0.
     """
 
     claim: int
+    """Number of the claim in this process."""
     number: int
+    """Of the batch in its job, from 0."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +42,20 @@ class Batch:
 
     The composition of a batch affects the last bits of logits. After a kill, the whole batch is therefore generated
     again, but answers that were stored are kept.
-
-    Attributes:
-        id: identifies the batch.
-        export: model directory; None if a server has the model.
-        problems: those of the requests, by `problem_id`.
-        requests: in the order in which the engine gets them.
-        sampling: sampling parameters.
-        answers: stored answers.
-        judged: answers that need no verdict.
     """
 
     id: BatchId
     export: Path | None
+    """Model directory; None if a server has the model."""
     problems: dict[str, Problem]
+    """Those of the requests, by `problem_id`."""
     requests: tuple[GenerateRequest, ...]
+    """In the order in which the engine gets them."""
     sampling: SamplingConfig
     answers: dict[AnswerKey, GeneratedAnswer] = field(default_factory=dict)
+    """Stored answers."""
     judged: frozenset[AnswerKey] = frozenset()
+    """Answers that need no verdict."""
 
     @property
     def needs_engine(self) -> bool:
@@ -93,15 +85,11 @@ def split_into_batches(
 
 @dataclass(frozen=True)
 class BatchStarted:
-    """What answers and verdicts depend on; precedes the first of them, so that a kill cannot separate the two.
-
-    Attributes:
-        batch: that started.
-        context: `isolation` of the judge and, if the engine generates answers, its `protocol`.
-    """
+    """What answers and verdicts depend on; precedes the first of them, so that a kill cannot separate the two."""
 
     batch: BatchId
     context: dict[str, object]
+    """`isolation` of the judge and, if the engine generates answers, its `protocol`."""
 
 
 @dataclass(frozen=True)
@@ -124,25 +112,16 @@ class AnswerJudged:
 
 @dataclass(frozen=True)
 class BatchFinished:
-    """Every answer of a batch has a verdict.
-
-    Attributes:
-        batch: that finished.
-        seconds: wall-clock seconds by phase.
-    """
+    """Every answer of a batch has a verdict."""
 
     batch: BatchId
     seconds: dict[str, float]
+    """Wall-clock seconds by phase."""
 
 
 @dataclass(frozen=True)
 class BatchFailed:
-    """A batch failed, and with it the attempt at its job; a retry makes sense only after the back-off.
-
-    Attributes:
-        batch: that failed.
-        error: why.
-    """
+    """A batch failed, and with it the attempt at its job; a retry makes sense only after the back-off."""
 
     batch: BatchId
     error: str
@@ -154,12 +133,7 @@ MAX_LOSSES = 3
 
 @dataclass(frozen=True)
 class BatchLost:
-    """A worker or its engine died with a batch; another one can do it right away.
-
-    Attributes:
-        batch: that was lost.
-        reason: why the worker or the engine died.
-    """
+    """A worker or its engine died with a batch, for this reason; another one can do it right away."""
 
     batch: BatchId
     reason: str
@@ -169,13 +143,32 @@ Event = BatchStarted | AnswerReceived | AnswerJudged | BatchFinished | BatchFail
 Emit = Callable[[Event], None]
 
 
-class EvalWorker:
-    """An engine and a judge, each started for the first batch that needs it.
-
-    Two threads may call `run` at a time: while the last answers of one batch are judged, the engine starts the next.
+def open_engine(config: EngineConfig, export: Path | None) -> Engine:
+    """Create the configured engine, without starting it.
 
     Args:
-        config: of the evaluation.
+        export: Hugging Face model directory; None takes the server's model. If given, the server must have loaded it.
+
+    Raises:
+        UserError: vLLM needs a model.
+    """
+    if config.kind == "openai":
+        from eval_pipeline.engines.openai_engine import OpenAIEngine
+
+        return OpenAIEngine(config, export)
+    if export is None:
+        raise UserError(
+            "engine.kind=vllm needs a model; name a checkpoint, or set engine.kind=openai to use a running server"
+        )
+    from eval_pipeline.engines.vllm_engine import VllmEngine
+
+    return VllmEngine(config, export)
+
+
+class EvalWorker:
+    """An engine and a judge, each started for the first batch that needs it. Leaving the context ends both.
+
+    Two threads may call `run` at a time: while the last answers of one batch are judged, the engine starts the next.
     """
 
     def __init__(self, config: EvalConfig) -> None:
@@ -189,9 +182,7 @@ class EvalWorker:
     def __enter__(self) -> EvalWorker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close_engine()
         if self._judge is not None:
             self._judge.__exit__(None, None, None)
@@ -200,7 +191,6 @@ class EvalWorker:
         """Run a batch.
 
         Args:
-            batch: to run.
             emit: called with each event, from several threads; the last is `BatchFinished`, `BatchFailed` or
                 `BatchLost`.
         """

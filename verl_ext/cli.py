@@ -63,11 +63,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Report what is wrong with the words typed.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise a `UserError` that says what is wrong with the words typed."""
         raise UserError(f"{message}{' See' if message.endswith('?') else '; see'} `{self.prog} --help`")
 
     def parse_known_args(  # type: ignore[override]  # argparse has overloads
@@ -79,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
             if word == "--" or word in self._commands():  # what follows is not an option, or belongs to another parser
                 break
             if _OPTION.match(word) and word.partition("=")[0] not in self._option_string_actions:
-                self._refuse_option(word, words[place + 1 :], words)
+                self._refuse_option(words, place)
         return super().parse_known_args(words, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -91,18 +87,9 @@ class CommandParser(argparse.ArgumentParser):
         actions = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         return actions[0].choices if actions else ()
 
-    def _refuse_option(self, word: str, following: Sequence[str], words: Sequence[str]) -> NoReturn:
-        """Refuse an unknown option, and suggest the one that was probably meant.
-
-        Args:
-            word: the option, with or without `=VALUE`.
-            following: the words after it, of which the first may be its value.
-            words: all words typed.
-
-        Raises:
-            UserError: always.
-        """
-        name, equals, value = word.partition("=")
+    def _refuse_option(self, words: Sequence[str], place: int) -> NoReturn:
+        """Refuse an unknown option among the words typed, and suggest the one that was probably meant."""
+        (name, equals, value), following = words[place].partition("="), words[place + 1 :]
         if not equals:
             value = following[0] if following and not _OPTION.match(following[0]) else "VALUE"
         meant = meant_option(name, self._option_string_actions)
@@ -120,15 +107,16 @@ class CommandParser(argparse.ArgumentParser):
         if not isinstance(action, argparse._SubParsersAction) or value in action.choices:
             super()._check_value(action, value)
             return
-        known = list(action.choices)
-        meant = meant_command(value, known)
-        is_path = "/" in value
-        if meant is not None and not is_path:
-            raise argparse.ArgumentError(None, f"there is no command '{value}'; did you mean '{meant}'?")
+        known, is_path, unknown = list(action.choices), "/" in value, f"there is no command '{value}'"
         if is_path and "--root" in self._option_string_actions:
-            raise argparse.ArgumentError(None, f"there is no command '{value}'; did you mean --root {value}?")
-        what = f"name a command before '{value}'" if is_path else f"there is no command '{value}'"
-        raise argparse.ArgumentError(None, f"{what}; take one of {', '.join(known)}")
+            message = f"{unknown}; did you mean --root {value}?"
+        elif is_path:
+            message = f"name a command before '{value}'; take one of {', '.join(known)}"
+        elif (meant := meant_command(value, known)) is not None:
+            message = f"{unknown}; did you mean '{meant}'?"
+        else:
+            message = f"{unknown}; take one of {', '.join(known)}"
+        raise argparse.ArgumentError(None, message)
 
 
 def child_process_args(module: str, text: str, started_by: str, *names: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.config.schema import Key, keys
-from verl_ext.console import print_line
+from verl_ext.console import markdown_table, print_line
 
 Cells = tuple[str, str, str, str]
 """Name, values, default and description of a key; stages with equal cells share a row."""
@@ -68,10 +68,10 @@ def render_recipes() -> str:
             for stage, found in of_stages.items():
                 if name in found and not found[name].setting.unused:
                     rows.setdefault(cells_of(found[name]), []).append(stage)
-        parts.append("\n".join([f"## {section}", "", *table(rows, list(STAGES)), ""]))
-    evaluation = ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
-    evaluation += ["| " + " | ".join(cells_of(key)) + " |" for key in keys(EvalConfig).values()]
-    return "\n".join([*parts, unused_keys(of_stages), "\n".join([EVALUATION, *evaluation, ""])])
+        cells = ((key, names_of(having, of_stages), *others) for (key, *others), having in rows.items())
+        parts.append(f"## {section}\n\n{markdown_table(('key', 'stages', 'takes', 'default', 'meaning'), cells)}\n")
+    evaluation = markdown_table(("key", "takes", "default", "meaning"), map(cells_of, keys(EvalConfig).values()))
+    return "\n".join([*parts, unused_keys(of_stages), f"{EVALUATION}\n{evaluation}\n"])
 
 
 def section_of(key: str) -> str:
@@ -96,14 +96,7 @@ def in_yaml(value: Any) -> str:
     return "{}" if isinstance(value, Mapping) else json.dumps(value)
 
 
-def table(rows: Mapping[Cells, Sequence[str]], stages: Sequence[str]) -> Iterable[str]:
-    """Rows with the stages that have them."""
-    yield from ("| key | stages | takes | default | meaning |", "| --- | --- | --- | --- | --- |")
-    for (key, *others), having in rows.items():
-        yield f"| {key} | {names_of(having, stages)} | {' | '.join(others)} |"
-
-
-def names_of(having: Sequence[str], stages: Sequence[str]) -> str:
+def names_of(having: Sequence[str], stages: Iterable[str]) -> str:
     """The stages, or "all" of them."""
     return "all" if list(having) == list(stages) else ", ".join(having)
 
@@ -115,12 +108,11 @@ def unused_keys(of_stages: Mapping[str, Mapping[str, Key]]) -> str:
         for name, key in found.items():
             if key.setting.unused:
                 rows.setdefault((name, in_yaml(key.default), key.setting.doc), []).append(stage)
-    lines = ["| key | no effect in | stays at | instead |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| `{name}` | {names_of(having, list(of_stages))} | `{default}` | {doc} |"
+    cells = (
+        (f"`{name}`", names_of(having, of_stages), f"`{default}`", doc)
         for (name, default, doc), having in sorted(rows.items())
-    ]
-    return "\n".join([UNUSED, *lines, ""])
+    )
+    return f"{UNUSED}\n{markdown_table(('key', 'no effect in', 'stays at', 'instead'), cells)}\n"
 
 
 if __name__ == "__main__":

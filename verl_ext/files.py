@@ -30,11 +30,7 @@ _BLOCK_BYTES = 64 * 1024
 
 
 def replace_file(path: Path, lines: Iterable[str]) -> None:
-    """Write a file under a temporary name, flush it to disk, and rename it to `path`.
-
-    Args:
-        path: the file to replace or create; its directory must exist.
-        lines: the new content in pieces, written as UTF-8.
+    """Write pieces of UTF-8 text to a temporary file, flush it to disk, and rename it to `path`.
 
     Raises:
         OSError: the directory is missing, not writable, or full; `path` then keeps its old content.
@@ -74,10 +70,7 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn a failure of the file system into one sentence that names the file and the reason.
-
-    Args:
-        path: the file, for errors that do not name theirs.
+    """Turn a failure of the file system into one sentence that names the file, `path` by default, and the reason.
 
     Raises:
         UserError: in place of an `OSError`.
@@ -237,11 +230,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def lock_file(file: TextIO, *, wait: bool) -> bool | None:
-    """Lock an open file for this process; the kernel releases the lock when the file is closed or the process dies.
-
-    Args:
-        file: opened for writing.
-        wait: whether to wait for another holder.
+    """Lock a file that is open for writing; the kernel releases the lock when it is closed or the process dies.
 
     Returns:
         Whether the file is locked; None, with a warning, if the file system has no locks (Lustre mounted without flock,
@@ -261,10 +250,7 @@ def lock_file(file: TextIO, *, wait: bool) -> bool | None:
 
 @contextmanager
 def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of a file, which is created if it is missing.
-
-    Args:
-        wait: whether to wait for another holder.
+    """Hold the lock of a file, which is created if it is missing; without `wait`, another holder keeps it.
 
     Yields:
         Whether this process may work: it holds the lock, or the file system has none.

@@ -162,10 +162,15 @@ def start_ticks(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process of this number runs, of any user; a mount of /proc with hidepid hides those of others."""
-    if start_ticks(pid) is not None:
-        return True
+def is_alive(pid: int, started: int | None = None) -> bool:
+    """Whether a process runs, of any user; a mount of /proc with hidepid hides those of others.
+
+    Args:
+        pid: its number.
+        started: its `start_ticks`; None accepts any process of this number.
+    """
+    if (ticks := start_ticks(pid)) is not None:
+        return started is None or ticks == started
     if Path(f"/proc/{pid}").exists():  # a zombie
         return False
     try:

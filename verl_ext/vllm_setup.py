@@ -7,8 +7,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import UserError
+from verl_ext.model_files import config_entries, config_of, require_no_remote_code_in
 from verl_ext.processes import cpu_flags
-from verl_ext.remote_code import config_entries, config_of, require_no_remote_code
 
 if TYPE_CHECKING:
     import torch
@@ -81,8 +81,9 @@ def safe_vllm_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     if arguments.get("trust_remote_code"):
         return arguments
     name = arguments["model"]
-    require_no_remote_code(name, trusted=False)
-    if not any(key == AUTO_MAP and value for key, value in config_entries(config_of(name))):
+    config = config_of(name)
+    require_no_remote_code_in(name, config)
+    if not any(key == AUTO_MAP and value for key, value in config_entries(config)):
         return arguments
     if arguments.get("hf_overrides"):
         raise UserError(

@@ -1,32 +1,133 @@
-"""Inference engines: vLLM in a child process, or a running server with the OpenAI protocol."""
+"""The interface of inference engines: vLLM in a child process, or a running server with the OpenAI protocol."""
 
 from __future__ import annotations
 
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from eval_pipeline.config import EngineConfig
-from eval_pipeline.engines.base import Engine
-from verl_ext.errors import UserError
+from eval_pipeline.config import SamplingConfig
 
 
-def open_engine(config: EngineConfig, export: Path | None) -> Engine:
-    """Create the configured engine, without starting it.
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A request for one answer."""
 
-    Args:
-        config: of the engine.
-        export: Hugging Face model directory; None takes the server's model. If given, the server must have loaded it.
+    problem_id: str
+    prompt: str
+    """The user's message, without a chat template."""
+    sample: int = 0
+    """Index of the answer to this problem, from 0."""
 
-    Raises:
-        UserError: vLLM needs a model.
-    """
-    if config.kind == "openai":
-        from eval_pipeline.engines.openai_engine import OpenAIEngine
 
-        return OpenAIEngine(config, export)
-    if export is None:
-        raise UserError(
-            "engine.kind=vllm needs a model; name a checkpoint, or set engine.kind=openai to use a running server"
+@dataclass(frozen=True)
+class GeneratedAnswer:
+    """The model's answer to one prompt."""
+
+    text: str
+    num_tokens: int
+    """New tokens, including the end of the turn."""
+    truncated: bool
+    """Cut off at the token limit or at the model's context length."""
+    error: str | None = None
+    """Why there is no answer; None if there is one."""
+
+    @staticmethod
+    def failed(reason: str) -> GeneratedAnswer:
+        """No answer, because of the prompt."""
+        return GeneratedAnswer("", 0, False, error=reason)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One entry of a server's `/v1/models`, which identifies the model wherever the server runs."""
+
+    id: str
+    """The name used in requests."""
+    root: str | None
+    """The directory or the name on the hub that was loaded. vLLM's server reports it, OpenAI's does not."""
+    max_model_len: int | None
+    """Tokens of prompt and answer together. vLLM's server reports it."""
+
+    @staticmethod
+    def from_entry(entry: Mapping[str, Any]) -> ServedModel:
+        """Read the server's JSON.
+
+        Raises:
+            AttributeError, KeyError: the entry is malformed.
+        """
+        root, length = entry.get("root"), entry.get("max_model_len")
+        return ServedModel(
+            str(entry["id"]),
+            root if isinstance(root, str) else None,
+            length if isinstance(length, int) else None,
         )
-    from eval_pipeline.engines.vllm_engine import VllmEngine
 
-    return VllmEngine(config, export)
+    def is_loaded_from(self, export: Path) -> bool:
+        """Whether the server says that it loaded this directory; a relative path could start anywhere."""
+        named = [Path(name) for name in (self.id, self.root) if name is not None]
+        return any(path.is_absolute() and path.resolve() == export.resolve() for path in named)
+
+    def __str__(self) -> str:
+        return self.id if self.root in (None, self.id) else f"{self.id} (loaded from {self.root})"
+
+
+class EngineDied(Exception):
+    """The engine's process ended or hangs, or the server does not answer; a retry may succeed. The message says why."""
+
+
+class Engine(ABC):
+    """Generates answers. Entering the context starts the engine; leaving it ends every process that it started.
+
+    Attributes:
+        protocol: what results depend on besides the sampling, for `metrics.json`; set once the engine has started.
+        seconds: wall-clock seconds so far, by phase: `import_s`, `load_s` and `generate_s`.
+    """
+
+    protocol: dict[str, Any]
+    seconds: dict[str, float]
+
+    @abstractmethod
+    def __enter__(self) -> Engine:
+        """Start.
+
+        Raises:
+            UserError: the model or the server cannot be used.
+            EngineDied: the engine's process ended while it loaded the model.
+        """
+
+    @abstractmethod
+    def __exit__(self, *_: object) -> None: ...
+
+    @abstractmethod
+    def answers(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
+    ) -> Iterator[tuple[GenerateRequest, GeneratedAnswer]]:
+        """Answer every request. A caller may stop early; only then, or at the end, may it call `answers` again.
+
+        Args:
+            requests: in the order in which the engine starts them.
+            sampling: sampling parameters; `num_samples` is ignored, as each request is one answer.
+
+        Yields:
+            Each request with its answer, as soon as it is finished; if there is none because of the prompt, an answer
+            with an `error`.
+
+        Raises:
+            EngineDied: the engine's process ended or hangs, or the server does not answer.
+        """
+
+
+def request_seed(request: GenerateRequest, sampling: SamplingConfig) -> int | None:
+    """The seed of one answer, whichever engine generates it, with whatever other requests.
+
+    Returns:
+        31 bits, which every server accepts; None for a greedy answer.
+    """
+    if sampling.temperature == 0:
+        return None
+    name = f"{sampling.seed}/{request.sample}/{request.problem_id}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") >> 1

@@ -11,18 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines.base import (
-    Engine,
-    EngineDied,
-    GeneratedAnswer,
-    GenerateRequest,
-    ServedModel,
-    request_seed,
-)
+from eval_pipeline.engines import Engine, EngineDied, GeneratedAnswer, GenerateRequest, ServedModel, request_seed
 from verl_ext.errors import UserError, first_line_of
 
 if TYPE_CHECKING:
@@ -53,7 +45,6 @@ class OpenAIEngine(Engine):
     from the model's generation_config.json unless it is started with `--generation-config vllm`.
 
     Args:
-        config: of the engine.
         export: directory that the server must have loaded; None takes the model that `engine.model` names.
     """
 
@@ -65,14 +56,13 @@ class OpenAIEngine(Engine):
         import openai
 
         imported = time.monotonic()
-        model = find_served_model(self._config, self._export)
-        self._session = ServerSession(self._config, model.id)
+        self._model = find_served_model(self._config, self._export)
         self.protocol = {
             "engine": f"openai {openai.__version__}",
             "base_url": self._config.base_url,
-            "model": model.id,
-            "root": model.root,
-            "max_model_len": model.max_model_len,
+            "model": self._model.id,
+            "root": self._model.root,
+            "max_model_len": self._model.max_model_len,
         }
         self.seconds = {
             "import_s": imported - started,
@@ -81,9 +71,7 @@ class OpenAIEngine(Engine):
         }
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass  # every call of `answers` closes its connections
 
     def answers(
@@ -130,11 +118,12 @@ class OpenAIEngine(Engine):
             max_retries=NUM_RETRIES,
             timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),  # `ServerSession` limits the total time
         )
+        session = ServerSession(self._config, self._model.id, sampling, client)
 
         async def answer(request: GenerateRequest) -> None:
             async with limit:
                 try:
-                    results.put((request, await self._session.answer(client, request, sampling)))
+                    results.put((request, await session.answer(request)))
                 except EngineDied as error:
                     results.put(error)
 
@@ -147,15 +136,15 @@ class ServerSession:
     """Requests one model for answers, and attributes failures to the prompt or to the server.
 
     Args:
-        config: of the engine.
         model: its name on the server.
+        client: repeats a failed request as `NUM_RETRIES` says.
     """
 
-    def __init__(self, config: EngineConfig, model: str) -> None:
-        self._config, self._model = config, model
+    def __init__(self, config: EngineConfig, model: str, sampling: SamplingConfig, client: AsyncOpenAI) -> None:
+        self._config, self._model, self._sampling, self._client = config, model, sampling, client
         self._has_answered = False
 
-    async def answer(self, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig) -> GeneratedAnswer:
+    async def answer(self, request: GenerateRequest) -> GeneratedAnswer:
         """Request an answer.
 
         An answer with an `error` is kept, so there is one only if the prompt is at fault: the server refuses it, or
@@ -166,59 +155,55 @@ class ServerSession:
         """
         import openai
 
+        url, timeout_s = self._config.base_url, self._config.timeout_s
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 try:
-                    return await self._request(client, request, sampling)
+                    return await self._request(request, self._client)
                 except (openai.APIError, ValueError) as error:
                     if not _may_be_prompts_fault(error):
                         raise
-                    return await self._attribute_failure(error, client.with_options(max_retries=0), request, sampling)
+                    return await self._attribute_failure(error, request)
         except TimeoutError as error:
             raise EngineDied(
-                f"{self._config.base_url} does not answer (no answer within engine.timeout_s="
-                f"{self._config.timeout_s:g} seconds, retries included); raise it for slow models"
+                f"{url} does not answer (no answer within engine.timeout_s={timeout_s:g} seconds, retries included); "
+                "raise it for slow models"
             ) from error
         except (openai.APIError, ValueError) as error:
             advice = "; lower engine.concurrency" if _status(error) == 429 else ""
-            raise EngineDied(
-                f"{self._config.base_url} does not answer ({_describe(error, self._config)}){advice}"
-            ) from error
+            raise EngineDied(f"{url} does not answer ({_describe(error, self._config)}){advice}") from error
 
-    async def _attribute_failure(
-        self, error: Exception, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig
-    ) -> GeneratedAnswer:
+    async def _attribute_failure(self, error: Exception, request: GenerateRequest) -> GeneratedAnswer:
         """The request's answer after all, or one that says why there is none; raises if the server is at fault."""
         import openai
 
+        once = self._client.with_options(max_retries=0)
         if _status(error) in REFUSALS:
             if not self._has_answered:  # a server that refuses every request rejects the settings
-                await self._request(client, CONTROL_PROMPT, sampling)
+                await self._request(CONTROL_PROMPT, once)
             return GeneratedAnswer.failed(_describe(error, self._config))
-        await self._request(client, CONTROL_PROMPT, sampling)
+        await self._request(CONTROL_PROMPT, once)
         try:
-            return await self._request(client, request, sampling)  # the server may have just recovered
+            return await self._request(request, once)  # the server may have just recovered
         except (openai.APIError, ValueError) as again:
             if not _may_be_prompts_fault(again):
                 raise
-            await self._request(client, CONTROL_PROMPT, sampling)
+            await self._request(CONTROL_PROMPT, once)
             return GeneratedAnswer.failed(_describe(again, self._config))
 
-    async def _request(
-        self, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig
-    ) -> GeneratedAnswer:
+    async def _request(self, request: GenerateRequest, client: AsyncOpenAI) -> GeneratedAnswer:
         import openai
 
-        seed = request_seed(request, sampling)
+        seed = request_seed(request, self._sampling)
         arguments: dict[str, Any] = {
             "model": self._model,
             "messages": [{"role": "user", "content": request.prompt}],
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            "temperature": self._sampling.temperature,
+            "top_p": self._sampling.top_p,
             "seed": openai.omit if seed is None else seed,
         }
         try:
-            completion = await client.chat.completions.create(**arguments, max_tokens=sampling.max_tokens)
+            completion = await client.chat.completions.create(**arguments, max_tokens=self._sampling.max_tokens)
         except openai.BadRequestError as error:
             if "context length" not in str(error):
                 raise
@@ -258,7 +243,6 @@ def find_served_model(config: EngineConfig, export: Path | None) -> ServedModel:
     """Find the model on the server.
 
     Args:
-        config: of the engine.
         export: directory that the server must have loaded; None takes the model that `engine.model` names.
 
     Raises:
@@ -287,8 +271,7 @@ def _list_models(config: EngineConfig) -> list[ServedModel]:
 
     url, key = config.base_url, _api_key(config)
     try:
-        options: dict[str, Any] = {"timeout": CONNECT_TIMEOUT_S, "max_retries": 2}
-        with openai.OpenAI(base_url=url, api_key=key or "EMPTY", **options) as client:
+        with openai.OpenAI(base_url=url, api_key=key or "EMPTY", timeout=CONNECT_TIMEOUT_S, max_retries=2) as client:
             # parsed here, because the client takes any page for a list of models
             reply = client.models.with_raw_response.list()
             return [ServedModel.from_entry(entry) for entry in json.loads(reply.text)["data"]]

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
 
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines.base import Engine, EngineDied, GeneratedAnswer, GenerateRequest
+from eval_pipeline.engines import Engine, EngineDied, GeneratedAnswer, GenerateRequest
 from verl_ext.config.secrets import without_secrets
 from verl_ext.errors import UserError
 from verl_ext.paths import python_path
@@ -49,7 +48,7 @@ _HUB_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTPS_PROXY", "HTTP_PROXY
 
 @dataclass(frozen=True)
 class LoadModel:
-    """Load a model; the first message."""
+    """Load a model; the first message. The reply is `ModelLoaded`, or a `UserError` if the model cannot be used."""
 
     config: EngineConfig
     model: str
@@ -57,7 +56,7 @@ class LoadModel:
 
 @dataclass(frozen=True)
 class Generate:
-    """Answer these requests."""
+    """Answer these requests. The replies are lists of `FinishedAnswer` and, at the end, `GenerateDone`."""
 
     requests: Sequence[GenerateRequest]
     sampling: SamplingConfig
@@ -79,25 +78,8 @@ class ModelLoaded:
     seconds: dict[str, float]
 
 
-@dataclass(frozen=True)
-class ModelRefused:
-    """The model cannot be used."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class EngineAnswer:
-    """One answer."""
-
-    index: int
-    """Of its request in `Generate`."""
-    answer: GeneratedAnswer
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """A step was completed, although no answer was finished recently."""
+FinishedAnswer = tuple[int, GeneratedAnswer]
+"""An answer, with the index of its request in `Generate`. An empty list of answers says that a step was completed."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +99,6 @@ class VllmEngine(Engine):
     equally likely.
 
     Args:
-        config: of the engine.
         export: Hugging Face model directory with a chat template.
     """
 
@@ -129,19 +110,16 @@ class VllmEngine(Engine):
         self._child = VllmChild(self._config.timeout_s)
         try:
             self._child.send(LoadModel(self._config, str(self._export)))
-            message = self._child.receive(is_loading=True)
-            if isinstance(message, ModelRefused):
-                raise UserError(message.reason)
+            reply = self._child.receive(is_loading=True)
+            if isinstance(reply, UserError):
+                raise reply
         except BaseException:
             self._child.end()
             raise
-        assert isinstance(message, ModelLoaded)
-        self.protocol, self.seconds = message.protocol, {**message.seconds, "generate_s": 0.0}
+        self.protocol, self.seconds = reply.protocol, {**reply.seconds, "generate_s": 0.0}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._child.end()
 
     def answers(
@@ -150,8 +128,8 @@ class VllmEngine(Engine):
         """See `Engine`."""
         self._child.send(Generate(tuple(requests), sampling))
         try:
-            for message in self._receive_answers():
-                yield requests[message.index], message.answer
+            for index, answer in self._receive_answers():
+                yield requests[index], answer
         except GeneratorExit:
             if self._child.is_open:
                 self._child.send(Abort())
@@ -159,12 +137,9 @@ class VllmEngine(Engine):
                     pass  # finished before the child read the message
             raise
 
-    def _receive_answers(self) -> Iterator[EngineAnswer]:
-        message = self._child.receive()
-        while not isinstance(message, GenerateDone):
-            if not isinstance(message, Heartbeat):
-                yield message
-            message = self._child.receive()
+    def _receive_answers(self) -> Iterator[FinishedAnswer]:
+        while not isinstance(message := self._child.receive(), GenerateDone):
+            yield from message
         self.seconds["generate_s"] += message.seconds
 
 
@@ -249,19 +224,17 @@ class VllmChild:
 
     def _end_within(self, seconds: float) -> None:
         with self._ending:  # the thread that closes the child and the one that reads from it may both end it
-            if self._process.returncode is None:
-                self._kill_after(seconds)
-
-    def _kill_after(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not self._has_exited() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        # vLLM's workers exit by themselves, then Python's resource tracker, which frees their shared memory
-        psutil.wait_procs(self._session_members(), max(0.0, deadline - time.monotonic()))
-        # before the child is reaped, so that its number cannot belong to another process
-        os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILL_TIMEOUT_S)
+            if self._process.returncode is not None:
+                return
+            deadline = time.monotonic() + seconds
+            while not self._has_exited() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            # vLLM's workers exit by themselves, then Python's resource tracker, which frees their shared memory
+            psutil.wait_procs(self._session_members(), max(0.0, deadline - time.monotonic()))
+            # before the child is reaped, so that its number cannot belong to another process
+            os.killpg(self.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILL_TIMEOUT_S)
 
     def _session_members(self) -> list[psutil.Process]:
         """Other processes of the child's session; orphans are children of init."""

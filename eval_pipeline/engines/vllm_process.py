@@ -11,14 +11,14 @@ import threading
 import time
 import traceback
 from collections.abc import Generator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines.base import GeneratedAnswer, GenerateRequest, request_seed
-from eval_pipeline.engines.vllm_engine import EngineAnswer, Generate, GenerateDone, Heartbeat, ModelLoaded, ModelRefused
+from eval_pipeline.engines import GeneratedAnswer, GenerateRequest, request_seed
+from eval_pipeline.engines.vllm_engine import FinishedAnswer, Generate, GenerateDone, ModelLoaded
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program, require_package
 from verl_ext.errors import STOP_SIGNALS, UserError, first_line_of
@@ -34,9 +34,6 @@ HEARTBEAT_S = 1.0
 CPU_NICENESS = 5
 """Niceness on a CPU, so that a training on the same cores and the judge have priority. Not more, because a checkpoint
 that waits for long may be rotated away before it is evaluated."""
-
-Finished = list[tuple[int, GeneratedAnswer]]
-"""Indices of requests with their answers."""
 
 
 def main(descriptor: int, owner: int) -> None:
@@ -80,10 +77,8 @@ def _exit_with_owner(owner: int) -> None:
     import psutil
 
     if os.getppid() == owner:
-        try:
+        with suppress(psutil.NoSuchProcess):  # it has just died
             psutil.Process(owner).wait()
-        except psutil.NoSuchProcess:
-            pass  # it has just died
     os._exit(1)
 
 
@@ -92,27 +87,24 @@ def _serve(connection: Connection) -> None:
     try:
         model = VllmModel(load.config, load.model)
     except UserError as error:
-        connection.send(ModelRefused(str(error)))
+        connection.send(error)
         return
-    try:
+    with closing(model):
         connection.send(ModelLoaded(model.protocol, model.seconds))
         while True:
             message = connection.recv()
             if isinstance(message, Generate):  # an Abort may arrive after the last answer
                 _generate(connection, model, message, min(HEARTBEAT_S, load.config.timeout_s / 4))
-    finally:
-        model.close()
 
 
 def _generate(connection: Connection, model: VllmModel, work: Generate, heartbeat_s: float) -> None:
-    started = last_heartbeat = time.monotonic()
+    started = last_sent = time.monotonic()
     steps = model.generate(work.requests, work.sampling)
     for finished in steps:
-        for index, answer in finished:
-            connection.send(EngineAnswer(index, answer))
-        if time.monotonic() - last_heartbeat >= heartbeat_s:  # not in a thread: it means that a step was completed
-            connection.send(Heartbeat())
-            last_heartbeat = time.monotonic()
+        # not in a thread: an empty list means that a step was completed
+        if finished or time.monotonic() - last_sent >= heartbeat_s:
+            connection.send(finished)
+            last_sent = time.monotonic()
         if connection.poll():
             connection.recv()  # Abort, or EOFError
             steps.close()
@@ -124,7 +116,6 @@ class VllmModel:
     """A model loaded into vLLM.
 
     Args:
-        config: of the engine.
         model: Hugging Face model directory with a chat template.
 
     Raises:
@@ -179,7 +170,7 @@ class VllmModel:
 
     def generate(
         self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
-    ) -> Generator[Finished, None, None]:
+    ) -> Generator[list[FinishedAnswer], None, None]:
         """Answer every request.
 
         Yields:
@@ -251,7 +242,6 @@ def vllm_arguments(config: EngineConfig, model: str, on_gpu: bool) -> dict[str, 
     """Arguments of vllm.LLM.
 
     Args:
-        config: of the engine.
         model: Hugging Face model directory.
         on_gpu: whether vLLM runs on a GPU.
 

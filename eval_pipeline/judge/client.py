@@ -14,7 +14,7 @@ from concurrent.futures import Future, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from eval_pipeline.judge.inside import protocol
 from eval_pipeline.judge.isolation import find_packages
@@ -105,8 +105,6 @@ class JudgeClient:
         self._lock = threading.Lock()
         self._num_submitted = 0
         self._is_closed = self._is_down = False
-        self._has_ended = threading.Event()
-        self._is_settling = False  # a callback of the caller runs, so nobody reads what the server returns
         self._silent_s = self._longest_s = 0.0
         self.isolation = ""
 
@@ -121,8 +119,6 @@ class JudgeClient:
         if self._config.isolation == "auto" and self.isolation != ISOLATION_LEVELS[0]:
             self._warn_of_fallback(reasons)
         self._start_reader()
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
         return self
 
     def __exit__(
@@ -132,9 +128,7 @@ class JudgeClient:
         with self._lock:
             self._is_closed = True
             self._end_process()
-        self._has_ended.set()
         self._reader.join()
-        self._watcher.join()
         self._stdout.close()
 
     def submit(self, submission: Submission, limits: ResourceLimits | None = None) -> Future[Verdict]:
@@ -208,8 +202,7 @@ class JudgeClient:
         pending = self._pending[number]
         message = {"id": number, **request_to_json(pending.request, pending.limits)}
         with suppress(OSError):  # the process has died, and the next one receives all pending requests
-            self._stdin.write(protocol.pack(message))
-            self._stdin.flush()
+            protocol.write(self._stdin.fileno(), message)
 
     # The server process
 
@@ -223,7 +216,6 @@ class JudgeClient:
     def _start_once(self, isolation: str) -> list[str]:
         packages = [asdict(package) for package in self._packages]
         options = {"isolation": isolation, "num_workers": self._num_workers, "packages": packages}
-        self._silent_s = -_START_S  # for `_watch`
         # The server needs nothing of the environment, and answers may find a way to read its memory. It has its own
         # session because Ctrl-C in the terminal is for the client; the server ends with its input.
         self._process = subprocess.Popen(
@@ -236,25 +228,29 @@ class JudgeClient:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         greeting = self._receive_greeting()
-        if greeting is None or "refused" in greeting:
+        if "isolation" not in greeting:
             self._end_process()
-            self._close_pipes()
-            raise self._refusal(None if greeting is None else greeting["refused"])
+            self._stdout.close()
+            raise self._refusal(greeting.get("refused"))
         self.isolation = greeting["isolation"]
         self._silent_s = 0.0
         return greeting["reasons"]
 
-    def _receive_greeting(self) -> dict[str, Any] | None:
-        """The first message of a server; None if it ends or hangs before that."""
-        poll = select.poll()
-        poll.register(self._stdout, select.POLLIN)
-        if not poll.poll(_START_S * 1000):
+    def _receive_greeting(self) -> dict[str, Any]:
+        """The first message of a server; empty if it ends before that.
+
+        Raises:
+            JudgeServerError: it hangs. Another one would hang as well, and waiting for several takes hours.
+        """
+        if not _is_readable(self._stdout, _START_S):
             self._process.kill()
-            return None
+            self._end_process()
+            self._stdout.close()
+            raise JudgeServerError(f"the judge server did not start within {_START_S:.0f} s")
         with suppress(protocol.FrameError):  # it ended in the middle of the message
             if (received := protocol.read(self._stdout.fileno())) is not None:
                 return received[0]
-        return None
+        return {}
 
     def _refusal(self, reasons: list[str] | None) -> Exception:
         if reasons is None:
@@ -277,14 +273,8 @@ class JudgeClient:
             f"{self._section}.isolation={best} to refuse the fallback"
         )
 
-    def _close_pipes(self) -> None:
-        with suppress(OSError):  # what a dead process did not read
-            self._stdin.close()
-        self._stdout.close()
-
     def _end_process(self) -> None:
-        with suppress(OSError):  # what a dead process did not read
-            self._stdin.close()
+        self._stdin.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -299,20 +289,7 @@ class JudgeClient:
             raise JudgeServerError(f"the judge server cannot be started again: {error}") from error
         self._is_down = False
 
-    # Threads
-
-    def _watch(self) -> None:
-        """Kill a server that hangs: it neither ends nor returns anything, although requests are pending."""
-        while not self._has_ended.wait(_CHECK_S):
-            process = self._process
-            # counted rather than measured: a client that was suspended itself has waited for a moment only
-            if self._is_settling:
-                continue
-            self._silent_s += _CHECK_S
-            if self._pending and self._silent_s > self._longest_s:
-                warn(f"the judge server returned nothing for {self._silent_s:.0f} s, so it hangs and is replaced")
-                self._silent_s = 0.0
-                process.kill()
+    # The thread that reads results
 
     def _start_reader(self) -> None:
         self._reader = threading.Thread(target=self._read_results, daemon=True)
@@ -344,7 +321,8 @@ class JudgeClient:
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         if num_deaths == _MOST_DEATHS:
             raise JudgeServerError(f"the judge server died {num_deaths} times without a verdict ({how})")
-        self._close_pipes()
+        self._stdin.close()
+        self._stdout.close()
         self._restart()
         warn(f"the judge server died ({how}); a new one judges its {len(self._pending)} pending answers again")
         for number in self._pending:
@@ -354,12 +332,21 @@ class JudgeClient:
         """Return results until the process ends; returns whether there was one."""
         found = False
         with suppress(protocol.FrameError):  # it ended in the middle of a message
-            while (received := protocol.read(self._stdout.fileno())) is not None:
+            while (received := protocol.read(self._stdout.fileno(), self._wait_for_output)) is not None:
                 found = True
-                self._silent_s, self._is_settling = 0.0, True
+                self._silent_s = 0.0
                 self._settle(*received)
-                self._is_settling = False
         return found
+
+    def _wait_for_output(self) -> None:
+        """Wait for the server, and kill it if it hangs: it neither ends nor returns anything for pending requests."""
+        while not _is_readable(self._stdout, _CHECK_S):
+            # counted rather than measured: a client that was suspended itself has waited for a moment only
+            self._silent_s += _CHECK_S
+            if self._pending and self._silent_s > self._longest_s:
+                warn(f"the judge server returned nothing for {self._silent_s:.0f} s, so it hangs and is replaced")
+                self._silent_s = 0.0
+                self._process.kill()
 
     def _settle(self, message: dict[str, Any], blob: bytes) -> None:
         number = message["id"]
@@ -367,7 +354,7 @@ class JudgeClient:
             pending = self._pending[number]
             result = _result_of(pending.request, message, blob)
             has_failed = result.error_type == "api_error" if isinstance(result, Verdict) else "failed" in message
-            if has_failed and not pending.is_retry:
+            if has_failed and not pending.is_retry and not self._is_closed:
                 pending.is_retry = True
                 self._send(number)
                 return
@@ -386,6 +373,12 @@ def _result_of(request: JudgeRequest, message: dict[str, Any], blob: bytes) -> V
     if isinstance(request, Submission):
         return Verdict("api_error", 0, request.num_tests, message["failed"])
     return JudgeServerError(message["failed"])
+
+
+def _is_readable(pipe: IO[bytes], timeout_s: float) -> bool:
+    poll = select.poll()  # not `select`, which knows only the first 1024 open files
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 @functools.cache

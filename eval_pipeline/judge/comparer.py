@@ -129,10 +129,10 @@ def main() -> None:
     end_with_parent()  # a parser that hangs does not see its input end
     replies = os.dup(1)
     os.dup2(2, 1)  # so that nothing that a parser prints is taken for a reply
-    _reply(replies, {"ready": True})
+    protocol.write(replies, {"ready": True})
     while (received := protocol.read(0)) is not None:
         question, blob = received
-        _reply(replies, _compare_outputs(question, blob) if blob else _compare_answer(question))
+        protocol.write(replies, _compare_outputs(question, blob) if blob else _compare_answer(question))
 
 
 def _compare_outputs(question: dict[str, Any], blob: bytes) -> dict[str, object]:
@@ -147,12 +147,6 @@ def _compare_answer(question: dict[str, str]) -> dict[str, object]:
     except (ArithmeticError, ValueError, RecursionError, MemoryError) as error:
         return {"right": False, "message": f"the answer could not be read: {type(error).__name__}"}
     return {"right": bool(right), "message": "" if right else f"expected {question['reference']!r}"}
-
-
-def _reply(fd: int, message: dict[str, object]) -> None:
-    data = protocol.pack(message)
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -68,19 +69,19 @@ def is_right(answer: str, reference: str) -> bool:
 def parse_number(reference: str) -> Fraction | None:
     """The exact value of a reference answer; None if it is not a number."""
     text = _plain_text(reference).strip()
-    return None if _without_numbers(text).strip(".") != "0" else _first_number(text)
+    return None if _without_numbers(text).strip(".") != "0" else _value(_NUMBER.search(text))
 
 
 def _is_right(text: str, reference: str) -> bool:
     wanted = parse_number(reference)
     tagged = _find_tagged(text)
     if tagged is None:
-        return wanted is not None and _last_number(text) == wanted
+        return wanted is not None and _value(_last(_NUMBER, text)) == wanted
     candidate = _behind_equals(tagged.text)
     candidate = candidate if tagged.enclosed else _before_prose(candidate)
     if wanted is None or _FORMULA.search(_without_numbers(candidate)):
         return _same_formula(candidate, reference)
-    return (_last_number if tagged.enclosed else _first_number)(candidate) == wanted
+    return _value(_last(_NUMBER, candidate) if tagged.enclosed else _NUMBER.search(candidate)) == wanted
 
 
 def _find_tagged(text: str) -> _Tagged | None:
@@ -135,10 +136,8 @@ def _behind_equals(text: str) -> str:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    last = None
-    for match in pattern.finditer(text):
-        last = match
-    return last
+    found = deque(pattern.finditer(text), maxlen=1)
+    return found[0] if found else None
 
 
 def _same_formula(candidate: str, reference: str) -> bool:
@@ -217,27 +216,14 @@ def _scaled_text(text: str) -> str:
     return _SCALE.sub(lambda word: _POWERS[word[1].lower()], text)
 
 
-def _first_number(text: str) -> Fraction | None:
-    """The first number of a plain text; None if there is none, or if it is too big or divided by zero."""
-    match = _NUMBER.search(text)
-    return None if match is None else _value(match)
-
-
-def _last_number(text: str) -> Fraction | None:
-    """The last number of a plain text; None if there is none, or if it is too big or divided by zero."""
-    last = None
-    for match in _NUMBER.finditer(text):
-        last = match
-    return None if last is None else _value(last)
-
-
 def _without_numbers(text: str) -> str:
     """The plain text with each number replaced by `0`."""
     return _NUMBER.sub("0", text)
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
-    if len(match[0]) > MAX_NUMBER_CHARS:
+def _value(match: re.Match[str] | None) -> Fraction | None:
+    """The value of a `_NUMBER` in a plain text; None if there is none, or if it is too big or divided by zero."""
+    if match is None or len(match[0]) > MAX_NUMBER_CHARS:
         return None
     sign = -1 if match["sign"] == "-" else 1
     if match["decimal"]:

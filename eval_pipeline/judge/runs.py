@@ -13,26 +13,25 @@ import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, get_args
 
 from eval_pipeline.judge.inside import protocol
 from eval_pipeline.judge.inside.protocol import PRELOADED
 from eval_pipeline.judge.isolation import IsolationLevel, Role
 from eval_pipeline.judge.sandbox import SandboxError, Zygote, readable, sealed_file
-from eval_pipeline.judge.types import FunctionOutcome, FunctionTests, ResourceLimits, RunReport
+from eval_pipeline.judge.types import FunctionOutcome, FunctionTests, ResourceLimits, RunEnd, RunReport
 
 _MOST_ANSWERS = 300
-"""Of one supervisor, or tests of one tester. They keep nothing; should that ever fail, it does not add up forever."""
+"""Answers per supervisor, and tests per tester: if one kept something by mistake, it would not add up forever."""
 _LOST_S = 1.0
-"""For an answer that its test has lost to end by itself, so that its exit status tells why."""
+"""How long an answer that its test has lost may take to end by itself, so that its exit status tells why."""
 _EXTRA_TEST_S = 5.0
-"""Past the wall-clock limit of its answer, whose end makes a test end by itself, the kernel ends a test that hangs."""
+"""A test ends after its answer. The kernel ends one that still runs this long after the wall-clock limit."""
 _GRACE_S = 15.0
-"""Past the wall-clock limit, which the supervisor enforces, the supervisor counts as broken."""
+"""The supervisor enforces the wall-clock limit, and counts as broken this long after it."""
 _ERROR_CHARS = 2000
 _NUMBERS = {"exit": int, "cpu_s": float, "wall_s": float}
-_ENDED_NORMALLY = ("exited", "ended")
-_ENDS = (*_ENDED_NORMALLY, "cpu", "wall", "memory", "processes", "files")
 _DIED = FunctionOutcome("died", "the test could not be finished with what the answer returned")
 
 
@@ -53,7 +52,9 @@ class SandboxPool:
         Raises:
             SandboxError: there is no supervisor, or it failed.
         """
-        supervisor, self._supervisor = self._supervisor or self._new_supervisor(), None
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
+            supervisor, self._num_answers = self._zygote("answer").fork(), 0
         try:
             with sealed_file(protocol.pack_program(preamble, program)) as file:
                 runs = AnswerRuns(supervisor, file, limits, self)
@@ -66,7 +67,7 @@ class SandboxPool:
             if self._supervisor is None:
                 supervisor.close()
         if self._level.single_use:
-            self._close("answer")
+            self._zygotes.pop("answer").close()
 
     @contextmanager
     def test(self, job: dict[str, Any], answer: socket.socket) -> Iterator[TesterProcess]:
@@ -97,34 +98,21 @@ class SandboxPool:
             if process is not None:
                 process.close()
         self._supervisor = self._tester = None
-        for role in list(self._zygotes):
-            self._close(role)
+        while self._zygotes:
+            self._zygotes.popitem()[1].close()
 
     def failure(self) -> str:
         """What the sandbox of the answers said last."""
         return self._zygotes["answer"].failure()
-
-    def _new_supervisor(self) -> socket.socket:
-        self._num_answers = 0
-        return self._zygote("answer").fork()
 
     def _zygote(self, role: Role) -> Zygote:
         if role not in self._zygotes:
             self._zygotes[role] = Zygote(self._level, role)
         return self._zygotes[role]
 
-    def _close(self, role: Role) -> None:
-        self._zygotes.pop(role).close()
-
 
 class AnswerRuns:
-    """Runs one answer, once for each of its tests.
-
-    Args:
-        supervisor: connection to the supervisor.
-        file: a sealed file with the answer.
-        limits: of each run.
-        sandboxes: where the tests run.
+    """Runs one answer, which is in a sealed file, once for each of its tests.
 
     Attributes:
         ended_normally: whether every run so far ended by itself, or because its test was over.
@@ -196,7 +184,7 @@ class AnswerRuns:
         with suppress(protocol.FrameError):
             if (received := protocol.receive(self._supervisor)) is not None:
                 report = read_report(*received[:2])
-                self.ended_normally &= report.end in _ENDED_NORMALLY
+                self.ended_normally &= report.end in ("exited", "ended")
                 return report
         raise SandboxError(self._sandboxes.failure())
 
@@ -212,7 +200,9 @@ def read_report(message: dict[str, Any], blob: bytes) -> RunReport:
         SandboxError: the report is malformed, or the answer could not be started.
     """
     try:
-        well_formed = message["reason"] in _ENDS and all(type(message[n]) is kind for n, kind in _NUMBERS.items())
+        well_formed = message["reason"] in get_args(RunEnd) and all(
+            type(message[n]) is kind for n, kind in _NUMBERS.items()
+        )
         output, errors, status = _split(blob, message["sizes"])
         compiling = json.loads(status or b"{}")
     except (KeyError, TypeError, ValueError) as error:
@@ -238,15 +228,11 @@ def read_report(message: dict[str, Any], blob: bytes) -> RunReport:
 def _split(blob: bytes, sizes: Sequence[int]) -> list[bytes]:
     if sum(sizes) != len(blob) or min(sizes) < 0:
         raise ValueError(f"{sizes} of {len(blob)} bytes")
-    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
-    return [blob[end - size : end] for size, end in zip(sizes, ends)]
+    return [blob[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
 
 
 class TesterProcess:
     """A process that runs one test at a time, until one leaves a trace in it.
-
-    Args:
-        control: connection to it.
 
     Attributes:
         num_tests: how many it has run.

@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from eval_pipeline.judge.inside.directories import remove_tree
-from eval_pipeline.judge.inside.process_tree import ProcessTree
+from eval_pipeline.judge.inside.usage import ProcessTree, remove_tree
 from eval_pipeline.judge.isolation import IsolationLevel, Role
 
 
@@ -74,10 +73,6 @@ _START_S = 60.0
 
 class Zygote:
     """A process in a sandbox that forks on request.
-
-    Args:
-        level: how to isolate it.
-        role: what its forks do.
 
     Raises:
         SandboxError: it does not start.

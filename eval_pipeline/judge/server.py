@@ -71,9 +71,8 @@ def main() -> None:
     _raise_open_files_limit()
     output = Output(os.dup(1))
     os.dup2(2, 1)
-    level, reasons = _find_level(
-        options["isolation"], tuple(JudgePackage(**package) for package in options["packages"])
-    )
+    packages = tuple(JudgePackage(**package) for package in options["packages"])
+    level, reasons = _find_level(options["isolation"], packages)
     if level is None:
         output.write({"refused": reasons})
         return
@@ -140,15 +139,15 @@ class JudgeWorker:
             with self._gate.shared():
                 return self._comparer.judge(submission.program, tests.answer, limits)
         if not submission.program:
-            return combine_results([NO_PROGRAM], tests.num_tests)
-        results = []
+            return combine_results([NO_PROGRAM], submission.num_tests)
         preamble = tests.preamble if isinstance(tests, FunctionTests) else ""
+        results = []
         with self._sandboxes.runs_of(submission.program, preamble, limits) as runs:
             for test in self._tests(tests, runs, limits):
                 results.append(self._not_starved(test, lambda result: result.is_doubtful))
                 if results[-1].error_type in ("timeout", "syntax_error"):
                     break  # the remaining tests are not passed
-        return combine_results(results, tests.num_tests)
+        return combine_results(results, submission.num_tests)
 
     def _tests(
         self, tests: FunctionTests | ProgramTests, runs: AnswerRuns, limits: ResourceLimits
@@ -201,11 +200,9 @@ class Output:
 
     def write(self, message: dict[str, Any], blob: bytes = b"") -> None:
         """Write one whole message. The process ends if nobody reads any more."""
-        data = protocol.pack(message, blob)
         with self._lock:
             try:
-                while data:
-                    data = data[os.write(self._fd, data) :]
+                protocol.write(self._fd, message, blob)
             except BrokenPipeError:
                 _end(0)
 
@@ -217,7 +214,7 @@ def _find_level(isolation: str, packages: tuple[JudgePackage, ...]) -> tuple[Iso
         worker = JudgeWorker(level, SharedGate())
         verdict = worker.judge(_PROBE, ResourceLimits())
         worker.close()
-        if verdict.solved:
+        if verdict.error_type == "success":
             return level, reasons
         reasons.append(f"{level.name}: {' '.join(verdict.message.split())[-200:]}")
     return None, reasons
@@ -230,16 +227,16 @@ def _work(jobs: queue.SimpleQueue[dict[str, Any]], level: IsolationLevel, gate: 
         message = jobs.get()
         try:
             request, limits = request_from_json(message)
-            result: Verdict | RunReport
-            if isinstance(request, Submission):
-                result = worker.judge(request, limits)
-            else:
-                result = worker.run(request, limits)
-            answer, blob = result_to_json(result)
+            answer, blob = result_to_json(
+                worker.judge(request, limits) if isinstance(request, Submission) else worker.run(request, limits)
+            )
         except BaseException as error:
             # a fault of the judge costs this one request and the worker's sandboxes, not the server
             answer, blob = {"failed": _failure(error)}, b""
-            _close(worker)
+            try:
+                worker.close()
+            except BaseException:  # what is left of it ends with this process
+                traceback.print_exc()
             worker = JudgeWorker(level, gate)
         output.write({"id": message["id"], **answer}, blob)
 
@@ -249,13 +246,6 @@ def _failure(error: BaseException) -> str:
         return str(error)[:MESSAGE_CHARS]
     traceback.print_exc()
     return f"the judge failed: {error!r}"[:MESSAGE_CHARS]
-
-
-def _close(worker: JudgeWorker) -> None:
-    try:
-        worker.close()
-    except BaseException:  # what is left of it ends with this process
-        traceback.print_exc()
 
 
 def _read_jobs(jobs: queue.SimpleQueue[dict[str, Any]], parent: int) -> None:

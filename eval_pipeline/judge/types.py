@@ -26,11 +26,6 @@ class FunctionTests:
     code_prompt: str = ""
     """Code that ends with the head of `entry_point`. An answer may consist of its continuation only (HumanEval)."""
 
-    @property
-    def num_tests(self) -> int:
-        """How many tests an answer can pass."""
-        return len(self.tests)
-
 
 @dataclass(frozen=True)
 class ProgramCase:
@@ -50,22 +45,12 @@ class ProgramTests:
     tolerance: float | None = None
     """Largest absolute or relative difference between two numbers; None requires equal text."""
 
-    @property
-    def num_tests(self) -> int:
-        """How many tests an answer can pass."""
-        return len(self.cases)
-
 
 @dataclass(frozen=True)
 class ReferenceAnswer:
     """A correct answer to compare with (GSM8K)."""
 
     answer: str
-
-    @property
-    def num_tests(self) -> int:
-        """How many tests an answer can pass."""
-        return 1
 
 
 Tests: TypeAlias = FunctionTests | ProgramTests | ReferenceAnswer
@@ -86,7 +71,9 @@ class Submission:
     @property
     def num_tests(self) -> int:
         """How many tests the answer can pass."""
-        return self.tests.num_tests
+        if isinstance(self.tests, FunctionTests):
+            return len(self.tests.tests)
+        return len(self.tests.cases) if isinstance(self.tests, ProgramTests) else 1
 
 
 @dataclass(frozen=True)
@@ -122,16 +109,6 @@ class Verdict:
     def pass_ratio(self) -> float:
         """Passed tests over all tests, 0 to 1; 0 if there are no tests."""
         return self.num_passed / self.num_tests if self.num_tests else 0.0
-
-    @property
-    def solved(self) -> bool:
-        """Whether the answer passed all tests."""
-        return self.error_type == "success"
-
-    @property
-    def ran(self) -> bool:
-        """Whether the program ran to its end, correct or not."""
-        return self.error_type in ("success", "wrong_answer")
 
 
 RunEnd = Literal["exited", "ended", "cpu", "wall", "memory", "processes", "files"]

@@ -53,13 +53,7 @@ def _numbered(number: int, result: TestResult) -> str:
 
 
 def judge_function_run(report: RunReport, outcome: FunctionOutcome, limits: ResourceLimits) -> TestResult:
-    """Judge one test of a function.
-
-    Args:
-        report: the run of the answer.
-        outcome: what its test came to.
-        limits: of the run.
-    """
+    """Judge one test of a function, from the run of the answer and what its test came to."""
     if (stopped := _stopped(report, limits)) is not None:
         return stopped
     wall_s = report.wall_s
@@ -79,14 +73,7 @@ def judge_function_run(report: RunReport, outcome: FunctionOutcome, limits: Reso
 def judge_program_run(
     report: RunReport, case: ProgramCase, match: Callable[[str, str], bool], limits: ResourceLimits
 ) -> TestResult:
-    """Judge one run of a program by what it printed.
-
-    Args:
-        report: the run.
-        case: what it must print.
-        match: whether the printed and the expected output are equal.
-        limits: of the run.
-    """
+    """Judge one run of a program by what it printed; `match` says whether the expected output is equal to it."""
     if (stopped := _stopped(report, limits)) is not None:
         return stopped
     if report.exit_code != 0:
@@ -177,9 +164,9 @@ def _same(actual: str, expected: str, tolerance: float | None) -> bool:
         return True
     if tolerance is None:
         return False
-    integers = _integer(actual), _integer(expected)
-    if integers[0] is not None and integers[1] is not None:
-        return integers[0] == integers[1]
+    ours, theirs = _integer(actual), _integer(expected)
+    if ours is not None and theirs is not None:
+        return ours == theirs
     number, wanted = _finite(actual), _finite(expected)
     if number is None or wanted is None:
         return False

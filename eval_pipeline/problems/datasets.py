@@ -16,9 +16,9 @@ from typing import Any
 
 import xxhash
 
-from eval_pipeline.problems import codecontests, formats, verl_rl
+from eval_pipeline.problems import formats, verl_rl
 from eval_pipeline.problems.problem import DatasetSource, Problem
-from eval_pipeline.problems.record import FormatPlugin, Record
+from eval_pipeline.problems.record import Record, load_format
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json
 from verl_ext.paths import base_directory
@@ -97,7 +97,12 @@ def _file_records(path: Path, shown: str) -> Iterator[Record]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             if path.name.endswith((".json", ".json.gz")):
-                yield from _rows(_json_list(stream.read(), shown), shown)
+                rows = _parse(stream.read(), shown)
+                if not isinstance(rows, list):
+                    raise UserError(
+                        f"{shown} is not a JSON list; write a list of objects, or JSON Lines in a .jsonl file"
+                    )
+                yield from _rows(rows, shown)
                 return
             # lines of bytes end at \n only: JSON strings may contain U+2028, which does not end a line of JSONL
             for number, line in enumerate(stream, start=1):
@@ -108,13 +113,6 @@ def _file_records(path: Path, shown: str) -> Iterator[Record]:
         raise UserError(
             f"cannot read the problems file {shown} ({first_line_of(error)}); name a UTF-8 JSONL file"
         ) from error
-
-
-def _json_list(content: bytes, shown: str) -> list[Any]:
-    value = _parse(content, shown)
-    if not isinstance(value, list):
-        raise UserError(f"{shown} is not a JSON list; write a list of objects, or JSON Lines in a .jsonl file")
-    return value
 
 
 def _parse(content: bytes, where: str) -> Any:
@@ -196,7 +194,7 @@ FORMATS: dict[str, Parser] = {
     "quickstart": formats.parse_quickstart,
     "humaneval": formats.parse_humaneval,
     "mbpp": formats.parse_mbpp,
-    "codecontests": codecontests.parse_problem,
+    "codecontests": formats.parse_codecontests,
     "gsm8k": formats.parse_gsm8k,
     "verl": verl_rl.parse_problem,
 }
@@ -215,7 +213,7 @@ def parser_of(format: str, key: str) -> Parser:
     if format in FORMATS:
         return FORMATS[format]
     if ":" in format:
-        return FormatPlugin.load(format, key)
+        return load_format(format, key)
     raise UserError(f"{key} is {format!r}; use one of {', '.join(FORMATS)}, or {PLUGIN_FORM}")
 
 

@@ -156,19 +156,15 @@ def _whole_program(text: str, parser: SourceParser) -> str:
     as Python come before those without a tag. If there is none, it is the last Python block, otherwise the last block,
     otherwise the text, and of that the lines between prose if they are a program. If that is not a program either, it
     is one between fences on one line.
-
-    Args:
-        text: an answer whose lines end with `\\n`.
-        parser: of the answer.
     """
     blocks = code_blocks(text)[-MAX_BLOCKS:] or [FencedBlock("", text)]
     if (code := code_before(blocks, text)) is not None:
         blocks = [FencedBlock("", code), *(block for block in blocks if block.body.strip())]
     python = [block for block in blocks if block.tag in PYTHON_TAGS]
-    untold = [block for block in blocks if block.tag in ("", *PYTHON_TAGS)]
-    trees = _whole_trees(untold, parser)
+    candidates = [block for block in blocks if block.tag in ("", *PYTHON_TAGS)]
+    trees = _whole_trees(candidates, parser)
     for does in (prints, acts):
-        for block in (*reversed(python), *reversed(untold)):
+        for block in (*reversed(python), *reversed(candidates)):
             if block in trees and does(trees[block]):
                 return block.source
     program = _between_prose((python or blocks)[-1].source, parser)

@@ -1,14 +1,16 @@
-"""Formats of published data sets whose tests are functions or numbers: the quickstart, HumanEval, MBPP, GSM8K.
+"""Formats of published data sets: the quickstart, HumanEval, MBPP, GSM8K, CodeContests.
 
 A `parse_` function returns the problem of one row. It raises a `UserError` if a key is missing or has the wrong type,
-or if code does not parse.
+if code does not parse, or if there is no test.
 """
 
 from __future__ import annotations
 
 import ast
+import re
+from typing import Any
 
-from eval_pipeline.judge import FunctionTests, ReferenceAnswer
+from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
 from eval_pipeline.judge.numeric_answer import parse_number
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import (
@@ -16,9 +18,8 @@ from eval_pipeline.problems.python_source import (
     called_names,
     defined_names,
     find_definition,
-    first_line,
     parse,
-    runs_alone,
+    unknown_names,
 )
 from eval_pipeline.problems.record import Record
 
@@ -30,7 +31,7 @@ def parse_quickstart(record: Record) -> Problem:
     return Problem(
         problem_id=record.text("problem_id"),
         prompt=record.text("prompt"),
-        tests=FunctionTests(entry_point=_entry_point(record), tests=_quickstart_tests(record)),
+        tests=FunctionTests(_entry_point(record), tuple(_asserts("tests", record))),
         family=record.optional_text("family"),
         canonical_solution=record.optional_text("canonical_solution"),
     )
@@ -44,23 +45,23 @@ def _entry_point(record: Record) -> str:
     return name
 
 
-def _check_assertion(test: str, key: str, record: Record) -> None:
-    """Refuse a test that cannot run or asserts nothing: it would count against the model, or for it."""
-    try:
-        tree = parse(test)
-    except PARSE_ERRORS as error:
-        raise record.error(f"{key} is not Python ({error}); correct the assert statement") from error
-    if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
-        raise record.error(f"{key} asserts nothing; write an assert statement")
-
-
-def _quickstart_tests(record: Record) -> tuple[str, ...]:
-    tests = record.fields.get("tests")
+def _asserts(key: str, record: Record) -> list[str]:
+    """The tests under a key. One that cannot run or asserts nothing would count against the model, or for it."""
+    tests = record.fields.get(key)
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
-        raise record.error("'tests' must be a list of at least one Python assert statement")
-    for index, test in enumerate(record.texts("tests")):
-        _check_assertion(test, f"tests[{index}]", record)
-    return tuple(tests)
+        raise record.error(f"{key!r} must be a list of at least one Python assert statement")
+    for index, test in enumerate(record.texts(key)):
+        tree = _parsed(test, f"{key}[{index}]", record, "the assert statement")
+        if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+            raise record.error(f"{key}[{index}] asserts nothing; write an assert statement")
+    return tests
+
+
+def _parsed(source: str, what: str, record: Record, to_correct: str = "it") -> ast.Module:
+    try:
+        return parse(source)
+    except PARSE_ERRORS as error:
+        raise record.error(f"{what} is not Python ({error}); correct {to_correct}") from error
 
 
 # HumanEval (Chen et al. 2021, arXiv 2107.03374): `task_id`, `prompt`, `entry_point`, `test`, `canonical_solution`.
@@ -82,7 +83,8 @@ def parse_humaneval(record: Record) -> Problem:
     name, prompt = _entry_point(record), record.text("prompt")
     code_prompt = prompt if prompt.endswith("\n") else prompt + "\n"
     test = f"{record.text('test').rstrip()}\n\ncheck({name})\n"
-    _check_humaneval_test(test, record)
+    if find_definition(_parsed(test, "'test'", record), "check") is None:
+        raise record.error("'test' defines no function `check`; write one that takes the function to test")
     solution = record.optional_text("canonical_solution")
     return Problem(
         problem_id=record.text("task_id", "problem_id"),
@@ -106,17 +108,9 @@ def _humaneval_preamble(code_prompt: str, name: str, record: Record) -> str:
         raise record.error(f"'prompt' is not the beginning of a Python program ({error}); correct it") from error
     if definition is None:
         raise record.error(f"'prompt' does not end with the head of {name!r}; correct 'prompt' or 'entry_point'")
-    lines = code_prompt.split("\n")[: first_line(definition) - 1]
+    start = min(node.lineno for node in (definition, *definition.decorator_list))
+    lines = code_prompt.split("\n")[: start - 1]
     return "\n".join(lines).strip("\n") + "\n" if any(line.strip() for line in lines) else ""
-
-
-def _check_humaneval_test(test: str, record: Record) -> None:
-    try:
-        tree = parse(test)
-    except PARSE_ERRORS as error:
-        raise record.error(f"'test' is not Python ({error}); correct it") from error
-    if find_definition(tree, "check") is None:
-        raise record.error("'test' defines no function `check`; write one that takes the function to test")
 
 
 # MBPP, both published variants (Austin et al. 2021, arXiv 2108.07732). Full: `task_id`, `text`, `code`, `test_list`,
@@ -140,8 +134,8 @@ def parse_mbpp(record: Record) -> Problem:
     Setup code that needs a definition of the answer, such as a class whose objects the asserts pass in, cannot be a
     preamble; it becomes the beginning of each test.
     """
-    code, asserts, setup = record.text("code"), _asserts(record), _setup(record)
-    alone = runs_alone(_parsed(setup, "the setup code", record))
+    code, asserts, setup = record.text("code"), _asserts("test_list", record), _setup(record)
+    alone = not unknown_names(_parsed(setup, "the setup code", record))
     shown = asserts if alone else [setup.strip("\n"), *asserts]
     return Problem(
         problem_id=f"mbpp/{record.identifier('task_id')}",
@@ -155,26 +149,10 @@ def parse_mbpp(record: Record) -> Problem:
     )
 
 
-def _asserts(record: Record) -> list[str]:
-    tests = record.texts("test_list")
-    if not tests:
-        raise record.error("'test_list' must be a list of at least one Python assert statement")
-    for index, test in enumerate(tests):
-        _check_assertion(test, f"test_list[{index}]", record)
-    return tests
-
-
 def _setup(record: Record) -> str:
     # setup code in the published file has Windows line ends
     parts = [*record.texts("test_imports"), record.optional_code("test_setup_code").replace("\r\n", "\n")]
     return "".join(f"{part.rstrip()}\n" for part in parts if part.strip())
-
-
-def _parsed(source: str, what: str, record: Record) -> ast.Module:
-    try:
-        return parse(source)
-    except PARSE_ERRORS as error:
-        raise record.error(f"{what} is not Python ({error}); correct it") from error
 
 
 def _mbpp_entry_point(code: ast.Module, asserts: list[str], record: Record) -> str:
@@ -211,3 +189,150 @@ def parse_gsm8k(record: Record) -> Problem:
         tests=ReferenceAnswer(reference.strip()),
         canonical_solution=answer,
     )
+
+
+# CodeContests (Li et al. 2022, arXiv 2203.07814), and simpler rows of the same kind: `name`, `description`, and tests
+# in `public_tests`, `private_tests`, `generated_tests` or `tests`, each `{input: [...], output: [...]}` or a list of
+# `{input, output}`; or lists `input` and `output` in the row itself. All tests are used, each input once. `time_limit`
+# is ignored: every problem has the limits of the protocol.
+
+_TEST_KEYS = ("public_tests", "private_tests", "generated_tests", "tests")
+_PYTHON3 = (3, "PYTHON3")
+"""Python 3 in `solutions.language`: a number in the published data, a name in exports."""
+_CODECONTESTS_INSTRUCTION = """{description}
+
+Write a Python 3 program that solves this problem. It reads the input from standard input and prints the output, and \
+nothing else, to standard output. Reply with the whole program in one ```python code block."""
+
+
+def parse_codecontests(record: Record) -> Problem:
+    """The problem of one row."""
+    description = record.text("description", "prompt", "question")
+    return Problem(
+        problem_id=record.identifier("name", "problem_id", "task_id", "id"),
+        prompt=_CODECONTESTS_INSTRUCTION.format(description=description.strip()),
+        tests=ProgramTests(_cases(record), stated_tolerance(description)),
+        canonical_solution=_canonical_solution(record),
+    )
+
+
+def _cases(record: Record) -> tuple[ProgramCase, ...]:
+    groups = {key: record.fields.get(key) for key in _TEST_KEYS}
+    if record.first("input", "output") is not None:
+        groups["the row"] = {"input": record.fields.get("input"), "output": record.fields.get("output")}
+    cases: dict[str, ProgramCase] = {}
+    for key, tests in groups.items():
+        for case in _cases_of(tests, key, record):
+            cases.setdefault(case.stdin, case)
+    if not cases:
+        raise record.error(f"{', '.join(_TEST_KEYS)}, 'input' and 'output' hold no test; add one")
+    return tuple(cases.values())
+
+
+def _cases_of(tests: Any, key: str, record: Record) -> list[ProgramCase]:
+    """The cases of one group of tests, in either of its two forms."""
+    if tests is None:
+        return []
+    if isinstance(tests, dict):
+        inputs, outputs = tests.get("input"), tests.get("output")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise record.error(f"'input' and 'output' of {key} must be two lists of the same length")
+        pairs = list(zip(inputs, outputs))
+    elif isinstance(tests, list) and all(isinstance(test, dict) for test in tests):
+        pairs = [(test.get("input"), test.get("output")) for test in tests]
+    else:
+        raise record.error(f"{key!r} must be an object of 'input' and 'output' lists, or a list of such pairs")
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise record.error(f"every 'input' and 'output' of {key} must be a string")
+    return [ProgramCase(stdin, expected) for stdin, expected in pairs]
+
+
+def _canonical_solution(record: Record) -> str | None:
+    """The first published solution in Python 3."""
+    solutions = record.fields.get("solutions")
+    if solutions is None:
+        return record.optional_text("canonical_solution")
+    if not isinstance(solutions, dict) or not all(isinstance(solutions.get(k), list) for k in ("language", "solution")):
+        raise record.error("'solutions' must be an object of 'language' and 'solution' lists")
+    pairs = zip(solutions["language"], solutions["solution"])
+    return next((solution for language, solution in pairs if language in _PYTHON3), None)
+
+
+# The error that the text of a problem of CodeContests accepts
+
+_UNSTATED_TOLERANCE = 1e-6
+"""Used if a problem accepts an error without a readable number."""
+_LARGEST_TOLERANCE = 0.01
+"""A larger number is a quantity in the problem, unless the sentence names an absolute or relative error."""
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\be\.g\.)(?<!\bi\.e\.)\s|\n\n")
+_TEXT_PLAINER = [
+    (re.compile(r"\b[A-Z]{2,}\b"), ""),  # ERROR is a word to print
+    (re.compile(r"[\u2010-\u2013\u2212]"), "-"),
+    (re.compile(r"<sup>|\*\*"), "^"),
+    (re.compile(r"\u2264|\\leq?(?:slant)?(?![a-z])|&l[te];=?|<="), "<"),
+    (re.compile(r"[${}]|</sup>|\\[()]"), ""),
+    (re.compile(r"\s+"), " "),
+    # an error to compute, not to accept
+    (re.compile(r"\b(?:[Mm]inim[a-z]+|[Ss]mallest|[Ll]owest)(?: [a-z]+){0,3}? errors?\b"), ""),
+]
+# 10^-6, and "10 - 6" where the markup was lost; 1e-6; 0.000001
+_NUMBER = re.compile(
+    r"(?<![0-9.])10 ?(?:\^ ?)?\(?- ?(?P<power>[0-9]{1,2})(?![0-9])"
+    r"|(?<![0-9.])1(?:\.0)?e-(?P<exponent>[0-9]{1,2})(?![0-9])|(?<![0-9.])(?P<decimal>0\.0*[15])(?![0-9])"
+)
+_KIND = r"(?:absolute|relative)"
+_NAMED_ERROR = re.compile(
+    rf"\b{_KIND}(?: ?(?:/|,|or|and)+ ?(?:an? |the )?{_KIND})? (?:errors?|precision|accuracy)\b"
+    rf"|\berrors? ?[(,]? ?(?:is |in )?{_KIND}\b"
+)
+_IS_ACCEPTED = re.compile(r"\b(?:accept|allow|ignor|tolera|permi|(?:correct|right|fine|ok|okay|exceed)\b)")
+_BOUND = r"(?:\b(?:exceed|at most|within|below|up to|(?:less|more|greater|smaller|larger) than)\b|<)"
+_ALLOWED = r"\b(?:allow|accept|permi|tolera)[a-z]*\b"
+_BOUND_START = r" ?(?:of )?(?:10 ?\^? ?\(?-|1(?:\.0)?e-|0\.0)"
+_STATED = [
+    re.compile(rf"\berrors?\b(?:(?!\bif\b).){{0,60}}?{_BOUND}"),
+    re.compile(rf"{_BOUND}.{{0,60}}?\berrors?\b"),
+    re.compile(rf"\bdiffers?\b.{{0,80}}?{_BOUND}|\bdifferences?\b.{{0,80}}?{_BOUND}{_BOUND_START}"),
+    re.compile(rf"{_ALLOWED}.{{0,30}}?\berrors?\b|\berrors?\b.{{0,30}}?{_ALLOWED}|\btolerance\b"),
+    # |a - b| / max(1, b) < 10^-9
+    re.compile(r"(?:\|[^|]{1,40}-[^|]{1,40}\||\babs ?\([^()]{1,40}-[^()]{1,40}\)).{0,60}?" + _BOUND + _BOUND_START),
+    re.compile(rf"\bwithin{_BOUND_START}.{{0,40}}?\b(?:correct|jury|judge|expected|actual|true|official|reference)\b"),
+    # the accuracy of given numbers is not that of the answer
+    re.compile(
+        rf"^(?!.*\b(?:given|input|guaranteed)\b).*\b(?:accura(?:te|cy)|precis(?:e|ion))\b[a-z ]{{0,30}}{_BOUND_START}"
+    ),
+]
+
+
+def stated_tolerance(description: str) -> float | None:
+    """The largest absolute or relative error that the text of a problem accepts.
+
+    Returns:
+        The number in the first sentence about the accepted error that has one; `_UNSTATED_TOLERANCE` if a sentence
+        names an absolute or relative error without a number; None if there is no such sentence.
+    """
+    sentences = [_plain(part) for part in _SENTENCE_END.split(description)]
+    for sentence in sentences:
+        if (number := _tolerance_of(sentence)) is not None:
+            return number
+    named = (_NAMED_ERROR.search(sentence) and _IS_ACCEPTED.search(sentence) for sentence in sentences)
+    return _UNSTATED_TOLERANCE if any(named) else None
+
+
+def _plain(sentence: str) -> str:
+    for pattern, replacement in _TEXT_PLAINER:
+        sentence = pattern.sub(replacement, sentence)
+    return sentence.lower()
+
+
+def _tolerance_of(sentence: str) -> float | None:
+    named = _NAMED_ERROR.search(sentence)
+    if named is None and not any(pattern.search(sentence) for pattern in _STATED):
+        return None
+    number = _NUMBER.search(sentence, named.end() if named else 0) or _NUMBER.search(sentence)
+    if number is None:
+        return None
+    power = number["power"] or number["exponent"]
+    value = float(f"1e-{power}" if power else number["decimal"])
+    return value if named or value <= _LARGEST_TOLERANCE else None

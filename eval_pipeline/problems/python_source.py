@@ -16,6 +16,8 @@ MAX_PARSED_CHARS = 6 * MAX_SOURCE_CHARS
 """Of all sources that one answer is searched for."""
 MAX_CUTS = 8
 """One or two find the end of a program in prose; without a limit, hostile text would be parsed once per line."""
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_WRITERS = ("write", "writelines", "stdout")
 
 
 def parse(source: str) -> ast.Module:
@@ -26,11 +28,7 @@ def parse(source: str) -> ast.Module:
 
 
 class SourceParser:
-    """Parses candidates for the program in one answer, each source once.
-
-    Args:
-        max_chars: characters to parse in total.
-    """
+    """Parses candidates for the program in one answer, each source once, and `max_chars` characters in total."""
 
     def __init__(self, max_chars: int = MAX_PARSED_CHARS) -> None:
         self._chars_left = max_chars
@@ -92,13 +90,7 @@ def parsing_beginning(lines: list[str], parser: SourceParser) -> str:
 
 def find_definition(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
     """The last top-level function or class of this name."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return next((node for node in reversed(tree.body) if isinstance(node, kinds) and node.name == name), None)
-
-
-def first_line(definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
-    """The first line of a definition, decorators included, from 1."""
-    return min([definition.lineno, *(decorator.lineno for decorator in definition.decorator_list)])
+    return next((node for node in reversed(tree.body) if isinstance(node, _DEFINITIONS) and node.name == name), None)
 
 
 def defined_names(tree: ast.Module) -> dict[str, bool]:
@@ -109,7 +101,7 @@ def defined_names(tree: ast.Module) -> dict[str, bool]:
     """
     names: dict[str, bool] = {}
     for node in outside_functions(tree.body, ast.ClassDef):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if isinstance(node, _DEFINITIONS):
             names[node.name] = isinstance(node, ast.ClassDef)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             names.update({name: False for name in _stored_names(node)})
@@ -139,17 +131,12 @@ def called_names(tree: ast.AST) -> list[str]:
     return [name.id for name in sorted(calls, key=lambda name: (name.lineno, name.col_offset))]
 
 
-def runs_alone(tree: ast.Module) -> bool:
-    """Whether a module reads only names that it defines or imports, or that are built in."""
-    return not unknown_names(tree)
-
-
 def unknown_names(tree: ast.Module) -> set[str]:
     """Names that a module reads but neither defines nor imports, and that are not built in."""
     nodes = list(ast.walk(tree))
     known = set(dir(builtins)) | _stored_names(tree) | {node.arg for node in nodes if isinstance(node, ast.arg)}
     for node in nodes:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if isinstance(node, _DEFINITIONS):
             known.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             known.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
@@ -197,7 +184,8 @@ def prints(tree: ast.Module) -> bool:
     """Whether running a module does something, and the module mentions something that writes output."""
     return acts(tree) and any(
         (isinstance(node, ast.Name) and node.id == "print")
-        or (isinstance(node, (ast.Attribute, ast.alias)) and (_name_of(node) in ("write", "writelines", "stdout")))
+        or (isinstance(node, ast.Attribute) and node.attr in _WRITERS)
+        or (isinstance(node, ast.alias) and node.name in _WRITERS)
         for node in ast.walk(tree)
     )
 
@@ -217,7 +205,3 @@ def _is_idle(statement: ast.stmt) -> bool:
 
 def _is_constant(expression: ast.expr) -> bool:
     return not any(isinstance(node, (ast.Name, ast.Call)) for node in ast.walk(expression))
-
-
-def _name_of(node: ast.Attribute | ast.alias) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.name

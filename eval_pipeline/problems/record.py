@@ -86,63 +86,50 @@ def _either(keys: tuple[str, ...]) -> str:
 # Formats of users
 
 
-class FormatPlugin:
-    """A problem format that a user wrote: calls `function(record: Record) -> Problem` for each row, and checks it.
+def load_format(text: str, key: str) -> Callable[[Record], Problem]:
+    """Load a problem format that a user wrote: `function(record: Record) -> Problem`, whose problems are checked.
 
-    Args:
-        function: the user's function.
-        name: its name, for messages.
+    The arguments are those of `Plugin.parse`. The result raises a `UserError` if a row does not have this format, or if
+    the user's function does not return a problem.
+
+    Raises:
+        UserError: it cannot be loaded, or is not a function.
     """
+    function = Plugin.parse(text, key).load()
+    if not callable(function):
+        raise UserError(
+            f"{key} is {text!r}, which is not a function; name one that takes a Record and returns a Problem"
+        )
 
-    def __init__(self, function: Callable[[Record], Problem], name: str) -> None:
-        self._function, self._name = function, name
-
-    @classmethod
-    def load(cls, text: str, key: str) -> FormatPlugin:
-        """Load it; the arguments are those of `Plugin.parse`.
-
-        Raises:
-            UserError: it cannot be loaded, or is not a function.
-        """
-        function = Plugin.parse(text, key).load()
-        if not callable(function):
-            raise UserError(
-                f"{key} is {text!r}, which is not a function; name one that takes a Record and returns a Problem"
-            )
-        return cls(function, text)
-
-    def __call__(self, record: Record) -> Problem:
-        """The problem of one row.
-
-        Raises:
-            UserError: the row does not have this format, or the function does not return a problem.
-        """
+    def parse_problem(record: Record) -> Problem:
         try:
-            problem = self._function(record)
+            problem = function(record)
         except UserError:
             raise
         except Exception as error:  # anything that the user's function raises
-            raise record.error(f"{self._name} failed ({one_line(error)}); correct the row or the function") from error
-        return self._checked(problem, record)
+            raise record.error(f"{text} failed ({one_line(error)}); correct the row or the function") from error
+        return _checked(problem, text, record)
 
-    def _checked(self, problem: object, record: Record) -> Problem:
-        if not isinstance(problem, Problem) or not isinstance(
-            problem.tests, FunctionTests | ProgramTests | ReferenceAnswer
-        ):
+    return parse_problem
+
+
+def _checked(problem: object, format: str, record: Record) -> Problem:
+    if not isinstance(problem, Problem) or not isinstance(
+        problem.tests, FunctionTests | ProgramTests | ReferenceAnswer
+    ):
+        raise record.error(
+            f"{format} returned {type(problem).__name__} instead of a Problem with tests; correct the function"
+        )
+    for name in ("problem_id", "prompt"):
+        if not _is_text(value := getattr(problem, name)):
             raise record.error(
-                f"{self._name} returned {type(problem).__name__} instead of a Problem with tests; correct the function"
+                f"{format} returned a Problem whose {name} is {value!r}; it must be a string that is not empty"
             )
-        for name in ("problem_id", "prompt"):
-            value = getattr(problem, name)
-            if not isinstance(value, str) or not value.strip():
-                raise record.error(
-                    f"{self._name} returned a Problem whose {name} is {value!r}; it must be a string that is not empty"
-                )
-        if (fault := _fault_of(problem.tests)) is not None:
-            raise record.error(
-                f"{self._name} returned the problem {problem.problem_id!r}, {fault}; correct the row or the function"
-            )
-        return problem
+    if (fault := _fault_of(problem.tests)) is not None:
+        raise record.error(
+            f"{format} returned the problem {problem.problem_id!r}, {fault}; correct the row or the function"
+        )
+    return problem
 
 
 def _fault_of(tests: FunctionTests | ProgramTests | ReferenceAnswer) -> str | None:

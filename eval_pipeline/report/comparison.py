@@ -24,30 +24,22 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class RateComparison:
-    """Model b compared with model a in one rate.
-
-    Attributes:
-        num_problems: number of problems.
-        num_samples: answers per problem and model.
-        both: problems that count for both models; this and the next three are None with several answers per problem.
-        only_a: problems that count only for a.
-        only_b: problems that count only for b.
-        neither: problems that count for neither.
-        difference: rate of b minus rate of a.
-        interval: 95 % confidence interval of the difference.
-        p_value: probability of a difference at least this large, in either direction, if the two were equally good.
-        test: name of the test.
-    """
+    """Model b compared with model a in one rate."""
 
     num_problems: int
     num_samples: int
+    """Answers per problem and model."""
     both: int | None
+    """Problems that count for both models; like the next three, None with several answers per problem."""
     only_a: int | None
     only_b: int | None
     neither: int | None
     difference: float
+    """Rate of b minus rate of a."""
     interval: Interval
+    """95 % confidence interval of the difference."""
     p_value: float
+    """Probability of a difference at least this large, in either direction, if the two were equally good."""
     test: str
 
 

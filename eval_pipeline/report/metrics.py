@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import norm, t
 
-from eval_pipeline.engines.base import GeneratedAnswer
+from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.judge import ERROR_TYPES, ErrorType, Verdict
 from eval_pipeline.problems.problem import Problem
 
@@ -60,21 +60,9 @@ def summarize(judged: Sequence[JudgedAnswer], elapsed_s: float) -> dict[str, flo
         elapsed_s: wall-clock seconds of generating and judging, without loading the model.
 
     Returns:
-        Metrics by name:
-
-        - `num_problems`: number of problems
-        - `exec_success_rate`: share of answers whose code ran (`success` or `wrong_answer`)
-        - `accepted_at_1`: share of answers that are `success`
-        - `pass_ratio_mean`, `_p50`, `_p90`: share of passed tests, averaged over a problem's answers; then mean and
-          percentiles over problems (linear interpolation)
-        - `<error type>_rate`: share of answers of each of the six error types
-        - `avg_gen_tokens`: new tokens per answer
-        - `avg_judge_time`: seconds of judging per answer
-        - `cost_per_solved_tokens`, `cost_per_solved_judge_time`: new tokens, and seconds of judging, of the whole
-          dataset per correct answer; None without a correct answer
-        - `throughput`: problems per second of `elapsed_s`; None if that is 0
-        - `truncation_rate`: share of answers cut off at the token limit
-        - with several answers per problem also `num_samples` and `pass_at_<k>`
+        Metrics by name, in the order of `metrics.json`; docs/evaluation.md defines them. Pass ratios are averaged over
+        a problem's answers first. Costs are None without a correct answer, and `throughput` if no time has elapsed.
+        `num_samples` and `pass_at_<k>` are there with several answers per problem.
 
     Raises:
         ValueError: no answers, or not the same number for each problem.

@@ -5,7 +5,7 @@ matplotlib is imported inside functions, because it takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,6 @@ def panels(names: Sequence[str], title: str) -> tuple[Figure, list[Axes]]:
 
     Args:
         names: titles of the panels, at least one.
-        title: of the figure.
     """
     from matplotlib.figure import Figure
 
@@ -60,21 +59,16 @@ def panels(names: Sequence[str], title: str) -> tuple[Figure, list[Axes]]:
     width, height = _PANEL_INCHES
     size = (max(width * num_columns, 8.0), height * num_rows + _LEGEND_INCHES)
     figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(num_rows, num_columns, squeeze=False).flat
+    grid = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
     figure.suptitle(title)
-    axes = list(_titled(grid, names))
-    for unused in list(grid)[len(names) :]:
-        unused.remove()
-    return figure, axes
-
-
-def _titled(grid: Iterable[Axes], names: Sequence[str]) -> Iterator[Axes]:
     for axes, name in zip(grid, names):
         axes.set_title(name, fontsize="medium", pad=14)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-        yield axes
+    for unused in grid[len(names) :]:
+        unused.remove()
+    return figure, grid[: len(names)]
 
 
 def percent_axis(axes: Axes, label: str, margin: float = 0.02) -> None:

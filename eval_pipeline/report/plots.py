@@ -25,7 +25,6 @@ from eval_pipeline.report.results import DatasetResult, EvaluatedModel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
 RATES_PLOT = "rates_over_steps.png"
@@ -51,7 +50,6 @@ def plot_rates(
     """Draw `exec_success_rate` and `accepted_at_1` over the steps, one panel per dataset.
 
     Args:
-        directory: for the PNG file.
         datasets: the panels; each was evaluated for some checkpoint.
         baseline: the initial model; its rates are those of step 0, and horizontal lines.
         best: its step is marked.
@@ -93,12 +91,7 @@ def plot_errors(
 ) -> Path:
     """Draw the shares of the six error types as stacked bars, one panel per dataset and one bar per model.
 
-    Args:
-        directory: for the PNG file.
-        datasets: the panels.
-        baseline: the first bar.
-        best: its bar is marked.
-        history: checkpoints, ordered by step.
+    The arguments are those of `plot_rates`.
     """
     figure, all_axes = panels(datasets, "How the answers ended")
     for axes, dataset in zip(all_axes, datasets):
@@ -126,19 +119,12 @@ def _draw_errors(axes: Axes, dataset: str, models: Sequence[EvaluatedModel], bes
 
 @dataclass(frozen=True)
 class LossHistory:
-    """The loss of a run.
-
-    Attributes:
-        name: `val/loss` or `train/loss`.
-        values: finite losses by step, for evaluated steps only.
-    """
+    """The loss of a run."""
 
     name: str
+    """`val/loss` or `train/loss`."""
     values: Mapping[int, float]
-
-    def at(self, step: int) -> float | None:
-        """The loss at exactly this step, if any."""
-        return self.values.get(step)
+    """Finite losses by step, for evaluated steps only."""
 
 
 def loss_history(rows: Iterable[Mapping[str, Any]], steps: Collection[int]) -> LossHistory | None:
@@ -161,32 +147,25 @@ def loss_history(rows: Iterable[Mapping[str, Any]], steps: Collection[int]) -> L
     return LossHistory(most, values[most]) if values[most] else None
 
 
-def plot_loss(
-    directory: Path, datasets: Sequence[str], losses: LossHistory, history: Sequence[EvaluatedModel]
-) -> Path | None:
+def plot_loss(directory: Path, datasets: Sequence[str], losses: LossHistory, history: Sequence[EvaluatedModel]) -> Path:
     """Draw `exec_success_rate` against the loss, one panel per dataset and one point per checkpoint.
 
     Args:
-        directory: for the PNG file.
         datasets: the panels; a dataset without a checkpoint with a loss is skipped.
-        losses: of the run.
-        history: checkpoints, ordered by step.
-
-    Returns:
-        The path of the PNG file; None if no checkpoint has a loss.
+        history: checkpoints, ordered by step, at least one of them with a loss.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
 
-    known = [model for model in history if losses.at(model.saved_at) is not None]
-    if not known:
-        return None
+    known = [model for model in history if model.saved_at in losses.values]
     shown = [dataset for dataset in datasets if any(dataset in model.datasets for model in known)]
     figure, all_axes = panels(shown, f"{_LOSS_METRIC} against {losses.name}, with 95 % intervals")
     steps = [model.saved_at for model in known]
     colours = Normalize(min(steps), max(max(steps), min(steps) + 1))  # also valid for a single checkpoint
     if len(steps) > 1:  # before the points: it takes room, which affects where labels fit
-        _add_colour_bar(all_axes, ScalarMappable(colours, _STEP_COLOURS))
+        scale, ticks = ScalarMappable(colours, _STEP_COLOURS), MaxNLocator(integer=True)
+        figure.colorbar(scale, ax=all_axes, label="optimizer step", ticks=ticks, fraction=0.04)
     for axes, dataset in zip(all_axes, shown):
         _draw_loss(axes, dataset, losses, [model for model in known if dataset in model.datasets], colours)
     return write_figure(figure, directory / LOSS_PLOT)
@@ -195,23 +174,16 @@ def plot_loss(
 def _draw_loss(
     axes: Axes, dataset: str, losses: LossHistory, models: Sequence[EvaluatedModel], colours: Normalize
 ) -> None:
-    x = np.array([losses.at(model.saved_at) for model in models], dtype=np.float64)
+    x = np.array([losses.values[model.saved_at] for model in models], dtype=np.float64)
     y = np.array([model.datasets[dataset].metrics[_LOSS_METRIC] for model in models], dtype=np.float64)
-    bounds = np.array([model.datasets[dataset].intervals[_LOSS_METRIC] for model in models]).reshape(-1, 2)
+    bounds = np.array([model.datasets[dataset].intervals[_LOSS_METRIC] for model in models])
     steps = [model.saved_at for model in models]
     axes.errorbar(x, y, yerr=np.abs(bounds.T - y), fmt="none", ecolor="#BBBBBB", elinewidth=1, zorder=1)
     axes.plot(x, y, color="#888888", linewidth=0.8, zorder=2)
     axes.scatter(x, y, c=steps, cmap=_STEP_COLOURS, norm=colours, edgecolor="white", linewidth=0.5, s=42, zorder=3)
     axes.set_xlabel(f"{losses.name} (nat/token)")
-    if len(x) and x.min() > 0 and x.max() > _LOG_SCALE_RATIO * x.min():
+    if x.min() > 0 and x.max() > _LOG_SCALE_RATIO * x.min():
         axes.set_xscale("log")
     axes.margins(x=0.12)
     percent_axis(axes, _LOSS_METRIC)
     label_points(axes, x, y, [str(step) for step in steps])
-
-
-def _add_colour_bar(all_axes: Sequence[Axes], scale: ScalarMappable) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    figure = all_axes[0].figure
-    figure.colorbar(scale, ax=all_axes, label="optimizer step", ticks=MaxNLocator(integer=True), fraction=0.04)

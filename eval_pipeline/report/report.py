@@ -7,13 +7,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from eval_pipeline.checkpoints import EvalDir
 from eval_pipeline.report.comparison import COMPARED, RateComparison, compare_models
 from eval_pipeline.report.metrics import Interval
-from eval_pipeline.report.plots import LOSS_PLOT, LossHistory, loss_history, plot_errors, plot_loss, plot_rates
-from eval_pipeline.report.results import DatasetResult, EvaluatedModel, Outcomes, write_json, write_text
-from eval_pipeline.report.selection import BestCheckpoint
-from verl_ext.console import text_table
+from eval_pipeline.report.plots import LOSS_PLOT, loss_history, plot_errors, plot_loss, plot_rates
+from eval_pipeline.report.results import (
+    DatasetResult,
+    EvaluatedModel,
+    Outcomes,
+    published_models,
+    read_evaluation,
+    read_outcomes,
+    write_json,
+    write_text,
+)
+from eval_pipeline.report.selection import BestCheckpoint, read_best_checkpoint
+from verl_ext.console import markdown_table, text_table
 from verl_ext.errors import UserError
+from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 
 TABLE_FILE = "comparison_table.md"
 DATA_FILE = "comparison_data.json"
@@ -27,41 +38,38 @@ _EXPLANATION = (
 )
 
 
-def write_report(
-    directory: Path,
-    baseline: EvaluatedModel,
-    best: EvaluatedModel,
-    history: Sequence[EvaluatedModel],
-    training_history: Iterable[Mapping[str, Any]],
-    outcomes: tuple[Mapping[str, Outcomes], Mapping[str, Outcomes]],
-    chosen_by: BestCheckpoint,
-) -> Path:
-    """Write `comparison_table.md`, `comparison_data.json` and the plots.
+def write_report(directory: EvalDir, baseline_label: str) -> Path:
+    """Compare the best checkpoint of a run with the initial model, from the files of their evaluations.
+
+    Writes `comparison_table.md`, `comparison_data.json` and the plots to `report/`.
 
     Args:
-        directory: for the report; created if missing.
-        baseline: the initial model of the training.
-        best: the best checkpoint.
-        history: all evaluated checkpoints of the run, including the best.
-        training_history: rows of the run's `metrics.jsonl`, oldest first; empty without such a file.
-        outcomes: of the base model and of the best checkpoint, by dataset, from `read_outcomes`.
-        chosen_by: how the best checkpoint was selected.
+        directory: of the run's evaluation.
+        baseline_label: of the initial model, whose results are in the same directory.
 
     Returns:
         The path of `comparison_table.md`.
 
     Raises:
-        UserError: the two have no common dataset, were evaluated on different problems, or the report cannot be
-            written.
+        UserError: a file cannot be read, the two have no common dataset or were evaluated on different problems, or the
+            report cannot be written.
     """
-    history = sorted((model for model in history if model.step is not None), key=lambda model: model.saved_at)
-    comparisons = _compare(baseline, best, outcomes)
-    losses = loss_history(training_history, {model.saved_at for model in history})
+    chosen_by = read_best_checkpoint(directory.of_run)
+    folders = [directory.results_of(label) for label in (baseline_label, f"step_{chosen_by.step}")]
+    baseline, best = map(read_evaluation, folders)
+    comparisons = _compare((baseline, best), [read_outcomes(folder) for folder in folders])
+    history = [model for model in published_models(directory.root) if model.step is not None]
+    log = directory.of_run / METRICS_FILE
+    losses = loss_history(iter_metrics(log) if log.is_file() else (), {model.saved_at for model in history})
+    datasets = list(dict.fromkeys(name for model in history for name in model.datasets))
+    target = directory.root / "report"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        plots = _plot(directory, baseline, best, history, losses)
+        target.mkdir(parents=True, exist_ok=True)
+        plots = [draw(target, datasets, baseline, best, history) for draw in (plot_rates, plot_errors)]
+        if losses is not None:
+            plots.append(plot_loss(target, datasets, losses, history))
     except OSError as error:
-        raise UserError(f"cannot write the plots to {directory} ({error}); name another directory") from error
+        raise UserError(f"cannot write the plots to {target} ({error}); name another directory") from error
     data = {
         "baseline": baseline.to_json(),
         "best": best.to_json(),
@@ -71,58 +79,40 @@ def write_report(
             for dataset, of_metrics in comparisons.items()
         },
         "loss": losses
-        and {"name": losses.name, "by_step": {model.step: losses.at(model.saved_at) for model in history}},
+        and {"name": losses.name, "by_step": {model.step: losses.values.get(model.saved_at) for model in history}},
         "history": [model.to_json() for model in history],
     }
-    write_json(directory / DATA_FILE, data)
-    text = render_report(baseline, best, len(history), comparisons, chosen_by, [path.name for path in plots])
-    return write_text(directory / TABLE_FILE, text)
+    write_json(target / DATA_FILE, data)
+    text = _render(baseline, best, len(history), comparisons, chosen_by, [path.name for path in plots])
+    return write_text(target / TABLE_FILE, text)
 
 
 def _compare(
-    baseline: EvaluatedModel, best: EvaluatedModel, outcomes: tuple[Mapping[str, Outcomes], Mapping[str, Outcomes]]
+    models: Sequence[EvaluatedModel], outcomes: Sequence[Mapping[str, Outcomes]]
 ) -> dict[str, dict[str, RateComparison]]:
-    common = [name for name in best.datasets if name in baseline.datasets]
-    if not common:
+    """Compare baseline and best checkpoint on each common dataset; returns the comparisons by dataset and metric."""
+    baseline, best = models
+    comparisons = {}
+    for name in [name for name in best.datasets if name in baseline.datasets]:
+        for model, of_datasets in zip(models, outcomes):
+            if name not in of_datasets:
+                raise UserError(f"the verdicts of {model.label} on {name} are missing; evaluate it again")
+        try:
+            comparisons[name] = compare_models(*(of_datasets[name] for of_datasets in outcomes))
+        except UserError as error:
+            raise UserError(f"{baseline.label} and {best.label} cannot be compared on {name}: {error}") from error
+    if not comparisons:
         raise UserError(
             f"{baseline.label} was evaluated on {', '.join(baseline.datasets) or 'nothing'} and {best.label} on "
             f"{', '.join(best.datasets) or 'nothing'}; evaluate both on a common data set"
         )
-    return {name: _compare_on(name, baseline, best, outcomes) for name in common}
-
-
-def _compare_on(
-    name: str,
-    baseline: EvaluatedModel,
-    best: EvaluatedModel,
-    outcomes: tuple[Mapping[str, Outcomes], Mapping[str, Outcomes]],
-) -> dict[str, RateComparison]:
-    for model, of_datasets in zip((baseline, best), outcomes):
-        if name not in of_datasets:
-            raise UserError(f"the verdicts of {model.label} on {name} are missing; evaluate it again")
-    try:
-        return compare_models(outcomes[0][name], outcomes[1][name])
-    except UserError as error:
-        raise UserError(f"{baseline.label} and {best.label} cannot be compared on {name}: {error}") from error
-
-
-def _plot(
-    directory: Path,
-    baseline: EvaluatedModel,
-    best: EvaluatedModel,
-    history: Sequence[EvaluatedModel],
-    losses: LossHistory | None,
-) -> list[Path]:
-    datasets = list(dict.fromkeys(name for model in history for name in model.datasets))
-    plots = [draw(directory, datasets, baseline, best, history) for draw in (plot_rates, plot_errors)]
-    against_loss = plot_loss(directory, datasets, losses, history) if losses else None
-    return plots + ([against_loss] if against_loss else [])
+    return comparisons
 
 
 # Markdown
 
 
-def render_report(
+def _render(
     baseline: EvaluatedModel,
     best: EvaluatedModel,
     num_checkpoints: int,
@@ -130,16 +120,7 @@ def render_report(
     chosen_by: BestCheckpoint,
     plots: Sequence[str],
 ) -> str:
-    """The report as Markdown.
-
-    Args:
-        baseline: the initial model of the training.
-        best: the best checkpoint.
-        num_checkpoints: number of evaluated checkpoints.
-        comparisons: best against base, by dataset and metric.
-        chosen_by: how the best checkpoint was selected.
-        plots: names of the PNG files next to the report.
-    """
+    """The report as Markdown; `plots` are names of the PNG files next to it."""
     blocks = [
         f"# {best.label} against the base model",
         _models(baseline, best, num_checkpoints, chosen_by),
@@ -217,24 +198,18 @@ def _metric_rows(
 ) -> Iterator[tuple[str, ...]]:
     for metric in best.metrics:
         cells = [format_value(result.metrics.get(metric), result.intervals.get(metric)) for result in (base, best)]
-        comparison = comparisons.get(metric)
-        compared = ("", "") if comparison is None else (_difference(comparison), _p_value(comparison.p_value))
-        yield (f"`{metric}`", *cells, *compared)
+        difference = p_value = ""
+        if metric in comparisons:
+            found, (low, high) = comparisons[metric], comparisons[metric].interval
+            difference = f"{found.difference:+.4f} [{low:+.4f}, {high:+.4f}]"
+            p_value = "< 0.0001" if found.p_value < 0.0001 else f"{found.p_value:.4f}"
+        yield (f"`{metric}`", *cells, difference, p_value)
 
 
 def _count_rows(comparisons: Mapping[str, RateComparison]) -> Iterator[tuple[str, ...]]:
     for metric, comparison in comparisons.items():
         counts = (comparison.both, comparison.only_a, comparison.only_b, comparison.neither)
         yield (f"counted in `{metric}` ({_listed(COMPARED[metric])})", *map(str, counts))
-
-
-def _difference(comparison: RateComparison) -> str:
-    low, high = comparison.interval
-    return f"{comparison.difference:+.4f} [{low:+.4f}, {high:+.4f}]"
-
-
-def _p_value(value: float) -> str:
-    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
 
 
 def _settings(baseline: EvaluatedModel, best: EvaluatedModel, datasets: Sequence[str]) -> str:
@@ -285,12 +260,6 @@ def format_table(datasets: Mapping[str, DatasetResult]) -> str:
         cells = (format_value(result.metrics.get(name), result.intervals.get(name)) for name in names)
         columns.append([dataset, *cells])
     return text_table(list(zip(*columns, strict=True)))
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def format_value(value: float | int | None, interval: Interval | None = None) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from eval_pipeline.judge import ERROR_TYPES, ErrorType
 from eval_pipeline.problems.extract import extract_program
 from eval_pipeline.report.metrics import Intervals, JudgedAnswer, Metrics
+from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json, replace_file
 
@@ -30,23 +31,16 @@ _QA_SEED = "qa"
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """One model on one dataset.
-
-    Attributes:
-        metrics: of `summarize`.
-        intervals: of `rate_intervals`.
-        tier: of the dataset.
-        protocol: how answers were generated and judged, as plain JSON; models are compared under one protocol.
-        isolation: isolation level of the judge.
-        seconds: wall-clock seconds by phase.
-    """
+    """One model on one dataset."""
 
     metrics: Metrics
     intervals: Intervals
     tier: int
     protocol: Mapping[str, Any]
+    """How answers were generated and judged, as plain JSON; models are compared under one protocol."""
     isolation: str
     seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall-clock seconds by phase."""
 
     @property
     def num_api_errors(self) -> int:
@@ -66,22 +60,17 @@ class DatasetResult:
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """One model on every dataset that it was evaluated on.
-
-    Attributes:
-        label: `step_<N>`, or the model's name.
-        step: optimizer step of the checkpoint; None for a model without a run.
-        checkpoint: its directory.
-        export: the Hugging Face directory that was loaded, or the server's name of the model.
-        weights: digest of the weights.
-        datasets: result by dataset.
-    """
+    """One model on every dataset that it was evaluated on."""
 
     label: str
+    """`step_<N>`, or the model's name."""
     step: int | None
+    """Optimizer step of the checkpoint; None for a model without a run."""
     checkpoint: Path
     export: str
+    """The Hugging Face directory that was loaded, or the server's name of the model."""
     weights: str
+    """Their digest."""
     datasets: Mapping[str, DatasetResult]
 
     @property
@@ -120,13 +109,12 @@ class EvaluatedModel:
             KeyError: a key is missing, for example because another version wrote the file.
             TypeError: a value has the wrong type.
         """
-        names = {key: _typed(content[key], str) for key in ("label", "checkpoint", "export", "weights")}
         return EvaluatedModel(
-            label=names["label"],
+            label=_typed(content["label"], str),
             step=_typed(content["step"], int, type(None)),
-            checkpoint=Path(names["checkpoint"]),
-            export=names["export"],
-            weights=names["weights"],
+            checkpoint=Path(content["checkpoint"]),
+            export=_typed(content["export"], str),
+            weights=_typed(content["weights"], str),
             datasets={name: _result_from_json(content, name) for name in _typed(content["datasets"], dict)},
         )
 
@@ -165,14 +153,13 @@ def _typed(value: Any, *types: type) -> Any:
 
 
 def write_evaluation(directory: Path, model: EvaluatedModel) -> Path:
-    """Replace `summary.json`, then `metrics.json`.
+    """Replace `summary.json`, then `metrics.json`, whose presence means that all other files are there.
 
     Args:
         directory: of the evaluation, such as `eval_step_200`; created if missing.
-        model: its results.
 
     Returns:
-        The path of `metrics.json`, whose presence means that all other files are there.
+        The path of `metrics.json`.
 
     Raises:
         UserError: the directory cannot be created or written to.
@@ -189,23 +176,49 @@ def write_evaluation(directory: Path, model: EvaluatedModel) -> Path:
     return write_json(directory / METRICS_FILE, model.to_json())
 
 
+def _headlines(result: DatasetResult) -> dict[str, Any]:
+    names = [name for name in result.metrics if name in HEADLINES or name.startswith("pass_at_")]
+    intervals = {name: list(result.intervals[name]) for name in names if name in result.intervals}
+    return {**{name: result.metrics[name] for name in names}, _INTERVALS: intervals}
+
+
 def read_evaluation(directory: Path) -> EvaluatedModel:
     """Read `metrics.json`.
 
     Raises:
         UserError: it is missing or malformed.
     """
-    path = directory / METRICS_FILE
+    return read_results(directory / METRICS_FILE, "evaluate the model again")
+
+
+def read_results(path: Path, remedy: str) -> EvaluatedModel:
+    """Read a file with the content of `metrics.json`.
+
+    Raises:
+        UserError: it is missing or malformed; the message ends with the remedy.
+    """
     try:
         return EvaluatedModel.from_json(parse_json(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"cannot read the results in {path} ({error!r}); evaluate the model again") from error
+        raise UserError(f"cannot read the results in {path} ({error!r}); {remedy}") from error
 
 
-def _headlines(result: DatasetResult) -> dict[str, Any]:
-    names = [name for name in result.metrics if name in HEADLINES or name.startswith("pass_at_")]
-    intervals = {name: list(result.intervals[name]) for name in names if name in result.intervals}
-    return {**{name: result.metrics[name] for name in names}, _INTERVALS: intervals}
+def published_models(root: Path) -> list[EvaluatedModel]:
+    """Every model with published results: a run's checkpoints by step, then models without a run.
+
+    Args:
+        root: the run's `eval/`; its checkpoints are expected next to it, even if they were evaluated elsewhere.
+    """
+    models = []
+    for path in root.glob(f"eval_*/{METRICS_FILE}"):
+        try:
+            model = read_evaluation(path.parent)
+        except UserError as error:
+            warn(str(error))
+            continue
+        is_of_run = model.step is not None
+        models.append(replace(model, checkpoint=root.parent / model.checkpoint.name) if is_of_run else model)
+    return sorted(models, key=lambda model: (model.step is None, model.step or 0, model.label))
 
 
 # Verdicts
@@ -314,9 +327,6 @@ def write_qa_log(directory: Path, dataset: str, judged: Sequence[JudgedAnswer], 
     """Write a sample of the answers to `qa_logs/<dataset>_qa.jsonl`.
 
     Args:
-        directory: of the evaluation.
-        dataset: its name.
-        judged: all its answers.
         per_error_type: maximum number of answers of one error type.
 
     Raises:
@@ -332,14 +342,14 @@ def read_qa_logs(directory: Path, datasets: Iterable[str]) -> dict[str, list[dic
     Raises:
         UserError: a log is missing or malformed.
     """
-    return {dataset: _read_rows(directory / QA_FOLDER / f"{dataset}_qa.jsonl") for dataset in datasets}
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}); evaluate the model again") from error
+    logs = {}
+    for dataset in datasets:
+        path = directory / QA_FOLDER / f"{dataset}_qa.jsonl"
+        try:
+            logs[dataset] = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {path} ({error}); evaluate the model again") from error
+    return logs
 
 
 # Atomic writes
@@ -371,7 +381,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
         UserError: it cannot be written.
         ValueError: a number is not finite.
     """
-    return _replace(path, map(_one_line, rows))
+    return _replace(path, (encodable(json.dumps(row, ensure_ascii=False, allow_nan=False)) + "\n" for row in rows))
 
 
 def _replace(path: Path, pieces: Iterable[str]) -> Path:
@@ -383,7 +393,6 @@ def _replace(path: Path, pieces: Iterable[str]) -> Path:
     return path
 
 
-def _one_line(row: Mapping[str, Any]) -> str:
-    line = json.dumps(row, ensure_ascii=False, allow_nan=False)
-    # UTF-8 cannot encode a lone surrogate; as an escape it is valid JSON
-    return line.encode("utf-8", "backslashreplace").decode("utf-8") + "\n"
+def encodable(value: Any) -> Any:
+    """A value for a UTF-8 file: text with each lone surrogate as an escape, which is valid in JSON too."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value

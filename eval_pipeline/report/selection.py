@@ -21,28 +21,22 @@ ComparedSettings = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class SelectionResult:
-    """The best checkpoint and how it was selected.
-
-    Attributes:
-        best: the checkpoint.
-        metric: name of the metric.
-        mode: whether the largest (`max`) or smallest (`min`) value is best.
-        datasets: the datasets that the metric was averaged over.
-        settings: of each dataset that may count.
-        value: the best checkpoint's metric.
-        interval: its 95 % confidence interval; None if the metric is not a rate.
-        values: the metric of every evaluated checkpoint by step, including those that could not be selected; None
-            without a value.
-    """
+    """The best checkpoint and how it was selected."""
 
     best: EvaluatedModel
     metric: str
     mode: Literal["max", "min"]
+    """Whether the largest (`max`) or smallest (`min`) value is best."""
     datasets: tuple[str, ...]
+    """What the metric was averaged over."""
     settings: ComparedSettings
+    """Of each dataset that may count."""
     value: float
+    """The best checkpoint's metric."""
     interval: Interval | None
+    """Its 95 % confidence interval; None if the metric is not a rate."""
     values: dict[int, float | None]
+    """The metric of every evaluated checkpoint by step, even if it could not be selected; None without a value."""
 
 
 def select_best(
@@ -61,7 +55,6 @@ def select_best(
     Args:
         evaluated: the run's checkpoints; models without a step are skipped.
         settings: the datasets that count.
-        metric: name of the metric.
         mode: whether the largest or the smallest value is best.
         dataset: select by this dataset only.
 
@@ -71,16 +64,20 @@ def select_best(
     Raises:
         UserError: there are results, but none has the metric.
     """
-    _require_known(metric, evaluated)
+    known = {name for model in evaluated for result in model.datasets.values() for name in result.metrics}
+    if known and metric not in known:
+        raise UserError(f"selection.metric is {metric!r}; use one of {', '.join(sorted(known))}")
     counting = {name: its for name, its in settings.items() if dataset in (None, name)}
-    compared = [model for model in evaluated if _can_be_selected(model, counting)]
-    datasets = _common_datasets(compared, counting)
-    if not datasets:
+    of_run = [model for model in evaluated if model.step is not None]
+    comparable = {model.saved_at: _comparable(model, counting) for model in of_run}
+    compared = [model for model in of_run if comparable[model.saved_at] and model.checkpoint.is_dir()]
+    common = set.intersection(*(comparable[model.saved_at] for model in compared)) if compared else set()
+    if not common:
         return None
+    datasets = tuple(sorted(common))
     values = {
-        model.saved_at: _mean(model, metric, datasets) if _comparable(model, counting) >= set(datasets) else None
-        for model in evaluated
-        if model.step is not None
+        model.saved_at: _mean(model, metric, datasets) if comparable[model.saved_at] >= common else None
+        for model in of_run
     }
     measured = {step: value for step, value in values.items() if value is not None}
     if not measured:
@@ -90,16 +87,6 @@ def select_best(
     best = max(candidates, key=lambda model: (sign * measured[model.saved_at], model.saved_at))
     value, interval = measured[best.saved_at], _interval(best, metric, datasets)
     return SelectionResult(best, metric, mode, datasets, settings, value, interval, values)
-
-
-def _require_known(metric: str, evaluated: Sequence[EvaluatedModel]) -> None:
-    known = {name for model in evaluated for result in model.datasets.values() for name in result.metrics}
-    if known and metric not in known:
-        raise UserError(f"selection.metric is {metric!r}; use one of {', '.join(sorted(known))}")
-
-
-def _can_be_selected(model: EvaluatedModel, settings: ComparedSettings) -> bool:
-    return model.step is not None and bool(_comparable(model, settings)) and model.checkpoint.is_dir()
 
 
 def _comparable(model: EvaluatedModel, settings: ComparedSettings) -> set[str]:
@@ -115,10 +102,6 @@ def _without_versions(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce importable packages to their names; results with different releases of a package stay comparable."""
     packages = settings.get("packages")
     return {**settings, "packages": sorted(packages)} if isinstance(packages, Mapping) else {**settings}
-
-
-def _common_datasets(models: Sequence[EvaluatedModel], settings: ComparedSettings) -> tuple[str, ...]:
-    return tuple(sorted(set.intersection(*(_comparable(model, settings) for model in models)))) if models else ()
 
 
 def _weighted_results(model: EvaluatedModel, datasets: Collection[str]) -> list[tuple[float, DatasetResult]]:
@@ -162,21 +145,15 @@ def _distance(results: Collection[tuple[float, DatasetResult]], metric: str, sid
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The part of `best_checkpoint.json` that is read again.
-
-    Attributes:
-        step: of the best checkpoint.
-        metric: what it was selected by.
-        mode: `max` or `min`.
-        datasets: datasets that the metric was averaged over.
-        settings: of each dataset that may count.
-    """
+    """The part of `best_checkpoint.json` that is read again."""
 
     step: int
     metric: str
     mode: Literal["max", "min"]
     datasets: tuple[str, ...]
+    """What the metric was averaged over."""
     settings: dict[str, dict[str, Any]]
+    """Of each dataset that may count."""
 
     def __post_init__(self) -> None:
         """Refuse what another version, or a person, may have written."""

@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from eval_pipeline.config import EngineConfig
-from eval_pipeline.engines import open_engine
-from eval_pipeline.engines.base import EngineDied, GenerateRequest
+from eval_pipeline.engines import EngineDied, GenerateRequest
+from eval_pipeline.worker import open_engine
 from tests.helpers.engines import LONG, REQUESTS, answer_all, make_export, vllm_processes
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines.base import Engine, GeneratedAnswer, GenerateRequest
+from eval_pipeline.engines import Engine, GeneratedAnswer, GenerateRequest
 from tests.helpers import ROOT, warm
 from tests.helpers.commands import environment
 from tests.helpers.processes import family_of, words_of

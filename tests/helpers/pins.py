@@ -150,7 +150,7 @@ def problems_digest_of(format: str, path: Path) -> str:
 def answer_seed(problem_id: str, sample: int, seed: int) -> int | None:
     """The seed of one answer in an evaluation."""
     from eval_pipeline.config import SamplingConfig
-    from eval_pipeline.engines.base import GenerateRequest, request_seed
+    from eval_pipeline.engines import GenerateRequest, request_seed
 
     return request_seed(GenerateRequest(problem_id, "any prompt", sample), SamplingConfig(temperature=1.0, seed=seed))
 

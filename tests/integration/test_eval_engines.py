@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines import open_engine
-from eval_pipeline.engines.base import Engine, GenerateRequest
+from eval_pipeline.engines import Engine, GenerateRequest
 from eval_pipeline.engines.vllm_process import CPU_NICENESS
+from eval_pipeline.worker import open_engine
 from tests.helpers.commands import environment, python
 from tests.helpers.engines import GREEDY, MAX_MODEL_LEN, REQUESTS, answer_all, make_export, owner_of, vllm_processes
 from tests.helpers.evaluation import evaluate, slow_problems, write_recipe

@@ -29,7 +29,7 @@ RUN_KEYS = {
 }
 ATTEMPT_KEYS = {
     *("attempt", "start", "end", "first_step", "last_step", "world_size", "exit_reason", "host", "pid"),
-    *("pid_namespace", "closed_trackers"),
+    *("pid_start_ticks", "pid_namespace", "closed_trackers"),
 }
 MANIFEST_KEYS = {
     *("format", "step", "world_size", "config_digest", "files", "metrics", "dropped", "time", "optimizer"),

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from eval_pipeline.config import EngineConfig
-from eval_pipeline.engines import open_engine
-from eval_pipeline.engines.base import EngineDied
+from eval_pipeline.engines import EngineDied
+from eval_pipeline.worker import open_engine
 from tests.helpers.engines import GREEDY, LONG, REQUESTS, answer_all
 from verl_ext.errors import UserError
 

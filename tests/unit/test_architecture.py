@@ -20,7 +20,7 @@ MOST_FILES = {
     "One step of GRPO": 15,
     "One step of the budget controller": 18,
     "One evaluated checkpoint": 18,
-    "One judged answer": 22,
+    "One judged answer": 20,
     "One save": 8,
     "One resume": 8,
     "One row of metrics": 5,

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.evaluation import ReplacingEngine, RoundEvents, WorkerRounds, overlap_of, parts_of, summary_of
 from eval_pipeline.config import SamplingConfig
-from eval_pipeline.engines.base import GeneratedAnswer, GenerateRequest
+from eval_pipeline.engines import GeneratedAnswer, GenerateRequest
 from eval_pipeline.recipe import load_eval_config
 from eval_pipeline.report.results import DatasetResult, EvaluatedModel
 from eval_pipeline.worker import AnswerReceived, BatchFailed, BatchId, BatchLost, key_of

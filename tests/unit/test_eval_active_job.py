@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from eval_pipeline import active_job as active_job_module
 from eval_pipeline.active_job import ActiveJob, AnswerStore
 from eval_pipeline.checkpoints import EvalCheckpoint
 from eval_pipeline.config import EvalConfig, SamplingConfig
-from eval_pipeline.engines.base import GeneratedAnswer
+from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.jobs import Job
 from eval_pipeline.judge import FunctionTests, Verdict
 from eval_pipeline.problems.problem import Problem
@@ -48,8 +49,10 @@ def recipe() -> EvalConfig:
     return load_eval_config("quickstart", ["batch_size=2"])
 
 
-def open_store(directory: Path) -> AnswerStore:
-    return AnswerStore(directory, DIGESTS.answers, DIGESTS.verdicts)
+def open_store(
+    directory: Path, answers: str = DIGESTS.answers, verdicts: str = DIGESTS.verdicts
+) -> closing[AnswerStore]:
+    return closing(AnswerStore(directory, answers, verdicts))
 
 
 def fill(directory: Path, num_answers: int, num_verdicts: int) -> None:
@@ -66,9 +69,9 @@ def file_of(directory: Path, kind: str) -> Path:
     return path
 
 
-def evaluation(directory: Path, recipe: EvalConfig, job: Job = JOB) -> ActiveJob:
+def evaluation(directory: Path, recipe: EvalConfig, job: Job = JOB) -> closing[ActiveJob]:
     checkpoint = EvalCheckpoint(directory, directory / "huggingface", step=1)
-    return ActiveJob(job, checkpoint, PROBLEMS, recipe, DIGESTS, directory)
+    return closing(ActiveJob(job, checkpoint, PROBLEMS, recipe, DIGESTS, directory))
 
 
 def work(one: ActiveJob, batch: Batch) -> None:
@@ -199,17 +202,17 @@ def test_rows_of_unknown_origin_are_made_again(
             batch = one.next_batch()
             assert batch.needs_engine == (kind == "protocol") and not batch.judged
             work(one, batch)
-        assert one.is_complete and (one.isolation, one.protocol) == ("bwrap", {"engine": "vllm"})
+        assert one.is_complete and one.context == CONTEXT
     with open_store(tmp_path) as store:
         assert (store.answers, store.verdicts, store.context) == (ANSWERS, VERDICTS, CONTEXT)
 
 
 def test_another_digest_has_other_files(tmp_path: Path) -> None:
     fill(tmp_path, num_answers=5, num_verdicts=5)
-    with AnswerStore(tmp_path, DIGESTS.answers, "w" * 32) as store:  # only the judge's limits have changed
+    with open_store(tmp_path, verdicts="w" * 32) as store:  # only the judge's limits have changed
         assert (store.answers, store.verdicts) == (ANSWERS, {})
         assert store.context == {"protocol": {"engine": "vllm"}}  # of the answers, which are the same
-    with AnswerStore(tmp_path, "b" * 32, "x" * 32) as store:
+    with open_store(tmp_path, "b" * 32, "x" * 32) as store:
         assert (store.answers, store.verdicts) == ({}, {})
 
 
@@ -238,7 +241,7 @@ def test_an_evaluation_from_nothing_to_the_end(tmp_path: Path, recipe: EvalConfi
     with evaluation(tmp_path, recipe) as again:
         assert again.is_complete and not again.has_batches
         assert again.judged_answers() == first
-        assert (again.isolation, again.protocol) == ("bwrap", {"engine": "vllm"})
+        assert again.context == CONTEXT
 
 
 @pytest.mark.parametrize("num_verdicts", [0, 2, 5])
@@ -263,7 +266,7 @@ def test_what_decides_the_figures_is_known_wherever_a_kill_fell(
                     one.handle(AnswerJudged(batch.id, key, VERDICTS[key]))
             one.handle(BatchFinished(batch.id, {}))
         assert one.is_complete
-        assert (one.isolation, one.protocol) == ("bwrap", {"engine": "vllm"})
+        assert one.context == CONTEXT
 
 
 def test_a_batch_that_is_known_in_part_is_given_out_whole(tmp_path: Path, recipe: EvalConfig) -> None:

@@ -17,10 +17,17 @@ import pytest
 
 from eval_pipeline.__main__ import main
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines import open_engine, openai_engine, vllm_process
-from eval_pipeline.engines.base import EngineDied, GeneratedAnswer, GenerateRequest, request_seed
+from eval_pipeline.engines import (
+    EngineDied,
+    GeneratedAnswer,
+    GenerateRequest,
+    openai_engine,
+    request_seed,
+    vllm_process,
+)
 from eval_pipeline.engines.openai_engine import CONTROL_PROMPT, find_served_model
 from eval_pipeline.engines.vllm_engine import LoadModel, VllmChild
+from eval_pipeline.worker import open_engine
 from tests.helpers import ROOT
 from tests.helpers.processes import wait_until
 from verl_ext.errors import UserError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from eval_pipeline.__main__ import main
 from eval_pipeline.active_job import ActiveJob
 from eval_pipeline.checkpoints import EvalCheckpoint, eval_dir_of_run, find_checkpoint
-from eval_pipeline.engines.base import GeneratedAnswer
+from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.jobs import Job
 from eval_pipeline.judge import ErrorType, Verdict
 from eval_pipeline.publish import Publisher
@@ -61,7 +62,7 @@ def claimed(context: EvalContext, step: int = 10) -> Job:
 def evaluated(context: EvalContext, step: int, num_right: int, others: ErrorType, owns_selection: bool) -> None:
     """Evaluate a checkpoint on the first data set and publish that, as `watch` does or else `run`."""
     job, checkpoint = claimed(context, step), find_checkpoint(context.directory.of_run / f"global_step_{step}")
-    with context.open_job(job, checkpoint) as active:
+    with closing(context.open_job(job, checkpoint)) as active:
         answer_all(active, num_right, others)
         write_job_result(context, active)
     context.jobs.finish(job, active.seconds)
@@ -142,7 +143,7 @@ def test_a_job_is_tried_and_waits_as_the_recipe_says(tmp_path: Path, most: int, 
 def test_the_log_has_so_many_answers_of_each_error_type(tmp_path: Path, per_error_type: int, num_kept: int) -> None:
     context = context_of(tmp_path, f"qa_per_error_type={per_error_type}")
     job = claimed(context)
-    with context.open_job(job, step_10(context)) as active:
+    with closing(context.open_job(job, step_10(context))) as active:
         answer_all(active, num_right=2)
         write_job_result(context, active)
     log = context.directory.results_of(job.checkpoint) / "qa_logs" / "few_qa.jsonl"
@@ -192,7 +193,7 @@ def test_an_incomplete_result_says_so_and_is_evaluated_again(
     [task] = context.add_jobs(step_10(context), tier=1)
     for kinds in (["api_error", *["success"] * 7], ["success"] * NUM_PROBLEMS):
         job = claimed(context)
-        with context.open_job(job, step_10(context)) as active:
+        with closing(context.open_job(job, step_10(context))) as active:
             while active.has_batches or active.retry_api_errors():
                 batch = active.next_batch()
                 active.handle(BatchStarted(batch.id, {"isolation": "bwrap", "protocol": {"engine": "none"}}))
@@ -272,7 +273,7 @@ def test_a_best_checkpoint_that_is_gone_makes_room(tmp_path: Path) -> None:
 def source_of(context: EvalContext) -> dict[str, Any]:
     """As `metrics.json` names it, of step 10 on the first data set."""
     job = claimed(context)
-    with context.open_job(job, step_10(context)) as active:
+    with closing(context.open_job(job, step_10(context))) as active:
         answer_all(active, num_right=1)
         write_job_result(context, active)
     result = context.directory.work_of(job.checkpoint, job.dataset) / "result.json"
@@ -314,7 +315,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_evaluated_has_its_results(
     watcher = RunWatcher(context, publisher)
     assert len(watcher.poll()) == 4
     job, checkpoint = claimed(context), step_10(context)
-    with context.open_job(job, checkpoint) as active:
+    with closing(context.open_job(job, checkpoint)) as active:
         shutil.rmtree(run_dir / "global_step_10")
         shutil.rmtree(run_dir / "global_step_20")  # waiting
         RunRecord(run_dir).end_attempt("finished", 40, "all steps are done")

@@ -24,7 +24,7 @@ from eval_pipeline.checkpoints import (
     read_training_run,
     served_checkpoint,
 )
-from eval_pipeline.engines.base import ServedModel
+from eval_pipeline.engines import ServedModel
 from eval_pipeline.jobs import LEDGER_FILE
 from eval_pipeline.recipe import EvalDigests, load_eval_config
 from tests.helpers.checkpoints import commit, flip_byte, make_export

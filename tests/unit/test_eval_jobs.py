@@ -39,7 +39,7 @@ from pathlib import Path
 from eval_pipeline.jobs import JobQueue
 
 queue = JobQueue(Path(sys.argv[1]))
-queue.add("step_1", "d", 1, sys.argv[2])
+queue.add_all([("step_1", "d", 1, sys.argv[2])])
 print(queue.claim([("step_1", "d", sys.argv[2])]) is not None, flush=True)
 sys.stdin.readline()
 """
@@ -52,7 +52,7 @@ queue = JobQueue(Path(sys.argv[1]))
 wanted = [("step_1", "d", "y"), ("step_2", "d", "y")]
 for line in sys.stdin:
     for name, dataset, digest in [wanted[1]] if line == "second\\n" else wanted:
-        queue.add(name, dataset, 1, digest)
+        queue.add_all([(name, dataset, 1, digest)])
     job = queue.claim(wanted)
     print(job and job.checkpoint, flush=True)
 """
@@ -81,7 +81,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 def queue(tmp_path: Path) -> JobQueue:
     """One pending job of `WANTED`."""
     queue = JobQueue(tmp_path, max_attempts=3, backoff_s=10)
-    queue.add("step_1", "d", 1, "x")
+    queue.add_all([("step_1", "d", 1, "x")])
     return queue
 
 
@@ -107,7 +107,7 @@ def test_each_job_is_had_by_exactly_one_of_several_processes(tmp_path: Path) -> 
     assert [worker.stdout.readline() for worker in workers] == ["ready\n"] * 4
     queue = JobQueue(tmp_path)
     for number in range(60):
-        queue.add(f"step_{number}", "d", 1, "x")
+        queue.add_all([(f"step_{number}", "d", 1, "x")])
     for worker in workers:
         say(worker, "go\n")
     had = [worker.communicate()[0].split() for worker in workers]
@@ -160,7 +160,7 @@ def lose_to_another_host(queue: JobQueue) -> None:
 
 
 def lose_to_another_digest(queue: JobQueue) -> None:
-    queue.add("step_1", "d", 1, "y")
+    queue.add_all([("step_1", "d", 1, "y")])
     assert queue.claim([("step_1", "d", "y")]) is not None
 
 
@@ -216,7 +216,7 @@ def test_a_release_counts_no_attempt(queue: JobQueue) -> None:
 
 def test_another_digest_makes_a_job_due_again_and_drops_its_history(queue: JobQueue) -> None:
     queue.fail(queue.claim(WANTED), "broken", {"active_s": 9.0})
-    queue.add("step_1", "d", 1, "y")
+    queue.add_all([("step_1", "d", 1, "y")])
     job = only(queue)
     assert (job.state, job.digest, job.attempts, job.not_before, job.error) == ("pending", "y", 0, 0, None)
     assert (job.seconds, job.started, job.ended) == ({}, None, None)
@@ -227,7 +227,7 @@ def test_another_digest_makes_a_job_due_again_and_drops_its_history(queue: JobQu
 def test_the_same_digest_leaves_a_job_as_it_is(queue: JobQueue) -> None:
     queue.finish(queue.claim(WANTED), {"active_s": 1.0})
     before, content = row_of(queue), queue.path.read_bytes()
-    queue.add("step_1", "d", 2, "x")
+    queue.add_all([("step_1", "d", 2, "x")])
     assert row_of(queue) == before
     assert queue.path.read_bytes() == content  # a look at a thousand checkpoints writes nothing
 
@@ -235,7 +235,7 @@ def test_the_same_digest_leaves_a_job_as_it_is(queue: JobQueue) -> None:
 def test_a_job_keeps_the_lowest_tier(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path)
     for tier in (3, 1, 2):
-        queue.add("step_1", "d", tier, "x")
+        queue.add_all([("step_1", "d", tier, "x")])
     assert only(queue).tier == 1
 
 
@@ -243,10 +243,10 @@ def test_another_digest_waits_while_another_process_is_at_work(tmp_path: Path) -
     holder = start(ENTER_AND_WAIT, tmp_path, "x")
     assert holder.stdout.readline() == "True\n"
     queue = JobQueue(tmp_path)
-    queue.add("step_1", "d", 1, "y")
+    queue.add_all([("step_1", "d", 1, "y")])
     assert (only(queue).digest, only(queue).state) == ("x", "running")
     kill(holder)
-    queue.add("step_1", "d", 1, "y")
+    queue.add_all([("step_1", "d", 1, "y")])
     assert (only(queue).digest, only(queue).state) == ("y", "pending")
 
 
@@ -255,26 +255,26 @@ def test_what_a_living_process_wants_done_is_not_undone_by_other_settings(tmp_pa
     assert owner.stdout.readline() == "True\n"
     queue = JobQueue(tmp_path)
     rewrite(queue, state="done", **dict.fromkeys(("worker", "host", "pid", "born", "renewed")))
-    queue.add("step_1", "d", 1, "y")
+    queue.add_all([("step_1", "d", 1, "y")])
     assert (only(queue).digest, only(queue).state) == ("x", "done")
     kill(owner)
-    queue.add("step_1", "d", 1, "y")
+    queue.add_all([("step_1", "d", 1, "y")])
     assert (only(queue).digest, only(queue).state) == ("y", "pending")
 
 
 def test_of_two_that_wait_for_each_other_the_first_goes_on(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path)
     wanted = [("step_1", "d", "x"), ("step_2", "d", "x")]
-    queue.add(*wanted[0][:2], 1, "x")
+    queue.add_all([(*wanted[0][:2], 1, "x")])
     other = start(ENTER_BOTH, tmp_path)
     say(other, "second\n")  # enters what this process enters too late
     assert other.stdout.readline() == "None\n"  # and does not begin, for step_1 is not its own
-    queue.add(*wanted[1][:2], 1, "x")
+    queue.add_all([(*wanted[1][:2], 1, "x")])
     assert queue.claim(wanted) is None
     say(other, "both\n")
     assert other.stdout.readline() == "None\n"
     for key in wanted:
-        queue.add(*key[:2], 1, "x")
+        queue.add_all([(*key[:2], 1, "x")])
     for step in ("step_1", "step_2"):
         job = queue.claim(wanted)
         assert job is not None and job.checkpoint == step and queue.finish(job, {})
@@ -292,7 +292,7 @@ def test_who_wants_the_same_after_the_owner_has_died_is_the_next_owner(tmp_path:
     assert second.stdout.readline() == "True\n"
     queue = JobQueue(tmp_path)
     rewrite(queue, state="done", **dict.fromkeys(("worker", "host", "pid", "born", "renewed")))
-    queue.add("step_1", "d", 1, "y")
+    queue.add_all([("step_1", "d", 1, "y")])
     assert only(queue).digest == "x"
     kill(second)
 
@@ -302,11 +302,11 @@ def test_an_owner_on_another_host_lives_while_it_is_heard_of(queue: JobQueue) ->
     rewrite(queue, owner=other.key)
     with sqlite3.connect(queue.path) as database:
         database.execute("INSERT INTO owners VALUES (?, ?)", (other.key, time.time() - EXPIRY_S + 30))
-    queue.add("step_1", "d", 1, "y")
+    queue.add_all([("step_1", "d", 1, "y")])
     assert only(queue).digest == "x"
     with sqlite3.connect(queue.path) as database:
         database.execute("UPDATE owners SET heard=?", (time.time() - EXPIRY_S - 1,))
-    queue.add("step_1", "d", 1, "y")
+    queue.add_all([("step_1", "d", 1, "y")])
     assert only(queue).digest == "y"
 
 
@@ -334,7 +334,7 @@ def test_the_heartbeat_goes_on_while_the_main_thread_is_busy(queue: JobQueue, mo
 def test_jobs_of_vanished_checkpoints_are_given_up(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path)
     for label in ("step_1", "step_2", "step_3", "base_model", "step_4"):
-        queue.add(label, "d", 1, "x")
+        queue.add_all([(label, "d", 1, "x")])
     queue.claim([("step_2", "d", "x")])
     queue.finish(queue.claim([("step_4", "d", "x")]), {})
     assert queue.fail_removed({"step_1", "step_2", "step_4"}) == [("step_1", "d")]
@@ -343,7 +343,7 @@ def test_jobs_of_vanished_checkpoints_are_given_up(tmp_path: Path) -> None:
         "step_1": "failed", "step_2": "running", "step_3": "pending", "base_model": "pending", "step_4": "done",
     }  # fmt: skip
     assert "removed" in queue.jobs()[0].error
-    queue.add("step_1", "d", 1, "x")  # and there it is again
+    queue.add_all([("step_1", "d", 1, "x")])  # and there it is again
     assert (queue.jobs()[0].state, queue.jobs()[0].error) == ("pending", None)
 
 
@@ -360,7 +360,7 @@ def test_a_vanished_checkpoint_whose_worker_died_is_given_up_too(tmp_path: Path)
 def test_retry_makes_failed_and_waiting_jobs_due_at_once(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path, max_attempts=2)
     for label in ("step_1", "step_2", "step_3"):
-        queue.add(label, "d", 1, "x")
+        queue.add_all([(label, "d", 1, "x")])
     for label in ("step_1", "step_1", "step_2"):
         rewrite(queue, not_before=0)
         assert queue.fail(queue.claim([(label, "d", "x")]), f"{label} broke", {})
@@ -374,14 +374,14 @@ def test_retry_makes_failed_and_waiting_jobs_due_at_once(tmp_path: Path) -> None
 
 
 def test_what_was_published_is_remembered(queue: JobQueue) -> None:
-    assert queue.published_digest("step_1") is None
+    assert queue.published("step_1") == (None, None)
     queue.mark_published("step_1", "one")
     queue.mark_published("step_1", "two")
     again = JobQueue(queue.path.parent)
-    assert (again.published_digest("step_1"), again.tracked_digest("step_1")) == ("two", None)
+    assert again.published("step_1") == ("two", None)
     again.mark_tracked("step_1", "two")
     queue.mark_published("step_1", "three")
-    assert (queue.published_digest("step_1"), queue.tracked_digest("step_1")) == ("three", "two")
+    assert queue.published("step_1") == ("three", "two")
 
 
 @pytest.mark.parametrize("content", [b"no database, but long enough to be taken for one" * 100, None])
@@ -402,7 +402,7 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, content: bytes | No
 )
 def test_a_ledger_of_another_version_is_refused(tmp_path: Path, change: str, missing: str) -> None:
     with closing(JobQueue(tmp_path)) as queue:
-        queue.add("step_1", "d", 1, "x")
+        queue.add_all([("step_1", "d", 1, "x")])
         path = queue.path
     with closing(sqlite3.connect(path)) as database:
         database.executescript(change)
@@ -417,13 +417,13 @@ def test_a_ledger_with_a_column_more_is_used(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / LEDGER_FILE)) as database:
         database.executescript("ALTER TABLE jobs ADD COLUMN newer TEXT")
     with closing(JobQueue(tmp_path)) as queue:
-        queue.add("step_1", "d", 1, "x")
+        queue.add_all([("step_1", "d", 1, "x")])
         assert queue.claim([("step_1", "d", "x")]) is not None
 
 
 def test_a_ledger_that_breaks_while_it_is_open_is_told_in_a_sentence(queue: JobQueue) -> None:
     queue.path.write_bytes(b"\0" * 8192)
-    for use in (lambda: queue.jobs(), lambda: queue.claim(WANTED), lambda: queue.add("a", "b", 1, "c")):
+    for use in (lambda: queue.jobs(), lambda: queue.claim(WANTED), lambda: queue.add_all([("a", "b", 1, "c")])):
         with pytest.raises(UserError, match="cannot use the ledger"):
             use()
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from eval_pipeline.engines.base import GeneratedAnswer
+from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.judge import ERROR_TYPES, ErrorType, ReferenceAnswer, Verdict
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.report.comparison import compare_models, mcnemar_exact, paired_interval

@@ -16,8 +16,8 @@ import pyarrow.parquet
 import pytest
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
-from eval_pipeline.problems.codecontests import stated_tolerance
 from eval_pipeline.problems.datasets import load_problems, problems_digest
+from eval_pipeline.problems.formats import stated_tolerance
 from eval_pipeline.problems.problem import DatasetSource, Problem
 from eval_pipeline.problems.verl_rl import ground_truth_of, read_tests
 from verl_ext.data.prepare.quickstart_families import BUGGY_FAMILIES

@@ -10,7 +10,7 @@ import pytest
 
 from eval_pipeline.__main__ import main, parse
 from eval_pipeline.config import EvalConfig
-from eval_pipeline.engines.base import GeneratedAnswer
+from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.judge import ReferenceAnswer, Verdict
 from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.problem import Problem

@@ -13,26 +13,27 @@ import pytest
 import wandb
 from PIL import Image
 
-from eval_pipeline.engines.base import GeneratedAnswer
+from eval_pipeline.checkpoints import EvalDir
+from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.judge import ReferenceAnswer, Verdict
 from eval_pipeline.problems.problem import Problem
+from eval_pipeline.publish import log_to_wandb
 from eval_pipeline.report.metrics import JudgedAnswer, rate_intervals, summarize
 from eval_pipeline.report.plots import loss_history
 from eval_pipeline.report.report import write_report
 from eval_pipeline.report.results import (
     DatasetResult,
     EvaluatedModel,
+    published_models,
     qa_row,
-    read_evaluation,
-    read_outcomes,
     write_evaluation,
+    write_qa_log,
     write_verdicts,
 )
-from eval_pipeline.report.selection import read_best_checkpoint, select_best, write_best_checkpoint
-from eval_pipeline.report.tracking import log_to_wandb
+from eval_pipeline.report.selection import select_best, write_best_checkpoint
 from tests.helpers.wandb_files import read_records, values_of
 from verl_ext.errors import UserError
-from verl_ext.metrics.jsonl import MetricsFile, iter_metrics
+from verl_ext.metrics.jsonl import MetricsFile
 
 ISOLATION = "bwrap"
 
@@ -70,24 +71,17 @@ def evaluate(
     return model
 
 
-def report(run_dir: Path, rows: Any) -> tuple[str, dict[str, Any], Path]:
-    """Choose and report from the files alone."""
-    folders = [path for path in sorted((run_dir / "eval").iterdir()) if path.name != "report"]
-    models = {folder.name: read_evaluation(folder) for folder in folders}
-    history = [model for model in models.values() if model.step is not None]
+def report(run_dir: Path, rows: list[dict[str, Any]]) -> tuple[str, dict[str, Any], Path]:
+    """Choose and report from the files alone; the rows go to `metrics.jsonl`."""
+    log = MetricsFile(run_dir / "metrics.jsonl", attempt=1)
+    for row in rows:
+        log.append(row["step"], {name: value for name, value in row.items() if name != "step"})
+    log.close()
+    history = [model for model in published_models(run_dir / "eval") if model.step is not None]
     choice = select_best(history, {name: {} for model in history for name in model.datasets})
     assert choice is not None
     write_best_checkpoint(run_dir, choice, history)
-    best_name = f"eval_{choice.best.label}"
-    path = write_report(
-        run_dir / "eval" / "report",
-        models["eval_base"],
-        models[best_name],
-        history,
-        rows,
-        (read_outcomes(run_dir / "eval" / "eval_base"), read_outcomes(run_dir / "eval" / best_name)),
-        read_best_checkpoint(run_dir),
-    )
+    path = write_report(EvalDir(run_dir / "eval", run_dir), "base")
     return path.read_text(), json.loads((path.parent / "comparison_data.json").read_text()), path.parent
 
 
@@ -107,11 +101,9 @@ def test_report_from_files_alone(tmp_path: Path) -> None:
     evaluate(tmp_path, None, 0.2, "x", "y")
     for step, share in ((10, 0.5), (20, 0.9), (100, 0.7)):
         evaluate(tmp_path, step, share, "x", "y")
-    log = MetricsFile(tmp_path / "metrics.jsonl", attempt=1)
-    for step in (5, 10, 20, 100):
-        log.append(step, {"train/loss": 9.0, **({"val/loss": 2.0 / step} if step > 5 else {})})
-    log.close()
-    text, data, directory = report(tmp_path, iter_metrics(tmp_path / "metrics.jsonl"))
+    steps = (5, 10, 20, 100)
+    rows = [{"step": step, "train/loss": 9.0, **({"val/loss": 2.0 / step} if step > 5 else {})} for step in steps]
+    text, data, directory = report(tmp_path, rows)
 
     assert plots(directory) == ALL_PLOTS
     assert all(f"]({name})" in text for name in ALL_PLOTS)
@@ -190,7 +182,6 @@ def test_loss_is_the_last_attempts_at_the_evaluated_steps_alone() -> None:
     rows = [{"step": 1, "train/loss": 5.0}, {"step": 2, "train/loss": 4.0}, {"step": 2, "train/loss": 3.0}]
     losses = loss_history(rows, {2, 50})
     assert losses is not None and (losses.name, losses.values) == ("train/loss", {2: 3.0})
-    assert [losses.at(step) for step in (1, 2, 50)] == [None, 3.0, None]
     validated = [*rows, {"step": 2, "val/loss": 1.0}, {"step": 3, "val/loss": math.inf}]
     assert loss_history(validated, {2}).name == "val/loss"
     assert loss_history(validated, {1, 2}).name == "train/loss"  # that of validation was measured at fewer steps
@@ -213,8 +204,12 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def test_wandb_has_figures_intervals_and_the_table(tmp_path: Path, offline: None) -> None:
     model = evaluate(tmp_path, 30, 0.5, "x", "y", problems=4)
-    rows = {"x": [qa_row(one) for one in answer_all("x", 0.5, 4, 1)], "y": []}
-    log_to_wandb(model, rows, project="p", experiment="sft", directory=tmp_path, run_id="abc-step_30")
+    directory = EvalDir(tmp_path / "eval", tmp_path)
+    for dataset, answers in {"x": answer_all("x", 0.5, 4, 1), "y": []}.items():
+        write_qa_log(directory.results_of("step_30"), dataset, answers)
+    (tmp_path / "config.yaml").write_text("trainer: {project_name: p, experiment_name: sft}\n")
+    (tmp_path / "wandb_run_id.txt").write_text("abc\n")
+    log_to_wandb(directory, model)
 
     [path] = tmp_path.glob("wandb/offline-run-*/run-abc-step_30.wandb")
     records = read_records(path)
@@ -236,7 +231,7 @@ def test_wandb_has_figures_intervals_and_the_table(tmp_path: Path, offline: None
     assert summary["step"] == 30
 
     table = json.loads((path.parent / "files" / history["eval/x/qa/path"]).read_text())
-    assert table["columns"] == list(rows["x"][0]) and len(table["data"]) == 4
+    assert table["columns"] == list(qa_row(answer_all("x", 0.5, 4, 1)[0])) and len(table["data"]) == 4
     assert table["data"][0][table["columns"].index("prompt")] == "p|rompt \\ud800"
 
 
@@ -248,5 +243,6 @@ def test_wandb_that_fails_only_warns(
 
     model = evaluate(tmp_path, 3, 0.5, "x", problems=2)
     monkeypatch.setattr("wandb.sdk.wandb_run.Run.log", refuse)
-    log_to_wandb(model, {}, project="p", experiment=None, directory=tmp_path)
+    write_qa_log(tmp_path / "eval" / "eval_step_3", "x", [])
+    log_to_wandb(EvalDir(tmp_path / "eval", tmp_path), model)
     assert "warning: logging to W&B failed (RuntimeError: no room)" in capsys.readouterr().err

@@ -7,10 +7,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from types import TracebackType
 from typing import cast
 from unittest.mock import MagicMock, patch
 
@@ -20,7 +20,7 @@ from eval_pipeline.__main__ import main
 from eval_pipeline.active_job import ActiveJob, AnswerStore
 from eval_pipeline.checkpoints import EvalCheckpoint
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines.base import EngineDied, GeneratedAnswer, GenerateRequest
+from eval_pipeline.engines import EngineDied, GeneratedAnswer, GenerateRequest
 from eval_pipeline.engines.vllm_process import VllmModel
 from eval_pipeline.jobs import Job, JobQueue
 from eval_pipeline.judge import FunctionTests, Verdict
@@ -64,9 +64,7 @@ class Pool(WorkerPool):
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def has_room_for(self, export: Path | None) -> bool:
@@ -87,7 +85,7 @@ class Setup:
         self._digests, self._directory = EvalDigests("model", "a" * 32, "v" * 32), directory / "work"
         checkpoint = EvalCheckpoint(directory, None, step=1)
         self.jobs = JobQueue(directory, backoff_s=0)
-        self.jobs.add("step_1", "few", 1, self._digests.verdicts)
+        self.jobs.add_all([("step_1", "few", 1, self._digests.verdicts)])
         self.tasks = [Task(checkpoint, "few", self._digests.verdicts)]
         self.judged: list[Sequence[str]] = []
         self._runner = JobRunner(cast(EvalContext, self), pool)
@@ -173,7 +171,7 @@ def test_an_api_error_is_tried_once_more(tmp_path: Path, fails_again: bool) -> N
     setup.step()
     kinds = ["api_error" if fails_again else "success", *["success"] * 3]
     assert setup.job.state == "done" and setup.judged == [kinds] and len(pool.batches) == 3
-    with AnswerStore(tmp_path / "work", "a" * 32, "v" * 32) as store:  # what another process finds
+    with closing(AnswerStore(tmp_path / "work", "a" * 32, "v" * 32)) as store:  # what another process finds
         assert [store.verdicts[problem.problem_id, 0].error_type for problem in PROBLEMS] == kinds
         assert (store.answers[refused].error is None) != fails_again
 

@@ -20,7 +20,7 @@ from verl_ext.health.__main__ import main
 from verl_ext.health.checklist import metric_trends
 from verl_ext.health.run_directory import why_killed
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.processes import pid_namespace
+from verl_ext.processes import pid_namespace, start_ticks
 
 
 def change_config(run_dir: Path, key: str, value: Any) -> None:
@@ -130,6 +130,8 @@ def test_long_steps_and_long_validations_may_be_silent_for_longer(
     [
         ({}, "killed"),
         ({"pid": os.getpid()}, "running"),
+        ({"pid": os.getpid(), "pid_start_ticks": start_ticks(os.getpid())}, "running"),
+        ({"pid": os.getpid(), "pid_start_ticks": 1}, "killed"),  # another process has the number since
         ({"host": "elsewhere"}, "running"),
         ({"pid_namespace": 1}, "running"),
         ({"pid_namespace": None}, "running"),

@@ -130,7 +130,7 @@ def test_what_the_server_imports_of_them_imports_none_of_the_others() -> None:
     outside = [path for path in MODULES.values() if path.parent == INSIDE.parent]
     package = "eval_pipeline.judge.inside."
     shared = {name.removeprefix(package) for path in outside for name in imported_modules(path) if package in name}
-    assert shared == {"protocol", "process_tree", "directories"}
+    assert shared == {"protocol", "usage"}
     for name in shared:
         assert not imported_modules(INSIDE / f"{name}.py") & SIBLINGS, name
 

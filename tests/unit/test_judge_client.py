@@ -124,12 +124,13 @@ def test_a_client_that_ends_in_the_middle_of_a_message_leaves_no_traceback(capfd
 
 
 def test_a_server_that_hangs_at_its_start_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho >>'{tmp_path}/starts'\nexec sleep 1000\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(client_module, "_START_S", 0.1)
-    with pytest.raises(JudgeServerError, match="did not start"):
+    monkeypatch.setattr(client_module, "_START_S", 2.0)
+    with pytest.raises(JudgeServerError, match="did not start within 2 s"):
         JudgeClient(judge_config("rlimits")).__enter__()
+    assert (tmp_path / "starts").read_text() == "\n"  # it is not tried again
 
 
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -198,6 +199,19 @@ def test_a_failed_sandbox_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) ->
         assert server.submit(RIGHT).result(timeout=300).error_type == "success"
         assert server.submit(RIGHT).result(timeout=300).error_type == "api_error"
         assert answered == ["success"] * 4
+
+
+def test_a_failed_sandbox_of_a_closed_judge_is_not_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nobody would answer the caller, who may wait in another thread."""
+    with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
+
+        def fail(message: dict[str, Any], blob: bytes) -> Verdict:
+            server._is_closed = True
+            server._stdin.close()
+            return Verdict("api_error", 0, 1, "broken")
+
+        monkeypatch.setattr("eval_pipeline.judge.client.result_from_json", fail)
+        assert server.submit(RIGHT).result(timeout=60).message == "broken"
 
 
 def test_a_callback_may_submit_after_the_end() -> None:

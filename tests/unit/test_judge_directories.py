@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from eval_pipeline.judge import sandbox
-from eval_pipeline.judge.inside import directories
-from eval_pipeline.judge.inside.directories import MOST_FILES, remove_tree, usage
+from eval_pipeline.judge.inside import usage
+from eval_pipeline.judge.inside.usage import MOST_FILES, directory_usage, remove_tree
 
 DEEP = 1100
 """Directories in one another: more than Python recurses."""
@@ -72,27 +72,27 @@ def test_everything_is_removed(tree: Path) -> None:
 
 def test_usage(tree: Path) -> None:
     """Every file and directory counts, and the disk of each file once."""
-    assert usage(str(tree)) == usage(str(tree / "missing")) == (0, 0)
+    assert directory_usage(str(tree)) == directory_usage(str(tree / "missing")) == (0, 0)
     assert without_root(lambda: fill(tree))
-    assert usage(str(tree)) == (FILLED, 0)
+    assert directory_usage(str(tree)) == (FILLED, 0)
     (tree / "file").write_bytes(bytes(1 << 20))
     os.link(tree / "file", tree / "same")
-    num_files, num_bytes = usage(str(tree))
+    num_files, num_bytes = directory_usage(str(tree))
     assert num_files == FILLED + 2 and 1 << 20 <= num_bytes < 2 << 20
 
 
 def test_usage_of_too_many(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting stops soon; directories deeper than this process may open files are too many."""
-    monkeypatch.setattr(directories, "MOST_FILES", 3)
+    monkeypatch.setattr(usage, "MOST_FILES", 3)
     for number in range(9):
         (tree / str(number)).touch()
-    assert usage(str(tree))[0] == 4
+    assert directory_usage(str(tree))[0] == 4
     monkeypatch.undo()
     assert without_root(lambda: fill(tree))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
     try:
-        assert usage(str(tree))[0] == MOST_FILES + 1
+        assert directory_usage(str(tree))[0] == MOST_FILES + 1
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 

@@ -19,7 +19,6 @@ import pytest
 
 INSIDE = Path(__file__).resolve().parents[2] / "eval_pipeline" / "judge" / "inside"
 sys.path.insert(0, str(INSIDE))
-import aliases  # noqa: E402
 import values  # noqa: E402  the modules of that folder import each other as they do inside a sandbox
 
 sys.path.remove(str(INSIDE))
@@ -192,7 +191,7 @@ def test_classes_that_can_be_named_cannot_be_changed() -> None:
 )
 def test_arguments_are_updated_in_place(old: Any, new: Any) -> None:
     """The object stays, its content is the new one."""
-    assert aliases.restore(None, [old], [new]) is None
+    assert values.restore(None, [old], [new]) is None
     assert old == new
 
 
@@ -200,13 +199,13 @@ def test_what_is_one_object_stays_one() -> None:
     """A result that holds a row of the argument, which the answer has moved, holds the test's own row."""
     row, other = [1, 2], [3]
     matrix = [row, other]
-    old = aliases.containers_of(((matrix,), {}))
+    old = values.containers_of(((matrix,), {}))
     theirs = pickle.loads(pickle.dumps(matrix))
-    new = aliases.containers_of(((theirs,), {}))
+    new = values.containers_of(((theirs,), {}))
     result, expected = (theirs[0], {"last": theirs[1]}, [9]), row
     theirs.reverse()
     theirs[1].append(7)
-    restored = aliases.restore(result, old, new)
+    restored = values.restore(result, old, new)
     assert matrix == [[3], [1, 2, 7]] and matrix[1] is row and matrix[0] is other
     assert restored[0] is expected and restored[1]["last"] is other and restored[2] == [9]
 
@@ -215,4 +214,4 @@ def test_what_is_one_object_stays_one() -> None:
 def test_other_containers_than_were_sent_are_refused(changed: Any) -> None:
     """An answer can write anything."""
     with pytest.raises(ValueError, match="other containers"):
-        aliases.restore(None, [[1]], changed)
+        values.restore(None, [[1]], changed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eval_pipeline.config import SamplingConfig
-from eval_pipeline.engines.base import GeneratedAnswer
+from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.judge import FunctionTests
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import load_eval_config

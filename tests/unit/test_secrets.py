@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from eval_pipeline.engines.vllm_engine import VllmChild
-from eval_pipeline.judge import JudgeClient, ProgramCase, ProgramTests, ResourceLimits, Submission
+from eval_pipeline.judge import ProgramCase, ProgramTests, ResourceLimits, Submission
 from eval_pipeline.recipe import load_eval_config
 from tests.helpers import ROOT
-from tests.helpers.judge import judge_config
+from tests.helpers.judge import serving
 from verl_ext.config.schema import as_dict
 from verl_ext.config.secrets import HIDDEN, masked, require_no_secrets, without_secrets
 from verl_ext.errors import UserError
@@ -117,13 +117,7 @@ def test_the_process_of_vllm_gets_no_key_but_the_hub_s(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("isolation", ["bwrap", "sandlock"])
 @pytest.mark.usefixtures("planted")
 def test_answers_see_no_key_of_any_process(isolation: str) -> None:
-    try:
-        server = JudgeClient(
-            judge_config(isolation, num_workers=1, limits=ResourceLimits(cpu_s=5, wall_s=20))
-        ).__enter__()
-    except UserError as error:
-        pytest.skip(f"{isolation} does not work on this machine: {error}")
-    with server:
+    with serving(isolation, 1, ResourceLimits(cpu_s=5, wall_s=20)) as server:
         assert b"PLANTED" not in Path(f"/proc/{server._process.pid}/environ").read_bytes()
         looked = server.submit(Submission(LOOK_AROUND, ProgramTests((ProgramCase("", "not seen\n"),)))).result(
             timeout=60

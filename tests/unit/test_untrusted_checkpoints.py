@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from eval_pipeline.__main__ import main as evaluate
 from eval_pipeline.checkpoints import check_export, read_training_run
-from eval_pipeline.recipe import config_for_run, recipe_of_run
+from eval_pipeline.recipe import config_for_run
 from tests.helpers.vlms import TIERS, write_controller, write_model
 from verl_ext.checkpoint.inspection import read_retention
 from verl_ext.checkpoint.manifest import EXTRA, MODEL, OPTIMIZER, Manifest, shard_name, why_incomplete
@@ -27,7 +27,7 @@ from verl_ext.checkpoint.shards import ShardFiles
 from verl_ext.controller.vlm import ControlledModel, load_controller
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import best_export
-from verl_ext.remote_code import require_no_remote_code
+from verl_ext.model_files import require_no_remote_code
 from verl_ext.trainer.model import load_model_config, require_own
 from verl_ext.trainer.stages import load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -146,7 +146,7 @@ def test_a_run_s_configuration_names_no_recipe_file(name: str, tmp_path: Path) -
     (tmp_path / "planted.yaml").write_text("engine: {kind: openai, base_url: 'http://elsewhere.example'}\n")
     (tmp_path / "config.yaml").write_text(json.dumps({"eval": {"recipe": name}}))
     with pytest.raises(UserError, match=f"add --recipe {name}"):
-        recipe_of_run(tmp_path)
+        config_for_run(None, [], tmp_path)
     (tmp_path / "config.yaml").write_text(json.dumps({"eval": {"recipe": "quickstart"}}))
     assert list(config_for_run(None, [], tmp_path).datasets) == ["quickstart"]
 

@@ -19,9 +19,8 @@ from verl_ext.controller.adapters import VLMAdapter, adapter_for
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.network import BudgetController
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_files import load_whole
+from verl_ext.model_files import load_whole, require_no_remote_code
 from verl_ext.plugins import Plugin
-from verl_ext.remote_code import require_no_remote_code
 
 FINGERPRINT_VERSION = 2
 FIRST_FINGERPRINT = re.compile("[0-9a-f]{16}")

@@ -13,7 +13,7 @@ from verl_ext.cli import FAILURES, CommandParser, clean_exit
 from verl_ext.commands import program
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
-from verl_ext.health.checklist import ChecklistItem, MetricTrend, checklists, max_level, metric_trends
+from verl_ext.health.checklist import ChecklistItem, MetricTrend, checklists, metric_trends
 from verl_ext.health.rule import Finding, Level
 from verl_ext.health.rules import load_rules
 from verl_ext.health.run_directory import RunDirectory
@@ -51,17 +51,7 @@ def build_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the health of a run.
-
-    Args:
-        argv: arguments without the program's name; None takes those of the process.
-
-    Returns:
-        1 if there is an alarm, else 0.
-
-    Raises:
-        SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
-    """
+    """Check the health of a run; returns 1 if there is an alarm, otherwise 0. `clean_exit` has the other exit codes."""
     with clean_exit():
         arguments = build_parser().parse_args(argv)
         rules = load_rules(arguments.own_rules, "--own-rules")
@@ -73,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = RunDirectory.read(arguments.run_dir, rules)
         lists, trends, findings = checklists(run), metric_trends(run.view), list(run.findings().values())
         print_line((as_json if arguments.json else as_text)(run, lists, trends, findings))
-        worst = max([max_level(chain(*lists.values())), *(each.level for each in findings)])
-        return int(worst == Level.ALARM)
+        levels = [each.result.level for each in chain(*lists.values()) if each.result is not None]
+        return int(Level.ALARM in (*levels, *(each.level for each in findings)))
 
 
 def as_text(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend], findings: Sequence[Finding]) -> str:
@@ -86,10 +76,12 @@ def as_text(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend],
     lines += ["", "Trends", *(f"  {each.sentence}" for each in trends)]
     lines += [] if trends else [f"  {UNKNOWN} too little to judge"]
     lines += ["", "Rules"]
-    lines += [f"  {MARKS[each.level]} {each.rule}: {each.sentence}" for each in sorted(findings, key=_by_level)]
+    worst_first = sorted(findings, key=lambda each: -each.level)
+    lines += [f"  {MARKS[each.level]} {each.rule}: {each.sentence}" for each in worst_first]
     judged = {each.rule for each in findings}
     silent = [rule.name for rule in run.rules if run.stage in rule.stages and rule.name not in judged]
-    return "\n".join([*lines, *([f"  {UNKNOWN} too little to judge: {', '.join(silent)}"] if silent else [])])
+    lines += [f"  {UNKNOWN} too little to judge: {', '.join(silent)}"] if silent else []
+    return "\n".join(lines)
 
 
 def as_json(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend], findings: Sequence[Finding]) -> str:
@@ -114,10 +106,6 @@ def as_json(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend],
         "rules": [{**asdict(each), "level": each.level.word} for each in findings],
     }
     return json.dumps(content, indent=1)
-
-
-def _by_level(finding: Finding) -> int:
-    return -finding.level
 
 
 def _line(item: ChecklistItem) -> str:

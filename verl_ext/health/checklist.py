@@ -8,33 +8,15 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from verl_ext.checkpoint.manifest import (
-    EXPORT,
-    complete_checkpoints,
-    has_export,
-    list_checkpoints,
-    read_tracker,
-    step_of,
-    why_incomplete,
-)
+import numpy as np
+
+from verl_ext.checkpoint.manifest import EXPORT, has_export, list_checkpoints, read_tracker, step_of, why_incomplete
 from verl_ext.commands import program
 from verl_ext.files import GIB
 from verl_ext.health.checks import learning_metrics
 from verl_ext.health.context import LANGUAGE
-from verl_ext.health.rule import (
-    LOSS,
-    VAL_LOSS,
-    CheckResult,
-    Finding,
-    HealthView,
-    Level,
-    alarm,
-    notice,
-    ok,
-    warning,
-)
+from verl_ext.health.rule import LOSS, VAL_LOSS, CheckResult, Finding, HealthView, alarm, notice, ok, warning
 from verl_ext.health.run_directory import EARLY_STEPS, KILLED, RunDirectory, silence_s
 from verl_ext.health.trend import trend
 
@@ -50,12 +32,7 @@ MIN_TREND_EPOCHS = 5
 
 @dataclass(frozen=True)
 class ChecklistItem:
-    """One line of a checklist.
-
-    Attributes:
-        text: the expectation.
-        result: whether it holds; None if there is too little to judge.
-    """
+    """One line of a checklist: an expectation, and whether it holds; None if there is too little to judge."""
 
     text: str
     result: CheckResult | None
@@ -103,7 +80,8 @@ def the_end(run: RunDirectory) -> Iterable[ChecklistItem]:
     if status in ("running", KILLED):
         yield ChecklistItem("the run is alive", run_is_alive(run))
     else:
-        message = f"{last} of {total} steps, {status}: {_exit_reason(run)}"
+        reason = run.attempt.get("exit_reason") or "no reason is known"
+        message = f"{last} of {total} steps, {status}: {reason}"
         is_done = status == "finished" and last == total
         result = ok(message) if is_done else alarm(message) if status == "failed" else notice(message)
         yield ChecklistItem("all steps are done", result)
@@ -113,16 +91,10 @@ def the_end(run: RunDirectory) -> Iterable[ChecklistItem]:
     yield ChecklistItem("the W&B run is closed", wandb_is_closed(run))
 
 
-def max_level(items: Iterable[ChecklistItem]) -> Level:
-    """The most serious level of some items."""
-    return max((each.result.level for each in items if each.result is not None), default=Level.OK)
-
-
 def _of_rules(findings: Mapping[str, Finding], *names: str) -> CheckResult | None:
     """The most serious of what some rules found; None if none of them has enough to judge."""
-    found = [findings[name] for name in names if name in findings]
-    worst = max(found, key=lambda each: each.level, default=None)
-    return None if worst is None else CheckResult(worst.level, worst.sentence)
+    found = [CheckResult(findings[name].level, findings[name].sentence) for name in names if name in findings]
+    return max(found, key=lambda each: each.level, default=None)
 
 
 # The processes
@@ -138,19 +110,15 @@ def run_is_alive(run: RunDirectory) -> CheckResult:
 
 def gpus_are_busy(run: RunDirectory) -> CheckResult | None:
     """Whether the GPUs of this machine compute most of the time; None for a run elsewhere or without GPUs."""
-    attempts = run.run["attempts"]
-    is_here = bool(attempts) and attempts[-1].get("host") == socket.gethostname()
+    is_here = run.attempt.get("host") == socket.gethostname()
     if run.config["trainer"]["device"] != "cuda" or run.status != "running" or not is_here:
         return None
     shares = gpu_utilization()
     if not shares:
         return None
     message = "used for " + ", ".join(f"{share:.0%}" for share in shares)
-    return (
-        ok(message)
-        if min(shares) > BUSY_SHARE
-        else warning(f"{message}; look at the parts of the step (time/train/...)")
-    )
+    are_busy = min(shares) > BUSY_SHARE
+    return ok(message) if are_busy else warning(f"{message}; look at the parts of the step (time/train/...)")
 
 
 def gpu_utilization() -> list[float]:
@@ -161,27 +129,22 @@ def gpu_utilization() -> list[float]:
     """
     if importlib.util.find_spec("pynvml") is None:
         return []
-    import pynvml
+    import pynvml as nvml
 
     try:
-        pynvml.nvmlInit()
+        nvml.nvmlInit()
         try:
-            return _sampled_utilization(pynvml)
+            handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+            used = [handle for handle in handles if nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+            percents = np.zeros(len(used))
+            for _ in range(GPU_SAMPLES):
+                time.sleep(GPU_PAUSE_S)
+                percents += [nvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in used]
+            return (percents / GPU_SAMPLES / 100).tolist()
         finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError:
         return []
-
-
-def _sampled_utilization(nvml: Any) -> list[float]:
-    handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
-    used = [handle for handle in handles if nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-    sums = [0.0] * len(used)
-    for _ in range(GPU_SAMPLES):
-        time.sleep(GPU_PAUSE_S)
-        for place, handle in enumerate(used):
-            sums[place] += nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    return [total / GPU_SAMPLES for total in sums]
 
 
 def no_trouble(run: RunDirectory) -> CheckResult:
@@ -195,20 +158,14 @@ def no_trouble(run: RunDirectory) -> CheckResult:
     return warning("; ".join(message)) if message else ok(f"none in {len(attempts)} attempts")
 
 
-def _exit_reason(run: RunDirectory) -> str:
-    attempts = run.run["attempts"]
-    return (attempts[-1].get("exit_reason") if attempts else None) or "no reason is known"
-
-
 def wandb_is_closed(run: RunDirectory) -> CheckResult | None:
     """Whether W&B got the end of the run; None while it runs, and for runs of releases that did not record it."""
-    attempts = run.run["attempts"]
-    if "wandb" not in run.config["trainer"]["logger"] or run.status == "running" or not attempts:
+    if "wandb" not in run.config["trainer"]["logger"] or run.status == "running" or not run.attempt:
         return None
-    closed = attempts[-1].get("closed_trackers")
+    closed = run.attempt.get("closed_trackers")
     if closed is None and run.status != KILLED:
         return None
-    if closed is not None and "wandb" in closed:
+    if "wandb" in (closed or ()):
         return ok("closed")
     return warning("it was not closed; python -m wandb sync uploads its rows")
 
@@ -234,7 +191,7 @@ def checkpoints_are_complete(run: RunDirectory) -> CheckResult | None:
 def _export_is_due(run: RunDirectory, step: int) -> bool:
     """Whether the last attempt had to export at a step; a controller has nothing to export."""
     checkpoint = run.config["trainer"].get("checkpoint") or {}
-    if run.stage == "budget" or step <= _first_step(run) or "hf_model" not in checkpoint.get("save_contents", ()):
+    if run.stage == "budget" or step <= run.first_step or "hf_model" not in checkpoint.get("save_contents", ()):
         return False
     every = (checkpoint.get("export") or {}).get("every")
     return every is None or step % every == 0 or step == run.run["total_steps"]
@@ -242,28 +199,25 @@ def _export_is_due(run: RunDirectory, step: int) -> bool:
 
 def sizes_are_alike(run: RunDirectory) -> CheckResult | None:
     """Whether the complete checkpoints have one size; None without any."""
-    sizes = [manifest.num_bytes for manifest in complete_checkpoints(run.path).values()]
+    sizes = [each.num_bytes for each in run.checkpoints]
     if not sizes:
         return None
     message = f"{min(sizes) / GIB:.2f} to {max(sizes) / GIB:.2f} GiB"
-    are_alike = max(sizes) <= (1 + SIZE_MARGIN) * min(sizes)
-    return (
-        ok(message) if are_alike else notice(f"{message}; exports may be rarer than saves, or an optimizer was dropped")
-    )
+    if max(sizes) <= (1 + SIZE_MARGIN) * min(sizes):
+        return ok(message)
+    return notice(f"{message}; exports may be rarer than saves, or an optimizer was dropped")
 
 
 def tracker_names_newest(run: RunDirectory) -> CheckResult | None:
     """Whether `latest_checkpointed_iteration.txt` names the newest complete checkpoint; None without any."""
-    steps = _complete_steps(run)
-    if not steps:
+    if not run.checkpoints:
         return None
+    newest = run.checkpoints[0].step
     tracked, problem = read_tracker(run.path)
     if tracked is None:
         return warning(f"it {problem}; the next start takes the newest complete checkpoint")
     message = f"it names {tracked.name}"
-    if step_of(tracked) != max(steps):
-        return warning(f"{message}, but global_step_{max(steps)} is there")
-    return ok(message)
+    return ok(message) if step_of(tracked) == newest else warning(f"{message}, but global_step_{newest} is there")
 
 
 def expected_checkpoints(run: RunDirectory) -> CheckResult | None:
@@ -276,34 +230,19 @@ def expected_checkpoints(run: RunDirectory) -> CheckResult | None:
         due = (due - 1) // every * every  # the save that is due now may be in progress, or was interrupted
     if due <= 0:
         return None
-    steps = _complete_steps(run)
+    steps = [each.step for each in run.checkpoints]
     if not any(step >= due for step in steps):
         newest = max(steps, default="none")
         return alarm(f"global_step_{due} was due and is not there; the newest complete one is {newest}")
     message = f"{len(steps)} kept, the newest is global_step_{max(steps)}"
-    missing = [f"global_step_{step}" for step in _scheduled(run, due, every) if _is_missing(run, step, steps)]
-    return warning(f"{message}; {', '.join(missing)} should be kept too") if missing else ok(message)
-
-
-def _scheduled(run: RunDirectory, due: int, every: int) -> list[int]:
-    """Steps at which the last attempt had to save, up to the last one that was due."""
-    return list(range(_first_step(run) // every * every + every, due, every)) if every > 0 else []
-
-
-def _is_missing(run: RunDirectory, step: int, steps: list[int]) -> bool:
-    """Whether a checkpoint is gone although fewer newer ones exist than rotation keeps."""
     most = run.config["trainer"].get("max_ckpt_to_keep")
-    return step not in steps and (most is None or sum(each > step for each in steps) < most)
-
-
-def _complete_steps(run: RunDirectory) -> list[int]:
-    return [manifest.step for manifest in complete_checkpoints(run.path).values()]
-
-
-def _first_step(run: RunDirectory) -> int:
-    """The step from which the last attempt resumed; `config.yaml` is that of this attempt."""
-    attempts = run.run["attempts"]
-    return (attempts[-1].get("first_step") if attempts else None) or 0
+    scheduled = range(run.first_step // every * every + every, due, every) if every > 0 else ()
+    missing = [  # although fewer newer ones exist than rotation keeps
+        f"global_step_{step}"
+        for step in scheduled
+        if step not in steps and (most is None or sum(each > step for each in steps) < most)
+    ]
+    return warning(f"{message}; {', '.join(missing)} should be kept too") if missing else ok(message)
 
 
 # Trends
@@ -314,7 +253,6 @@ class MetricTrend:
     """How a metric moves over the whole run.
 
     Attributes:
-        metric: its name.
         better: 1 if it should rise, -1 if it should fall.
         first: the first mean.
         last: the last mean.

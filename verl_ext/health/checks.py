@@ -7,28 +7,16 @@ import math
 import numpy as np
 
 from verl_ext.health.context import REWARDED
-from verl_ext.health.families import Statistic, trend_level
+from verl_ext.health.families import trend_level
 from verl_ext.health.history import SEGMENT_VALUES
 from verl_ext.health.rule import (
     ACCURACY,
-    ADV_MEAN,
-    ADV_STD,
-    BUDGET,
     CORRECT,
-    DATA_TIME,
-    DISK_FREE,
-    FORMAT,
     GRAD_NORM,
-    LATENCY,
     LOSS,
-    LR,
     NOISES,
-    RATES,
     REWARD,
-    REWARD_FAILURES,
-    SKIPPED_STEPS,
     STEP_TIME,
-    TOKEN_RATE,
     VAL_LOSS,
     VIOLATION,
     CheckResult,
@@ -40,6 +28,7 @@ from verl_ext.health.rule import (
 )
 from verl_ext.health.trend import Array, line_change, noise, trend
 
+TOKEN_RATE = "throughput/train/valid_tokens_per_s"
 MANY_STEPS = 100
 """Steps that replace epochs in runs of few epochs, and over which jitter is measured."""
 BEST_NOISES = 1.5 * NOISES
@@ -114,9 +103,8 @@ def loss_jitter(view: HealthView) -> CheckResult | None:
     message = f"the loss jitters by {spread:.3g} around {recent.mean():.3g}, and changed by {change:+.3g}"
     if view.context.stage in REWARDED:
         highest = float(np.abs(recent).max())
-        return (
-            ok(message) if highest <= view.limits.policy_loss_max else warning(f"{message}; it reached {highest:.3g}")
-        )
+        is_calm = highest <= view.limits.policy_loss_max
+        return ok(message) if is_calm else warning(f"{message}; it reached {highest:.3g}")
     level = abs(float(recent.mean())) + view.limits.loss_min_change
     is_calm = spread <= view.limits.loss_jitter_max * level or trend(recent).falls(view.limits.trend_p_alarm)
     return ok(message) if is_calm else warning(message)
@@ -148,11 +136,11 @@ def final_loss(view: HealthView) -> CheckResult | None:
     return ok(f"{message}, and val/loss is {validated:.3g}") if generalizes else warning(message)
 
 
-def final_val_loss(view: HealthView) -> Statistic | None:
+def final_val_loss(view: HealthView) -> tuple[float] | None:
     """The last validation loss near the end of the run; None for untrained weights, whose usual range is not known."""
     last = view.series(VAL_LOSS).last_value
     has_range = view.context.untrained_loss is None
-    return Statistic.of(last) if has_range and view.is_near_end and not math.isnan(last) else None
+    return (last,) if has_range and view.is_near_end and not math.isnan(last) else None
 
 
 def val_loss_not_finite(view: HealthView) -> CheckResult | None:
@@ -187,23 +175,22 @@ def val_loss_rising(view: HealthView) -> CheckResult | None:
 # Gradient and learning rate
 
 
-def share_of_large_norms(view: HealthView) -> Statistic | None:
-    """Share of the recent gradient norms that are too large or not finite."""
+def share_of_large_norms(view: HealthView) -> tuple[float, int, float] | None:
+    """Share of the recent gradient norms that are too large or not finite, their number, and the largest usual norm."""
     window, bound, series = view.limits.window, view.limits.grad_norm_alarm, view.series(GRAD_NORM)
     num_lost = series.num_nonfinite(window)
     finite = series.recent(window - num_lost) if num_lost < window else np.empty(0)
     if len(finite) + num_lost < window:
         return None
-    share = (num_lost + int((finite > bound).sum())) / window
-    return Statistic(share, (share, window, bound))
+    return (num_lost + int((finite > bound).sum())) / window, window, bound
 
 
 def lr_schedule(view: HealthView) -> CheckResult | None:
     """Three steps whose learning rate differs from the schedule."""
-    points, schedule = view.series(LR).points(NUM_LEARNING_RATES), view.context.schedule
+    points, schedule = view.series("train/lr(1e-3)").points(NUM_LEARNING_RATES), view.context.schedule
     if schedule is None or len(points) < 3:
         return None
-    counter = view.series(SKIPPED_STEPS)
+    counter = view.series("train/skipped_steps")
     skipped = round(counter.last_value) if counter.num_points else 0
     allowed = view.limits.lr_tolerance * schedule.peak
     wrong = [
@@ -321,26 +308,27 @@ def milestones(view: HealthView) -> CheckResult | None:
     return notice(message) if missed else ok(message)
 
 
-def reward_failure_share(view: HealthView) -> Statistic | None:
-    """Failures of reward functions per sample."""
-    recent, samples = view.recent(REWARD_FAILURES, at_least=3), view.context.samples_per_step
+def reward_failure_share(view: HealthView) -> tuple[float, float, int] | None:
+    """Failures of reward functions per sample, then failures and samples of a step."""
+    recent, samples = view.recent("train/reward_failures", at_least=3), view.context.samples_per_step
     if samples is None or recent is None:
         return None
-    return Statistic(float(recent.mean()) / samples, (float(recent.mean()), samples))
+    return float(recent.mean()) / samples, float(recent.mean()), samples
 
 
-def advantage_offset(view: HealthView) -> Statistic | None:
-    """The mean of the advantages over their spread."""
-    means, spreads = view.recent(ADV_MEAN), view.recent(ADV_STD)
+def advantage_offset(view: HealthView) -> tuple[float, float, float] | None:
+    """The mean of the advantages over their spread, then both."""
+    means, spreads = view.recent("train/adv_mean"), view.recent("train/adv_std")
     if means is None or spreads is None:
         return None
     mean, spread = float(np.median(np.abs(means))), float(np.median(spreads))
-    return Statistic(mean / max(spread, 1e-6), (mean, spread))
+    return mean / max(spread, 1e-6), mean, spread
 
 
 def format_without_correctness(view: HealthView) -> CheckResult | None:
     """The reward for format rises, the one for correctness does not."""
-    form, right = view.first_logged(FORMAT), view.first_logged(CORRECT)
+    form = view.first_logged(("train/reward_format_mean", "train/tag_count_reward_mean"))
+    right = view.first_logged(CORRECT)
     if form is None or right is None or view.series(form).num_points < MIN_COMPARED:
         return None
     forms, answers = view.series(form).recent(), view.series(right).recent()
@@ -367,27 +355,27 @@ def violation_high(view: HealthView) -> CheckResult | None:
     return notice(message) if has_trained and last.min() > limits.violation_goal else ok(message)
 
 
-def latency_share(view: HealthView) -> Statistic | None:
-    """The latency over the budget, in the last epochs."""
-    latency, budget = view.epochs(LATENCY, LAST_EPOCHS), view.epochs(BUDGET, LAST_EPOCHS)
+def latency_share(view: HealthView) -> tuple[float, float] | None:
+    """The latency over the budget, then the latency in ms, in the last epochs."""
+    latency = view.epochs("train/latency_ms_mean", LAST_EPOCHS)
+    budget = view.epochs("train/budget_ms_mean", LAST_EPOCHS)
     if latency is None or budget is None:
         return None
-    share = float(latency.mean() / budget.mean())
-    return Statistic(share, (float(latency.mean()), share))
+    return float(latency.mean() / budget.mean()), float(latency.mean())
 
 
 # Time, throughput and disk
 
 
-def step_time_ratio(view: HealthView) -> Statistic | None:
-    """The time of the last steps, those of a minute at least, over the usual one."""
+def step_time_ratio(view: HealthView) -> tuple[float, float, float] | None:
+    """The time of the last steps, those of a minute at least, over the usual one, then both in seconds."""
     series = view.series(STEP_TIME)
     recent, usual = series.recent(), series.segment_means[1:]
     if len(usual) < WARM_UP_SEGMENTS:
         return None
     num_lasting = int(np.searchsorted(np.cumsum(recent[::-1]), LASTING_S)) + 1
     now, before = float(np.median(recent[-max(num_lasting, view.limits.window // 2) :])), float(np.median(usual))
-    return Statistic(now / before, (now, before))
+    return now / before, now, before
 
 
 def step_time_rising(view: HealthView) -> CheckResult | None:
@@ -404,26 +392,25 @@ def step_time_rising(view: HealthView) -> CheckResult | None:
     return warning(message) if grows else ok(message)
 
 
-def waiting_share(view: HealthView) -> Statistic | None:
+def waiting_share(view: HealthView) -> tuple[float] | None:
     """The wait for data over the step time."""
-    steps, waits = view.recent(STEP_TIME), view.recent(DATA_TIME)
-    return None if steps is None or waits is None else Statistic.of(float(np.median(waits) / np.median(steps)))
+    steps, waits = view.recent(STEP_TIME), view.recent("time/train/data_s")
+    return None if steps is None or waits is None else (float(np.median(waits) / np.median(steps)),)
 
 
-def throughput_spread(view: HealthView) -> Statistic | None:
-    """The spread of the throughput over its median, in the calmest part of many steps."""
-    name = view.first_logged(RATES)
+def throughput_spread(view: HealthView) -> tuple[float, float] | None:
+    """The spread of the throughput over its median in the calmest part of many steps, then the median."""
+    name = view.first_logged(("throughput/train/tokens_per_s", TOKEN_RATE, "throughput/train/configs_per_s"))
     rates = None if name is None else view.recent(name, NUM_RATES)
     if rates is None or view.series(STEP_TIME).recent(NUM_RATES).sum() < RATES_LAST_S:
         return None
     low, middle, high = np.percentile(rates.reshape(RATE_PARTS, -1), (16, 50, 84), axis=1)
-    spread = float(((high - low) / 2 / middle).min())
-    return Statistic(spread, (spread, float(np.median(rates))))
+    return float(((high - low) / 2 / middle).min()), float(np.median(rates))
 
 
 def disk_filling(view: HealthView) -> CheckResult | None:
     """The disk has room for few more saves, at the rate at which the last ones filled it."""
-    free = view.recent(DISK_FREE, NUM_SAVES + 1, at_least=3)
+    free = view.recent("system/disk_free_gib", NUM_SAVES + 1, at_least=3)
     if free is None:
         return None
     taken = float(free[0] - free[-1]) / (len(free) - 1)

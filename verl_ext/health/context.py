@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from verl_ext.checkpoint.manifest import committed_steps
 from verl_ext.errors import UserError
 from verl_ext.files import yaml_text
 
@@ -75,13 +77,7 @@ class LRSchedule:
 
 
 def schedule_of(config: Mapping[str, Any], total_steps: int | None, steps_per_epoch: int | None) -> LRSchedule | None:
-    """The schedule of a resolved configuration; None if measurements change it, or if its length is not known.
-
-    Args:
-        config: as in `config.yaml`.
-        total_steps: of the run.
-        steps_per_epoch: optimizer steps in a pass over the data.
-    """
+    """The schedule of a resolved configuration; None if measurements change it, or if its length is not known."""
     optim, trainer = config["optim"], config["trainer"]
     if config["stage"] == "budget" or total_steps is None or steps_per_epoch is None:
         return None
@@ -137,23 +133,23 @@ class RunContext:
     @classmethod
     def of(
         cls,
+        run_dir: Path,
+        run: Mapping[str, Any],
         config: Mapping[str, Any],
         total_steps: int | None,
         steps_per_epoch: int | None,
-        checkpoints: Callable[[], Sequence[int]],
-        untrained_loss: float | None = None,
     ) -> RunContext:
-        """From a resolved configuration, as in `config.yaml`; the other arguments are described above."""
-        data, stage = config["data"], config["stage"]
-        schedule = schedule_of(config, total_steps, steps_per_epoch)
-        context = cls(stage, total_steps, schedule, checkpoints=checkpoints, untrained_loss=untrained_loss)
-        if stage != "grpo":
-            return context
-        return replace(
-            context,
-            max_prompt_length=data["max_prompt_length"],
-            max_response_length=data["max_response_length"],
-            samples_per_step=data["train_batch_size"] * config["rollout"]["n"],
+        """Of a run directory with the content of its `run.json` and `config.yaml`."""
+        data, is_grpo = config["data"], config["stage"] == "grpo"
+        return cls(
+            stage=config["stage"],
+            total_steps=total_steps,
+            schedule=schedule_of(config, total_steps, steps_per_epoch),
+            max_prompt_length=data["max_prompt_length"] if is_grpo else None,
+            max_response_length=data["max_response_length"] if is_grpo else None,
+            samples_per_step=data["train_batch_size"] * config["rollout"]["n"] if is_grpo else None,
+            checkpoints=partial(committed_steps, run_dir),
+            untrained_loss=run["untrained_loss"],
         )
 
 
@@ -165,10 +161,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     try:
         config = yaml.safe_load(yaml_text(path))
-    except RecursionError:
-        raise UserError(f"{path} cannot be read (it is nested too deeply); restore it") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}); restore it") from error
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise UserError(f"{path} cannot be read ({why}); restore it") from error
     sections = ("trainer", "optim", "data")
     is_of_a_run = isinstance(config, dict) and all(isinstance(config.get(name), dict) for name in sections)
     if not is_of_a_run or not isinstance(config.get("stage"), str) or not _READ_KEYS <= config["trainer"].keys():

@@ -25,40 +25,27 @@ class DecoratedRule(Rule):
     """A rule that `@rule` made."""
 
 
-class OldHistory:
-    """A history whose series have `buckets`.
-
-    Args:
-        history: of the run.
-    """
+class OldHistory(MetricHistory):
+    """A history whose series have `buckets`."""
 
     def __init__(self, history: MetricHistory) -> None:
-        self._history = history
-        self.step, self.time = history.step, history.time
+        vars(self).update(vars(history))
         self.nonfinite_streak = history.series("train/loss").nonfinite_streak
 
     def series(self, name: str) -> OldSeries:
         """A metric; empty if it was never logged."""
-        return OldSeries(self._history.series(name))
-
-    def epochs(self, name: str) -> Array:
-        """Means over epochs."""
-        return self._history.epochs(name)
+        return OldSeries(super().series(name))
 
     def num_nonfinite(self, name: str, count: int) -> int:
         """How many of the last values were not finite."""
-        return self._history.series(name).num_nonfinite(count)
+        return self.series(name).num_nonfinite(count)
 
 
 class OldSeries(MetricSeries):
-    """A series with `buckets` and `last_step`.
-
-    Args:
-        series: whose values it has.
-    """
+    """A series with `buckets` and `last_step`."""
 
     def __init__(self, series: MetricSeries) -> None:
-        self.__dict__.update(vars(series))
+        vars(self).update(vars(series))
 
     @property
     def buckets(self) -> Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,28 +15,10 @@ AFTER_BEST = 2
 """Measurements that must all be worse than the best one before it counts as passed."""
 MIN_EARLY_STEPS = 30
 """Steps before which the start of a run is not something to compare with."""
-
-
-@dataclass(frozen=True)
-class Statistic:
-    """A number about a run.
-
-    Attributes:
-        value: compared with thresholds.
-        shown: numbers for the message.
-    """
-
-    value: float
-    shown: tuple[float, ...]
-
-    @classmethod
-    def of(cls, value: float) -> Statistic:
-        """A number that the message shows as it is."""
-        return cls(value, (value,))
-
-
-Measure = Callable[[HealthView], Statistic | None]
+Measure = Callable[[HealthView], tuple[float, ...] | None]
+"""Returns a number to judge, and others that the message shows too; None if there is too little to judge."""
 Thresholds = Mapping[Level, float | str]
+"""By level, a number or the name of a limit."""
 
 
 def bounds(
@@ -47,24 +28,20 @@ def bounds(
     below: Thresholds | None = None,
     advice_below: str | None = None,
 ) -> Check:
-    """A statistic against thresholds.
+    """A number against thresholds that it must not exceed or fall below.
 
     Args:
-        measure: returns the statistic, or None if there is too little to judge.
-        text: the message, with fields for the numbers of the statistic.
-        above: level by the threshold that the statistic exceeds: a number or the name of a limit.
-        below: level by the threshold that it falls below.
-        advice_below: advice if it is too low.
+        text: the message, with fields for the numbers that `measure` returns.
+        advice_below: advice if the number is too low.
     """
 
     def check(view: HealthView) -> CheckResult | None:
-        found = measure(view)
-        if found is None:
+        numbers = measure(view)
+        if numbers is None:
             return None
-        high = [level for level, bound in (above or {}).items() if found.value > view.threshold(bound)]
-        low = [level for level, bound in (below or {}).items() if found.value < view.threshold(bound)]
-        level = max(high + low, default=Level.OK)
-        return CheckResult(level, text.format(*found.shown), advice_below if low else None)
+        high = [level for level, bound in (above or {}).items() if numbers[0] > view.threshold(bound)]
+        low = [level for level, bound in (below or {}).items() if numbers[0] < view.threshold(bound)]
+        return CheckResult(max(high + low, default=Level.OK), text.format(*numbers), advice_below if low else None)
 
     return check
 
@@ -72,9 +49,9 @@ def bounds(
 def median(metric: str, at_least: int | None = None) -> Measure:
     """The median of the recent values."""
 
-    def measure(view: HealthView) -> Statistic | None:
+    def measure(view: HealthView) -> tuple[float, ...] | None:
         values = view.recent(metric, at_least=at_least)
-        return None if values is None else Statistic.of(float(np.median(values)))
+        return None if values is None else (float(np.median(values)),)
 
     return measure
 
@@ -82,9 +59,9 @@ def median(metric: str, at_least: int | None = None) -> Measure:
 def largest(metric: str) -> Measure:
     """The largest absolute recent value."""
 
-    def measure(view: HealthView) -> Statistic | None:
+    def measure(view: HealthView) -> tuple[float, ...] | None:
         values = view.recent(metric)
-        return None if values is None else Statistic.of(float(np.abs(values).max()))
+        return None if values is None else (float(np.abs(values).max()),)
 
     return measure
 
@@ -92,14 +69,14 @@ def largest(metric: str) -> Measure:
 def share_of_limit(
     metric: str, statistic: Callable[[Array], np.floating], limit: Callable[[RunContext], int | None], at_least: int
 ) -> Measure:
-    """A statistic of the recent values over a limit of the run."""
+    """A statistic of the recent values over a limit of the run, then both."""
 
-    def measure(view: HealthView) -> Statistic | None:
+    def measure(view: HealthView) -> tuple[float, ...] | None:
         most, values = limit(view.context), view.recent(metric, at_least=at_least)
         if most is None or values is None:
             return None
         value = float(statistic(values))
-        return Statistic(value / most, (value, most))
+        return value / most, value, most
 
     return measure
 
@@ -108,8 +85,7 @@ def epoch_trend(metric: str, wrong: int, text: str, worst: Level, matters_above:
     """The means of the last epochs move in the wrong direction.
 
     Args:
-        metric: its name.
-        wrong: 1 if it must not rise, -1 if it must not fall.
+        wrong: 1 if the metric must not rise, -1 if it must not fall.
         text: the message, with fields for the first and the last mean and the number of epochs.
         worst: the highest level; an alarm needs a smaller p-value than a warning.
         matters_above: threshold that the last mean must exceed.
@@ -135,7 +111,7 @@ def trend_level(view: HealthView, means: Array, wrong: int) -> Level:
     return Level.WARNING if found.goes(wrong, view.limits.trend_p) else Level.OK
 
 
-def no_improvement(metrics: Sequence[str], better: int, what: str) -> Check:
+def plateau(metrics: Sequence[str], better: int, what: str) -> Check:
     """The first of some metrics that is logged does not improve over many epochs: a notice, as it may be a plateau.
 
     In runs of few epochs, segments of the whole run replace them.
@@ -181,17 +157,17 @@ def past_best(measured: str, trained: str, better: int, worse_by: Callable[[Heal
         measured: metric of validations or evaluations.
         trained: its counterpart in training.
         better: 1 if higher is better, -1 if lower is.
-        worse_by: the difference from the best that is more than chance, by all values and the best.
+        worse_by: returns the difference from the best that is more than chance, by all values and the best.
     """
 
     def check(view: HealthView) -> CheckResult | None:
         points = view.series(measured).points()
         if len(points) < 2:
             return None
-        steps, values = np.array([step for step, _ in points]), np.array([value for _, value in points])
+        values = np.array([value for _, value in points])
         place = int((better * values).argmax())
-        step, best, later = int(steps[place]), float(values[place]), values[place + 1 :]
-        message = f"{measured} was {best:.4g} at step {step} and is {values[-1]:.4g} at step {steps[-1]}"
+        (step, best), later = points[place], values[place + 1 :]
+        message = f"{measured} was {best:.4g} at step {step} and is {values[-1]:.4g} at step {points[-1][0]}"
         is_worse = better * (best - later) > worse_by(view, values, best)
         num_worse = len(later) if is_worse.all() else int(is_worse[::-1].argmin())
         if not num_worse or not _improves_after(view, trained, better, step):

@@ -80,9 +80,7 @@ class MetricSeries:
 
     def points(self, count: int = MAX_RECENT) -> list[tuple[int, float]]:
         """Step and value of the last finite values, at most `count`."""
-        if count >= len(self._recent):
-            return list(self._recent)
-        return [self._recent[place] for place in range(len(self._recent) - count, len(self._recent))]
+        return list(self._recent)[-count:]
 
     def num_nonfinite(self, count: int) -> int:
         """How many of the last `count` values were not finite."""
@@ -95,7 +93,7 @@ class MetricHistory:
     Attributes:
         step: the last step.
         time: when the last row was logged, in seconds since 1970.
-        steps_per_epoch: optimizer steps in an epoch; None before the run has logged `train/epoch`.
+        steps_per_epoch: None before the run has logged `train/epoch`.
     """
 
     def __init__(self) -> None:
@@ -108,13 +106,7 @@ class MetricHistory:
         self._num_epochs: dict[str, int] = defaultdict(int)
 
     def add(self, step: int, metrics: Mapping[str, float], time: float = 0.0) -> None:
-        """Add a row.
-
-        Args:
-            step: optimizer steps since the run began.
-            metrics: value by name.
-            time: when it was logged, in seconds since 1970.
-        """
+        """Add a row that was logged at `time`, in seconds since 1970."""
         self.step, self.time = max(step, self.step), time
         epoch = metrics.get(EPOCH)
         if epoch is not None and not math.isfinite(epoch):  # a damaged file can have any number
@@ -157,12 +149,7 @@ class MetricHistory:
 
 
 def effective_rows(rows: Iterator[dict[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows that lead to the last step, without those of steps that a later attempt repeated.
-
-    Args:
-        rows: of `metrics.jsonl`.
-        attempts: of `run.json`.
-    """
+    """Rows of `metrics.jsonl`, without those of steps that a later one of the attempts in `run.json` repeated."""
     first_steps = {each["attempt"]: each.get("first_step") for each in attempts}
     for row in rows:
         later = (first for number, first in first_steps.items() if number > row["attempt"] and first is not None)
@@ -176,7 +163,6 @@ def read_history(
     """Read the history of a run from `metrics.jsonl`, which may not exist yet.
 
     Args:
-        run_dir: the run directory.
         attempts: of `run.json`.
         until: last step to read; None reads all.
         snapshot_at: step at which a copy is made.

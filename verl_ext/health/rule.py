@@ -15,22 +15,11 @@ from verl_ext.health.context import STAGES, RunContext
 from verl_ext.health.history import MetricHistory, MetricSeries
 from verl_ext.health.trend import Array, noise
 
-LOSS, VAL_LOSS, GRAD_NORM = "train/loss", "val/loss", "train/grad_norm"
-LR, SKIPPED_STEPS = "train/lr(1e-3)", "train/skipped_steps"
-REWARD, EVAL_REWARD, REWARD_STD = "train/reward_total_mean", "eval/reward_total_mean", "train/reward_total_std"
-REWARD_FAILURES = "train/reward_failures"
-CORRECT = ("train/reward_correct_mean", "train/accuracy_mean", "train/code_tests_mean")
-"""Metrics that say how often answers are right; a run logs one of them."""
-FORMAT = ("train/reward_format_mean", "train/tag_count_reward_mean")
-ADV_MEAN, ADV_STD = "train/adv_mean", "train/adv_std"
-ENTROPY, LOGPROB_DIFF = "train/entropy", "train/rollout_logprob_diff_mean"
-COMPLETION_LENGTH, PROMPT_LENGTH = "train/seq_completion_len_mean", "train/seq_prompt_len_max"
+LOSS, VAL_LOSS, GRAD_NORM, STEP_TIME = "train/loss", "val/loss", "train/grad_norm", "time/train/step_s"
+REWARD, EVAL_REWARD = "train/reward_total_mean", "eval/reward_total_mean"
 ACCURACY, VIOLATION = "train/accuracy_mean", "train/budget_violation_mean"
-LATENCY, BUDGET = "train/latency_ms_mean", "train/budget_ms_mean"
-STEP_TIME, DATA_TIME, DISK_FREE = "time/train/step_s", "time/train/data_s", "system/disk_free_gib"
-TOKEN_RATE = "throughput/train/valid_tokens_per_s"
-RATES = ("throughput/train/tokens_per_s", TOKEN_RATE, "throughput/train/configs_per_s")
-
+CORRECT = ("train/reward_correct_mean", ACCURACY, "train/code_tests_mean")
+"""Metrics that say how often answers are right; a run logs one of them."""
 NOISES = 4.0
 """Standard deviations beyond which a difference is not noise."""
 NEAR_END = 0.9
@@ -53,13 +42,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found.
-
-    Attributes:
-        level: how serious it is.
-        message: the finding with its numbers, without a period.
-        advice: what to do, if that differs from the advice of the rule.
-    """
+    """What a check found: a message with its numbers, without a period; `advice` if not that of the rule."""
 
     level: Level
     message: str
@@ -88,13 +71,7 @@ def alarm(message: str) -> CheckResult:
 
 @dataclass(frozen=True)
 class HealthView:
-    """What a check sees.
-
-    Attributes:
-        history: the metrics so far.
-        context: what else is known of the run.
-        limits: thresholds.
-    """
+    """What a check sees: the metrics so far, what else is known of the run, and the thresholds."""
 
     history: MetricHistory
     context: RunContext
@@ -105,15 +82,11 @@ class HealthView:
         return self.history.series(metric)
 
     def recent(self, metric: str, count: int | None = None, at_least: int | None = None) -> Array | None:
-        """The last values of a metric.
+        """The last values of a metric, the oldest first; None if there are too few to judge.
 
         Args:
-            metric: its name.
             count: number of values; None takes `health.limits.window`.
-            at_least: number below which there is too little to judge; None requires `count`.
-
-        Returns:
-            The values, the oldest first; None if there are too few.
+            at_least: number below which they are too few; None requires `count`.
         """
         count = count or self.limits.window
         values = self.series(metric).recent(count)
@@ -142,7 +115,6 @@ class HealthView:
         """Whether the recent values are better than the first ones by more than noise.
 
         Args:
-            metric: its name.
             sign: 1 if higher is better, -1 if lower is.
         """
         series, window = self.series(metric), self.limits.window
@@ -158,15 +130,7 @@ Check = Callable[[HealthView], CheckResult | None]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found at one step of a run.
-
-    Attributes:
-        rule: its name.
-        level: how serious it is.
-        message: the finding.
-        advice: what to do about it, one sentence.
-        step: the last step of the run then.
-    """
+    """What the rule of this name found at the last step of a run so far, and what to do about it."""
 
     rule: str
     level: Level

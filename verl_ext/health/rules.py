@@ -10,38 +10,13 @@ from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.health import checks, deprecated
 from verl_ext.health.context import LANGUAGE, REWARDED, STAGES
-from verl_ext.health.families import (
-    bounds,
-    epoch_trend,
-    largest,
-    median,
-    no_improvement,
-    past_best,
-    share_of_limit,
-    shrunk,
-)
-from verl_ext.health.rule import (
-    ACCURACY,
-    ADV_STD,
-    COMPLETION_LENGTH,
-    CORRECT,
-    ENTROPY,
-    EVAL_REWARD,
-    GRAD_NORM,
-    LOGPROB_DIFF,
-    LOSS,
-    PROMPT_LENGTH,
-    REWARD,
-    REWARD_STD,
-    VAL_LOSS,
-    VIOLATION,
-    Level,
-    Rule,
-)
+from verl_ext.health.families import bounds, epoch_trend, largest, median, past_best, plateau, share_of_limit, shrunk
+from verl_ext.health.rule import CORRECT, EVAL_REWARD, GRAD_NORM, LOSS, REWARD, VAL_LOSS, VIOLATION, Level, Rule
 from verl_ext.plugins import Plugin
 
 GRPO, BUDGET = frozenset({"grpo"}), frozenset({"budget"})
 NOTICE, WARNING, ALARM = Level.NOTICE, Level.WARNING, Level.ALARM
+ADV_STD, COMPLETION_LENGTH = "train/adv_std", "train/seq_completion_len_mean"
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
@@ -119,7 +94,7 @@ RULES: tuple[Rule, ...] = (
     Rule("reward_negative", checks.reward_negative,
          "The reward has always been negative and does not rise.",
          "look at the parts of the reward: one of them outweighs the others", REWARDED),
-    Rule("reward_not_rising", no_improvement([REWARD], 1, "the reward"),
+    Rule("reward_not_rising", plateau([REWARD], 1, "the reward"),
          "The reward has not risen for many epochs; it may have reached its plateau.",
          "if it should still rise, look at the weights of the reward functions", REWARDED),
     Rule("reward_extreme",
@@ -130,18 +105,19 @@ RULES: tuple[Rule, ...] = (
          "The mean reward jumps from step to step by more than its level, and does not rise.",
          "use a larger train_batch_size or rollout.n; judge by the mean over an epoch", REWARDED),
     Rule("reward_spread",
-         bounds(median(REWARD_STD), "rewards of a step spread by {:.3g}", above={WARNING: "reward_std_max"}),
+         bounds(median("train/reward_total_std"), "rewards of a step spread by {:.3g}",
+                above={WARNING: "reward_std_max"}),
          "The rewards of a step spread very widely.",
          "check the reward functions, their weights and the temperature", REWARDED),
     Rule("reward_failures",
-         bounds(checks.reward_failure_share, "reward functions failed {:.3g} times in a step of {} samples",
+         bounds(checks.reward_failure_share, "reward functions failed {1:.3g} times in a step of {2} samples",
                 above={WARNING: "reward_failure_share", ALARM: "reward_failure_share_alarm"}),
          "Reward functions fail on a share of the recent samples; an alarm if they fail on many.",
          "fix the reward function: the output of the run has the traceback of its first failure", GRPO),
     Rule("accuracy_zero", checks.accuracy_zero,
          "No answer has been right in many epochs, or in many steps of a run with few epochs.",
          "look at samples.jsonl: are answers judged by the right references", REWARDED),
-    Rule("accuracy_not_rising", no_improvement(CORRECT, 1, "the accuracy"),
+    Rule("accuracy_not_rising", plateau(CORRECT, 1, "the accuracy"),
          "The share of right answers has not risen for many epochs; it may have reached its plateau.",
          "if it should still rise, train longer or adjust optim.lr", REWARDED),
     Rule("nothing_improves", checks.nothing_improves,
@@ -150,7 +126,7 @@ RULES: tuple[Rule, ...] = (
 
     # Advantages
     Rule("advantages_not_centred",
-         bounds(checks.advantage_offset, "advantages have a mean of {:.3g} and a spread of {:.3g}",
+         bounds(checks.advantage_offset, "advantages have a mean of {1:.3g} and a spread of {2:.3g}",
                 above={ALARM: "adv_mean_max"}),
          "The mean of the advantages is not 0.",
          "groups are mixed up: the advantages of a group sum to 0, so check sample_id and rollout.n", REWARDED),
@@ -167,7 +143,7 @@ RULES: tuple[Rule, ...] = (
     Rule("format_without_correctness", checks.format_without_correctness,
          "The reward for format rises, the one for correctness does not.",
          "lower the weight of the format in reward.functions, or check the judge on samples.jsonl", GRPO),
-    Rule("entropy_collapse", shrunk(ENTROPY, "entropy_share_min", "the entropy went from {:.3g} to {:.3g} nat"),
+    Rule("entropy_collapse", shrunk("train/entropy", "entropy_share_min", "the entropy went from {:.3g} to {:.3g} nat"),
          "The entropy is a small part of its first values; only a notice if the reward has risen.",
          "raise actor.entropy_coeff or the temperature, or lower optim.lr", GRPO),
     Rule("completions_shortening",
@@ -175,17 +151,18 @@ RULES: tuple[Rule, ...] = (
          "Completions are half as long as at the start; only a notice if the reward has risen.",
          "read samples.jsonl: short answers may exploit the reward", GRPO),
     Rule("completions_at_limit",
-         bounds(share_of_limit(COMPLETION_LENGTH, np.median, lambda context: context.max_response_length, at_least=3),
-                "completions have {:.0f} of at most {} tokens", above={NOTICE: 0.95}),
+         bounds(share_of_limit(COMPLETION_LENGTH, np.median, lambda run: run.max_response_length, at_least=3),
+                "completions have {1:.0f} of at most {2} tokens", above={NOTICE: 0.95}),
          "The mean completion is practically as long as allowed.",
          "raise data.max_response_length: answers are cut off", GRPO),
     Rule("prompts_at_limit",
-         bounds(share_of_limit(PROMPT_LENGTH, np.max, lambda context: context.max_prompt_length, at_least=1),
-                "the longest prompt has {:.0f} of at most {} tokens", above={NOTICE: 0.9999}),
+         bounds(share_of_limit("train/seq_prompt_len_max", np.max, lambda run: run.max_prompt_length, at_least=1),
+                "the longest prompt has {1:.0f} of at most {2} tokens", above={NOTICE: 0.9999}),
          "The longest prompts are as long as allowed.",
          "raise data.max_prompt_length: longer prompts are refused or dropped", GRPO),
     Rule("logprob_gap",
-         bounds(median(LOGPROB_DIFF, at_least=3), "rollout engine and trainer differ by {:.3g} nat/token",
+         bounds(median("train/rollout_logprob_diff_mean", at_least=3),
+                "rollout engine and trainer differ by {:.3g} nat/token",
                 above={WARNING: "logprob_gap", ALARM: "logprob_gap_alarm"}),
          "The rollout engine and the trainer disagree about log-probabilities.",
          "use one number type in both, or set algorithm.rollout_correction.rollout_is", GRPO),
@@ -200,12 +177,13 @@ RULES: tuple[Rule, ...] = (
          "The violation rate of an epoch has risen over many epochs.",
          "raise reward.budget_violation", BUDGET),
     Rule("latency_off_budget",
-         bounds(checks.latency_share, "the latency is {:.1f} ms, {:.0%} of the budget",
+         bounds(checks.latency_share, "the latency is {1:.1f} ms, {0:.0%} of the budget",
                 above={WARNING: 1.0}, below={NOTICE: "latency_share_min"}),
          "The mean latency is above the mean budget, or far below it.",
          "compare reward.budget_violation and latency_penalty with the gain in accuracy", BUDGET),
     Rule("accuracy_falling",
-         epoch_trend(ACCURACY, -1, "the accuracy went from {:.3g} to {:.3g} over {} epochs", worst=WARNING),
+         epoch_trend("train/accuracy_mean", -1, "the accuracy went from {:.3g} to {:.3g} over {} epochs",
+                     worst=WARNING),
          "The accuracy of an epoch has fallen over many epochs.",
          "raise the weight of the accuracy, or look at what the controller skips", BUDGET),
     Rule("milestones", checks.milestones,
@@ -214,7 +192,7 @@ RULES: tuple[Rule, ...] = (
 
     # Time, throughput and disk
     Rule("step_time_high",
-         bounds(checks.step_time_ratio, "a step takes {:.3g} s, {:.3g} s was usual",
+         bounds(checks.step_time_ratio, "a step takes {1:.3g} s, {2:.3g} s was usual",
                 above={WARNING: "step_time_factor"}),
          "The steps of the last minute, ten at least, take several times as long as usual.",
          "look at the parts of the step (time/train/...), and at other programs on the machine"),
@@ -256,7 +234,6 @@ def load_rules(plugins: Iterable[str], key: str, quiet: bool = False) -> tuple[R
 
 
 def _rules_of(plugin: Plugin, quiet: bool) -> list[Rule]:
-    """The rules of one list."""
     deprecated.provide_modules()
     found = plugin.load()
     if not isinstance(found, list | tuple) or not found or not all(isinstance(each, Rule) for each in found):

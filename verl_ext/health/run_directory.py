@@ -6,13 +6,13 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from verl_ext.checkpoint.manifest import committed_steps
+from verl_ext.checkpoint.manifest import Manifest, complete_checkpoints
 from verl_ext.errors import UserError, one_line
 from verl_ext.health.config import HealthLimits
 from verl_ext.health.context import RunContext, read_config
@@ -38,12 +38,10 @@ class RunDirectory:
     """One run.
 
     Attributes:
-        path: the run directory.
         run: content of `run.json`.
         config: content of `config.yaml`.
         view: what the rules see of all steps.
         early: what they see of the first `EARLY_STEPS` steps.
-        rules: to check.
     """
 
     path: Path
@@ -55,11 +53,7 @@ class RunDirectory:
 
     @classmethod
     def read(cls, path: Path, rules: Sequence[Rule] = RULES) -> RunDirectory:
-        """Read a run directory.
-
-        Args:
-            path: the run directory.
-            rules: to check; rules that the run's recipe names are not loaded.
+        """Read a run directory; rules that the run's recipe names are not loaded.
 
         Raises:
             UserError: it is not a run directory, or a file cannot be read.
@@ -72,11 +66,8 @@ class RunDirectory:
                 )
         run, config = load_run(path / RUN_FILE), read_config(path / "config.yaml")
         history, early = read_history(path, run["attempts"], snapshot_at=EARLY_STEPS)
-        checkpoints = partial(committed_steps, path)
         try:
-            context = RunContext.of(
-                config, run["total_steps"], history.steps_per_epoch, checkpoints, run["untrained_loss"]
-            )
+            context = RunContext.of(path, run, config, run["total_steps"], history.steps_per_epoch)
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise UserError(
                 f"{path / 'config.yaml'} is not the configuration of a run ({one_line(error)}); restore it"
@@ -94,8 +85,23 @@ class RunDirectory:
         """The metrics of all steps."""
         return self.view.history
 
+    @property
+    def attempt(self) -> Mapping[str, Any]:
+        """The last attempt of `run.json`; empty if there is none."""
+        return last_attempt(self.run)
+
+    @property
+    def first_step(self) -> int:
+        """The step from which the last attempt resumed; `config.yaml` is that of this attempt."""
+        return self.attempt.get("first_step") or 0
+
+    @cached_property
+    def checkpoints(self) -> list[Manifest]:
+        """The manifests of the complete checkpoints, the newest first."""
+        return list(complete_checkpoints(self.path).values())
+
     def findings(self, early: bool = False) -> dict[str, Finding]:
-        """What each rule finds, by its name, without those that have too little to judge."""
+        """What each rule finds in all steps or in the early ones, by its name, unless it has too little to judge."""
         found = (rule.run(self.early if early else self.view) for rule in self.rules)
         return {each.rule: each for each in found if each is not None}
 
@@ -112,17 +118,15 @@ class RunDirectory:
         return why_killed(self.run, silence_s(self.run, self.history.time), allowed)
 
 
-def silence_s(run: Mapping[str, Any], last_row: float, now: float | None = None) -> float:
-    """Seconds since the last sign of life of a run.
+def last_attempt(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The last attempt of a `run.json`; empty if there is none."""
+    attempts: Sequence[Mapping[str, Any]] = run["attempts"]
+    return attempts[-1] if attempts else {}
 
-    Args:
-        run: content of `run.json`.
-        last_row: when the last row of metrics was logged, in seconds since 1970.
-        now: in seconds since 1970; None takes the clock.
-    """
-    attempts = run["attempts"]
-    start = seconds_of(attempts[-1]["start"]) if attempts else None
-    return (time.time() if now is None else now) - max(last_row, start or 0.0)
+
+def silence_s(run: Mapping[str, Any], last_row: float) -> float:
+    """Seconds since the last sign of life of a run, whose last row was logged at `last_row` (seconds since 1970)."""
+    return time.time() - max(last_row, seconds_of(last_attempt(run).get("start")) or 0.0)
 
 
 def max_silence_s(step_s: float, pause_s: float) -> float:
@@ -145,11 +149,12 @@ def why_killed(run: Mapping[str, Any], silent_s: float, allowed_s: float) -> str
     """
     if run["status"] != "running":
         return None
-    attempt = run["attempts"][-1] if run["attempts"] else {}
+    attempt = last_attempt(run)
     is_here = attempt.get("host") == socket.gethostname() and attempt.get("pid_namespace") == pid_namespace()
     if is_here and attempt.get("pid") is not None:
         # a process that lives is slow at most: a first step can take longer than any limit
-        return None if is_alive(attempt["pid"]) else f"its process {attempt['pid']} is gone"
+        is_running = is_alive(attempt["pid"], attempt.get("pid_start_ticks"))
+        return None if is_running else f"its process {attempt['pid']} is gone"
     return f"it has logged nothing for {silent_s:.0f} s" if silent_s > allowed_s else None
 
 

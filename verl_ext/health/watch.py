@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.manifest import committed_steps
 from verl_ext.files import parse_json
 from verl_ext.health.config import HealthConfig
 from verl_ext.health.context import RunContext
@@ -31,7 +29,6 @@ class HealthMonitor:
         every: steps between two checks; validations and non-finite losses are checked at once.
         stop_on: rules whose warning or alarm stops the run.
         reported: the level that earlier attempts reported last, by rule; it is not reported again and stops nothing.
-        rules: to check.
 
     Attributes:
         stop_rule: the first rule of `stop_on` that has found a problem; None if there is none.
@@ -61,21 +58,15 @@ class HealthMonitor:
         total_steps: int,
         steps_per_epoch: int,
     ) -> HealthMonitor:
-        """The rules of a run, with what its earlier attempts logged.
+        """The rules of a run that resumes from `first_step`, with what its earlier attempts logged.
 
         Args:
-            settings: the section `health`.
-            config: the resolved configuration.
-            run_dir: the run directory.
-            first_step: step from which this attempt resumes.
-            total_steps: of the run.
-            steps_per_epoch: optimizer steps in a pass over the data.
+            config: the resolved configuration, of which `settings` is the section `health`.
         """
         run = RunRecord(run_dir).read()
         rules = load_rules(settings.rules, "health.rules", quiet=True)  # the launcher has warned
         history, _ = read_history(run_dir, run["attempts"], until=first_step)
-        checkpoints = partial(committed_steps, run_dir)
-        context = RunContext.of(config, total_steps, steps_per_epoch, checkpoints, run["untrained_loss"])
+        context = RunContext.of(run_dir, run, config, total_steps, steps_per_epoch)
         view = HealthView(history, context, settings.limits)
         reported = reported_levels(run_dir / EVENTS_FILE, first_step)
         return cls(view, settings.every, settings.stop_on, reported, rules)

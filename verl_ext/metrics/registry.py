@@ -9,6 +9,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from verl_ext.console import markdown_table
 from verl_ext.errors import UserError
 
 SAME = "the same on every rank"
@@ -346,10 +347,8 @@ steps and validations, in the stage budget one row per epoch.
 
 def render_metrics_page() -> str:
     """The text of `docs/metrics.md`: one Markdown table per section."""
-    return "\n".join([_INTRODUCTION, *(_table(title, metrics) for title, metrics in SECTIONS.items())])
-
-
-def _table(title: str, metrics: dict[str, Metric]) -> str:
-    head = [f"## {title}", "", "| metric | unit | meaning | over ranks |", "| --- | --- | --- | --- |"]
-    rows = [f"| `{name}` | {each.unit} | {each.meaning} | {each.reduction} |" for name, each in metrics.items()]
-    return "\n".join([*head, *rows]) + "\n"
+    parts, header = [_INTRODUCTION], ("metric", "unit", "meaning", "over ranks")
+    for title, metrics in SECTIONS.items():
+        rows = ((f"`{name}`", each.unit, each.meaning, each.reduction) for name, each in metrics.items())
+        parts.append(f"## {title}\n\n{markdown_table(header, rows)}\n")
+    return "\n".join(parts)

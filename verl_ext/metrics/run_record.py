@@ -14,7 +14,7 @@ from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json, replace_file, write_errors
 from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
-from verl_ext.processes import pid_namespace
+from verl_ext.processes import pid_namespace, start_ticks
 
 RUN_FILE = "run.json"
 STATUSES = ("waiting", "running", "finished", "stopped", "failed")
@@ -49,7 +49,7 @@ _TYPES = {
 _ATTEMPT_TYPES = {
     **{"attempt": (int,), "start": (str,)},
     **dict.fromkeys(("end", "exit_reason", "host"), _TEXT),
-    **dict.fromkeys(("first_step", "last_step", "world_size", "pid", "pid_namespace"), _COUNT),
+    **dict.fromkeys(("first_step", "last_step", "world_size", "pid", "pid_start_ticks", "pid_namespace"), _COUNT),
     "closed_trackers": (list,),
 }
 _REQUIRED_ATTEMPT_KEYS = frozenset({"attempt", "start", "end"})
@@ -286,6 +286,7 @@ def _attempt(number: int, *, first_step: int | None = None, world_size: int | No
         "exit_reason": None,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "pid_start_ticks": start_ticks(os.getpid()),
         "pid_namespace": pid_namespace(),
     }
 

@@ -12,7 +12,7 @@ from verl_ext.cli import FAILURES, CommandParser, clean_exit, definitions
 from verl_ext.commands import program
 from verl_ext.config.recipes import RECIPES, default_recipe
 from verl_ext.config.schema import keys, setting
-from verl_ext.console import print_line
+from verl_ext.console import markdown_table, print_line
 from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.suggestions import meant_key
@@ -20,7 +20,6 @@ from verl_ext.suggestions import meant_key
 if TYPE_CHECKING:
     from verl_ext.plan.planner import RunPlan
 
-EXIT_CODES = {"0": "every plan fits", "1": "one does not fit", **FAILURES}
 TOP_LEVEL = ("recipe", "prepare", "use_remove_padding", "ulysses_sequence_parallel_size")
 """Keys of the configuration that are in no section."""
 
@@ -100,7 +99,6 @@ def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tup
     """A plan for each number of GPUs, and notes about all of them.
 
     Args:
-        options: the command's own words.
         overrides: of the configuration, with `recipe=`.
         largest: whether to take the largest micro-batch that fits instead of the configured one.
 
@@ -133,14 +131,8 @@ def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tup
 # Output
 
 
-def as_text(plan: RunPlan, fix: str, notes: Iterable[str]) -> str:
-    """One plan for people.
-
-    Args:
-        plan: to show.
-        fix: what makes it fit; empty if it fits.
-        notes: about the plan.
-    """
+def as_text(plan: RunPlan, notes: Iterable[str]) -> str:
+    """One plan for people."""
     config, cluster, work, time, disk = plan.config, plan.cluster, plan.work, plan.time, plan.disk
     is_async = config.trainer.checkpoint.async_save
     lines = [
@@ -167,7 +159,7 @@ def as_text(plan: RunPlan, fix: str, notes: Iterable[str]) -> str:
         "",
         f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s / cluster.gpus:,.0f} per GPU, MFU {plan.mfu:.1%}, "
         f"bound by {plan.bound_by}",
-        "It fits." if plan.fits else f"It does not fit: {fix}",
+        "It fits." if plan.fits else f"It does not fit: {plan.fix}",
     ]
     return "\n".join(lines)
 
@@ -192,34 +184,32 @@ def as_markdown(plans: Sequence[RunPlan]) -> str:
     """A table with a row for each plan, memory and disk in GiB; with a column for the engine if there is one."""
     from verl_ext.plan.memory import PARTS
 
-    columns = [*PARTS, "engine"] if any(plan.work.is_grpo for plan in plans) else [*PARTS]
-    head = ("GPUs", "micro-batch", *columns, "peak", "fits", "step, s", "tokens/s", "MFU", "bound by")
-    head = (*head, "checkpoint", "all checkpoints", "save, s")
-    rows = [head, ("---",) * len(head)]
+    has_engine = any(plan.work.is_grpo for plan in plans)
+    rows: list[dict[str, str]] = []
     for plan in plans:
-        peak = {part: plan.memory.peak.get(part, 0.0) for part in PARTS}
-        peak["engine"] = plan.memory.peak_bytes - sum(peak.values())
-        total = plan.disk.total_bytes
+        peak, total = plan.memory.peak, plan.disk.total_bytes
+        parts = {part: peak.get(part, 0.0) for part in PARTS}
+        engine = {"engine": plan.memory.peak_bytes - sum(parts.values())} if has_engine else {}
         rows.append(
-            (
-                str(plan.cluster.gpus),
-                plan.micro_batch,
-                *(f"{peak[part] / GIB:.1f}" for part in columns),
-                f"{plan.memory.peak_bytes / GIB:.1f}",
-                "yes" if plan.fits else "no",
-                f"{plan.time.total_s:.2f}",
-                f"{plan.time.tokens_per_s:,.0f}",
-                f"{plan.mfu:.1%}",
-                plan.bound_by,
-                f"{plan.disk.checkpoint_bytes / GIB:.1f}",
-                "all are kept" if total is None else f"{total / GIB:.1f}",
-                f"{plan.disk.save_s:.1f}",
-            )
+            {
+                "GPUs": str(plan.cluster.gpus),
+                "micro-batch": plan.micro_batch,
+                **{part: f"{value / GIB:.1f}" for part, value in (parts | engine).items()},
+                "peak": f"{plan.memory.peak_bytes / GIB:.1f}",
+                "fits": "yes" if plan.fits else "no",
+                "step, s": f"{plan.time.total_s:.2f}",
+                "tokens/s": f"{plan.time.tokens_per_s:,.0f}",
+                "MFU": f"{plan.mfu:.1%}",
+                "bound by": plan.bound_by,
+                "checkpoint": f"{plan.disk.checkpoint_bytes / GIB:.1f}",
+                "all checkpoints": "all are kept" if total is None else f"{total / GIB:.1f}",
+                "save, s": f"{plan.disk.save_s:.1f}",
+            }
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table([*rows[0]], ([*row.values()] for row in rows))
 
 
-def as_json(plan: RunPlan, fix: str, notes: Iterable[str]) -> dict[str, Any]:
+def as_json(plan: RunPlan, notes: Iterable[str]) -> dict[str, Any]:
     """One plan for programs, in bytes and seconds."""
     return {
         "recipe": plan.config.recipe,
@@ -234,7 +224,7 @@ def as_json(plan: RunPlan, fix: str, notes: Iterable[str]) -> dict[str, Any]:
         "peak": plan.memory.peak_phase,
         "peak_bytes": plan.memory.peak_bytes,
         "fits": plan.fits,
-        "advice": fix,
+        "advice": plan.fix,
         "seconds": plan.time.parts,
         "step_s": plan.time.total_s,
         "hidden_communication_s": plan.time.hidden_s,
@@ -266,7 +256,7 @@ def build_parser() -> CommandParser:
             f"{program('plan')} recipe=quickstart gpus=2 hardware=cpu mean_length=150 --largest",
         ],
         notes=f"the command's own words:\n{definitions(own)}\n\ndocs/plan.md explains the formulas.",
-        exit_codes=EXIT_CODES,
+        exit_codes={"0": "every plan fits", "1": "one does not fit", **FAILURES},
         keys=known_words,
     )
     parser.add_argument(
@@ -283,30 +273,17 @@ def build_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan.
-
-    Args:
-        argv: arguments without the program's name; None takes those of the process.
-
-    Returns:
-        0 when all plans fit, otherwise 1.
-
-    Raises:
-        SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
-    """
+    """Plan; returns 0 when all plans fit, otherwise 1. `clean_exit` has the other exit codes."""
     with clean_exit():
         arguments = build_parser().parse_intermixed_args(argv)
         plans, notes = make_plans(*PlanOptions.parse(arguments.words), arguments.largest)
         if arguments.markdown:
-            print_line(as_markdown(plans))
-            return int(not all(plan.fits for plan in plans))
-        from verl_ext.plan.planner import suggest_fix
-
-        fixes = ["" if plan.fits else suggest_fix(plan) for plan in plans]
-        if arguments.json:
-            print_line(json.dumps([as_json(plan, fix, notes) for plan, fix in zip(plans, fixes)], indent=1))
+            text = as_markdown(plans)
+        elif arguments.json:
+            text = json.dumps([as_json(plan, notes) for plan in plans], indent=1)
         else:
-            print_line("\n\n".join(as_text(plan, fix, notes) for plan, fix in zip(plans, fixes)))
+            text = "\n\n".join(as_text(plan, notes) for plan in plans)
+        print_line(text)
         return int(not all(plan.fits for plan in plans))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from verl_ext.files import GIB
 from verl_ext.plan.model_shape import ModelShape, ParameterGroup
-from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload
+from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload, longest_sample
 from verl_ext.trainer.config import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 from verl_ext.trainer.stages import GRPOConfig
 
@@ -32,11 +32,7 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes by part in each phase of a step.
-
-    Attributes:
-        phases: the parts of each phase, by its name.
-    """
+    """Bytes by part in each phase of a step."""
 
     phases: dict[str, Parts]
 
@@ -120,7 +116,8 @@ def loss_forward_bytes(shape: ModelShape, work: RankWorkload) -> int:
     """
     compute, tokens = work.compute_bytes, work.loss_tokens
     if work.fused_loss:
-        return chunk_tokens(shape, work) * shape.vocab * (FP32 if compute == FP32 else FP32 + compute)
+        chunk_tokens = min(max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS // shape.vocab), tokens)
+        return chunk_tokens * shape.vocab * (FP32 if compute == FP32 else FP32 + compute)
     if work.is_grpo:
         return shape.vocab * tokens * 3 * FP32
     in_fp32 = 0 if compute == FP32 else FP32
@@ -141,16 +138,6 @@ def loss_backward_bytes(shape: ModelShape, work: RankWorkload) -> int:
     if work.is_grpo:
         return shape.vocab * tokens * 4 * FP32
     return shape.vocab * max(3 * FP32 * tokens, (tokens + all_tokens) * compute, 2 * all_tokens * compute)
-
-
-def logits_gradient_bytes(shape: ModelShape, work: RankWorkload) -> int:
-    """The gradient of the logits, from which that of the output projection is computed."""
-    return 0 if work.fused_loss else shape.vocab * work.logit_tokens * work.compute_bytes
-
-
-def chunk_tokens(shape: ModelShape, work: RankWorkload) -> int:
-    """Tokens whose logits the fused loss computes at a time."""
-    return min(max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS // shape.vocab), work.loss_tokens)
 
 
 def fused_gradient_bytes(shape: ModelShape, work: RankWorkload) -> int:
@@ -180,7 +167,12 @@ class UpdatePhases:
         self._always: Parts = {"weights": shard, "optimizer": 2 * shard}
         self._always["gradients"] = self._sharded_before + self._whole_before
         self._saved = activation_bytes(shape, work)
-        self._root, self._embedding, self._layer = map(self._gathered, (shape.root, shape.embedding, shape.layer))
+        recomputed = layer_bytes(shape, work) if work.checkpointing else 0
+        self._layer_backward = recomputed + backward_bytes(shape, work)
+        self._root, self._embedding, self._layer = (  # gathered
+            work.compute_bytes * group.numel for group in (shape.root, shape.embedding, shape.layer)
+        )
+        self._prefetched = self._layer if num_ranks > 1 else 0  # the next layer's, while one computes
         self._stays_gathered = float(work.compute_bytes * shape.numel) if work.keeps_gathered else 0.0
         adds_in_place = self._whole_before and work.compute_bytes == work.reduce_bytes
         self._root_gradient = 0.0 if adds_in_place else self._root
@@ -215,18 +207,21 @@ class UpdatePhases:
         return {
             "activations": self._saved + 2 * self._hidden_states(work.loss_tokens),
             "logits": logits,
-            "communication": self._stays_gathered or self._root + self._prefetched(self._layer),
+            "communication": self._stays_gathered or self._root + self._prefetched,
             "gradients": fused_gradient_bytes(shape, work) + of_chunk,
         }
 
     def _output_projection(self) -> Parts:
-        """The root is gathered again, the last layer is being gathered, and the projection's gradient is computed."""
-        fused = fused_gradient_bytes(self._shape, self._work)
+        """The root is gathered again, and the last layer is being gathered.
+
+        The projection's gradient is computed from that of the logits, which the fused loss does not have.
+        """
+        shape, work = self._shape, self._work
         return {
-            "activations": self._saved + self._hidden_states(self._work.tokens),
-            "logits": logits_gradient_bytes(self._shape, self._work),
-            "gradients": self._root + (0 if self._work.compute_bytes == FP32 else fused),
-            "communication": self._stays_gathered or self._root + self._prefetched(self._layer),
+            "activations": self._saved + self._hidden_states(work.tokens),
+            "logits": 0 if work.fused_loss else shape.vocab * work.logit_tokens * work.compute_bytes,
+            "gradients": self._root + (0 if work.compute_bytes == FP32 else fused_gradient_bytes(shape, work)),
+            "communication": self._stays_gathered or self._root + self._prefetched,
         }
 
     def _last_layer(self) -> Parts:
@@ -236,9 +231,9 @@ class UpdatePhases:
         would end its backward pass.
         """
         return {
-            "activations": self._saved + self._layer_backward(),
+            "activations": self._saved + self._layer_backward,
             "gradients": self._root_gradient,
-            "communication": self._stays_gathered or self._root + self._layer + self._prefetched(self._layer),
+            "communication": self._stays_gathered or self._root + self._layer + self._prefetched,
         }
 
     def _first_layer(self) -> Parts:
@@ -247,14 +242,14 @@ class UpdatePhases:
         Gradients that stay whole are counted before their reduction, in a micro-batch that is not the last.
         """
         shape, work = self._shape, self._work
-        gathered = self._layer + (self._embedding if work.keeps_gathered else self._prefetched(self._embedding))
-        reduced = 0 if self._whole_before else self._reduced([shape.layer] * (shape.num_layers - 1))
-        reducing = 0 if self._whole_before else work.reduce_bytes * shape.layer.numel
-        return {
-            "activations": self._saved / shape.num_layers + self._layer_backward(),
-            "gradients": self._root_gradient + reduced,
-            "communication": self._stays_gathered if self._whole_before else self._root + gathered + reducing,
-        }
+        activations = self._saved / shape.num_layers + self._layer_backward
+        if self._whole_before:
+            gradients, communication = self._root_gradient, self._stays_gathered
+        else:
+            embedding = self._embedding if work.keeps_gathered or self._num_ranks > 1 else 0
+            gradients = self._root_gradient + self._reduced_layers(shape.num_layers - 1)
+            communication = self._root + self._layer + embedding + work.reduce_bytes * shape.layer.numel
+        return {"activations": activations, "gradients": gradients, "communication": communication}
 
     def _reduction_of_root(self) -> Parts:
         """The root is reduced last but one; the embedding's weights are still gathered, and its gradient is whole.
@@ -265,7 +260,7 @@ class UpdatePhases:
         gradient_bytes = work.reduce_bytes if self._whole_before else work.compute_bytes
         whole, shard = work.reduce_bytes * root.numel, work.reduce_bytes * root.shard_numel(self._num_ranks)
         reducing = whole * (1 if self._is_gpu else 2) + shard + gradient_bytes * root.last_numel
-        reduced = self._reduced([self._shape.layer] * self._shape.num_layers) - self._whole_before
+        reduced = self._reduced_layers(self._shape.num_layers) - self._whole_before
         waiting = gradient_bytes * self._shape.embedding.numel
         return {"communication": reducing + self._embedding, "gradients": waiting + reduced}
 
@@ -281,27 +276,13 @@ class UpdatePhases:
         gradients = size * sum(shards) - self._sharded_before - self._whole_before
         return {"gradients": gradients, "optimizer": size * temporary}
 
-    def _gathered(self, group: ParameterGroup) -> float:
-        """A group's whole weights in the type of the forward pass."""
-        return self._work.compute_bytes * group.numel
-
-    def _prefetched(self, gathered: float) -> float:
-        """The buffer of the next all-gather, which begins while a layer computes."""
-        return gathered if self._num_ranks > 1 else 0
-
     def _hidden_states(self, tokens: int) -> float:
         return tokens * self._shape.hidden * self._work.compute_bytes
 
-    def _layer_backward(self) -> float:
-        """What a layer's backward pass adds; with checkpointing also its recomputed forward pass."""
-        recomputed = layer_bytes(self._shape, self._work) if self._work.checkpointing else 0
-        return recomputed + backward_bytes(self._shape, self._work)
-
-    def _reduced(self, groups: list[ParameterGroup]) -> float:
-        """Gradient shards of these groups, unless those of an earlier micro-batch exist, which are counted already."""
-        if self._sharded_before:
-            return 0
-        return self._work.master_bytes * sum(group.shard_numel(self._num_ranks) for group in groups)
+    def _reduced_layers(self, count: int) -> float:
+        """Gradient shards of layers, unless those of an earlier micro-batch exist, which are counted already."""
+        shard = self._work.master_bytes * self._shape.layer.shard_numel(self._num_ranks)
+        return 0 if self._sharded_before else count * shard
 
 
 # Rollouts
@@ -320,9 +301,8 @@ def engine_parts(
     On a GPU vLLM takes `gpu_memory_utilization`, and what weights leave of it is its cache and working memory. On a CPU
     the cache is what the concurrent completions need. transformers generates with gathered layers.
     """
-    rollout, data = config.rollout, config.data
-    concurrent = min(rollout.max_num_seqs, work.samples / num_ranks)
-    tokens = concurrent * (data.max_prompt_length + data.max_response_length)
+    rollout = config.rollout
+    tokens = min(rollout.max_num_seqs, work.samples / num_ranks) * longest_sample(config)  # of concurrent completions
     if rollout.engine != "vllm":
         size = work.compute_bytes
         return {ENGINE_WEIGHTS: size * shape.numel, KV_CACHE: tokens * shape.kv_numel * size}
@@ -338,14 +318,11 @@ def engine_shortage(config: GRPOConfig, shape: ModelShape, work: RankWorkload, d
     vLLM refuses to start if its share of the GPU does not hold the weights and the cache of one sequence of the longest
     length (`check_enough_kv_cache_memory`).
     """
-    rollout, data = config.rollout, config.data
-    if rollout.engine != "vllm" or not device.is_gpu:
-        return ""
+    rollout, longest = config.rollout, longest_sample(config)
     share = rollout.gpu_memory_utilization * device.memory_bytes
     weights = work.engine_bytes * shape.numel / rollout.tensor_model_parallel_size
-    longest = data.max_prompt_length + data.max_response_length
     cache = longest * kv_token_bytes(config, shape, work)
-    if weights + cache <= share:
+    if rollout.engine != "vllm" or not device.is_gpu or weights + cache <= share:
         return ""
     return (
         f"vLLM cannot start with rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}, which is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -15,52 +16,24 @@ from verl_ext.commands import program
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_files import is_hub_name, read_json
+from verl_ext.model_files import is_hub_name, read_json, require_no_remote_code
 from verl_ext.plan.workload import PlannedConfig
-from verl_ext.remote_code import require_no_remote_code
 from verl_ext.trainer.stages import sft_recipe_of
 
 DIMENSIONS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 """Keys that a model's configuration must have."""
-_QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "use_sliding_window": False}
-_QWEN2_7B = {
-    **_QWEN2,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
-_QWEN2_1_5B = {
-    **_QWEN2,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-_SMOLLM2_135M = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
-BUILT_IN = {
-    "Qwen/Qwen2.5-Coder-7B-Instruct": _QWEN2_7B,
-    "Qwen/Qwen2.5-Coder-7B": _QWEN2_7B,
-    "Qwen/Qwen2.5-7B-Instruct": _QWEN2_7B,
-    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2_1_5B,
-    "Qwen/Qwen2.5-Coder-1.5B-Instruct": _QWEN2_1_5B,
-    "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2_135M,
-    "data/smollm2_135m": _SMOLLM2_135M,  # `prepare smollm2` copies it from an installed package
+_SIZES = ("model_type", *DIMENSIONS, "num_hidden_layers", "vocab_size", "tie_word_embeddings")
+_QWEN2_7B = ("qwen2", 3584, 18944, 28, 4, 28, 152064, False)
+_QWEN2_1_5B = ("qwen2", 1536, 8960, 12, 2, 28, 151936, True)
+_SMOLLM2_135M = ("llama", 576, 1536, 9, 3, 30, 49152, True)
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-Coder-7B-Instruct": dict(zip(_SIZES, _QWEN2_7B)),
+    "Qwen/Qwen2.5-Coder-7B": dict(zip(_SIZES, _QWEN2_7B)),
+    "Qwen/Qwen2.5-7B-Instruct": dict(zip(_SIZES, _QWEN2_7B)),
+    "Qwen/Qwen2.5-1.5B-Instruct": dict(zip(_SIZES, _QWEN2_1_5B)),
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": dict(zip(_SIZES, _QWEN2_1_5B)),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": dict(zip(_SIZES, _SMOLLM2_135M)),
+    "data/smollm2_135m": dict(zip(_SIZES, _SMOLLM2_135M)),  # `prepare smollm2` copies it from an installed package
 }
 """What decides sizes in the `config.json` of the models that recipes name, from the models' pages on the hub."""
 
@@ -139,11 +112,7 @@ def hub_answers() -> bool:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that FSDP2 gathers and reduces together.
-
-    Attributes:
-        shapes: of each parameter.
-    """
+    """Parameters that FSDP2 gathers and reduces together, by their shapes."""
 
     shapes: tuple[tuple[int, ...], ...]
 
@@ -168,12 +137,9 @@ class ModelShape:
 
     Attributes:
         model_type: transformers' name of the architecture.
-        num_layers: number of decoder layers.
         hidden: width of the hidden states.
         intermediate: width of the SwiGLU.
-        num_heads: attention heads.
-        num_kv_heads: heads of keys and values.
-        head_dim: width of a head.
+        head_dim: width of an attention head.
         vocab: size of the vocabulary.
         has_qk_norm: whether queries and keys are normalized per head, as in Qwen3.
         layer: one decoder layer.
@@ -234,7 +200,8 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
             f"transformers builds no causal language model from {config.model_type} ({first_line_of(error)}); name "
             "another model"
         ) from error
-    layers = wrapped_layers(model)
+    # what verl's `apply_fsdp2` makes groups of
+    layers = [each for each in model.modules() if type(each).__name__ in (model._no_split_modules or ())]
     if any("expert" in name for name, _ in layers[0].named_modules()) or len({group_of(each) for each in layers}) != 1:
         raise UserError(f"the plan covers dense decoders with equal layers, not {config.model_type}; there is no plan")
     missing = [name for name in DIMENSIONS if not hasattr(config, name)]
@@ -258,11 +225,6 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
         embedding=ParameterGroup(()) if tied else group_of(model.get_input_embeddings()),
         root=root_group(model, layers, tied),
     )
-
-
-def wrapped_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The modules that verl's `apply_fsdp2` makes groups of, by their class."""
-    return [each for each in model.modules() if type(each).__name__ in (model._no_split_modules or ())]
 
 
 def group_of(module: torch.nn.Module) -> ParameterGroup:

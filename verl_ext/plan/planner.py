@@ -65,17 +65,11 @@ class DiskUse:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A prediction.
+    """The memory of a rank, the time of a step, and the disk use of a run.
 
     Attributes:
-        config: the configuration.
-        shape: the model.
-        cluster: the machines.
         lengths: of the data.
         work: a rank's step.
-        memory: of a rank.
-        time: of a step.
-        disk: of the run.
         shortage: why the rollout engine cannot start; empty if it can, or if there is none.
     """
 
@@ -93,6 +87,11 @@ class RunPlan:
     def fits(self) -> bool:
         """Whether the peak is within the data sheet's memory (`Hardware`), and the engine can start."""
         return not self.shortage and self.memory.peak_bytes <= self.cluster.hardware.memory_bytes
+
+    @property
+    def fix(self) -> str:
+        """What makes the plan fit, one sentence; empty if it fits."""
+        return "" if self.fits else suggest_fix(self)
 
     @property
     def bound_by(self) -> str:
@@ -115,13 +114,7 @@ class RunPlan:
 
 
 def make_plan(config: PlannedConfig, shape: ModelShape, cluster: Cluster, lengths: DataLengths) -> RunPlan:
-    """Predict memory, time and disk.
-
-    Args:
-        config: resolved.
-        shape: of its model.
-        cluster: that it runs on.
-        lengths: of the data.
+    """Predict memory, time and disk of a resolved configuration.
 
     Raises:
         UserError: the configuration cannot run there, or the plan has no formulas for it.
@@ -141,13 +134,8 @@ def make_plan(config: PlannedConfig, shape: ModelShape, cluster: Cluster, length
 def disk_use(config: PlannedConfig, shape: ModelShape, work: RankWorkload, gbps: float) -> DiskUse:
     """What checkpoints take: weights and AdamW's two moments in the stored type, and the export in its own type.
 
-    Schedule, random states and tokenizer are not counted; they take a few MB.
-
-    Args:
-        config: resolved.
-        shape: of its model.
-        work: of one rank.
-        gbps: 10^9 bytes per second that all ranks together write.
+    Schedule, random states and tokenizer are not counted; they take a few MB. All ranks together write `gbps` 10^9
+    bytes per second.
     """
     checkpoint = config.trainer.checkpoint
     export = work.compute_bytes if checkpoint.export.dtype == "auto" else DTYPE_BYTES[checkpoint.export.dtype]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from verl_ext.plan.memory import KV_CACHE, engine_parts, kv_token_bytes
 from verl_ext.plan.model_shape import ModelShape
-from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload
+from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload, longest_sample
 from verl_ext.trainer.stages import GRPOConfig
 
 ADAMW_PASSES = 25
@@ -63,15 +63,9 @@ _H100 = Hardware(  # NVIDIA H100 SXM data sheet; network: DGX H100, one 400 Gb/s
     compute_share=0.40,
 )
 _H200 = replace(_H100, name="h200", memory_bytes=141e9, memory_bandwidth=4.8e12)  # NVIDIA H200 SXM data sheet
-_A100 = Hardware(  # NVIDIA A100 SXM 80GB data sheet; network: DGX A100, one 200 Gb/s adapter per GPU
-    name="a100",
-    memory_bytes=80e9,
-    is_gpu=True,
-    flops=312e12,
-    memory_bandwidth=2.039e12,
-    link=300e9,
-    network=25e9,
-    compute_share=0.50,
+# NVIDIA A100 SXM 80GB data sheet; network: DGX A100, one 200 Gb/s adapter per GPU
+_A100 = replace(
+    _H100, name="a100", flops=312e12, memory_bandwidth=2.039e12, link=300e9, network=25e9, compute_share=0.50
 )
 _CPU = Hardware(  # a core of an Intel Xeon with AVX-512 at 2.3 GHz: 64 fp32 operations a cycle; bandwidths are assumed
     name="cpu",
@@ -93,14 +87,7 @@ llama3_h100_202412_torchtitan.md; recomputed operations are not counted there, b
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks on nodes.
-
-    Attributes:
-        hardware: of each rank.
-        gpus: number of ranks.
-        gpus_per_node: ranks that share a node.
-        disk_gbps: 10^9 bytes per second that all ranks together write to the disk.
-    """
+    """Ranks on nodes, each with one GPU or core, which together write `disk_gbps` 10^9 bytes per second to the disk."""
 
     hardware: Hardware
     gpus: int
@@ -189,12 +176,15 @@ def step_time(config: PlannedConfig, shape: ModelShape, work: RankWorkload, clus
             hidden += min(overlapping, compute_s)
     extra_passes = work.forward_passes * num_micro_batches
     overlapping, alone = collectives_s(shape, work, cluster, is_first=True, is_last=False)[0]
-    parts = {
-        **(rollout_s(config, shape, work, cluster) if isinstance(config, GRPOConfig) else {}),
-        "compute": num_micro_batches * (forward_s + backward_s) + extra_passes * forward_s,
-        "communication": exposed * work.num_updates + extra_passes * (alone + max(overlapping - forward_s, 0)),
-        "optimizer": work.num_updates * optimizer_s(shape, work, cluster),
-    }
+    parts = {}
+    if isinstance(config, GRPOConfig):
+        sent_bytes = shape.numel * work.engine_bytes if config.rollout.engine == "vllm" else 0
+        parts["generation"] = generation_s(config, shape, work, cluster)
+        parts["weights to the engine"] = cluster.collective_s(sent_bytes)
+    parts["compute"] = num_micro_batches * (forward_s + backward_s) + extra_passes * forward_s
+    parts["communication"] = exposed * work.num_updates + extra_passes * (alone + max(overlapping - forward_s, 0))
+    passed_bytes = ADAMW_PASSES * work.master_bytes * shape.shard_numel(cluster.gpus)
+    parts["optimizer"] = work.num_updates * passed_bytes / cluster.hardware.memory_bandwidth
     tokens = work.samples * work.tokens_per_sample
     return StepTime(parts, hidden * work.num_updates, 3 * forward * cluster.gpus, tokens)
 
@@ -236,27 +226,15 @@ def collectives_s(
     return (gather, gather_ends), (gather + reduce, seconds(ends[:1], work.compute_bytes) + reduce_ends)
 
 
-def optimizer_s(shape: ModelShape, work: RankWorkload, cluster: Cluster) -> float:
-    """Memory traffic of clipping and update."""
-    shard = work.master_bytes * shape.shard_numel(cluster.gpus)
-    return ADAMW_PASSES * shard / cluster.hardware.memory_bandwidth
-
-
-def rollout_s(config: GRPOConfig, shape: ModelShape, work: RankWorkload, cluster: Cluster) -> dict[str, float]:
-    """Generation, and sending the weights to the engine."""
-    sync_s = cluster.collective_s(shape.numel * work.engine_bytes) if config.rollout.engine == "vllm" else 0.0
-    return {"generation": generation_s(config, shape, work, cluster), "weights to the engine": sync_s}
-
-
 def generation_s(config: GRPOConfig, shape: ModelShape, work: RankWorkload, cluster: Cluster) -> float:
     """Prompts take one forward pass; then every token reads all weights, and the keys and values before it.
 
     Pope et al. 2022 (arXiv 2211.05102), section 2. All completions have the mean length, and as many are concurrent as
     the engine takes and its cache holds.
     """
-    rollout, data, hardware = config.rollout, config.data, cluster.hardware
+    rollout, hardware = config.rollout, cluster.hardware
     tensor_parallel, length = rollout.tensor_model_parallel_size, work.tokens_per_sample
-    prompt = length * data.max_prompt_length / (data.max_prompt_length + data.max_response_length)
+    prompt = length * config.data.max_prompt_length / longest_sample(config)
     in_engine = work.samples / cluster.gpus * tensor_parallel
     token_bytes = kv_token_bytes(config, shape, work)
     room = engine_parts(config, shape, work, cluster.gpus, hardware)[KV_CACHE] / token_bytes / length

@@ -13,8 +13,7 @@ from verl_ext.trainer.stages import GRPOConfig, RunConfig, SFTConfig
 
 PlannedConfig = SFTConfig | GRPOConfig
 """The stages for which there are formulas."""
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-ENGINE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 UNSUPPORTED = {"model.lora_rank": 0, "model.fsdp_config.cpu_offload": False, "ulysses_sequence_parallel_size": 1}
 """Keys without formulas, each with the value that it must keep."""
 Attention = Literal["flash", "causal", "masked", "packed", "eager"]
@@ -24,12 +23,7 @@ by sample over packed rows; or eager, which keeps the attention scores."""
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What the formulas need to know of one GPU or CPU core.
-
-    Attributes:
-        memory_bytes: its memory.
-        is_gpu: whether NCCL, bf16 and optimizers over lists of tensors are used.
-    """
+    """One GPU or CPU core; NCCL, bf16 and optimizers over lists of tensors are used on GPUs."""
 
     memory_bytes: float
     is_gpu: bool
@@ -59,18 +53,14 @@ class RankWorkload:
         samples: sequences of a step, over all ranks.
         tokens_per_sample: mean length, which decides time.
         rows: of the largest micro-batch, which decides memory.
-        row_tokens: tokens of each row.
         num_micro_batches: of a rank, for one update.
-        num_updates: of a step.
         logit_tokens: tokens of the largest micro-batch that get logits.
         loss_tokens: those of them that are in the loss.
         forward_passes: over all samples without a backward pass, for GRPO's old log-probabilities.
-        attention: kernel of the forward pass.
         master_bytes: bytes of a stored weight.
         compute_bytes: bytes of a number in the forward pass.
         reduce_bytes: bytes of a gradient in a reduction.
         engine_bytes: bytes of a weight in the rollout engine; 0 without one.
-        checkpointing: whether the backward pass recomputes each layer.
         fused_loss: whether the loss is computed chunk by chunk, and its gradients with it.
         keeps_gathered: whether weights stay gathered, and gradients whole, until the last micro-batch of an update.
         optimizer_implementation: for-loop, foreach or fused, as in `torch.optim`.
@@ -105,46 +95,51 @@ class RankWorkload:
 def workload_of(
     config: PlannedConfig, numel: int, num_ranks: int, device: DeviceSpec, lengths: DataLengths
 ) -> RankWorkload:
-    """The workload of a configuration.
+    """The workload of a resolved configuration.
 
     Args:
-        config: resolved.
         numel: number of parameters of its model.
         num_ranks: that share a step.
         device: of each rank; decides what `auto` means.
-        lengths: of the data.
 
     Raises:
         UserError: the batch does not divide over the ranks, or the plan has no formulas for a setting.
     """
     require_formulas(config)
-    is_grpo = isinstance(config, GRPOConfig)
     longest = longest_sample(config)
     mean = lengths.mean or longest
     if mean > longest:
         raise UserError(f"mean_length={mean:g} is more than the longest sample of {longest} tokens; lower it")
     rows, row_tokens, num_micro_batches = micro_batches(config, samples_per_update(config, num_ranks), mean)
-    logit_tokens = rows * (config.data.max_response_length if isinstance(config, GRPOConfig) else row_tokens)
-    num_updates, forward_passes = updates_of(config)
+    samples, num_updates, engine_bytes, fused_loss = config.data.train_batch_size, 1, 0, False
+    if isinstance(config, GRPOConfig):
+        samples *= config.rollout.n
+        num_updates = config.num_mini_batches * config.actor.ppo_epochs
+        logit_tokens = loss_tokens = rows * config.data.max_response_length
+        engine_bytes = DTYPE_BYTES.get(config.rollout.dtype, 2 if device.is_gpu else 4)  # auto is in no table
+    else:
+        logit_tokens = rows * row_tokens
+        loss_tokens = round(logit_tokens * lengths.loss_share)
+        fused_loss = config.model.fused_loss
     master, compute = weight_bytes(config, device)
     return RankWorkload(
-        is_grpo=is_grpo,
-        samples=config.data.train_batch_size * (config.rollout.n if isinstance(config, GRPOConfig) else 1),
+        is_grpo=isinstance(config, GRPOConfig),
+        samples=samples,
         tokens_per_sample=mean,
         rows=rows,
         row_tokens=row_tokens,
         num_micro_batches=num_micro_batches,
         num_updates=num_updates,
         logit_tokens=logit_tokens,
-        loss_tokens=logit_tokens if is_grpo else round(logit_tokens * lengths.loss_share),
-        forward_passes=forward_passes,
+        loss_tokens=loss_tokens,
+        forward_passes=int(num_updates > 1),  # SFT has one update
         attention=attention_of(config, is_padded=rows > 1 and not lengths.are_equal),
         master_bytes=master,
         compute_bytes=compute,
         reduce_bytes=master if compute == master else 4,
-        engine_bytes=engine_bytes(config, device),
+        engine_bytes=engine_bytes,
         checkpointing=config.model.enable_gradient_checkpointing,
-        fused_loss=isinstance(config, SFTConfig) and config.model.fused_loss,
+        fused_loss=fused_loss,
         keeps_gathered=keeps_gathered(config, numel * (compute + 4), device),
         optimizer_implementation=optimizer_implementation(config, device),
     )
@@ -192,14 +187,6 @@ def samples_per_update(config: PlannedConfig, num_ranks: int) -> int:
         nearest = -(-size // num_ranks) * num_ranks
         raise UserError(f"{key}={size} does not divide over {num_ranks} GPUs; set {key}={nearest}")
     return size // num_ranks * group_size
-
-
-def updates_of(config: PlannedConfig) -> tuple[int, int]:
-    """Updates of a step, and the forward passes over its samples before them, for GRPO's old log-probabilities."""
-    if not isinstance(config, GRPOConfig):
-        return 1, 0
-    num_updates = config.num_mini_batches * config.actor.ppo_epochs
-    return num_updates, int(num_updates > 1)
 
 
 def token_budget(config: PlannedConfig) -> int | None:
@@ -266,12 +253,3 @@ def weight_bytes(config: PlannedConfig, device: DeviceSpec) -> tuple[int, int]:
     if precision == "auto":
         precision = "bf16" if device.is_gpu else "fp32"
     return master, master if precision == "fp32" else DTYPE_BYTES[precision]
-
-
-def engine_bytes(config: PlannedConfig, device: DeviceSpec) -> int:
-    """Bytes of a weight in the rollout engine; 0 without one."""
-    if not isinstance(config, GRPOConfig):
-        return 0
-    if config.rollout.dtype == "auto":
-        return DTYPE_BYTES["bf16" if device.is_gpu else "fp32"]
-    return DTYPE_BYTES[ENGINE_DTYPES[config.rollout.dtype]]

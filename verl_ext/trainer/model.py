@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from verl_ext.distributed import on_every_rank
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_files import load_whole
-from verl_ext.remote_code import require_no_remote_code
+from verl_ext.model_files import load_whole, require_no_remote_code
 from verl_ext.trainer.config import ModelConfig
 from verl_ext.trainer.device import pick_attention
 from verl_ext.trainer.fsdp import shard

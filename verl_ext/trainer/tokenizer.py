@@ -14,7 +14,7 @@ from verl_ext.data.chat_template import renders_alike, stop_token_ids
 from verl_ext.data.config import TextDataConfig
 from verl_ext.data.training_templates import TEMPLATE_NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.remote_code import require_no_remote_code
+from verl_ext.model_files import require_no_remote_code
 from verl_ext.trainer.model import local_model_path
 from verl_ext.trainer.stages import RunConfig
 from verl_ext.verl_api import hf_tokenizer

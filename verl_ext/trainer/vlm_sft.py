@@ -17,7 +17,7 @@ from verl_ext.data.image_chats import ImageChatBatch, ImageChatCollator, ImageCh
 from verl_ext.distributed import on_every_rank
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.remote_code import require_no_remote_code
+from verl_ext.model_files import require_no_remote_code
 from verl_ext.trainer.fsdp import shard
 from verl_ext.trainer.model import load_model, local_model_path
 from verl_ext.trainer.sft import SFTTrainer

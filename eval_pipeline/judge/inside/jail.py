@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-import directories
 import kernel
-from process_tree import ProcessTree
+from usage import MOST_FILES, ProcessTree, directory_usage, remove_tree
 
 _TEMPORARY = "/tmp"
 _PAUSE_S = 0.0005
@@ -44,7 +43,7 @@ class NamespaceJail:
     def new_scratch_dir(self, file_mb: int) -> str:
         """An empty directory for the next run; nothing of the previous one is left."""
         mount = kernel.remount_scratch if self._is_mounted else kernel.mount_scratch
-        mount(file_mb, directories.MOST_FILES)
+        mount(file_mb, MOST_FILES)
         self._is_mounted = True
         return _TEMPORARY
 
@@ -52,7 +51,9 @@ class NamespaceJail:
         """End every process here but this one; returns the exit status of the first, negative for a signal."""
         with suppress(ProcessLookupError):  # there is no other process
             os.kill(-1, signal.SIGKILL)
-        return _Reaper(first).wait_for_all()
+        reaper = _Reaper(first)
+        reaper.reap()
+        return reaper.status
 
     def too_large(self, file_mb: int) -> bool:
         """Whether files exceed their limit, which the file system itself enforces."""
@@ -107,21 +108,21 @@ class HostJail:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-            if reaper.wait_for_dead():
+            if reaper.reap(os.WNOHANG):
                 return reaper.status
             time.sleep(_PAUSE_S)
 
     def too_large(self, file_mb: int) -> bool:
         """Whether its files are too many or too large; deleted files count while they are open."""
-        num_files, num_bytes = directories.usage(self._directory or "/nowhere")
-        return num_files > directories.MOST_FILES or num_bytes + self._tree.deleted_bytes() > file_mb << 20
+        num_files, num_bytes = directory_usage(self._directory or "/nowhere")
+        return num_files > MOST_FILES or num_bytes + self._tree.deleted_bytes() > file_mb << 20
 
     def close(self) -> None:
         """Remove the directory."""
         if self._directory is not None:
             # no verdict depends on it, and the server tries again and reports a failure (`sandbox.py`)
             with suppress(OSError):
-                directories.remove_tree(self._directory)
+                remove_tree(self._directory)
             self._directory = None
 
 
@@ -132,17 +133,8 @@ class _Reaper:
         self._first = first
         self.status = 0
 
-    def wait_for_all(self) -> int:
-        """Wait until no child is left; returns the status."""
-        while not self._reap(0):
-            pass
-        return self.status
-
-    def wait_for_dead(self) -> bool:
-        """Reap the children that have ended; returns whether none is left."""
-        return self._reap(os.WNOHANG)
-
-    def _reap(self, options: int) -> bool:
+    def reap(self, options: int = 0) -> bool:
+        """Wait for all children, or with `os.WNOHANG` reap those that have ended; returns whether none is left."""
         while True:
             try:
                 pid, raw = os.waitpid(-1, options)
@@ -152,3 +144,6 @@ class _Reaper:
                 self.status = os.waitstatus_to_exitcode(raw)
             if pid == 0:
                 return False
+
+
+Jail = NamespaceJail | HostJail

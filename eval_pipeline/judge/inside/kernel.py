@@ -1,4 +1,7 @@
-"""System calls that Python has no function for, and namespaces, which need no privilege inside a worker's sandbox."""
+"""System calls that Python has no function for, and namespaces, which need no privilege inside a worker's sandbox.
+
+Everything here that makes a system call raises an `OSError` if the kernel refuses it.
+"""
 
 from __future__ import annotations
 
@@ -28,48 +31,28 @@ def _check(result: int, what: str) -> None:
 
 
 def prctl(option: int, argument: int = 0, argument2: int = 0) -> None:
-    """See prctl(2); an address is passed as an integer.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """See prctl(2); an address is passed as an integer."""
     _check(_libc.prctl(option, argument, argument2, 0, 0), f"prctl({option})")
 
 
 def unshare(flags: int) -> None:
-    """See unshare(2).
-
-    Raises:
-        OSError: namespaces cannot be created here.
-    """
+    """See unshare(2)."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def setns(fd: int, kind: int) -> None:
-    """See setns(2).
-
-    Raises:
-        OSError: this process may not enter it.
-    """
+    """See setns(2)."""
     _check(_libc.setns(fd, kind), "setns")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """See mount(2).
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """See mount(2)."""
     texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
     _check(_libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
 
 
 def unmount(target: str) -> None:
-    """Remove the topmost mount, even if something still uses it.
-
-    Raises:
-        OSError: nothing is mounted there.
-    """
+    """Remove the topmost mount, even if something still uses it."""
     _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
 
@@ -79,20 +62,12 @@ def limit_arenas() -> None:
 
 
 def drop_capabilities() -> None:
-    """Drop every capability; with PR_SET_NO_NEW_PRIVS, no program that is run can gain one again.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Drop every capability; with PR_SET_NO_NEW_PRIVS, no program that is run can gain one again."""
     _check(_libc.capset(*_CAPABILITIES), "capset")
 
 
 def become_nobody() -> None:
-    """Change from root to a user that owns nothing.
-
-    Raises:
-        OSError: this process may not.
-    """
+    """Change from root to a user that owns nothing."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -108,9 +83,6 @@ class PidNamespaceForker:
     """Forks processes that are each the first one of a new process namespace.
 
     The constructor returns in a child that may create namespaces; the calling process waits for it and ends with it.
-
-    Raises:
-        OSError: namespaces cannot be created here.
     """
 
     def __init__(self) -> None:
@@ -132,11 +104,7 @@ class PidNamespaceForker:
 
 
 def enter_namespaces() -> None:
-    """Put this process into new namespaces, with every capability inside them and none outside.
-
-    Raises:
-        OSError: namespaces cannot be created here.
-    """
+    """Put this process into new namespaces, with every capability inside them and none outside."""
     user, group = os.getuid(), os.getgid()
     # no network namespace, because the outer one has no network and contains one answer at a time
     unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS)

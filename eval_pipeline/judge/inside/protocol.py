@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 _HEAD = struct.Struct(">II")
@@ -45,6 +46,17 @@ def send(connection: socket.socket, message: dict[str, Any], blob: bytes = b"", 
     connection.sendall(data)
 
 
+def write(fd: int, message: dict[str, Any], blob: bytes = b"") -> None:
+    """Write one message to a pipe.
+
+    Raises:
+        OSError: nobody reads it any more.
+    """
+    data = memoryview(pack(message, blob))
+    while data:
+        data = data[os.write(fd, data) :]
+
+
 def send_parts(connection: socket.socket, message: dict[str, Any], parts: list[memoryview]) -> None:
     """Send one message whose blob is in several places, without copying it.
 
@@ -76,16 +88,25 @@ def receive(connection: socket.socket, most_fds: int = 0) -> tuple[dict[str, Any
     return None if parts is None else (*parts, fds)
 
 
-def read(fd: int) -> tuple[dict[str, Any], bytes] | None:
+def read(fd: int, wait: Callable[[], None] = lambda: None) -> tuple[dict[str, Any], bytes] | None:
     """One message from a pipe; None at its end.
+
+    Args:
+        fd: of the pipe.
+        wait: called before each part is read.
 
     Raises:
         FrameError: the data are not a whole message.
     """
-    return _parts(lambda size: os.read(fd, size), b"")
+
+    def take(size: int) -> bytes:
+        wait()
+        return os.read(fd, size)
+
+    return _parts(take, b"")
 
 
-def _parts(take: Any, head: bytes) -> tuple[dict[str, Any], bytes] | None:
+def _parts(take: Callable[[int], bytes], head: bytes) -> tuple[dict[str, Any], bytes] | None:
     head += _exactly(take, _HEAD.size - len(head), may_end=not head)
     if not head:
         return None
@@ -101,7 +122,7 @@ def _parts(take: Any, head: bytes) -> tuple[dict[str, Any], bytes] | None:
     return message, _exactly(take, blob_size)
 
 
-def _exactly(take: Any, size: int, may_end: bool = False) -> bytes:
+def _exactly(take: Callable[[int], bytes], size: int, may_end: bool = False) -> bytes:
     data = bytearray()
     while len(data) < size:
         chunk = take(min(size - len(data), 1 << 20))

@@ -9,17 +9,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from aliases import containers_of, contains_any, restore
-from exceptions import description_of, error_of_description, known_class, known_name, nearest_known, rows_of
-from remote import OF_AN_ANSWER, TAKE_AN_ERROR, Remote, remote_class, shape_of
-from values import Coroutine, ErrorClass, Handle, Reader, TrustingReader, Writer
+import remote
+import values
 
 MOST_BYTES = 64 << 20
 """Size of one message; a larger one ends the conversation."""
 _SIZE = struct.Struct(">I")
 _REQUEST, _REPLY, _ERROR = 0, 1, 2
-UNCHANGEABLE = frozenset((bool, int, float, complex, str, bytes, type(None)))
-"""Types of arguments that a call cannot change."""
 
 
 class ConversationError(BaseException):
@@ -42,13 +38,9 @@ class CallError(BaseException):
 
 
 class Peer:
-    """What both ends share; each end defines in `perform` what it does for the other.
+    """What both ends share; each end defines in `perform` what it does for the other."""
 
-    Args:
-        connection: a connected stream socket.
-    """
-
-    reader: type[Reader]
+    reader: type[values.Reader]
     trusted: bool
     """Whether this end's functions of the standard library may be sent by name."""
 
@@ -57,11 +49,11 @@ class Peer:
         self._received = bytearray()
         self._exported: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self._remotes: dict[int, Remote] = {}
+        self._remotes: dict[int, remote.Remote] = {}
         self._resolve: dict[str, Callable[..., Any]] = {
-            Handle.__name__: self._of_handle,
-            ErrorClass.__name__: self.of_error_class,
-            Coroutine.__name__: self.of_coroutine,
+            values.Handle.__name__: self._of_handle,
+            values.ErrorClass.__name__: self.of_error_class,
+            values.Coroutine.__name__: self.of_coroutine,
         }
 
     def perform(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -99,18 +91,20 @@ class Peer:
         """
         return self._request(operation, arguments, [])
 
-    def call(self, function: Remote, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def call(self, function: remote.Remote, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call a function of the other side; mutable arguments that it changed are changed here too."""
-        plain = UNCHANGEABLE.issuperset(map(type, (*arguments, *named.values())))
-        return self._request("call", (function, arguments, named), [] if plain else containers_of((arguments, named)))
+        plain = values.UNCHANGEABLE.issuperset(map(type, (*arguments, *named.values())))
+        return self._request(
+            "call", (function, arguments, named), [] if plain else values.containers_of((arguments, named))
+        )
 
-    def attribute(self, value: Remote, name: str) -> Any:
+    def attribute(self, value: remote.Remote, name: str) -> Any:
         """An attribute of an object of the other side."""
         return self.request("getattr", value, name)
 
-    def leave(self, manager: Remote, error: BaseException | None) -> Any:
+    def leave(self, manager: remote.Remote, error: BaseException | None) -> Any:
         """Have a context manager of the other side end a `with`; returns whether it swallows the error."""
-        return self.request("exit", manager, *description_of(error))
+        return self.request("exit", manager, *remote.description_of(error))
 
     def serve(self) -> None:
         """Serve requests forever.
@@ -124,7 +118,7 @@ class Peer:
     def dumps(self, value: Any) -> bytes:
         """The bytes that a value is sent as."""
         file = io.BytesIO()
-        Writer(file, self.name_of, self.trusted).dump(value)
+        values.Writer(file, self.name_of, self.trusted).dump(value)
         return file.getvalue()
 
     def _request(self, operation: str, arguments: tuple[Any, ...], containers: list[Any]) -> Any:
@@ -149,7 +143,7 @@ class Peer:
         self._send_bytes(message)
 
     def _error_message(self, error: BaseException, containers: list[Any] | None) -> bytes:
-        kind = nearest_known(type(error))
+        kind = remote.nearest_known(type(error))
         try:
             return self.dumps((_ERROR, kind, (error.args, self.original_of(error), containers)))
         except Exception:  # arguments that cannot travel, or an exception class whose methods raise
@@ -171,12 +165,12 @@ class Peer:
             self._exported.append(value)  # kept alive, so that its id stays its own
         return number
 
-    def name_of(self, value: Any) -> Handle | ErrorClass | Coroutine:
+    def name_of(self, value: Any) -> values.Name:
         """What is sent instead of an object that cannot travel."""
-        if isinstance(value, Remote) and object.__getattribute__(value, "_peer") is self:
-            return Handle(object.__getattribute__(value, "_number"), of_sender=False)
+        if isinstance(value, remote.Remote) and object.__getattribute__(value, "_peer") is self:
+            return values.Handle(object.__getattribute__(value, "_number"), of_sender=False)
         kind: type = type(value)
-        return Handle(self.number_of(value), of_sender=True, shape=shape_of(kind))
+        return values.Handle(self.number_of(value), of_sender=True, shape=remote.shape_of(kind))
 
     def _of_handle(self, number: int, of_sender: bool, shape: int) -> Any:
         if type(number) is not int or type(shape) is not int or not (0 <= number and 0 <= shape):
@@ -184,7 +178,7 @@ class Peer:
         if of_sender is not True:
             return self._exported[number]
         if number not in self._remotes:
-            self._remotes[number] = remote_class(shape)(self, number)
+            self._remotes[number] = remote.remote_class(shape)(self, number)
         return self._remotes[number]
 
     def _send_bytes(self, data: bytes) -> None:
@@ -224,7 +218,7 @@ class Peer:
 
 def _restored(value: Any, containers: list[Any], changed: Any) -> Any:
     try:
-        return restore(value, containers, changed)
+        return values.restore(value, containers, changed)
     except ValueError as error:
         raise ConversationError(str(error)) from None
 
@@ -239,14 +233,9 @@ def describe(error: BaseException) -> str:
 
 
 class AnswerPeer(Peer):
-    """The answer's end of the conversation.
+    """The answer's end of the conversation; `namespace` is what the answer defines."""
 
-    Args:
-        connection: see `Peer`.
-        namespace: what the answer defines.
-    """
-
-    reader = TrustingReader
+    reader = values.TrustingReader
     trusted = False
 
     def __init__(self, connection: socket.socket, namespace: dict[str, Any]) -> None:
@@ -259,35 +248,35 @@ class AnswerPeer(Peer):
             return (arguments[0] in self._namespace, self._namespace.get(arguments[0])), None
         if operation == "call":
             return self._call(*arguments)
-        if operation in TAKE_AN_ERROR:
-            arguments = arguments[0], error_of_description(*arguments[1:])
-        return OF_AN_ANSWER[operation](*arguments), None
+        if operation in remote.TAKE_AN_ERROR:
+            arguments = arguments[0], remote.error_of_description(*arguments[1:])
+        return remote.OF_AN_ANSWER[operation](*arguments), None
 
     def _call(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        if UNCHANGEABLE.issuperset(map(type, (*arguments, *named.values()))):
+        if values.UNCHANGEABLE.issuperset(map(type, (*arguments, *named.values()))):
             return function(*arguments, **named), None
-        containers = containers_of((arguments, named))
+        containers = values.containers_of((arguments, named))
         before = self.dumps(containers)
         try:
             result = function(*arguments, **named)
         except BaseException as error:
             raise CallError(None if self.dumps(containers) == before else containers) from error
-        alike = not contains_any(result, containers) and self.dumps(containers) == before
+        alike = not values.contains_any(result, containers) and self.dumps(containers) == before
         return result, None if alike else containers
 
     def error_of(self, kind: str, arguments: tuple[Any, ...], original: Any) -> BaseException:
         """An exception of a function that the test passed."""
-        return known_class(kind)(*arguments)
+        return remote.known_class(kind)(*arguments)
 
     def original_of(self, error: BaseException) -> Any:
         """An exception whose class the answer defines, and the class."""
-        rows = rows_of(type(error), self.number_of)
+        rows = remote.rows_of(type(error), self.number_of)
         return (error, rows) if rows else None
 
-    def name_of(self, value: Any) -> Handle | ErrorClass | Coroutine:
+    def name_of(self, value: Any) -> values.Name:
         """What is sent instead of an object that cannot travel."""
-        if isinstance(value, type) and issubclass(value, BaseException) and known_name(value) is None:
-            return ErrorClass(rows_of(value, self.number_of))
+        if isinstance(value, type) and issubclass(value, BaseException) and remote.known_name(value) is None:
+            return values.ErrorClass(remote.rows_of(value, self.number_of))
         if type(value) is types.CoroutineType:
-            return Coroutine(self.number_of(value))
+            return values.Coroutine(self.number_of(value))
         return super().name_of(value)

@@ -137,11 +137,7 @@ def _rules_of_answers(column: int) -> list[bytes]:
 
 
 class Filter:
-    """A filter that is prepared before the fork, because an answer has all of its memory yet to be copied.
-
-    Args:
-        program: its steps.
-    """
+    """A filter that is prepared before the fork, because an answer has all of its memory yet to be copied."""
 
     def __init__(self, program: bytes) -> None:
         self._steps = ctypes.create_string_buffer(program, len(program))

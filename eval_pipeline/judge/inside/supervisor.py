@@ -13,15 +13,15 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import answer
 import confinement
 import kernel
 import protocol
-from jail import HostJail, NamespaceJail
-from process_tree import ProcessTree
+from jail import HostJail, Jail, NamespaceJail
+from usage import ProcessTree
 
 _MB = 1 << 20
 _FIRST_LOOK_S = 0.02
@@ -34,158 +34,152 @@ _STATUS = 1 << 16
 def work(fds: list[int], options: dict[str, Any], policy_for: Callable[[str], Callable[[], None]] | None) -> None:
     """Supervise for the server behind the one descriptor, in the jail that the zygote's options ask for."""
     tree = ProcessTree(unforked(mmap.PAGESIZE))
-    jail: NamespaceJail | HostJail
+    jail: Jail
     if options["own_namespaces"]:
         single_use = options["single_use"]
         jail = NamespaceJail(tree, nested=not single_use, drop_user=single_use and options["drop_user"])
     else:
         jail = HostJail(tree, policy_for)
-    _serve(socket.socket(fileno=fds[0]), jail, tree)
+    Supervisor(socket.socket(fileno=fds[0]), jail, tree).serve()
 
 
-def _serve(control: socket.socket, jail: NamespaceJail | HostJail, tree: ProcessTree) -> None:
-    """Run an answer at each request of the server, until the server closes the connection."""
-    # signals from inside new namespaces reach their first process only if it handles them
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    captures = Captures()
-    try:
-        while (received := protocol.receive(control, most_fds=2)) is not None:
-            message, _, fds = received
-            if message["op"] != "run":
-                continue  # the end of a run that had ended by itself
-            report, parts = _run(message, fds, captures, control, jail, tree)
-            if report["reason"] == "gone":
-                return
-            protocol.send_parts(control, report, parts)
-    finally:
-        jail.close()
+class Supervisor:
+    """Runs answers in a jail, for the server behind the connection."""
 
+    def __init__(self, control: socket.socket, jail: Jail, tree: ProcessTree) -> None:
+        self._control, self._jail, self._tree = control, jail, tree
+        # the captured output of one run after another
+        self._output = unforked(_CHUNK)
+        self._errors, self._status = unforked(_TAIL + _CHUNK), unforked(_STATUS + _CHUNK)
 
-def _run(
-    message: dict[str, Any],
-    fds: list[int],
-    captures: Captures,
-    control: socket.socket,
-    jail: NamespaceJail | HostJail,
-    tree: ProcessTree,
-) -> tuple[dict[str, Any], list[memoryview]]:
-    limits, is_program = message["limits"], message["kind"] == "program"
-    resource_limits = confinement.resource_limits(limits, jail.num_unlimited)
-    directory = jail.new_scratch_dir(limits["file_mb"])
-    outer, inner = zip(*(os.pipe() for _ in range(3)))
-    null = os.open(os.devnull, os.O_RDWR)
-    program, other = fds
-    files = confinement.Files(
-        program=program,
-        stdin=other if is_program else null,
-        stdout=inner[0] if is_program else null,
-        stderr=inner[1],
-        rpc=null if is_program else other,
-        status=inner[2],
-    )
-    started, cpu_s = time.monotonic(), _children_cpu_s()
-    pid = os.fork()
-    if pid == 0:
-        answer.run(resource_limits, message["kind"], files, directory, jail)
-    for fd in (*inner, null, *fds):
-        os.close(fd)
-    parts = [
-        captures.output(outer[0], int(limits["output_mb"] * _MB)),
-        captures.errors(outer[1]),
-        captures.status(outer[2]),
-    ]
-    reason = _watch(pid, parts, control, limits, jail, tree)
-    wall_s = time.monotonic() - started
-    status = jail.end_all(pid)
-    if reason in ("exited", "ended") and jail.too_large(limits["file_mb"]):
-        reason = "files"  # whether or not the supervisor looked in time
-    for part in parts:
-        part.finish()
-    cpu_s = _children_cpu_s() - cpu_s
-    report = {
-        "reason": "cpu" if cpu_s > limits["cpu_s"] else reason,
-        "exit": status,
-        "cpu_s": cpu_s,
-        "wall_s": wall_s,
-        "sizes": [len(part.kept) for part in parts],
-    }
-    return report, [part.kept for part in parts]
+    def serve(self) -> None:
+        """Run an answer at each request of the server, until the server closes the connection."""
+        # signals from inside new namespaces reach their first process only if it handles them
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        try:
+            while (received := protocol.receive(self._control, most_fds=2)) is not None:
+                message, _, fds = received
+                if message["op"] != "run":
+                    continue  # the end of a run that had ended by itself
+                report, parts = self._run(message, fds)
+                if report["reason"] == "gone":
+                    return
+                protocol.send_parts(self._control, report, parts)
+        finally:
+            self._jail.close()
 
+    def _run(self, message: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[memoryview]]:
+        """The report of one run, and the captured parts that it gives the sizes of."""
+        limits, is_program = message["limits"], message["kind"] == "program"
+        resource_limits = confinement.resource_limits(limits, self._jail.num_unlimited)
+        directory = self._jail.new_scratch_dir(limits["file_mb"])
+        outer, inner = zip(*(os.pipe() for _ in range(3)))
+        null = os.open(os.devnull, os.O_RDWR)
+        program, other = fds
+        files = confinement.Files(
+            program=program,
+            stdin=other if is_program else null,
+            stdout=inner[0] if is_program else null,
+            stderr=inner[1],
+            rpc=null if is_program else other,
+            status=inner[2],
+        )
+        started, cpu_s = time.monotonic(), _children_cpu_s()
+        pid = os.fork()
+        if pid == 0:
+            answer.run(resource_limits, message["kind"], files, directory, self._jail)
+        for fd in (*inner, null, *fds):
+            os.close(fd)
+        captures = self._captures(outer, int(limits["output_mb"] * _MB))
+        reason = self._watch(pid, captures, limits)
+        wall_s = time.monotonic() - started
+        status = self._jail.end_all(pid)
+        if reason in ("exited", "ended") and self._jail.too_large(limits["file_mb"]):
+            reason = "files"  # whether or not the supervisor looked in time
+        for capture in captures:
+            capture.finish()
+        cpu_s = _children_cpu_s() - cpu_s
+        parts = [capture.kept for capture in captures]
+        report = {
+            "reason": "cpu" if cpu_s > limits["cpu_s"] else reason,
+            "exit": status,
+            "cpu_s": cpu_s,
+            "wall_s": wall_s,
+            "sizes": [len(part) for part in parts],
+        }
+        return report, parts
 
-# Watching one run
+    def _captures(self, fds: Sequence[int], most_output: int) -> list[PipeCapture]:
+        """The beginning of standard output, the end of standard error, and what `answer.py` reports about compiling."""
+        if len(self._output) < most_output + _CHUNK:
+            self._output = unforked(most_output + _CHUNK)
+        return [
+            PipeCapture(fds[0], self._output, most_output),
+            PipeCapture(fds[1], self._errors, _TAIL, last=True),
+            PipeCapture(fds[2], self._status, _STATUS),
+        ]
+
+    def _watch(self, pid: int, captures: list[PipeCapture], limits: dict[str, Any]) -> str:
+        """Return once a run is over, with its processes still to be killed.
+
+        Args:
+            pid: its first process, a child of this one.
+            captures: its pipes.
+            limits: the fields of `ResourceLimits`.
+
+        Returns:
+            "exited"; the limit that it hit ("cpu", "wall", "memory", "processes", "files"); "ended" if the server said
+            so; or "gone" if the server is gone.
+        """
+        pidfd = os.pidfd_open(pid)
+        poll = select.poll()
+        by_fd = {capture.fd: capture for capture in captures}
+        control_fd = self._control.fileno()
+        for fd in (pidfd, control_fd, *by_fd):
+            poll.register(fd, select.POLLIN)
+        started = time.monotonic()
+        deadline, next_look = started + limits["wall_s"], started + _FIRST_LOOK_S
+        cpu_s_before = _children_cpu_s()
+        try:
+            while True:
+                ready = [fd for fd, _ in poll.poll(max(0.0, min(deadline, next_look) - time.monotonic()) * 1000)]
+                for fd in ready:
+                    if fd in by_fd and not by_fd[fd].read():
+                        poll.unregister(fd)
+                if control_fd in ready and protocol.receive(self._control) is None:
+                    return "gone"
+                if pidfd in ready:
+                    return "exited"
+                if control_fd in ready:
+                    return "ended"
+                if time.monotonic() >= deadline:
+                    return "wall"
+                if time.monotonic() >= next_look:
+                    if excess := self._excess(limits, _children_cpu_s() - cpu_s_before):
+                        return excess
+                    next_look = time.monotonic() + _LOOK_S
+        finally:
+            os.close(pidfd)
+
+    def _excess(self, limits: dict[str, Any], waited_cpu_s: float) -> str:
+        """The limit that the processes exceed now; empty if they exceed none."""
+        usage = self._tree.usage()
+        if usage.cpu_s + waited_cpu_s > limits["cpu_s"]:
+            return "cpu"
+        most_memory = limits["memory_mb"] * _MB
+        if usage.memory_bytes > most_memory and (usage.num_tasks == 1 or self._tree.shared_memory() > most_memory):
+            return "memory"
+        # never reached where the kernel counts tasks
+        if usage.num_tasks > limits["num_processes"] + 1:
+            return "processes"
+        return "files" if self._jail.too_large(limits["file_mb"]) else ""
 
 
 def _children_cpu_s() -> float:
     """Processor seconds of all children that this process has waited for, and of theirs."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def _watch(
-    pid: int,
-    captures: list[PipeCapture],
-    control: socket.socket,
-    limits: dict[str, Any],
-    jail: NamespaceJail | HostJail,
-    tree: ProcessTree,
-) -> str:
-    """Return once a run is over, with its processes still to be killed.
-
-    Args:
-        pid: its first process, a child of this one.
-        captures: its pipes.
-        control: connection on which the server may end it.
-        limits: the fields of `ResourceLimits`.
-        jail: where it runs.
-        tree: counts its processes and what they use.
-
-    Returns:
-        "exited"; the limit that it hit ("cpu", "wall", "memory", "processes", "files"); "ended" if the server said so;
-        or "gone" if the server is gone.
-    """
-    pidfd = os.pidfd_open(pid)
-    poll = select.poll()
-    by_fd = {capture.fd: capture for capture in captures}
-    for fd in (pidfd, control.fileno(), *by_fd):
-        poll.register(fd, select.POLLIN)
-    started = time.monotonic()
-    deadline, next_look = started + limits["wall_s"], started + _FIRST_LOOK_S
-    cpu_s_before = _children_cpu_s()
-    try:
-        while True:
-            ready = [fd for fd, _ in poll.poll(max(0.0, min(deadline, next_look) - time.monotonic()) * 1000)]
-            for fd in ready:
-                if fd in by_fd and not by_fd[fd].read():
-                    poll.unregister(fd)
-            if control.fileno() in ready and protocol.receive(control) is None:
-                return "gone"
-            if pidfd in ready:
-                return "exited"
-            if control.fileno() in ready:
-                return "ended"
-            if time.monotonic() >= deadline:
-                return "wall"
-            if time.monotonic() >= next_look:
-                if excess := _excess(tree, jail, limits, _children_cpu_s() - cpu_s_before):
-                    return excess
-                next_look = time.monotonic() + _LOOK_S
-    finally:
-        os.close(pidfd)
-
-
-def _excess(tree: ProcessTree, jail: NamespaceJail | HostJail, limits: dict[str, Any], waited_cpu_s: float) -> str:
-    """The limit that the processes exceed now; empty if they exceed none."""
-    usage = tree.usage()
-    if usage.cpu_s + waited_cpu_s > limits["cpu_s"]:
-        return "cpu"
-    most_memory = limits["memory_mb"] * _MB
-    if usage.memory_bytes > most_memory and (usage.num_tasks == 1 or tree.shared_memory() > most_memory):
-        return "memory"
-    # never reached where the kernel counts tasks
-    if usage.num_tasks > limits["num_processes"] + 1:
-        return "processes"
-    return "files" if jail.too_large(limits["file_mb"]) else ""
 
 
 # Output of answers
@@ -238,25 +232,3 @@ class PipeCapture:
         while self.read():
             pass
         os.close(self.fd)
-
-
-class Captures:
-    """The captures of one run after another, in the same memory."""
-
-    def __init__(self) -> None:
-        self._output = unforked(_CHUNK)
-        self._errors, self._status = unforked(_TAIL + _CHUNK), unforked(_STATUS + _CHUNK)
-
-    def output(self, fd: int, most: int) -> PipeCapture:
-        """The beginning of standard output."""
-        if len(self._output) < most + _CHUNK:
-            self._output = unforked(most + _CHUNK)
-        return PipeCapture(fd, self._output, most)
-
-    def errors(self, fd: int) -> PipeCapture:
-        """The end of standard error."""
-        return PipeCapture(fd, self._errors, _TAIL, last=True)
-
-    def status(self, fd: int) -> PipeCapture:
-        """What `answer.py` reports about compiling."""
-        return PipeCapture(fd, self._status, _STATUS)

@@ -15,10 +15,9 @@ import types
 from typing import Any
 
 import protocol
-from exceptions import ClassesOfAnswer, description_of, is_of_test
-from remote import CHANGES, CONVERSIONS, OF_A_TEST, OF_TEST_INSTANCES, TAKE_AN_ERROR, Remote
-from rpc import UNCHANGEABLE, ConversationError, GoneError, Peer, describe
-from values import Coroutine, ErrorClass, Handle, Reader
+import remote
+import values
+from rpc import ConversationError, GoneError, Peer, describe
 
 _TEST_FILE, _PREAMBLE_FILE = "<test>", "<preamble>"
 _MESSAGE_CHARS = 500
@@ -99,10 +98,12 @@ def run_test(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[st
     try:
         preamble, test = marshal.loads(compiled) if compiled else (None, None)
         exec(preamble or compile(job["preamble"], _PREAMBLE_FILE, "exec", dont_inherit=True), names)
-        names[job["entry_point"]] = names.of_answer(job["entry_point"])
+        found, names[job["entry_point"]] = peer.look_up(job["entry_point"])
+        if not found:
+            raise NameError(f"the answer does not define {job['entry_point']}")
         exec(test or compile(job["test"], _TEST_FILE, "exec", dont_inherit=True), names)
     except BaseException as error:
-        return "failed" if is_of_test(error) else "error", _message(error, job["test"])
+        return "failed" if remote.is_of_test(error) else "error", _message(error, job["test"])
     return "passed", ""
 
 
@@ -117,26 +118,11 @@ def _message(error: BaseException, test: str) -> str:
 
 
 class Names(dict):
-    """The test's globals: its own names, then builtins, then the answer's names.
-
-    Args:
-        peer: where to look up the answer's names.
-    """
+    """The test's globals: its own names, then builtins, then the answer's names."""
 
     def __init__(self, peer: TesterPeer) -> None:
         super().__init__(__name__="test")
         self._peer = peer
-
-    def of_answer(self, name: str) -> Any:
-        """What the answer defines under this name.
-
-        Raises:
-            NameError: nothing.
-        """
-        found, value = self._peer.look_up(name)
-        if not found:
-            raise NameError(f"the answer does not define {name}")
-        return value
 
     def __missing__(self, name: str) -> Any:
         """Called by Python before it looks among the builtins."""
@@ -156,14 +142,14 @@ class TesterPeer(Peer):
         sources: test and preamble, by the names of their files.
     """
 
-    reader = Reader
+    reader = values.Reader
     trusted = True
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection)
         self.lost: ConversationError | None = None
         self.sources: dict[str, str] = {}
-        self._classes = ClassesOfAnswer()
+        self._classes = remote.ClassesOfAnswer()
         self._converted: dict[tuple[Any, ...], Any] = {}
         self._generators_send: Any = None
         """The `send` of an object of the answer that was looked up last."""
@@ -184,17 +170,17 @@ class TesterPeer(Peer):
         Until an object changes, each conversion of it gives the same value: an object that gave another number each
         time could be the root of a polynomial for a test that converts it twice.
         """
-        if operation not in CONVERSIONS or not _are_constant(arguments):
+        if operation not in remote.CONVERSIONS or not _are_constant(arguments):
             return super().request(operation, *arguments)
-        key = (operation, *((type(part), id(part) if isinstance(part, Remote) else part) for part in arguments))
+        key = (operation, *((type(part), id(part) if isinstance(part, remote.Remote) else part) for part in arguments))
         if key not in self._converted:
             result = super().request(operation, *arguments)
-            if type(result) not in UNCHANGEABLE:
+            if type(result) not in values.UNCHANGEABLE:
                 return result
             self._converted[key] = result
         return self._converted[key]
 
-    def attribute(self, value: Remote, name: str) -> Any:
+    def attribute(self, value: remote.Remote, name: str) -> Any:
         """An attribute of an object of the answer."""
         found = super().attribute(value, name)
         if name != "throw":
@@ -207,7 +193,7 @@ class TesterPeer(Peer):
 
         return throw
 
-    def leave(self, manager: Remote, error: BaseException | None) -> Any:
+    def leave(self, manager: remote.Remote, error: BaseException | None) -> Any:
         """Have a context manager of the answer end a `with`.
 
         Returns:
@@ -215,7 +201,7 @@ class TesterPeer(Peer):
         """
         if error is None:
             return super().leave(manager, error)
-        may_swallow = not is_of_test(error) and not skips_assertions(sys._getframe(2), self.sources)
+        may_swallow = not remote.is_of_test(error) and not skips_assertions(sys._getframe(2), self.sources)
         try:
             return self._handed_over("exit", manager, error) and may_swallow
         except ConversationError:
@@ -225,12 +211,12 @@ class TesterPeer(Peer):
                 raise
             return False
 
-    def _handed_over(self, operation: str, value: Remote, error: BaseException) -> Any:
+    def _handed_over(self, operation: str, value: remote.Remote, error: BaseException) -> Any:
         """Have the answer handle an exception; a failed assertion of the test stays one."""
         try:
-            return self.request(operation, value, *description_of(error))
+            return self.request(operation, value, *remote.description_of(error))
         finally:
-            if is_of_test(error) and self.lost is None:
+            if remote.is_of_test(error) and self.lost is None:
                 raise error
 
     def perform(self, operation: str, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -238,7 +224,7 @@ class TesterPeer(Peer):
         try:
             return self._perform(operation, arguments), None
         except AssertionError as error:
-            if not is_of_test(error):
+            if not remote.is_of_test(error):
                 raise
             self._failed = self._failed or error
             raise AssertionError from None  # its message is not for the answer
@@ -249,12 +235,12 @@ class TesterPeer(Peer):
             return function(*positional, **named)
         if operation in ("getattr", "setattr", "delattr"):
             return self._attribute(operation, *arguments)
-        if operation in TAKE_AN_ERROR:
+        if operation in remote.TAKE_AN_ERROR:
             value, *described = arguments
             arguments = value, None if described == [None] else self.error_of(*described)
-        if operation in OF_TEST_INSTANCES and any(map(_is_passable, arguments)):
-            return OF_TEST_INSTANCES[operation](*arguments)
-        return OF_A_TEST[operation](*arguments)
+        if operation in remote.OF_TEST_INSTANCES and any(map(_is_passable, arguments)):
+            return remote.OF_TEST_INSTANCES[operation](*arguments)
+        return remote.OF_A_TEST[operation](*arguments)
 
     def error_of(self, kind: str, arguments: tuple[Any, ...], original: Any) -> BaseException:
         """An exception of the same class or its stand-in, marked as the answer's."""
@@ -262,10 +248,10 @@ class TesterPeer(Peer):
             kind_here = self._classes.of_name(kind)
             # not through Python code of the standard library, which may take other arguments
             return kind_here(*arguments) if kind.startswith("builtins:") else kind_here.__new__(kind_here, *arguments)
-        remote, rows = original
+        instance, rows = original
         kind_here = self._classes.of_rows(rows)
         error = kind_here.__new__(kind_here, *arguments)
-        vars(error)["original"] = remote
+        vars(error)["original"] = instance
         return error
 
     def of_error_class(self, rows: Any) -> Any:
@@ -274,17 +260,17 @@ class TesterPeer(Peer):
 
     def of_coroutine(self, number: int) -> Any:
         """A coroutine that, when awaited, runs the answer's coroutine on the other side."""
-        remote = self._of_handle(number, True, 0)
+        coroutine = self._of_handle(number, True, 0)
 
         async def run_there() -> Any:
-            return self.request("run", remote)
+            return self.request("run", coroutine)
 
         return run_there()
 
-    def name_of(self, value: Any) -> Handle | ErrorClass | Coroutine:
+    def name_of(self, value: Any) -> values.Name:
         """What is sent instead of an object that cannot travel."""
         number = self._classes.number_of(value)
-        return super().name_of(value) if number is None else Handle(number, of_sender=False)
+        return super().name_of(value) if number is None else values.Handle(number, of_sender=False)
 
     def _attribute(self, operation: str, value: Any, name: str, *new: Any) -> Any:
         if operation == "getattr" and name in _OF_FUNCTIONS and isinstance(value, _FUNCTIONS):
@@ -299,7 +285,7 @@ class TesterPeer(Peer):
     def _request(self, operation: str, arguments: tuple[Any, ...], containers: list[Any]) -> Any:
         if self.lost is not None:
             raise self.lost
-        if operation in CHANGES:
+        if operation in remote.CHANGES:
             self._converted.clear()
         outer, self._failed = self._failed, None
         try:
@@ -321,7 +307,7 @@ class TesterPeer(Peer):
 
 
 def _are_constant(arguments: tuple[Any, ...]) -> bool:
-    return all(isinstance(part, Remote) or type(part) in UNCHANGEABLE for part in arguments)
+    return all(isinstance(part, remote.Remote) or type(part) in values.UNCHANGEABLE for part in arguments)
 
 
 def _is_passable(value: Any) -> bool:
@@ -357,9 +343,9 @@ def skips_assertions(frame: types.FrameType | None, sources: dict[str, str]) -> 
 
 
 def _may_assert(node: Any, scope: dict[str, Any]) -> bool:
-    kind, name = type(node).__name__, getattr(getattr(node, "func", None), "attr", "")
-    if kind == "Call" and type(node.func).__name__ == "Name":
-        name = node.func.id
-        if isinstance(scope.get(name), types.FunctionType):
-            return True
-    return kind == "Assert" or (kind == "Call" and name.startswith("assert"))
+    if type(node).__name__ != "Call":
+        return type(node).__name__ == "Assert"
+    if type(node.func).__name__ == "Name" and isinstance(scope.get(node.func.id), types.FunctionType):
+        return True
+    called = getattr(node.func, "id", "") or getattr(node.func, "attr", "")
+    return called.startswith("assert")

@@ -3,6 +3,10 @@
 Pickle carries them (it preserves aliases and is fast), but the test's side knows a short list of globals. Each of them
 is a type that C defines and nobody can change, or a function below: if a class written in Python were on the list,
 pickle's BUILD could give that class an `__eq__` that is always true.
+
+A call may change its arguments, and return them or parts of them. So both sides number the mutable containers in the
+arguments in the same order. The answer sends them back with the result, in one message, which preserves identity within
+it; the test then replaces them with its own objects.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import sys
 import types
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
@@ -25,6 +29,8 @@ from keyword import iskeyword
 from typing import Any, NamedTuple
 
 PROTOCOL = 5
+UNCHANGEABLE = frozenset((bool, int, float, complex, str, bytes, type(None)))
+"""Types of arguments that a call cannot change."""
 _HEAP_TYPE = 1 << 9
 
 
@@ -41,7 +47,7 @@ class ErrorClass(NamedTuple):
     """Names an exception class of the sender's."""
 
     rows: list[tuple[int, str, list[Any]]]
-    """See `exceptions.rows_of`."""
+    """See `remote.rows_of`."""
 
 
 class Coroutine(NamedTuple):
@@ -50,7 +56,7 @@ class Coroutine(NamedTuple):
     number: int
 
 
-_Name = Handle | ErrorClass | Coroutine
+Name = Handle | ErrorClass | Coroutine
 _NAMES = (Handle, ErrorClass, Coroutine)
 
 
@@ -139,16 +145,10 @@ def numpy_scalar(kind: str, shape: tuple[int, ...], data: bytes) -> Any:
     return numpy_array(kind, shape, data)[()]
 
 
-def is_array(value: Any) -> bool:
+def _is_array(value: Any) -> bool:
     """Whether a value is an array that travels."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray and _PLAIN_ELEMENTS.fullmatch(value.dtype.str) is not None
-
-
-def update_array(old: Any, new: Any) -> None:
-    """Copy the content of one array into another of the same shape and type; otherwise do nothing."""
-    if old.shape == new.shape and old.dtype == new.dtype and old.flags.writeable:
-        old[...] = new
 
 
 _VIEWS: dict[type, Callable[[list[Any]], Any]] = {
@@ -200,12 +200,11 @@ class Writer(pickle.Pickler):
     """Writes a message.
 
     Args:
-        file: where to write.
         export: gives a name for a value that cannot travel.
         trusted: whether functions and classes of the standard library are sent by name.
     """
 
-    def __init__(self, file: io.BytesIO, export: Callable[[Any], _Name], trusted: bool) -> None:
+    def __init__(self, file: io.BytesIO, export: Callable[[Any], Name], trusted: bool) -> None:
         super().__init__(file, PROTOCOL)
         self._export = export
         self._trusted = trusted
@@ -265,10 +264,9 @@ def _fields_of(kind: type, value: Any) -> tuple[str, ...] | None:
 
 
 class Reader(pickle.Unpickler):
-    """Reads a message that an untrusted side wrote; only `read` makes all checks.
+    """Reads a message that an untrusted side wrote; only `read` performs all checks.
 
     Args:
-        data: the message.
         resolve: gives what a `Handle`, `ErrorClass` or `Coroutine` names.
     """
 
@@ -318,3 +316,123 @@ class TrustingReader(Reader):
         if module == __name__ and name in self._resolve:
             return self._resolve[name]
         return pickle.Unpickler.find_class(self, module, name)
+
+
+# The identity of mutable containers
+
+_MUTABLE = (list, dict, set, deque, bytearray, array)
+# how to iterate over one without calling any method of a subclass
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    list: list.__iter__,
+    tuple: tuple.__iter__,
+    OrderedDict: OrderedDict.values,
+    dict: dict.values,
+    deque: deque.__iter__,
+}
+
+
+def containers_of(value: Any) -> list[Any]:
+    """The mutable containers inside a value, each once, in an order that depends only on its structure."""
+    return [part for part in _walk(value) if isinstance(part, _MUTABLE) or _is_array(part)]
+
+
+def contains_any(value: Any, containers: list[Any]) -> bool:
+    """Whether one of these very objects is inside a value, or is the value."""
+    wanted = {id(container) for container in containers}
+    return bool(wanted) and any(id(part) in wanted for part in _walk(value))
+
+
+def _walk(value: Any) -> Iterator[Any]:
+    """Everything inside a value except numbers and text, each object once."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if type(part) in UNCHANGEABLE or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if (parts := _parts(part)) is not None and not UNCHANGEABLE.issuperset(map(type, parts(part))):
+            waiting.extend(parts(part))
+
+
+def _parts(value: Any) -> Callable[[Any], Iterable[Any]] | None:
+    if type(value) in _PARTS:
+        return _PARTS[type(value)]
+    return next((parts for base, parts in _PARTS.items() if isinstance(value, base)), None)
+
+
+def restore(value: Any, old: list[Any], new: list[Any]) -> Any:
+    """Copy the content of the new containers into the old ones, and replace the new ones with the old ones in a value.
+
+    Args:
+        value: received in the same message as `new`; changed in place where possible.
+        old: containers that were sent.
+        new: the received ones, in the same order.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: the new containers are not of the kinds of the old ones.
+    """
+    if type(new) is not list or [_kind(part) for part in old] != [_kind(part) for part in new]:
+        raise ValueError("other containers came back than were sent")
+    known = {id(after): before for before, after in zip(old, new)}
+    replaced = _Replacing(known)
+    for before, after in zip(old, new):
+        _fill(before, after, replaced)
+    return replaced(value)
+
+
+def _kind(value: Any) -> Any:
+    return next((kind for kind in _MUTABLE if isinstance(value, kind)), "array" if _is_array(value) else None)
+
+
+def _fill(old: Any, new: Any, replaced: Callable[[Any], Any]) -> None:
+    content: Any
+    if _is_array(old):
+        if old.shape == new.shape and old.dtype == new.dtype and old.flags.writeable:
+            old[...] = new
+    elif isinstance(old, dict):
+        content = [(replaced(key), replaced(value)) for key, value in new.items()]
+        old.clear()
+        for key, value in content:
+            old[key] = value
+    elif isinstance(old, (set, deque)):
+        content = [replaced(part) for part in new]
+        old.clear()
+        old.extend(content) if isinstance(old, deque) else old.update(content)
+    else:
+        old[:] = [replaced(part) for part in new] if isinstance(old, list) else new
+
+
+class _Replacing:
+    """Replaces received objects with the objects that they stand for, which are known by the ids of the received."""
+
+    def __init__(self, known: dict[int, Any]) -> None:
+        self._done = dict(known)
+        self._kept: list[Any] = []
+
+    def __call__(self, value: Any) -> Any:
+        """The value with everything in it replaced."""
+        if type(value) in UNCHANGEABLE:
+            return value
+        if id(value) in self._done:
+            return self._done[id(value)]
+        parts = _parts(value)
+        if parts is None or UNCHANGEABLE.issuperset(map(type, parts(value))):
+            return value
+        self._kept.append(value)  # alive, so that its id stays its own
+        self._done[id(value)] = value
+        if isinstance(value, tuple):
+            self._done[id(value)] = self._tuple(value)
+        else:
+            _fill(value, value, self)
+        return self._done[id(value)]
+
+    def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        parts = [self(part) for part in tuple.__iter__(value)]
+        if all(before is after for before, after in zip(tuple.__iter__(value), parts)):
+            return value
+        return tuple.__new__(type(value), parts)

@@ -29,11 +29,9 @@ from typing import Any
 import kernel
 import protocol
 import seccomp
+import tester
 from rpc import AnswerPeer, ConversationError
-from tester import TesterPeer, run_test
 
-_WORK = {"answer": "supervisor", "tester": "tester"}
-"""By role, the module that says what a fork does. A tester does not load the supervisor."""
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -46,11 +44,16 @@ def main() -> None:
     os.environ.clear()
     for name in protocol.PRELOADED[options["role"]]:
         importlib.import_module(name)
-    work = importlib.import_module(_WORK[options["role"]]).work
     site.setquit()  # `exit` and `quit`, which -S omits along with the folders of packages
+    work = tester.work
     policy_for = None
-    if options["sandlock"]:
-        policy_for = _confinement().landlock_policy(options["sandlock"], options["package_paths"])
+    if is_for_answers:
+        import confinement  # not at the top: testers load neither
+        import supervisor
+
+        work = supervisor.work
+        if options["sandlock"]:
+            policy_for = confinement.landlock_policy(options["sandlock"], options["package_paths"])
     # so that an import in an answer does not find the files of this folder
     sys.path.pop(0)
     _allow_packages(options["modules"])
@@ -67,7 +70,7 @@ def main() -> None:
         fork = kernel.PidNamespaceForker().fork
     kernel.limit_arenas()
     if is_for_answers:
-        _confinement().prepare()
+        confinement.prepare()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for, and do not become zombies
     seccomp.OF_SUPERVISORS.install()
     _warm_up()
@@ -75,11 +78,6 @@ def main() -> None:
     gc.freeze()
     control.sendall(b"R")
     _serve(control, fork, lambda fds: work(fds, options, policy_for), options["single_use"])
-
-
-def _confinement() -> Any:
-    """The module, which testers do not load."""
-    return importlib.import_module("confinement")
 
 
 def _serve(control: socket.socket, fork: Callable[[], int], work: Callable[[list[int]], None], once: bool) -> None:
@@ -100,11 +98,7 @@ def _serve(control: socket.socket, fork: Callable[[], int], work: Callable[[list
 
 
 class PackageFinder:
-    """Finds listed modules, and nothing else of the folder where they are installed.
-
-    Args:
-        files: the file of each module.
-    """
+    """Finds modules by their listed files, and nothing else of the folder where they are installed."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self._files = files
@@ -149,7 +143,7 @@ def _warm_up() -> None:
         exec(compile(_ANSWER, "<answer>", "exec", dont_inherit=True), module.__dict__)
         ours, theirs = socket.socketpair()
         _thread.start_new_thread(_serve_answer, (theirs, module))
-        run_test({"entry_point": "f", "test": _TEST}, _COMPILED, TesterPeer(ours))
+        tester.run_test({"entry_point": "f", "test": _TEST}, _COMPILED, tester.TesterPeer(ours))
         ours.close()
         _exchange_messages()
     while _thread._count() > 0:

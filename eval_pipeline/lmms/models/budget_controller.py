@@ -33,22 +33,14 @@ class BudgetControllerModel(lmms):
         return self._responder.respond(requests, self.task_dict)
 
     def loglikelihood(self, requests: list[Instance]) -> NoReturn:
-        """Refused.
-
-        Raises:
-            UserError: always.
-        """
+        """Refused with a `UserError`."""
         raise UserError(
             "budget_controller generates text and gives no likelihoods, which tasks of output_type loglikelihood and "
             "multiple_choice need; choose tasks of output_type generate_until"
         )
 
     def generate_until_multi_round(self, requests: list[Instance]) -> NoReturn:
-        """Refused.
-
-        Raises:
-            UserError: always.
-        """
+        """Refused with a `UserError`."""
         raise UserError(
             "budget_controller answers one question about one image; choose tasks of output_type generate_until, not "
             "generate_until_multi_round"

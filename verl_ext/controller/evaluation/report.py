@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eval_pipeline.checkpoints import read_training_run
-from eval_pipeline.report.report import markdown_table
 from eval_pipeline.report.results import write_json, write_text
-from verl_ext.console import text_table
+from verl_ext.console import markdown_table, text_table
 from verl_ext.controller.evaluation.plots import PARETO_PLOT, plot_curves, plot_pareto
 from verl_ext.controller.evaluation.results import ControllerComparison, MethodAtBudget
 from verl_ext.controller.source import ControllerSource

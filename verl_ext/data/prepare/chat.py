@@ -29,7 +29,7 @@ from verl_ext.data.prepare.tables import (
     write_split,
 )
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.remote_code import require_no_remote_code
+from verl_ext.model_files import require_no_remote_code
 
 PERCENTILES = (50, 90, 99)
 

@@ -1,16 +1,22 @@
-"""What the processes of an answer use, read from /proc by a process that they cannot reach.
+"""What an answer uses, seen by processes that it cannot reach: processes and memory from /proc, and its directory.
 
 The server imports this module too, so it imports no sibling.
 """
 
 from __future__ import annotations
 
+import errno
+import itertools
 import mmap
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
+MOST_FILES = 4096
+"""Files and directories that an answer may have; an empty one costs kernel memory too."""
+_BLOCK = 512
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 # fields of /proc/PID/stat, counted from the one after the command's name
@@ -56,23 +62,21 @@ class ProcessTree:
         Args:
             of: a process; None takes this one.
         """
-        fields = {}
-        for name in os.listdir(self.fd):
-            if name.isdigit() and (stat := self._stat(name)):
-                fields[int(name)] = stat
+        found = ((name, self._stat(name)) for name in os.listdir(self.fd) if name.isdigit())
+        processes = {int(name): fields for name, fields in found if fields}
         ours: dict[int, list[bytes]] = {}
         newest = {self._own if of is None else of}
         while newest:
-            newest = {pid for pid, stat in fields.items() if int(stat[_PARENT]) in newest and pid not in ours}
-            ours.update((pid, fields[pid]) for pid in newest)
+            newest = {pid for pid, fields in processes.items() if int(fields[_PARENT]) in newest and pid not in ours}
+            ours.update((pid, processes[pid]) for pid in newest)
         return ours
 
     def usage(self) -> Usage:
         """What all living descendants of this process use now."""
         processes = self.descendants()
         self.counted = list(processes)
-        ticks = sum(int(stat[n]) for stat in processes.values() for n in (_UTIME, _STIME, _CUTIME, _CSTIME))
-        num_tasks = sum(int(stat[_THREADS]) for stat in processes.values())
+        ticks = sum(int(fields[n]) for fields in processes.values() for n in (_UTIME, _STIME, _CUTIME, _CSTIME))
+        num_tasks = sum(int(fields[_THREADS]) for fields in processes.values())
         return Usage(num_tasks, sum(map(self._memory, processes)), ticks * _TICK_S)
 
     def shared_memory(self) -> int:
@@ -95,7 +99,7 @@ class ProcessTree:
                 if status.st_nlink == 0 and stat.S_ISREG(status.st_mode):
                     # a sealed file from the server is not on a disk
                     if not os.readlink(f"{folder}/{name}", dir_fd=self.fd).startswith("/memfd:"):
-                        yield (status.st_dev, status.st_ino), status.st_blocks * 512
+                        yield (status.st_dev, status.st_ino), status.st_blocks * _BLOCK
             except OSError:  # closed meanwhile
                 continue
 
@@ -143,3 +147,113 @@ class ProcessTree:
             return 0
         finally:
             os.close(fd)
+
+
+# The temporary directory of an answer. An answer can nest directories deeper than Python recurses and longer than a
+# path may be, and can remove its own rights to them. So every step goes from one open directory to the next, and
+# restores the rights first.
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory with everything in it, once no process of the answer is left.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    fd = _open(path)
+    names: list[str] = []
+    directories = [_remove_files(fd)]
+    try:
+        while directories[-1] or names:
+            if directories[-1]:
+                names.append(directories[-1].pop())
+                fd = _move_to(names[-1], fd)
+                directories.append(_remove_files(fd))
+            else:
+                directories.pop()
+                fd = _move_to("..", fd)
+                os.rmdir(names.pop(), dir_fd=fd)
+    finally:
+        os.close(fd)
+    os.rmdir(path)
+
+
+def _move_to(name: str, fd: int) -> int:
+    found = _open(name, fd)
+    os.close(fd)
+    return found
+
+
+def _remove_files(fd: int) -> list[str]:
+    """Remove everything in a directory except directories, whose names it returns."""
+    with os.scandir(fd) as scan:
+        entries = list(scan)
+    directories = []
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            directories.append(entry.name)
+        else:
+            os.unlink(entry.name, dir_fd=fd)
+    return directories
+
+
+def _open(name: str, parent: int | None = None) -> int:
+    """A directory, opened to be read, with the rights of its owner restored.
+
+    Raises:
+        OSError: it is gone, or no directory.
+    """
+    found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        mode = stat.S_IMODE(os.fstat(found).st_mode)
+        if mode & stat.S_IRWXU != stat.S_IRWXU:
+            # through /proc, because such a descriptor has no `fchmod`, and a name may point elsewhere by now
+            os.chmod(f"/proc/self/fd/{found}", mode | stat.S_IRWXU)
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=found)
+    finally:
+        os.close(found)
+
+
+def directory_usage(path: str) -> tuple[int, int]:
+    """Number of files and directories in a directory that may change meanwhile, and the disk space of the files.
+
+    It stops counting past `MOST_FILES`, and takes directories for as many that nest deeper than this process may have
+    files open.
+    """
+    num_files = num_bytes = 0
+    seen: set[int] = set()  # files with several names
+    levels: list[tuple[int, list[str]]] = []  # from the top: the open directory, and its remaining names
+    try:
+        with suppress(OSError):  # an answer that may write anywhere can remove the directory itself
+            _descend(path, None, levels)
+        while levels and num_files <= MOST_FILES:
+            fd, names = levels[-1]
+            if not names:
+                os.close(levels.pop()[0])
+                continue
+            num_files += 1
+            name = names.pop()
+            try:
+                status = os.lstat(name, dir_fd=fd)
+                if stat.S_ISDIR(status.st_mode):
+                    _descend(name, fd, levels)
+                    continue
+            except OSError as error:
+                if error.errno == errno.EMFILE:
+                    return MOST_FILES + 1, num_bytes
+                continue  # it has disappeared
+            if status.st_nlink == 1 or status.st_ino not in seen:
+                seen.add(status.st_ino)
+                num_bytes += status.st_blocks * _BLOCK
+    finally:
+        for fd, _ in levels:
+            os.close(fd)
+    return num_files, num_bytes
+
+
+def _descend(name: str, parent: int | None, levels: list[tuple[int, list[str]]]) -> None:
+    fd = _open(name, parent)
+    names: list[str] = []
+    levels.append((fd, names))
+    with os.scandir(fd) as entries:
+        names += (entry.name for entry in itertools.islice(entries, MOST_FILES + 1))
