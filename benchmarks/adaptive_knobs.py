@@ -18,8 +18,8 @@ from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 from benchmarks.harness import Results, in_rounds, medians, ranges
 from verl_ext.console import progress_bar
 from verl_ext.controller.adapters.base import VLMAdapter
-from verl_ext.controller.calibration import measure_deciding_ms
 from verl_ext.controller.execution import Latency, LatencyMeter, VLMRunner
+from verl_ext.controller.latency import measure_deciding_ms
 from verl_ext.controller.space import Configuration, ConfigurationSpace
 from verl_ext.controller.vlm import default_device, load_adapter
 from verl_ext.data.image_questions import ImageQuestion

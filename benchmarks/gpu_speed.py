@@ -22,7 +22,7 @@ from benchmarks.gpu_check import GPUCheckSettings
 from benchmarks.gpu_trainer import build_trainer, join_ranks, sft_config
 from benchmarks.harness import qwen2_size
 from verl_ext.checkpoint.inspection import size_on_disk
-from verl_ext.controller.calibration import calibrate
+from verl_ext.controller.latency import calibrate
 from verl_ext.controller.space import Configuration
 from verl_ext.controller.vlm import default_device, load_adapter
 from verl_ext.data.batching import TokenBatch

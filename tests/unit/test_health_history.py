@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from verl_ext.trainer.optimizer import build_scheduler
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, SFTConfig
 
 
-def test_a_series_keeps_its_ends_and_means_of_all_and_no_more() -> None:
+@pytest.mark.parametrize("at_once", [7, 4096, 100_000])
+def test_a_series_keeps_its_ends_and_means_of_all_and_no_more(at_once: int) -> None:
     series, values = MetricSeries(), np.arange(100_000, dtype=float)
-    for step, value in enumerate(values, start=1):
-        series.add(step, value)
+    for start in range(0, len(values), at_once):
+        part = values[start : start + at_once]
+        series.add(start + 1 + np.arange(len(part)), part)
     assert series.first.tolist() == values[:MAX_FIRST].tolist()
     assert series.recent().tolist() == values[-MAX_RECENT:].tolist() and series.recent(3).tolist() == [*values[-3:]]
     assert series.points(2) == [(99_999, 99_998.0), (100_000, 99_999.0)]
@@ -53,6 +56,23 @@ def test_epochs_are_means_over_their_steps_once_they_are_over() -> None:
     assert history.epochs("train/loss").tolist() == [2.0, 5.0]
     assert history.epochs("val/loss").tolist() == [] and history.series("val/loss").num_points == 7
     assert history.epochs("nothing").tolist() == [] and math.isnan(history.series("nothing").last_value)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5, 1000])
+def test_epochs_do_not_depend_on_how_many_rows_are_added_at_once(at_once: int) -> None:
+    history, rng = MetricHistory(), np.random.default_rng(3)
+    losses = rng.standard_normal(300)
+    for step, loss in enumerate(losses, start=1):  # seven steps an epoch, the last of which is not always logged
+        epoch = {} if step % 14 == 0 else {"train/epoch": step / 7}
+        history.add(step, {"train/loss": loss, **epoch})
+        if step % at_once == 0:
+            history.series("train/loss")
+    logged = [
+        [loss for each, loss in enumerate(losses[first : first + 7], first + 1) if each % 14]
+        for first in range(0, 294, 7)
+    ]
+    assert history.epochs("train/loss") == pytest.approx([np.mean(each) for each in logged])
+    assert history.num_epochs("train/loss") == 42 and history.num_epochs("val/loss") == 0
 
 
 def test_losses_that_are_not_finite_are_counted_and_enter_no_mean() -> None:
@@ -155,3 +175,28 @@ def test_rows_that_a_later_attempt_did_again_do_not_count(tmp_path: Path) -> Non
     assert read_history(tmp_path, ATTEMPTS, until=2)[0].step == 2
     assert read_history(tmp_path, ATTEMPTS, snapshot_at=9)[1].step == 4
     assert read_history(tmp_path / "none", ATTEMPTS)[0].step == 0
+
+
+def calls_to_read(run_dir: Path, num_metrics: int) -> int:
+    """Calls of functions while a history of a thousand rows is read."""
+    run_dir.mkdir()
+    metrics = {f"train/metric_{number}": 0.5 for number in range(num_metrics)}
+    rows = ({**row(2, step), **metrics} for step in range(1, 1001))
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    num_calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        read_history(run_dir, ATTEMPTS)
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+def test_a_long_run_is_read_without_a_call_for_each_value(tmp_path: Path) -> None:
+    few, many = calls_to_read(tmp_path / "few", 4), calls_to_read(tmp_path / "many", 44)
+    assert (many - few) / (1000 * 40) < 0.2 and few / 1000 < 50

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.monitor.charts import CHARTS, ChartStyle, chart_options, charts_for
 from verl_ext.monitor.curves import (
     MAX_POINTS,
     CurveEnvelope,
-    MetricRow,
     RunCurves,
     ema,
     is_worth_smoothing,
@@ -56,7 +56,7 @@ def test_values_that_are_no_numbers_are_not_drawn() -> None:
 @pytest.mark.parametrize("epoch", [1e-320, 1e-8])
 def test_an_epoch_that_is_too_small_is_not_used(epoch: float) -> None:
     curves = RunCurves()
-    curves.add([MetricRow(1, 1 << 50, 1.0, {"train/loss": 1.0, "train/epoch": epoch})], {})
+    curves.add([MetricsRow(1 << 50, 1, 1.0, {"train/loss": 1.0, "train/epoch": epoch})], {})
     assert curves.steps_per_epoch is None and RunCurves.load(*curves.dump()).step == 1 << 50
 
 
@@ -92,8 +92,8 @@ def test_segments_are_equal_parts_in_order() -> None:
     assert means[:whole].tolist() == [(size - 1) / 2 + size * number for number in range(whole)] == x[:whole].tolist()
 
 
-def rows_of(attempt: int, first: int, last: int, seconds: float = 1.0) -> list[MetricRow]:
-    return [MetricRow(attempt, step, step * seconds, {"train/loss": step}) for step in range(first, last + 1)]
+def rows_of(attempt: int, first: int, last: int, seconds: float = 1.0) -> list[MetricsRow]:
+    return [MetricsRow(step, attempt, step * seconds, {"train/loss": step}) for step in range(first, last + 1)]
 
 
 def test_restarts_begin_where_the_axis_ends() -> None:
@@ -121,11 +121,11 @@ def test_the_time_left_is_by_the_recent_speed() -> None:
     curves = RunCurves()
     assert curves.seconds_left(120) is None and curves.step == 0
     curves.add(rows_of(1, 1, 500, seconds=9.0), {})
-    curves.add([MetricRow(1, step, 9.0 * 500 + 2.0 * (step - 500), {"train/loss": 1}) for step in range(501, 560)], {})
+    curves.add([MetricsRow(step, 1, 9.0 * 500 + 2.0 * (step - 500), {"train/loss": 1}) for step in range(501, 560)], {})
     assert curves.seconds_left(659) == 200.0 and curves.seconds_left(15) == 0.0 and curves.seconds_left(None) is None
-    curves.add([MetricRow(2, 1, 1e6, {"train/loss": 1})], {})
+    curves.add([MetricsRow(1, 2, 1e6, {"train/loss": 1})], {})
     assert curves.seconds_left(100) is None  # of an attempt of one step
-    curves.add([MetricRow(2, 2, 1e6, {"train/loss": 1})], {})
+    curves.add([MetricsRow(2, 2, 1e6, {"train/loss": 1})], {})
     assert curves.seconds_left(100) is None  # in no time
 
 
@@ -141,9 +141,9 @@ def test_a_run_has_the_charts_of_its_metrics() -> None:
 
 def test_every_chart_says_what_it_means_in_both_languages() -> None:
     for chart in CHARTS:
-        for text in (chart.title, chart.hint):
-            assert text.in_language("en").isascii() and not text.in_language("zh").isascii(), chart.name
-        assert len(chart.hint.en) > 60 and "理想趋势" in chart.hint.zh, chart.name
+        (title, hint), (title_zh, hint_zh) = chart.texts("en"), chart.texts("zh")
+        assert title.isascii() and hint.isascii() and not title_zh.isascii(), chart.name
+        assert len(hint) > 60 and "理想趋势" in hint_zh, chart.name
 
 
 def test_every_word_of_the_page_has_a_translation() -> None:
@@ -154,7 +154,7 @@ def test_every_word_of_the_page_has_a_translation() -> None:
 
 def test_only_positive_values_have_a_logarithmic_axis() -> None:
     curves = RunCurves()
-    curves.add([MetricRow(1, 1, 1.0, {"train/loss": 2.0, "train/reward_total_mean": -1.0})], {})
+    curves.add([MetricsRow(1, 1, 1.0, {"train/loss": 2.0, "train/reward_total_mean": -1.0})], {})
     kinds = {
         chart.name: [
             chart_options(curves, chart, ChartStyle(0.0, log_scale=log))["yAxis"]["type"] for log in (False, True)

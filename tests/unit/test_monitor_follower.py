@@ -561,7 +561,7 @@ def test_one_bad_run_does_not_hide_the_others(
 def idle_follower(follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> RunFollower:
     """Of two runs that never have anything more."""
     monkeypatch.setattr(follower, "find_runs", lambda: [1, 2])
-    monkeypatch.setattr(follower, "live_runs", lambda: [1, 2])
+    monkeypatch.setattr(follower._database, "live_runs", lambda: [1, 2])
     monkeypatch.setattr(follower, "read_new_rows", lambda run: False)
     return follower
 
@@ -601,6 +601,6 @@ def test_it_looks_again_when_runs_could_not_be_looked_for(
             raise OSError("the database is locked")
         return []
 
-    monkeypatch.setattr(idle_follower, "live_runs", live_runs)
+    monkeypatch.setattr(idle_follower._database, "live_runs", live_runs)
     follow_until(lambda: len(looks) >= 5, idle_follower)
     assert capsys.readouterr().err.count("runs cannot be looked for: OSError: the database is locked") == 1

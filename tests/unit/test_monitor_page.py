@@ -17,9 +17,8 @@ from verl_ext.config.schema import to_yaml
 from verl_ext.monitor import charts, page
 from verl_ext.monitor.file_panels import HealthPanel, SamplesPanel, read_samples, sample_columns, sample_sources
 from verl_ext.monitor.follower import RunFollower
-from verl_ext.monitor.page import MonitorPage
+from verl_ext.monitor.page import MonitorPage, RunTable
 from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, differing_keys, flatten, short_names
-from verl_ext.monitor.run_table import RunTable
 from verl_ext.monitor.state import TABS, PageState
 from verl_ext.trainer.stages import load_config
 
@@ -138,7 +137,7 @@ def test_a_page_without_a_run_shows_the_table_and_opens_runs(
         shown = MonitorPage(follower, PageState())
         await shown.update_panel()
         rows = {row["path"]: row for row in element(client, "runs").rows}
-        assert {*rows} == {"p/old", "q/new"} and rows["p/old"]["progress"] == "5 / 100"
+        assert {*rows} == {"p/old", "q/new"} and rows["p/old"]["stepLabel"] == "5 / 100"
         assert (rows["p/old"]["Loss"], rows["q/new"]["Loss"], rows["q/new"]["status"]) == (5.0, None, "failed")
         shown.open_run("q/new")
         shown.update_status()
@@ -211,10 +210,10 @@ def test_a_chart_is_drawn_again_only_when_it_changes(
 
     async def check(client: Client) -> None:
         panel = panel_of(TrainingPanel, follower, PageState(run="p/old"))
-        await panel.show(follower.runs["p/old"])
+        await panel.show()
         write_rows(root / "p/old", 1, range(7, 8))
         look(follower)
-        await panel.show(follower.runs["p/old"])
+        await panel.show()
         assert drawn == ["Loss", "Perplexity", "Loss"]
 
     on_client(check)
@@ -223,10 +222,10 @@ def test_a_chart_is_drawn_again_only_when_it_changes(
 def test_compare_offers_runs_that_start_while_it_is_open(root: Path, follower: RunFollower) -> None:
     async def check(client: Client) -> None:
         panel = panel_of(ComparePanel, follower, PageState(run="p/old"))
-        await panel.show(follower.runs["p/old"])
+        await panel.show()
         write_record(root / "p/new")
         look(follower)
-        await panel.show(follower.runs["p/old"])
+        await panel.show()
         select = element(client, "compared")
         assert {*select.options} == {"p/old", "p/new"} and select.value == ["p/old"]
 
@@ -242,7 +241,7 @@ def test_compare_shows_the_keys_in_which_configurations_differ(root: Path, follo
 
     async def check(client: Client) -> None:
         state = PageState(runs=("p/new", "p/old", "p/gone"), metrics=("train/loss", "no/such"))
-        await panel_of(ComparePanel, follower, state).show(None)
+        await panel_of(ComparePanel, follower, state).show()
         assert element(client, "compared").value == ["p/new", "p/old"]
         rows = {row["key"]: (row["run0"], row["run1"]) for row in element(client, "differences").rows}
         assert rows == {"optim.lr": ("2e-05", "1e-05")}
@@ -270,11 +269,11 @@ def test_health_tab_does_not_read_a_growing_run_again_and_again(root: Path, foll
 
     async def check(client: Client) -> None:
         panel = panel_of(HealthPanel, follower, PageState(run="p/old", tab="Health"))
-        await panel.show(follower.runs["p/old"])
+        await panel.show()
         assert len(client.elements) > 20
         write_rows(root / "p/old", 1, range(4000, 4001))
         before = bytes_read()
-        await panel.show(follower.runs["p/old"])
+        await panel.show()
         assert bytes_read() - before < size / 2
 
     on_client(check)
@@ -317,7 +316,7 @@ def test_the_run_table_is_filled_again_with_new_values(root: Path, follower: Run
         event = {"time": 1.0, "step": 6, "name": "loss_diverging", "level": "alarm", "text": "it rises"}
         (root / "p/old/events.jsonl").write_text(json.dumps(event) + "\n")
         look(follower)
-        await panel.show(None)
+        await panel.show()
         [row] = element(client, "runs").rows
         assert (row["step"], row["Loss"], row["healthLabel"], row["healthColor"]) == (6, 6.0, "alarm", "red")
 

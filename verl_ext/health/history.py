@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from verl_ext.health.trend import Array
-from verl_ext.metrics.jsonl import KEY_COLUMNS, METRICS_FILE, iter_metrics
+from verl_ext.metrics.jsonl import KEY_COLUMNS, METRICS_FILE, is_number, iter_metrics
 
 MAX_RECENT = 256
 """Latest values that are kept as they are."""
@@ -22,7 +23,12 @@ MAX_SEGMENTS = 256
 SEGMENT_VALUES = 10
 """Values in a segment, until there are too many segments."""
 MAX_EPOCHS = 256
+MAX_BUFFERED = 4096
+"""Rows that enter the series together: NumPy takes about as long for one value as for a thousand."""
 EPOCH = "train/epoch"
+Columns = dict[str, tuple[NDArray[np.int64], Array]]
+"""Of each metric, the rows that have it, and its values."""
+NO_COLUMN = np.empty(0, np.int64), np.empty(0)
 
 
 class MetricSeries:
@@ -40,22 +46,32 @@ class MetricSeries:
         self._segments: list[float] = []
         self._size, self._sum, self._count = SEGMENT_VALUES, 0.0, 0
 
-    def add(self, step: int, value: float) -> None:
-        """Add a value; steps must not fall."""
-        is_finite = math.isfinite(value)
-        self._is_finite.append(is_finite)
-        self.nonfinite_streak = 0 if is_finite else self.nonfinite_streak + 1
-        if not is_finite:
+    def add(self, steps: NDArray[np.int64], values: Array) -> None:
+        """Add values, both (values,); steps must not fall."""
+        is_finite = np.isfinite(values)
+        self._is_finite.extend(is_finite[-MAX_RECENT:].tolist())
+        [finite] = is_finite.nonzero()
+        if not len(finite):
+            self.nonfinite_streak += len(values)
             return
-        self.num_points += 1
-        self._recent.append((step, value))
-        if len(self._first) < MAX_FIRST:
-            self._first.append(value)
-        self._sum, self._count = self._sum + value, self._count + 1
-        if self._count == self._size:
-            self._segments.append(self._sum / self._count)
-            self._sum, self._count = 0.0, 0
-        if len(self._segments) == MAX_SEGMENTS:  # merge neighbors
+        self.nonfinite_streak = len(values) - 1 - int(finite[-1])
+        steps, values = steps[finite], values[finite]
+        self.num_points += len(values)
+        self._recent.extend(zip(steps[-MAX_RECENT:].tolist(), values[-MAX_RECENT:].tolist()))
+        self._first.extend(values[: MAX_FIRST - len(self._first)].tolist())
+        self._add_to_segments(values)
+
+    def _add_to_segments(self, values: Array) -> None:
+        segment_of = np.arange(self._count, self._count + len(values)) // self._size
+        num_whole, self._count = divmod(self._count + len(values), self._size)
+        sums = np.bincount(segment_of, values, num_whole + 1)
+        sums[0] += self._sum
+        *whole, self._sum = sums.tolist()
+        self._segments += [total / self._size for total in whole]
+        while len(self._segments) >= MAX_SEGMENTS:  # merge neighbors
+            if len(self._segments) % 2:
+                self._sum += self._segments.pop() * self._size
+                self._count += self._size
             self._segments = [(a + b) / 2 for a, b in zip(self._segments[::2], self._segments[1::2])]
             self._size *= 2
 
@@ -99,61 +115,89 @@ class MetricHistory:
     def __init__(self) -> None:
         self.step, self.time = 0, 0.0
         self.steps_per_epoch: int | None = None
+        self._rows: list[tuple[int, Mapping[str, float]]] = []  # step and metrics that are not in the series yet
         self._series: dict[str, MetricSeries] = defaultdict(MetricSeries)
-        self._epoch: int | None = None
-        self._sums: dict[str, tuple[float, int]] = {}
+        self._epoch = math.inf  # no row is above the first one's
+        self._sums: dict[str, tuple[float, int]] = {}  # sum and number of the values of the present epoch
         self._epochs: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_EPOCHS))
         self._num_epochs: dict[str, int] = defaultdict(int)
 
     def add(self, step: int, metrics: Mapping[str, float], time: float = 0.0) -> None:
         """Add a row that was logged at `time`, in seconds since 1970."""
         self.step, self.time = max(step, self.step), time
-        epoch = metrics.get(EPOCH)
-        if epoch is not None and not math.isfinite(epoch):  # a damaged file can have any number
-            epoch = None
-        if epoch is not None:
-            self._enter_epoch(math.ceil(epoch - 1e-9))
-            self.steps_per_epoch = round(step / epoch) if epoch > 1e-9 else self.steps_per_epoch
-        for name, value in metrics.items():
-            if name in KEY_COLUMNS:
-                continue
-            self._series[name].add(step, value)
-            if epoch is not None and math.isfinite(value):
-                total, count = self._sums.get(name, (0.0, 0))
-                self._sums[name] = total + value, count + 1
-        if epoch is not None and abs(epoch - round(epoch)) < 1e-9:
-            self._close_epoch()
+        epoch = metrics.get(EPOCH, math.nan)
+        if math.isfinite(epoch) and epoch > 1e-9:  # a damaged file can have any number
+            self.steps_per_epoch = round(step / epoch)
+        self._rows.append((step, dict(metrics)))
+        if len(self._rows) == MAX_BUFFERED:
+            self._flush()
 
     def series(self, name: str) -> MetricSeries:
         """A metric; empty if it was never logged."""
+        self._flush()
         return self._series[name] if name in self._series else MetricSeries()
 
     def epochs(self, name: str) -> Array:
         """Means of a metric over the last complete epochs, the oldest first."""
+        self._flush()
         return np.array(self._epochs[name]) if name in self._epochs else np.empty(0)
 
     def num_epochs(self, name: str) -> int:
         """Complete epochs in which a metric was logged, including those whose means are no longer kept."""
+        self._flush()
         return self._num_epochs.get(name, 0)
 
-    def _enter_epoch(self, epoch: int) -> None:
-        if self._epoch is not None and epoch > self._epoch:
-            self._close_epoch()
-        self._epoch = epoch
+    def _flush(self) -> None:
+        """Add the rows so far to the series and to the epochs."""
+        if not self._rows:
+            return
+        steps, rows = zip(*self._rows)
+        self._rows, all_steps = [], np.array(steps)
+        columns = {name: column for name, column in columns_of(rows).items() if name not in KEY_COLUMNS}
+        for name, (places, values) in columns.items():
+            self._series[name].add(all_steps[places], values)
+        if EPOCH in columns:
+            self._add_to_epochs(columns, len(rows))
 
-    def _close_epoch(self) -> None:
-        for name, (total, count) in self._sums.items():
-            self._epochs[name].append(total / count)
-            self._num_epochs[name] += 1
-        self._sums = {}
+    def _add_to_epochs(self, columns: Columns, num_rows: int) -> None:
+        """Add the rows that have an epoch to its sums, and keep the means of the epochs that are over."""
+        places, epochs = columns[EPOCH]
+        places, epochs = places[np.isfinite(epochs)], epochs[np.isfinite(epochs)]
+        if not len(places):
+            return
+        numbers = np.ceil(epochs - 1e-9)
+        is_last = np.abs(epochs - np.round(epochs)) < 1e-9
+        is_first = np.append(False, is_last[:-1]) | (numbers > np.append(self._epoch, numbers[:-1]))
+        parts = np.full(num_rows, -1)  # by row: number of its epoch, where 0 is the present one
+        parts[places] = np.cumsum(is_first)
+        num_over = int(parts[places[-1]]) + int(is_last[-1])
+        for name in {**columns, **self._sums}:
+            rows, values = columns.get(name, NO_COLUMN)
+            epoch_of = parts[rows]
+            is_counted = (epoch_of >= 0) & np.isfinite(values)
+            epoch_of, values = epoch_of[is_counted], values[is_counted]
+            sums, counts = np.bincount(epoch_of, values, num_over + 1), np.bincount(epoch_of, None, num_over + 1)
+            total, count = self._sums.get(name, (0.0, 0))
+            sums[0], counts[0] = sums[0] + total, counts[0] + count
+            self._sums[name] = float(sums[num_over]), int(counts[num_over])
+            if num_over:
+                is_logged = counts[:num_over] > 0
+                means = sums[:num_over][is_logged] / counts[:num_over][is_logged]
+                self._epochs[name].extend(means[-MAX_EPOCHS:].tolist())
+                self._num_epochs[name] += len(means)
+        self._epoch = float(numbers[-1])
 
 
 def effective_rows(rows: Iterator[dict[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Rows of `metrics.jsonl`, without those of steps that a later one of the attempts in `run.json` repeated."""
-    first_steps = {each["attempt"]: each.get("first_step") for each in attempts}
+    first_steps = {each["attempt"]: first for each in attempts if (first := each.get("first_step")) is not None}
+    last_steps: dict[int, float] = {}  # by attempt: from where on a later one repeated it
     for row in rows:
-        later = (first for number, first in first_steps.items() if number > row["attempt"] and first is not None)
-        if row["step"] <= min(later, default=row["step"]):
+        attempt = row["attempt"]
+        if attempt not in last_steps:
+            later = (first for number, first in first_steps.items() if number > attempt)
+            last_steps[attempt] = min(later, default=math.inf)
+        if row["step"] <= last_steps[attempt]:
             yield row
 
 
@@ -183,6 +227,43 @@ def read_history(
             continue
         if snapshot is None and snapshot_at is not None and row["step"] > snapshot_at:
             snapshot = copy.deepcopy(history)
-        metrics = {name: float(value) for name, value in row.items() if name not in KEY_COLUMNS}
-        history.add(row["step"], metrics, row["time"])
+        history.add(row["step"], row, row["time"])
     return history, snapshot or history
+
+
+# Rows to columns
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
+    """The values of some rows by metric; a value that is not a number is skipped."""
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):  # rows with the same metrics become columns together
+        groups[tuple(row)].append(place)
+    parts: dict[str, list[tuple[NDArray[np.int64], Array]]] = defaultdict(list)
+    for names, members in groups.items():
+        places = np.array(members)
+        columns = zip(*(rows[place].values() for place in members)) if names else ()
+        for name, values in zip(names, columns):
+            numbers = _as_numbers(values)
+            if numbers is None:
+                kept = [index for index, value in enumerate(values) if is_number(value)]
+                parts[name].append((places[kept], np.array([values[index] for index in kept], np.float64)))
+            else:
+                parts[name].append((places, numbers))
+    return {name: joined for name, found in parts.items() if len((joined := _in_order(found))[0])}
+
+
+def _as_numbers(values: Sequence[Any]) -> Array | None:
+    try:
+        numbers = np.array(values, np.float64)  # "NaN" and "Infinity" too, as the file spells them
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return numbers if numbers.ndim == 1 else None  # lists of equal lengths become a matrix
+
+
+def _in_order(parts: Sequence[tuple[NDArray[np.int64], Array]]) -> tuple[NDArray[np.int64], Array]:
+    if len(parts) == 1:
+        return parts[0]
+    places, values = (np.concatenate(each) for each in zip(*parts))
+    order = np.argsort(places, kind="stable")
+    return places[order], values[order]

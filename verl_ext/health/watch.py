@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class HealthMonitor:
 
     def _is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
         is_turn = LOSS in metrics and (step % self._every == 0 or step == self._view.context.total_steps)
-        return is_turn or not VALIDATED.isdisjoint(metrics) or self._view.series(LOSS).nonfinite_streak > 0
+        return is_turn or not VALIDATED.isdisjoint(metrics) or not math.isfinite(metrics.get(LOSS, 0.0))
 
     def _is_news(self, finding: Finding) -> bool:
         """Whether a finding is more serious than the active one of its rule, or has been less serious for a while."""

@@ -119,8 +119,7 @@ def _is_of_validation(name: str) -> bool:
 
 
 def _fields(row: MetricsRow, names: Sequence[str]) -> dict[str, object]:
-    keys = dict(zip(KEY_COLUMNS, (row.step, row.attempt, row.time)))
-    return {**keys, **{name: row.metrics[name] for name in names}}
+    return {**dict(zip(KEY_COLUMNS, row)), **{name: row.metrics[name] for name in names}}
 
 
 def _read_header(path: Path) -> list[str]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_ext.console import warn
 from verl_ext.errors import UserError
@@ -19,40 +19,33 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 EVENTS_FILE = "events.jsonl"
 KEY_COLUMNS = ("step", "attempt", "time")
+READ_BYTES = 1 << 20
+"""Read from `metrics.jsonl` at a time."""
 SampleRow = Mapping[str, str | float | None]
 
 # JSON has no non-finite numbers. Every parser reads these strings, and so does `float` in Python and in JavaScript.
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
-@dataclass(frozen=True)
-class MetricsRow:
+class MetricsRow(NamedTuple):
     """Metrics that were logged together.
 
     Attributes:
         step: optimizer steps since the run began.
         attempt: which start of the run this is, from 1.
         time: when the row was logged, in seconds since 1970.
-        metrics: value by metric name.
+        metrics: value by metric name; in the file of another program, values may be of any kind.
     """
 
     step: int
     attempt: int
     time: float
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class HealthEvent:
-    """A finding of a health rule.
-
-    Attributes:
-        step: optimizer steps since the run began.
-        name: of the rule.
-        level: ok, notice, warning or alarm.
-        text: one or two sentences.
-        time: seconds since 1970.
-    """
+    """A finding of a health rule, whose name it has; `level` is ok, notice, warning or alarm."""
 
     step: int
     name: str
@@ -66,12 +59,7 @@ class HealthEvent:
 
 
 class JsonlFile:
-    """Appends records, one JSON object per line; without a record, there is no file.
-
-    Args:
-        path: of the file.
-        attempt: which start of the run writes here, from 1.
-    """
+    """Appends the records of an attempt, one JSON object per line; without a record, there is no file."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._path, self._attempt = path, attempt
@@ -147,7 +135,8 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of `read_metrics` one at a time, without holding them all in memory."""
     unreadable = None
     try:
-        with open(path, "rb") as file:
+        # few reads, because each lets another thread of the monitor run first
+        with open(path, "rb", buffering=READ_BYTES) as file:
             for number, line in enumerate(file, start=1):
                 if unreadable is not None:
                     warn(f"skipped line {unreadable} of {path}, which is not a row of metrics")
@@ -186,24 +175,39 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     row = _object(line)
     if row is None or not _has_key_columns(row):
         return None
-    row = {name: float(value) if value in _NON_FINITE else value for name, value in row.items()}
-    return row if all(map(_is_number, row.values())) else None
+    for name, value in row.items():
+        if type(value) is float:
+            continue
+        if not is_number(value):
+            return None
+        if isinstance(value, str):
+            row[name] = float(value)
+    return row
 
 
 def _has_key_columns(row: dict[str, Any]) -> bool:
-    has_counts = all(type(row.get(name)) is int and 0 <= row[name] < 2**63 for name in ("step", "attempt"))
-    return has_counts and _is_number(row.get("time")) and 0 <= row["time"] < LATEST
+    step, attempt, time = map(row.get, KEY_COLUMNS)
+    if type(step) is not int or type(attempt) is not int or not (type(time) is float or type(time) is int):
+        return False
+    return 0 <= step < 2**63 and 0 <= attempt < 2**63 and 0 <= time < LATEST
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a float can hold it, perhaps rounded."""
+def is_number(value: Any) -> bool:
+    """Whether a value of `metrics.jsonl` is a number, which a float can hold, perhaps rounded."""
+    if isinstance(value, str):
+        return value in _NON_FINITE
     return type(value) is float or (type(value) is int and abs(value) < 10**300)
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
     """The JSON object of a line, or None if the line is none."""
+    import orjson  # here, because --help needs no package
+
     try:
-        value = parse_json(line)
-    except ValueError:  # bytes that are not UTF-8 raise it too
-        return None
+        value = orjson.loads(line)
+    except ValueError:
+        try:
+            value = parse_json(line)  # slower, and also takes NaN
+        except ValueError:  # bytes that are not UTF-8 raise it too
+            return None
     return value if isinstance(value, dict) else None

@@ -35,10 +35,6 @@ class RunIdentity(TypedDict, total=False):
     precision: str | None
 
 
-_IDENTITY_KEYS = (
-    "project", "experiment", "stage", "recipe", "total_steps", "config_digest", "untrained_loss", "first_start",
-    "precision",
-)  # fmt: skip
 _TEXT, _COUNT = (str, type(None)), (int, type(None))
 _PRECISIONS = ("bf16", "fp32", None)
 _TYPES = {
@@ -57,10 +53,9 @@ _LARGEST_INT = 2**63 - 1  # what the monitor's database can hold
 
 
 class RunRecord:
-    """Reads and updates the `run.json` of a run directory; only one process at a time may update it.
+    """Reads and updates the `run.json` of a run directory, which need not exist yet.
 
-    Args:
-        run_dir: the run directory, which need not exist yet.
+    Only one process at a time may update it.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -250,7 +245,7 @@ def seconds_of(moment: Any) -> float | None:
 
 
 def _new_run() -> dict[str, Any]:
-    return {"status": "waiting", **dict.fromkeys(_IDENTITY_KEYS), "attempts": []}
+    return {"status": "waiting", **dict.fromkeys((*RunIdentity.__annotations__, "total_steps")), "attempts": []}
 
 
 def _is_run(run: Any) -> bool:

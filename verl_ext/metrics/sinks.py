@@ -197,12 +197,7 @@ class LogFileSink(ConsoleSink):
 
 
 class ProgressBar:
-    """A bar over the steps of a run; drawn only on a terminal.
-
-    Args:
-        total_steps: optimizer steps of the whole run.
-        initial: steps of earlier attempts.
-    """
+    """A bar over the steps of a run, of which earlier attempts did `initial`; drawn only on a terminal."""
 
     def __init__(self, total_steps: int, initial: int = 0) -> None:
         self._bar = progress_bar(total=total_steps, initial=initial, desc="training", unit="steps")

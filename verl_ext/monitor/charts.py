@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from verl_ext.health.context import schedule_of
+from verl_ext.health.trend import Array
 from verl_ext.metrics.registry import METRICS
-from verl_ext.monitor.curves import Array, RunCurves, is_worth_smoothing, smooth
+from verl_ext.monitor.curves import RunCurves, is_worth_smoothing, smooth
 from verl_ext.monitor.text import translate
 
 MAIN, OTHER = "main", "other"
@@ -19,28 +20,27 @@ MAIN, OTHER = "main", "other"
 COLORS = ("#3b82f6", "#ef4444", "#10b981", "#f59e0b", "#8b5cf6", "#ec4899", "#14b8a6", "#84cc16", "#64748b", "#f97316")
 GREY = "#9ca3af"
 RED = "#ef4444"
+GREEN = "#10b981"
+ERROR_COLORS = {
+    "success": GREEN,
+    "wrong_answer": "#f59e0b",
+    "syntax_error": RED,
+    "runtime_error": "#ec4899",
+    "timeout": "#8b5cf6",
+    "api_error": "#64748b",
+}
+"""By the error type of an answer."""
 FAINT = 0.25
 """Opacity of the curve behind its smoothed one."""
 SCHEDULE_POINTS = 500
 
 
-class Bilingual(NamedTuple):
-    """A text in English and Chinese."""
-
-    en: str
-    zh: str
-
-    def in_language(self, language: str) -> str:
-        """The text in `en` or `zh`."""
-        return self.zh if language == "zh" else self.en
-
-
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
+    """One chart, with its texts in English and Chinese.
 
     Attributes:
-        title: the English one also names it in files and tests.
+        name: its title, and its name in files and tests.
         hint: what it means, its ideal trend, and what an anomaly points to.
         metrics: the ones it shows, as far as a run has them.
         place: `MAIN` or `OTHER`.
@@ -50,8 +50,10 @@ class Chart:
         with_schedule: whether the learning rate that the recipe asks for is drawn too, and nothing is smoothed.
     """
 
-    title: Bilingual
-    hint: Bilingual
+    name: str
+    name_zh: str
+    hint: str
+    hint_zh: str
     metrics: tuple[str, ...]
     place: str = OTHER
     needs: str = ""
@@ -59,202 +61,176 @@ class Chart:
     line: float | None = None
     with_schedule: bool = False
 
-    @property
-    def name(self) -> str:
-        """Its title in English."""
-        return self.title.en
+    def texts(self, language: str) -> tuple[str, str]:
+        """Title and hint in `en` or `zh`."""
+        return (self.name_zh, self.hint_zh) if language == "zh" else (self.name, self.hint)
 
 
 _TIMES = ("step", "data", "forward_backward", "optimizer", "rollout", "reward", "advantages", "shard", "update", "save")
 CHARTS = (
     Chart(
-        Bilingual("Loss", "损失曲线"),
-        Bilingual(
-            "Distance between the model's predictions and the references. It falls quickly at first, then "
-            "flattens. A sudden rise suggests a learning rate that is too high; a lasting rise or strong "
-            "oscillation, unstable training. A policy loss (GRPO) may be negative and only has to stay bounded.",
-            "模型预测与真实标签之间的差距。理想趋势：初期快速下降，之后趋于平稳。突然上升可能是学习率过大；持续上升"
-            "或剧烈震荡表示训练不稳定。GRPO 的策略损失可以为负，稳定即可。",
-        ),
+        "Loss",
+        "损失曲线",
+        "Distance between the model's predictions and the references. It falls quickly at first, then flattens. A "
+        "sudden rise suggests a learning rate that is too high; a lasting rise or strong oscillation, unstable "
+        "training. A policy loss (GRPO) may be negative and only has to stay bounded.",
+        "模型预测与真实标签之间的差距。理想趋势：初期快速下降，之后趋于平稳。突然上升可能是学习率过大；持续上升或剧烈"
+        "震荡表示训练不稳定。GRPO 的策略损失可以为负，稳定即可。",
         ("train/loss",),
         MAIN,
     ),
     Chart(
-        Bilingual("Perplexity", "困惑度曲线"),
-        Bilingual(
-            "exp(loss): among how many tokens the model hesitates on average. It falls with the loss; lower is "
-            "better, usually between 1 and a few dozen.",
-            "exp(loss)：模型平均在多少个候选词中犹豫。理想趋势：与损失同步下降，越低越好，通常为个位数到几十。",
-        ),
+        "Perplexity",
+        "困惑度曲线",
+        "exp(loss): among how many tokens the model hesitates on average. It falls with the loss; lower is better, "
+        "usually between 1 and a few dozen.",
+        "exp(loss)：模型平均在多少个候选词中犹豫。理想趋势：与损失同步下降，越低越好，通常为个位数到几十。",
         ("train/perplexity",),
         MAIN,
     ),
     Chart(
-        Bilingual("Rewards", "奖励"),
-        Bilingual(
-            "Mean total reward of the samples. It rises, then stays high; single steps are noisy, so look at the "
-            "smoothed curve and at validation. A reward that stays negative or flat suggests reward weights or a "
-            "learning rate that do not fit.",
-            "样本总奖励的均值。理想趋势：逐渐提升并稳定在较高值；单步波动正常，应看平滑曲线和验证值。一直为负或不提"
-            "升时，应检查奖励权重或学习率。",
-        ),
+        "Rewards",
+        "奖励",
+        "Mean total reward of the samples. It rises, then stays high; single steps are noisy, so look at the "
+        "smoothed curve and at validation. A reward that stays negative or flat suggests reward weights or a "
+        "learning rate that do not fit.",
+        "样本总奖励的均值。理想趋势：逐渐提升并稳定在较高值；单步波动正常，应看平滑曲线和验证值。一直为负或不提升时，"
+        "应检查奖励权重或学习率。",
         ("train/reward_total_mean", "eval/reward_total_mean"),
         MAIN,
     ),
     Chart(
-        Bilingual("Reward by function", "各奖励函数"),
-        Bilingual(
-            "Weighted contribution of each reward function. All should improve; one that falls while the total "
-            "rises is being traded away.",
-            "各奖励函数的加权贡献。理想趋势：都在提升；总奖励上升而某一项下降，说明它被牺牲了。",
-        ),
+        "Reward by function",
+        "各奖励函数",
+        "Weighted contribution of each reward function. All should improve; one that falls while the total rises is "
+        "being traded away.",
+        "各奖励函数的加权贡献。理想趋势：都在提升；总奖励上升而某一项下降，说明它被牺牲了。",
         (),
         MAIN,
     ),
     Chart(
-        Bilingual("Accuracy", "准确率"),
-        Bilingual(
-            "How well answers match the references, from 0 to 1. It rises, then stays at a level that depends on "
-            "the data set. Zero throughout points to missing references.",
-            "答案与标准答案的匹配程度（0 到 1）。理想趋势：逐渐提升后稳定，水平取决于数据集。一直为 0 说明缺少标准"
-            "答案。",
-        ),
+        "Accuracy",
+        "准确率",
+        "How well answers match the references, from 0 to 1. It rises, then stays at a level that depends on the "
+        "data set. Zero throughout points to missing references.",
+        "答案与标准答案的匹配程度（0 到 1）。理想趋势：逐渐提升后稳定，水平取决于数据集。一直为 0 说明缺少标准答案。",
         ("train/accuracy_mean", "eval/accuracy_mean"),
         MAIN,
     ),
     Chart(
-        Bilingual("Latency and budget", "延迟与预算"),
-        Bilingual(
-            "Latency of the chosen configurations beside the budget, in ms. It settles close to the budget and "
-            "below it.",
-            "所选配置的延迟与预算（毫秒）。理想趋势：逐渐稳定在预算附近且不超过预算。",
-        ),
+        "Latency and budget",
+        "延迟与预算",
+        "Latency of the chosen configurations beside the budget, in ms. It settles close to the budget and below it.",
+        "所选配置的延迟与预算（毫秒）。理想趋势：逐渐稳定在预算附近且不超过预算。",
         ("train/latency_ms_mean", "eval/latency_ms_mean", "train/budget_ms_mean"),
         MAIN,
     ),
     Chart(
-        Bilingual("Violation rate", "预算违反率"),
-        Bilingual(
-            "Share of the configurations whose latency exceeds the budget. It falls below 5 % (the line).",
-            "延迟超过预算的配置比例。理想趋势：逐渐降低到 5 %（标线）以下。",
-        ),
+        "Violation rate",
+        "预算违反率",
+        "Share of the configurations whose latency exceeds the budget. It falls below 5 % (the line).",
+        "延迟超过预算的配置比例。理想趋势：逐渐降低到 5 %（标线）以下。",
         ("train/budget_violation_mean", "eval/budget_violation_mean"),
         MAIN,
         line=0.05,
     ),
     Chart(
-        Bilingual("Gradient norm", "梯度范数"),
-        Bilingual(
-            "L2 norm of the gradient before clipping: how strongly the weights are pulled. It stays stable, "
-            "usually between 0.1 and 10. Lasting values above 100 mean exploding gradients (lower the learning "
-            "rate, clip); values near 0, vanishing ones.",
-            "裁剪前梯度向量的 L2 范数，反映参数更新幅度。理想趋势：相对稳定，通常在 0.1 到 10 之间。持续大于 100 表"
-            "示梯度爆炸，需降低学习率或裁剪；接近 0 可能是梯度消失。",
-        ),
+        "Gradient norm",
+        "梯度范数",
+        "L2 norm of the gradient before clipping: how strongly the weights are pulled. It stays stable, usually "
+        "between 0.1 and 10. Lasting values above 100 mean exploding gradients (lower the learning rate, clip); "
+        "values near 0, vanishing ones.",
+        "裁剪前梯度向量的 L2 范数，反映参数更新幅度。理想趋势：相对稳定，通常在 0.1 到 10 之间。持续大于 100 表示梯度"
+        "爆炸，需降低学习率或裁剪；接近 0 可能是梯度消失。",
         ("train/grad_norm",),
     ),
     Chart(
-        Bilingual("Learning rate and its schedule", "学习率曲线（与调度）"),
-        Bilingual(
-            "The learning rate in use, and dashed the one that the recipe asks for. Both agree: a warm-up from 0, "
-            "then the decay of the schedule.",
-            "当前使用的学习率，虚线为配置要求的调度。理想趋势：两者重合，预热阶段从 0 上升，之后按调度平滑下降。",
-        ),
+        "Learning rate and its schedule",
+        "学习率曲线（与调度）",
+        "The learning rate in use, and dashed the one that the recipe asks for. Both agree: a warm-up from 0, then "
+        "the decay of the schedule.",
+        "当前使用的学习率，虚线为配置要求的调度。理想趋势：两者重合，预热阶段从 0 上升，之后按调度平滑下降。",
         ("train/lr(1e-3)",),
         scale=1e-3,
         with_schedule=True,
     ),
     Chart(
-        Bilingual("Evaluation loss", "评估损失"),
-        Bilingual(
-            "Loss on the validation set beside the training loss. Both fall together with a small gap. A "
-            "validation loss that rises while the training loss falls means overfitting; prefer the checkpoint "
-            "before the rise.",
-            "在评估集上计算的损失与训练损失。理想趋势：同步下降，差距不过大。训练损失下降而评估损失上升 = 过拟合，"
-            "应选择上升之前的检查点。",
-        ),
+        "Evaluation loss",
+        "评估损失",
+        "Loss on the validation set beside the training loss. Both fall together with a small gap. A validation loss "
+        "that rises while the training loss falls means overfitting; prefer the checkpoint before the rise.",
+        "在评估集上计算的损失与训练损失。理想趋势：同步下降，差距不过大。训练损失下降而评估损失上升 = 过拟合，应选择"
+        "上升之前的检查点。",
         ("val/loss", "train/loss"),
         needs="val/loss",
     ),
     Chart(
-        Bilingual("Training speed", "训练速度曲线"),
-        Bilingual(
-            "Samples, tokens or configurations per second. It stays level, with short dips at saves and "
-            "validations. Strong swings or a low level suggest slow data loading.",
-            "每秒处理的样本、词元或配置数。理想趋势：保持稳定，保存检查点和评估时短暂下降。剧烈波动或持续偏低，可能"
-            "是 I/O 瓶颈。",
-        ),
+        "Training speed",
+        "训练速度曲线",
+        "Samples, tokens or configurations per second. It stays level, with short dips at saves and validations. "
+        "Strong swings or a low level suggest slow data loading.",
+        "每秒处理的样本、词元或配置数。理想趋势：保持稳定，保存检查点和评估时短暂下降。剧烈波动或持续偏低，可能是 "
+        "I/O 瓶颈。",
         ("throughput/train/samples_per_s", "throughput/train/valid_tokens_per_s", "throughput/train/configs_per_s"),
     ),
     Chart(
-        Bilingual("Step time", "每步时间"),
-        Bilingual(
-            "Seconds of a step. They stay level, with spikes at saves. A lasting rise points to memory that grows "
-            "or to slow data.",
-            "每步训练时间（秒）。理想趋势：稳定，保存检查点时出现尖峰属于正常。持续增长可能是内存增长或数据加载过慢。",
-        ),
+        "Step time",
+        "每步时间",
+        "Seconds of a step. They stay level, with spikes at saves. A lasting rise points to memory that grows or to "
+        "slow data.",
+        "每步训练时间（秒）。理想趋势：稳定，保存检查点时出现尖峰属于正常。持续增长可能是内存增长或数据加载过慢。",
         ("train/time(s)", "time/train/step_s"),
         needs="train/time(s)",
     ),
     Chart(
-        Bilingual("Advantages", "优势"),
-        Bilingual(
-            "Advantages of the samples within their groups. The mean is about 0 and the spread stays bounded; a "
-            "standard deviation of 0 means that groups give no signal.",
-            "组内样本的优势值。理想趋势：均值约为 0，离散程度有界；标准差为 0 表示组内没有学习信号。",
-        ),
+        "Advantages",
+        "优势",
+        "Advantages of the samples within their groups. The mean is about 0 and the spread stays bounded; a standard "
+        "deviation of 0 means that groups give no signal.",
+        "组内样本的优势值。理想趋势：均值约为 0，离散程度有界；标准差为 0 表示组内没有学习信号。",
         ("train/adv_mean", "train/adv_std", "train/adv_min", "train/adv_max"),
     ),
     Chart(
-        Bilingual("Entropy", "熵"),
-        Bilingual(
-            "Entropy of the distributions that actions are sampled from. It falls slowly. A sudden collapse means "
-            "that the policy stops exploring; a rise, that it becomes random.",
-            "采样分布的熵。理想趋势：缓慢下降。突然塌缩表示策略不再探索；上升表示策略趋于随机。",
-        ),
+        "Entropy",
+        "熵",
+        "Entropy of the distributions that actions are sampled from. It falls slowly. A sudden collapse means that "
+        "the policy stops exploring; a rise, that it becomes random.",
+        "采样分布的熵。理想趋势：缓慢下降。突然塌缩表示策略不再探索；上升表示策略趋于随机。",
         ("train/entropy",),
     ),
     Chart(
-        Bilingual("Completion and prompt length", "回答与提示长度"),
-        Bilingual(
-            "Mean length in tokens. Prompts stay level; completions change slowly. Growth up to the limit suggests "
-            "truncated answers or a reward for length.",
-            "平均长度（词元）。理想趋势：提示长度稳定，回答长度缓慢变化。持续增长到上限说明回答被截断，或奖励偏向长"
-            "度。",
-        ),
+        "Completion and prompt length",
+        "回答与提示长度",
+        "Mean length in tokens. Prompts stay level; completions change slowly. Growth up to the limit suggests "
+        "truncated answers or a reward for length.",
+        "平均长度（词元）。理想趋势：提示长度稳定，回答长度缓慢变化。持续增长到上限说明回答被截断，或奖励偏向长度。",
         ("train/seq_completion_len_mean", "train/seq_prompt_len_mean"),
     ),
     Chart(
-        Bilingual("Engine against trainer", "引擎与训练器的对数概率差"),
-        Bilingual(
-            "Distance between the engine's and the trainer's log-probabilities of the same tokens. It stays small "
-            "and level; growth means that the rollouts no longer come from the trained policy.",
-            "推理引擎与训练器对同一词元的对数概率之差。理想趋势：小且稳定；增大说明采样已偏离当前策略。",
-        ),
+        "Engine against trainer",
+        "引擎与训练器的对数概率差",
+        "Distance between the engine's and the trainer's log-probabilities of the same tokens. It stays small and "
+        "level; growth means that the rollouts no longer come from the trained policy.",
+        "推理引擎与训练器对同一词元的对数概率之差。理想趋势：小且稳定；增大说明采样已偏离当前策略。",
         ("train/rollout_logprob_diff_mean", "train/rollout_logprob_diff_max"),
     ),
     Chart(
-        Bilingual("Time by part", "各阶段耗时"),
-        Bilingual(
-            "Seconds of each part of a step. The parts stay level, and computing takes the largest share; a large "
-            "part for data means that the GPUs wait.",
-            "每步各阶段耗时（秒）。理想趋势：各部分稳定，计算占主要部分；数据部分过大说明 GPU 在等待。",
-        ),
+        "Time by part",
+        "各阶段耗时",
+        "Seconds of each part of a step. The parts stay level, and computing takes the largest share; a large part "
+        "for data means that the GPUs wait.",
+        "每步各阶段耗时（秒）。理想趋势：各部分稳定，计算占主要部分；数据部分过大说明 GPU 在等待。",
         tuple(f"time/train/{part}_s" for part in _TIMES),
     ),
     Chart(
-        Bilingual("Memory and disk", "内存与磁盘"),
-        Bilingual(
-            "Peak memory and free disk space in GiB. Memory is level after the first steps; free space falls until "
-            "rotation removes old checkpoints, then stays.",
-            "内存峰值与磁盘剩余空间（GiB）。理想趋势：内存在最初几步后保持稳定；磁盘空间在旧检查点开始轮换后不再减少。",
-        ),
+        "Memory and disk",
+        "内存与磁盘",
+        "Peak memory and free disk space in GiB. Memory is level after the first steps; free space falls until "
+        "rotation removes old checkpoints, then stays.",
+        "内存峰值与磁盘剩余空间（GiB）。理想趋势：内存在最初几步后保持稳定；磁盘空间在旧检查点开始轮换后不再减少。",
         ("system/peak_memory_gib", "system/disk_free_gib"),
     ),
 )
-KNOWN_MEANS = {
-    match.group(1) for match in (re.match(r"train/(\w+)_mean$", name) for name in METRICS) if match is not None
-}
 
 
 def charts_for(metrics: Collection[str]) -> list[Chart]:
@@ -270,21 +246,14 @@ def charts_for(metrics: Collection[str]) -> list[Chart]:
 
 def reward_functions(metrics: Collection[str]) -> tuple[str, ...]:
     """Metrics of reward functions: means over the training samples that the registry does not have."""
-    means = (re.match(r"train/(\w+)_mean$", name) for name in sorted(metrics))
-    return tuple(match.group(0) for match in means if match and match.group(1) not in KNOWN_MEANS)
+    return tuple(name for name in sorted(metrics) if re.fullmatch(r"train/\w+_mean", name) and name not in METRICS)
 
 
 def schedule_points(config: Mapping[str, Any], total_steps: int | None, curves: RunCurves) -> list[tuple[int, float]]:
-    """The learning rate that the recipe asks for, on the axis of the last attempt; empty if none is fixed.
-
-    Args:
-        config: of the run; another version's may lack keys.
-        total_steps: of the run.
-        curves: of the run, locked.
-    """
+    """The learning rate that the recipe asks for, on the axis of the last attempt; empty if none is fixed."""
     try:
         schedule = schedule_of(config, total_steps, curves.steps_per_epoch)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the configuration of another version
         return []
     if schedule is None or not total_steps:
         return []
@@ -298,14 +267,7 @@ def schedule_points(config: Mapping[str, Any], total_steps: int | None, curves: 
 
 @dataclass(frozen=True)
 class ChartStyle:
-    """How charts are drawn.
-
-    Attributes:
-        smoothing: weight of `smooth`, 0 for none.
-        language: of the words, en or zh.
-        dark: whether the page is dark.
-        log_scale: whether charts of positive values have a logarithmic axis.
-    """
+    """How charts are drawn; see the attributes of `PageState`."""
 
     smoothing: float
     language: str = "en"
@@ -316,14 +278,7 @@ class ChartStyle:
 def chart_options(
     curves: RunCurves, chart: Chart, style: ChartStyle, schedule: Sequence[tuple[int, float]] = ()
 ) -> dict[str, Any]:
-    """One chart of one run.
-
-    Args:
-        curves: of the run, locked.
-        chart: which metrics.
-        style: of the page.
-        schedule: points of the learning rate that the recipe asks for.
-    """
+    """One chart of one run, whose lock the caller holds; `schedule` is from `schedule_points`."""
     weight = 0.0 if chart.with_schedule else style.smoothing
     series = [
         line
@@ -336,7 +291,7 @@ def chart_options(
         dashed = {"type": "dashed", "width": 1.5, "color": GREY}
         series.append({**_line(names[-1], GREY), "lineStyle": dashed, "data": [list(point) for point in schedule]})
     series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, style.language)}
-    return _with_series(series, names, style)
+    return _curve_options(series, names, style)
 
 
 def comparison_options(runs: Mapping[str, RunCurves], metric: str, style: ChartStyle) -> dict[str, Any]:
@@ -346,15 +301,14 @@ def comparison_options(runs: Mapping[str, RunCurves], metric: str, style: ChartS
         with curves.lock:
             if metric in curves.envelopes:
                 series += _lines(curves, metric, color, style.smoothing, name=name)
-    return _with_series(series, list(runs), style)
+    return _curve_options(series, list(runs), style)
 
 
-def _with_series(series: list[dict[str, Any]], names: Sequence[str], style: ChartStyle) -> dict[str, Any]:
-    """The options of a chart of curves."""
-    frame = _frame(style.dark)
+def _curve_options(series: list[dict[str, Any]], names: Sequence[str], style: ChartStyle) -> dict[str, Any]:
+    options = _options(series, names, style.dark)
     if style.log_scale and all(value > 0 for line in series for _, value in line["data"]):
-        frame["yAxis"]["type"] = "log"
-    return {**frame, "legend": _legend(names, style.dark), "series": series, "color": list(COLORS)}
+        options["yAxis"]["type"] = "log"
+    return options
 
 
 def rates_options(
@@ -364,40 +318,36 @@ def rates_options(
 
     Args:
         steps: of the checkpoints, rising.
-        rates: for each step the rate and its bounds, by name.
+        rates: by name, the rate and its bounds for each step.
         best: step of the chosen checkpoint.
-        dark: whether the page is dark.
     """
     series: list[dict[str, Any]] = []
     for (name, values), color in zip(rates.items(), COLORS):
-        points = [[step, value[0]] for step, value in zip(steps, values)]
-        series.append({"name": name, "type": "line", "data": points, "itemStyle": {"color": color}})
-        series[-1] |= {"symbol": "circle", "symbolSize": 8}
+        points = [[step, rate] for step, (rate, _, _) in zip(steps, values)]
+        series.append({**_line(name, color), "data": points, "symbol": "circle", "symbolSize": 8, "showSymbol": True})
         for step, (_, low, high) in zip(steps, values):
             style = {"color": color, "width": 2, "opacity": 0.6}
             ends = {"data": [[step, low], [step, high]], "lineStyle": style, "symbol": "none", "silent": True}
             series.append({"name": name, "type": "line", "tooltip": {"show": False}, **ends})
     if best is not None and series:
-        mark = {"xAxis": best, "lineStyle": {"color": "#10b981"}, "label": {"formatter": "★", "color": "#10b981"}}
+        mark = {"xAxis": best, "lineStyle": {"color": GREEN}, "label": {"formatter": "★", "color": GREEN}}
         series[0]["markLine"] = {"silent": True, "symbol": "none", "data": [mark]}
-    frame = _frame(dark)
-    frame["yAxis"] |= {"min": 0, "max": 1}
-    return {**frame, "legend": _legend(list(rates), dark), "series": series}
+    options = _options(series, list(rates), dark)
+    options["yAxis"] |= {"min": 0, "max": 1}
+    return options
 
 
 def errors_options(steps: Sequence[int], shares: Mapping[str, Sequence[float]], dark: bool) -> dict[str, Any]:
     """The error types of each checkpoint's answers as stacked bars."""
-    colors = {"success": "#10b981", "wrong_answer": "#f59e0b", "syntax_error": "#ef4444", "runtime_error": "#ec4899"}
-    colors |= {"timeout": "#8b5cf6", "api_error": "#64748b"}
     series = [
-        {"name": name, "type": "bar", "stack": "all", "data": list(values), "itemStyle": {"color": colors[name]}}
+        {"name": name, "type": "bar", "stack": "all", "data": list(values), "itemStyle": {"color": ERROR_COLORS[name]}}
         for name, values in shares.items()
     ]
-    frame = _frame(dark)
-    frame["xAxis"] |= {"type": "category", "data": [str(step) for step in steps]}
-    frame["yAxis"] |= {"min": 0, "max": 1}
-    del frame["dataZoom"], frame["toolbox"]["feature"]["dataZoom"], frame["toolbox"]["feature"]["restore"]
-    return {**frame, "legend": _legend(list(shares), dark), "series": series, "color": [*colors.values()]}
+    options = _options(series, list(shares), dark)
+    options["xAxis"] |= {"type": "category", "data": [str(step) for step in steps]}
+    options["yAxis"] |= {"min": 0, "max": 1}
+    del options["dataZoom"], options["toolbox"]["feature"]["dataZoom"], options["toolbox"]["feature"]["restore"]
+    return options
 
 
 def _lines(
@@ -422,15 +372,11 @@ def _line(name: str, color: str) -> dict[str, Any]:
 
 def _marks(curves: RunCurves, chart: Chart, language: str) -> list[dict[str, Any]]:
     """Where attempts begin, and the chart's own line."""
-    attempt_style = {"lineStyle": {"color": GREY, "type": "dotted"}}
-    marks: list[dict[str, Any]] = [
-        {
-            "xAxis": place,
-            **attempt_style,
-            "label": {"formatter": translate(language, "attempt {}").format(attempt), "color": GREY, "fontSize": 11},
-        }
-        for attempt, place in [*curves.starts.items()][1:]
-    ]
+    marks: list[dict[str, Any]] = []
+    for attempt, place in [*curves.starts.items()][1:]:
+        text = translate(language, "attempt {}").format(attempt)
+        label = {"formatter": text, "color": GREY, "fontSize": 11}
+        marks.append({"xAxis": place, "lineStyle": {"color": GREY, "type": "dotted"}, "label": label})
     if chart.line is not None:
         label = {"formatter": f"{chart.line:g}", "color": RED, "position": "insideEndTop"}
         marks.append({"yAxis": chart.line, "lineStyle": {"color": RED}, "label": label})
@@ -441,17 +387,20 @@ def _pairs(x: Array, values: Array) -> list[list[float]]:
     return [[place, float(f"{value:.6g}")] for place, value in zip(x.tolist(), values.tolist())]
 
 
-def _frame(dark: bool) -> dict[str, Any]:
+def _options(series: list[dict[str, Any]], names: Sequence[str], dark: bool) -> dict[str, Any]:
+    """What all charts share; `names` are those of the legend."""
     ink, rule = ("#d1d5db", "#374151") if dark else ("#4b5563", "#e5e7eb")
     axis = {
         "type": "value",
         "scale": True,
         "axisLabel": {"color": ink, "hideOverlap": True},
         "axisLine": {"lineStyle": {"color": rule}, "onZero": False},
-        "nameTextStyle": {"color": ink},
     }
     tooltip = {"backgroundColor": "#1f2937", "borderColor": rule, "textStyle": {"color": "#f3f4f6"}} if dark else {}
     tools = {"dataZoom": {"yAxisIndex": "none"}, "restore": {"title": "↺"}, "saveAsImage": {"title": "PNG"}}
+    # the toolbox is to the right of the legend, and ECharts ignores a right margin if there is a left one
+    legend_place = {"top": 4, "left": 8, "width": "72%"}
+    legend_style = {"type": "scroll", "icon": "circle", "itemHeight": 10, "itemWidth": 10, "itemGap": 8}
     return {
         "animation": False,
         "backgroundColor": "transparent",
@@ -463,19 +412,6 @@ def _frame(dark: bool) -> dict[str, Any]:
         # the wheel alone scrolls the page
         "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "filterMode": "none"}],
         "toolbox": {"right": 8, "top": -4, "itemSize": 13, "iconStyle": {"borderColor": GREY}, "feature": tools},
-    }
-
-
-def _legend(names: Sequence[str], dark: bool) -> dict[str, Any]:
-    return {
-        "data": list(names),
-        "top": 4,
-        "left": 8,
-        "width": "72%",  # the toolbox is to its right, and ECharts ignores a right margin if there is a left one
-        "type": "scroll",
-        "icon": "circle",
-        "itemHeight": 10,
-        "itemWidth": 10,
-        "itemGap": 8,
-        "textStyle": {"fontSize": 11, "color": "#d1d5db" if dark else "#4b5563"},
+        "legend": {"data": list(names), **legend_place, **legend_style, "textStyle": {"fontSize": 11, "color": ink}},
+        "series": series,
     }

@@ -7,35 +7,25 @@ its `dump`, so a restart of the monitor loads a few blobs instead of reading the
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 from scipy.ndimage import uniform_filter1d
 from scipy.signal import lfilter
 
+from verl_ext.health.history import columns_of
+from verl_ext.health.rule import LOSS
 from verl_ext.health.run_directory import PAUSES
+from verl_ext.health.trend import Array
+from verl_ext.metrics.jsonl import MetricsRow
 
 MAX_POINTS = 4000
 """Points that a curve is drawn with."""
 RECENT_STEPS = 50
 """Steps whose speed predicts the time left; earlier ones may have run on another machine."""
 MIN_SMOOTHED_POINTS = 30
-STEP_METRIC = "train/loss"
-"""In every row of a training step."""
-Array = NDArray[np.float64]
-
-
-class MetricRow(NamedTuple):
-    """A line of `metrics.jsonl`; `time` is in seconds since 1970."""
-
-    attempt: int
-    step: int
-    time: float
-    metrics: Mapping[str, Any]
 
 
 class CurveEnvelope:
@@ -128,7 +118,7 @@ class RunCurves:
         self._end = 0
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)  # attempt, step, time
 
-    def add(self, rows: Sequence[MetricRow], first_steps: Mapping[int, int], last_id: int = 0) -> None:
+    def add(self, rows: Sequence[MetricsRow], first_steps: Mapping[int, int], last_id: int = 0) -> None:
         """Append rows in their order.
 
         Args:
@@ -137,19 +127,19 @@ class RunCurves:
             last_id: of the last row in the database.
         """
         x = np.array([self._place(row, first_steps) for row in rows], np.float64)
-        for name, (places, values) in columns_of(rows).items():
+        for name, (places, values) in columns_of([row.metrics for row in rows]).items():
             self.envelopes.setdefault(name, CurveEnvelope()).add(x[places], values)
             self.latest[name] = float(values[-1])
             if name in PAUSES:
                 self.longest_pause_s = float(np.nanmax([self.longest_pause_s, *values]))
         self._recent.extend(
-            (row.attempt, row.step, row.time) for row in rows[-4 * RECENT_STEPS :] if STEP_METRIC in row.metrics
+            (row.attempt, row.step, row.time) for row in rows[-4 * RECENT_STEPS :] if LOSS in row.metrics
         )
         self.last_id = last_id
         self.num_unsaved += len(rows)
         self.version += 1
 
-    def _place(self, row: MetricRow, first_steps: Mapping[int, int]) -> int:
+    def _place(self, row: MetricsRow, first_steps: Mapping[int, int]) -> int:
         """Where a row is on the axis."""
         if row.attempt not in self.offsets:
             first = first_steps.get(row.attempt, max(0, row.step - 1))
@@ -213,48 +203,6 @@ class RunCurves:
             arrays = np.frombuffer(segments).reshape(-1, 6), size, np.frombuffer(pending).reshape(-1, 2)
             curves.envelopes[name] = CurveEnvelope(*arrays)
         return curves
-
-
-def columns_of(rows: Sequence[MetricRow]) -> dict[str, tuple[NDArray[np.int64], Array]]:
-    """The values of each metric, and the rows they are from; a value that is not a number is skipped."""
-    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for place, row in enumerate(rows):  # rows with the same metrics become columns together
-        groups[tuple(row.metrics)].append(place)
-    parts: dict[str, list[tuple[NDArray[np.int64], Array]]] = defaultdict(list)
-    for names, members in groups.items():
-        places = np.array(members)
-        columns = zip(*(rows[place].metrics.values() for place in members)) if names else ()
-        for name, values in zip(names, columns):
-            numbers = _as_numbers(values)
-            if numbers is None:
-                kept = [index for index, value in enumerate(values) if is_number(value)]
-                parts[name].append((places[kept], np.array([values[index] for index in kept], np.float64)))
-            else:
-                parts[name].append((places, numbers))
-    return {name: joined for name, found in parts.items() if len((joined := _in_order(found))[0])}
-
-
-def _as_numbers(values: Sequence[Any]) -> Array | None:
-    try:
-        numbers = np.array(values, np.float64)  # "NaN" and "Infinity" too, as the file spells them
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return numbers if numbers.ndim == 1 else None  # lists of equal lengths become a matrix
-
-
-def _in_order(parts: Sequence[tuple[NDArray[np.int64], Array]]) -> tuple[NDArray[np.int64], Array]:
-    if len(parts) == 1:
-        return parts[0]
-    places, values = (np.concatenate(each) for each in zip(*parts))
-    order = np.argsort(places, kind="stable")
-    return places[order], values[order]
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of `metrics.jsonl` is a number; non-finite ones are spelled out there."""
-    if isinstance(value, str):
-        return value in ("NaN", "Infinity", "-Infinity")
-    return isinstance(value, (int, float)) and abs(value) < 1e300
 
 
 # Smoothing

@@ -18,7 +18,8 @@ import orjson
 
 from verl_ext.errors import UserError
 from verl_ext.files import user_cache_dir
-from verl_ext.monitor.curves import MetricRow, RunCurves
+from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow
+from verl_ext.monitor.curves import RunCurves
 
 VERSION = 4
 SCHEMA = """
@@ -106,17 +107,15 @@ class RunInfo:
         generation: how often another metrics.jsonl took the place of the first.
         unreadable: lines of metrics.jsonl that are not rows.
         record: `run.json` as it was last read.
+        saved_curves: state of `RunCurves` when it was last saved.
         first_start: ISO time of the first attempt; None if there is none.
-        attempt: number of the last attempt; None if there is none. `start`, `end`, `host` and `exit_reason` are its.
+        end: ISO time of the end of the last attempt, whose `host` and `exit_reason` follow.
         levels: the present level of each health rule that has reported something.
         accuracy: the highest `accepted_at_1` of its evaluated checkpoints, with data set and step.
-        saved_curves: state of `RunCurves` when it was last saved.
     """
 
     id: int
     path: str
-    project: str | None
-    experiment: str | None
     stage: str | None
     recipe: str | None
     status: str
@@ -126,8 +125,6 @@ class RunInfo:
     record: str
     saved_curves: str
     first_start: str | None
-    attempt: int | None
-    start: str | None
     end: str | None
     host: str | None
     exit_reason: str | None
@@ -141,9 +138,9 @@ class RunInfo:
 
 
 RUN_QUERY = """
-SELECT runs.id, path, project, experiment, stage, recipe, status, total_steps, generation, unreadable, record,
+SELECT runs.id, path, stage, recipe, status, total_steps, generation, unreadable, record,
     curves AS saved_curves, (SELECT min(start) FROM attempts WHERE run = runs.id) AS first_start,
-    last.attempt, last.start, last.end, last.host, last.exit_reason
+    last.end, last.host, last.exit_reason
 FROM runs
 LEFT JOIN attempts AS last ON run = runs.id AND attempt = (SELECT max(attempt) FROM attempts WHERE run = runs.id)
 ORDER BY status = 'running' DESC, last.start DESC, path
@@ -292,7 +289,7 @@ class MonitorDatabase:
         """Set how far `events.jsonl` was read."""
         self._connection.execute("UPDATE runs SET events_offset = ?, events_head = ? WHERE id = ?", (offset, head, run))
 
-    def add_rows(self, run: int, rows: Sequence[MetricRow], lines: Sequence[bytes]) -> int:
+    def add_rows(self, run: int, rows: Sequence[MetricsRow], lines: Sequence[bytes]) -> int:
         """Append rows with their lines in `metrics.jsonl`; returns the id of the last."""
         [newest] = self._connection.execute("SELECT coalesce(max(id), 0) FROM training_logs").fetchone()
         self._connection.executemany(
@@ -304,7 +301,7 @@ class MonitorDatabase:
         )
         return newest + len(rows)
 
-    def rows(self, run: int) -> Iterator[MetricRow]:
+    def rows(self, run: int) -> Iterator[MetricsRow]:
         """Every row of a run in order."""
         query = "SELECT attempt, step, time, metrics FROM training_logs WHERE run = ? ORDER BY id"
         return map(_row, self._connection.execute(query, (run,)))
@@ -403,12 +400,12 @@ class MonitorDatabase:
         return found
 
 
-def _row(values: Sequence[Any]) -> MetricRow:
+def _row(values: Sequence[Any]) -> MetricsRow:
     attempt, step, time, line = values
     metrics = orjson.loads(line)
-    for key in ("step", "attempt", "time"):
+    for key in KEY_COLUMNS:
         del metrics[key]
-    return MetricRow(attempt, step, time, metrics)
+    return MetricsRow(step, attempt, time, metrics)
 
 
 def _event(row: sqlite3.Row) -> tuple[int, LogEvent]:

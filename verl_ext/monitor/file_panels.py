@@ -12,7 +12,7 @@ from nicegui import run as background
 from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
-from verl_ext.checkpoint.inspection import CheckpointInfo, list_all, read_retention
+from verl_ext.checkpoint.inspection import list_all, read_retention
 from verl_ext.checkpoint.manifest import EXPORT, has_export
 from verl_ext.errors import first_line_of
 from verl_ext.files import format_bytes
@@ -21,9 +21,9 @@ from verl_ext.health.rule import Finding, Level
 from verl_ext.health.run_directory import RunDirectory
 from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
 from verl_ext.metrics.run_record import RUN_FILE
-from verl_ext.monitor.database import LogEvent, RunInfo
+from verl_ext.monitor.database import LogEvent
 from verl_ext.monitor.follower import stamp_of
-from verl_ext.monitor.panels import Panel, clip, tag
+from verl_ext.monitor.panels import LEVEL_COLORS, Panel, clip, tag
 from verl_ext.monitor.text import format_time
 
 ROW_KEY = "__row"
@@ -39,13 +39,7 @@ MAX_SHORT_COLUMNS, MAX_LONG_COLUMNS = 5, 2
 LAST_LINES = 200
 """Of the log."""
 FOUND_LINES = 500
-LEVEL_STYLES = {
-    Level.OK: ("check_circle", "green"),
-    Level.NOTICE: ("info", "grey"),
-    Level.WARNING: ("warning", "orange"),
-    Level.ALARM: ("error", "red"),
-}
-"""Icon and color."""
+LEVEL_ICONS = {"ok": "check_circle", "notice": "info", "warning": "warning", "alarm": "error"}
 EVENT_CLASSES = {
     "start": "text-green-600",
     "step": "text-blue-500",
@@ -72,8 +66,9 @@ class CheckpointsPanel(Panel):
         self._table = tag(ui.table(columns=columns, rows=[], row_key="Step").classes("w-full"), "checkpoints")
         self._table.props("flat bordered dense wrap-cells").props["no-data-label"] = self.say("Nothing yet")
 
-    async def show(self, run: RunInfo | None) -> None:
+    async def show(self) -> None:
         """Look at the disk, in a thread: it may be slow."""
+        run = self.run
         if run is None:
             return
         rows = await background.io_bound(checkpoint_rows, self.follower.directory(run))
@@ -87,18 +82,16 @@ def checkpoint_rows(run_dir: Path) -> list[dict[str, Any]]:
         found = list_all(run_dir, *read_retention(run_dir))
     except Exception as error:  # a run's files may contain anything
         return [{"Step": "-", "Size": "", "Saved": "", "State": first_line_of(error), "Kept because": ""}]
-    return [_checkpoint_row(each) for each in found]
-
-
-def _checkpoint_row(info: CheckpointInfo) -> dict[str, Any]:
-    manifest = info.manifest
-    return {
-        "Step": info.path.name,
-        "Size": format_bytes(info.num_bytes),
-        "Saved": format_time(manifest.time) if manifest is not None and manifest.time else "",
-        "State": info.state + (f", {EXPORT}/" if has_export(info.path) else ""),
-        "Kept because": info.retention,
-    }
+    return [
+        {
+            "Step": each.path.name,
+            "Size": format_bytes(each.num_bytes),
+            "Saved": format_time(each.manifest.time) if each.manifest is not None and each.manifest.time else "",
+            "State": each.state + (f", {EXPORT}/" if has_export(each.path) else ""),
+            "Kept because": each.retention,
+        }
+        for each in found
+    ]
 
 
 class SamplesPanel(Panel):
@@ -133,8 +126,9 @@ class SamplesPanel(Panel):
             self._detail = tag(card, "sample")
         self._show_sample(None)
 
-    async def show(self, run: RunInfo | None) -> None:
+    async def show(self) -> None:
         """Read the chosen file, in a thread, if it has changed."""
+        run = self.run
         if run is None:
             return
         directory = self.follower.directory(run)
@@ -208,7 +202,7 @@ class SamplesPanel(Panel):
     async def _choose_source(self, event: ValueChangeEventArguments) -> None:
         if event.value and event.value != self.state.source and self._read is not None:
             self.go(source=event.value, step=None, push=False)
-            await self.show(self.follower.runs.get(self.state.run))
+            await self.show()
 
     def _choose_step(self, event: ValueChangeEventArguments) -> None:
         if event.value != self.state.step:
@@ -288,22 +282,21 @@ class HealthPanel(Panel):
 
     def build(self) -> None:
         """Create the place of the lists."""
-        self._looked_at: tuple[object, ...] | None = None
+        self._looked_at: object = None
         self._next_look = 0.0
         self._box = tag(ui.column().classes("w-full gap-1"), "health")
         with self._box:
-            ui.spinner()  # until the first look has read all rows
+            ui.spinner()  # until the first look
 
-    async def show(self, run: RunInfo | None) -> None:
+    async def show(self) -> None:
         """Look at the run's files if they have changed, for at most a tenth of the time: a long run has many rows."""
+        run = self.run
         if run is None:
             return
         directory = self.follower.directory(run)
-        files = _files_state(directory)
-        is_other_run = self._looked_at is None or self._looked_at[0] != directory
-        if files == self._looked_at or (time.monotonic() < self._next_look and not is_other_run):
+        files, begun = _files_state(directory), time.monotonic()
+        if files == self._looked_at or begun < self._next_look:
             return
-        begun = time.monotonic()
         found = await background.io_bound(_look, directory)
         if found is None:  # the tab was closed meanwhile
             return
@@ -327,10 +320,10 @@ class HealthPanel(Panel):
             _line(found.level, found.rule, found.sentence)
 
 
-def _files_state(directory: Path) -> tuple[object, ...]:
-    """Changes when there may be news; for a live run also every half minute, because it may have fallen silent."""
+def _files_state(directory: Path) -> object:
+    """Changes when there may be news; also every half minute, because the run may have fallen silent."""
     paths = [directory / name for name in (METRICS_FILE, RUN_FILE, EVENTS_FILE)]
-    return directory, *[stamp_of(path) for path in paths if path.exists()], int(time.time() / 30)
+    return [stamp_of(path) for path in paths if path.exists()], int(time.time() / 30)
 
 
 def _look(directory: Path) -> tuple[dict[str, list[ChecklistItem]], list[Finding]] | str:
@@ -343,9 +336,9 @@ def _look(directory: Path) -> tuple[dict[str, list[ChecklistItem]], list[Finding
 
 
 def _line(level: Level | None, name: str, message: str) -> None:
-    icon, color = LEVEL_STYLES[level] if level is not None else ("remove", "grey")
+    word = "" if level is None else level.word
     with ui.row().classes("items-start gap-2 no-wrap"):
-        ui.icon(icon, color=color).classes("mt-1")
+        ui.icon(LEVEL_ICONS.get(word, "remove"), color=LEVEL_COLORS.get(word, "grey")).classes("mt-1")
         ui.label(name).classes("font-medium whitespace-nowrap")
         ui.label(message).classes("opacity-70")
 
@@ -357,7 +350,6 @@ class LogPanel(Panel):
         """Create the log and the table of what a search finds."""
         self._last = 0
         self._shown: tuple[int, int] | None = None
-        self._run: RunInfo | None = None
         search = ui.input(self.say("Search the log")).props("clearable debounce=300").classes("w-96")
         self._search = tag(search, "search").on_value_change(self._find)
         self._log = tag(ui.log(max_lines=LAST_LINES).classes("w-full h-[32rem]"), "log")
@@ -369,11 +361,11 @@ class LogPanel(Panel):
         self._table = tag(table.props("flat bordered dense wrap-cells"), "found")
         self._table.set_visibility(False)
 
-    async def show(self, run: RunInfo | None) -> None:
+    async def show(self) -> None:
         """Append new lines; another run, or another file in the place of its metrics, clears the log first."""
+        run = self.run
         if run is None:
             return
-        self._run = run
         if self._shown != (run.id, run.generation):
             self._shown, self._last = (run.id, run.generation), 0
             self._log.clear()
@@ -385,8 +377,8 @@ class LogPanel(Panel):
         wanted = (self._search.value or "").strip()
         self._table.set_visibility(bool(wanted))
         self._log.set_visibility(not wanted)
-        if wanted and self._run is not None:
-            found = self.follower.reader.search_events(self._run.id, wanted, FOUND_LINES)
+        if wanted and self.run is not None:
+            found = self.follower.reader.search_events(self.run.id, wanted, FOUND_LINES)
             self._table.rows = [
                 {"id": number, "time": format_time(each.time), "kind": each.kind, "step": each.step, "text": each.text}
                 for number, each in found

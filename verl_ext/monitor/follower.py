@@ -24,10 +24,11 @@ import orjson
 from verl_ext.config.run_config import read_config_file
 from verl_ext.console import warn
 from verl_ext.errors import UserError, one_line
+from verl_ext.health.rule import LOSS
 from verl_ext.health.run_directory import KILLED, max_silence_s, silence_s, why_killed
-from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE
+from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE, MetricsRow, is_number
 from verl_ext.metrics.run_record import RUN_FILE, STATUSES, seconds_of
-from verl_ext.monitor.curves import STEP_METRIC, MetricRow, RunCurves, is_number
+from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import FilePositions, LogEvent, MonitorDatabase, RunInfo
 
 POLL_S = 0.3
@@ -81,7 +82,7 @@ class RunFollower(threading.Thread):
         behind: set[int] = set()  # runs with more new lines than are read at once
         while not self._stopping.is_set():
             try:
-                runs = {*self.live_runs(), *behind}
+                runs = {*self._database.live_runs(), *behind}
                 if time.monotonic() - discovered > DISCOVERY_S:  # runs that are not live may have changed too
                     runs, discovered = {*self.find_runs()}, time.monotonic()
                     self._refresh_runs()  # pages show them while their rows are read
@@ -174,10 +175,6 @@ class RunFollower(threading.Thread):
             self._runs_changed = True
 
     # Runs
-
-    def live_runs(self) -> list[int]:
-        """Ids of the runs that were running when their records were last read."""
-        return self._database.live_runs()
 
     def find_runs(self) -> list[int]:
         """Look for runs below the root and read their `run.json` and evaluations; returns their ids.
@@ -355,17 +352,16 @@ class RunFollower(threading.Thread):
             return
         with curves.lock:
             self._database.catch_up(run, curves)
-            is_over = is_at_end and curves.num_unsaved > 0 and self._is_idle(run)
-            if is_over or curves.num_unsaved >= DUMP_ROWS:
-                self._database.save_curves(run, curves)
-                self._runs_changed = True
+        is_over = is_at_end and curves.num_unsaved > 0 and self._is_idle(run)
+        if is_over or curves.num_unsaved >= DUMP_ROWS:
+            self._save_curves(run, generation, curves)
 
     def _is_idle(self, run: int) -> bool:
         """Whether no more rows of a run are to be expected soon."""
         is_live = run in self._database.live_runs()
         return not is_live or time.time() - self._database.last_time(run) > IDLE_S
 
-    def _events_of(self, directory: Path, rows: Iterable[MetricRow]) -> Iterator[LogEvent]:
+    def _events_of(self, directory: Path, rows: Iterable[MetricsRow]) -> Iterator[LogEvent]:
         every = (read_config(directory).get("trainer") or {}).get("log_every")
         log_every = every if type(every) is int and every > 0 else DEFAULT_LOG_EVERY
         return (event for row in rows for event in events_of_row(row, log_every))
@@ -497,9 +493,9 @@ def _with_counts(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, A
     return {**record, **{name: None for name in names if not is_count(record.get(name))}}
 
 
-def parse_rows(lines: Sequence[bytes]) -> tuple[list[MetricRow], list[bytes], int]:
+def parse_rows(lines: Sequence[bytes]) -> tuple[list[MetricsRow], list[bytes], int]:
     """Lines of `metrics.jsonl` as rows, the lines that are rows, and how many are not."""
-    rows: list[MetricRow] = []
+    rows: list[MetricsRow] = []
     kept: list[bytes] = []
     unreadable = 0
     for line in lines:
@@ -511,7 +507,7 @@ def parse_rows(lines: Sequence[bytes]) -> tuple[list[MetricRow], list[bytes], in
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             unreadable += bool(line.strip())
             continue
-        rows.append(MetricRow(attempt, step, logged, metrics))
+        rows.append(MetricsRow(step, attempt, logged, metrics))
         kept.append(line)
     return rows, kept, unreadable
 
@@ -524,9 +520,9 @@ _ENDED_WELL = ("all steps", "stopped")
 """How the exit reason of an attempt begins that did not fail."""
 
 
-def events_of_row(row: MetricRow, log_every: int = DEFAULT_LOG_EVERY) -> Iterator[LogEvent]:
+def events_of_row(row: MetricsRow, log_every: int = DEFAULT_LOG_EVERY) -> Iterator[LogEvent]:
     """The lines of the log on one row of metrics."""
-    attempt, step, time, metrics = row
+    step, attempt, time, metrics = row
     if "val/loss" in metrics:
         yield LogEvent(time, attempt, step, "evaluation", f"val/loss {_format(metrics['val/loss'])}")
     elif "eval/reward_total_mean" in metrics:
@@ -534,8 +530,8 @@ def events_of_row(row: MetricRow, log_every: int = DEFAULT_LOG_EVERY) -> Iterato
     if "time/train/save_s" in metrics:
         text = f"checkpoint saved in {_format(metrics['time/train/save_s'])} s"
         yield LogEvent(time, attempt, step, "checkpoint", text)
-    if STEP_METRIC in metrics and step % log_every == 0:
-        parts = [f"loss {_format(metrics[STEP_METRIC])}"]
+    if LOSS in metrics and step % log_every == 0:
+        parts = [f"loss {_format(metrics[LOSS])}"]
         parts += [f"{word} {_format(metrics[name])}" for word, name in _STEP_PARTS.items() if name in metrics]
         rate = metrics.get("train/lr(1e-3)")
         if isinstance(rate, (int, float)):

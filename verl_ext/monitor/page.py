@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from urllib.parse import urlencode
 
 from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
+from verl_ext.metrics.run_record import seconds_of
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.file_panels import CheckpointsPanel, HealthPanel, LogPanel, SamplesPanel
 from verl_ext.monitor.follower import RunFollower
-from verl_ext.monitor.panels import ComparePanel, EvaluationPanel, Panel, TrainingPanel, tag
-from verl_ext.monitor.run_table import LEVEL_COLORS, STATUS_COLORS, RunTable, worst_level
+from verl_ext.monitor.panels import LEVEL_COLORS, ComparePanel, EvaluationPanel, Panel, TrainingPanel, tag
 from verl_ext.monitor.state import TABS, PageState
-from verl_ext.monitor.text import LANGUAGES, format_number, format_seconds
+from verl_ext.monitor.text import LANGUAGES, format_number, format_seconds, format_time
 
 UPDATE_S = 0.3
 """Least time between two updates of a page."""
 DOTS = {"running": "🟢", "finished": "🔵", "waiting": "🟡", "failed": "🔴", "stopped": "⚪", "killed": "⚫"}
+STATUS_COLORS = {
+    "running": "green",
+    "finished": "blue",
+    "waiting": "amber",
+    "failed": "red",
+    "stopped": "grey",
+    "killed": "grey-8",
+}
 PANELS: dict[str, type[Panel]] = {
     "Training": TrainingPanel,
     "Evaluation": EvaluationPanel,
@@ -44,16 +53,37 @@ FIGURES = {
     "Speed": "Of the last step; it should stay level",
 }
 """Label and hint of each figure in the status."""
+VALUES = {
+    "Loss": "train/loss",
+    "Val loss": "val/loss",
+    "Reward": "train/reward_total_mean",
+}
+"""Columns of the table of runs with the latest value of a metric."""
+NUMBER = "value => value == null ? '' : Number(value.toPrecision(4)).toString()"
+LABEL = "(value, row) => row.{}Label"
+COLUMNS = (
+    ("status", "Status", "left", None),
+    ("path", "Run", "left", None),
+    ("stage", "Stage", "left", None),
+    ("recipe", "Recipe", "left", None),
+    ("step", "Step", "right", LABEL),
+    *((name, name, "right", NUMBER) for name in VALUES),
+    ("best", "Best", "right", LABEL),
+    ("health", "Health", "left", None),
+    ("start", "Started", "right", LABEL),
+    ("duration", "Duration", "right", LABEL),
+    ("host", "Host", "left", None),
+)
+"""Name, label and alignment of each column, and how a browser formats its values, which it sorts unformatted."""
+BADGE = """<q-td :props="props">
+  <q-badge v-if="props.value" :color="props.row.NAMEColor">{{ props.row.NAMELabel }}</q-badge></q-td>"""
+LINK = """<q-td :props="props"><a class="text-primary" :href="props.row.href"
+  @click.exact.prevent="() => $parent.$emit('open', props.row.path)">{{ props.value }}</a></q-td>"""
 ON_BACK = "<script>addEventListener('popstate', () => emitEvent('address', location.search))</script>"
 
 
 class MonitorPage:
-    """One open page; it builds itself where it is created.
-
-    Args:
-        follower: what is known of the runs.
-        state: what the address asks for.
-    """
+    """One open page; it builds itself where it is created."""
 
     def __init__(self, follower: RunFollower, state: PageState) -> None:
         self.follower, self.state = follower, state
@@ -124,7 +154,6 @@ class MonitorPage:
 
     def _build(self) -> None:
         """Draw everything, in the language and the colors that are set."""
-        self._panel: Panel | None = None
         self._status: RunStatusBar | None = None
         self._had_run = self.run is not None
         self._build_head()
@@ -136,9 +165,8 @@ class MonitorPage:
             elif self.state.run:
                 text = self.state.translate("This run does not exist, or its directory is gone")
                 tag(ui.label(text).classes("text-lg"), "missing")
-            if self.run is None:
-                self._panel_box = ui.column().classes("w-full")
-                self._build_panel()
+            self._panel_box = ui.column().classes("w-full")
+            self._build_panel()
 
     def _build_head(self) -> None:
         say = self.state.translate
@@ -170,8 +198,6 @@ class MonitorPage:
             for name in TABS:
                 tag(ui.tab(name, label=self.state.translate(name)), f"tab {name}")
         tabs.on_value_change(lambda event: self._open_tab(event.value))
-        self._panel_box = ui.column().classes("w-full")
-        self._build_panel()
 
     def _build_panel(self) -> None:
         kind = PANELS[self.state.tab] if self.run is not None else ComparePanel if self.state.runs else RunTable
@@ -179,7 +205,7 @@ class MonitorPage:
         self._last_look = 0.0
         self._panel_box.clear()
         with self._panel_box:
-            self._panel = kind(self.follower, self.state, self.go)
+            self._panel: Panel = kind(self.follower, self.state, self.go)
             ui.timer(UPDATE_S, self.update_panel)  # ends with the panel, even while it looks at slow files
 
     # Updates
@@ -196,21 +222,15 @@ class MonitorPage:
     async def update_panel(self) -> None:
         """Show what is new in the open panel; one that reads files looks only once in a while."""
         panel, run = self._panel, self.run
-        if panel is None:
-            return
         news = (self.follower.version, run and self.follower.curves(run).version)
         is_due = time.monotonic() - self._last_look > panel.period_s if panel.period_s else news != self._shown
         if self._shown is None or is_due:
             self._shown, self._last_look = news, time.monotonic()
-            await panel.show(run)
+            await panel.show()
 
 
 class RunStatusBar:
-    """Status, progress, and the latest figures of a run.
-
-    Args:
-        state: of the page.
-    """
+    """Status, progress, and the latest figures of a run."""
 
     def __init__(self, state: PageState) -> None:
         self._say = state.translate
@@ -266,3 +286,95 @@ class RunStatusBar:
     def _speed(self, latest: dict[str, float]) -> str:
         name = next((each for each in SPEEDS if each in latest), None)
         return "-" if name is None else f"{latest[name]:,.1f} {self._say(SPEEDS[name])}"
+
+
+class RunTable(Panel):
+    """Every run below the root."""
+
+    period_s = 2.0
+
+    def build(self) -> None:
+        """Create the filter and the table."""
+        with ui.row().classes("w-full items-center gap-4"):
+            search = tag(
+                ui.input(self.say("Filter runs")).props("clearable dense debounce=200").classes("w-80"), "filter"
+            )
+            self._compare = tag(ui.button(self.say("Compare selected"), on_click=self._compare_selected), "compare")
+            self._compare.props("dense no-caps unelevated").disable()
+            ui.label(self.say("Select runs to compare them")).classes("text-xs opacity-70")
+        columns = [
+            {"name": name, "field": name, "label": self.say(label), "align": align, "sortable": True}
+            | ({":format": form.format(name)} if form else {})
+            for name, label, align, form in COLUMNS
+        ]
+        self._table = ui.table(columns=columns, rows=[], row_key="path", selection="multiple", pagination=25)
+        tag(self._table.classes("w-full"), "runs", **{"rows-per-page-label": self.say("Rows per page")})
+        self._table.props("flat bordered dense")
+        self._table.on_select(lambda: self._compare.set_enabled(len(self._table.selected) > 1))
+        self._table.on("open", self._open)
+        self._table.add_slot("body-cell-path", LINK)
+        for name in ("status", "health"):
+            self._table.add_slot(f"body-cell-{name}", BADGE.replace("NAME", name))
+        search.bind_value_to(self._table, "filter", forward=lambda text: text or "")
+        self._empty = tag(ui.label(self.say("No run yet")).classes("text-lg"), "empty")
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Fill the table, whose rows change for live runs."""
+        rows = [self._row(each) for each in self.follower.runs.values()]
+        self._empty.set_visibility(not rows)
+        self._table.set_visibility(bool(rows))
+        if rows != self._table.rows:
+            self._table.rows = rows
+
+    def _row(self, run: RunInfo) -> dict[str, Any]:
+        (step, latest), total = self.follower.summary(run), run.total_steps
+        start, duration = seconds_of(run.first_start), run_seconds(run)
+        level = worst_level(run)
+        accuracy, dataset, best_step = run.accuracy or (None, "", 0)
+        best = "" if accuracy is None else f"{accuracy:.1%} {dataset}, {self.say('Step').lower()} {best_step}"
+        return {
+            "path": run.path,
+            "href": f"?{urlencode({'run': run.path})}",
+            "status": run.status,
+            "statusLabel": self.say(run.status),
+            "statusColor": STATUS_COLORS[run.status],
+            "stage": run.stage or "",
+            "recipe": run.recipe or "",
+            "step": step,
+            "stepLabel": f"{step:,} / {total:,}" if total else f"{step:,}",
+            **{name: _finite(latest.get(metric)) for name, metric in VALUES.items()},
+            "best": accuracy,
+            "bestLabel": best,
+            "health": ["", *LEVEL_COLORS].index(level),
+            "healthLabel": self.say(level),
+            "healthColor": LEVEL_COLORS.get(level, "grey"),
+            "start": start or 0,
+            "startLabel": "" if start is None else format_time(start),
+            "duration": duration or 0,
+            "durationLabel": "" if duration is None else format_seconds(duration),
+            "host": run.host or "",
+        }
+
+    def _open(self, event: GenericEventArguments) -> None:
+        self.go(run=str(event.args), runs=())
+
+    def _compare_selected(self) -> None:
+        self.go(run="", runs=tuple(row["path"] for row in self._table.selected), tab="Compare")
+
+
+def worst_level(run: RunInfo) -> str:
+    """The worst present level of a run's health rules; empty if they have reported nothing."""
+    return next((level for level in reversed(LEVEL_COLORS) if level in run.levels.values()), "")
+
+
+def run_seconds(run: RunInfo) -> float | None:
+    """From the first start to the last end, or until now for a live run; None if it is not known."""
+    start = seconds_of(run.first_start)
+    end = time.time() if run.status == "running" else seconds_of(run.end)
+    return None if start is None or end is None else max(0.0, round(end - start))
+
+
+def _finite(value: float | None) -> float | None:
+    """A number that JSON has."""
+    return value if value is not None and abs(value) < float("inf") else None

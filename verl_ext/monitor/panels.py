@@ -14,6 +14,7 @@ from nicegui.events import ValueChangeEventArguments
 from verl_ext.checkpoint.manifest import step_of
 from verl_ext.checkpoint.retention import read_best_file
 from verl_ext.monitor.charts import (
+    ERROR_COLORS,
     MAIN,
     OTHER,
     Chart,
@@ -33,8 +34,9 @@ from verl_ext.monitor.text import format_number
 
 GRID = "w-full grid grid-cols-1 lg:grid-cols-2 gap-4"
 RATES = ("accepted_at_1", "exec_success_rate")
-ERROR_TYPES = ("success", "wrong_answer", "syntax_error", "runtime_error", "timeout", "api_error")
 DEFAULT_METRICS = ("train/loss",)
+LEVEL_COLORS = {"ok": "green", "notice": "grey", "warning": "orange", "alarm": "red"}
+"""By the level of a health rule's finding, the worst last."""
 MAX_SHOWN_CHARACTERS = 80
 """Of a value in a table."""
 Go = Callable[..., None]
@@ -51,13 +53,7 @@ def tag(element: Tagged, name: str, **attributes: Any) -> Tagged:
 
 
 class Panel:
-    """One tab; it builds itself where it is created.
-
-    Args:
-        follower: what is known of the runs.
-        state: of the page.
-        go: changes the state.
-    """
+    """One tab; it builds itself where it is created."""
 
     period_s = 0.0
     """Between two looks at files of its own; 0 for a panel that is drawn whenever there are new rows."""
@@ -69,8 +65,17 @@ class Panel:
     def build(self) -> None:
         """Create the elements."""
 
-    async def show(self, run: RunInfo | None) -> None:
-        """Show a run; None on the page of a comparison."""
+    async def show(self) -> None:
+        """Show what is new."""
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw what has changed, such as a setting."""
+
+    @property
+    def run(self) -> RunInfo | None:
+        """The shown run; None if there is none, or it is gone."""
+        return self.follower.runs.get(self.state.run)
 
     def say(self, text: str) -> str:
         """A word in the page's language."""
@@ -95,14 +100,16 @@ class Panel:
         self.go(push=False, **changes)
         self.redraw()
 
-    def redraw(self) -> None:
-        """Draw the charts again, because a setting has changed."""
-
 
 class ChartCard:
-    """A chart below its title, with a hint behind an icon; `name` identifies it in tests."""
+    """A chart below its title, with a hint behind an icon; `name` identifies it in tests.
+
+    Attributes:
+        shown: what its owner has drawn it from.
+    """
 
     def __init__(self, title: str, hint: str, name: str, options: dict[str, Any], *, height: str = "h-72") -> None:
+        self.shown: object = None
         with ui.card().classes("w-full p-3 gap-1").props("flat bordered") as self.card:
             with ui.row().classes("w-full items-center gap-1 no-wrap"):
                 ui.label(title).classes("text-sm font-medium")
@@ -127,8 +134,6 @@ class TrainingPanel(Panel):
     def build(self) -> None:
         """Create the controls and the places of the charts."""
         self._cards: dict[Chart, ChartCard] = {}
-        self._drawn: dict[Chart, object] = {}
-        self._run: RunInfo | None = None
         with ui.row().classes("w-full items-center gap-4"):
             self.build_style_controls()
             ui.space()
@@ -140,20 +145,17 @@ class TrainingPanel(Panel):
         with self._fold:
             self._places[OTHER] = ui.element("div").classes(GRID)
 
-    async def show(self, run: RunInfo | None) -> None:
+    def redraw(self) -> None:
         """Draw the charts that are visible and have changed."""
-        if run is not None:
-            self._show(run)
-
-    def _show(self, run: RunInfo) -> None:
-        self._run = run
+        run = self.run
+        if run is None:
+            return
         self._download.props["href"] = f"csv/{quote(run.path)}"
         curves = self.follower.curves(run)
         with curves.lock:
             wanted = charts_for(curves.envelopes)
             for gone in [each for each in self._cards if each not in wanted]:
                 self._cards.pop(gone).card.delete()
-                del self._drawn[gone]
             for number, chart in enumerate(wanted):
                 if chart.place == MAIN or self._fold.value:
                     before = sum(other.place == chart.place for other in wanted[:number])
@@ -164,30 +166,24 @@ class TrainingPanel(Panel):
         counts = [curves.envelopes[name].num_points for name in chart.metrics]
         style, total_steps = self.style(), run.total_steps if chart.with_schedule else None
         shown = (run.id, id(curves), counts, [*curves.starts], total_steps, style)
-        if self._drawn.get(chart) == shown:
+        card = self._cards.get(chart)
+        if card is not None and card.shown == shown:
             return
-        self._drawn[chart] = shown
         schedule: list[tuple[int, float]] = []
         if chart.with_schedule:
             schedule = schedule_points(read_config(self.follower.directory(run)), run.total_steps, curves)
         options = chart_options(curves, chart, style, schedule)
-        if chart in self._cards:
-            self._cards[chart].draw(options)
-            return
-        with self._places[chart.place]:
-            language = self.state.language
-            card = ChartCard(chart.title.in_language(language), chart.hint.in_language(language), chart.name, options)
+        if card is not None:
+            card.draw(options)
+        else:
+            with self._places[chart.place]:
+                card = self._cards[chart] = ChartCard(*chart.texts(self.state.language), chart.name, options)
             card.card.move(target_index=before)  # metrics appear in any order
-            self._cards[chart] = card
+        card.shown = shown
 
     def _toggle(self, event: ValueChangeEventArguments) -> None:
         self.state.preferences["fold"] = event.value
         self.redraw()
-
-    def redraw(self) -> None:
-        """Draw the charts again, because a setting has changed."""
-        if self._run is not None:
-            self._show(self._run)
 
 
 class EvaluationPanel(Panel):
@@ -200,8 +196,9 @@ class EvaluationPanel(Panel):
         self._shown: object = None
         self._box = ui.column().classes("w-full")
 
-    async def show(self, run: RunInfo | None) -> None:
+    def redraw(self) -> None:
         """Draw again if something has changed."""
+        run = self.run
         if run is None:
             return
         by_dataset = self.follower.reader.evaluations(run.id)
@@ -223,7 +220,7 @@ class EvaluationPanel(Panel):
         suffix = f" ({self.say('best')}: {best})" if best is not None else ""
         ui.label(f"{dataset}{suffix}").classes("text-lg").props('data-testid="dataset"')
         rates = {name: [_rate(figures[step], name) for step in steps] for name in RATES if name in figures[steps[-1]]}
-        shares = {name: [_number(figures[step].get(f"{name}_rate")) for step in steps] for name in ERROR_TYPES}
+        shares = {name: [_number(figures[step].get(f"{name}_rate")) for step in steps] for name in ERROR_COLORS}
         with ui.element("div").classes(GRID):
             ChartCard(self.say("Rates by step"), "", "rates", rates_options(steps, rates, best, dark))
             ChartCard(self.say("Error types"), "", "errors", errors_options(steps, shares, dark))
@@ -249,7 +246,6 @@ class ComparePanel(Panel):
     def build(self) -> None:
         """Create the selectors and the places of charts and tables."""
         self._cards: dict[str, ChartCard] = {}
-        self._drawn: dict[str, object] = {}
         self._tables: object = None
         with ui.row().classes("w-full items-center gap-4"):
             self.build_style_controls()
@@ -262,14 +258,9 @@ class ComparePanel(Panel):
         self._grid = ui.element("div").classes(GRID)
         self._differences = ui.column().classes("w-full")
 
-    async def show(self, run: RunInfo | None) -> None:
-        """Draw what the address asks for; by default the run whose page this is."""
-        self.redraw()
-
     def redraw(self) -> None:
-        """Draw what has changed."""
-        run = self.follower.runs.get(self.state.run)
-        runs, compared = self.follower.runs, self._compared(run)
+        """Draw what the address asks for; by default the run whose page this is."""
+        runs, compared = self.follower.runs, self._compared()
         self._offer(self._runs, [*runs], compared)
         curves = {path: self.follower.curves(runs[path]) for path in compared}
         known = sorted({name for each in curves.values() for name in each.envelopes})
@@ -278,10 +269,9 @@ class ComparePanel(Panel):
         self._draw_charts(curves, metrics)
         self._show_tables([runs[path] for path in compared], metrics)
 
-    def _compared(self, run: RunInfo | None) -> list[str]:
+    def _compared(self) -> list[str]:
         """Paths of the chosen runs that exist."""
-        chosen = self.state.runs or (() if run is None else (run.path,))
-        return [path for path in chosen if path in self.follower.runs][:MAX_COMPARED]
+        return [path for path in self.state.runs or (self.state.run,) if path in self.follower.runs][:MAX_COMPARED]
 
     @staticmethod
     def _offer(select: ui.select, options: list[str], value: list[str]) -> None:
@@ -290,7 +280,7 @@ class ComparePanel(Panel):
 
     def _choose_runs(self, event: ValueChangeEventArguments) -> None:
         chosen = tuple(event.value or ())
-        if chosen and set(chosen) != set(self._compared(self.follower.runs.get(self.state.run))):
+        if chosen and set(chosen) != set(self._compared()):
             self.change(runs=chosen[-MAX_COMPARED:])
 
     def _choose_metrics(self, event: ValueChangeEventArguments) -> None:
@@ -300,19 +290,19 @@ class ComparePanel(Panel):
     def _draw_charts(self, curves: Mapping[str, RunCurves], metrics: list[str]) -> None:
         for gone in [each for each in self._cards if each not in metrics]:
             self._cards.pop(gone).card.delete()
-            del self._drawn[gone]
         style = self.style()
         for metric in metrics:
             shown = [(path, id(each), each.version) for path, each in curves.items()], style
-            if self._drawn.get(metric) == shown:
+            card = self._cards.get(metric)
+            if card is not None and card.shown == shown:
                 continue
-            self._drawn[metric] = shown
             options = comparison_options(dict(zip(short_names([*curves]), curves.values())), metric, style)
-            if metric in self._cards:
-                self._cards[metric].draw(options)
+            if card is not None:
+                card.draw(options)
             else:
                 with self._grid:
-                    self._cards[metric] = ChartCard(metric, "", f"comparison {metric}", options, height="h-80")
+                    card = self._cards[metric] = ChartCard(metric, "", f"comparison {metric}", options, height="h-80")
+            card.shown = shown
 
     def _show_tables(self, runs: list[RunInfo], metrics: list[str]) -> None:
         latest = {run.path: self.follower.summary(run)[1] for run in runs}

@@ -6,29 +6,19 @@ import html
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from matplotlib.axes import Axes
+import numpy as np
 from matplotlib.figure import Figure
 
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE
-from verl_ext.monitor.charts import (
-    COLORS,
-    FAINT,
-    GREY,
-    RED,
-    Chart,
-    ChartStyle,
-    chart_options,
-    charts_for,
-    schedule_points,
-)
-from verl_ext.monitor.curves import RunCurves, is_worth_smoothing, smooth
+from verl_ext.monitor.charts import Chart, ChartStyle, chart_options, charts_for, schedule_points
+from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.follower import RunFollower, read_config
 
@@ -68,17 +58,16 @@ def plot_run(run_dir: Path, output: Path, smoothing: float) -> list[Path]:
         UserError: this is not the directory of a run that has begun.
         OSError: a file cannot be written.
     """
-    with read_run(run_dir) as (run, curves):
-        schedule = schedule_points(read_config(run_dir), run.total_steps, curves)
-        charts = charts_for(curves.envelopes)
-        output.mkdir(parents=True, exist_ok=True)
-        paths = [_write_png(run, curves, chart, schedule, output, smoothing) for chart in charts]
-        _write_page(run, curves, charts, schedule, output / PAGE_FILE, smoothing)
-    return paths
+    run, curves = read_run(run_dir)
+    schedule, style = schedule_points(read_config(run_dir), run.total_steps, curves), ChartStyle(smoothing)
+    charts = {each: chart_options(curves, each, style, schedule) for each in charts_for(curves.envelopes)}
+    status = f"{run.status}, step {curves.step} of {run.total_steps or 'unknown'}"
+    output.mkdir(parents=True, exist_ok=True)
+    _write_page(output / PAGE_FILE, run.path, status, charts)
+    return [_write_png(output, run.path, chart.name, options) for chart, options in charts.items()]
 
 
-@contextmanager
-def read_run(run_dir: Path) -> Iterator[tuple[RunInfo, RunCurves]]:
+def read_run(run_dir: Path) -> tuple[RunInfo, RunCurves]:
     """One run, read into a temporary database."""
     for name in (RUN_FILE, METRICS_FILE):
         if not (run_dir / name).is_file():
@@ -88,75 +77,55 @@ def read_run(run_dir: Path) -> Iterator[tuple[RunInfo, RunCurves]]:
         follower = RunFollower(Path(temporary) / "plot.sqlite", directory.parent)
         try:
             run = follower.read_one(directory)
-            yield run, follower.curves(run)
+            return run, follower.curves(run)
         finally:
             follower.stop()
 
 
-# PNG files
-
-
-def _write_png(
-    run: RunInfo,
-    curves: RunCurves,
-    chart: Chart,
-    schedule: Sequence[tuple[int, float]],
-    directory: Path,
-    smoothing: float,
-) -> Path:
+def _write_png(directory: Path, run: str, chart: str, options: Mapping[str, Any]) -> Path:
+    """Draw what ECharts would draw."""
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots()
-    for metric, color in zip(chart.metrics, COLORS):
-        _draw_curve(axes, curves, chart, metric, color, smoothing)
-    if chart.with_schedule and schedule:
-        axes.plot(*zip(*schedule), color=GREY, ls="--", lw=1, label="schedule")
-    for attempt, place in [*curves.starts.items()][1:]:
-        axes.axvline(place, color=GREY, ls=":", lw=1)
-        axes.annotate(f"attempt {attempt}", (place, 1), xycoords=("data", "axes fraction"), fontsize=8, color=GREY)
-    if chart.line is not None:
-        axes.axhline(chart.line, color=RED, lw=1)
+    for line in options["series"]:
+        style = line["lineStyle"]
+        axes.plot(
+            *np.reshape(line["data"], (-1, 2)).T,
+            color=line["itemStyle"]["color"],
+            alpha=style.get("opacity"),
+            ls=style.get("type", "solid"),
+            lw=style["width"],
+            marker="o" if line["showSymbol"] else None,
+            zorder=line.get("z", 2),
+            label=None if "opacity" in style else line["name"],
+        )
+    for mark in options["series"][0]["markLine"]["data"]:
+        color = mark["lineStyle"]["color"]
+        if "yAxis" in mark:
+            axes.axhline(mark["yAxis"], color=color, lw=1)
+            continue
+        axes.axvline(mark["xAxis"], color=color, ls="dotted", lw=1)
+        label = mark["label"]["formatter"]
+        axes.annotate(label, (mark["xAxis"], 1), xycoords=("data", "axes fraction"), fontsize=8, color=color)
     # not a formula: a path may have dollar signs
-    axes.set_title(f"{chart.name} · {run.path}", parse_math=False)
+    axes.set_title(f"{chart} · {run}", parse_math=False)
     axes.set_xlabel("steps over all attempts")
     axes.grid(alpha=0.3)
     for text in axes.legend(fontsize=8).get_texts():
         text.set_parse_math(False)
-    path = directory / f"{re.sub(r'[^a-z0-9]+', '_', chart.name.lower())}.png"
+    path = directory / f"{re.sub(r'[^a-z0-9]+', '_', chart.lower())}.png"
     figure.savefig(path)
     return path
 
 
-def _draw_curve(axes: Axes, curves: RunCurves, chart: Chart, metric: str, color: str, smoothing: float) -> None:
-    """The curve; or the smoothed one, and behind it the faint curve."""
-    x, values = curves.envelopes[metric].points()
-    if chart.with_schedule or not is_worth_smoothing(len(values), smoothing):
-        axes.plot(x, values * chart.scale, color=color, lw=1, label=metric)
-        return
-    axes.plot(x, values * chart.scale, color=color, alpha=FAINT, lw=1)
-    middle, means = curves.envelopes[metric].means()
-    axes.plot(middle, smooth(means, smoothing) * chart.scale, color=color, lw=2, label=metric)
-
-
-# The HTML page
-
-
-def _write_page(
-    run: RunInfo,
-    curves: RunCurves,
-    charts: Sequence[Chart],
-    schedule: Sequence[tuple[int, float]],
-    path: Path,
-    smoothing: float,
-) -> None:
-    options = [chart_options(curves, chart, ChartStyle(smoothing), schedule) for chart in charts]
-    sections = [SECTION.format(title=html.escape(each.name), hint=html.escape(each.hint.en)) for each in charts]
+def _write_page(path: Path, run: str, status: str, charts: Mapping[Chart, Mapping[str, Any]]) -> None:
+    sections = [SECTION.format(title=html.escape(each.name), hint=html.escape(each.hint)) for each in charts]
     name, library = _echarts()
     path.write_text(
         PAGE.format(
-            title=html.escape(run.path),
-            status=html.escape(f"{run.status}, step {curves.step} of {run.total_steps or 'unknown'}"),
+            title=html.escape(run),
+            status=html.escape(status),
             sections="".join(sections),
-            options=json.dumps(options).replace("</", "<\\/"),
+            options=json.dumps([*charts.values()]).replace("</", "<\\/"),
             library=library,
             name=name,
         )
@@ -170,7 +139,4 @@ def _echarts() -> tuple[str, str]:
     found = re.search(r"import\{(\w+) as (\w+),.*?\}from\"\./([^\"]+)\";export\{\2 as echarts", entry)
     if found is None:
         raise UserError("this NiceGUI ships ECharts in another form; install nicegui==3.18.0")
-    text = (directory / found[3]).read_text()
-    if "</script" in text.lower():
-        text = re.sub(r"</(script)", r"<\\/\1", text, flags=re.IGNORECASE)
-    return found[1], text
+    return found[1], re.sub(r"</(script)", r"<\\/\1", (directory / found[3]).read_text(), flags=re.IGNORECASE)

@@ -25,15 +25,7 @@ _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def serve(root: Path, database: Path, host: str, port: int, token: str | None) -> None:
-    """Follow the runs below a root and show them until the process is asked to end.
-
-    Args:
-        root: directory below which runs are.
-        database: path of the monitor's database.
-        host: address to listen on.
-        port: TCP port.
-        token: that visitors need; None on a loopback address.
-    """
+    """Follow the runs below a root and show them until the process is asked to end; see `TokenAuth` for `token`."""
     os.environ.setdefault("NICEGUI_STORAGE_PATH", str(database.with_suffix(".nicegui")))
     from nicegui import app, ui
 
@@ -77,12 +69,7 @@ def cookie_secret(database: Path) -> str:
 
 
 def csv_response(follower: RunFollower, path: str) -> Response:
-    """The rows of a run as a download.
-
-    Args:
-        follower: of the runs.
-        path: of the run, relative to the root; empty for a root that is a run, since browsers shorten `csv/.`.
-    """
+    """The rows of a run as a download; `path` is empty for a root that is a run, since browsers shorten `csv/.`."""
     run = follower.runs.get(path or ".")
     if run is None:
         return PlainTextResponse("No run has this path.\n", 404)
@@ -100,14 +87,9 @@ class _LineBuffer:
 
 
 def csv_lines(database: Path, run: int) -> Iterator[str]:
-    """The rows of a run as lines of CSV, with a column for every metric that it ever logged.
-
-    Args:
-        database: path of the monitor's database; it is opened here, because a server streams in other threads.
-        run: id.
-    """
+    """The rows of a run as lines of CSV, with a column for every metric that it ever logged."""
     writer = csv.writer(_LineBuffer(), lineterminator="\n")
-    with closing(MonitorDatabase(database)) as reader:
+    with closing(MonitorDatabase(database)) as reader:  # a connection of its own: the server streams in other threads
         names = dict.fromkeys(name for row in reader.rows(run) for name in row.metrics)
         yield writer.writerow([*KEY_COLUMNS, *map(escape_formula, names)])
         for row in reader.rows(run):

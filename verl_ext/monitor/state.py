@@ -26,12 +26,12 @@ class PageState:
         tab: one of `TABS`.
         runs: paths of compared runs.
         metrics: compared ones.
-        smoothing: weight of the smoothing.
+        smoothing: weight of `curves.smooth`, 0 for none.
         log_scale: whether charts of positive values have a logarithmic axis.
         source: which samples are shown; empty for the first.
         step: of the shown samples; None for all.
         search: text that the shown samples contain.
-        preferences: language, dark and fold, which the browser remembers for new pages.
+        preferences: language (en or zh), dark and fold, which the browser remembers for new pages.
     """
 
     run: str = ""
@@ -47,12 +47,7 @@ class PageState:
 
     @classmethod
     def from_query(cls, query: str, preferences: MutableMapping[str, Any] | None = None) -> Self:
-        """The state that an address asks for; values that make no sense become defaults.
-
-        Args:
-            query: of the address, encoded.
-            preferences: of the browser.
-        """
+        """The state that an encoded address asks for; values that make no sense become defaults."""
         values = parse_qs(query.removeprefix("?"), errors="replace")
         first = {name: found[0] for name, found in values.items()}
         tab, step = first.get("tab", ""), first.get("step", "")

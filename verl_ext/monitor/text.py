@@ -8,7 +8,6 @@ LANGUAGES = {"en": "English", "zh": "中文"}
 
 CHINESE = {
     "Training monitor": "训练监控",
-    "All runs": "全部任务",
     "Run": "任务",
     "No run yet": "还没有任务",
     "This run does not exist, or its directory is gone": "该任务不存在，或其目录已被删除",
