@@ -163,11 +163,11 @@ def test_latency_model_is_fitted_and_budgets_are_shares_of_it(budget_inputs: Pat
     run = budget_run_of(budget_inputs, tmp_path / "run", *overrides)
     printed = run.finish().stdout
     controller, controlled = load_controller(run.run_dir / "global_step_1" / "huggingface")
-    latency = ModelledLatency.load(run.run_dir / "latency_model.json", controlled.load("cpu", torch.float32))
+    runner = controlled.runner("cpu", torch.float32)
+    latency = ModelledLatency.load(run.run_dir / "latency_model.json", runner.adapter)
     [line] = [line for line in printed.splitlines() if "R squared" in line]
     assert f"{latency.model.r2:.3f}" in line
     source = {"tiny": QuestionSource(source=str(budget_inputs / "questions"))}
-    runner = controlled.runner("cpu", torch.float32)
     runs = [runner.run(each, controller.space.full) for each in ImageQuestionDataset(source, "train").samples]
     full_ms = statistics.fmean(map(latency.run_ms, runs))
     assert (controller.config.low_ms, controller.config.high_ms) == pytest.approx((1.5 * full_ms, 3.0 * full_ms))

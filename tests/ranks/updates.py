@@ -20,8 +20,7 @@ from verl_ext.grpo.algorithm import group_advantages
 from verl_ext.grpo.config import TokenAlgorithmConfig
 from verl_ext.grpo.hf_engine import HFEngine
 from verl_ext.grpo.step import GRPOStep
-from verl_ext.grpo.token_batch import TokenBatcher, forward_flops
-from verl_ext.grpo.token_policy import TokenPolicy
+from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy, forward_flops
 from verl_ext.metrics.timing import StepTimer
 from verl_ext.trainer.fsdp import FSDPReshardPolicy
 

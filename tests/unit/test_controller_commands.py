@@ -19,14 +19,13 @@ from torch import nn
 
 from tests.helpers import vlms
 from tests.helpers.data import question
-from verl_ext.controller import calibration
+from verl_ext.controller import latency
 from verl_ext.controller.adapters import Inputs, VLMAdapter
-from verl_ext.controller.block_importance import BlockImportance, load_importance, measure_importance
 from verl_ext.controller.calibrate import main as calibrate_command
-from verl_ext.controller.calibration import calibrate
 from verl_ext.controller.config import PERCENTILES
+from verl_ext.controller.importance import load_importance, measure_importance, save_importance
 from verl_ext.controller.importance import main as importance_command
-from verl_ext.controller.latency import FEATURES, LatencyModel, ModelledLatency
+from verl_ext.controller.latency import FEATURES, LatencyModel, ModelledLatency, calibrate
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.space import select_blocks
 from verl_ext.controller.vlm import fingerprint, load_adapter, load_controller
@@ -87,7 +86,8 @@ def test_importance_is_the_loss_of_skipping_a_block(run: Run, saved: Path, tmp_p
     assert done.returncode == 0, done.stderr
     adapter = load_adapter(str(saved / "model"), SIZES)
     found = load_importance(tmp_path / "importance.json", adapter)
-    assert set(found.scores) == {1, 2, 3} and found.model == fingerprint(adapter.model)
+    assert set(found) == {1, 2, 3}
+    assert json.loads((tmp_path / "importance.json").read_text())["model"] == fingerprint(adapter.model)
     answer = adapter.tokenizer("a cat")["input_ids"]
     asked = [adapter.inputs(question(n).load_image(), f"what is {n} ?", 2) for n in range(2)]
     answered = [vlms.continued(inputs, answer) for inputs in asked]
@@ -101,9 +101,9 @@ def test_importance_is_the_loss_of_skipping_a_block(run: Run, saved: Path, tmp_p
         return total / 2
 
     full = loss([True] * 4)
-    for block, score in found.scores.items():
+    for block, score in found.items():
         assert score == pytest.approx(loss([each != block for each in range(4)]) - full, abs=1e-3)
-    assert f"block {max(found.scores, key=found.scores.get):>3}" == done.stdout.splitlines()[0][:9]
+    assert f"block {max(found, key=found.get):>3}" == done.stdout.splitlines()[0][:9]
 
 
 def test_blocks_are_kept_by_importance_or_from_the_first(saved: Path, tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_blocks_are_kept_by_importance_or_from_the_first(saved: Path, tmp_path: 
     assert select_blocks(2, 4, None) == [True, True, False, False]
     for content in ({"merged_scores": {"1": 0.1, "2": -1, "3": 0.5}}, {"1": 0.1, "2": -1, "3": 0.5}):
         path.write_text(json.dumps(content))
-        assert select_blocks(3, 4, load_importance(path, adapter).scores) == [True, True, False, True]
-        assert select_blocks(1, 4, load_importance(path, adapter).scores) == [True, False, False, False]
+        assert select_blocks(3, 4, load_importance(path, adapter)) == [True, True, False, True]
+        assert select_blocks(1, 4, load_importance(path, adapter)) == [True, False, False, False]
 
 
 def test_scores_of_another_model_are_refused(saved: Path, tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_scores_of_another_model_are_refused(saved: Path, tmp_path: Path) -> Non
     other = load_adapter(str(saved / "model"), SIZES)
     with torch.no_grad():
         other.model.model.language_model.embed_tokens.weight[0, 0] += 1
-    measure_importance(other, [question(0)]).save(path)
-    assert set(load_importance(path, other).scores) == {1, 2, 3}
+    save_importance(path, measure_importance(other, [question(0)]), other)
+    assert set(load_importance(path, other)) == {1, 2, 3}
     with pytest.raises(UserError, match="is of another model"):
         load_importance(path, adapter)
     path.write_text(json.dumps({str(block): 1.0 for block in range(1, 7)}))
@@ -155,10 +155,11 @@ def test_fingerprints_of_version_1_are_accepted_with_one_warning(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter, old = load_adapter(str(saved / "model"), SIZES), "0123456789abcdef"
-    scores, latency = tmp_path / "scores.json", tmp_path / "latency.json"
-    BlockImportance({1: 0.1, 2: 0.2, 3: 0.3}, 4, old).save(scores)
+    scores, times = tmp_path / "scores.json", tmp_path / "latency.json"
+    importance = {"1": 0.1, "2": 0.2, "3": 0.3}
+    scores.write_text(json.dumps({"model": old, "num_blocks": 4, "importance_scores": importance}))
     coefficients = {part: dict.fromkeys(names, 1.0) for part, names in FEATURES.items()}
-    LatencyModel(coefficients, 1.0, "here", old).save(latency)
+    LatencyModel(coefficients, 1.0, "here", old).save(times)
     vlm = {"path": str(saved / "model"), "tier_sizes": SIZES, "max_new_tokens": 2, "fingerprint": old}
     for folder, numbers in {"fits": (4, (1, 4)), "blocks": (3, (1, 4)), "experts": (4, (1, 2))}.items():
         space = {"num_blocks": numbers[0], "min_active": 2, "max_active": numbers[0], "topk_choices": numbers[1]}
@@ -166,15 +167,15 @@ def test_fingerprints_of_version_1_are_accepted_with_one_warning(
     capsys.readouterr()
     for _ in range(2):
         load_importance(scores, adapter)
-        ModelledLatency.load(latency, adapter)
-        load_controller(tmp_path / "fits")[1].load("cpu", torch.float32)
+        ModelledLatency.load(times, adapter)
+        load_controller(tmp_path / "fits")[1].runner("cpu", torch.float32)
     told = [line for line in capsys.readouterr().err.splitlines() if "warning: " in line]
-    sources = (str(scores), str(latency), "the controller's export")
+    sources = (str(scores), str(times), "the controller's export")
     assert len(told) == len(sources)
     assert all(f"warning: {each} was written by an earlier" in line for each, line in zip(sources, told))
     for folder in ("blocks", "experts"):
         with pytest.raises(UserError, match="the controller was trained for another model than"):
-            load_controller(tmp_path / folder)[1].load("cpu", torch.float32)
+            load_controller(tmp_path / folder)[1].runner("cpu", torch.float32)
 
 
 def test_a_calibration_records_its_quality(run: Run, saved: Path, tmp_path: Path) -> None:
@@ -204,8 +205,8 @@ def test_decisions_are_timed_with_a_controller_of_the_given_width(
             widths.append(config.hidden)
             super().__init__(config)
 
-    monkeypatch.setattr(calibration, "BudgetController", Noted)
-    monkeypatch.setattr(calibration, "QUIET", math.inf)  # however busy this machine is
+    monkeypatch.setattr(latency, "BudgetController", Noted)
+    monkeypatch.setattr(latency, "QUIET", math.inf)  # however busy this machine is
     words = ["--model", saved / "model", "--questions", saved, "--tier-sizes", *SIZES, "--output", tmp_path / "x.json"]
     sizes = ["--num-questions", 1, "--topk-choices", 4, "--configurations", 10, "--repeats", 1, "--max-new-tokens", 1]
     monkeypatch.setattr(sys, "argv", ["calibrate", *map(str, [*words, *sizes, "--hidden", 24])])
@@ -213,7 +214,7 @@ def test_decisions_are_timed_with_a_controller_of_the_given_width(
     assert widths == [24]
 
 
-def test_the_same_seed_measures_the_same_configurations(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_calibration_measures_the_same_configurations(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = load_adapter(str(saved / "model"), SIZES)
     space, ran = adapter.space(2, 4, (1, 4)), []
     generate = type(adapter).generate
@@ -223,9 +224,9 @@ def test_the_same_seed_measures_the_same_configurations(saved: Path, monkeypatch
         return generate(self, inputs, *more)
 
     monkeypatch.setattr(type(adapter), "generate", noted)
-    monkeypatch.setattr(calibration, "QUIET", math.inf)  # however busy this machine is
+    monkeypatch.setattr(latency, "QUIET", math.inf)  # however busy this machine is
     for _ in range(2):
-        calibrate(adapter, space, [question(0), question(1)], 10, 2, 1, seed=5)
+        calibrate(adapter, space, [question(0), question(1)], 10, 2, 1)
     assert ran[: len(ran) // 2] == ran[len(ran) // 2 :] and len(set(ran)) == 3
 
 
@@ -242,7 +243,7 @@ def test_a_busy_machine_is_measured_again_and_the_fastest_fit_is_kept(
 ) -> None:
     models = [LatencyModel({}, 1.0, "", "", 0.0, {"90": each}) for each in scatters]
     results = iter(zip(models, costs))
-    monkeypatch.setattr(calibration, "fit_latency_model", lambda *_: next(results))
+    monkeypatch.setattr(latency, "fit_latency_model", lambda *_: next(results))
     adapter = load_adapter(str(saved / "model"), SIZES)
     assert calibrate(adapter, adapter.space(2, 4, (1, 4)), [question(0)], 10, 1, 1) is models[kept]
     assert next(results, None) is None

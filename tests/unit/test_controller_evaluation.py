@@ -25,7 +25,6 @@ from tests.helpers.vlms import TIERS, write_controller
 from tests.helpers.wandb_files import read_history, read_records, values_of
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.controller.adapters import adapter_for
-from verl_ext.controller.block_importance import BlockImportance, load_importance
 from verl_ext.controller.evaluation import measure
 from verl_ext.controller.evaluation.results import (
     ResultMatrices,
@@ -36,6 +35,7 @@ from verl_ext.controller.evaluation.results import (
 )
 from verl_ext.controller.evaluation.statics import NUM_FAVORITES, important_blocks, static_grid
 from verl_ext.controller.execution import RunWorkload, VLMRunner
+from verl_ext.controller.importance import load_importance, save_importance
 from verl_ext.controller.inference import AdaptiveModel
 from verl_ext.controller.latency import FEATURES, LatencyModel
 from verl_ext.controller.scoring import soft_accuracy
@@ -98,7 +98,7 @@ def write_run(directory: Path) -> None:
     columns = "epoch,reward_mean,accuracy_mean,latency_mean,budget_violation_rate"
     for name in ("training_history.csv", "validation_history.csv"):
         (run / name).write_text(f"{columns}\n1,0.2,0.5,40.0,0.1\n2,0.4,0.75,35.0,0.0\n")
-    BlockImportance({1: 0.1, 2: 0.5, 3: 0.3}, 4, fingerprint(adapter.model)).save(directory / "importance.json")
+    save_importance(directory / "importance.json", {1: 0.1, 2: 0.5, 3: 0.3}, adapter)
     weights = {part: dict.fromkeys(names, 0.0) for part, names in FEATURES.items()}
     weights["vision_ms"]["patches"], weights["prefill_ms"]["blocks"], weights["decode_ms"]["experts"] = 0.2, 3.0, 0.1
     LatencyModel(weights, 1.0, "none", fingerprint(adapter.model)).save(run / "latency_model.json")
@@ -170,7 +170,7 @@ def test_results_are_those_of_the_configurations(tiny: Path, evaluated: Path) ->
     budgets = content["budgets_ms"]
     decided = [model.answer(each.load_image(), each.question, ms).configuration for each in trained for ms in budgets]
     liked = Counter(replace(each, tier=0) for each in decided).most_common(NUM_FAVORITES)
-    masks = important_blocks(space, load_importance(tiny / "importance.json", adapter).scores)
+    masks = important_blocks(space, load_importance(tiny / "importance.json", adapter))
     grid = static_grid(space, masks, 5)
     everywhere = {replace(each, tier=tier) for each, _ in liked for tier in range(len(space.tiers))}
     assert {*statics} == {*grid} | everywhere and not everywhere <= {*grid} and len({*statics}) == len(statics)

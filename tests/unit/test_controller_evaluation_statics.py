@@ -10,7 +10,6 @@ import pytest
 from tests.helpers import vlms
 from tests.helpers.data import question
 from verl_ext.controller.adapters import adapter_for
-from verl_ext.controller.block_importance import reference_loss
 from verl_ext.controller.evaluation.statics import search_blocks
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.space import Configuration
@@ -49,9 +48,8 @@ def test_the_loss_breaks_ties(runner: VLMRunner) -> None:
     samples = [replace(each, references=("no model says this",)) for each in answered(runner, 0)]
 
     def loss(block: int) -> float:
-        seen = [runner.encoded(each, 1).encoding for each in samples]
         way = at_high_tier(runner, 0, block)
-        return fmean(reference_loss(runner.adapter, each, way, encoding) for each, encoding in zip(samples, seen))
+        return fmean(runner.reference_loss(each, way) for each in samples)
 
     least = min((1, 2, 3), key=loss)
     assert len({loss(block) for block in (1, 2, 3)}) == 3

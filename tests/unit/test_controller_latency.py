@@ -13,11 +13,18 @@ import pytest
 from tests.helpers import vlms
 from verl_ext.config.schema import keys
 from verl_ext.controller.adapters import VLMAdapter, adapter_for
-from verl_ext.controller.calibration import machine_name, machine_warning
 from verl_ext.controller.config import PERCENTILES, BudgetRewardConfig
-from verl_ext.controller.environment import REWARD_NAMES, reward_components
 from verl_ext.controller.execution import Latency, RunResult, RunWorkload
-from verl_ext.controller.latency import FEATURES, LatencyModel, ModelledLatency, fit_coefficients, r2_score
+from verl_ext.controller.grpo import REWARD_NAMES, reward_components
+from verl_ext.controller.latency import (
+    FEATURES,
+    LatencyModel,
+    ModelledLatency,
+    fit_coefficients,
+    machine_name,
+    r2_score,
+    warn_of_other_machine,
+)
 from verl_ext.controller.space import ConfigurationSpace
 from verl_ext.controller.vlm import fingerprint
 from verl_ext.errors import UserError
@@ -119,12 +126,13 @@ def test_a_model_without_scatter_has_no_percentile(tmp_path: Path) -> None:
     ],
 )
 def test_a_latency_model_of_another_machine_gets_a_warning(
-    machine: Callable[[VLMAdapter], str], is_another: bool
+    machine: Callable[[VLMAdapter], str], is_another: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = adapter_for(*vlms.qwen3_vl_moe(), (256,))
-    doubt = machine_warning(replace(model(TRUTH), machine=machine(adapter)), adapter)
-    assert (doubt is not None) == is_another
-    assert doubt is None or all(f"'{name}'" in doubt for name in (machine(adapter), machine_name(adapter)))
+    warn_of_other_machine(replace(model(TRUTH), machine=machine(adapter)), adapter)
+    doubt = capsys.readouterr().err
+    assert doubt.startswith("warning: ") if is_another else not doubt
+    assert not doubt or all(f"'{name}'" in doubt for name in (machine(adapter), machine_name(adapter)))
 
 
 def test_a_saved_model_predicts_as_before_and_another_file_is_refused(tmp_path: Path) -> None:

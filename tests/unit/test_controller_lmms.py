@@ -62,7 +62,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def responder(export: Path, log: Path | None = None, budget_ms: float = 40.0) -> LmmsResponder:
-    return LmmsResponder.load(LmmsModelArgs(export, budget_ms, log=log))
+    return LmmsResponder(LmmsModelArgs(export, budget_ms, log=log))
 
 
 def test_it_needs_neither_verl_nor_vllm() -> None:
@@ -226,4 +226,4 @@ def test_a_directory_without_a_controller_is_refused(export: Path) -> None:
     with pytest.raises(UserError, match="has no budget controller's export"):
         responder(export.parent / "model")
     with pytest.raises(UserError, match="cannot be loaded"):
-        LmmsResponder.load(LmmsModelArgs(export, 40.0, vlm=str(export.parent / "nowhere")))
+        LmmsResponder(LmmsModelArgs(export, 40.0, vlm=str(export.parent / "nowhere")))

@@ -11,14 +11,13 @@ import torch
 from tests.helpers import vlms
 from tests.helpers.data import question
 from tests.helpers.grpo import rewards_of
-from verl_ext.controller.adapters import VLMAdapter, adapter_for
+from verl_ext.controller.adapters import adapter_for
 from verl_ext.controller.config import BudgetRewardConfig
-from verl_ext.controller.environment import ControllerEnvironment
 from verl_ext.controller.execution import EncodedImage, RunResult, VLMRunner
+from verl_ext.controller.grpo import ControllerEnvironment, ControllerPolicy
 from verl_ext.controller.inference import Decision
 from verl_ext.controller.latency import LatencySource
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
-from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.scoring import AnswerScorer
 from verl_ext.controller.space import ConfigurationSpace
 from verl_ext.data.image_questions import ImageQuestion
@@ -115,7 +114,7 @@ class FixedLatency(LatencySource):
     def run_ms(self, outcome: RunResult) -> float:
         return next(self._told)
 
-    def encode_ms(self, low: EncodedImage, adapter: VLMAdapter) -> float:
+    def encode_ms(self, low: EncodedImage) -> float:
         return 5.0
 
     def decision_ms(self, decision: Decision) -> float:

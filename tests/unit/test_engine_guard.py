@@ -17,8 +17,7 @@ from verl_ext.grpo.guards import CHECKED_STEPS, FLOAT32_GAP, EngineGuard
 from verl_ext.grpo.hf_engine import HFEngine
 from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
-from verl_ext.grpo.token_batch import TokenBatcher
-from verl_ext.grpo.token_policy import TokenPolicy
+from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy
 from verl_ext.grpo.vllm_engine import leave_to_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -142,11 +142,9 @@ def test_the_adapter_answers_at_several_settings(idefics3: Path) -> None:
 
 
 def test_an_exports_word_is_not_enough_to_run_an_adapter(idefics3: Path) -> None:
-    controlled = ControlledModel.from_dict(
-        ControlledModel(str(idefics3 / "model"), (32,), 3, adapter=ADAPTER).to_dict()
-    )
+    controlled = ControlledModel(str(idefics3 / "model"), (32,), 3, adapter=ADAPTER)
     with pytest.raises(UserError, match=f"was trained with the adapter {ADAPTER}; name it"):
-        controlled.load("cpu", torch.float32)
+        controlled.runner("cpu", torch.float32)
 
 
 def test_the_adapter_serves_the_commands_that_measure_a_model(

@@ -274,7 +274,7 @@ def test_a_function_of_the_user(opened: TextEnvironment, monkeypatch: pytest.Mon
     assert [text for text, failure in failures.items() if failure.timed_out] == ["hang"]
     assert failures["raise"].reason == "ValueError: no good"
     assert "mine.py" in failures["raise"].traceback and 'raise ValueError("no good")' in failures["raise"].traceback
-    assert "user_function.py" not in failures["raise"].traceback  # its frames are of no use to the user
+    assert "custom_process.py" not in failures["raise"].traceback  # its frames are of no use to the user
     assert "nan" in failures["nan"].reason and "None" in failures["none"].reason and "'0.5'" in failures["text"].reason
     assert not failures["nan"].traceback and "ended its process" in failures["die"].reason
 

@@ -20,7 +20,7 @@ from verl_ext.grpo.config import (
     TokenActorConfig,
     TokenAlgorithmConfig,
 )
-from verl_ext.grpo.metrics import Distribution, distributions, sample_metrics, sample_rows
+from verl_ext.grpo.metrics import ALL_STATISTICS, distribution_metrics, sample_metrics, sample_rows
 from verl_ext.grpo.protocols import Metrics, Prompt, Reward, RewardFailure, StepResult, Trajectory
 from verl_ext.grpo.step import GRPOStep
 from verl_ext.metrics.timing import StepTimer
@@ -364,7 +364,9 @@ def test_it_learns(num_epochs: int, num_mini_batches: int) -> None:
 def test_distributions() -> None:
     """Those of all values, population standard deviation."""
     values = np.random.default_rng(0).normal(5, 2, 100)
-    found = distributions({"a": values.tolist(), "b": [3.0]}, "cpu")
-    assert found["a"].mean == pytest.approx(values.mean()) and found["a"].std == pytest.approx(values.std())
-    assert (found["a"].min, found["a"].max) == (values.min(), values.max())
-    assert found["b"] == Distribution(3, 0, 3, 3)
+    columns, statistics = {"a": values.tolist(), "b": [3.0], "c": []}, dict.fromkeys("abc", ALL_STATISTICS)
+    found = distribution_metrics(columns, statistics, "cpu")
+    assert found["a_mean"] == pytest.approx(values.mean()) and found["a_std"] == pytest.approx(values.std())
+    assert (found["a_min"], found["a_max"]) == (values.min(), values.max())
+    assert [found[f"b_{statistic}"] for statistic in ALL_STATISTICS] == [3, 0, 3, 3]
+    assert not any(name.startswith("c") for name in found)

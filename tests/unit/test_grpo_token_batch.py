@@ -8,8 +8,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.sampling import Completion
-from verl_ext.grpo.token_batch import SHARED_PREFIX_ARCHITECTURES, TokenBatcher, forward_flops, num_tokens
-from verl_ext.grpo.token_policy import completion_log_probs
+from verl_ext.grpo.token_policy import (
+    SHARED_PREFIX_ARCHITECTURES,
+    TokenBatcher,
+    completion_log_probs,
+    forward_flops,
+    num_tokens,
+)
 
 ALWAYS = TokenBatcher(0, lambda rows, length: rows)
 NEVER = TokenBatcher(0)

@@ -30,8 +30,7 @@ from verl_ext.grpo.hf_engine import HFEngine, SeededHFLogitsProcessor
 from verl_ext.grpo.protocols import Prompt, Reward, RewardFailure, Trajectory
 from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs, sample_seed, sample_tokens
 from verl_ext.grpo.step import GRPOStep
-from verl_ext.grpo.token_batch import TokenBatcher
-from verl_ext.grpo.token_policy import TokenPolicy, completion_log_probs
+from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy, completion_log_probs
 from verl_ext.metrics.timing import StepTimer
 from verl_ext.trainer.model import disable_dropout
 

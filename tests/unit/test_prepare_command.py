@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.faults import fill, small_disk
 from verl_ext.data.prepare import COMMANDS, is_prepared, prepare
-from verl_ext.data.prepare.output import STAMP_NAME, file_state, staged_file
+from verl_ext.data.prepare.command import STAMP_NAME, file_state, staged_file
 from verl_ext.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from verl_ext.errors import UserError
 from verl_ext.grpo.guards import TIMED_OUT_STEPS, RewardGuard
 from verl_ext.grpo.protocols import Reward, RewardError, RewardFailure, Trajectory
 from verl_ext.grpo.rewards.check import check_reward_functions
-from verl_ext.grpo.rewards.user_function import UserFunction, score_of
+from verl_ext.grpo.rewards.custom_process import UserFunction, score_of
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.stages import GRPOConfig, load_config
 
@@ -36,6 +36,7 @@ def slow_at_first(**rest):
         open(__file__ + ".called", "w").close()
         time.sleep(100)
     return 1.0
+def reads_input(**rest): return len(sys.stdin.read())
 def leaves(**rest): os._exit(1)
 def wrong_names(solution, answer): return 1.0
 def one_more(data_source, solution_str, ground_truth, extra_info, more): return 1.0
@@ -130,7 +131,7 @@ def check_rewards_of(config: GRPOConfig) -> None:
 
 
 def test_functions_that_work_are_let_through(mine: Path, rows: Path) -> None:
-    ours = [f"{mine}:{name}" for name in ("good", "open_ended", "sees_truth", "slow_at_first")]
+    ours = [f"{mine}:{name}" for name in ("good", "open_ended", "sees_truth", "slow_at_first", "reads_input")]
     check_rewards_of(config_of(rows, *ours, "reward_correct", "tag_count_reward"))
 
 

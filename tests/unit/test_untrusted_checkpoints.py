@@ -190,11 +190,10 @@ def test_an_export_of_a_controller_does_not_decide_what_code_is_run(tmp_path: Pa
     content["vlm"] |= {"path": str(planted), "trust_remote_code": True}
     (export / "config.json").write_text(json.dumps(content))
     _, model = load_controller(export)
-    assert model == ControlledModel.from_dict(
-        {**content["vlm"], "trust_remote_code": False, "num_blocks": 4, "topk": 4}
-    )
+    known = {"tier_sizes": TIERS, "trust_remote_code": False, "num_blocks": 4, "topk": 4}
+    assert model == ControlledModel(**{**content["vlm"], **known})
     with pytest.raises(UserError, match="cannot be loaded"):
-        model.load("cpu", torch.float32)
+        model.runner("cpu", torch.float32)
     assert not marker.exists()
     assert load_controller(export, trust_remote_code=True)[1].trust_remote_code and model.tier_sizes == TIERS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING
 
 from verl_ext.cli import CommandParser, IntArg, clean_exit, output_file
@@ -29,7 +30,12 @@ def add_model_arguments(parser: CommandParser) -> None:
         "--model", metavar="DIR", required=True, help="directory or hub name of the vision-language model"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model (Molmo needs it)")
-    parser.add_argument("--adapter", metavar="PLACE:CLASS", help=f"your adapter for the model: {PLUGIN_FORM}")
+    parser.add_argument(
+        "--adapter",
+        type=partial(Plugin.parse, key="--adapter"),
+        metavar="PLACE:CLASS",
+        help=f"your adapter for the model: {PLUGIN_FORM}",
+    )
     parser.add_argument(
         "--tier-sizes",
         type=IntArg(),
@@ -55,7 +61,7 @@ def load_inputs(arguments: argparse.Namespace) -> tuple[VLMAdapter, list[ImageQu
         device=device,
         dtype=dtype,
         trust_remote_code=arguments.trust_remote_code,
-        own_adapter=None if arguments.adapter is None else Plugin.parse(arguments.adapter, "--adapter"),
+        own_adapter=arguments.adapter,
     )
     source = QuestionSource(arguments.num_questions, 0, arguments.questions)
     return adapter, ImageQuestionDataset({"questions": source}, "train", progress=True).samples
@@ -84,7 +90,7 @@ def build_parser() -> CommandParser:
 def main() -> None:
     """Measure, print the quality of the fit, and write the latency model."""
     arguments = build_parser().parse_args()
-    from verl_ext.controller.calibration import calibrate, r2_warning  # here, as torch takes seconds to import
+    from verl_ext.controller.latency import calibrate, r2_warning  # here, as torch takes seconds to import
 
     adapter, questions = load_inputs(arguments)
     space = adapter.space(arguments.min_active, len(adapter.blocks), arguments.topk_choices)

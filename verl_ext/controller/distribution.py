@@ -29,10 +29,8 @@ class BlockMaskDistribution:
     """
 
     def __init__(self, logits: torch.Tensor, fewest: int, most: int) -> None:
-        self.num_blocks = logits.shape[1]
-        if not 0 <= fewest <= most <= self.num_blocks:
-            raise ValueError(f"{fewest} to {most} of {self.num_blocks} blocks cannot run")
-        self.logits, self.fewest, self.most = logits.double(), fewest, most
+        self.logits, self.num_blocks = logits.double(), logits.shape[1]
+        self.fewest, self.most = fewest, most
 
     @cached_property  # the mode, which is all that a deployed controller needs, does without
     def _tables(self) -> list[torch.Tensor]:
@@ -46,18 +44,14 @@ class BlockMaskDistribution:
             tables.insert(0, torch.cat([table, end[:, -1:]], dim=1))
         return tables
 
-    @property
-    def log_normalizer(self) -> torch.Tensor:
-        """log Z, (batch,)."""
-        return self._tables[0][:, 0]
-
     def log_prob(self, masks: torch.Tensor) -> torch.Tensor:
         """Log-probability of each mask, (batch,), in double precision.
 
         Args:
             masks: (batch, blocks), bool; each must have an allowed number of blocks.
         """
-        return (self.logits * masks).sum(-1) - self.log_normalizer
+        log_z = self._tables[0][:, 0]
+        return (self.logits * masks).sum(-1) - log_z
 
     def _log_prob_of_block(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of running and skipping block i, each (batch, most + 1) by the number chosen before."""
@@ -73,23 +67,18 @@ class BlockMaskDistribution:
         Args:
             uniforms: (batch, blocks), a random number in [0, 1) for each decision.
         """
-        num_chosen = torch.zeros(len(self.logits), dtype=torch.long, device=self.logits.device)
-        decisions = []
+        masks = torch.zeros_like(uniforms, dtype=torch.bool)
         for i in range(self.num_blocks):
-            run = self._log_prob_of_block(i)[0].gather(1, num_chosen[:, None])[:, 0]
-            decisions.append(uniforms[:, i] < run.exp())
-            num_chosen = num_chosen + decisions[-1].long()
-        return torch.stack(decisions, dim=1) if decisions else torch.zeros_like(uniforms, dtype=torch.bool)
+            run, _ = self._log_prob_of_block(i)
+            num_chosen = masks.sum(1, keepdim=True)
+            masks[:, i] = uniforms[:, i] < run.gather(1, num_chosen)[:, 0].exp()
+        return masks
 
     def mode(self) -> torch.Tensor:
         """The most likely mask of each row, (batch, blocks) bool: the blocks with the highest logits."""
         ranks = self.logits.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         count = (self.logits > 0).sum(1).clamp(self.fewest, self.most)
         return ranks < count[:, None]
-
-    def detached(self) -> BlockMaskDistribution:
-        """The same distribution without a gradient."""
-        return BlockMaskDistribution(self.logits.detach(), self.fewest, self.most)
 
     def entropy(self, entropy_of_active: torch.Tensor | None = None) -> torch.Tensor:
         """Entropy in nats, (batch,), with gradient.
@@ -148,7 +137,6 @@ class ConfigurationDistribution:
     """Tier, block mask and the top-k of each active block; independent, except that only active blocks have a top-k.
 
     Args:
-        space: the configurations.
         tier_logits: (batch, tiers).
         block_logits: (batch, blocks - 1).
         block_topk_logits: (batch, blocks, choices); those of block 0, whose top-k is fixed, are ignored. The last
@@ -180,11 +168,8 @@ class ConfigurationDistribution:
         Each active block adds the entropy of its top-k, so the entropy grows with the number of blocks, and a bonus
         for it would reward running the whole model. Therefore the gradient of the experts' part treats the blocks'
         probabilities as constants.
-
-        Args:
-            tier_weight: weight of the tiers' part.
         """
-        constant = self._masks.detached()
+        constant = BlockMaskDistribution(self._masks.logits.detach(), self._masks.fewest, self._masks.most)
         topk_entropy = None if self._topk is None else categorical_entropy(self._topk)
         experts = constant.entropy(topk_entropy) - constant.entropy()
         return tier_weight * categorical_entropy(self._tiers) + self._masks.entropy() + experts
@@ -224,12 +209,7 @@ def categorical_entropy(log_probs: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_cdf(log_probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The category of each number in [0, 1), of the shape of `uniforms`.
-
-    Args:
-        log_probs: (..., categories).
-        uniforms: (...).
-    """
+    """The category of each number (...) in [0, 1), by log-probabilities (..., categories)."""
     bounds = log_probs.exp().cumsum(-1)
     return (uniforms[..., None] >= bounds).sum(-1).clamp(max=log_probs.shape[-1] - 1)
 

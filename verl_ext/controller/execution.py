@@ -6,13 +6,13 @@ import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from PIL import Image
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from verl_ext.controller.adapters import Inputs, VLMAdapter
 from verl_ext.controller.space import Configuration, ConfigurationSpace
@@ -61,30 +61,25 @@ def synchronized_time(device: torch.device) -> float:
 
 
 class LatencyMeter:
-    """Times the forward passes within a `with` block, by hooks on the model and its vision encoder.
-
-    Args:
-        adapter: of the model; one generation is timed at a time.
-    """
+    """Times the forward passes of one generation within a `with` block, by hooks on the model and vision encoder."""
 
     def __init__(self, adapter: VLMAdapter) -> None:
         self._adapter = adapter
-        self._seconds: dict[str, list[float]] = {"vision": [], "model": []}
-        self._hooks = ExitStack()
+        self._vision_s: list[float] = []
+        self._model_s: list[float] = []
 
     def __enter__(self) -> LatencyMeter:
-        self._seconds = {"vision": [], "model": []}
-        with ExitStack() as hooks:
-            for name, module in (("vision", self._adapter.vision_encoder), ("model", self._adapter.model)):
-                for remove in self._add_hooks(module, self._seconds[name]):
-                    hooks.callback(remove)
-            self._hooks = hooks.pop_all()
+        self._hooks = [
+            *self._add_hooks(self._adapter.vision_encoder, self._vision_s),
+            *self._add_hooks(self._adapter.model, self._model_s),
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hooks.close()
+        for hook in self._hooks:
+            hook.remove()
 
-    def _add_hooks(self, module: nn.Module, seconds: list[float]) -> list[Callable[[], None]]:
+    def _add_hooks(self, module: nn.Module, seconds: list[float]) -> list[RemovableHandle]:
         started: list[float] = []
 
         def before(*_: Any) -> None:
@@ -93,17 +88,17 @@ class LatencyMeter:
         def after(*_: Any) -> None:
             seconds.append(synchronized_time(self._adapter.model.device) - started.pop())
 
-        return [module.register_forward_pre_hook(before).remove, module.register_forward_hook(after).remove]
+        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     @property
     def vision_ms(self) -> float:
         """Time of encoding images in the block."""
-        return 1e3 * sum(self._seconds["vision"])
+        return 1e3 * sum(self._vision_s)
 
     @property
     def latency(self) -> Latency:
         """Latency of the generation in the block."""
-        first, *further = self._seconds["model"]
+        first, *further = self._model_s
         return Latency(self.vision_ms, 1e3 * first - self.vision_ms, 1e3 * sum(further), len(further))
 
 
@@ -112,7 +107,6 @@ class RunWorkload:
     """The amount of work of one run, from which a latency model predicts its latency.
 
     Attributes:
-        configuration: of the run.
         num_patches: input of the vision encoder.
         num_prompt_tokens: length of the prompt, including the image's tokens.
         num_decoded: tokens after the first.
@@ -126,13 +120,7 @@ class RunWorkload:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of running a configuration on a sample.
-
-    Attributes:
-        answer: the text.
-        latency: as measured, including the encoding of the image.
-        workload: the amount of work.
-    """
+    """The result of running a configuration on a sample; `latency` is measured and includes encoding the image."""
 
     answer: str
     latency: Latency
@@ -145,21 +133,18 @@ class EncodedImage:
 
     Attributes:
         inputs: of the model.
-        encoding: output of the vision encoder.
-        vision_ms: time of the encoding.
+        num_patches: input of the vision encoder.
+        encoding: output of the vision encoder, which took `vision_ms`.
     """
 
     inputs: Inputs
+    num_patches: int
     encoding: Any
     vision_ms: float
 
 
 class LRUCache(Generic[T]):
-    """A cache that drops the least recently used entry, and counts lookups and hits.
-
-    Args:
-        max_entries: capacity.
-    """
+    """A cache that drops the least recently used entry, and counts lookups and hits."""
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries, self._entries = max_entries, OrderedDict[Hashable, T]()
@@ -185,9 +170,7 @@ class VLMRunner:
     sample. Decoding is greedy, so repeating a run would give the same answer.
 
     Args:
-        adapter: of the model.
-        max_new_tokens: of an answer.
-        max_encodings: encoded images to cache.
+        max_encodings: encoded images to cache, which stay on the device.
     """
 
     def __init__(self, adapter: VLMAdapter, max_new_tokens: int, max_encodings: int = 256) -> None:
@@ -228,49 +211,42 @@ class VLMRunner:
         """Like `run`, without reading or writing a cache."""
         return self.answer(self.encode(sample.load_image(), sample.question, configuration.tier), configuration)
 
-    def time_encoding(self, sample: ImageQuestion) -> float:
-        """Encode a sample's image at the lowest tier, without a cache, and return the milliseconds."""
-        return self.encode(sample.load_image(), sample.question, 0).vision_ms
+    @torch.no_grad()
+    def reference_loss(self, sample: ImageQuestion, configuration: Configuration) -> float:
+        """Mean negative log-likelihood of a sample's first reference, in nats per token."""
+        encoded = self.encoded(sample, configuration.tier)
+        reference = self.adapter.tokenizer(sample.references[0], add_special_tokens=False)["input_ids"]
+        total = 0.0
+        with self.adapter.configured(configuration), self.adapter.with_encoding(encoded.encoding):
+            state = self.adapter.prefill(encoded.inputs)
+            for position, token in enumerate(reference):
+                total -= float(state.logits[0].float().log_softmax(-1)[token])
+                if position + 1 < len(reference):
+                    state = self.adapter.decode(state, torch.tensor([[token]], device=state.logits.device))
+        return total / len(reference)
 
     def encode(self, image: Image.Image, question: str, tier: int) -> EncodedImage:
-        """Encode an image at a tier.
-
-        Args:
-            image: in RGB.
-            question: the full text of the question.
-            tier: index into the list of tiers.
-        """
+        """Encode an image in RGB at a tier, for the full text of a question."""
         inputs = self.adapter.inputs(image, question, tier)
         with LatencyMeter(self.adapter) as meter:
             encoding = self.adapter.encode(inputs)
-        return EncodedImage(inputs, encoding, meter.vision_ms)
+        return EncodedImage(inputs, self.adapter.num_patches(inputs), encoding, meter.vision_ms)
 
     def answer(self, encoded: EncodedImage, configuration: Configuration) -> RunResult:
-        """Answer a question.
-
-        Args:
-            encoded: the question with its image, encoded at the configuration's tier.
-            configuration: of the model.
-        """
+        """Answer a question, whose image is encoded at the configuration's tier."""
         with (
             self.adapter.configured(configuration),
             self.adapter.with_encoding(encoded.encoding),
             LatencyMeter(self.adapter) as meter,
         ):
             tokens = self.adapter.generate(encoded.inputs, self._max_new_tokens, self._end_tokens)
-        measured = meter.latency
-        latency = Latency(encoded.vision_ms, measured.prefill_ms, measured.decode_ms, measured.num_decoded)
+        latency = replace(meter.latency, vision_ms=encoded.vision_ms)
         answer = self.adapter.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-        sizes = self.adapter.num_patches(encoded.inputs), encoded.inputs["input_ids"].shape[1]
-        return RunResult(answer, latency, RunWorkload(configuration, *sizes, measured.num_decoded))
+        num_prompt_tokens = encoded.inputs["input_ids"].shape[1]
+        workload = RunWorkload(configuration, encoded.num_patches, num_prompt_tokens, latency.num_decoded)
+        return RunResult(answer, latency, workload)
 
     def warm_up(self, image: Image.Image, question: str, space: ConfigurationSpace) -> None:
-        """Run all blocks at each tier, because the first run at an input size is slower.
-
-        Args:
-            image: see `encode`.
-            question: see `encode`.
-            space: of the configurations.
-        """
+        """Run all blocks at each tier, because the first run at an input size is slower."""
         for tier in range(len(space.tiers)):
             self.answer(self.encode(image, question, tier), space.configuration(tier, [True] * space.num_blocks))

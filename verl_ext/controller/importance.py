@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from verl_ext.cli import CommandParser, clean_exit
 from verl_ext.commands import typed_command
-from verl_ext.console import print_line, print_summary
+from verl_ext.console import print_line, print_summary, progress_bar
 from verl_ext.controller.calibrate import EXAMPLE_INPUTS, add_model_arguments, load_inputs
+from verl_ext.errors import UserError
+from verl_ext.files import parse_json
+
+if TYPE_CHECKING:
+    from verl_ext.controller.adapters import VLMAdapter
+    from verl_ext.data.image_questions import ImageQuestion
 
 TEXT = """Measure how much a model loses when one of its blocks is skipped.
 
 The importance of a block is the increase of the loss of the first reference answer, in nats per token, when that block
 alone is skipped, averaged over questions. Block 0 always runs and has none."""
+SCORE_KEYS = ("importance_scores", "merged_scores", "train_scores")
+"""Keys of the scores in a file; a file that consists of the scores alone is read too."""
 
 
 def build_parser() -> CommandParser:
@@ -28,15 +41,67 @@ def build_parser() -> CommandParser:
 def main() -> None:
     """Measure, print the scores and write them."""
     arguments = build_parser().parse_args()
-    from verl_ext.controller.block_importance import measure_importance  # here, as torch takes seconds to import
-
-    importance = measure_importance(*load_inputs(arguments))
-    for block, score in sorted(importance.scores.items(), key=lambda item: -item[1]):
+    adapter, questions = load_inputs(arguments)
+    scores = measure_importance(adapter, questions)
+    for block, score in sorted(scores.items(), key=lambda item: -item[1]):
         print_line(f"block {block:>3}  {score:+.4f}")
-    importance.save(arguments.output)
+    save_importance(arguments.output, scores, adapter)
     path = arguments.output.absolute()
     then = (*typed_command("grpo"), 2, "recipe=budget_controller", f"controller.importance_file={path}")
     print_summary(f"Measured: the blocks of {arguments.model}", {"importance": path}, then)
+
+
+def measure_importance(adapter: VLMAdapter, questions: Sequence[ImageQuestion]) -> dict[int, float]:
+    """The importance of each block except block 0, at the highest tier."""
+    from verl_ext.controller.execution import VLMRunner  # here, as torch takes seconds to import
+
+    blocks, runner = len(adapter.blocks), VLMRunner(adapter, max_new_tokens=1, max_encodings=1)
+    space = adapter.space(1, blocks, (adapter.trained_topk,) if adapter.trained_topk else ())
+    configurations = [space.full]  # block 0 always runs, so its place is that of the whole model
+    for skipped in range(1, blocks):
+        mask = [block != skipped for block in range(blocks)]
+        configurations.append(space.configuration(space.full.tier, mask))
+    losses = [0.0] * blocks
+    for question in progress_bar(questions, desc="measuring importance", unit="questions"):
+        for skipped, configuration in enumerate(configurations):
+            losses[skipped] += runner.reference_loss(question, configuration)
+    return {skipped: (losses[skipped] - losses[0]) / len(questions) for skipped in range(1, blocks)}
+
+
+def save_importance(path: Path, scores: Mapping[int, float], adapter: VLMAdapter) -> None:
+    """Write the importance by number of the block as JSON, with the fingerprint of the model."""
+    from verl_ext.controller.vlm import fingerprint
+
+    model, num_blocks = fingerprint(adapter.model), len(adapter.blocks)
+    content = {"model": model, "num_blocks": num_blocks, SCORE_KEYS[0]: dict(scores)}
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def load_importance(file: str | Path, adapter: VLMAdapter) -> dict[int, float]:
+    """The importance by number of the block, from a file of scores.
+
+    Raises:
+        UserError: the file is missing, has no scores, or is of another model.
+    """
+    from verl_ext.controller.vlm import matches_fingerprint
+
+    path = Path(file).expanduser()
+    try:
+        content = parse_json(path.read_text())
+        by_block = next((content[key] for key in SCORE_KEYS if key in content), content)
+        scores = {int(block): float(score) for block, score in by_block.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} has no block importance ({error}); create it by `python -m verl_ext.controller.importance`"
+        ) from error
+    blocks, model = len(adapter.blocks), content.get("model")
+    is_complete = set(range(1, blocks)) <= set(scores) <= set(range(blocks))
+    if not is_complete or not matches_fingerprint(model, adapter, str(path), blocks):
+        raise UserError(
+            f"{path} is of another model: it has scores of {len(scores)} blocks, and this model has {blocks}, or as "
+            "many with other weights; create it again by `python -m verl_ext.controller.importance`"
+        )
+    return scores
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from PIL import Image
@@ -13,7 +11,7 @@ from torch import nn
 
 from verl_ext.controller.distribution import ConfigurationDistribution
 from verl_ext.controller.execution import EncodedImage, Latency, LRUCache, VLMRunner, synchronized_time
-from verl_ext.controller.network import BudgetController
+from verl_ext.controller.network import BudgetController, Logits
 from verl_ext.controller.source import ControllerSource
 from verl_ext.controller.space import Configuration
 from verl_ext.controller.vlm import ControlledModel, default_device, load_controller
@@ -26,7 +24,6 @@ TRACE_WARM_UPS = 3
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """By `controller.dtype`; "auto" depends on the device."""
-Logits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _QuestionNetwork(nn.Module):
@@ -45,10 +42,8 @@ class TracedController:
     """Computes the logits of a controller with constant weights, with less overhead.
 
     A controller is so small that Python spends more time between its operations than torch within them. So the network
-    runs as one traced graph, and the features of a budget, which do not depend on the question, are cached.
-
-    Args:
-        controller: in evaluation mode, on its device.
+    runs as one traced graph, and the features of a budget, which do not depend on the question, are cached. The
+    controller must be in evaluation mode, and on its device.
     """
 
     def __init__(self, controller: BudgetController) -> None:
@@ -66,13 +61,7 @@ class TracedController:
                 self._network(*example)
 
     def __call__(self, vision: torch.Tensor, language: torch.Tensor, budget_ms: float) -> Logits:
-        """Logits as of `BudgetController.forward` for a batch of one; call it in inference mode.
-
-        Args:
-            vision: (1, vision_width), float32.
-            language: (1, language_width), float32.
-            budget_ms: milliseconds.
-        """
+        """Logits as of `BudgetController.forward` for a batch of one, in float32; call it in inference mode."""
         return self._network(vision, language, self._budget_features(budget_ms))
 
     def _budget_features(self, budget_ms: float) -> torch.Tensor:
@@ -105,24 +94,19 @@ class Decision:
 
 
 def decision_overhead_ms(configuration: Configuration, own_ms: float, low_encode_ms: float) -> float:
-    """What a decision adds to the latency of the chosen configuration.
+    """What a decision of `own_ms` adds to the latency of the chosen configuration.
 
-    Args:
-        configuration: the chosen one.
-        own_ms: time of the decision itself.
-        low_encode_ms: time of encoding the image at the lowest tier. A configuration of that tier uses the encoding;
-            for any other tier it is extra work.
+    That includes encoding the image at the lowest tier, except for a configuration of that tier, which uses the
+    encoding for its answer.
     """
     return own_ms + (low_encode_ms if configuration.tier else 0.0)
 
 
 @dataclass(frozen=True)
 class AdaptiveAnswer:
-    """An answer, and the time it took.
+    """An answer, the configuration that produced it, and the time it took.
 
     Attributes:
-        answer: the text.
-        configuration: that produced it.
         decision_ms: what the decision added, see `decision_overhead_ms`.
         network_ms: the controller's forward pass, part of `decision_ms`.
         latency: of the configuration, including the encoding of the image at its tier.
@@ -141,11 +125,7 @@ class AdaptiveAnswer:
 
 
 class AdaptiveModel:
-    """Answers each question with the part of the model that the controller chooses.
-
-    Args:
-        runner: of the model, as in the controller's training.
-        controller: trained for the model; it is moved to the model's device.
+    """Answers each question with the part of the model that the controller, moved to its device, chooses.
 
     Attributes:
         space: the configurations that the controller can choose.
@@ -175,13 +155,7 @@ class AdaptiveModel:
 
     @torch.inference_mode()
     def decide(self, low: EncodedImage, question: str, budget_ms: float) -> Decision:
-        """Choose a configuration.
-
-        Args:
-            low: the image, encoded at the lowest tier.
-            question: as for `answer`.
-            budget_ms: as for `answer`.
-        """
+        """Choose a configuration; `low` is the image at the lowest tier, and the rest as for `answer`."""
         adapter, times = self.runner.adapter, [synchronized_time(self._device)]
         vision, language = adapter.pooled_vision(low.encoding), adapter.pooled_language(question)
         times.append(synchronized_time(self._device))
@@ -196,7 +170,6 @@ class AdaptiveModel:
 
 def load_adaptive_model(
     source: ControllerSource,
-    config: Mapping[str, Any],
     vlm: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
@@ -205,18 +178,16 @@ def load_adaptive_model(
     """Load a controller and the model that it was trained for.
 
     Args:
-        source: of the controller.
-        config: of its run; empty without a run.
         vlm: path of the vision-language model; None for its path in training.
         device: cpu or cuda; None for a GPU if there is one.
         trust_remote_code: whether the model's own code may run.
-        own_adapter: see `ControlledModel.load`.
+        own_adapter: see `ControlledModel.runner`.
 
     Raises:
         UserError: the controller or its model cannot be loaded, or they do not belong together.
     """
-    controller, controlled = load_controller(source.export, vlm, trust_remote_code)
     default, dtype = default_device()
-    dtype = DTYPES.get(config.get("controller", {}).get("dtype"), dtype)
+    dtype = DTYPES.get(source.setting("controller", "dtype"), dtype)
+    controller, controlled = load_controller(source.export, vlm, trust_remote_code)
     runner = controlled.runner(default if device is None else device, dtype, own_adapter)
     return AdaptiveModel(runner, controller), controlled

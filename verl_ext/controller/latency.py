@@ -1,23 +1,33 @@
-"""Milliseconds of a run: measured, or predicted by a latency model that was fitted on this machine."""
+"""Milliseconds of a run: measured, or predicted by a latency model, which is fitted on this machine."""
 
 from __future__ import annotations
 
 import json
+import platform
+import random
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from scipy.optimize import nnls
 
+from verl_ext.console import print_line, progress_bar, warn
 from verl_ext.controller.adapters import VLMAdapter
-from verl_ext.controller.execution import EncodedImage, Latency, RunResult, RunWorkload
-from verl_ext.controller.inference import Decision
-from verl_ext.controller.vlm import matches_fingerprint
+from verl_ext.controller.config import PERCENTILES
+from verl_ext.controller.execution import EncodedImage, Latency, RunResult, RunWorkload, VLMRunner, median_latency
+from verl_ext.controller.inference import AdaptiveModel, Decision
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.controller.space import Configuration, ConfigurationSpace
+from verl_ext.controller.vlm import fingerprint, matches_fingerprint
+from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
+from verl_ext.processes import cpu_name
 
 LATENCY_FILE = "latency_model.json"
 """File in a run directory with the latency model that the run fitted."""
@@ -33,23 +43,36 @@ NUM_CHECKED_QUESTIONS = 8
 """Questions on which the lowest budget is checked."""
 MARGIN = 1.05
 """Factor by which a suggested budget exceeds the measured time."""
+GOOD_R2 = 0.95
+"""R squared from which a latency model distinguishes configurations well."""
+NOISE_PERCENTILE = "90"
+"""Percentile of single runs by which a measurement is judged."""
+QUIET = 1.2
+"""Ratio to the prediction that nine tenths of the runs stay below on an undisturbed machine."""
+MAX_MEASUREMENTS = 4
+"""Attempts at an undisturbed measurement."""
+FITTED_SHARE = 0.8
+"""Share of the configurations on which the coefficients are fitted."""
 
 
-def workload_features(part: str, workload: RunWorkload) -> list[float]:
-    """The values of `FEATURES[part]`."""
-    if part == "vision_ms":
-        return vision_features(workload.num_patches)
-    blocks, experts = workload.configuration.num_active, sum(workload.configuration.topk)
-    tokens, decoded = workload.num_prompt_tokens, workload.num_decoded
-    if part == "prefill_ms":
-        return [1, tokens, blocks, blocks * tokens, blocks * tokens**2, experts, experts * tokens]
-    context = tokens + decoded / 2
-    return [decoded, blocks * decoded, blocks * context * decoded, experts * decoded]
+# The model
 
 
 def vision_features(num_patches: int) -> list[float]:
     """The values of `FEATURES["vision_ms"]`."""
     return [1, num_patches, num_patches**2]
+
+
+def workload_features(workload: RunWorkload) -> dict[str, list[float]]:
+    """The values of `FEATURES`."""
+    blocks, experts = workload.configuration.num_active, sum(workload.configuration.topk)
+    tokens, decoded = workload.num_prompt_tokens, workload.num_decoded
+    context = tokens + decoded / 2
+    return {
+        "vision_ms": vision_features(workload.num_patches),
+        "prefill_ms": [1, tokens, blocks, blocks * tokens, blocks * tokens**2, experts, experts * tokens],
+        "decode_ms": [decoded, blocks * decoded, blocks * context * decoded, experts * decoded],
+    }
 
 
 @dataclass(frozen=True)
@@ -74,17 +97,17 @@ class LatencyModel:
 
     def predict(self, workload: RunWorkload) -> Latency:
         """The latency of a workload."""
+        features = workload_features(workload)
         parts = {
-            part: float(np.dot(workload_features(part, workload), [self.coefficients[part][name] for name in names]))
+            part: float(np.dot(features[part], [self.coefficients[part][name] for name in names]))
             for part, names in FEATURES.items()
         }
         return Latency(**parts, num_decoded=workload.num_decoded)
 
     def vision_ms(self, num_patches: int) -> float:
         """Milliseconds of encoding an image with this number of patches."""
-        names = FEATURES["vision_ms"]
-        values = dict(zip(names, vision_features(num_patches)))
-        return sum(self.coefficients["vision_ms"][name] * values[name] for name in names)
+        weights = self.coefficients["vision_ms"]
+        return sum(weights[name] * value for name, value in zip(FEATURES["vision_ms"], vision_features(num_patches)))
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
@@ -111,21 +134,17 @@ class LatencyModel:
 
 
 def fit_coefficients(workloads: Sequence[RunWorkload], latencies: Sequence[Latency]) -> dict[str, dict[str, float]]:
-    """Coefficients of at least 0 that minimize the squared relative error.
-
-    Args:
-        workloads: of the runs.
-        latencies: of the runs.
-    """
-    coefficients = {}
+    """Coefficients of at least 0 that minimize the squared relative error over some runs."""
+    coefficients, features = {}, [workload_features(workload) for workload in workloads]
     for part, names in FEATURES.items():
-        rows = np.array([workload_features(part, workload) for workload in workloads], dtype=float)
+        rows = np.array([each[part] for each in features], dtype=float)
         times = np.array([getattr(latency, part) for latency in latencies])
         used = times > 0  # an answer of one token decodes nothing
         if not used.any():
             coefficients[part] = dict.fromkeys(names, 0.0)
             continue
-        rows, scale = rows[used] / times[used, None], np.abs(rows[used] / times[used, None]).max(axis=0)
+        rows = rows[used] / times[used, None]
+        scale = np.abs(rows).max(axis=0)
         scale[scale == 0] = 1.0
         weights, _ = nnls(rows / scale, np.ones(int(used.sum())))
         coefficients[part] = dict(zip(names, (weights / scale).tolist()))
@@ -136,6 +155,9 @@ def r2_score(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """R squared, the share of the variance of the measurements that the predictions explain."""
     truth, guess = np.asarray(measured), np.asarray(predicted)
     return float(1 - ((truth - guess) ** 2).sum() / ((truth - truth.mean()) ** 2).sum())
+
+
+# Where milliseconds come from
 
 
 class LatencySource(ABC):
@@ -154,7 +176,7 @@ class LatencySource(ABC):
         """Milliseconds of running a configuration, including the encoding of the image."""
 
     @abstractmethod
-    def encode_ms(self, low: EncodedImage, adapter: VLMAdapter) -> float:
+    def encode_ms(self, low: EncodedImage) -> float:
         """Milliseconds of encoding an image at the lowest tier, which a decision needs."""
 
     @abstractmethod
@@ -164,11 +186,7 @@ class LatencySource(ABC):
 
 @dataclass(frozen=True)
 class MeasuredLatency(LatencySource):
-    """Milliseconds as measured.
-
-    Attributes:
-        deciding_ms: see `LatencySource`.
-    """
+    """Milliseconds as measured."""
 
     deciding_ms: float = 0.0
     is_measured = True
@@ -177,7 +195,7 @@ class MeasuredLatency(LatencySource):
         """See `LatencySource`."""
         return result.latency.total_ms
 
-    def encode_ms(self, low: EncodedImage, adapter: VLMAdapter) -> float:
+    def encode_ms(self, low: EncodedImage) -> float:
         """See `LatencySource`."""
         return low.vision_ms
 
@@ -202,11 +220,6 @@ class ModelledLatency(LatencySource):
     @classmethod
     def load(cls, path: Path, adapter: VLMAdapter, percentile: int = 50) -> ModelledLatency:
         """Load the latency model of a file.
-
-        Args:
-            path: of the file.
-            adapter: of the vision-language model.
-            percentile: see the class.
 
         Raises:
             UserError: the file is missing, or was fitted on another vision-language model.
@@ -238,9 +251,9 @@ class ModelledLatency(LatencySource):
         """See `LatencySource`."""
         return self._factor * self.model.predict(result.workload).total_ms
 
-    def encode_ms(self, low: EncodedImage, adapter: VLMAdapter) -> float:
+    def encode_ms(self, low: EncodedImage) -> float:
         """See `LatencySource`."""
-        return self._factor * self.model.vision_ms(adapter.num_patches(low.inputs))
+        return self._factor * self.model.vision_ms(low.num_patches)
 
     def decision_ms(self, decision: Decision) -> float:
         """See `LatencySource`."""
@@ -254,7 +267,6 @@ def require_reachable(
 
     Args:
         setting: option or key of the budgets.
-        lowest_ms: the lowest budget.
         cheapest_ms: for some questions, milliseconds of the cheapest configuration and the decision for it.
         full_ms: latency of the full configuration if the budgets are shares of it, else None.
 
@@ -270,4 +282,111 @@ def require_reachable(
     raise UserError(
         f"{setting} begins at {begins}, but the cheapest configuration and the decision for it take {needed_ms:.1f} "
         f"ms; begin at {enough} or more"
+    )
+
+
+# Fitting the model on this machine
+
+
+def calibrate(
+    adapter: VLMAdapter,
+    space: ConfigurationSpace,
+    questions: Sequence[ImageQuestion],
+    num_configurations: int,
+    repeats: int,
+    max_new_tokens: int,
+    hidden: int = 256,
+) -> LatencyModel:
+    """Measure and fit; repeat while the machine is disturbed, and keep the fastest and calmest measurement.
+
+    Args:
+        num_configurations: number of runs, at least ten.
+        repeats: passes over all runs; the median of each run counts.
+        hidden: width of the controller whose decisions are timed.
+    """
+    rng, runner = random.Random(0), VLMRunner(adapter, max_new_tokens)
+    runner.warm_up(questions[0].load_image(), questions[0].question, space)
+    runs = [(rng.choice(questions), space.sample(rng)) for _ in range(num_configurations)]
+    own_ms = measure_deciding_ms(runner, space, questions, hidden)
+    fits: list[tuple[float, LatencyModel]] = []
+    for attempts_left in reversed(range(MAX_MEASUREMENTS)):
+        model, noisy_ms = fit_latency_model(measure_runs(runner, runs, repeats), adapter, own_ms)
+        fits.append((noisy_ms, model))
+        ratio = model.scatter[NOISE_PERCENTILE]
+        if ratio <= QUIET or not attempts_left:
+            break
+        print_line(f"the machine is busy: a tenth of the runs take {ratio:.2f} times as long; measuring again")
+    return min(fits, key=lambda each: each[0])[1]
+
+
+def measure_runs(
+    runner: VLMRunner, runs: Sequence[tuple[ImageQuestion, Configuration]], repeats: int
+) -> list[list[RunResult]]:
+    """The results of each run, one per pass over all runs, so that a slow period of the machine affects all of them."""
+    results: list[list[RunResult]] = [[] for _ in runs]
+    with progress_bar(total=repeats * len(runs), desc="calibrating", unit="runs") as bar:
+        for _ in range(repeats):
+            for run, found in zip(runs, results):
+                found.append(runner.run_uncached(*run))
+                bar.update()
+    return results
+
+
+def fit_latency_model(
+    results: Sequence[Sequence[RunResult]], adapter: VLMAdapter, own_ms: float
+) -> tuple[LatencyModel, float]:
+    """The latency model of measured runs, and the mean of its predictions at `NOISE_PERCENTILE`, in milliseconds.
+
+    Args:
+        results: of each run, one per pass.
+        own_ms: time of a decision.
+    """
+    workloads = [each[0].workload for each in results]
+    latencies = [median_latency([result.latency for result in each]) for each in results]
+    cut = round(FITTED_SHARE * len(results))
+    coefficients = fit_coefficients(workloads[:cut], latencies[:cut])
+    model = LatencyModel(coefficients, 0.0, machine_name(adapter), fingerprint(adapter.model), own_ms)
+    predictions = [model.predict(workload).total_ms for workload in workloads]
+    r2 = r2_score(predictions[cut:], [latency.total_ms for latency in latencies[cut:]])
+    ratios = [result.latency.total_ms / predicted for each, predicted in zip(results, predictions) for result in each]
+    scatter = {str(percentile): float(np.percentile(ratios, percentile)) for percentile in PERCENTILES}
+    return replace(model, r2=r2, scatter=scatter), statistics.fmean(predictions) * scatter[NOISE_PERCENTILE]
+
+
+def measure_deciding_ms(
+    runner: VLMRunner, space: ConfigurationSpace, questions: Sequence[ImageQuestion], hidden: int
+) -> float:
+    """Median time of one decision by a controller of width `hidden`, which does not depend on its weights."""
+    vision, language = runner.features(questions[0])
+    widths: dict[str, Any] = {"vision_width": len(vision), "language_width": len(language), "hidden": hidden}
+    with torch.random.fork_rng(devices=[]):
+        controller = BudgetController(BudgetControllerConfig(**vars(space), **widths))
+    model = AdaptiveModel(runner, controller)
+    low = [(runner.encoded(question, 0), question.question) for question in questions]
+    model.decide(*low[0], 1.0)  # warm-up
+    return statistics.median(model.decide(*each, 1.0).own_ms for each in low)
+
+
+def r2_warning(r2: float) -> str:
+    """What to print after an R squared; empty for a good one."""
+    return "" if r2 >= GOOD_R2 else f", below {GOOD_R2}: the machine was busy, or more measurements are needed"
+
+
+def machine_name(adapter: VLMAdapter) -> str:
+    """The hardware on which latencies depend: the GPU, or the CPU with torch's number of threads."""
+    if adapter.model.device.type == "cuda":
+        return torch.cuda.get_device_name(adapter.model.device)
+    parts = [f"{torch.get_num_threads()} threads", platform.machine(), cpu_name()]
+    return ", ".join(part for part in parts if part)
+
+
+def warn_of_other_machine(model: LatencyModel, adapter: VLMAdapter) -> None:
+    """Warn if a latency model was fitted on another machine, or with another number of threads."""
+    here = machine_name(adapter)
+    if here.startswith(model.machine):  # files of earlier versions lack the processor's name
+        return
+    threads = "" if adapter.model.device.type == "cuda" else f"OMP_NUM_THREADS={torch.get_num_threads()} "
+    warn(
+        f"the latency model was fitted on '{model.machine}'; on '{here}' its predictions may be wrong. To fit one "
+        f"here, run `{threads}python -m verl_ext.controller.calibrate`"
     )

@@ -14,6 +14,8 @@ from verl_ext.controller.config import MODEL_TYPE
 from verl_ext.controller.space import ConfigurationSpace
 
 NUM_SINUSOIDS = 256
+Logits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of tiers (batch, tiers), blocks (batch, blocks - 1) and top-k (batch, blocks, choices); choices may be 0."""
 
 
 class LatencyBudgetEncoder(nn.Module):
@@ -25,8 +27,6 @@ class LatencyBudgetEncoder(nn.Module):
 
     Args:
         width: of the output, that of the vision-language model.
-        low_ms: lowest budget of the range.
-        high_ms: highest budget of the range.
     """
 
     frequencies: torch.Tensor
@@ -56,10 +56,6 @@ class BudgetControllerConfig(PretrainedConfig):
 
     Args:
         tiers: see `ConfigurationSpace`, as for the next four.
-        num_blocks: blocks of the vision-language model.
-        min_active: fewest blocks that run.
-        max_active: most blocks that run.
-        topk_choices: numbers of experts; empty for a model without experts.
         vision_width: width of the image features, mean-pooled over the patches of the global crop.
         language_width: width of the mean-pooled token embeddings, and of the budget's features.
         low_ms: lowest budget of training, milliseconds.
@@ -152,43 +148,24 @@ class BudgetController(PreTrainedModel):
             nn.init.zeros_(module.bias)
 
     def init_block_bias(self, scores: Mapping[int, float]) -> None:
-        """Make a new controller prefer important blocks.
-
-        Args:
-            scores: importance by number of the block; a block's logit becomes its z-score.
-        """
+        """Make a new controller prefer important blocks: a block's logit becomes the z-score of its importance."""
         values = torch.tensor([scores[block] for block in range(1, self.space.num_blocks)])
         with torch.no_grad():
             self.block_head.bias.copy_((values - values.mean()) / values.std().clamp(min=1e-12))
 
-    def forward(
-        self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits of tiers (batch, tiers), of blocks (batch, blocks - 1) and of top-k (batch, blocks, choices).
-
-        `choices` is 0 for a model without experts.
-
-        Args:
-            vision: (batch, vision_width).
-            language: (batch, language_width).
-            budgets_ms: (batch,), milliseconds.
-        """
+    def forward(self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: torch.Tensor) -> Logits:
+        """Logits from features (batch, vision_width) and (batch, language_width), and budgets (batch,)."""
         return self.logits(vision, language, self.budget_features(budgets_ms))
 
     def budget_features(self, budgets_ms: torch.Tensor) -> torch.Tensor:
         """The trunk's input for budgets (batch,) in milliseconds: (batch, hidden)."""
         return self.projections["budget"](self.budget_encoder(budgets_ms))
 
-    def logits(
-        self, vision: torch.Tensor, language: torch.Tensor, budget: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def logits(self, vision: torch.Tensor, language: torch.Tensor, budget: torch.Tensor) -> Logits:
         """Like `forward`, from features (batch, hidden) of the budgets."""
         parts = [self.projections["vision"](vision), self.projections["language"](language), budget]
         hidden = self.trunk(torch.cat(parts, dim=-1))
         batch, blocks = hidden.shape[0], self.space.num_blocks
         topk = hidden.new_zeros(batch, blocks, 0) if self.topk_head is None else self.topk_head(hidden)
-        return (
-            self.tier_head(hidden),
-            self.block_head(hidden),
-            topk.reshape(batch, blocks, len(self.space.topk_choices)),
-        )
+        topk = topk.reshape(batch, blocks, len(self.space.topk_choices))
+        return self.tier_head(hidden), self.block_head(hidden), topk

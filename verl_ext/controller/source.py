@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class ControllerSource:
         """Name of the directory of its evaluation."""
         return "adaptive" if self.step is None else f"adaptive_step_{self.step}"
 
+    @cached_property
     def config(self) -> Mapping[str, Any]:
         """The run's configuration as plain values; empty without a run.
 
@@ -50,6 +52,10 @@ class ControllerSource:
                 "name a controller's checkpoint"
             )
         return config
+
+    def setting(self, section: str, name: str) -> Any:
+        """A value of the run's configuration; None without a run, or where it has no such key."""
+        return self.config.get(section, {}).get(name)
 
 
 def find_controller(path: Path) -> ControllerSource:

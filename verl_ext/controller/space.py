@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_ext.controller.config import require_ascending
 from verl_ext.errors import UserError
 
 
@@ -57,12 +58,7 @@ class ConfigurationSpace:
                 f"controller.min_active={self.min_active} and controller.max_active={self.max_active} must be between "
                 f"1 and the model's {self.num_blocks} blocks, and the first must not exceed the second"
             )
-        if list(self.topk_choices) != sorted(set(self.topk_choices)) or (
-            self.topk_choices and self.topk_choices[0] < 1
-        ):
-            raise UserError(
-                f"controller.topk_choices={list(self.topk_choices)} must be ascending numbers of experts, at least 1"
-            )
+        require_ascending("controller.topk_choices", self.topk_choices, may_be_empty=True)
 
     @property
     def full_topk(self) -> int:
@@ -90,13 +86,12 @@ class ConfigurationSpace:
         """
         if len(blocks) != self.num_blocks or not blocks[0] or not 0 <= tier < len(self.tiers):
             raise ValueError(f"tier {tier} with blocks {list(map(int, blocks))} is not a configuration of {self}")
+        active = tuple(map(bool, blocks))
         if not self.topk_choices:
-            return Configuration(tier, tuple(map(bool, blocks)))
+            return Configuration(tier, active)
         requested = topk if isinstance(topk, Sequence) else [topk or self.full_topk] * self.num_blocks
         experts = [self.full_topk, *requested[1:]]
-        return Configuration(
-            tier, tuple(map(bool, blocks)), tuple(k if runs else 0 for k, runs in zip(experts, blocks, strict=True))
-        )
+        return Configuration(tier, active, tuple(k if runs else 0 for k, runs in zip(experts, active, strict=True)))
 
     def sample(self, rng: random.Random) -> Configuration:
         """A random one; every tier, every number of blocks and every number of experts is equally likely."""
@@ -130,8 +125,6 @@ def select_blocks(num_active: int, num_blocks: int, scores: Mapping[int, float] 
     """A mask of the blocks to keep: block 0 and the most important others, or the first ones.
 
     Args:
-        num_active: blocks that run.
-        num_blocks: blocks of the model.
         scores: importance by number of the block; None keeps the first blocks.
     """
     ranking = scores or {block: -block for block in range(num_blocks)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,6 @@ def load_adapter(
     Args:
         path: a directory, or a name on the hub.
         tier_sizes: see `VLMAdapter`.
-        device: cpu or cuda.
-        dtype: of the weights.
         trust_remote_code: whether to run the code of the checkpoint, which Molmo needs.
         own_adapter: see `adapter_for`.
 
@@ -105,8 +103,6 @@ def matches_fingerprint(
     them matches, with a warning, if the recorded numbers do.
 
     Args:
-        recorded: the fingerprint.
-        adapter: of the model.
         source: where it was recorded, for the warning.
         num_blocks: recorded number of blocks; None if unknown.
         topk: recorded number of experts per token, 0 for a model without; None if unknown.
@@ -140,7 +136,6 @@ class ControlledModel:
     Attributes:
         path: directory or hub name.
         tier_sizes: see `VLMAdapter`.
-        max_new_tokens: of an answer.
         question_suffix: appended to every question.
         trust_remote_code: whether the model has its own code.
         fingerprint: of its weights; None before it was loaded.
@@ -161,33 +156,16 @@ class ControlledModel:
     num_blocks: int | None = None
     topk: int | None = None
 
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> ControlledModel:
-        """The inverse of `to_dict`."""
-        return cls(**{**content, "tier_sizes": tuple(content["tier_sizes"])})
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {**asdict(self), "tier_sizes": list(self.tier_sizes)}
 
     def runner(self, device: str, dtype: torch.dtype, own_adapter: Plugin | None = None, **sizes: int) -> VLMRunner:
-        """Load the model and return a runner that asks it as in training.
+        """Load the model, to be asked as in training; on the CPU, also set torch's number of threads, if known.
 
         Args:
-            device: cpu or cuda.
-            dtype: of the weights.
-            own_adapter: see `load`.
-            sizes: of the runner's caches.
-        """
-        return VLMRunner(self.load(device, dtype, own_adapter), self.max_new_tokens, **sizes)
-
-    def load(self, device: str, dtype: torch.dtype, own_adapter: Plugin | None = None) -> VLMAdapter:
-        """Load the model and return its adapter; on the CPU, also set torch's number of threads, if known.
-
-        Args:
-            device: cpu or cuda.
-            dtype: of the weights.
             own_adapter: see `adapter_for`. That an export names an adapter is not enough to run its code.
+            sizes: of the runner's caches.
 
         Raises:
             UserError: the model cannot be loaded, or is not the one that the controller was trained for.
@@ -209,7 +187,7 @@ class ControlledModel:
         )
         if not matches_fingerprint(self.fingerprint, adapter, "the controller's export", self.num_blocks, self.topk):
             raise UserError(f"the controller was trained for another model than {self.path}; give that model")
-        return adapter
+        return VLMRunner(adapter, self.max_new_tokens, **sizes)
 
 
 def load_controller(
@@ -228,16 +206,15 @@ def load_controller(
     """
     try:
         controller = BudgetController.from_pretrained(directory, dtype=torch.float32).eval()
-        space = controller.space
-        model = ControlledModel.from_dict(
-            {**controller.config.vlm, "num_blocks": space.num_blocks, "topk": space.full_topk}
-        )
+        recorded, space = controller.config.vlm, controller.space
+        known: dict[str, Any] = {"path": vlm or recorded["path"], "trust_remote_code": trust_remote_code}
+        known |= {"tier_sizes": tuple(recorded["tier_sizes"]), "num_blocks": space.num_blocks, "topk": space.full_topk}
+        return controller, ControlledModel(**{**recorded, **known})
     except Exception as error:  # a damaged export can raise anything
         raise UserError(
             f"{directory} is not the export of a budget controller ({first_line_of(error)}); give the huggingface "
             "folder of a checkpoint of stage budget"
         ) from error
-    return controller, replace(model, path=vlm or model.path, trust_remote_code=trust_remote_code)
 
 
 def load_weights(controller: BudgetController, path: Path) -> None:

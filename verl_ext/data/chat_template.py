@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, time
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
+Rendered = tuple[str, list[tuple[int, int]]]
+"""The text of a chat, and the spans of it that the assistant writes."""
 Encoded = tuple[list[int], list[int]] | UserError
 Tokens = tuple[np.ndarray, np.ndarray]
 """Token ids (seq,) int32, and the loss mask (seq,) uint8."""
@@ -201,10 +203,10 @@ class ChatTemplate:
             end-of-turn token. A chat that the template refuses, or renders differently once later turns follow, has a
             `UserError` instead, so that the caller can name the row.
         """
-        rendered: list[Any] = []
+        rendered: list[Rendered | UserError] = []
         for chat, more in zip(chats, columns):
             is_endless = bool(rendered) and isinstance(rendered[-1], EndlessTemplate)  # each chat would take as long
-            rendered.append(rendered[-1] if is_endless else self._guarded(self._text_and_spans, chat, more))
+            rendered.append(rendered[-1] if is_endless else self._try_rendering(chat, more))
         texts = ["" if isinstance(item, UserError) else item[0] for item in rendered]
         tokens = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         return [
@@ -212,16 +214,16 @@ class ChatTemplate:
             for item, ids, offsets in zip(rendered, tokens["input_ids"], tokens["offset_mapping"])
         ]
 
-    def _guarded(self, function: Callable[..., Any], messages: Sequence[Message], columns: Mapping[str, Any]) -> Any:
+    def _try_rendering(self, messages: Sequence[Message], columns: Mapping[str, Any]) -> Rendered | UserError:
         try:
-            return function(messages, **columns)
+            return self._text_and_spans(messages, **columns)
         except TEMPLATE_ERRORS as error:
             return UserError(f"the chat template refuses it ({error}); fix the row, or set another data.chat_template")
         except UserError as error:
             return error
 
-    def _text_and_spans(self, messages: Sequence[Message], **columns: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a chat, and the spans of it that the assistant writes; a template can mark them."""
+    def _text_and_spans(self, messages: Sequence[Message], **columns: Any) -> Rendered:
+        """Render a chat; a template can mark what the assistant writes."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.tokenizer.get_chat_template(tools=columns.get("tools"))
@@ -352,15 +354,12 @@ class ChatEncoder:
             UserError: a row cannot be rendered, has no assistant turn, or is too long with `truncation=error`; the
                 message names file and row.
         """
-        return list(self._encode(name, first, records))
-
-    def _encode(self, name: str, first: int, records: list[dict[str, Any]]) -> Iterator[Tokens]:
         places = [place_of(name, first + i, record) for i, record in enumerate(records)]
         chats = [self._at(place, self._messages, record) for place, record in zip(places, records)]
         columns = [self._at(place, self._columns, record) for place, record in zip(places, records)]
-        for place, item in zip(places, self.template.encode(chats, columns)):
-            tokens, mask = self._at(place, self._truncate, item)
-            yield np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=np.uint8)
+        encoded = zip(places, self.template.encode(chats, columns))
+        samples = [self._at(place, self._truncate, item) for place, item in encoded]
+        return [(np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=np.uint8)) for tokens, mask in samples]
 
     def _at(self, place: str, function: Callable[[Any], Any], argument: Any) -> Any:
         """Call a function on a row; its errors name the row's place."""

@@ -45,7 +45,12 @@ class RewardGuard:
         Returns:
             Counts over all ranks: `samples`, and for each function `NAME failed` and `NAME timed out`.
         """
-        counts = self._counts(trajectories)
+        sums = {"samples": float(len(trajectories))}
+        for name in self.names:
+            failures = [failure for _, failure in _failures(name, trajectories)]
+            sums[f"{name} failed"] = len(failures)
+            sums[f"{name} timed out"] = sum(failure.timed_out for failure in failures)
+        counts = reduce_over_ranks(sums=sums, device=self.device)
         for name in self.names:
             failed = counts[f"{name} failed"]
             if not failed or name in self._reported:
@@ -65,10 +70,6 @@ class RewardGuard:
         """Report, and stop the run if a function failed on all samples of all ranks; collective.
 
         If all of them timed out, the run stops after `TIMED_OUT_STEPS` consecutive steps of that kind.
-
-        Args:
-            step: the optimizer step.
-            trajectories: of this rank, with their rewards.
 
         Raises:
             UserError: on every rank, before the step's update.
@@ -90,14 +91,6 @@ class RewardGuard:
                 f"step {step}: the reward {name} {what}, and no update was made from this step; {fix}, then start the "
                 "same command again (earlier checkpoints are intact)"
             )
-
-    def _counts(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        sums = {"samples": float(len(trajectories))}
-        for name in self.names:
-            failures = [failure for _, failure in _failures(name, trajectories)]
-            sums[f"{name} failed"] = len(failures)
-            sums[f"{name} timed out"] = sum(failure.timed_out for failure in failures)
-        return reduce_over_ranks(sums=sums, device=self.device)
 
     def _first(self, name: str, trajectories: Sequence[Trajectory]) -> tuple[RewardFailure, str]:
         """A failure of one function and its sample, from the first rank that has one; collective."""
@@ -132,22 +125,13 @@ class EngineGuard:
         self._steps_left = CHECKED_STEPS if policy.engine_dtype is not None else 0
 
     def generate(self, step: int, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """This rank's trajectories for `check`, none after the first steps; inside `Policy.sampling`.
-
-        Args:
-            step: the optimizer step.
-            trajectories: of this step.
-        """
+        """Some of a step's trajectories for `check`, none after the first steps; inside `Policy.sampling`."""
         if not self._steps_left:
             return []
         return self.policy.generate_unfiltered(trajectories[: self.micro_batch_size], step)
 
     def check(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Compare on every rank, and stop the run if one rank's engine differs; collective.
-
-        Args:
-            step: the optimizer step.
-            trajectories: what `generate` returned.
+        """Compare what `generate` returned, and stop the run if one rank's engine differs; collective.
 
         Raises:
             UserError: on every rank, before the step's update.

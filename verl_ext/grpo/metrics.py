@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -13,22 +12,22 @@ from verl_ext.distributed import reduce_over_ranks
 from verl_ext.grpo.protocols import Environment, Metrics, Policy, Trajectory
 from verl_ext.metrics.jsonl import SampleRow
 
+ALL_STATISTICS = ("mean", "std", "min", "max")
+"""What `distribution_metrics` knows; std is the population standard deviation."""
 MAX_SHOWN_CHARACTERS = 300
 """Of a sample in a message."""
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """Statistics of the values of all ranks; `std` is the population standard deviation."""
+def distribution_metrics(
+    columns: Mapping[str, Sequence[float]], statistics: Mapping[str, Sequence[str]], device: str
+) -> Metrics:
+    """Statistics over the values of all ranks as metrics, `NAME_mean` and so on; collective.
 
-    mean: float
-    std: float
-    min: float
-    max: float
-
-
-def distributions(columns: Mapping[str, Sequence[float]], device: str) -> dict[str, Distribution]:
-    """Statistics of every column that has a value on any rank; collective, with the same columns on every rank."""
+    Args:
+        columns: values of this rank, by the same names on every rank. A column without values has no metrics.
+        statistics: of each column, some of `ALL_STATISTICS`.
+        device: for reductions over ranks.
+    """
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
     for name, values in columns.items():
@@ -41,31 +40,12 @@ def distributions(columns: Mapping[str, Sequence[float]], device: str) -> dict[s
     means = {name: found[f"{name} x"] / found[f"{name} n"] for name in columns if found[f"{name} n"]}
     squares = {name: math.fsum((value - mean) ** 2 for value in columns[name]) for name, mean in means.items()}
     squares = reduce_over_ranks(sums=squares, device=device)
-    return {
-        name: Distribution(
-            means[name], math.sqrt(squares[name] / found[f"{name} n"]), -found[f"{name} min"], found[f"{name} max"]
-        )
-        for name in means
-    }
-
-
-def distribution_metrics(
-    columns: Mapping[str, Sequence[float]], device: str, statistics: Mapping[str, Sequence[str]]
-) -> Metrics:
-    """The statistics of some columns as metrics, `NAME_mean` and so on; collective.
-
-    Args:
-        columns: values of this rank, by name.
-        device: for reductions over ranks.
-        statistics: of each column, among mean, std, min and max. A column without values has no metrics.
-    """
-    found = distributions(columns, device)
-    return {
-        f"{name}_{statistic}": getattr(found[name], statistic)
-        for name in columns
-        if name in found
-        for statistic in statistics[name]
-    }
+    metrics: Metrics = {}
+    for name, mean in means.items():
+        std = math.sqrt(squares[name] / found[f"{name} n"])
+        of_column = {"mean": mean, "std": std, "min": -found[f"{name} min"], "max": found[f"{name} max"]}
+        metrics |= {f"{name}_{statistic}": of_column[statistic] for statistic in statistics[name]}
+    return metrics
 
 
 def sample_metrics(
@@ -83,11 +63,11 @@ def sample_metrics(
     results = {name: [reward.metrics[name] for reward in rewards] for name in environment.metric_names}
     statistics = {
         **dict.fromkeys(components, ("mean",)),
-        **dict.fromkeys(totals, ("mean", "std", "min", "max")),
+        **dict.fromkeys(totals, ALL_STATISTICS),
         **dict.fromkeys(sizes, ("mean", "max")),
         **dict.fromkeys(results, ("mean", "std")),
     }
-    metrics = distribution_metrics({**components, **totals, **sizes, **results}, device, statistics)
+    metrics = distribution_metrics({**components, **totals, **sizes, **results}, statistics, device)
     counts = {
         "reward_failures": sum(len(reward.failures) for reward in rewards),
         "samples_without_reward": sum(bool(reward.failures) for reward in rewards),

@@ -146,8 +146,12 @@ def sample_tokens(
         return tokens, logits.gather(1, tokens) - logits.logsumexp(-1, keepdim=True)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
-    # these warpers do not look at the tokens so far
-    log_probs = _warpers(sampling)(None, logits).log_softmax(-1)
+    warpers = LogitsProcessorList()
+    if sampling.top_k > 0:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    log_probs = warpers(None, logits).log_softmax(-1)  # they do not look at the tokens so far
     sums = log_probs.exp().cumsum(-1, dtype=torch.float64)
     if not bool(sums[:, -1].isfinite().all()):
         raise UserError(
@@ -156,12 +160,3 @@ def sample_tokens(
     # the first sum above a number below the last sum: its token has a probability above 0
     tokens = torch.searchsorted(sums, uniforms.to(sums.device)[:, None] * sums[:, -1:], right=True)
     return tokens, log_probs.gather(1, tokens)
-
-
-def _warpers(sampling: SamplingArgs) -> LogitsProcessorList:
-    warpers = LogitsProcessorList()
-    if sampling.top_k > 0:
-        warpers.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    return warpers

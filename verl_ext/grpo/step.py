@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,15 +20,16 @@ from verl_ext.grpo.algorithm import (
 )
 from verl_ext.grpo.config import ActorConfig, AlgorithmConfig
 from verl_ext.grpo.guards import EngineGuard, RewardGuard
-from verl_ext.grpo.metrics import UpdateMetrics, describe, distribution_metrics
+from verl_ext.grpo.metrics import ALL_STATISTICS, UpdateMetrics, describe, distribution_metrics
 from verl_ext.grpo.protocols import Environment, Metrics, MicroBatch, Policy, Prompt, Trajectory
 from verl_ext.metrics.timing import StepTimer, TraceFile
 
 
+@dataclass(eq=False)
 class GRPOStep:
     """Runs the steps of a training. Every method is collective; each rank has the same number of prompts.
 
-    Args:
+    Attributes:
         policy: generates actions and evaluates them; the model that is trained.
         environment: rewards actions.
         algorithm: advantages, dynamic sampling and rollout correction.
@@ -46,33 +48,27 @@ class GRPOStep:
         trace: records what happens to each sample; None for no trace.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        environment: Environment,
-        algorithm: AlgorithmConfig,
-        actor: ActorConfig,
-        *,
-        group_size: int,
-        num_mini_batches: int,
-        micro_batch_size: int,
-        max_decisions: int,
-        num_ranks: int,
-        optimizer_step: Callable[[float], float],
-        timer: StepTimer,
-        device: str,
-        before_micro_batch: Callable[[bool], None] = lambda is_last: None,
-        replacement_prompts: Callable[[int, int], Sequence[Prompt]] = lambda round_number, count: [],
-        max_engine_gap: float = math.inf,
-        trace: TraceFile | None = None,
-    ) -> None:
-        self.policy, self.environment, self.algorithm, self.actor = policy, environment, algorithm, actor
-        self.group_size, self.num_mini_batches, self.micro_batch_size = group_size, num_mini_batches, micro_batch_size
-        self.max_decisions, self.num_ranks, self.optimizer_step = max_decisions, num_ranks, optimizer_step
-        self.timer, self.device, self.before_micro_batch = timer, device, before_micro_batch
-        self.replacement_prompts, self.trace = replacement_prompts, trace
-        self.reward_guard = RewardGuard(environment.reward_names, lambda each: describe(each, policy), device)
-        self.engine_guard = EngineGuard(policy, max_engine_gap, micro_batch_size, device)
+    policy: Policy
+    environment: Environment
+    algorithm: AlgorithmConfig
+    actor: ActorConfig
+    group_size: int
+    num_mini_batches: int
+    micro_batch_size: int
+    max_decisions: int
+    num_ranks: int
+    optimizer_step: Callable[[float], float]
+    timer: StepTimer
+    device: str
+    before_micro_batch: Callable[[bool], None] = lambda is_last: None
+    replacement_prompts: Callable[[int, int], Sequence[Prompt]] = lambda round_number, count: []
+    max_engine_gap: float = math.inf
+    trace: TraceFile | None = None
+
+    def __post_init__(self) -> None:
+        names, device = self.environment.reward_names, self.device
+        self.reward_guard = RewardGuard(names, lambda each: describe(each, self.policy), device)
+        self.engine_guard = EngineGuard(self.policy, self.max_engine_gap, self.micro_batch_size, device)
 
     @property
     def num_updates(self) -> int:
@@ -106,14 +102,13 @@ class GRPOStep:
         start = time.perf_counter()
         metrics = self.update(trajectories)
         self._trace_update(step, trajectories, start)
-        columns = {"train/adv": advantages}
         counts = {
             "train/groups_without_signal": len(self._groups_without_signal(trajectories)),
             "train/groups_replaced": num_replaced,
         }
         return trajectories, {
             **metrics,
-            **distribution_metrics(columns, self.device, {"train/adv": ("mean", "std", "min", "max")}),
+            **distribution_metrics({"train/adv": advantages}, {"train/adv": ALL_STATISTICS}, self.device),
             **reduce_over_ranks(sums=counts, device=self.device),
             **sync_metrics,
         }

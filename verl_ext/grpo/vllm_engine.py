@@ -5,16 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
+from transformers import PreTrainedModel
 
+from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, merge_rows
+from verl_ext.distributed import is_sharded, on_rank_zero, shard_rows, to_full, to_local
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
-from verl_ext.grpo.weight_sync import Bucket, WeightSync
 from verl_ext.vllm_setup import prepare_vllm_environment, safe_vllm_arguments
+
+Bucket = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ class VLLMEngine(RolloutEngine):
             raise
         except Exception as error:  # vLLM and transformers have no exception in common
             raise UserError(f"vLLM cannot use {model} ({first_line_of(error)}); set rollout.engine=hf") from error
-        self._missing = self._parameters()
+        (self._missing,) = self._llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})
         self._packs, self._is_reloading = not on_gpu, False  # on CPUs vLLM computes with packed copies of weights
 
     def generate(self, requests: Sequence[SampleRequest], sampling: SamplingArgs) -> Iterator[tuple[int, Completion]]:
@@ -190,10 +196,6 @@ class VLLMEngine(RolloutEngine):
         self._engine.engine_core._finalizer.detach()
         self._engine.model_executor.shutdown()
 
-    def _parameters(self) -> set[str]:
-        (names,) = {frozenset(names) for names in self._llm.apply_model(_names_of)}
-        return set(names)
-
 
 def leave_to_trainer(model: torch.nn.Module) -> None:
     """Keep the trainer's model callable.
@@ -246,10 +248,6 @@ def _end_reload(model: torch.nn.Module, config: Any) -> list[str]:
     return stale
 
 
-def _names_of(model: torch.nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters()]
-
-
 def _arguments(rollout: RolloutConfig, on_gpu: bool, releases_memory: bool) -> dict[str, Any]:
     return {
         "enforce_eager": not on_gpu,
@@ -287,3 +285,108 @@ def _completion(output: Any) -> Completion:
     tokens = tuple(output.token_ids)
     log_probs = [step[token].logprob for step, token in zip(output.logprobs, tokens)]
     return Completion(tokens, torch.tensor(log_probs), truncated=output.finish_reason == "length")
+
+
+# The trained weights: sharded parameters to whole tensors, bucket by bucket
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A tensor's part of the flat tensor that each rank contributes.
+
+    Attributes:
+        weights: tensors of the export that are made of it.
+        shape: of the whole tensor.
+        dtype: that it is sent in.
+        rows_per_rank: the last ranks may have fewer.
+    """
+
+    weights: list[ExportedTensor]
+    shape: torch.Size
+    dtype: torch.dtype
+    rows_per_rank: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of one rank's part, with padding."""
+        return self.rows_per_rank * self.shape[1:].numel() if self.shape else 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def exported(self, whole: torch.Tensor) -> Bucket:
+        """The tensors of the export that are made of the whole tensor."""
+        return [(weight.name, weight.of_rows(whole, 0)[1].reshape(weight.shape(self.shape))) for weight in self.weights]
+
+
+class WeightSync:
+    """Gathers a sharded model's weights as its export has them: LoRA adapters merged, tied tensors once."""
+
+    def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype, device: str, bucket_bytes: int) -> None:
+        """Plan the buckets; collective.
+
+        Args:
+            model: as FSDP2 modules over all ranks.
+            dtype: that the tensors are sent in; integers keep theirs.
+            device: of the tensors that are sent.
+            bucket_bytes: largest bucket, unless a single tensor is larger.
+        """
+        self._model, self._dtype, self._device = model, dtype, device
+        self._num_ranks = dist.get_world_size()
+        weights = on_rank_zero(lambda: exported_tensors(model))
+        self._buckets = list(self._plan(weights, bucket_bytes))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that an engine receives in a sync."""
+        return sum(slot.num_bytes for bucket in self._buckets for slot in bucket)
+
+    @torch.no_grad()
+    def buckets(self) -> Iterator[Bucket]:
+        """Names and whole tensors; no later bucket reuses their memory; collective."""
+        state = self._model.state_dict()
+        for slots in self._buckets:
+            tensors = self._gather(slots, state) if self._num_ranks > 1 else self._own(slots, state)
+            yield [named for slot, tensor in zip(slots, tensors) for named in slot.exported(tensor)]
+
+    def _plan(self, weights: list[ExportedTensor], bucket_bytes: int) -> Iterator[list[_Slot]]:
+        state, size = self._model.state_dict(), 0
+        bucket: list[_Slot] = []
+        for source, of_source in groupby(weights, key=lambda weight: weight.source):
+            shape, dtype = state[source].shape, state[source].dtype
+            rows_per_rank = -(-shape[0] // self._num_ranks) if shape else 1
+            slot = _Slot(list(of_source), shape, self._dtype if dtype.is_floating_point else dtype, rows_per_rank)
+            num_bytes = slot.numel * self._num_ranks * slot.dtype.itemsize
+            if bucket and (size + num_bytes > bucket_bytes or slot.dtype != bucket[-1].dtype):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(slot)
+            size += num_bytes
+        yield bucket
+
+    def _own(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """With a single rank, nothing is copied that need not be."""
+        return [self._own_rows(slot, state).to(self._device, slot.dtype) for slot in slots]
+
+    def _gather(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        dtype = slots[0].dtype
+        own = torch.empty(sum(slot.numel for slot in slots), dtype=dtype, device=self._device)
+        for slot, part in zip(slots, own.split([slot.numel for slot in slots])):
+            rows = self._own_rows(slot, state)
+            part[: rows.numel()].copy_(rows.reshape(-1))
+        everyone = torch.empty(self._num_ranks, own.numel(), dtype=dtype, device=self._device)
+        dist.all_gather_into_tensor(everyone.view(-1), own)
+        parts = everyone.split([slot.numel for slot in slots], dim=1)
+        return [part.reshape(-1)[: slot.shape.numel()].view(slot.shape) for slot, part in zip(slots, parts)]
+
+    def _own_rows(self, slot: _Slot, state: dict[str, torch.Tensor]) -> torch.Tensor:
+        weight = slot.weights[0]  # all have the tensor's adapter
+        tensor, adapter = state[weight.source], weight.adapter
+        if not tensor.shape:
+            return to_local(tensor)
+        start, end = shard_rows(tensor.shape[0], self._num_ranks, dist.get_rank())
+        rows = to_local(tensor) if is_sharded(tensor) else to_local(tensor)[start:end]
+        factors = {name: to_full(state[name]) for name in ((adapter.down, adapter.up) if adapter else ())}
+        return merge_rows(adapter, rows, factors, start, end)

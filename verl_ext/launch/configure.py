@@ -169,7 +169,7 @@ def convert_data_files(config: RunConfig, overrides: Sequence[str]) -> list[str]
     """
     if not isinstance(config, SFTConfig | GRPOConfig) or has_custom_class(config) or not config.data.raw_files:
         return []
-    from verl_ext.data.prepare.raw_files import convert_raw_files
+    from verl_ext.data.prepare.recipe_commands import convert_raw_files
 
     commands, sentences = convert_raw_files(config.data, has_val_files=sets_val_files(config, overrides))
     config.prepare = [*commands, *config.prepare]

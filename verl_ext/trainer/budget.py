@@ -14,21 +14,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from verl_ext.checkpoint.save import FileWriter
-from verl_ext.console import print_line, warn
-from verl_ext.controller.block_importance import load_importance
-from verl_ext.controller.calibration import calibrate, machine_warning, measure_deciding_ms, r2_warning
-from verl_ext.controller.environment import ControllerEnvironment
+from verl_ext.console import print_line
 from verl_ext.controller.execution import VLMRunner
+from verl_ext.controller.grpo import ControllerEnvironment, ControllerPolicy
+from verl_ext.controller.importance import load_importance
 from verl_ext.controller.latency import (
     LATENCY_FILE,
     NUM_CHECKED_QUESTIONS,
     LatencySource,
     MeasuredLatency,
     ModelledLatency,
+    calibrate,
+    measure_deciding_ms,
+    r2_warning,
     require_reachable,
+    warn_of_other_machine,
 )
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
-from verl_ext.controller.policy import ControllerPolicy
 from verl_ext.controller.scoring import AnswerScorer
 from verl_ext.controller.space import ConfigurationSpace, cheapest_configuration
 from verl_ext.controller.vlm import STATE_KEY, ControlledModel, fingerprint, load_weights
@@ -104,8 +106,8 @@ class BudgetTrainer(RewardTrainer):
     @cached_property
     def block_scores(self) -> Mapping[int, float] | None:
         """Importance of the model's blocks from `controller.importance_file`; None without one."""
-        path = self.config.controller.importance_file
-        return None if path is None else load_importance(Path(path).expanduser(), self.runner.adapter).scores
+        file = self.config.controller.importance_file
+        return None if file is None else load_importance(file, self.runner.adapter)
 
     def build_controller(self) -> BudgetController:
         """A controller for the model, with new weights or those of `controller.init_from`."""
@@ -196,8 +198,8 @@ class BudgetTrainer(RewardTrainer):
         if isinstance(self.latency, ModelledLatency):
             r2 = self.latency.model.r2
             on_rank_zero(lambda: print_line(f"latency model: R squared {r2:.3f} on held-out runs{r2_warning(r2)}"))
-            if self.is_main and (warning := machine_warning(self.latency.model, self.runner.adapter)) is not None:
-                warn(warning)
+            if self.is_main:
+                warn_of_other_machine(self.latency.model, self.runner.adapter)
         on_every_rank(self.require_reachable_budgets)
         scorer = AnswerScorer([*self.train_dataset.samples, *self.val_dataset.samples])
         return ControllerEnvironment(self.runner, self.space, self.config.reward, scorer, self.latency)

@@ -28,10 +28,8 @@ from verl_ext.grpo.protocols import Environment, Policy, Prompt, Trajectory
 from verl_ext.grpo.rewards.text_environment import TextEnvironment
 from verl_ext.grpo.sampling import RolloutEngine, SamplingArgs, sample_seed
 from verl_ext.grpo.step import GRPOStep
-from verl_ext.grpo.token_batch import TokenBatcher, forward_flops
-from verl_ext.grpo.token_policy import ReferenceModel, TokenPolicy
-from verl_ext.grpo.vllm_engine import VLLMEngine
-from verl_ext.grpo.weight_sync import WeightSync
+from verl_ext.grpo.token_policy import ReferenceModel, TokenBatcher, TokenPolicy, forward_flops
+from verl_ext.grpo.vllm_engine import VLLMEngine, WeightSync
 from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.device import autocast, peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy, keeps_gathered

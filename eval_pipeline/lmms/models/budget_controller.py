@@ -26,7 +26,7 @@ class BudgetControllerModel(lmms):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        self._responder = LmmsResponder.load(LmmsModelArgs.parse(arguments))
+        self._responder = LmmsResponder(LmmsModelArgs.parse(arguments))
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """The answers, in the order of the requests."""

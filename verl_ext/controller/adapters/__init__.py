@@ -34,9 +34,6 @@ def adapter_for(
     """The adapter of a model by its `model_type`, or the user's adapter.
 
     Args:
-        model: see `VLMAdapter`.
-        processor: see `VLMAdapter`.
-        tier_sizes: see `VLMAdapter`.
         plugin: the user's class, for any other architecture.
 
     Raises:

@@ -74,12 +74,7 @@ class SkippedBlock(nn.Module):
 
 
 class CachedVisionEncoder(nn.Module):
-    """Replaces a vision encoder and returns an output that it computed before.
-
-    Args:
-        encoder: the original, for its other attributes.
-        output: what it returned.
-    """
+    """Replaces a vision encoder and returns an output that it computed before; its other attributes stay."""
 
     def __init__(self, encoder: nn.Module, output: Any) -> None:
         super().__init__()
@@ -223,9 +218,6 @@ class VLMAdapter(ABC):
 
         The tier concerns the `inputs` and not the model. With all blocks and the trained top-k, outputs are bitwise
         those of the released model.
-
-        Args:
-            configuration: of this model's space.
         """
         trained = self.trained_topk
         replacements: dict[tuple[nn.Module, str], nn.Module] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,29 +84,17 @@ def run(arguments: argparse.Namespace) -> int:
     source = find_controller(arguments.checkpoint)
     from verl_ext.controller.evaluation.evaluate import AdaptiveEvalConfig, evaluate  # here, as torch takes seconds
 
-    config = AdaptiveEvalConfig(
-        budgets_ms=tuple(arguments.budgets),
-        num_budgets=arguments.num_budgets,
-        questions=arguments.questions,
-        num_samples=arguments.num_samples,
-        num_train=arguments.num_train,
-        max_static=arguments.max_static,
-        num_searched=arguments.search_questions,
-        repeats=arguments.repeats,
-        seed=arguments.seed,
-        latency=arguments.latency,
-        vlm=arguments.vlm,
-        trust_remote_code=arguments.trust_remote_code,
-        adapter=None if arguments.adapter is None else Plugin.parse(arguments.adapter, "--adapter"),
-    )
-    evaluate(source, config, output_directory(source, arguments.output), not arguments.no_wandb)
+    options = {each.name: getattr(arguments, each.name) for each in fields(AdaptiveEvalConfig)}
+    if arguments.adapter is not None:
+        options["adapter"] = Plugin.parse(arguments.adapter, "--adapter")
+    config = AdaptiveEvalConfig(**options)
+    evaluate(source, config, arguments.output or default_output(source), not arguments.no_wandb)
     return 0
 
 
-def output_directory(source: ControllerSource, given: Path | None) -> Path:
-    """The directory for the files: the given one, else the run's, else one in the user's directory."""
+def default_output(source: ControllerSource) -> Path:
+    """The directory for the files: the run's, or one in the user's directory for an export without a run."""
     from eval_pipeline.checkpoints import EVAL_FOLDER
 
-    if given is not None:
-        return given
-    return (caller_directory() if source.run_dir is None else source.run_dir / EVAL_FOLDER) / source.label
+    parent = caller_directory() if source.run_dir is None else source.run_dir / EVAL_FOLDER
+    return parent / source.label

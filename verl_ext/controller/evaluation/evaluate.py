@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 import transformers
 
 from verl_ext.console import print_line, print_summary, typed_path, warn
-from verl_ext.controller.block_importance import load_importance
-from verl_ext.controller.calibration import machine_name, machine_warning
+from verl_ext.controller.adapters import VLMAdapter
 from verl_ext.controller.evaluation.measure import ControllerBenchmark
 from verl_ext.controller.evaluation.report import (
     TABLE_FILE,
@@ -24,13 +22,16 @@ from verl_ext.controller.evaluation.report import (
 )
 from verl_ext.controller.evaluation.results import ALLOWED_VIOLATIONS, ControllerComparison, compare
 from verl_ext.controller.evaluation.statics import static_configurations
+from verl_ext.controller.importance import load_importance
 from verl_ext.controller.inference import AdaptiveModel, load_adaptive_model
 from verl_ext.controller.latency import (
     LATENCY_FILE,
     LatencySource,
     MeasuredLatency,
     ModelledLatency,
+    machine_name,
     require_reachable,
+    warn_of_other_machine,
 )
 from verl_ext.controller.source import ControllerSource
 from verl_ext.controller.space import cheapest_configuration
@@ -43,64 +44,46 @@ from verl_ext.plugins import Plugin
 
 @dataclass(frozen=True)
 class AdaptiveEvalConfig:
-    """The options of the command.
+    """The options of `eval_pipeline adaptive`, by their names; its help explains them."""
 
-    Attributes:
-        budgets_ms: milliseconds; empty for `num_budgets` evenly over the controller's range.
-        num_budgets: number of budgets.
-        questions: a folder to use instead of the run's data sets.
-        num_samples: held-out questions.
-        num_train: training questions, for the lookup table.
-        max_static: size of the grid of static configurations.
-        num_searched: training questions on which its blocks are searched; 0 keeps the most important blocks.
-        repeats: runs of each configuration, of which the median counts.
-        seed: of the random configurations.
-        latency: measured or model.
-        vlm: path of the vision-language model; None for its path in training.
-        trust_remote_code: whether the model's own code may run.
-        adapter: the user's adapter.
-    """
-
-    budgets_ms: tuple[float, ...] = ()
-    num_budgets: int = 8
-    questions: Path | None = None
-    num_samples: int = 200
-    num_train: int = 100
-    max_static: int = 36
-    num_searched: int = 48
-    repeats: int = 1
-    seed: int = 0
-    latency: str = "measured"
-    vlm: str | None = None
-    trust_remote_code: bool = False
-    adapter: Plugin | None = None
+    budgets: list[float]
+    num_budgets: int
+    questions: Path | None
+    num_samples: int
+    num_train: int
+    max_static: int
+    search_questions: int
+    repeats: int
+    seed: int
+    latency: str
+    vlm: str | None
+    trust_remote_code: bool
+    adapter: Plugin | None
 
 
 def evaluate(source: ControllerSource, config: AdaptiveEvalConfig, output: Path, wandb: bool) -> None:
-    """Compare a controller with its baselines, print the tables and write the files.
-
-    Args:
-        source: of the controller.
-        config: the options.
-        output: directory for the files.
-        wandb: whether to log to W&B.
+    """Compare a controller with its baselines, print the tables, and write the files to the directory `output`.
 
     Raises:
         UserError: a file is missing, or does not fit the controller.
     """
-    run_config = source.config()
-    loaded = LoadedController.load(source, run_config, config)
-    train, held_out = load_questions(run_config, config, loaded.controlled.question_suffix)
-    latency = latency_source(source, run_config, config, loaded)
-    budgets = choose_budgets(config, loaded.model.trained_ms)
-    cheapest = cheapest_configuration(loaded.model.space, loaded.scores)
-    benchmark = ControllerBenchmark(loaded.model, cheapest, budgets, latency, config.repeats, config.seed)
+    model, controlled = load_adaptive_model(
+        source, config.vlm, trust_remote_code=config.trust_remote_code, own_adapter=config.adapter
+    )
+    adapter, space, file = model.runner.adapter, model.space, source.setting("controller", "importance_file")
+    scores = None if file is None else load_importance(file, adapter)
+    train, held_out = load_questions(source, config, controlled.question_suffix)
+    latency = latency_source(source, config.latency, adapter)
+    budgets = choose_budgets(config, model.trained_ms)
+    benchmark = ControllerBenchmark(
+        model, cheapest_configuration(space, scores), budgets, latency, config.repeats, config.seed
+    )
     require_reachable("--budgets", budgets[0], benchmark.measure_cheapest(held_out))
     require_writable(output)
-    statics = static_configurations(loaded.model, loaded.scores, train, budgets, config.max_static, config.num_searched)
-    comparison = compare(benchmark.run(statics, train, held_out), statics, budgets)
-    info = describe_evaluation(source, run_config, config, loaded, comparison)
-    write_report(output, comparison, loaded.model.space, info, source)
+    statics = static_configurations(model, scores, train, budgets, config.max_static, config.search_questions)
+    comparison = compare(benchmark.run(statics, train, held_out), space, statics, budgets)
+    info = describe_evaluation(source, config, model, controlled, comparison)
+    write_report(output, comparison, info, source)
     print_line(console_report(comparison))
     rows = {"report": typed_path(output / TABLE_FILE), "results": typed_path(output)}
     print_summary(f"Finished: comparison of {source.label}", rows)
@@ -108,103 +91,56 @@ def evaluate(source: ControllerSource, config: AdaptiveEvalConfig, output: Path,
         log_to_wandb(comparison, info, source, output)
 
 
-@dataclass(frozen=True)
-class LoadedController:
-    """A controller with its model, as in training.
-
-    Attributes:
-        model: answers by the controller's choice.
-        controlled: how the model was asked in training.
-        scores: importance of the model's blocks; None if the run had no file of it.
-    """
-
-    model: AdaptiveModel
-    controlled: ControlledModel
-    scores: Mapping[int, float] | None
-
-    @classmethod
-    def load(
-        cls, source: ControllerSource, run_config: Mapping[str, Any], config: AdaptiveEvalConfig
-    ) -> LoadedController:
-        """Load a controller, its model and the importance of its blocks.
-
-        Raises:
-            UserError: one of them cannot be loaded, or they do not belong together.
-        """
-        model, controlled = load_adaptive_model(
-            source,
-            run_config,
-            vlm=config.vlm,
-            trust_remote_code=config.trust_remote_code,
-            own_adapter=config.adapter,
-        )
-        file = run_config.get("controller", {}).get("importance_file")
-        if file is None:
-            return cls(model, controlled, None)
-        return cls(model, controlled, load_importance(Path(file).expanduser(), model.runner.adapter).scores)
-
-
 def load_questions(
-    run_config: Mapping[str, Any], config: AdaptiveEvalConfig, suffix: str
+    source: ControllerSource, config: AdaptiveEvalConfig, suffix: str
 ) -> tuple[list[ImageQuestion], list[ImageQuestion]]:
-    """Training questions and held-out ones, equally many of each data set.
-
-    Args:
-        run_config: of the run; empty without a run.
-        config: the options.
-        suffix: appended to every question.
+    """Training questions and held-out ones, equally many of each data set, with the suffix appended.
 
     Raises:
         UserError: no data set is given, or one cannot be read.
     """
-    data = run_config.get("data", {})
     if config.questions is not None:
         sources = {"questions": QuestionSource(source=str(config.questions))}
     else:
-        sources = {name: QuestionSource(**each) for name, each in (data.get("datasets") or {}).items()}
+        datasets = source.setting("data", "datasets") or {}
+        sources = {name: QuestionSource(**each) for name, each in datasets.items()}
     if not sources:
         raise UserError("no questions are named; give --questions FOLDER with train*.parquet and val*.parquet")
 
+    max_unreadable = source.setting("data", "max_unreadable_images") or 0
+
     def load(split: str, num_questions: int) -> list[ImageQuestion]:
-        used = {name: each for name, each in sources.items() if each.size(split) != 0}
-        share = -(-num_questions // max(len(used), 1))
-        limited = {name: _limit(each, split, share) for name, each in used.items()}
-        dataset = ImageQuestionDataset(limited, split, suffix, data.get("max_unreadable_images", 0), progress=True)
+        sizes = {name: each.size(split) for name, each in sources.items() if each.size(split)}
+        share = -(-num_questions // max(len(sizes), 1))
+        limits = {name: share if size < 0 else min(size, share) for name, size in sizes.items()}
+        limited = {name: QuestionSource(**{**vars(sources[name]), split: limit}) for name, limit in limits.items()}
+        dataset = ImageQuestionDataset(limited, split, suffix, max_unreadable, progress=True)
         return dataset.samples[:num_questions]
 
     return load("train", config.num_train), load("val", config.num_samples)
 
 
-def _limit(source: QuestionSource, split: str, num_questions: int) -> QuestionSource:
-    size = source.size(split)
-    limit = num_questions if size < 0 else min(size, num_questions)
-    return replace(source, **dict[str, Any]({split: limit}))
-
-
-def latency_source(
-    source: ControllerSource, run_config: Mapping[str, Any], config: AdaptiveEvalConfig, loaded: LoadedController
-) -> LatencySource:
-    """Measured latency, or the latency model of the run's rewards.
+def latency_source(source: ControllerSource, kind: str, adapter: VLMAdapter) -> LatencySource:
+    """Measured latency, or the latency model of the run's rewards; `kind` is `--latency`.
 
     Raises:
         UserError: the latency model is missing, or of another vision-language model.
     """
-    if config.latency != "model":
+    if kind != "model":
         return MeasuredLatency()
-    file, adapter = run_config.get("latency", {}).get("file"), loaded.model.runner.adapter
+    file = source.setting("latency", "file")
     path = (source.run_dir or source.export) / LATENCY_FILE if file is None else Path(file).expanduser()
     latency = ModelledLatency.load(path, adapter)
-    if (warning := machine_warning(latency.model, adapter)) is not None:
-        warn(warning)
+    warn_of_other_machine(latency.model, adapter)
     return latency
 
 
 def choose_budgets(config: AdaptiveEvalConfig, trained_ms: tuple[float, float]) -> list[float]:
     """The budgets, ascending; warns of those that the controller was not trained for."""
     low, high = trained_ms
-    if not config.budgets_ms:
+    if not config.budgets:
         return np.linspace(low, high, config.num_budgets).tolist()
-    budgets = sorted(set(config.budgets_ms))
+    budgets = sorted(set(config.budgets))
     if untrained := [f"{budget:g}" for budget in budgets if not low <= budget <= high]:
         warn(f"the controller was trained for {low:g} to {high:g} ms, and not for {', '.join(untrained)}")
     return budgets
@@ -212,14 +148,13 @@ def choose_budgets(config: AdaptiveEvalConfig, trained_ms: tuple[float, float]) 
 
 def describe_evaluation(
     source: ControllerSource,
-    run_config: Mapping[str, Any],
     config: AdaptiveEvalConfig,
-    loaded: LoadedController,
+    model: AdaptiveModel,
+    controlled: ControlledModel,
     comparison: ControllerComparison,
 ) -> dict[str, Any]:
     """How the results were obtained, as plain values."""
-    measured, adapter = comparison.measured, loaded.model.runner.adapter
-    datasets = run_config.get("data", {}).get("datasets")
+    measured, adapter = comparison.measured, model.runner.adapter
     protocol = {
         "latency": config.latency,
         "deciding": "measured" if config.latency == "measured" else "the encoding of the image alone",
@@ -228,17 +163,17 @@ def describe_evaluation(
         "seed": config.seed,
         "num_samples": len(measured.statics.accuracy),
         "num_train": len(measured.train.accuracy),
-        "questions": datasets if config.questions is None else str(config.questions),
+        "questions": source.setting("data", "datasets") if config.questions is None else str(config.questions),
         "allowed_violation_rate": ALLOWED_VIOLATIONS,
-        "questions_for_blocks": min(config.num_searched, len(measured.train.accuracy)),
-        "importance_file": run_config.get("controller", {}).get("importance_file"),
-        "trained_budgets_ms": list(loaded.model.trained_ms),
+        "questions_for_blocks": min(config.search_questions, len(measured.train.accuracy)),
+        "importance_file": source.setting("controller", "importance_file"),
+        "trained_budgets_ms": list(model.trained_ms),
     }
     return {
         "checkpoint": str(source.export),
         "step": source.step,
-        "vlm": loaded.controlled.to_dict(),
-        "space": asdict(loaded.model.space),
+        "vlm": controlled.to_dict(),
+        "space": asdict(model.space),
         "protocol": protocol,
         "machine": {
             "device": machine_name(adapter),

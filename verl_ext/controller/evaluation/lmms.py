@@ -9,17 +9,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from PIL import Image
 
 from verl_ext.console import print_line, progress_bar, warn
 from verl_ext.controller.execution import NUM_WARM_UPS
-from verl_ext.controller.inference import AdaptiveAnswer, AdaptiveModel, load_adaptive_model
+from verl_ext.controller.inference import AdaptiveAnswer, load_adaptive_model
 from verl_ext.controller.source import find_controller
-from verl_ext.controller.space import ConfigurationSpace
-from verl_ext.controller.vlm import ControlledModel
 from verl_ext.errors import UserError
+from verl_ext.files import LineWriter
 from verl_ext.plugins import Plugin
 
 BATCH_SIZES = ("batch_size", "max_batch_size")
@@ -30,17 +29,7 @@ IMAGE_PLACEHOLDER = "<image>"
 
 @dataclass(frozen=True)
 class LmmsModelArgs:
-    """`--model_args` of the model `budget_controller`.
-
-    Attributes:
-        pretrained: a controller's export, its `global_step_N`, or a run directory.
-        budget_ms: milliseconds for each answer.
-        vlm: path of the vision-language model; None for its path in training.
-        log: file with a line per answer; None for no file.
-        device: cpu or cuda, from `--device`; None for a GPU if there is one.
-        trust_remote_code: whether the model's own code may run.
-        adapter: the user's adapter, if training used one.
-    """
+    """`--model_args` of the model `budget_controller`, which docs/controller.md explains, and `--device`."""
 
     pretrained: Path
     budget_ms: float
@@ -83,9 +72,7 @@ class LmmsQuestion:
     """A request: one question about one image.
 
     Attributes:
-        task: name of the task.
-        split: of the task's data set.
-        doc_id: index into the split.
+        doc_id: index into the split of the task's data set.
         image: in RGB.
         text: the full text of the question.
         until: the answer ends before the first of these.
@@ -139,115 +126,38 @@ def _only_image(visuals: Any, name: str) -> Image.Image:
     return images[0].convert("RGB")
 
 
-class AnswerLog:
-    """Logs the controller's choice and the latency of each answer.
-
-    Args:
-        path: of a file that gets a line of JSON per answer, written at once; None for no file.
-        space: of the configurations.
-        budget_ms: milliseconds for each answer.
+class LmmsResponder:
+    """Answers one request after the other within one budget, and logs the choice and the latency of each answer.
 
     Raises:
-        UserError: the file already has answers, or cannot be written.
+        UserError: the controller or its model cannot be loaded, there are several processes, or the log has answers
+            already or cannot be written.
     """
 
-    def __init__(self, path: Path | None, space: ConfigurationSpace, budget_ms: float) -> None:
-        self._space, self._budget_ms = space, budget_ms
-        self._totals_ms: list[float] = []
-        self._file = None if path is None else _open_log(path)
-
-    def add(self, question: LmmsQuestion, adaptive: AdaptiveAnswer, answer: str) -> None:
-        """Log an answer.
-
-        Args:
-            question: the question.
-            adaptive: what the model returned.
-            answer: the part of it that the task gets.
-        """
-        self._totals_ms.append(adaptive.total_ms)
-        if self._file is None:
-            return
-        configuration = adaptive.configuration
-        row = {
-            **{"task": question.task, "split": question.split, "doc_id": question.doc_id, "answer": answer},
-            **{"budget_ms": self._budget_ms, "total_ms": adaptive.total_ms},
-            "is_late": adaptive.total_ms > self._budget_ms,
-            **{"decision_ms": adaptive.decision_ms, "network_ms": adaptive.network_ms},
-            **asdict(adaptive.latency),
-            "tier": self._space.tiers[configuration.tier],
-            **{"blocks": list(map(int, configuration.blocks)), "topk": list(configuration.topk)},
-            "complexity": self._space.complexity(configuration),
-        }
-        print(json.dumps(row), file=self._file, flush=True)
-
-    def print_summary(self) -> None:
-        """Print the mean latency of all answers so far, and how many exceeded the budget."""
-        late = sum(total > self._budget_ms for total in self._totals_ms)
-        if count := len(self._totals_ms):
-            mean = statistics.fmean(self._totals_ms)
-            print_line(
-                f"budget_controller: {count} answers, {mean:.1f} ms on average, {late} above {self._budget_ms:g} ms"
-            )
-
-
-def _open_log(path: Path) -> TextIO:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-    except OSError as error:
-        raise UserError(f"the log {path} cannot be written ({error}); name another one") from error
-    if file.tell():  # an empty file is from a run that ended before its first answer
-        file.close()
-        raise UserError(f"{path} has answers of another run; name another log")
-    return file
-
-
-class LmmsResponder:
-    """Answers one request after the other within one budget.
-
-    Args:
-        model: answers by the controller's choice.
-        controlled: how the model was asked in the controller's training.
-        budget_ms: milliseconds for each answer.
-        log: of the answers.
-    """
-
-    def __init__(self, model: AdaptiveModel, controlled: ControlledModel, budget_ms: float, log: AnswerLog) -> None:
-        self._model, self._controlled = model, controlled
-        self._budget_ms, self._log = budget_ms, log
-        self._is_warm = False
-        self._warned_tasks: set[str] = set()
-
-    @classmethod
-    def load(cls, arguments: LmmsModelArgs) -> LmmsResponder:
-        """Load the controller and its model.
-
-        Raises:
-            UserError: one of them cannot be loaded, there are several processes, or the log cannot be written.
-        """
+    def __init__(self, arguments: LmmsModelArgs) -> None:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise UserError("latencies need a single process; start lmms-eval without accelerate or torchrun")
-        source = find_controller(arguments.pretrained)
-        model, controlled = load_adaptive_model(
-            source,
-            source.config(),
+        self._budget_ms = budget_ms = arguments.budget_ms
+        self._model, self._controlled = load_adaptive_model(
+            find_controller(arguments.pretrained),
             arguments.vlm,
             arguments.device,
             arguments.trust_remote_code,
             arguments.adapter,
         )
-        low, high = model.trained_ms
-        if not low <= arguments.budget_ms <= high:
-            warn(f"the controller was trained for {low:g} to {high:g} ms, and not for {arguments.budget_ms:g}")
-        log = AnswerLog(arguments.log, model.space, arguments.budget_ms)
-        return cls(model, controlled, arguments.budget_ms, log)
+        low, high = self._model.trained_ms
+        if not low <= budget_ms <= high:
+            warn(f"the controller was trained for {low:g} to {high:g} ms, and not for {budget_ms:g}")
+        self._log = None if arguments.log is None else _open_log(arguments.log)
+        self._totals_ms: list[float] = []
+        self._is_warm = False
+        self._warned_tasks: set[str] = set()
 
     def respond(self, requests: Sequence[Any], documents: Mapping[str, Any]) -> list[str]:
-        """The answers in the order of the requests.
+        """The answers in the order of the requests; also prints the mean latency, and how many exceeded the budget.
 
         Args:
-            requests: see `LmmsQuestion.from_request`.
-            documents: by task, split and index.
+            requests: see `LmmsQuestion.from_request`, as for `documents`.
 
         Raises:
             UserError: a request does not have exactly one image.
@@ -255,7 +165,11 @@ class LmmsResponder:
         suffix = self._controlled.question_suffix
         bar = progress_bar(requests, desc="answering", unit="questions")
         answers = [self._respond(LmmsQuestion.from_request(each, documents, suffix)) for each in bar]
-        self._log.print_summary()
+        if count := len(self._totals_ms):
+            mean, late = statistics.fmean(self._totals_ms), sum(total > self._budget_ms for total in self._totals_ms)
+            print_line(
+                f"budget_controller: {count} answers, {mean:.1f} ms on average, {late} above {self._budget_ms:g} ms"
+            )
         return answers
 
     def _respond(self, question: LmmsQuestion) -> str:
@@ -267,11 +181,24 @@ class LmmsResponder:
             self._is_warm = True
         adaptive = self._answer(question)
         answer = question.truncate(adaptive.answer)
-        self._log.add(question, adaptive, answer)
+        self._totals_ms.append(adaptive.total_ms)
+        if self._log is not None:
+            self._log.write(json.dumps(self._log_row(question, adaptive, answer)))
         return answer
 
     def _answer(self, question: LmmsQuestion) -> AdaptiveAnswer:
         return self._model.answer(question.image, question.text, self._budget_ms)
+
+    def _log_row(self, question: LmmsQuestion, adaptive: AdaptiveAnswer, answer: str) -> dict[str, Any]:
+        """A line of the log; `answer` is the part of the model's answer that the task gets."""
+        configuration, space = adaptive.configuration, self._model.space
+        row: dict[str, Any] = {"task": question.task, "split": question.split, "doc_id": question.doc_id}
+        row |= {"answer": answer, "budget_ms": self._budget_ms, "total_ms": adaptive.total_ms}
+        row |= {"is_late": adaptive.total_ms > self._budget_ms}
+        row |= {"decision_ms": adaptive.decision_ms, "network_ms": adaptive.network_ms, **asdict(adaptive.latency)}
+        row |= {"tier": space.tiers[configuration.tier], "blocks": list(map(int, configuration.blocks))}
+        row |= {"topk": list(configuration.topk), "complexity": space.complexity(configuration)}
+        return row
 
     def _warn_of_ignored_settings(self, question: LmmsQuestion) -> None:
         """Warn, once per task, about its generation settings that have no effect."""
@@ -290,3 +217,14 @@ class LmmsResponder:
                 f"{question.task} asks for {', '.join(ignored)}, which has no effect; decoding is greedy, with at most "
                 f"{max_new_tokens} tokens, as in the controller's training"
             )
+
+
+def _open_log(path: Path) -> LineWriter:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = LineWriter(path)
+    except OSError as error:
+        raise UserError(f"the log {path} cannot be written ({error}); name another one") from error
+    if path.stat().st_size:  # an empty file is from a run that ended before its first answer
+        raise UserError(f"{path} has answers of another run; name another log")
+    return log

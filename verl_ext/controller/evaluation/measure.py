@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -89,8 +89,6 @@ class SampleMeasurements:
     The image is encoded once per tier, and that time counts for every configuration of the tier.
 
     Args:
-        model: the evaluated model.
-        sample: a question.
         repeats: runs of each configuration; the medians of the parts count.
         cheapest: configuration that runs first at each tier and does not count, because the first run is slower.
         detector: repeats disturbed runs.
@@ -143,27 +141,12 @@ class SampleMeasurements:
         return [self._detector.run(measure) for _ in range(self._repeats)]
 
 
-@dataclass(frozen=True)
-class HeldOutMeasurements:
-    """Measurements of one held-out question; see `Measurements`."""
-
-    statics: list[Cell]
-    chosen: list[Cell]
-    deciding: list[tuple[float, ...]]
-    random: list[Cell]
-    full: Cell
-    full_ms: float
-
-
 class ControllerBenchmark:
     """Runs static configurations, the controller's choices, random ones and the full configuration.
 
     Args:
-        model: the evaluated model.
-        cheapest: see `SampleMeasurements`.
+        cheapest: see `SampleMeasurements`, as for `repeats`.
         budgets_ms: for which the controller decides.
-        latency: gives milliseconds.
-        repeats: see `SampleMeasurements`.
         seed: of the random configurations.
     """
 
@@ -196,55 +179,39 @@ class ControllerBenchmark:
         ]
 
     def run(
-        self,
-        statics: Sequence[Configuration],
-        train: Sequence[ImageQuestion],
-        held_out: Sequence[ImageQuestion],
+        self, statics: Sequence[Configuration], train: Sequence[ImageQuestion], held_out: Sequence[ImageQuestion]
     ) -> Measurements:
-        """Run everything on every question.
-
-        Args:
-            statics: static configurations, for all questions.
-            train: questions for the lookup table.
-            held_out: questions to compare on.
-        """
-        self._score = AnswerScorer([*train, *held_out])
+        """Run static configurations on questions for the lookup table, and everything on questions to compare on."""
+        self._score, space = AnswerScorer([*train, *held_out]), self._model.space
         runs_per_question = len(statics) + 2 * len(self._budgets_ms) + 1
         total = len(train) * len(statics) + len(held_out) * runs_per_question
+        rows: dict[str, list[list[Cell]]] = {"statics": [], "chosen": [], "random": [], "full": []}
+        deciding, full_ms = [], []
         with progress_bar(total=total, desc="measuring", unit="runs") as bar:
             trained = [self._cells(self._measurements(sample), statics, bar) for sample in train]
-            measured = [self._held_out(self._measurements(sample), statics, bar) for sample in held_out]
+            for sample in held_out:
+                runs = self._measurements(sample)
+                rows["statics"].append(self._cells(runs, statics, bar))
+                decisions = [runs.decide(budget) for budget in self._budgets_ms]
+                deciding.append([self._deciding_ms(runs, decision) for decision in decisions])
+                rows["chosen"].append(self._cells(runs, [each.configuration for each in decisions], bar))
+                seeds = [f"{self._seed} {sample.sample_id} {number}" for number in range(len(self._budgets_ms))]
+                rows["random"].append(self._cells(runs, [space.sample(random.Random(seed)) for seed in seeds], bar))
+                rows["full"].append(self._cells(runs, [space.full], bar))
+                full_ms.append(runs.run(space.full).latency.total_ms)
         return Measurements(
-            ResultMatrices.from_cells(trained),
-            ResultMatrices.from_cells([each.statics for each in measured]),
-            ResultMatrices.from_cells([each.chosen for each in measured]),
-            np.array([each.deciding for each in measured]),
-            ResultMatrices.from_cells([each.random for each in measured]),
-            ResultMatrices.from_cells([[each.full] for each in measured]),
-            statistics.fmean(each.full_ms for each in measured),
-            self._detector.share_again,
+            train=ResultMatrices.from_cells(trained),
+            deciding=np.array(deciding),
+            full_ms=statistics.fmean(full_ms),
+            share_again=self._detector.share_again,
+            **{name: ResultMatrices.from_cells(cells) for name, cells in rows.items()},
         )
 
-    def _held_out(self, runs: SampleMeasurements, statics: Sequence[Configuration], bar: tqdm) -> HeldOutMeasurements:
-        space = self._model.space
-        of_statics = self._cells(runs, statics, bar)
-        decisions = [runs.decide(budget) for budget in self._budgets_ms]
-        deciding: list[tuple[float, ...]] = [
-            (self._overhead_ms(runs, each), each.features_ms, each.network_ms, each.choice_ms) for each in decisions
-        ]
-        chosen = self._cells(runs, [each.configuration for each in decisions], bar)
-        sampled = [self._sample_configuration(runs.sample, number) for number in range(len(self._budgets_ms))]
-        of_random = self._cells(runs, sampled, bar)
-        [full] = self._cells(runs, [space.full], bar)
-        return HeldOutMeasurements(of_statics, chosen, deciding, of_random, full, runs.run(space.full).latency.total_ms)
-
-    def _overhead_ms(self, runs: SampleMeasurements, decision: Decision) -> float:
-        own_ms = self._latency.decision_ms(decision)
-        encode_ms = self._latency.encode_ms(runs.encoded(0), self._model.runner.adapter)
-        return decision_overhead_ms(decision.configuration, own_ms, encode_ms)
-
-    def _sample_configuration(self, sample: ImageQuestion, number: int) -> Configuration:
-        return self._model.space.sample(random.Random(f"{self._seed} {sample.sample_id} {number}"))
+    def _deciding_ms(self, runs: SampleMeasurements, decision: Decision) -> tuple[float, ...]:
+        """Milliseconds by `DECISION_PARTS`."""
+        own_ms, encode_ms = self._latency.decision_ms(decision), self._latency.encode_ms(runs.encoded(0))
+        overhead_ms = decision_overhead_ms(decision.configuration, own_ms, encode_ms)
+        return overhead_ms, decision.features_ms, decision.network_ms, decision.choice_ms
 
     def _cells(self, runs: SampleMeasurements, configurations: Sequence[Configuration], bar: tqdm) -> list[Cell]:
         cells = []

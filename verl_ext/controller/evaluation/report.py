@@ -1,7 +1,8 @@
-"""Writes a comparison: JSON, matrices, a Markdown page, the console's tables, and W&B."""
+"""Writes a comparison: JSON, matrices, a Markdown page, the console's tables, plots, and W&B."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,22 +11,41 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eval_pipeline.checkpoints import read_training_run
+from eval_pipeline.report.plot_style import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    VERMILLION,
+    label_points,
+    legend_below,
+    panels,
+    percent_axis,
+    write_figure,
+)
 from eval_pipeline.report.results import write_json, write_text
 from verl_ext.console import markdown_table, text_table
-from verl_ext.controller.evaluation.plots import PARETO_PLOT, plot_curves, plot_pareto
-from verl_ext.controller.evaluation.results import ControllerComparison, MethodAtBudget
+from verl_ext.controller.evaluation.results import (
+    ALLOWED_VIOLATIONS,
+    ControllerComparison,
+    MethodAtBudget,
+    ResultMatrices,
+)
 from verl_ext.controller.source import ControllerSource
-from verl_ext.controller.space import ConfigurationSpace
 from verl_ext.errors import UserError
 from verl_ext.files import replacing
+from verl_ext.metrics.csv_tables import TRAINING_FILE, VALIDATION_FILE
 from verl_ext.metrics.wandb_sink import fill_wandb_run, open_wandb_run
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from wandb import Run
 
 DATA_FILE, TABLE_FILE, MATRICES_FILE = "adaptive.json", "adaptive.md", "adaptive.npz"
+PARETO_PLOT, CURVES_PLOT = "pareto.png", "curves.png"
 PREFIX = "eval/adaptive/"
 AXIS = f"{PREFIX}budget_ms"
 ROW_HEADER = ("method", "budget ms", "accuracy", "latency ms", "p50", "p95", "violations", "complexity")
@@ -37,20 +57,12 @@ Table = list[list[str]]
 
 
 def write_report(
-    directory: Path,
-    comparison: ControllerComparison,
-    space: ConfigurationSpace,
-    info: Mapping[str, Any],
-    source: ControllerSource,
+    directory: Path, comparison: ControllerComparison, info: Mapping[str, Any], source: ControllerSource
 ) -> None:
     """Write `adaptive.json`, `adaptive.md`, `adaptive.npz`, `pareto.png`, and for a run `curves.png`.
 
     Args:
-        directory: for the files.
-        comparison: the results.
-        space: of the configurations.
         info: how the results were obtained, plain values.
-        source: of the controller.
 
     Raises:
         UserError: a file cannot be written.
@@ -60,8 +72,8 @@ def write_report(
         plots = {"accuracy against latency": plot_pareto(directory, comparison)}
         if (curves := plot_curves(directory, source)) is not None:
             plots["the training's curves"] = curves
-    write_json(directory / DATA_FILE, {**info, **comparison_content(comparison, space)})
-    write_text(directory / TABLE_FILE, markdown_report(comparison, space, info, plots))
+    write_json(directory / DATA_FILE, {**info, **comparison_content(comparison)})
+    write_text(directory / TABLE_FILE, markdown_report(comparison, info, plots))
 
 
 @contextmanager
@@ -88,10 +100,9 @@ def require_writable(directory: Path) -> None:
         pass
 
 
-def comparison_content(comparison: ControllerComparison, space: ConfigurationSpace) -> dict[str, Any]:
+def comparison_content(comparison: ControllerComparison) -> dict[str, Any]:
     """The results as plain values."""
-    statics = [static_content(comparison, space, index) for index in range(len(comparison.statics))]
-    table = zip(comparison.budgets_ms, comparison.table)
+    statics = [static_content(comparison, index) for index in range(len(comparison.statics))]
     return {
         "budgets_ms": list(comparison.budgets_ms),
         "summary": asdict(comparison.summary),
@@ -100,14 +111,15 @@ def comparison_content(comparison: ControllerComparison, space: ConfigurationSpa
         "pareto_front": comparison.front,
         "lookup_table": [
             {"budget_ms": budget, "static": index, "configuration": statics[index]["configuration"]}
-            for budget, index in table
+            for budget, index in zip(comparison.budgets_ms, comparison.table)
         ],
     }
 
 
-def static_content(comparison: ControllerComparison, space: ConfigurationSpace, index: int) -> dict[str, Any]:
+def static_content(comparison: ControllerComparison, index: int) -> dict[str, Any]:
     """The results of a static configuration on training questions and on held-out ones."""
-    content: dict[str, Any] = {"configuration": space.describe(comparison.statics[index])}
+    configuration, space = comparison.statics[index], comparison.space
+    content: dict[str, Any] = {"configuration": space.describe(configuration)}
     for split, results in {"train": comparison.measured.train, "held_out": comparison.measured.statics}.items():
         latency = results.latency_ms[:, index]
         p50, p95 = np.percentile(latency, [50, 95]).tolist()
@@ -118,7 +130,7 @@ def static_content(comparison: ControllerComparison, space: ConfigurationSpace, 
             "latency_ms_p95": p95,
             "violation_rates": [float((latency > budget).mean()) for budget in comparison.budgets_ms],
         }
-    return {**content, "complexity": space.complexity(comparison.statics[index])}
+    return {**content, "complexity": space.complexity(configuration)}
 
 
 def write_matrices(path: Path, comparison: ControllerComparison) -> None:
@@ -144,18 +156,16 @@ def console_report(comparison: ControllerComparison) -> str:
     return "\n".join(parts)
 
 
-def markdown_report(
-    comparison: ControllerComparison, space: ConfigurationSpace, info: Mapping[str, Any], plots: Mapping[str, Path]
-) -> str:
+def markdown_report(comparison: ControllerComparison, info: Mapping[str, Any], plots: Mapping[str, Path]) -> str:
     """The page.
 
     Args:
-        comparison: the results.
-        space: of the configurations.
         info: how the results were obtained.
         plots: PNG files next to the page by their titles.
     """
     header, *methods = method_table(comparison)
+    lookups = zip(comparison.budgets_ms, comparison.table)
+    entries = ([f"{budget:.1f}", *configuration_cells(comparison, index)] for budget, index in lookups)
     settings = ([f"`{name}`", str(value)] for name, value in {**info["protocol"], **info["machine"]}.items())
     parts = [
         "# The controller and its baselines",
@@ -167,9 +177,9 @@ def markdown_report(
         "## By budget",
         markdown_table(ROW_HEADER, (row_cells(row) for row in comparison.rows)),
         "## Lookup table",
-        markdown_table(("budget ms", *CONFIGURATION_HEADER), lookup_rows(comparison, space)),
+        markdown_table(("budget ms", *CONFIGURATION_HEADER), entries),
         "## Pareto front of the static configurations",
-        markdown_table((*CONFIGURATION_HEADER, "accuracy", "latency ms"), front_rows(comparison, space)),
+        markdown_table((*CONFIGURATION_HEADER, "accuracy", "latency ms"), front_rows(comparison)),
         "## Protocol",
         markdown_table(("setting", "value"), settings),
     ]
@@ -221,9 +231,9 @@ def summary_lines(comparison: ControllerComparison) -> list[str]:
     return [*lines, again] if summary.measured_again else lines
 
 
-def configuration_cells(comparison: ControllerComparison, space: ConfigurationSpace, index: int) -> list[str]:
+def configuration_cells(comparison: ControllerComparison, index: int) -> list[str]:
     """The `CONFIGURATION_HEADER` cells of a static configuration; its top-k is that of the blocks after the first."""
-    configuration = comparison.statics[index]
+    configuration, space = comparison.statics[index], comparison.space
     topk = max(configuration.topk[1:], default=0) or space.full_topk
     return [
         space.tiers[configuration.tier],
@@ -232,17 +242,11 @@ def configuration_cells(comparison: ControllerComparison, space: ConfigurationSp
     ]
 
 
-def lookup_rows(comparison: ControllerComparison, space: ConfigurationSpace) -> Table:
-    """A row per budget."""
-    entries = zip(comparison.budgets_ms, comparison.table)
-    return [[f"{budget:.1f}", *configuration_cells(comparison, space, index)] for budget, index in entries]
-
-
-def front_rows(comparison: ControllerComparison, space: ConfigurationSpace) -> Table:
+def front_rows(comparison: ControllerComparison) -> Table:
     """A row per configuration of the Pareto front."""
     accuracy, latency, _ = (part.mean(0) for part in comparison.measured.statics.parts)
     return [
-        [*configuration_cells(comparison, space, index), f"{100 * accuracy[index]:.1f} %", f"{latency[index]:.1f}"]
+        [*configuration_cells(comparison, index), f"{100 * accuracy[index]:.1f} %", f"{latency[index]:.1f}"]
         for index in comparison.front
     ]
 
@@ -260,6 +264,110 @@ def row_cells(row: MethodAtBudget) -> list[str]:
     ]
 
 
+# Plots
+
+METHOD_LINES = {
+    "oracle": (GREEN, "^", "oracle"),
+    "lookup_table": (ORANGE, "s", "lookup table"),
+    "controller": (BLUE, "o", "controller"),
+}
+EPOCH_TABLES = {
+    TRAINING_FILE: (ORANGE, "training: sampled configurations"),
+    VALIDATION_FILE: (BLUE, "validation: most likely configuration"),
+}
+EPOCH_PANELS = {
+    "reward_mean": "reward",
+    "accuracy_mean": "accuracy",
+    "latency_mean": "latency (ms)",
+    "budget_violation_rate": "over budget",
+}
+EPOCH_SHARES = ("accuracy_mean", "budget_violation_rate")
+
+
+def plot_pareto(directory: Path, comparison: ControllerComparison) -> Path:
+    """Plot mean accuracy against mean latency; the controller's points are labelled with their budgets."""
+    samples = len(comparison.measured.statics.accuracy)
+    late = f"hollow if more than {100 * ALLOWED_VIOLATIONS:.0f} % of the answers exceed the budget"
+    title = f"{samples} questions; the points of a line are budgets, {late}"
+    figure, [axes] = panels([title], "Accuracy against latency")
+    latency, accuracy = _means(comparison.measured.statics)
+    axes.scatter(latency, accuracy, color="#BBBBBB", s=22, label="static configurations", zorder=2)
+    # steps, because between two configurations of the front the faster one is the best available
+    style: dict[str, Any] = {"color": "#888888", "linewidth": 1.0, "label": "their Pareto front", "zorder": 2}
+    axes.step(latency[comparison.front], accuracy[comparison.front], where="post", **style)
+    latency, accuracy = _means(comparison.methods["random"])
+    axes.scatter(latency, accuracy, color=PURPLE, marker="v", s=30, label="random", zorder=3)
+    latency, accuracy = _means(comparison.methods["full"])
+    axes.scatter(latency[:1], accuracy[:1], color=VERMILLION, marker="*", s=190, label="full model", zorder=3)
+    for name, (colour, marker, label) in METHOD_LINES.items():
+        latency, accuracy = _means(comparison.methods[name])
+        axes.plot(latency, accuracy, color=colour, marker=marker, markersize=7, linewidth=1.5, label=label, zorder=4)
+        is_late = comparison.violation_rates(name) > ALLOWED_VIOLATIONS
+        points = latency[is_late], accuracy[is_late]
+        axes.plot(*points, marker, color=colour, markersize=7, markerfacecolor="white", zorder=5)
+    _scale(axes)
+    _label_budgets(axes, comparison)
+    legend_below(figure, [axes], most_columns=3)
+    return write_figure(figure, directory / PARETO_PLOT)
+
+
+def _scale(axes: Axes) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    axes.set_ylabel("mean accuracy")
+    axes.set_xlabel("mean latency (ms)")
+    axes.margins(x=0.06, y=0.1)
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, -0.02), min(high, 1.02))
+
+
+def _label_budgets(axes: Axes, comparison: ControllerComparison) -> None:
+    from matplotlib.patheffects import withStroke
+
+    latency, accuracy = _means(comparison.methods["controller"])
+    label_points(axes, latency, accuracy, [f"{budget:.0f} ms" for budget in comparison.budgets_ms])
+    for text in axes.texts:  # lines and points continue below the labels
+        text.set(color=BLUE, zorder=6, path_effects=[withStroke(linewidth=3, foreground="white")])
+
+
+def _means(results: ResultMatrices) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    return results.latency_ms.mean(0), results.accuracy.mean(0)
+
+
+def plot_curves(directory: Path, source: ControllerSource) -> Path | None:
+    """Plot reward, accuracy, latency and violations by epoch, from the run's tables of training and validation.
+
+    Returns:
+        The PNG; None for an export outside of a run, or a run without these tables.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    tables = {} if source.run_dir is None else {name: _read_table(source.run_dir / name) for name in EPOCH_TABLES}
+    if not any(tables.values()):
+        return None
+    from matplotlib.ticker import MaxNLocator
+
+    figure, all_axes = panels(list(EPOCH_PANELS.values()), "Training of the controller, by epoch")
+    for axes, column in zip(all_axes, EPOCH_PANELS):
+        for name, table in tables.items():
+            colour, legend = EPOCH_TABLES[name]
+            epochs, values = ([float(row[key]) for row in table] for key in ("epoch", column))
+            axes.plot(epochs, values, color=colour, marker="o", markersize=4, label=legend)
+        if column in EPOCH_SHARES:
+            percent_axis(axes, "")
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        axes.set_xlabel("epoch")
+    legend_below(figure, all_axes, most_columns=2)
+    return write_figure(figure, directory / CURVES_PLOT)
+
+
+def _read_table(path: Path) -> list[Mapping[str, str]]:
+    """The rows of a CSV table; empty if there is no such file."""
+    return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
+
+
 # W&B
 
 
@@ -269,9 +377,7 @@ def log_to_wandb(
     """Log a comparison as a separate W&B run in the training run's project; if W&B cannot be used, only warn.
 
     Args:
-        comparison: the results.
         info: configuration of the W&B run.
-        source: of the controller.
         directory: of the files.
     """
     training = read_training_run(source.run_dir)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t
 
 from eval_pipeline.report.metrics import CONFIDENCE, Interval
-from verl_ext.controller.space import Configuration
+from verl_ext.controller.space import Configuration, ConfigurationSpace
 
 ALLOWED_VIOLATIONS = 0.05
 """Highest share of the training questions on which an entry of the lookup table may exceed the budget."""
@@ -52,10 +52,6 @@ class ResultMatrices:
     def concatenate(self, other: ResultMatrices) -> ResultMatrices:
         """The columns of both."""
         return ResultMatrices(*(np.concatenate(pair, axis=1) for pair in zip(self.parts, other.parts)))
-
-    def with_added_latency(self, added_ms: NDArray[np.float64]) -> ResultMatrices:
-        """The same with (samples, columns) milliseconds added to the latencies."""
-        return ResultMatrices(self.accuracy, self.latency_ms + added_ms, self.complexity)
 
     def violations(self, budgets_ms: Sequence[float]) -> NDArray[np.bool_]:
         """(samples, budgets), whether the latency exceeds the budget; the columns are the budgets."""
@@ -113,15 +109,14 @@ def lookup_table(train: ResultMatrices, budgets_ms: Sequence[float]) -> list[int
 
     Args:
         train: (training samples, configurations).
-        budgets_ms: of the table.
     """
     accuracy, latency = train.accuracy.mean(0), train.latency_ms.mean(0)
     table = []
     for budget in budgets_ms:
         rates = (train.latency_ms > budget).mean(0)
         allowed = np.flatnonzero(rates <= ALLOWED_VIOLATIONS)
-        ranked = sorted(allowed, key=lambda column: (-accuracy[column], latency[column]))
-        table.append(int(ranked[0] if ranked else latency.argmin()))
+        best = min(allowed, key=lambda column: (-accuracy[column], latency[column]), default=latency.argmin())
+        table.append(int(best))
     return table
 
 
@@ -146,17 +141,11 @@ def oracle(candidates: ResultMatrices, budgets_ms: Sequence[float]) -> ResultMat
 
 @dataclass(frozen=True)
 class MethodAtBudget:
-    """A method at a budget, over all samples.
+    """A method at a budget: means over all samples, and percentiles of the latency.
 
     Attributes:
-        method: name.
-        budget_ms: milliseconds for an answer.
-        accuracy: mean.
-        latency_ms_mean: mean.
-        latency_ms_p50: median.
-        latency_ms_p95: 95th percentile.
         violation_rate: share of the samples whose latency exceeds the budget.
-        complexity: mean share of the model that ran.
+        complexity: share of the model that ran.
     """
 
     method: str
@@ -192,11 +181,7 @@ class ComparisonSummary:
             budgets where that difference is at least `LEAST_GAP`; None if there are none.
         num_gap_budgets: number of these budgets.
         worst_violation_rate: the controller's highest over the budgets.
-        worst_violation_budget_ms: budget with that rate.
-        decision_ms: mean time that deciding adds to a latency.
-        features_ms: mean time of pooling image and question, part of `decision_ms`.
-        network_ms: mean time of the controller's forward pass, part of `decision_ms`.
-        choice_ms: mean time of taking the mode, part of `decision_ms`.
+        decision_ms: mean time that deciding adds to a latency; the next three are parts of it, see `Decision`.
         full_ms: mean latency of the full configuration, as measured.
         network_share: `network_ms` / `full_ms`.
         measured_again: repeated measurements per run.
@@ -228,10 +213,7 @@ def summarize_comparison(
 
     Args:
         methods: results (samples, budgets) of `controller`, `lookup_table` and `oracle`.
-        budgets_ms: (budgets,).
         deciding: mean milliseconds by `DECISION_PARTS`.
-        full_ms: see `ComparisonSummary`.
-        measured_again: see `ComparisonSummary`.
     """
     controller, table = methods["controller"], methods["lookup_table"]
     violations = controller.violations(budgets_ms).mean(0)
@@ -277,13 +259,12 @@ class ControllerComparison:
     Attributes:
         budgets_ms: ascending.
         statics: static configurations, the columns of `measured.statics` and `measured.train`.
-        measured: all runs.
         methods: results (samples, budgets) by name of the method.
         front: indices into `statics` of the Pareto front, fastest first.
         table: indices into `statics`, one per budget.
-        summary: of the comparison.
     """
 
+    space: ConfigurationSpace
     budgets_ms: Sequence[float]
     statics: Sequence[Configuration]
     measured: Measurements
@@ -303,24 +284,24 @@ class ControllerComparison:
 
 
 def compare(
-    measured: Measurements, statics: Sequence[Configuration], budgets_ms: Sequence[float]
+    measured: Measurements, space: ConfigurationSpace, statics: Sequence[Configuration], budgets_ms: Sequence[float]
 ) -> ControllerComparison:
     """Derive the methods' results and the summary.
 
     Args:
-        measured: all runs.
         statics: columns of `measured.statics`.
         budgets_ms: columns of `measured.chosen`.
     """
-    table = lookup_table(measured.train, budgets_ms)
+    table, chosen = lookup_table(measured.train, budgets_ms), measured.chosen
     # The oracle need not decide, so the controller's choices are candidates without the time of deciding.
     methods = {
-        "controller": measured.chosen.with_added_latency(measured.deciding[..., 0]),
+        "controller": replace(chosen, latency_ms=chosen.latency_ms + measured.deciding[..., 0]),
         "lookup_table": measured.statics.columns(table),
-        "oracle": oracle(measured.statics.concatenate(measured.chosen), budgets_ms),
+        "oracle": oracle(measured.statics.concatenate(chosen), budgets_ms),
         "random": measured.random,
         "full": measured.full.columns([0] * len(budgets_ms)),
     }
     deciding = dict(zip(DECISION_PARTS, measured.deciding.mean((0, 1)).tolist()))
     summary = summarize_comparison(methods, budgets_ms, deciding, measured.full_ms, measured.share_again)
-    return ControllerComparison(budgets_ms, statics, measured, methods, pareto_front(measured.statics), table, summary)
+    front = pareto_front(measured.statics)
+    return ControllerComparison(space, budgets_ms, statics, measured, methods, front, table, summary)

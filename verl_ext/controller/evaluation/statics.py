@@ -10,7 +10,6 @@ from statistics import fmean
 import numpy as np
 
 from verl_ext.console import progress_bar
-from verl_ext.controller.block_importance import reference_loss
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.inference import AdaptiveModel
 from verl_ext.controller.scoring import AnswerScorer
@@ -35,10 +34,8 @@ def static_configurations(
     """The grid, and what the controller chooses most often for training questions, at every tier.
 
     Args:
-        model: the evaluated model.
-        scores: importance of its blocks; None keeps the first ones.
+        scores: importance of the blocks; None keeps the first ones.
         questions: of the training split.
-        budgets_ms: for the controller's choices.
         max_static: size of the grid.
         num_searched: questions on which the grid's blocks are searched; 0 keeps the most important ones.
     """
@@ -59,7 +56,6 @@ def static_grid(space: ConfigurationSpace, masks: Mapping[int, Mask], max_static
     """Every tier with every mask and every top-k, the same for all blocks; by ascending complexity.
 
     Args:
-        space: of the configurations.
         masks: one for each number of active blocks.
         max_static: size to which the grid is thinned out evenly, without its first and last configuration.
     """
@@ -87,23 +83,17 @@ def search_blocks(runner: VLMRunner, space: ConfigurationSpace, questions: Seque
     Starting with block 0, the search adds the block with which the most answers are correct; the references' loss
     breaks ties. The importance of single blocks is not enough: of two blocks that can replace each other, skipping one
     costs nothing.
-
-    Args:
-        runner: of the model.
-        space: of the configurations.
-        questions: of the training split.
     """
-    scorer = AnswerScorer(questions)
+    scorer, top_tier = AnswerScorer(questions), len(space.tiers) - 1
 
     def accuracy(mask: Mask) -> float:
         bar.update()
-        configuration = space.configuration(len(space.tiers) - 1, mask)
+        configuration = space.configuration(top_tier, mask)
         return fmean(scorer(each, runner.run(each, configuration).answer) for each in questions)
 
     def loss(mask: Mask) -> float:
-        configuration = space.configuration(len(space.tiers) - 1, mask)
-        encodings = ((each, runner.encoded(each, configuration.tier).encoding) for each in questions)
-        return fmean(reference_loss(runner.adapter, each, configuration, encoding) for each, encoding in encodings)
+        configuration = space.configuration(top_tier, mask)
+        return fmean(runner.reference_loss(each, configuration) for each in questions)
 
     mask = [True] + [False] * (space.num_blocks - 1)
     masks = {1: mask}

@@ -17,8 +17,14 @@ from verl_ext.cli import CommandParser, add_command, add_commands
 from verl_ext.commands import program
 from verl_ext.console import print_line, print_summary
 from verl_ext.data.prepare import chat, gsm8k, problems, prompts, quickstart, smollm2, stdlib, vqa
-from verl_ext.data.prepare.command import PrepareCommand
-from verl_ext.data.prepare.output import changed_inputs, input_states, make_directory, remove_stamp, write_stamp
+from verl_ext.data.prepare.command import (
+    PrepareCommand,
+    changed_inputs,
+    input_states,
+    make_directory,
+    remove_stamp,
+    write_stamp,
+)
 
 PROGRAM = program("prepare")
 COMMANDS: dict[str, PrepareCommand] = {

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.cli import IntArg
 from verl_ext.console import staged_progress
-from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.output import write_model
+from verl_ext.data.prepare.command import PrepareCommand, PrepareResult, write_model
 from verl_ext.data.prepare.quickstart_families import FAMILIES, FunctionFamily, Parameters
 from verl_ext.data.prepare.tables import TRAIN_NAME, VAL_NAME, Row, rl_prompt_row, write_jsonl, write_parquet
 

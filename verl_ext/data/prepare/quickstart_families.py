@@ -67,6 +67,7 @@ NUMBERS = "{f}(0); {f}(1); {f}({k}); {f}(5000)"
 LISTS = "{f}([]); {f}([{k}]); {f}([1, {k}, 1000]); {f}([{k}, 0, {k}])"
 ENDS = "{f}()[0]; {f}()[-1]; len({f}())"
 
+# a table: name, signature, instruction, body, the tests' calls, and the body with the mistake
 CORRECT_FAMILIES = (
     FunctionFamily("add", "add_{k}(x)", "x plus {k}", "return x + {k}", NUMBERS),
     FunctionFamily("subtract", "sub_{k}(x)", "x minus {k}", "return x - {k}", NUMBERS),
@@ -76,23 +77,12 @@ CORRECT_FAMILIES = (
     FunctionFamily("divisible", "div_{k}(x)", "whether {k} divides x", "return x % {k} == 0", NUMBERS),
     FunctionFamily("at_least", "floor_{k}(x)", "x but at least {k}", "return max(x, {k})", NUMBERS),
     FunctionFamily("at_most", "cap_{k}(x)", "x but at most {k}", "return min(x, {k})", NUMBERS),
-    FunctionFamily(
-        "linear", "line_{a}_{b}(x)", "x times {a} plus {b}", "return x * {a} + {b}", "{f}(0); {f}(1); {f}(-7); {f}({a})"
-    ),
-    FunctionFamily(
-        "choose",
-        "pick_{a}_{b}(x)",
-        "{a} if x else {b}",
-        "return {a} if x else {b}",
-        "{f}(True); {f}(False); {f}([]); {f}('a')",
-    ),
-    FunctionFamily(
-        "reduce_above",
-        "cut_{a}_{b}(x)",
-        "x minus {a} if x is over {b} else x",
-        "if x > {b}:\n    return x - {a}\nreturn x",
-        "{f}(0); {f}({b}); {f}({b} + 1); {f}(500)",
-    ),
+    FunctionFamily("linear", "line_{a}_{b}(x)", "x times {a} plus {b}", "return x * {a} + {b}",
+        "{f}(0); {f}(1); {f}(-7); {f}({a})"),
+    FunctionFamily("choose", "pick_{a}_{b}(x)", "{a} if x else {b}", "return {a} if x else {b}",
+        "{f}(True); {f}(False); {f}([]); {f}('a')"),
+    FunctionFamily("reduce_above", "cut_{a}_{b}(x)", "x minus {a} if x is over {b} else x",
+        "if x > {b}:\n    return x - {a}\nreturn x", "{f}(0); {f}({b}); {f}({b} + 1); {f}(500)"),
     FunctionFamily("append", "push_{k}(xs)", "xs with {k} at the end", "return xs + [{k}]", LISTS),
     FunctionFamily("prepend", "front_{k}(xs)", "xs with {k} at the front", "return [{k}] + xs", LISTS),
     FunctionFamily("count", "count_{k}(xs)", "how often {k} is in xs", "return xs.count({k})", LISTS),
@@ -100,99 +90,33 @@ CORRECT_FAMILIES = (
     FunctionFamily("remove", "no_{k}(xs)", "items of xs that are not {k}", "return [x for x in xs if x != {k}]", LISTS),
     FunctionFamily("add_each", "shift_{k}(xs)", "{k} added to each of xs", "return [x + {k} for x in xs]", LISTS),
     FunctionFamily("sum_plus", "total_{k}(xs)", "sum of xs plus {k}", "return sum(xs) + {k}", LISTS),
-    FunctionFamily(
-        "suffix", "tag_{k}(s)", "s followed by '{k}'", "return s + '{k}'", "{f}(''); {f}('a'); {f}('item ')"
-    ),
-    FunctionFamily(
-        "replace",
-        "swap_{a}_{b}(s)",
-        "s with '{a}' replaced by '{b}'",
-        "return s.replace('{a}', '{b}')",
-        "{f}('{a}'); {f}('{b}-{a}-{a}'); {f}(''); {f}('none here')",
-    ),
-)
+    FunctionFamily("suffix", "tag_{k}(s)", "s followed by '{k}'", "return s + '{k}'",
+        "{f}(''); {f}('a'); {f}('item ')"),
+    FunctionFamily("replace", "swap_{a}_{b}(s)", "s with '{a}' replaced by '{b}'", "return s.replace('{a}', '{b}')",
+        "{f}('{a}'); {f}('{b}-{a}-{a}'); {f}(''); {f}('none here')"),
+)  # fmt: skip
 
 BUGGY_FAMILIES = (
-    FunctionFamily(
-        "over",
-        "over_{k}(x)",
-        "whether x is over {k}",
-        "return x > {k}",
-        "{f}(0); {f}({k} - 1); {f}({k}); {f}({k} + 1)",
-        "return x >= {k}",
-    ),
-    FunctionFamily(
-        "between",
-        "in_{a}_{b}(x)",
-        "whether x is from {a} to {b}",
-        "return {a} <= x <= {b}",
-        "{f}({a} - 1); {f}({a}); {f}({b}); {f}({b} + 1)",
-        "return {a} <= x < {b}",
-    ),
-    FunctionFamily(
-        "count_up",
-        "upto_{k}()",
-        "list from 1 to {k}",
-        "return list(range(1, {k} + 1))",
-        ENDS,
-        "return list(range(1, {k}))",
-    ),
-    FunctionFamily(
-        "count_down",
-        "down_{k}()",
-        "list from {k} down to 1",
-        "return list(range({k}, 0, -1))",
-        ENDS,
-        "return list(range({k}, 1, -1))",
-    ),
-    FunctionFamily(
-        "sum_range",
-        "sum_{k}(n)",
-        "sum from {k} to n",
-        "return sum(range({k}, n + 1))",
-        "{f}({k} - 1); {f}({k}); {f}({k} + 2)",
-        "return sum(range({k}, n))",
-    ),
-    FunctionFamily(
-        "first_items",
-        "first_{k}(xs)",
-        "first {k} items of xs",
-        "return xs[:{k}]",
-        "{f}([]); len({f}(list(range(2000)))); {f}(list(range(2000)))[-1]",
-        "return xs[:{k} - 1]",
-    ),
-    FunctionFamily(
-        "skip_items",
-        "skip_{k}(xs)",
-        "xs without its first {k} items",
-        "return xs[{k}:]",
-        "{f}([]); len({f}(list(range(2000)))); {f}(list(range(2000)))[0]",
-        "return xs[{k} + 1:]",
-    ),
-    FunctionFamily(
-        "item_number",
-        "item_{k}(xs)",
-        "item {k} of xs counting from 1",
-        "return xs[{k} - 1]",
-        "{f}(list(range(2000))); {f}(list(range(1, 1001))); {f}('ab' * 600)",
-        "return xs[{k}]",
-    ),
-    FunctionFamily(
-        "pages",
-        "pages_{k}(n)",
-        "pages for n items with {k} on each",
-        "return (n + {k} - 1) // {k}",
-        "{f}(0); {f}({k}); {f}({k} + 1); {f}(5000)",
-        "return n // {k}",
-    ),
-    FunctionFamily(
-        "keep_large",
-        "keep_{k}(xs)",
-        "items of xs of at least {k}",
-        "return [x for x in xs if x >= {k}]",
-        "{f}([]); {f}([{k} - 1, {k}, {k} + 1]); {f}([{k}]); {f}([0, 5000])",
-        "return [x for x in xs if x > {k}]",
-    ),
-)
+    FunctionFamily("over", "over_{k}(x)", "whether x is over {k}", "return x > {k}",
+        "{f}(0); {f}({k} - 1); {f}({k}); {f}({k} + 1)", "return x >= {k}"),
+    FunctionFamily("between", "in_{a}_{b}(x)", "whether x is from {a} to {b}", "return {a} <= x <= {b}",
+        "{f}({a} - 1); {f}({a}); {f}({b}); {f}({b} + 1)", "return {a} <= x < {b}"),
+    FunctionFamily("count_up", "upto_{k}()", "list from 1 to {k}", "return list(range(1, {k} + 1))",
+        ENDS, "return list(range(1, {k}))"),
+    FunctionFamily("count_down", "down_{k}()", "list from {k} down to 1", "return list(range({k}, 0, -1))",
+        ENDS, "return list(range({k}, 1, -1))"),
+    FunctionFamily("sum_range", "sum_{k}(n)", "sum from {k} to n", "return sum(range({k}, n + 1))",
+        "{f}({k} - 1); {f}({k}); {f}({k} + 2)", "return sum(range({k}, n))"),
+    FunctionFamily("first_items", "first_{k}(xs)", "first {k} items of xs", "return xs[:{k}]",
+        "{f}([]); len({f}(list(range(2000)))); {f}(list(range(2000)))[-1]", "return xs[:{k} - 1]"),
+    FunctionFamily("skip_items", "skip_{k}(xs)", "xs without its first {k} items", "return xs[{k}:]",
+        "{f}([]); len({f}(list(range(2000)))); {f}(list(range(2000)))[0]", "return xs[{k} + 1:]"),
+    FunctionFamily("item_number", "item_{k}(xs)", "item {k} of xs counting from 1", "return xs[{k} - 1]",
+        "{f}(list(range(2000))); {f}(list(range(1, 1001))); {f}('ab' * 600)", "return xs[{k}]"),
+    FunctionFamily("pages", "pages_{k}(n)", "pages for n items with {k} on each", "return (n + {k} - 1) // {k}",
+        "{f}(0); {f}({k}); {f}({k} + 1); {f}(5000)", "return n // {k}"),
+    FunctionFamily("keep_large", "keep_{k}(xs)", "items of xs of at least {k}", "return [x for x in xs if x >= {k}]",
+        "{f}([]); {f}([{k} - 1, {k}, {k} + 1]); {f}([{k}]); {f}([0, 5000])", "return [x for x in xs if x > {k}]"),
+)  # fmt: skip
 
 FAMILIES = (*CORRECT_FAMILIES, *BUGGY_FAMILIES)

@@ -1,8 +1,11 @@
-"""The `prepare` list of a recipe: which of its commands are needed, and running those whose output is missing."""
+"""What the launcher prepares: the outputs of a recipe's `prepare` commands, and parquet files of JSON and CSV data."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,13 +13,20 @@ from typing import Any
 
 from verl_ext.config.secrets import leaves
 from verl_ext.console import print_line
-from verl_ext.data.prepare import is_prepared, parse_arguments, prepare
+from verl_ext.data.config import ChatDataConfig, PromptDataConfig, file_list, is_raw
+from verl_ext.data.prepare import COMMANDS, is_prepared, parse_arguments, prepare
+from verl_ext.data.prepare.command import STAMP_NAME, file_state, trust_stamp
+from verl_ext.data.prepare.tables import TRAIN_NAME, VAL_NAME
 from verl_ext.errors import UserError
 from verl_ext.files import file_lock
-from verl_ext.paths import base_directory
+from verl_ext.paths import base_directory, caller_directory
 
 LOCK = ".prepare.lock"
 """Held while a command runs, in the directory in which `data/` is."""
+VAL_FRACTION = 0.02
+"""Share of the rows that is held out for validation if no validation set is given."""
+
+# The `prepare` list of a recipe
 
 
 def used_commands(
@@ -81,3 +91,108 @@ def _split(command: str) -> list[str]:
 
 def _absolute(text: str) -> Path:
     return Path(os.path.abspath(Path(text).expanduser()))
+
+
+# JSON and CSV data files: nothing is written here, the launcher runs the planned commands
+
+
+def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bool) -> tuple[list[str], list[str]]:
+    """Replace JSON and CSV files by the parquet files that they are converted to.
+
+    Each conversion writes into its own directory under `data/`, named after the first file and a digest of contents and
+    settings, so that it runs once for the same files.
+
+    Args:
+        data: changed to name the converted files and their columns.
+        has_val_files: whether `val_files` belongs to `train_files`; otherwise rows are held out for validation.
+
+    Returns:
+        The preparation commands, and a sentence for each key whose files are converted.
+
+    Raises:
+        UserError: a file cannot be read, or a setting does not apply to such files.
+    """
+    train, val = file_list(data.train_files), file_list(data.val_files)
+    converts_train, converts_val = any(map(is_raw, train)), any(map(is_raw, val))
+    splits = converts_train and not has_val_files
+    if isinstance(data, ChatDataConfig) and not (data.multiturn.enable and data.multiturn.messages_key == "messages"):
+        for key in ("prompt_dict_keys", "response_dict_keys"):
+            if getattr(data, key) is not None:
+                raise UserError(
+                    f"data.{key} does not apply to JSON or CSV files; set it to null, or convert to parquet"
+                )
+        converts_train, converts_val = True, bool(val)  # all files of a run have the same columns
+    commands: list[str] = []
+    sentences: list[str] = []
+    options = column_options(data)
+
+    def convert(key: str, names: list[str], val_fraction: float, file: str) -> str:
+        """Let a key name the file that its files are converted to; returns the directory of the file."""
+        output, command = plan_conversion(data, names, [*options, "--val-fraction", f"{val_fraction:g}"])
+        path, is_done = f"{output}/{file}", Path(output, STAMP_NAME).is_file()
+        status = f"is read from {path}, converted earlier" if is_done else f"is converted to {path}"
+        commands.insert(0, command)
+        sentences.append(f"data.{key}: {', '.join(names)} {status}")
+        setattr(data, key, path)
+        return output
+
+    if converts_train:
+        output = convert("train_files", train, VAL_FRACTION if splits else 0, TRAIN_NAME)
+        if splits:
+            data.val_files = f"{output}/{VAL_NAME}"
+            sentences[0] += (
+                f"; data.val_files is not set, so {VAL_FRACTION:.0%} of the rows are held out for validation"
+            )
+    if converts_val and not splits:
+        convert("val_files", val, 1, VAL_NAME)
+    # the columns of converted files
+    data.prompt_key = "prompt" if isinstance(data, PromptDataConfig) else "question"
+    if isinstance(data, ChatDataConfig):
+        data.response_key = "answer"
+        data.multiturn.enable = True
+        data.multiturn.messages_key = "messages"
+    return commands, sentences
+
+
+def plan_conversion(data: ChatDataConfig | PromptDataConfig, names: list[str], options: list[str]) -> tuple[str, str]:
+    """The directory that some raw files are converted into, and the preparation command.
+
+    Args:
+        names: paths of the files, as the user gave them.
+        options: of the command.
+    """
+    paths = [existing_file(name) for name in names]
+    name = "chat" if isinstance(data, ChatDataConfig) else "prompts"
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "_", paths[0].stem)[:60]
+    for earlier in Path("data").glob(f"{stem}-*/{STAMP_NAME}"):
+        trust_stamp(earlier)
+    settings = json.dumps([name, COMMANDS[name].version, *options, *(path.name for path in paths)])
+    digest = hashlib.sha256(settings.encode())
+    for path in paths:
+        digest.update(bytes.fromhex(file_state(path).digest))
+    output = f"data/{stem}-{digest.hexdigest()[:12]}"
+    return output, shlex.join([name, "--input", *map(str, paths), "--output", output, *options])
+
+
+def existing_file(name: str) -> Path:
+    """A data file, looked up in the repository and then in the directory where the command was typed."""
+    path = Path(name).expanduser()
+    folders = list(dict.fromkeys([Path.cwd(), caller_directory().absolute()]))
+    for folder in folders:
+        if (folder / path).is_file():
+            return path if folder == Path.cwd() else folder / path
+    tried = " or ".join(str(folder / path) for folder in (folders[:1] if path.is_absolute() else folders))
+    raise UserError(f"there is no data file {tried}; correct its path")
+
+
+def column_options(data: ChatDataConfig | PromptDataConfig) -> list[str]:
+    """Options of the preparation command for columns that have other names than verl's defaults."""
+    if isinstance(data, PromptDataConfig):
+        named = {"--prompt-key": (data.prompt_key, "prompt")}
+    else:
+        named = {
+            "--messages-key": (data.multiturn.messages_key, "messages"),
+            "--prompt-key": (data.prompt_key, "question"),
+            "--response-key": (data.response_key, "answer"),
+        }
+    return [word for option, (value, usual) in named.items() if value != usual for word in (option, str(value))]

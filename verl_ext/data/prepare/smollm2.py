@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_ext.console import staged_progress
-from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.output import write_model
+from verl_ext.data.prepare.command import PrepareCommand, PrepareResult, write_model
 from verl_ext.errors import UserError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from verl_ext.cli import FloatArg, IntArg
 from verl_ext.commands import program
 from verl_ext.console import print_line, progress_bar
 from verl_ext.data.dataset import ORIGIN_KEY, iter_parquet_rows
-from verl_ext.data.prepare.output import staged_file
+from verl_ext.data.prepare.command import staged_file
 from verl_ext.errors import UserError, first_line_of
 
 Row = dict[str, Any]

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.cli import IntArg
 from verl_ext.console import progress_bar, staged_progress
-from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.output import write_model
+from verl_ext.data.prepare.command import PrepareCommand, PrepareResult, write_model
 from verl_ext.data.prepare.quickstart import PAD, TURN_END, TURN_START, train_tokenizer
 from verl_ext.data.prepare.tables import Row, write_parquet
 

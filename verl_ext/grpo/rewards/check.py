@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import sys
-from contextlib import redirect_stderr
+from contextlib import closing, redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
-from typing import Any
 
 from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer
 from eval_pipeline.judge.isolation import find_packages
@@ -21,13 +21,13 @@ from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.protocols import RewardError
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.functions import LENGTH_PENALTY, PROGRAM_REWARDS, parse_reward_functions
-from verl_ext.grpo.rewards.process_pool import START_S, try_function
+from verl_ext.grpo.rewards.process_pool import START_S, RewardProcessPool
 from verl_ext.plugins import Plugin
 
 QUIET_S = 10.0
 """Seconds of loading and calling a function after which a line says what takes so long."""
 MAX_SHOWN_CHARACTERS = 60
-"""Of a completion in a message."""
+"""Of a completion or a ground truth in a message."""
 
 
 def check_reward_settings(reward: RewardConfig, data: PromptDataConfig) -> None:
@@ -63,18 +63,15 @@ def check_reward_functions(reward: RewardConfig, data: PromptDataConfig) -> None
         check_columns(path, needs_truth)
     for path in val:  # read even if it is not measured
         check_columns(path, needs_truth if is_measured else None)
-    where, answer = trial_answer(train)
-    check_ground_truth(judged, answer, where)
+    answer = trial_answer(train)
+    check_ground_truth(judged, answer)
     for spec in specs:
         if spec.plugin is not None:
-            try_on_row(spec.plugin, answer, where, reward.time_limit_s)
+            try_on_row(spec.plugin, answer, reward.time_limit_s)
 
 
 def check_judge(reward: RewardConfig) -> None:
     """Start the judge once if a reward needs its verdicts.
-
-    Args:
-        reward: the section of that name.
 
     Raises:
         UserError: a package is not installed, or the judge's isolation does not work on this machine.
@@ -122,35 +119,34 @@ def check_columns(path: Path, judged: str | None) -> None:
         read_tests(truth, where)
 
 
-def trial_answer(paths: list[Path]) -> tuple[str, RewardedAnswer]:
-    """An answer to the first row of some files, and which row that is.
+def trial_answer(paths: list[Path]) -> RewardedAnswer:
+    """An answer to the first row of some files, which `sample_id` names.
 
     The answer is the ground truth itself if that is a text or a number, as a good completion may be.
     """
     path, row = next((path, drop_nulls(row)) for path in paths for row in iter_parquet_rows(path, batch_size=1))
-    where = f"{path} row 0"
-    truth: Any = RewardedAnswer.to_prompt(where, row, "", 1).ground_truth
+    unanswered = RewardedAnswer.to_prompt(f"{path} row 0", row, "", 1)
+    truth = unanswered.ground_truth
     text = str(truth) if isinstance(truth, str | int | float) and str(truth).strip() else "This is a completion."
-    return where, RewardedAnswer.to_prompt(where, row, text, len(text.split()))
+    return replace(unanswered, text=text, num_tokens=len(text.split()))
 
 
-def check_ground_truth(judged: list[str], answer: RewardedAnswer, where: str) -> None:
+def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
     """Refuse a ground truth for which a reward would be 0 for every completion.
 
     Args:
         judged: the rewards that need the ground truth.
         answer: to the row that is checked.
-        where: that row.
 
     Raises:
         UserError: the ground truth cannot be read, has no tests for a reward that runs tests, or is a text that
             `reward_correct` never finds in a completion.
     """
-    tests = read_tests(answer.ground_truth, answer.sample_id) if judged else None
+    where = answer.sample_id
+    tests = read_tests(answer.ground_truth, where) if judged else None
     if not isinstance(tests, ReferenceAnswer):
         return
-    truth = tests.answer
-    shown = repr(truth if len(truth) <= MAX_SHOWN_CHARACTERS else f"{truth[:MAX_SHOWN_CHARACTERS]}...")
+    truth, shown = tests.answer, abbreviated(tests.answer)
     if by_tests := [name for name in judged if name in PROGRAM_REWARDS]:
         raise UserError(
             f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is {shown}, which holds none; give "
@@ -170,32 +166,33 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer, where: str) ->
         )
 
 
-def try_on_row(plugin: Plugin, answer: RewardedAnswer, where: str, time_limit_s: float) -> None:
-    """Call a function once; print the traceback of a failure.
+def try_on_row(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) -> None:
+    """Have a function score an answer within a time limit; print the traceback of a failure.
 
-    Args:
-        plugin: the function.
-        answer: that it scores.
-        where: the row that the answer is to.
-        time_limit_s: of the call.
+    Raises:
+        UserError: the function cannot be loaded or called, or fails.
     """
-    name = str(plugin)
-    waiting = Timer(
-        QUIET_S, print_line, [f"Loading and trying the reward function {name} (loading has {START_S:g} s) ..."]
-    )
+    line = f"Loading and trying the reward function {plugin} (loading has {START_S:g} s) ..."
+    waiting = Timer(QUIET_S, print_line, [line])
     waiting.daemon = True
     waiting.start()
     try:
-        try_function(plugin, answer, time_limit_s)
+        with closing(RewardProcessPool(plugin, time_limit_s, num_workers=1)) as pool:
+            pool.score(answer)
     except RewardError as error:
         if error.failure.traceback:
             print_line(error.failure.traceback.rstrip(), sys.stderr)
         fix = "it must return a finite number for every completion, such as 0 for one that it cannot parse"
         if error.failure.timed_out:
             fix = "make it faster or raise reward.time_limit_s"
-        shown = answer.text if len(answer.text) <= MAX_SHOWN_CHARACTERS else f"{answer.text[:MAX_SHOWN_CHARACTERS]}..."
         raise UserError(
-            f"the reward function {name} failed on {where}, tried with the completion {shown!r}: {error}; {fix}"
+            f"the reward function {plugin} failed on {answer.sample_id}, tried with the completion "
+            f"{abbreviated(answer.text)}: {error}; {fix}"
         ) from error
     finally:
         waiting.cancel()
+
+
+def abbreviated(text: str) -> str:
+    """The beginning of a text in quotes."""
+    return repr(text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}...")

@@ -1,29 +1,134 @@
-"""The process that runs a user's reward function: `python -m ... PLACE FUNCTION`, calls in, scores out.
+"""A user's reward function: how it is loaded and called, what counts as a score, and the process that calls it.
 
-It reads pickled `RewardedAnswer`s from standard input and writes pickled replies; what the function prints goes to
-standard error. `RewardProcessPool` kills it when a call takes too long.
+The process, `python -m verl_ext.grpo.rewards.custom_process PLACE FUNCTION`, receives `RewardedAnswer`s on standard
+input and sends replies on standard output; what the function prints goes to standard error. A reply is a score or a
+`RewardFailure`. The first one is about loading: None, or why the function cannot be called.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
-import pickle
-import struct
-import sys
-from typing import Any, TypeAlias
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
 
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, one_line
 from verl_ext.grpo.protocols import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
-from verl_ext.grpo.rewards.user_function import UserFunction
 from verl_ext.plugins import Plugin
 from verl_ext.processes import end_with_parent
 
-SIZE = struct.Struct(">I")
-Reply: TypeAlias = "float | RewardFailure | None"
-"""A score or a failure. The first reply is about loading: None, or why the function cannot be called."""
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Keyword arguments of a function in a file; they are verl's."""
+_MOST_CHARACTERS = 500
+"""Longest reason or signature in a message."""
+_MOST_TRACEBACK_CHARACTERS = 4000
+
+
+class UserFunction:
+    """Loads a function and calls it in this process, where no call can be ended.
+
+    Args:
+        plugin: a function in a file, which is called with `ARGUMENTS` as verl does, or in a module, which is called
+            with a `RewardedAnswer`.
+
+    Raises:
+        UserError: it cannot be loaded, is not a function, or cannot be called this way.
+    """
+
+    def __init__(self, plugin: Plugin) -> None:
+        try:
+            self._function = plugin.load()
+        except SystemExit as error:
+            raise UserError(
+                f"{plugin.key} names {plugin.location}, which exits when it is loaded (SystemExit: {error.code}); "
+                "put what it runs under `if __name__ == '__main__':`"
+            ) from error
+        self._by_keywords = plugin.is_file
+        if not callable(self._function):
+            raise UserError(f"{plugin.key} names {plugin}, which is not a function")
+        check_signature(self._function, plugin)
+
+    def __call__(self, answer: RewardedAnswer) -> float:
+        """The score of one answer.
+
+        Raises:
+            RewardError: the function raised, or returned something other than a finite number.
+        """
+        try:
+            value = self._function(**_keywords(answer)) if self._by_keywords else self._function(answer)
+        except (Exception, SystemExit) as error:  # it costs this sample its reward and nothing else
+            raise RewardError(RewardFailure(one_line(error)[:_MOST_CHARACTERS], _traceback_of(error))) from error
+        return score_of(value)
+
+
+def score_of(value: Any) -> float:
+    """What a function returned, as a number; in a mapping it is the value of `score`, as in verl.
+
+    Accepted are numbers of Python, numpy and torch, and True and False as 1 and 0.
+
+    Raises:
+        RewardError: it is not a finite number.
+    """
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            raise RewardError(RewardFailure("it returned a mapping without the key 'score'"))
+        value = value["score"]
+    try:
+        if isinstance(value, str | bytes | bytearray):  # float() would read some of them
+            raise TypeError
+        score = float(value)
+    except Exception:  # a user's class may raise anything
+        shown = f"{value!r:.100}" if isinstance(value, str | bytes | int | None) else f"a {type(value).__name__}"
+        raise RewardError(RewardFailure(f"it returned {shown}, which is not a number")) from None
+    if not math.isfinite(score):
+        raise RewardError(RewardFailure(f"it returned {score}, which is not a finite number"))
+    return score
+
+
+def check_signature(function: Callable[..., Any], plugin: Plugin) -> None:
+    """Refuse a function that cannot be called; parameters with defaults and `**kwargs` are fine.
+
+    Raises:
+        UserError: how it is called, and the parameters that it has.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have none; the first call shows
+        return
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS)) if plugin.is_file else signature.bind(None)
+    except TypeError as error:
+        called = f"keyword arguments {', '.join(ARGUMENTS)}" if plugin.is_file else "one argument, a RewardedAnswer"
+        fix = (
+            "give it these parameters or **kwargs, and defaults to all others"
+            if plugin.is_file
+            else "change its parameters, or name it as path.py:function to have it called with verl's arguments"
+        )
+        raise UserError(
+            f"the reward function {plugin} has the parameters {signature!s:.{_MOST_CHARACTERS}} but is "
+            f"called with the {called} ({error}); {fix}"
+        ) from error
+
+
+def _keywords(answer: RewardedAnswer) -> dict[str, Any]:
+    values = answer.data_source, answer.text, answer.ground_truth, dict(answer.extra_info)
+    return dict(zip(ARGUMENTS, values))
+
+
+def _traceback_of(error: BaseException) -> str:
+    """The traceback without the frame of this module."""
+    frames = error.__traceback__ and error.__traceback__.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))[-_MOST_TRACEBACK_CHARACTERS:]
+
+
+# The process
 
 
 def main() -> None:
@@ -36,29 +141,22 @@ def main() -> None:
         "function",
     )
     end_with_parent()
-    output = os.fdopen(os.dup(1), "wb")
+    calls, replies = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the function, and what it starts, must not read calls
     os.dup2(2, 1)
     try:
         function = UserFunction(Plugin("reward.functions", place, name))
     except UserError as error:
-        _send(output, RewardFailure(str(error)))
+        replies.send(RewardFailure(str(error)))
         return
-    _send(output, None)
-    while head := sys.stdin.buffer.read(SIZE.size):
-        _send(output, _outcome(function, pickle.loads(sys.stdin.buffer.read(SIZE.unpack(head)[0]))))
-
-
-def _outcome(function: UserFunction, answer: RewardedAnswer) -> Reply:
-    try:
-        return function(answer)
-    except RewardError as error:
-        return error.failure
-
-
-def _send(output: Any, reply: Reply) -> None:
-    data = pickle.dumps(reply)
-    output.write(SIZE.pack(len(data)) + data)
-    output.flush()
+    replies.send(None)
+    with suppress(EOFError):
+        while True:
+            answer = calls.recv()
+            try:
+                replies.send(function(answer))
+            except RewardError as error:
+                replies.send(error.failure)
 
 
 if __name__ == "__main__":

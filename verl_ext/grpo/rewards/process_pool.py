@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import pickle
 import queue
-import select
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing import Pipe
 
 from verl_ext.errors import UserError
 from verl_ext.grpo.protocols import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
-from verl_ext.grpo.rewards.custom_process import SIZE, Reply
 from verl_ext.paths import python_path
 from verl_ext.plugins import Plugin
 
@@ -46,17 +43,15 @@ class RewardProcessPool:
         self._threads = ThreadPoolExecutor(num_workers)
 
     def submit(self, answer: RewardedAnswer) -> Future[float]:
-        """Begin to score an answer; the future raises a `RewardError` if there is no score."""
-        return self._threads.submit(self._score, answer)
+        """Begin to score an answer, see `score`."""
+        return self._threads.submit(self.score, answer)
 
-    def close(self) -> None:
-        """End the processes; pending answers fail."""
-        self._threads.shutdown(cancel_futures=True)
-        while not self._idle.empty():
-            if (process := self._idle.get()) is not None:
-                process.kill()
+    def score(self, answer: RewardedAnswer) -> float:
+        """The score of an answer; a call that times out is repeated once.
 
-    def _score(self, answer: RewardedAnswer) -> float:
+        Raises:
+            RewardError: there is no score.
+        """
         try:
             return self._score_once(answer)
         except RewardError as error:
@@ -64,6 +59,13 @@ class RewardProcessPool:
                 raise
         # the machine, or a service that the function calls, may have been busy
         return self._score_once(answer)
+
+    def close(self) -> None:
+        """End the processes; pending answers fail."""
+        self._threads.shutdown(cancel_futures=True)
+        while not self._idle.empty():
+            if (process := self._idle.get()) is not None:
+                process.kill()
 
     def _score_once(self, answer: RewardedAnswer) -> float:
         process = self._idle.get()
@@ -73,31 +75,6 @@ class RewardProcessPool:
         finally:
             # a process that failed to answer is not used again; the next call starts another
             self._idle.put(process if process is not None and process.is_alive else None)
-
-
-def try_function(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) -> None:
-    """Call a function once, in a process of its own, and a second time if it times out, as on a busy machine.
-
-    Args:
-        plugin: the function.
-        answer: that it scores.
-        time_limit_s: of the call.
-
-    Raises:
-        UserError: it cannot be loaded or called.
-        RewardError: the call failed.
-    """
-    for is_last in (False, True):
-        process = _Process(plugin)
-        try:
-            process.call(answer, time_limit_s)
-            return
-        except RewardError as error:
-            if is_last or not error.failure.timed_out:
-                raise
-        finally:
-            if process.is_alive:
-                process.kill()
 
 
 class _Process:
@@ -111,11 +88,12 @@ class _Process:
         """
         command = [sys.executable, "-m", "verl_ext.grpo.rewards.custom_process", plugin.location, plugin.name]
         environment = {**os.environ, "PYTHONPATH": python_path()}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        calls, self._calls = Pipe(duplex=False)
+        self._replies, replies = Pipe(duplex=False)
+        with calls, replies:  # the process has its own ends of the pipes
+            self._process = subprocess.Popen(
+                command, stdin=calls.fileno(), stdout=replies.fileno(), env=environment, start_new_session=True
+            )
         self.is_alive = True
         # when this rank is killed, the processes that the function started end too
         self._guard = subprocess.Popen(
@@ -140,10 +118,8 @@ class _Process:
         Raises:
             RewardError: it raised, returned no finite number, took too long, or ended its process.
         """
-        data = pickle.dumps(answer)
         try:
-            self._stdin.write(SIZE.pack(len(data)) + data)
-            self._stdin.flush()
+            self._calls.send(answer)
         except OSError as error:
             self.kill()
             raise RewardError(RewardFailure("its process has ended")) from error
@@ -161,31 +137,15 @@ class _Process:
         with suppress(ProcessLookupError):  # it has already ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        with suppress(OSError):  # data that it has not read
-            self._stdin.close()
-        self._stdout.close()
+        self._calls.close()
+        self._replies.close()
 
-    def _reply(self, time_limit_s: float) -> Reply:
-        deadline = time.monotonic() + time_limit_s
+    def _reply(self, time_limit_s: float) -> float | RewardFailure | None:
         try:
-            size = SIZE.unpack(self._read(SIZE.size, deadline))[0]
-            return pickle.loads(self._read(size, deadline))
-        except TimeoutError:
-            self.kill()
-            raise RewardError(RewardFailure(f"it took more than {time_limit_s:g} s", timed_out=True)) from None
-        except EOFError:
-            self.kill()
-            raise RewardError(RewardFailure("it ended its process")) from None
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        fd, data = self._stdout.fileno(), b""
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        while len(data) < size:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError
-            chunk = os.read(fd, size - len(data))
-            if not chunk:
-                raise EOFError
-            data += chunk
-        return data
+            if self._replies.poll(time_limit_s):
+                return self._replies.recv()
+            failure = RewardFailure(f"it took more than {time_limit_s:g} s", timed_out=True)
+        except (EOFError, OSError):  # OSError in the middle of a reply
+            failure = RewardFailure("it ended its process")
+        self.kill()
+        raise RewardError(failure)

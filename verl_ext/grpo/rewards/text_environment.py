@@ -17,6 +17,7 @@ from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.protocols import Environment, Reward, RewardError, RewardFailure, StepResult, Trajectory
 from verl_ext.grpo.rewards.answer import RewardedAnswer
+from verl_ext.grpo.rewards.custom_process import UserFunction
 from verl_ext.grpo.rewards.functions import (
     LENGTH_PENALTY,
     TEXT_REWARDS,
@@ -26,7 +27,6 @@ from verl_ext.grpo.rewards.functions import (
     parse_reward_functions,
 )
 from verl_ext.grpo.rewards.process_pool import RewardProcessPool
-from verl_ext.grpo.rewards.user_function import UserFunction
 
 VERDICT = "verdict"
 """Key of the future that all rewards of a verdict share."""
@@ -62,10 +62,16 @@ class TextEnvironment(Environment):
 
     def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:
         """See `Environment.step`: the reward functions begin to score the answer."""
-        answer = answer_of(trajectory)
+        prompt, completion = trajectory.prompt, trajectory.action
+        answer = RewardedAnswer.to_prompt(
+            prompt.sample_id, prompt.fields, completion.text, len(completion.token_ids), completion.truncated
+        )
         futures: dict[str, Future[Any]] = {} if self._judge is None else {VERDICT: self._judge.submit(answer)}
         futures |= {name: submit(answer) for name, submit in self._submit.items()}
-        return partial(self._wait, PendingReward(futures))
+        finished_at: list[float] = []
+        for future in futures.values():
+            future.add_done_callback(lambda _: finished_at.append(time.perf_counter()))
+        return partial(self._wait, futures, finished_at)
 
     def end_batch(self) -> None:
         """See `Environment.end_batch`."""
@@ -76,50 +82,21 @@ class TextEnvironment(Environment):
         """See `Environment.close`."""
         self._started.close()
 
-    def _wait(self, pending: PendingReward) -> StepResult:
+    def _wait(self, futures: dict[str, Future[Any]], finished_at: list[float]) -> StepResult:
         components: dict[str, float] = {}
         failures: dict[str, RewardFailure] = {}
         for spec in self._specs:
             try:
-                components[spec.name] = spec.weight * self._value(spec, pending)
+                if spec.needs_verdict:
+                    value = VERDICT_REWARDS[spec.name](verdict_of(futures[VERDICT]))
+                else:
+                    value = futures[spec.name].result()
+                components[spec.name] = spec.weight * value
             except RewardError as error:
                 failures[spec.name] = error.failure
             except Exception as error:  # it costs the sample its reward, and is reported
                 failures[spec.name] = RewardFailure(f"{error}" or type(error).__name__)
-        return StepResult(reward=Reward(components, failures, finished_at=pending.finished_at))
-
-    def _value(self, spec: RewardSpec, pending: PendingReward) -> float:
-        if self._judge is not None and spec.needs_verdict:
-            if pending.verdict is None:
-                pending.verdict = self._judge.verdict(pending.futures[VERDICT])
-            return VERDICT_REWARDS[spec.name](pending.verdict)
-        return pending.futures[spec.name].result()
-
-
-class PendingReward:
-    """What the reward of one sample waits for.
-
-    Args:
-        futures: by the names of the functions, and `VERDICT`.
-    """
-
-    def __init__(self, futures: dict[str, Future[Any]]) -> None:
-        self.futures = futures
-        self.finished_at = 0.0
-        self.verdict: Verdict | None = None
-        for future in futures.values():
-            future.add_done_callback(self._note)
-
-    def _note(self, future: Future[Any]) -> None:
-        self.finished_at = max(self.finished_at, time.perf_counter())
-
-
-def answer_of(trajectory: Trajectory) -> RewardedAnswer:
-    """What a reward function sees of a trajectory."""
-    completion, prompt = trajectory.action, trajectory.prompt
-    return RewardedAnswer.to_prompt(
-        prompt.sample_id, prompt.fields, completion.text, len(completion.token_ids), completion.truncated
-    )
+        return StepResult(reward=Reward(components, failures, finished_at=max(finished_at, default=0.0)))
 
 
 def _judge_client(reward: RewardConfig, num_workers: int) -> JudgeClient:
@@ -153,18 +130,14 @@ def _score_now(function: Callable[[RewardedAnswer], float], answer: RewardedAnsw
 
 
 class JudgeReward:
-    """Gets each distinct answer judged once: samples of one prompt often say the same.
-
-    Args:
-        client: of a running judge.
-    """
+    """Gets each distinct answer judged once: samples of one prompt often say the same."""
 
     def __init__(self, client: JudgeClient) -> None:
         self.client = client
         self._futures: dict[Submission, Future[Verdict]] = {}
 
     def submit(self, answer: RewardedAnswer) -> Future[Verdict]:
-        """Begin to judge an answer; `verdict` waits for the result, and raises why there is none."""
+        """Begin to judge an answer; see `verdict_of`."""
         try:
             problem = Problem(answer.sample_id, "", read_tests(answer.ground_truth, answer.sample_id))
             submission = Submission(extract_program(problem, answer.text), problem.tests)
@@ -176,18 +149,19 @@ class JudgeReward:
             self._futures[submission] = self.client.submit(submission)
         return self._futures[submission]
 
-    def verdict(self, future: Future[Verdict]) -> Verdict:
-        """The verdict of a future that `submit` returned.
-
-        Raises:
-            UserError: its tests cannot be read.
-            RuntimeError: the judge failed, not the answer.
-        """
-        verdict = future.result()
-        if verdict.error_type == "api_error":
-            raise RuntimeError(f"the judge failed: {verdict.message}")
-        return verdict
-
     def forget(self) -> None:
         """Forget the answers of a batch, all of whose verdicts have been waited for."""
         self._futures.clear()
+
+
+def verdict_of(future: Future[Verdict]) -> Verdict:
+    """The verdict that `JudgeReward.submit` began to compute; waits for it.
+
+    Raises:
+        UserError: the tests of the answer cannot be read.
+        RuntimeError: the judge failed, not the answer.
+    """
+    verdict = future.result()
+    if verdict.error_type == "api_error":
+        raise RuntimeError(f"the judge failed: {verdict.message}")
+    return verdict

@@ -1,34 +1,53 @@
-"""The controller as a policy: an action is a configuration for a sample and a budget, a single decision."""
+"""The controller in GRPO: its policy, and the frozen vision-language model as the environment that rewards it.
+
+An action is a configuration for a sample and a budget, and a single decision.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from verl_ext.controller.config import BudgetRewardConfig
 from verl_ext.controller.distribution import Choices, ConfigurationDistribution, num_uniforms
-from verl_ext.controller.execution import VLMRunner
+from verl_ext.controller.execution import RunResult, VLMRunner
+from verl_ext.controller.latency import LatencySource
 from verl_ext.controller.network import BudgetController
 from verl_ext.controller.space import Configuration, ConfigurationSpace
-from verl_ext.grpo.protocols import LogProbs, Metrics, MicroBatch, Policy, Prompt, Trajectory
+from verl_ext.data.image_questions import ImageQuestion
+from verl_ext.grpo.protocols import (
+    Environment,
+    LogProbs,
+    Metrics,
+    MicroBatch,
+    Policy,
+    Prompt,
+    Reward,
+    StepResult,
+    Trajectory,
+)
 from verl_ext.grpo.sampling import sample_seed
 
+REWARD_NAMES = tuple(f"reward_{part}" for part in ("accuracy", "latency", "violation", "complexity", "efficiency"))
 BUDGET_NUMBER = -1
 """Number of the seed of a prompt's budget; its samples are numbered from 0."""
 
 
 @dataclass(frozen=True)
 class BudgetedConfiguration:
-    """An action of the controller.
+    """An action of the controller, and what it was chosen by.
 
     Attributes:
-        configuration: of the model.
-        budget_ms: milliseconds for which it was chosen.
         log_prob: when it was sampled.
         vision: (vision_width,), the controller's input.
-        language: (width,), the controller's input.
+        language: (language_width,), the controller's input.
     """
 
     configuration: Configuration
@@ -45,8 +64,6 @@ class ControllerPolicy(Policy):
         controller: the trained model, as FSDP2 modules or plain.
         runner: computes the features of a sample.
         budgets_ms: lowest and highest; training samples uniformly between them.
-        seed: `trainer.seed`.
-        device: of the controller.
         tier_entropy_weight: see `ConfigurationDistribution.entropy_bonus`.
     """
 
@@ -98,9 +115,7 @@ class ControllerPolicy(Policy):
             "vision": torch.stack([action.vision for action in actions]),
             "language": torch.stack([action.language for action in actions]),
             "budgets_ms": torch.tensor([action.budget_ms for action in actions]),
-            "tiers": choices.tiers,
-            "masks": choices.masks,
-            "topk": choices.topk,
+            **vars(choices),
             "response_mask": torch.ones(len(actions), 1),
             "rollout_log_probs": torch.tensor([[action.log_prob] for action in actions], dtype=torch.float64),
         }
@@ -129,8 +144,7 @@ class ControllerPolicy(Policy):
         return {
             "prompt": trajectory.prompt.fields["sample"].question,
             "budget_ms": f"{trajectory.action.budget_ms:.1f}",
-            "tier": configuration["tier"],
-            "blocks": configuration["blocks"],
+            **configuration,
             "topk": json.dumps(configuration["topk"]),
         }
 
@@ -153,3 +167,88 @@ class ControllerPolicy(Policy):
         # a call of the module itself, because its hooks gather what FSDP2 has sharded
         inputs = (each.to(self._device) for each in (vision, language, budgets_ms))
         return ConfigurationDistribution(self._space, *self._controller(*inputs))
+
+
+def reward_components(
+    weights: BudgetRewardConfig, accuracy: float, latency_ms: float, budget_ms: float, complexity: float
+) -> dict[str, float]:
+    """Weighted components by the names in `REWARD_NAMES`, with negative penalties; the reward is their sum.
+
+    With r = latency / budget, the latency penalty is sigmoid(10 * (r - 1)), which grows smoothly around the budget,
+    the violation is max(0, r - 1) squared, and the efficiency is max(0, 1 - r), the unused share of the budget.
+
+    Args:
+        weights: of the components, without a unit.
+        accuracy: of the answer, from 0 to 1.
+        complexity: share of the model that ran, from 0 to 1; see `ConfigurationSpace.complexity`.
+    """
+    ratio = latency_ms / budget_ms
+    return {
+        "reward_accuracy": weights.accuracy * accuracy,
+        "reward_latency": -weights.latency_penalty * (1 / (1 + math.exp(-10 * (ratio - 1)))),
+        "reward_violation": -weights.budget_violation * max(0.0, ratio - 1) ** 2,
+        "reward_complexity": -weights.complexity * complexity,
+        "reward_efficiency": weights.efficiency * max(0.0, 1 - ratio),
+    }
+
+
+class ControllerEnvironment(Environment):
+    """Runs the chosen configurations one after the other, when their rewards are requested.
+
+    Args:
+        score: returns the accuracy of an answer to a question, from 0 to 1.
+    """
+
+    reward_names = REWARD_NAMES
+    metric_names = ("accuracy", "latency_ms", "budget_violation")
+
+    def __init__(
+        self,
+        runner: VLMRunner,
+        space: ConfigurationSpace,
+        weights: BudgetRewardConfig,
+        score: Callable[[ImageQuestion, str], float],
+        latency: LatencySource,
+    ) -> None:
+        self._runner, self._space, self._weights = runner, space, weights
+        self._score, self._latency = score, latency
+        self._is_measuring = False
+
+    @contextmanager
+    def measuring(self, is_measuring: bool) -> Iterator[None]:
+        """Within the context, measure the latency of every sample if `is_measuring`, whatever the latency source."""
+        former, self._is_measuring = self._is_measuring, is_measuring
+        try:
+            yield
+        finally:
+            self._is_measuring = former
+
+    def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:
+        """See `Environment.step`; the configuration runs when the result is requested."""
+        return partial(self._answer, trajectory)
+
+    def _answer(self, trajectory: Trajectory) -> StepResult:
+        action, question = trajectory.action, trajectory.prompt.fields["sample"]
+        result, latency_ms = self._run(question, action.configuration)
+        accuracy = self._score(question, result.answer)
+        complexity = self._space.complexity(action.configuration)
+        components = reward_components(self._weights, accuracy, latency_ms, action.budget_ms, complexity)
+        violation = float(latency_ms > action.budget_ms)
+        metrics = {"accuracy": accuracy, "latency_ms": latency_ms, "budget_violation": violation}
+        return StepResult(reward=Reward(components, metrics=metrics, finished_at=time.perf_counter()))
+
+    def _run(self, question: ImageQuestion, configuration: Configuration) -> tuple[RunResult, float]:
+        """The result, and its latency including the decision.
+
+        The decision needs the encoding at the lowest tier, which a configuration of another tier does not use.
+        """
+        encode_ms = 0.0
+        if self._is_measuring:
+            result = self._runner.run_uncached(question, configuration)
+            if configuration.tier:
+                encode_ms = self._runner.encode(question.load_image(), question.question, 0).vision_ms
+            return result, result.latency.total_ms + encode_ms + self._latency.deciding_ms
+        result = self._runner.run(question, configuration)
+        if configuration.tier:
+            encode_ms = self._latency.encode_ms(self._runner.encoded(question, 0))
+        return result, self._latency.run_ms(result) + encode_ms + self._latency.deciding_ms
