@@ -145,12 +145,7 @@ def add_commands(parser: CommandParser, *, required: bool = True) -> Commands:
 
 
 def add_command(commands: Commands, name: str, text: str, **settings: Any) -> CommandParser:
-    """Add a command.
-
-    Args:
-        text: what it does; the first sentence is its line in the list of commands.
-        settings: those of `CommandParser`, at least `examples`.
-    """
+    """Add a command with the settings of `CommandParser`; the first sentence of `text` is its line in the list."""
     summary = text.partition(". ")[0].rstrip(".")
     return commands.add_parser(name, help=summary[0].lower() + summary[1:], description=text, **settings)
 
@@ -169,10 +164,8 @@ def clean_exit(typed_again: str = "starts over") -> Iterator[None]:
     """Context of a command's `main`: neither bad input nor a request to stop leaves a traceback.
 
     The first stop signal raises `StopRequest`, once. Repeats are the same request until the process exits, because
-    schedulers signal twice. A second Ctrl-C kills as usual, and so does any signal after `GRACE_S`.
-
-    Args:
-        typed_again: what the same command does after a stop.
+    schedulers signal twice. A second Ctrl-C kills as usual, and so does any signal after `GRACE_S`. The message says
+    what the same command does when it is `typed_again`.
 
     Raises:
         SystemExit: 2 after a `UserError`, 75 after a stop signal.

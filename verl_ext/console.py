@@ -31,14 +31,11 @@ _write_errors: list[OSError] = []
 
 
 def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
-    """Print a line and flush it.
+    """Print a line to standard output or another stream, and flush it.
 
     If the stream cannot be written, this line and all later ones are dropped. A hang-up (SIGHUP) closes the terminal
-    while the run still has to be saved, and a full disk under a log file is no reason to lose training steps.
-
-    Args:
-        text: what to print. Control characters are escaped, because it may hold file names and model output.
-        stream: standard output if not given.
+    while the run still has to be saved, and a full disk under a log file is no reason to lose training steps. Control
+    characters are escaped, because the text may hold file names and model output.
     """
     stream = sys.stdout if stream is None else stream
     make_streams_blocking()
@@ -122,10 +119,7 @@ def progress_bar(
 
 @contextmanager
 def staged_progress(expected_s: Mapping[str, float]) -> Iterator[Callable[[str], None]]:
-    """A bar over several stages that report no progress of their own.
-
-    Args:
-        expected_s: about how many seconds each stage takes; their shares place the bar.
+    """A bar over several stages that report no progress of their own, of which each takes about `expected_s` seconds.
 
     Yields:
         A function to call with the name of each stage when it begins.

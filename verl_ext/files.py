@@ -177,10 +177,10 @@ class LineWriter:
 
 
 def drop_torn_tail(path: Path, is_complete: Callable[[bytes], bool]) -> None:
-    """Cut the unreadable lines that a kill or a crash left at the end of `path`, with a warning.
+    """Cut the lines that a kill or a crash left incomplete at the end of `path`, with a warning.
 
     Args:
-        is_complete: whether to keep a line, which has its newline if there is one.
+        is_complete: gets a line with its newline, if there is one.
 
     Raises:
         OSError: the file cannot be read or cut.
@@ -336,10 +336,7 @@ def ignore_progress(num_bytes: int) -> None:
 
 
 def file_digest(path: Path, progress: Callable[[int], None] = ignore_progress) -> str:
-    """The XXH3-128 digest of a file, in hexadecimal.
-
-    Args:
-        progress: called with the number of bytes of each piece that was read.
+    """The XXH3-128 digest of a file, in hexadecimal; `progress` gets the number of bytes of each piece that was read.
 
     Raises:
         OSError: the file cannot be read.

@@ -25,10 +25,7 @@ _FIX = "remove that key from it, or set trust_remote_code=true if you trust its 
 
 
 def load_whole(loader: Any, path: str, **arguments: Any) -> Any:
-    """`loader.from_pretrained(path)`, which only warns if weights are missing and initializes them randomly.
-
-    Args:
-        loader: an automatic class of transformers.
+    """`from_pretrained` of a class of transformers, which only warns of missing weights and initializes them randomly.
 
     Raises:
         UserError: weights are missing.
@@ -131,11 +128,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def check_model_files(model: str, trusted: bool) -> None:
-    """Refuse a model that cannot be loaded; one on the hub is left to transformers, unless it is offline.
-
-    Args:
-        model: `model.partial_pretrain`.
-        trusted: whether the user asked for the model's code.
+    """Refuse a `model.partial_pretrain` that cannot be loaded; a hub name is left to transformers, unless offline.
 
     Raises:
         UserError: files are missing or damaged, or the model would run code.
@@ -275,7 +268,6 @@ def require_no_remote_code(name: str, trusted: bool, local_files_only: bool = Fa
 
     Args:
         name: a directory, or a name on the hub.
-        trusted: `trust_remote_code`.
         local_files_only: whether to stay off the hub.
 
     Raises:

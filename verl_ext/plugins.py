@@ -42,10 +42,7 @@ class Plugin:
     def parse(cls, text: str, key: str) -> Plugin:
         """Read `LOCATION:NAME`; runs nothing except the packages that contain a module.
 
-        Args:
-            text: what the user wrote. A relative path is looked up from where the command was typed and from the
-                repository.
-            key: the setting or option that it was written for.
+        A relative path is looked up from where the command was typed and from the repository.
 
         Raises:
             UserError: it has another form, or there is no such file or module.
@@ -86,7 +83,7 @@ class Plugin:
 
 
 def find_file(text: str, key: str) -> Path:
-    """The absolute path of a file; see `Plugin.parse` for the arguments.
+    """The absolute path of a file that `Plugin.parse` names.
 
     Raises:
         UserError: there is no such file.

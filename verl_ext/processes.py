@@ -321,11 +321,7 @@ def listed_gpus() -> list[str]:
 
 
 def visible_gpus(listed: Sequence[str] | None = None) -> list[str]:
-    """Numbers or ids of the GPUs that child processes of this one can use, in CUDA's order.
-
-    Args:
-        listed: ids of all GPUs; None calls `listed_gpus` if necessary.
-    """
+    """Numbers or ids of the GPUs that child processes can use, in CUDA's order; `listed` are those of `listed_gpus`."""
     visible = os.environ.get(DEVICES)
     if visible is None:
         return [str(index) for index in range(len(listed_gpus() if listed is None else listed))]

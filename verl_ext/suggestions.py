@@ -110,11 +110,7 @@ CUTOFF = 0.7
 
 
 def meant_key(typed: str, known: Collection[str]) -> str | None:
-    """The configuration key that was probably meant; None if none is similar.
-
-    Args:
-        typed: a key, or an option such as `--learning-rate`.
-    """
+    """The configuration key that was probably meant by a key or an option; None if none is similar."""
     name = _plain(typed)
     if typed in _SHORT_NUM_RANKS and RANKS in known:
         return RANKS
@@ -137,11 +133,7 @@ def meant_key(typed: str, known: Collection[str]) -> str | None:
 
 
 def meant_option(typed: str, known: Iterable[str]) -> str | None:
-    """The option that was probably meant, with its dashes; None if none is similar.
-
-    Args:
-        typed: the option, without its value.
-    """
+    """The option that was probably meant by one without its value; None if none is similar."""
     options = {_plain(option): option for option in known if option.startswith("--")}
     other = _first([_plain(each) for each in OPTIONS.get(_plain(typed), ())], options)
     return options[other] if other is not None else _nearest(_plain(typed), options)

@@ -72,9 +72,6 @@ def safe_vllm_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     vLLM below 0.14 imports what `auto_map` names whatever `trust_remote_code` says (CVE-2026-22807, CVE-2026-4944), so
     it gets a configuration without that key.
 
-    Args:
-        arguments: with `model`.
-
     Raises:
         UserError: the model asks for code in another way, or has an `auto_map` while the user sets `hf_overrides`.
     """
