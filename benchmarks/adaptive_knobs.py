@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import statistics
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +15,7 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from benchmarks.harness import Results, in_rounds
+from benchmarks.harness import Results, in_rounds, medians, ranges
 from verl_ext.console import progress_bar
 from verl_ext.controller.adapters.base import VLMAdapter
 from verl_ext.controller.execution import Latency, LatencyMeter, VLMRunner
@@ -92,10 +91,6 @@ class KnobRunner:
         self._image.save(encoded, "png")
         return [ImageQuestion(str(number), encoded.getvalue(), QUESTION, ("0",)) for number in range(count)]
 
-    def deciding_ms(self, space: ConfigurationSpace, rounds: int) -> float:
-        """How long a controller of the usual width takes to decide; the median over rounds."""
-        return measure_deciding_ms(VLMRunner(self.adapter, self._new_tokens), space, self.questions(rounds), HIDDEN)
-
     def flops(self, configuration: Configuration) -> int:
         """FLOPs of one run."""
         with flop_counter() as counter:
@@ -132,21 +127,25 @@ def measure(model: str | None, tier_sizes: list[int], topk_choices: list[int], n
     latencies = in_rounds(sides, rounds, "measuring", warm_up=1)
     counting = progress_bar(runs, desc="counting FLOPs", unit="runs")
     rows = [row_of(run, found, runner.flops(run[2])) for run, found in zip(counting, latencies.values())]
+    deciding = partial(measure_deciding_ms, VLMRunner(adapter, new_tokens), space, runner.questions(1), HIDDEN)
     for row in rows:
         row["ms_ratio"] = row["total_ms"] / rows[0]["total_ms"]
         row["flops_ratio"] = row["gflops"] / rows[0]["gflops"]
     return {
         "model": model or "random",
         "threads": torch.get_num_threads(),
-        "deciding_ms": runner.deciding_ms(space, rounds),
+        **medians_and_ranges([{"deciding_ms": deciding()} for _ in range(rounds)]),
         "rows": rows,
     }
 
 
 def row_of(run: KnobRun, latencies: list[Latency], flops: int) -> Results:
-    """The medians of one run, and the range of its total."""
+    """The medians of one run's parts and of their total, with their ranges."""
     parts = ("vision_ms", "prefill_ms", "decode_ms", "total_ms")
-    medians = {part: statistics.median(getattr(latency, part) for latency in latencies) for part in parts}
-    totals = [latency.total_ms for latency in latencies]
-    of_knob = {"knob": run[0], "value": run[1]}
-    return {**of_knob, **medians, "total_ms_range": [min(totals), max(totals)], "gflops": flops / 1e9}
+    numbers = [{part: getattr(latency, part) for part in parts} for latency in latencies]
+    return {"knob": run[0], "value": run[1], **medians_and_ranges(numbers), "gflops": flops / 1e9}
+
+
+def medians_and_ranges(rounds: list[dict[str, float]]) -> Results:
+    """The median of each number, and its range as `NAME_range`."""
+    return {**medians(rounds), **{f"{name}_range": between for name, between in ranges(rounds).items()}}

@@ -30,7 +30,7 @@ def main() -> None:
         "--directory", type=Path, metavar="DIR", default=directory, help="a new one; removed at the end"
     )
     parser.add_argument("--tokenizer", metavar="DIR", default="data/quickstart/model", help="saved with each export")
-    parser.add_argument("--repeats", type=IntArg(), default=6, help="saves of each kind, ideally a multiple of 3")
+    parser.add_argument("--repeats", type=IntArg(), default=6, help="saves of each kind, ideally an even number")
     parser.add_argument(
         "--quick", action="store_true", help="only verl's saves and ours, none in the background, and no resuming"
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -16,11 +18,12 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2
 
-from benchmarks.harness import Results, medians, qwen2_size, ranges
+from benchmarks.harness import Results, in_rounds, medians, qwen2_size, ranges
 from verl_ext.checkpoint.config import CheckpointConfig, Content
+from verl_ext.checkpoint.inspection import size_on_disk
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.resume import verify_on_all_ranks
-from verl_ext.console import progress_bar
+from verl_ext.distributed import gather_results
 from verl_ext.files import GIB
 
 CONTENTS: list[Content] = ["model", "optimizer", "extra", "hf_model"]
@@ -38,7 +41,7 @@ class ShardedModel:
     def __init__(self, device: str) -> None:
         torch.manual_seed(0)
         config = Qwen2Config(
-            **qwen2_size(768, 3072, layers=12, heads=12, kv_heads=4, vocab=32000, tied=False),
+            **qwen2_size(768, 3072, layers=12, heads=12, vocab=32000),
             max_position_embeddings=512,
             architectures=["Qwen2ForCausalLM"],
         )
@@ -84,13 +87,16 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure_save(model: ShardedModel, manager: FSDPCheckpointManager, directory: Path, step: int) -> dict[str, float]:
+def measure_save(
+    model: ShardedModel, manager: FSDPCheckpointManager, directory: Path, numbers: Iterator[int]
+) -> dict[str, float]:
     """Stall of one save, the seconds of steps meanwhile, and how long until all of it is on the disk."""
+    step = next(numbers)
     path = str(directory / f"global_step_{step}")
     seconds = {"stall_s": timed(lambda: manager.save_checkpoint(path, global_step=step, max_ckpt_to_keep=1))}
     if isinstance(manager, CheckpointManager):
         meanwhile = []
-        while all_writing(manager):
+        while all(gather_results(lambda: manager.is_writing)):  # so that all ranks make the same number of steps
             meanwhile.append(model.step())
         seconds["write_s"] = manager.wait() or 0.0
         seconds |= {"step_beside_s": statistics.median(meanwhile)} if meanwhile else {}
@@ -98,20 +104,14 @@ def measure_save(model: ShardedModel, manager: FSDPCheckpointManager, directory:
     return seconds
 
 
-def all_writing(manager: CheckpointManager) -> bool:
-    """Whether every rank is still writing, so that all make the same number of steps."""
-    flag = torch.tensor(manager.is_writing, dtype=torch.int32)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)
-
-
-def measure_plain(directory: Path, num_bytes: int) -> float:
-    """Seconds until the ranks have written this many bytes to the disk, each its share to a file of its own."""
-    directory.mkdir(parents=True, exist_ok=True)
+def measure_plain(directory: Path, saved: Path) -> dict[str, float]:
+    """Seconds until the ranks have written as many bytes as were saved, each its share to a plain file of its own."""
+    directory.mkdir(exist_ok=True)
     path, piece = directory / f"rank_{dist.get_rank()}", memoryview(os.urandom(16 << 20))
+    share = size_on_disk(saved) // dist.get_world_size()
 
     def write() -> None:
-        left = num_bytes // dist.get_world_size()
+        left = share
         with path.open("wb", buffering=0) as file:
             while left:
                 left -= file.write(piece[:left])
@@ -121,15 +121,10 @@ def measure_plain(directory: Path, num_bytes: int) -> float:
     path.unlink()
     dist.barrier()
     os.sync()
-    return seconds
+    return {"plain_s": seconds}
 
 
-def bytes_of(checkpoint: Path) -> int:
-    """Size of all files of a checkpoint."""
-    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-
-
-def measure_resume(kind: str, device: str, tokenizer: AutoTokenizer, checkpoint: Path) -> float:
+def measure_resume(kind: str, device: str, tokenizer: AutoTokenizer, checkpoint: Path) -> dict[str, float]:
     """Seconds from a built model to the end of its first step after loading, with digests compared as in a run."""
     model = ShardedModel(device)
     manager = model.managed_by(kind, tokenizer)
@@ -140,7 +135,7 @@ def measure_resume(kind: str, device: str, tokenizer: AutoTokenizer, checkpoint:
         manager.load_checkpoint(str(checkpoint))
         model.step()
 
-    return timed(resume)
+    return {"first_step_after_resume_s": timed(resume)}
 
 
 def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> Results:
@@ -153,39 +148,36 @@ def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> Re
         quick: only verl's saves and ours, none in the background, no resuming.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    shows_bars = dist.get_rank() == 0
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
     model = ShardedModel(device)
+    steps = [{"step_s": model.step()} for _ in range(1 if quick else 5)]
     kinds = KINDS[:2] if quick else KINDS
-    managers = {kind: model.managed_by(kind, tokenizer) for kind in kinds}
-    rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    plain: list[float] = []
-    steps = [model.step() for _ in range(1 if quick else 5)]
-    for repeat in progress_bar(range(repeats + 1), desc="saving", unit="rounds", show=dist.get_rank() == 0):
-        first = repeat % len(kinds)
-        for kind in kinds[first:] + kinds[:first]:  # whatever a save leaves to the next one, each kind has it once
-            seconds = measure_save(model, managers[kind], directory / kind, repeat + 1)
-            rounds[kind] += [seconds] if repeat else []  # the first save allocates what later ones reuse
-        own_bytes = bytes_of(directory / "sync" / f"global_step_{repeat + 1}")
-        plain.append(measure_plain(directory / "plain", own_bytes))
+    sides: dict[str, Callable[[], dict[str, float]]] = {
+        kind: partial(measure_save, model, model.managed_by(kind, tokenizer), directory / kind, count(1))
+        for kind in kinds
+    }
+    sides["plain"] = partial(measure_plain, directory / "plain", directory / "sync")
+    # the first save allocates what later ones reuse
+    rounds = in_rounds(sides, repeats, "saving", warm_up=1, show=shows_bars)
+    checkpoints = {} if quick else {kind: directory / kind / f"global_step_{repeats + 1}" for kind in ("verl", "sync")}
+    resumes = {kind: partial(measure_resume, kind, device, tokenizer, path) for kind, path in checkpoints.items()}
+    for kind, found in in_rounds(resumes, RESUMES, "resuming", show=shows_bars).items():
+        rounds[kind] += found
     saved = {kind: medians(rounds[kind]) for kind in kinds}
-    spreads = {kind: ranges(rounds[kind]) for kind in kinds}
-    for kind in () if quick else ("verl", "sync"):
-        checkpoint = directory / kind / f"global_step_{repeats + 1}"
-        resumes = [measure_resume(kind, device, tokenizer, checkpoint) for _ in range(RESUMES)]
-        saved[kind]["first_step_after_resume_s"] = statistics.median(resumes)
-        spreads[kind]["first_step_after_resume_s"] = [min(resumes), max(resumes)]
-        saved[kind]["gib"] = bytes_of(checkpoint) / GIB
-    background = {} if quick else {"stall_of_verl_over_async": saved["verl"]["stall_s"] / saved["async"]["stall_s"]}
+    for kind, path in checkpoints.items():
+        saved[kind]["gib"] = size_on_disk(path) / GIB
+    stalls = {kind: saved[kind]["stall_s"] for kind in kinds}
+    plain_s = medians(rounds["plain"])["plain_s"]
     return {
         "device": device,
         "ranks": dist.get_world_size(),
         "parameters": model.num_parameters,
-        "step_s": statistics.median(steps),
+        **medians(steps),
         "repeats": repeats,
         "saves": saved,
-        "ranges": {**spreads, **ranges([{"plain_s": seconds} for seconds in plain[1:]])},
-        "plain_s": statistics.median(plain[1:]),
-        "stall_of_sync_over_plain": saved["sync"]["stall_s"] / statistics.median(plain[1:]),
-        "stall_of_verl_over_sync": saved["verl"]["stall_s"] / saved["sync"]["stall_s"],
-        **background,
+        "ranges": {**{kind: ranges(rounds[kind]) for kind in kinds}, **ranges(rounds["plain"]), **ranges(steps)},
+        "plain_s": plain_s,
+        "stall_of_sync_over_plain": stalls["sync"] / plain_s,
+        **{f"stall_of_verl_over_{kind}": stalls["verl"] / stalls[kind] for kind in kinds[1:]},
     }

@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from benchmarks.harness import (
     ROOT,
@@ -57,6 +56,7 @@ from eval_pipeline.worker import (
     Batch,
     BatchFailed,
     BatchId,
+    BatchLost,
     EvalWorker,
     Event,
     key_of,
@@ -103,11 +103,7 @@ class ReplacingEngine(Engine):
 
 
 class ReplacingWorker(EvalWorker):
-    """A worker that submits other texts for judging, each when the answer that it replaces is complete.
-
-    Attributes:
-        texts: by `problem_id`; answers to other problems stay.
-    """
+    """A worker that submits other texts for judging, each when the answer that it replaces is complete."""
 
     texts: Mapping[str, str] = {}
 
@@ -133,6 +129,8 @@ class RoundEvents:
             self.error_types[event.verdict.error_type] += 1
         elif isinstance(event, BatchFailed):
             self.failure = event.error
+        elif isinstance(event, BatchLost):
+            self.failure = event.reason
 
 
 class WorkerRounds:
@@ -166,11 +164,9 @@ class WorkerRounds:
         self.run("generation")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close both."""
-        self._worker.__exit__(kind, error, trace)
+        self._worker.__exit__(None, None, None)
 
     def run(self, kind: str) -> dict[str, float]:
         """Run one round: its wall-clock and CPU seconds, and those after its last answer.

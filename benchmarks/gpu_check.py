@@ -9,6 +9,7 @@ wheels that a machine without a network needs.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -42,7 +43,7 @@ STAND_INS = {"ray": "class ObjectRef:\n    pass\n", "qwen_vl_utils": "fetch_imag
 
 @dataclass(frozen=True)
 class GPUCheckSettings:
-    """What every part needs, in `settings.json` of the scratch directory.
+    """What every part needs.
 
     Attributes:
         scratch: directory for models, data and runs.
@@ -54,16 +55,22 @@ class GPUCheckSettings:
     num_gpus: int
     tiny: bool
 
-    @classmethod
-    def load(cls, scratch: str) -> GPUCheckSettings:
-        """Read what the command wrote."""
-        return cls(**json.loads((Path(scratch) / "settings.json").read_text()))
-
     def add_row(self, name: str, value: float, unit: str = "", limit: float | None = None, note: str = "") -> None:
         """Record a number of the running part; `limit` makes it a check, which passes up to that value."""
         row = {"name": name, "value": value, "unit": unit, "limit": limit, "note": note}
         with (Path(self.scratch) / "rows.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def command(self, module: str, function: str, *words: str, ranks: int = 1) -> list[str]:
+        """The command that runs a part, or a piece of one, in processes of its own.
+
+        Args:
+            module: of this folder.
+            function: of the module; it gets the settings and the words.
+            words: further arguments of the function.
+            ranks: number of processes.
+        """
+        return child_command("gpu_check:run_part", json.dumps(asdict(self)), module, function, *words, ranks=ranks)
 
     def skip(self, reason: str) -> None:
         """Record why the running part, or something in it, did not run."""
@@ -76,7 +83,7 @@ class GPUCheckPart:
 
     Attributes:
         name: of the part.
-        words: the module of this folder, its part, and the arguments.
+        words: a module of this folder, a function in it, and further arguments of the function.
         limit_s: after which it is stopped.
         on_all_gpus: whether it runs a rank on every GPU instead of one process.
         needs: packages without which it is skipped.
@@ -180,9 +187,8 @@ class GPUCheck:
 
     def _start(self, part: GPUCheckPart, limit_s: float) -> str:
         """Run the part's process; returns what went wrong, empty if nothing did."""
-        module, *words = part.words
         ranks = self.settings.num_gpus if part.on_all_gpus else 1
-        command = child_command(f"{module}:main", self.settings.scratch, *words, ranks=ranks)
+        command = self.settings.command(*part.words, ranks=ranks)
         variables = {**os.environ, STACKS_AFTER_S: str(max(limit_s - 5, 1)), "PYTHONUNBUFFERED": "1"}
         with self._log.open("w") as file:
             process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT)
@@ -194,6 +200,12 @@ class GPUCheck:
                 kill_tree(process)
         output = self._log.read_text(errors="replace")
         return reason_of(subprocess.CompletedProcess(command, code, output, "")) if code else ""
+
+
+def run_part(settings: str, module: str, function: str, *words: str) -> None:
+    """Call a function of a part in this process; `GPUCheckSettings.command` has the arguments."""
+    part = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+    part(GPUCheckSettings(**json.loads(settings)), *words)
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
@@ -287,7 +299,6 @@ def main() -> int:
     num_gpus = arguments.num_gpus or (1 if arguments.tiny else num_visible)
     with tempfile.TemporaryDirectory(prefix="gpu_check_", ignore_cleanup_errors=True) as scratch:
         settings = GPUCheckSettings(scratch, num_gpus, arguments.tiny)
-        (Path(scratch) / "settings.json").write_text(json.dumps(asdict(settings)))
         set_up(Path(scratch))
         check = GPUCheck(settings, deadline)
         for part in parts:

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.gpu_check import GPUCheckSettings
 from benchmarks.gpu_trainer import build_trainer, free_port, gathered, parameters_of, sft_config, sft_words
-from benchmarks.harness import ROOT, child_command, run
+from benchmarks.harness import ROOT, qwen2_size, run
 from verl_ext.checkpoint.compare import compare
 from verl_ext.checkpoint.manifest import MODEL, OPTIMIZER
 from verl_ext.errors import UserError
@@ -122,20 +122,12 @@ def small_model(settings: GPUCheckSettings, family: str) -> Path:
         return path
     tokenizer = AutoTokenizer.from_pretrained(Path(settings.scratch) / "quickstart/model")
     hidden, layers = (64, 2) if settings.tiny else (512, 8)
-    sizes = {
-        "hidden_size": hidden,
-        "intermediate_size": 3 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    kind = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[family]
-    more = {"head_dim": hidden // 8} if family == "qwen3" else {}
+    size = qwen2_size(hidden, 3 * hidden, layers, heads=8, vocab=len(tokenizer))
+    size |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    if family == "qwen3":
+        size["head_dim"] = hidden // 8
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(kind(**sizes, **more)).save_pretrained(path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **size)).save_pretrained(path)
     save_tokenizer(tokenizer, path)
     return path
 
@@ -148,10 +140,15 @@ def resume(settings: GPUCheckSettings) -> None:
     words = [f"trainer.total_training_steps={LAST_STEP}", f"trainer.save_freq={SAVED_STEP}"]
     words += ["trainer.deterministic=true", "trainer.max_ckpt_to_keep=2"]
     straight, killed = (Path(settings.scratch) / name for name in ("straight", "killed"))
-    train(settings, straight, *words)
-    killed_at = train_and_kill(settings, killed, *words)
+    model = small_model(settings, "qwen2")
+    to_straight, to_killed = (
+        ["bash", "run_sft.sh", str(settings.num_gpus), *sft_words(settings, model, run_dir, *words)]
+        for run_dir in (straight, killed)
+    )
+    run(to_straight)
+    killed_at = run_and_kill(to_killed, killed)
     settings.add_row("step at which the run was killed", killed_at, limit=LAST_STEP - 1)
-    train(settings, killed, *words)
+    run(to_killed)
     expected, found = rows_by_step(straight), rows_by_step(killed)
     different = [
         step
@@ -173,7 +170,7 @@ def devices(settings: GPUCheckSettings) -> None:
     expected = trained(first, 4)
     first.save_checkpoint(4)
     expected |= trained(first, 12)
-    on_cpu("devices_on_cpu", settings.scratch)
+    on_cpu(settings, "devices_on_cpu")
     second = small_trainer(settings, "second_gpu", *resumed_from(settings, "cpu", 8))
     found = json.loads((Path(settings.scratch) / "cpu.json").read_text())
     found = {int(step): loss for step, loss in found.items()} | trained(second, 12)
@@ -212,28 +209,13 @@ def trained(trainer: SFTTrainer, last_step: int) -> dict[int, float]:
     return losses_by_step
 
 
-def command_of(settings: GPUCheckSettings, run_dir: Path, words: tuple[str, ...]) -> list[str]:
-    """`run_sft.sh` on the small Qwen2."""
-    words_of_run = sft_words(settings, small_model(settings, "qwen2"), run_dir, *words)
-    return ["bash", "run_sft.sh", str(settings.num_gpus), *words_of_run]
-
-
-def train(settings: GPUCheckSettings, run_dir: Path, *words: str) -> None:
-    """Run the command to the end.
-
-    Raises:
-        UserError: it failed.
-    """
-    run(command_of(settings, run_dir, words))
-
-
-def train_and_kill(settings: GPUCheckSettings, run_dir: Path, *words: str) -> int:
-    """Run the command and send SIGKILL to it as soon as its first checkpoint is complete; returns its last step.
+def run_and_kill(command: list[str], run_dir: Path) -> int:
+    """Run a command and send SIGKILL to it as soon as its first checkpoint is complete; returns its last step.
 
     Raises:
         UserError: it ended before that.
     """
-    process = subprocess.Popen(command_of(settings, run_dir, words), cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     latest = run_dir / "latest_checkpointed_iteration.txt"
     while not latest.exists():
         if process.poll() is not None:
@@ -295,7 +277,7 @@ def grpo(settings: GPUCheckSettings, engine: str) -> None:
     (scratch / f"{engine}.pickle").write_bytes(pickle.dumps((trajectories, update)))
     trainer.environment.close()
     trainer.policy.close()
-    on_cpu("grpo_on_cpu", settings.scratch, engine)
+    on_cpu(settings, "grpo_on_cpu", engine)
 
 
 def grpo_on_cpu(settings: GPUCheckSettings, engine: str) -> None:
@@ -376,24 +358,10 @@ def largest_gap(trainer: GRPOTrainer, trajectories: list[Trajectory]) -> float:
     return float((values - micro_batch["rollout_log_probs"])[micro_batch["response_mask"].bool()].abs().max())
 
 
-def on_cpu(part: str, scratch: str, *words: str) -> None:
-    """Run another part in a process that sees no GPU.
+def on_cpu(settings: GPUCheckSettings, function: str, *words: str) -> None:
+    """Run another function of this module in a process that sees no GPU.
 
     Raises:
         UserError: it failed.
     """
-    run(child_command("gpu_correctness:main", scratch, part, *words), **{DEVICES: "", "MASTER_PORT": str(free_port())})
-
-
-PARTS = {each.__name__: each for each in (losses, resume, devices, devices_on_cpu, async_save, grpo, grpo_on_cpu)}
-
-
-def main(scratch: str, part: str, *words: str) -> None:
-    """Run a part.
-
-    Args:
-        scratch: directory of the check, with its `settings.json`.
-        part: name of the function.
-        words: its arguments.
-    """
-    PARTS[part](GPUCheckSettings.load(scratch), *words)
+    run(settings.command("gpu_correctness", function, *words), {DEVICES: "", "MASTER_PORT": str(free_port())})

@@ -7,26 +7,26 @@ import random
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
 import torch.distributed as dist
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from benchmarks.gpu_check import GPUCheckSettings
 from benchmarks.gpu_trainer import build_trainer, join_ranks, sft_config
 from benchmarks.harness import qwen2_size
+from verl_ext.checkpoint.inspection import size_on_disk
 from verl_ext.controller.latency import calibrate
 from verl_ext.controller.space import Configuration
 from verl_ext.controller.vlm import default_device, load_adapter
 from verl_ext.data.batching import TokenBatch
-from verl_ext.distributed import on_rank_zero
+from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.files import GIB, free_bytes
 from verl_ext.model_files import save_tokenizer
 from verl_ext.plan.model_shape import ModelShape, shape_of
@@ -51,33 +51,42 @@ TEXT = "def add(left, right): return left + right\n"
 
 @dataclass(frozen=True)
 class StepShape:
-    """Dimensions of a Qwen2 model and the size of its steps.
+    """A Qwen2 model and the size of its steps.
 
     Attributes:
-        hidden, intermediate, layers, heads, kv_heads, vocab, tied: of the model.
+        model: arguments of `Qwen2Config`.
         micro_batches: of a step on a rank.
         row: tokens of a micro-batch.
         steps: including those that do not count.
     """
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    tied: bool
+    model: Mapping[str, Any]
     micro_batches: int = 4
     row: int = ROW
     steps: int = 8
 
+    @property
+    def samples(self) -> int:
+        """Samples of a step on one rank."""
+        return SAMPLES_OF_ROW * self.micro_batches
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.row // SAMPLES_OF_ROW
+
+    @property
+    def dimensions(self) -> ModelShape:
+        """The model as the plan sees it."""
+        return shape_of(Qwen2Config(**self.model))
+
 
 SHAPES = {
-    "tiny": StepShape(64, 128, 2, 4, 2, 2048, True, micro_batches=2, row=512, steps=4),
-    "0.5b": StepShape(896, 4864, 24, 14, 2, 151936, True),
-    "1.5b": StepShape(1536, 8960, 28, 12, 2, 151936, True),
-    "3b": StepShape(2048, 11008, 36, 16, 2, 151936, True),
-    "7b": StepShape(3584, 18944, 28, 28, 4, 152064, False, micro_batches=2, steps=6),
+    "tiny": StepShape(qwen2_size(64, 128, 2, 4, 2048, kv_heads=2, tied=True), micro_batches=2, row=512, steps=4),
+    "0.5b": StepShape(qwen2_size(896, 4864, 24, 14, 151936, kv_heads=2, tied=True)),
+    "1.5b": StepShape(qwen2_size(1536, 8960, 28, 12, 151936, kv_heads=2, tied=True)),
+    "3b": StepShape(qwen2_size(2048, 11008, 36, 16, 151936, kv_heads=2, tied=True)),
+    "7b": StepShape(qwen2_size(3584, 18944, 28, 28, 152064), micro_batches=2, steps=6),
 }
 """The shapes of Qwen2.5 by name, and a tiny one for the CPU."""
 
@@ -93,10 +102,10 @@ def steps(settings: GPUCheckSettings, name: str, *overrides: str) -> None:
     batches = trainer.batches()
     times = [step_s(trainer, next(batches)) for _ in range(SHAPES[name].steps)]
     if dist.get_rank() == 0:
-        report(settings, trainer, times)
+        report(settings, trainer, SHAPES[name], times)
 
 
-def report(settings: GPUCheckSettings, trainer: SFTTrainer, times: Sequence[float]) -> None:
+def report(settings: GPUCheckSettings, trainer: SFTTrainer, shape: StepShape, times: Sequence[float]) -> None:
     """Add the rows of a run.
 
     MFU counts 6 operations for each token and each parameter that it is multiplied by (Kaplan et al. 2020, arXiv
@@ -106,41 +115,35 @@ def report(settings: GPUCheckSettings, trainer: SFTTrainer, times: Sequence[floa
     Args:
         settings: of the check.
         trainer: that has made the steps.
+        shape: of its model.
         times: seconds of each step.
     """
-    config, hardware = trainer.config, hardware_here()
+    config, hardware, model = trainer.config, hardware_here(), shape.dimensions
     assert isinstance(config, SFTConfig)
-    shape = model_shape(config)
-    length = config.data.max_length
-    kept = times[WARM_UP:]
-    tokens, median = config.data.train_batch_size * length, statistics.median(kept)
-    rate = tokens / median
-    settings.add_row("step", median, "s", note=f"{min(kept):.3f} to {max(kept):.3f}")
+    kept, tokens = times[WARM_UP:], shape.samples * settings.num_gpus * shape.length
+    rate = tokens / statistics.median(kept)
+    settings.add_row("step", statistics.median(kept), "s", note=f"{min(kept):.3f} to {max(kept):.3f}")
     settings.add_row("first step", times[0], "s")
-    settings.add_row("throughput", rate, "tokens/s", note=f"{tokens} tokens a step, samples of {length}")
+    settings.add_row("throughput", rate, "tokens/s", note=f"{tokens} tokens a step, samples of {shape.length}")
     by_lora = config.model.uses_lora
-    dense = (4 if by_lora else 6) * shape.matmul_numel * rate
-    attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * length * rate
-    peak = hardware.flops * dist.get_world_size()
     if hardware.name in HARDWARE:
+        dense = (4 if by_lora else 6) * model.matmul_numel * rate
+        attention = 6 * model.num_layers * model.num_heads * model.head_dim * shape.length * rate
+        peak = hardware.flops * dist.get_world_size()
         what = "MFU by 4N" if by_lora else "MFU by 6N"
         settings.add_row(what, 100 * dense / peak, "%")
         settings.add_row(f"{what} and attention", 100 * (dense + attention) / peak, "%")
+    allocated = torch.cuda.max_memory_allocated() if trainer.device_name == "cuda" else None
     if by_lora or config.model.compile:
         settings.skip("the plan has no formulas for LoRA and compiled blocks, so no memory is predicted")
     else:
-        add_memory(settings, plan_of(config, hardware, shape))
-    if trainer.device_name == "cuda":
-        settings.add_row("peak of allocated memory", torch.cuda.max_memory_allocated() / GIB, "GiB")
+        predicted = plan_of(config, shape).memory.peak_bytes
+        settings.add_row("peak memory by the plan", predicted / GIB, "GiB")
+        if allocated is not None:
+            settings.add_row("plan over allocated memory", predicted / allocated)
+    if allocated is not None:
+        settings.add_row("peak of allocated memory", allocated / GIB, "GiB")
         settings.add_row("peak of reserved memory", torch.cuda.max_memory_reserved() / GIB, "GiB")
-
-
-def add_memory(settings: GPUCheckSettings, plan: RunPlan) -> None:
-    """The predicted peak, and its ratio to the allocated one."""
-    predicted = plan.memory.peak_bytes
-    settings.add_row("peak memory by the plan", predicted / GIB, "GiB")
-    if torch.cuda.is_available():
-        settings.add_row("plan over allocated memory", predicted / torch.cuda.max_memory_allocated())
 
 
 def step_s(trainer: SFTTrainer, batch: TokenBatch) -> float:
@@ -157,10 +160,11 @@ def trainer_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) 
 
     Gradient checkpointing is enabled if a shape fits only with it by the plan.
     """
+    join_ranks()
     shape, config = SHAPES[name], config_of(settings, name, overrides)
-    if not config.model.uses_lora and why_not(config, shape):
+    if why_not(config, shape):
         config = config_of(settings, name, [*overrides, CHECKPOINTING])
-    reason = on_rank_zero(lambda: (not config.model.uses_lora and why_not(config, shape)) or no_room(settings, name))
+    reason = on_rank_zero(lambda: why_not(config, shape) or no_room(settings, name))
     if reason:
         if dist.get_rank() == 0:
             settings.skip(reason)
@@ -174,9 +178,35 @@ def trainer_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) 
     return trainer
 
 
+def why_not(config: SFTConfig, shape: StepShape) -> str:
+    """Why the plan says that it does not fit; empty if it fits, for LoRA, and on the CPU of a tiny check."""
+    if config.model.uses_lora or not torch.cuda.is_available():
+        return ""
+    plan = plan_of(config, shape)
+    needed, room = plan.memory.peak_bytes / GIB, plan.cluster.hardware.memory_bytes / GIB
+    return "" if plan.fits else f"it needs {needed:.0f} GiB by the plan, and the GPU has {room:.0f} GiB"
+
+
+def plan_of(config: SFTConfig, shape: StepShape) -> RunPlan:
+    """The plan of a configuration on these GPUs; all samples have the largest length."""
+    num_gpus = dist.get_world_size()
+    cluster = Cluster(hardware_here(), num_gpus, num_gpus)
+    return make_plan(config, shape.dimensions, cluster, DataLengths(are_equal=True))
+
+
+def hardware_here() -> Hardware:
+    """The data sheet of the GPU; of an unknown one only its memory."""
+    if not torch.cuda.is_available():
+        return HARDWARE["cpu"]
+    name = torch.cuda.get_device_name()
+    known = next((each for key, each in HARDWARE.items() if key.upper() in name.upper()), None)
+    total = torch.cuda.get_device_properties(0).total_memory
+    return known or replace(HARDWARE["h100"], name=name, memory_bytes=0.94 * total)
+
+
 def no_room(settings: GPUCheckSettings, name: str) -> str:
     """Why the disk has no room for a shape's weights; empty if it has room."""
-    directory, needed = directory_of(settings, name), 1.2 * 2 * shape_of(qwen2(SHAPES[name])).numel
+    directory, needed = directory_of(settings, name), 1.2 * 2 * SHAPES[name].dimensions.numel
     free = free_bytes(directory.parent)
     if directory.exists() or free > needed:
         return ""
@@ -193,60 +223,14 @@ def config_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) -
     shape, directory = SHAPES[name], directory_of(settings, name)
     words = [
         f"data.train_files={directory / 'chats.parquet'}",
-        f"data.max_length={shape.row // SAMPLES_OF_ROW}",
+        f"data.max_length={shape.length}",
         "data.truncation=right",
         f"data.max_tokens_per_gpu={shape.row}",
-        f"data.train_batch_size={samples_of_step(shape) * settings.num_gpus}",
+        f"data.train_batch_size={shape.samples * settings.num_gpus}",
         "model.mixed_precision=auto",
         "optim.lr=1e-5",
     ]
     return sft_config(settings, directory / "model", *words, *overrides)
-
-
-def samples_of_step(shape: StepShape) -> int:
-    """Samples of a step on one rank."""
-    return SAMPLES_OF_ROW * shape.micro_batches
-
-
-def why_not(config: SFTConfig, shape: StepShape) -> str:
-    """Why the plan says that it does not fit; empty if it fits. The CPU of a tiny check always has room."""
-    if not torch.cuda.is_available():
-        return ""
-    plan = plan_of(config, hardware_here(), shape_of(qwen2(shape)))
-    needed, room = plan.memory.peak_bytes / GIB, plan.cluster.hardware.memory_bytes / GIB
-    return "" if plan.fits else f"it needs {needed:.0f} GiB by the plan, and the GPU has {room:.0f} GiB"
-
-
-def plan_of(config: SFTConfig, hardware: Hardware, shape: ModelShape) -> RunPlan:
-    """The plan of a configuration on these GPUs; all samples have the largest length."""
-    num_gpus = dist.get_world_size()
-    return make_plan(config, shape, Cluster(hardware, num_gpus, num_gpus), DataLengths(are_equal=True))
-
-
-def hardware_here() -> Hardware:
-    """The data sheet of the GPU; of an unknown one only its memory."""
-    if not torch.cuda.is_available():
-        return HARDWARE["cpu"]
-    name = torch.cuda.get_device_name()
-    known = next((each for key, each in HARDWARE.items() if key.upper() in name.upper()), None)
-    total = torch.cuda.get_device_properties(0).total_memory
-    return known or replace(HARDWARE["h100"], name=name, memory_bytes=0.94 * total)
-
-
-def model_shape(config: SFTConfig) -> ModelShape:
-    """The shape of the configured model."""
-    return shape_of(transformers.AutoConfig.from_pretrained(config.model.partial_pretrain))
-
-
-def qwen2(shape: StepShape, **more: int | None) -> Qwen2Config:
-    """The configuration of a shape's model."""
-    return Qwen2Config(
-        **qwen2_size(
-            shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads, shape.vocab, shape.tied
-        ),
-        max_position_embeddings=32768,
-        **more,
-    )
 
 
 def write_inputs(settings: GPUCheckSettings, name: str) -> None:
@@ -261,7 +245,7 @@ def write_inputs(settings: GPUCheckSettings, name: str) -> None:
     if directory.exists():
         return
     tokenizer = AutoTokenizer.from_pretrained(Path(settings.scratch) / "quickstart/model")
-    config = qwen2(shape, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    config = Qwen2Config(**shape.model, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory / "model")
@@ -269,11 +253,10 @@ def write_inputs(settings: GPUCheckSettings, name: str) -> None:
     if torch.cuda.is_available():
         del model
         torch.cuda.empty_cache()
-    text = TEXT * (shape.row // SAMPLES_OF_ROW // len(tokenizer(TEXT)["input_ids"]) + 1)
-    num_chats = samples_of_step(shape) * settings.num_gpus
+    text = TEXT * (shape.length // len(tokenizer(TEXT)["input_ids"]) + 1)
     chats = [
         [{"role": "user", "content": str(number)}, {"role": "assistant", "content": text}]
-        for number in range(num_chats)
+        for number in range(shape.samples * settings.num_gpus)
     ]
     pd.DataFrame({"messages": chats}).to_parquet(directory / "chats.parquet")
 
@@ -288,7 +271,7 @@ def save(settings: GPUCheckSettings, name: str, *overrides: str) -> None:
         return
     directory = Path(settings.scratch) / "saved"
     assert isinstance(trainer.config, SFTConfig)
-    needed = plan_of(trainer.config, hardware_here(), model_shape(trainer.config)).disk.checkpoint_bytes
+    needed = plan_of(trainer.config, SHAPES[name]).disk.checkpoint_bytes
     free = on_rank_zero(lambda: free_bytes(directory.parent))
     if free < 1.1 * needed:
         if dist.get_rank() == 0:
@@ -337,23 +320,16 @@ def save_once(trainer: SFTTrainer, directory: Path, batches: Iterator[TokenBatch
     path = directory / f"global_step_{trainer.global_step}"
     manager.save_checkpoint(str(path), global_step=trainer.global_step)
     stall_s = time.perf_counter() - begun
-    while all_ranks(manager.is_writing):
+    while all(gather_results(lambda: manager.is_writing)):  # so that all ranks make the same number of steps
         steps_s.append(step_s(trainer, next(batches)))
     manager.wait()
     total_s = time.perf_counter() - begun
     dist.barrier()
-    num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    num_bytes = size_on_disk(path)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(directory)
     return SaveTimes(stall_s, total_s, num_bytes, steps_s)
-
-
-def all_ranks(value: bool) -> bool:
-    """Whether a value is true on every rank."""
-    flag = torch.tensor(value, dtype=torch.int32)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)
 
 
 # The controller
@@ -404,18 +380,3 @@ def milliseconds_by_events(runner: KnobRunner, configuration: Configuration) -> 
         runner.generate(configuration)
     torch.cuda.synchronize()
     return sum(first.elapsed_time(last) for first, last in pairs)
-
-
-PARTS = {each.__name__: each for each in (steps, save, controller)}
-
-
-def main(scratch: str, part: str, *words: str) -> None:
-    """Run a part.
-
-    Args:
-        scratch: directory of the check, with its `settings.json`.
-        part: name of the function.
-        words: its arguments.
-    """
-    join_ranks()
-    PARTS[part](GPUCheckSettings.load(scratch), *words)

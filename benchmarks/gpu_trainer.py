@@ -10,11 +10,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_name
 
 from benchmarks.gpu_check import GPUCheckSettings
-from verl_ext.distributed import build_meshes, init_process_group
+from verl_ext.distributed import build_meshes, init_process_group, to_full
 from verl_ext.trainer.device import prepare_device
 from verl_ext.trainer.stages import STAGES, RunConfig, SFTConfig, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -68,8 +67,7 @@ def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded tensor gathered, detached, on the CPU; collective."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu()
+    return to_full(tensor).detach().cpu()
 
 
 def sft_config(settings: GPUCheckSettings, model: Path, *overrides: str) -> SFTConfig:

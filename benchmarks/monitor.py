@@ -54,40 +54,36 @@ def write_run(run_dir: Path, rows: int) -> None:
 def measure(rows: int) -> dict[str, float]:
     """Seconds of each part, and sizes."""
     with tempfile.TemporaryDirectory(prefix="benchmark_monitor_") as directory:
-        write_run(Path(directory, "checkpoints/p/e"), rows)
-        return measure_in(Path(directory))
-
-
-def measure_in(directory: Path) -> dict[str, float]:
-    """The same of the run below a directory."""
-    root = directory / "checkpoints"
-    begun = time.perf_counter()
-    with open(root / "p/e/metrics.jsonl", "rb") as file:
-        for line in file:
-            orjson.loads(line)
-    parsed = time.perf_counter()
-    follower = RunFollower(directory / "monitor.sqlite", root)
-    [run] = follower.find_runs()
-    while follower.read_new_rows(run):
-        pass
-    follower.stop()
-    read = time.perf_counter()
-    curves = MonitorDatabase(directory / "monitor.sqlite").load_curves(run)
-    charts = charts_for(curves.envelopes)
-    for metric in (name for chart in charts if chart.place != OTHER for name in chart.metrics):
-        curves.envelopes[metric].points()
-    drawn = time.perf_counter()
-    for metric in (name for chart in charts for name in chart.metrics):
-        curves.envelopes[metric].points()
-    all_drawn = time.perf_counter()
-    return {
-        "parse_s": parsed - begun,
-        "ingest_s": read - parsed,
-        "draw_s": drawn - read,
-        "draw_all_s": all_drawn - read,
-        "database_mb": (directory / "monitor.sqlite").stat().st_size / 1e6,
-        "file_mb": (root / "p/e/metrics.jsonl").stat().st_size / 1e6,
-    }
+        root, database = Path(directory, "checkpoints"), Path(directory, "monitor.sqlite")
+        metrics = root / "p/e/metrics.jsonl"
+        write_run(metrics.parent, rows)
+        begun = time.perf_counter()
+        with open(metrics, "rb") as file:
+            for line in file:
+                orjson.loads(line)
+        parsed = time.perf_counter()
+        follower = RunFollower(database, root)
+        [run] = follower.find_runs()
+        while follower.read_new_rows(run):
+            pass
+        follower.stop()
+        read = time.perf_counter()
+        curves = MonitorDatabase(database).load_curves(run)
+        charts = charts_for(curves.envelopes)
+        for metric in (name for chart in charts if chart.place != OTHER for name in chart.metrics):
+            curves.envelopes[metric].points()
+        drawn = time.perf_counter()
+        for metric in (name for chart in charts for name in chart.metrics):
+            curves.envelopes[metric].points()
+        all_drawn = time.perf_counter()
+        return {
+            "parse_s": parsed - begun,
+            "ingest_s": read - parsed,
+            "draw_s": drawn - read,
+            "draw_all_s": all_drawn - read,
+            "database_mb": database.stat().st_size / 1e6,
+            "file_mb": metrics.stat().st_size / 1e6,
+        }
 
 
 @clean_exit()

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.harness import Results, bench_parser, qwen2_size, write_results
 from verl_ext.cli import clean_exit
 from verl_ext.console import print_line, progress_bar
+from verl_ext.data.prepare import prepare
 
 TARGET = 0.15
 """The largest relative error of a prediction that is wanted."""
@@ -55,34 +56,30 @@ class PlanSetting:
         return self.ranks * self.rows * self.micro_batches
 
 
-def size(hidden: int, intermediate: int, layers: int, heads: int, vocab: int, tied: bool = False) -> dict[str, Any]:
-    """Dimensions of a model with four heads of keys and values."""
-    return qwen2_size(hidden, intermediate, layers, heads, 4, vocab, tied)
-
-
 CHECKPOINTING = ("model.enable_gradient_checkpointing=true",)
+BF16 = ("model.mixed_precision=bf16",)
 PACKED = ("data.packing=true", "model.fused_loss=true")
 GATHERED = ("model.fsdp_config.keep_gathered=true",)
-WIDE = size(768, 2048, 8, 12, 32000)
+WIDE = qwen2_size(768, 2048, 8, 12, 32000)
 SETTINGS = {
     "two ranks": PlanSetting(2, 512, 4, WIDE),
     "two ranks, checkpointing": PlanSetting(2, 512, 4, WIDE, overrides=CHECKPOINTING),
     "one rank, padded rows": PlanSetting(1, 512, 4, WIDE, short_length=256),
-    "two ranks, bf16": PlanSetting(2, 256, 4, size(768, 2048, 4, 12, 32000), overrides=("model.mixed_precision=bf16",)),
+    "two ranks, bf16": PlanSetting(2, 256, 4, qwen2_size(768, 2048, 4, 12, 32000), overrides=BF16),
     "two ranks, two micro-batches, weights stay gathered": PlanSetting(
-        2, 256, 2, size(1024, 2816, 6, 16, 16000), 2, overrides=GATHERED
+        2, 256, 2, qwen2_size(1024, 2816, 6, 16, 16000), 2, overrides=GATHERED
     ),
-    "two ranks, vocabulary of Qwen2.5": PlanSetting(2, 256, 2, size(512, 1408, 4, 8, 152064)),
+    "two ranks, vocabulary of Qwen2.5": PlanSetting(2, 256, 2, qwen2_size(512, 1408, 4, 8, 152064)),
     "one rank, tied, checkpointing, two micro-batches": PlanSetting(
-        1, 512, 4, size(1024, 2816, 6, 16, 8192, tied=True), micro_batches=2, overrides=CHECKPOINTING
+        1, 512, 4, qwen2_size(1024, 2816, 6, 16, 8192, tied=True), micro_batches=2, overrides=CHECKPOINTING
     ),
-    "one rank, one long sample": PlanSetting(1, 2048, 1, size(768, 2048, 6, 12, 16000)),
-    "one rank, large model, few tokens": PlanSetting(1, 128, 1, size(1280, 3456, 8, 20, 32000)),
+    "one rank, one long sample": PlanSetting(1, 2048, 1, qwen2_size(768, 2048, 6, 12, 16000)),
+    "one rank, large model, few tokens": PlanSetting(1, 128, 1, qwen2_size(1280, 3456, 8, 20, 32000)),
     "two ranks, packed, fused loss": PlanSetting(2, 512, 4, WIDE, overrides=PACKED),
     "two ranks, packed, fused, checkpointing, two micro-batches, weights stay gathered": PlanSetting(
         2, 512, 4, WIDE, 2, overrides=(*PACKED, "data.max_tokens_per_gpu=2048", *CHECKPOINTING, *GATHERED)
     ),
-    "two ranks, small vocabulary": PlanSetting(2, 512, 2, size(1024, 2816, 10, 16, 4096), micro_batches=2),
+    "two ranks, small vocabulary": PlanSetting(2, 512, 2, qwen2_size(1024, 2816, 10, 16, 4096), micro_batches=2),
 }
 NAMES = f"default: all, which are {'; '.join(SETTINGS)}"
 
@@ -115,13 +112,13 @@ def main() -> None:
     parser = bench_parser("plan", __doc__, "", "--settings 'two ranks' 'two ranks, bf16' --output FILE.json")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME", help=NAMES)
     arguments = parser.parse_args()
-    from benchmarks.plan_ranks import SettingRunner  # here, because torch takes seconds to import
+    from benchmarks.plan_ranks import compare  # here, because torch takes seconds to import
 
     found: dict[str, Results] = {}
     with tempfile.TemporaryDirectory(prefix="benchmark_plan_") as name:
-        runner = SettingRunner(Path(name))
+        prepare(["quickstart", "--output", f"{name}/quickstart", "--samples", "500"])
         for setting in progress_bar(arguments.settings, desc="measuring", unit="settings"):
-            found[setting] = runner.compare(SETTINGS[setting])
+            found[setting] = compare(SETTINGS[setting], Path(name))
             if arguments.output is not None:
                 record(found, arguments.output)
     print_line(table_of(found))

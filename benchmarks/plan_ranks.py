@@ -10,24 +10,21 @@ import shutil
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness import Results, child_command, run
+from benchmarks.harness import Results, log_row, run_ranks
 from benchmarks.plan import PLAIN, TARGET, PlanSetting
 from verl_ext.config.schema import to_yaml
 from verl_ext.data.batching import TokenBatch
 from verl_ext.data.chats import load_chats
-from verl_ext.data.prepare import prepare
-from verl_ext.distributed import build_meshes, init_process_group
+from verl_ext.distributed import build_meshes, gather_results, init_process_group, to_local
 from verl_ext.files import GIB
-from verl_ext.plan.model_shape import ModelShape, shape_of
+from verl_ext.plan.model_shape import shape_of
 from verl_ext.plan.planner import RunPlan, make_plan
 from verl_ext.plan.step_time import HARDWARE, Cluster
 from verl_ext.plan.workload import DataLengths
@@ -64,111 +61,87 @@ def sft_config(setting: PlanSetting, data: Path | str, model: Path | str, run_di
     return config
 
 
-def predicted(setting: PlanSetting, config: SFTConfig, loss_share: float, shape: ModelShape) -> RunPlan:
+def predicted(setting: PlanSetting, config: SFTConfig, loss_share: float) -> RunPlan:
     """The plan of the same configuration on as many cores."""
     lengths = DataLengths(loss_share=loss_share, are_equal=setting.short_length is None)
-    return make_plan(config, shape, Cluster(HARDWARE["cpu"], setting.ranks, setting.ranks), lengths)
+    cluster = Cluster(HARDWARE["cpu"], setting.ranks, setting.ranks)
+    return make_plan(config, shape_of(transformers.Qwen2Config(**setting.model)), cluster, lengths)
 
 
-class SettingRunner:
-    """Measures settings.
+def compare(setting: PlanSetting, scratch: Path) -> Results:
+    """One setting, predicted and measured.
 
     Args:
-        scratch: directory for models, data and runs.
+        setting: what is trained.
+        scratch: directory for models, data and runs; it has the quickstart's data.
+
+    Raises:
+        UserError: the ranks failed.
     """
+    config_file = scratch / "config.yaml"
+    config = sft_config(setting, write_data(setting, scratch), write_model(setting, scratch), scratch / "run")
+    config_file.write_text(to_yaml(config))
+    variables = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // setting.ranks, 1)), **ALLOCATOR}
+    ranks = run_ranks("plan_ranks:measure", str(config_file), ranks=setting.ranks, torchrun=True, variables=variables)
+    loss_share = ranks[0]["loss_tokens"] / sum(rows * length for rows, length in ranks[0]["micro_batches"])
+    plan = predicted(setting, config, loss_share)
+    peak = plan.memory.peak_bytes
+    resident, tensors = (max(rank[name] for rank in ranks) for name in ("resident_bytes", "tensor_bytes"))
+    steps = [max(seconds) for seconds in zip(*(rank["steps_s"] for rank in ranks))]
+    return {
+        "ranks": setting.ranks,
+        "micro_batches": ranks[0]["micro_batches"],
+        "loss_share": loss_share,
+        "model": {**setting.model, "parameters": plan.shape.numel},
+        "overrides": list(setting.overrides),
+        "predicted_gib": peak / GIB,
+        "peak_moment": plan.memory.peak_phase,
+        "resident_gib": resident / GIB,
+        "resident_error": peak / resident - 1,
+        "tensors_gib": tensors / GIB,
+        "tensors_error": peak / tensors - 1,
+        "predicted_parts_gib": {part: value / GIB for part, value in plan.memory.peak.items()},
+        "step_s": statistics.median(steps),
+        "step_s_range": [min(steps), max(steps)],
+        "predicted_step_s": plan.time.total_s,
+        "within_target": abs(peak / resident - 1) <= TARGET,
+    }
 
-    def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
-        self._quickstart = scratch / "quickstart"
-        prepare(["quickstart", "--output", str(self._quickstart), "--samples", "500"])
 
-    def compare(self, setting: PlanSetting) -> Results:
-        """One setting, predicted and measured.
+def write_model(setting: PlanSetting, scratch: Path) -> Path:
+    """A random model of these dimensions, with weights on the disk as a trainer loads them."""
+    path = scratch / "model"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(scratch / "quickstart/model", path, ignore=shutil.ignore_patterns("*.safetensors"))
+    known = json.loads((path / "config.json").read_text())
+    tokens = {name: known[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in known}
+    config = transformers.Qwen2Config(**setting.model, **tokens)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
 
-        Raises:
-            UserError: the ranks failed.
-        """
-        config = sft_config(setting, self._write_data(setting), self._write_model(setting), self._scratch / "run")
-        ranks = self._measure(setting, config)
-        loss_share = ranks[0]["loss_tokens"] / sum(rows * length for rows, length in ranks[0]["micro_batches"])
-        shape = shape_of(transformers.AutoConfig.from_pretrained(config.model.partial_pretrain))
-        plan = predicted(setting, config, loss_share, shape)
-        peak = plan.memory.peak_bytes
-        resident, tensors = (max(rank[name] for rank in ranks) for name in ("resident_bytes", "tensor_bytes"))
-        steps = [max(seconds) for seconds in zip(*(rank["steps_s"] for rank in ranks))]
-        return {
-            "ranks": setting.ranks,
-            "micro_batches": ranks[0]["micro_batches"],
-            "loss_share": loss_share,
-            "model": {**setting.model, "parameters": shape.numel},
-            "overrides": list(setting.overrides),
-            "predicted_gib": peak / GIB,
-            "peak_moment": plan.memory.peak_phase,
-            "resident_gib": resident / GIB,
-            "resident_error": peak / resident - 1,
-            "tensors_gib": tensors / GIB,
-            "tensors_error": peak / tensors - 1,
-            "predicted_parts_gib": {part: value / GIB for part, value in plan.memory.peak.items()},
-            "step_s": statistics.median(steps),
-            "step_s_range": [min(steps), max(steps)],
-            "predicted_step_s": plan.time.total_s,
-            "within_target": abs(peak / resident - 1) <= TARGET,
-        }
 
-    def _write_model(self, setting: PlanSetting) -> Path:
-        """A random model of these dimensions, with weights on the disk as a trainer loads them."""
-        path = self._scratch / "model"
-        shutil.rmtree(path, ignore_errors=True)
-        shutil.copytree(self._quickstart / "model", path, ignore=shutil.ignore_patterns("*.safetensors"))
-        known = json.loads((path / "config.json").read_text())
-        tokens = {name: known[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in known}
-        config = transformers.Qwen2Config(**setting.model, **tokens)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        return path
-
-    def _write_data(self, setting: PlanSetting) -> Path:
-        """One step's chats: longer than a sample can be, every other one about as short as the setting says."""
-        lengths = [setting.length, setting.short_length or setting.length] * (setting.samples // 2)
-        lengths = lengths or [setting.length]
-        rows = [
-            {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "content": text}]}
-            for text in (WORDS * (length // (8 if length == setting.length else 16)) for length in lengths)
-        ]
-        pd.DataFrame(rows).to_parquet(self._scratch / "train.parquet")
-        return self._scratch / "train.parquet"
-
-    def _measure(self, setting: PlanSetting, config: SFTConfig) -> list[dict[str, Any]]:
-        """What `measure` returned on every rank."""
-        config_file, output = self._scratch / "config.yaml", self._scratch / "ranks.json"
-        config_file.write_text(to_yaml(config))
-        command = child_command(
-            "plan_ranks:measure_and_write", str(config_file), str(output), ranks=setting.ranks, torchrun=True
-        )
-        run(command, OMP_NUM_THREADS=str(max((os.cpu_count() or 1) // setting.ranks, 1)), **ALLOCATOR)
-        found: list[dict[str, Any]] = json.loads(output.read_text())
-        return found
+def write_data(setting: PlanSetting, scratch: Path) -> Path:
+    """One step's chats: longer than a sample can be, every other one about as short as the setting says."""
+    lengths = [setting.length, setting.short_length or setting.length] * (setting.samples // 2) or [setting.length]
+    rows = [
+        {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "content": text}]}
+        for text in (WORDS * (length // (8 if length == setting.length else 16)) for length in lengths)
+    ]
+    path = scratch / "train.parquet"
+    pd.DataFrame(rows).to_parquet(path)
+    return path
 
 
 # One rank
 
 
-def measure_and_write(config_file: str, output: str) -> None:
-    """Measure this rank; rank 0 writes what every rank found."""
-    found = measure(Path(config_file))
-    all_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, found)
-    if dist.get_rank() == 0:
-        Path(output).write_text(json.dumps(all_ranks))
-    dist.destroy_process_group()
-
-
-def measure(config_file: Path) -> Results:
-    """Train with the product's own trainer, and measure this rank's memory.
+def measure(config_file: str) -> None:
+    """Train with the product's own trainer, and measure this rank's memory; rank 0 logs a row for every rank.
 
     The first step creates the optimizer's state. The next ones are timed, and the first of them gives the peak of the
     resident set. torch's profiler records the last one; its record of the allocator gives the bytes of live tensors.
     """
-    config = read_config(config_file)
+    config = read_config(Path(config_file))
     assert isinstance(config, SFTConfig)
     device_name = settle_device(config)
     init_process_group(device_name)
@@ -186,13 +159,17 @@ def measure(config_file: Path) -> Results:
         trainer.training_step(batch)
         steps_s.append(time.perf_counter() - begun)
         most_resident = most_resident or resident_bytes("VmHWM")
-    return {
+    found = {
         "resident_bytes": most_resident - baseline,
         "tensor_bytes": state_bytes(trainer) + most_allocated(trainer, next(batches)),
         "steps_s": steps_s,
         "micro_batches": [list(each["input_ids"].shape) for each in batch.micro_batches],
         "loss_tokens": batch.num_loss_tokens,
     }
+    for row in gather_results(lambda: found):
+        if dist.get_rank() == 0:
+            log_row(**row)
+    dist.destroy_process_group()
 
 
 def warm_up() -> None:
@@ -235,5 +212,4 @@ def state_bytes(trainer: SFTTrainer) -> int:
     """Bytes of this rank's parameters and optimizer state."""
     state = [tensor for each in trainer.optimizer.state.values() for tensor in each.values() if torch.is_tensor(tensor)]
     tensors = [*trainer.fsdp_model.parameters(), *state]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-    return sum(each.numel() * each.element_size() for each in local)
+    return sum(each.nbytes for each in map(to_local, tensors))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +24,7 @@ from tensordict import TensorDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -31,22 +34,21 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from benchmarks.harness import log_step, qwen2_size, read_job
-from benchmarks.sft import ROW, SFTJob
+from benchmarks.harness import log_row, qwen2_size
+from benchmarks.sft import BATCH_SIZE, LR, MAX_LENGTH, ROW, STOCK_BATCH_SIZE
 from verl_ext.config.schema import as_dict
 from verl_ext.data.batching import MicroBatch, MicroBatchCollator, MicroBatchPlan, TokenBatch
 from verl_ext.data.chats import ChatDataset
 from verl_ext.data.prepare import prepare
+from verl_ext.data.prepare.quickstart import CHAT_TEMPLATE, PAD, TURN_END, TURN_START
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.trainer.device import keep_freed_memory
 from verl_ext.trainer.packed_attention import PACKED_SDPA, packed_arguments
 from verl_ext.trainer.stages import SFTConfig, load_config
 
-TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-TEMPLATE = TURNS + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 VOCAB_SIZE = 16384
 PADDED_SAMPLES, STOCK_SAMPLES, SEED = 4, 4, 42
+DATA = ("data.multiturn.enable=true", "data.truncation=right", f"data.max_length={MAX_LENGTH}")
 
 
 # Inputs
@@ -59,7 +61,7 @@ def write_inputs(directory: Path) -> None:
     tokenizer = train_tokenizer([turn["content"] for chat in chats for turn in chat])
     torch.manual_seed(0)
     config = Qwen2Config(
-        **qwen2_size(512, 1408, layers=6, heads=8, kv_heads=4, vocab=VOCAB_SIZE, tied=True),
+        **qwen2_size(512, 1408, layers=6, heads=8, vocab=VOCAB_SIZE, tied=True),
         max_position_embeddings=2048,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -74,61 +76,58 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    special = [TURN_START, TURN_END, PAD]
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[1], pad_token=SPECIAL[2])
-    fast.chat_template = TEMPLATE
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=PAD)
+    fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
 # A bare loop
 
 
-def bare(job_file: str) -> None:
+def bare(scratch: str, variant: str, num_steps: str) -> None:
     """A bare PyTorch loop: no trainer, no sharding, nothing recorded, all batches made beforehand.
 
     `padded`: micro-batches of similar lengths, all logits. `packed`: the rows that our trainer makes, with its
     attention, all logits. `tuned`: the same with the logits of loss tokens only and our malloc settings, everything
     that could help. Under torchrun, one all-reduce averages the gradients of all ranks.
     """
-    job = read_job(SFTJob, job_file)
     if "LOCAL_RANK" in os.environ:
         dist.init_process_group("gloo")
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if job.variant == "tuned":
+    if variant == "tuned":
         keep_freed_memory()
-    attention = "sdpa" if job.variant == "padded" else PACKED_SDPA
-    model = AutoModelForCausalLM.from_pretrained(job.model, attn_implementation=attention, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    for batch in batches_of(job, rank, num_ranks):
+    path, attention = f"{scratch}/model", "sdpa" if variant == "padded" else PACKED_SDPA
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
+    for batch in [*islice(batches_of(scratch, variant != "padded", rank, num_ranks), int(num_steps))]:
         begun = time.perf_counter()
         counts = torch.tensor([batch.num_loss_tokens, sum(batch.lengths)], dtype=torch.float64)
         if num_ranks > 1:
             dist.all_reduce(counts)
         for micro_batch in batch.micro_batches:
-            (loss_of(model, micro_batch, job.variant == "tuned") / counts[0]).backward()
+            (loss_of(model, micro_batch, variant == "tuned") / counts[0]).backward()
         if num_ranks > 1:
             all_reduce_gradients(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
-            log_step(tokens=int(counts[1]), seconds=time.perf_counter() - begun)
+            log_row(tokens=int(counts[1]), seconds=time.perf_counter() - begun)
 
 
-def batches_of(job: SFTJob, rank: int, num_ranks: int) -> list[TokenBatch]:
-    """This rank's batches of all steps, in our trainer's order."""
-    tokenizer = AutoTokenizer.from_pretrained(job.model)
-    config = load_config(
-        "sft", ["data.multiturn.enable=true", "data.truncation=right", f"data.max_length={job.max_length}"]
-    )
+def batches_of(scratch: str, packs: bool, rank: int, num_ranks: int) -> Iterator[TokenBatch]:
+    """This rank's batches, in our trainer's order."""
+    tokenizer = AutoTokenizer.from_pretrained(f"{scratch}/model")
+    config = load_config("sft", DATA)
     assert isinstance(config, SFTConfig)
-    dataset = ChatDataset(job.data, tokenizer, config.data)
-    packs = job.variant != "padded"
+    dataset = ChatDataset(f"{scratch}/chats/train.parquet", tokenizer, config.data)
     plan = MicroBatchPlan(dataset.lengths, packs, ROW if packs else sys.maxsize, None if packs else PADDED_SAMPLES)
-    sampler = GlobalBatchSampler(len(dataset), job.batch_size, rank, num_ranks, SEED, plan)
-    collate, shares = MicroBatchCollator(tokenizer.pad_token_id, packs), iter(sampler)
-    return [collate([[dataset[row] for row in group] for group in next(shares)]) for _ in range(job.num_steps)]
+    collate = MicroBatchCollator(tokenizer.pad_token_id, packs)
+    for groups in GlobalBatchSampler(len(dataset), BATCH_SIZE, rank, num_ranks, SEED, plan):
+        yield collate([[dataset[row] for row in group] for group in groups])
 
 
 def loss_of(model: PreTrainedModel, micro_batch: MicroBatch, tuned: bool) -> torch.Tensor:
@@ -149,16 +148,15 @@ def loss_of(model: PreTrainedModel, micro_batch: MicroBatch, tuned: bool) -> tor
 def all_reduce_gradients(model: torch.nn.Module) -> None:
     """Sum the gradients of all ranks, in one message."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = parameters_to_vector(gradients)
     dist.all_reduce(flat)
-    for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
-        gradient.copy_(summed.view_as(gradient))
+    vector_to_parameters(flat, gradients)
 
 
 # Stock verl
 
 
-def stock(job_file: str) -> None:
+def stock(scratch: str, variant: str, num_steps: str) -> None:
     """verl's own `FSDPSFTTrainer` as released, except for what keeps it from running on a CPU.
 
     It requires flash-attention, which has no CPU kernel, so sdpa replaces it. `bf16` is as shipped; `fp32` has no
@@ -166,58 +164,52 @@ def stock(job_file: str) -> None:
     """
     import verl.trainer.fsdp_sft_trainer as verl_sft  # here, because the bare loop does without verl
 
-    job = read_job(SFTJob, job_file)
     dist.init_process_group("gloo")
-    config, size = stock_config(job), dist.get_world_size()
+    config, size = stock_config(scratch), dist.get_world_size()
     meshes = (
         init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)),
         init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "sp")),
     )
-    tokenizer = AutoTokenizer.from_pretrained(job.model)
-    dataset = verl_sft.create_sft_dataset([job.data], config.data, tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.partial_pretrain)
+    dataset = verl_sft.create_sft_dataset([config.data.train_files], config.data, tokenizer)
     load = AutoModelForCausalLM.from_pretrained
 
     def load_with_sdpa(*arguments: Any, **named: Any) -> PreTrainedModel:
         return load(*arguments, **{**named, "attn_implementation": "sdpa"})
 
     with mock.patch.object(AutoModelForCausalLM, "from_pretrained", load_with_sdpa):
-        if job.variant == "fp32":
+        if variant == "fp32":
             policy = verl_sft.MixedPrecisionPolicy
             in_fp32 = lambda **named: policy(**{**named, "param_dtype": torch.float32})  # noqa: E731
             mock.patch.object(verl_sft, "MixedPrecisionPolicy", in_fp32).start()
             mock.patch.object(torch, "autocast", lambda *_, **__: nullcontext()).start()
         trainer = verl_sft.FSDPSFTTrainer(config, *meshes, tokenizer, dataset, dataset)
     batches = iter(trainer.train_dataloader)
-    for _ in range(job.num_steps):
+    for _ in range(int(num_steps)):
         begun = time.perf_counter()
         batch = TensorDict(next(batches), batch_size=trainer.config.data.train_batch_size)
         trainer.training_step(batch)
         tokens = batch["attention_mask"].sum()
         dist.all_reduce(tokens)
         if dist.get_rank() == 0:
-            log_step(tokens=int(tokens), seconds=time.perf_counter() - begun)
+            log_row(tokens=int(tokens), seconds=time.perf_counter() - begun)
 
 
-def stock_config(job: SFTJob) -> DictConfig:
+def stock_config(scratch: str) -> DictConfig:
     """verl's own keys, without one of ours that verl would read: null there is not replaced by the model's layers."""
-    config = load_config(
-        "sft",
-        [
-            "data.multiturn.enable=true",
-            "data.truncation=right",
-            f"data.max_length={job.max_length}",
-            f"data.train_files={job.data}",
-            f"data.val_files={job.data}",
-            f"data.train_batch_size={job.batch_size}",
-            f"data.micro_batch_size_per_gpu={STOCK_SAMPLES}",
-            f"model.partial_pretrain={job.model}",
-            "model.enable_gradient_checkpointing=false",
-            f"optim.lr={job.lr}",
-            f"trainer.default_local_dir={job.output}",
-            "trainer.resume_mode=disable",
-            "trainer.device=cpu",
-        ],
-    )
-    values = OmegaConf.create(as_dict(config))
+    words = [
+        *DATA,
+        f"data.train_files={scratch}/chats/train.parquet",
+        f"data.val_files={scratch}/chats/train.parquet",
+        f"data.train_batch_size={STOCK_BATCH_SIZE}",
+        f"data.micro_batch_size_per_gpu={STOCK_SAMPLES}",
+        f"model.partial_pretrain={scratch}/model",
+        "model.enable_gradient_checkpointing=false",
+        f"optim.lr={LR}",
+        f"trainer.default_local_dir={scratch}/out",
+        "trainer.resume_mode=disable",
+        "trainer.device=cpu",
+    ]
+    values = OmegaConf.create(as_dict(load_config("sft", words)))
     del values.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
     return values

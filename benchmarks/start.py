@@ -36,7 +36,7 @@ def start_once(ranks: int, overrides: list[str]) -> StartParts:
     with tempfile.TemporaryDirectory(prefix="benchmark_start_") as directory:
         words = [str(ranks), f"trainer.default_local_dir={directory}/run", "trainer.total_training_steps=1", *overrides]
         begun = time.time()
-        run(["bash", "run_sft.sh", *words], VERL_EXT_PYTHON=os.environ.get("VERL_EXT_PYTHON", sys.executable))
+        run(["bash", "run_sft.sh", *words], {"VERL_EXT_PYTHON": os.environ.get("VERL_EXT_PYTHON", sys.executable)})
         return parts_of(read_metrics(Path(directory, "run", METRICS_FILE)), begun)
 
 

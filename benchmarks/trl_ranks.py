@@ -11,17 +11,18 @@ from typing import Any, ParamSpec, TypeVar
 
 import pandas as pd
 import torch
-import torch.distributed as dist
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from benchmarks.grpo import GRPOJob
-from benchmarks.grpo_reward import variety
-from benchmarks.harness import log_step, log_versions, read_job
-from benchmarks.sft import SFTJob
+from benchmarks.grpo import GROUP_SIZE, MAX_TOKENS, MICRO_BATCH_SIZE, PROMPTS, variety
+from benchmarks.grpo import LR as GRPO_LR
+from benchmarks.harness import log_row
+from benchmarks.sft import BATCH_SIZE, MAX_LENGTH
+from benchmarks.sft import LR as SFT_LR
 
-PACKAGES = ("trl", "transformers", "accelerate")
+ON_CPU = {"use_cpu": True, "gradient_checkpointing": False, "lr_scheduler_type": "constant", "disable_tqdm": True}
+SILENT = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none"}
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -29,86 +30,61 @@ R = TypeVar("R")
 # SFT
 
 
-class CountingSFTTrainer(SFTTrainer):
-    """TRL's trainer, which counts the tokens that are not padding."""
-
-    tokens = 0
-
-    def compute_loss(
-        self, model: PreTrainedModel, inputs: dict[str, torch.Tensor], *arguments: Any, **named: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """See TRL's."""
-        mask = inputs.get("attention_mask")
-        pad = self.processing_class.pad_token_id
-        self.tokens += int(mask.sum() if mask is not None else (inputs["input_ids"] != pad).sum())
-        return super().compute_loss(model, inputs, *arguments, **named)
-
-
 class SFTStepLogger(TrainerCallback):
-    """Logs every step."""
+    """Logs every step with its tokens, which TRL counts over all ranks, without padding."""
 
-    trainer: CountingSFTTrainer
+    trainer: SFTTrainer
     begun = 0.0
+    tokens = 0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """A step's data are loaded before it; they count from the end of the step before."""
         self.begun = self.begun or time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Log the tokens of all ranks."""
-        tokens = torch.tensor(self.trainer.tokens)
-        dist.all_reduce(tokens)
-        now = time.perf_counter()
-        if dist.get_rank() == 0:
-            log_step(tokens=int(tokens), seconds=now - self.begun)
-        self.begun, self.trainer.tokens = now, 0
+        """Log the step."""
+        now, tokens = time.perf_counter(), self.trainer._total_train_tokens
+        if self.trainer.accelerator.is_main_process:
+            log_row(tokens=tokens - self.tokens, seconds=now - self.begun)
+        self.begun, self.tokens = now, tokens
 
 
-def sft(job_file: str) -> None:
+def sft(scratch: str, variant: str, num_steps: str) -> None:
     """Train by TRL's `SFTTrainer`.
 
-    `unpacked_N`: N samples in a forward pass, those of similar lengths together. `packed_N`: N rows of max_length
+    `unpacked_N`: N samples in a forward pass, those of similar lengths together. `packed_N`: N rows of MAX_LENGTH
     tokens from TRL's first-fit-decreasing packing. `_bf16` at the end: the forward pass in bf16, weights in fp32.
     """
-    job = read_job(SFTJob, job_file)
-    kind, size, *precision = job.variant.split("_")
-    chats = [[dict(turn) for turn in chat] for chat in pd.read_parquet(job.data)["messages"]]
+    kind, size, *precision = variant.split("_")
+    chats = [[dict(turn) for turn in chat] for chat in pd.read_parquet(f"{scratch}/chats/train.parquet")["messages"]]
     rows = [{"prompt": chat[:1], "completion": chat[1:]} for chat in chats]
-    # a packed row of max_length tokens stands for several samples, so that a step has as many tokens
-    samples_per_row = 1 if kind == "unpacked" else job.max_length / 200
-    per_rank = max(1, round(job.batch_size / samples_per_row / int(os.environ["WORLD_SIZE"])))
+    # a packed row of MAX_LENGTH tokens stands for several samples, so that a step has as many tokens
+    samples_per_row = 1 if kind == "unpacked" else MAX_LENGTH / 200
+    per_rank = max(1, round(BATCH_SIZE / samples_per_row / int(os.environ["WORLD_SIZE"])))
     config = SFTConfig(
-        output_dir=job.output,
-        use_cpu=True,
+        **ON_CPU,
+        **SILENT,
+        output_dir=f"{scratch}/out",
         bf16=precision == ["bf16"],
-        gradient_checkpointing=False,
-        max_length=job.max_length,
+        max_length=MAX_LENGTH,
         packing=kind == "packed",
         per_device_train_batch_size=int(size),
         gradient_accumulation_steps=max(1, per_rank // int(size)),
         train_sampling_strategy="group_by_length" if kind == "unpacked" else "random",
-        max_steps=job.num_steps,
-        learning_rate=job.lr,
-        lr_scheduler_type="constant",
+        max_steps=int(num_steps),
+        learning_rate=SFT_LR,
         adam_beta2=0.95,
         weight_decay=0.01,
         max_grad_norm=1.0,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         dataloader_num_workers=0,
         dataloader_pin_memory=False,
     )
-    model = AutoModelForCausalLM.from_pretrained(job.model, attn_implementation="sdpa", dtype=torch.float32)
-    tokenizer, logger = AutoTokenizer.from_pretrained(job.model), SFTStepLogger()
-    trainer = CountingSFTTrainer(
+    model = AutoModelForCausalLM.from_pretrained(f"{scratch}/model", attn_implementation="sdpa", dtype=torch.float32)
+    tokenizer, logger = AutoTokenizer.from_pretrained(f"{scratch}/model"), SFTStepLogger()
+    logger.trainer = SFTTrainer(
         model, config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[logger]
     )
-    logger.trainer = trainer
-    if trainer.accelerator.is_main_process:
-        log_versions(*PACKAGES)
-    trainer.train()
+    logger.trainer.train()
 
 
 # GRPO
@@ -173,48 +149,38 @@ class GRPOStepLogger(TrainerCallback):
         mean_length = self._trainer._metrics["train"]["completions/mean_length"][-1]
         parts = self._clock.pop()
         if self._trainer.accelerator.is_main_process:
-            log_step(step_s=now - self._begun, **parts, tokens_mean=mean_length)
+            log_row(step_s=now - self._begun, **parts, tokens_mean=mean_length)
         self._begun = now
 
 
-def grpo(job_file: str) -> None:
-    """Train by TRL's `GRPOTrainer`."""
-    job = read_job(GRPOJob, job_file)
-    prompts = pd.read_parquet(job.prompts)["prompt"].tolist()
-    rows = [{"prompt": [dict(turn) for turn in prompt]} for prompt in prompts] * job.num_steps
+def grpo(model: str, scratch: str, num_steps: str) -> None:
+    """Train by TRL's `GRPOTrainer` on the `prompts.parquet` of a directory."""
+    prompts = pd.read_parquet(f"{scratch}/prompts.parquet")["prompt"].tolist()
+    rows = [{"prompt": [dict(turn) for turn in prompt]} for prompt in prompts] * int(num_steps)
     config = GRPOConfig(
-        output_dir=job.output,
-        per_device_train_batch_size=job.micro_batch_size,
-        gradient_accumulation_steps=job.num_samples // job.micro_batch_size,
-        num_generations=job.group_size,
-        max_completion_length=job.max_tokens,
-        max_steps=job.num_steps,
-        learning_rate=job.lr,
-        lr_scheduler_type="constant",
+        **ON_CPU,
+        **SILENT,
+        output_dir=f"{scratch}/out",
+        per_device_train_batch_size=MICRO_BATCH_SIZE,
+        gradient_accumulation_steps=PROMPTS * GROUP_SIZE // int(os.environ["WORLD_SIZE"]) // MICRO_BATCH_SIZE,
+        num_generations=GROUP_SIZE,
+        max_completion_length=MAX_TOKENS,
+        max_steps=int(num_steps),
+        learning_rate=GRPO_LR,
         beta=0.0,
         epsilon=0.2,
         temperature=1.0,
         shuffle_dataset=False,
-        gradient_checkpointing=False,
         bf16=False,
-        save_strategy="no",
-        report_to="none",
-        logging_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
     )
-    tokenizer = AutoTokenizer.from_pretrained(job.model)
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype="float32")
     logger = GRPOStepLogger()
     trainer = GRPOTrainer(
-        model=model,
+        model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
         reward_funcs=variety,
         args=config,
         train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
+        processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[logger],
     )
     logger.attach(trainer)
-    if trainer.accelerator.is_main_process:
-        log_versions(*PACKAGES)
     trainer.train()

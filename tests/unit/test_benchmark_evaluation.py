@@ -12,7 +12,7 @@ from eval_pipeline.config import SamplingConfig
 from eval_pipeline.engines import GeneratedAnswer, GenerateRequest
 from eval_pipeline.recipe import load_eval_config
 from eval_pipeline.report.results import DatasetResult, EvaluatedModel
-from eval_pipeline.worker import AnswerReceived, BatchFailed, BatchId, key_of
+from eval_pipeline.worker import AnswerReceived, BatchFailed, BatchId, BatchLost, key_of
 from verl_ext.errors import UserError
 
 
@@ -79,6 +79,8 @@ def test_events_of_a_round_are_kept():
     events.add(AnswerReceived(batch, ("a", 0), GeneratedAnswer("x", 1, False)))
     events.add(BatchFailed(batch, "no room"))
     assert list(events.answers) == [("a", 0)] and events.failure == "no room"
+    events.add(BatchLost(batch, "the engine died"))
+    assert events.failure == "the engine died"
 
 
 def test_the_command_is_timed_by_its_files(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import quick
 from benchmarks.quick import CHECKS, RegressionCheck, measured, verdict
+from verl_ext.errors import UserError
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -33,9 +34,11 @@ def test_a_benchmark_that_fails_is_reported_with_its_reason(tmp_path: Path) -> N
     writes = f"import json; json.dump(dict(a=2), open('{tmp_path}/x.json.now', 'w'))"
     assert measured(check(writes), tmp_path) == {"a": 2}
     (tmp_path / "x.json.now").unlink()
-    with pytest.raises(RuntimeError, match="no disk"):
+    with pytest.raises(UserError, match="no disk"):
         measured(check("raise SystemExit('no disk')"), tmp_path)
-    with pytest.raises(RuntimeError, match="^OSError: full$"):  # torchrun ends with a table and a rule
-        measured(check("print('OSError: full\\nFAILED\\n=====', file=__import__('sys').stderr)"), tmp_path)
-    with pytest.raises(RuntimeError, match="^exit code 3$"):
+    torchrun = "import sys; print('OSError: full\\nFAILED\\n=====', file=sys.stderr); "  # ends with a table and a rule
+    with pytest.raises(UserError, match="ended with 1: OSError: full$"):
+        measured(check(f"{torchrun}raise SystemExit(1)"), tmp_path)
+    with pytest.raises(UserError, match="ended with 3: exit code 3$"):
         measured(check("raise SystemExit(3)"), tmp_path)
+    assert measured(check(f"{writes}; raise SystemExit(1)"), tmp_path) == {"a": 2}

@@ -333,6 +333,15 @@ def test_steps_are_logged_as_often_as_the_run_logs_them(root: Path, follower: Ru
     assert texts[1:] == ["loss 4", "loss 8"]
 
 
+@pytest.mark.parametrize("config", ["trainer: [1]", "trainer: often", "trainer: {log_every: often}"])
+def test_a_configuration_of_another_kind_does_not_hide_the_rows(config: str, root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/e")
+    (root / "p/e/config.yaml").write_text(config)
+    write_rows(root / "p/e", 1, range(1, 11))
+    look(follower)
+    assert step(follower) == 10
+
+
 def write_evaluation(run_dir: Path, step: int, **datasets: Any) -> Path:
     path = run_dir / f"eval/eval_step_{step}/metrics.json"
     path.parent.mkdir(parents=True, exist_ok=True)

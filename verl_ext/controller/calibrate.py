@@ -24,8 +24,16 @@ predictions, and how long a decision of the controller takes. Run it on an idle 
 EXAMPLE_INPUTS = "--model data/vqa/model --questions data/vqa/questions --tier-sizes 2304 9216 20736"
 
 
-def add_model_arguments(parser: CommandParser) -> None:
-    """Add the arguments that `load_inputs` reads, and `--output`."""
+def model_parser(name: str, text: str, example: str) -> CommandParser:
+    """The parser of a command that measures a model: the arguments that `load_inputs` reads, and `--output`.
+
+    Args:
+        name: of the command's module.
+        text: what the command does.
+        example: what follows `EXAMPLE_INPUTS` in the command's example.
+    """
+    program = f"python -m verl_ext.controller.{name}"
+    parser = CommandParser(prog=program, description=text, examples=[f"{program} {EXAMPLE_INPUTS} {example}"])
     parser.add_argument(
         "--model", metavar="DIR", required=True, help="directory or hub name of the vision-language model"
     )
@@ -46,6 +54,7 @@ def add_model_arguments(parser: CommandParser) -> None:
     parser.add_argument("--questions", metavar="FOLDER", required=True, help="folder with train*.parquet")
     parser.add_argument("--num-questions", type=IntArg(), default=32, help="number of questions to measure on")
     parser.add_argument("--output", metavar="FILE", type=output_file, required=True, help="JSON file to write")
+    return parser
 
 
 def load_inputs(arguments: argparse.Namespace) -> tuple[VLMAdapter, list[ImageQuestion]]:
@@ -69,14 +78,7 @@ def load_inputs(arguments: argparse.Namespace) -> tuple[VLMAdapter, list[ImageQu
 
 def build_parser() -> CommandParser:
     """The options."""
-    parser = CommandParser(
-        prog="python -m verl_ext.controller.calibrate",
-        description=TEXT,
-        examples=[
-            f"python -m verl_ext.controller.calibrate {EXAMPLE_INPUTS} --topk-choices 1 2 4 --output latency.json"
-        ],
-    )
-    add_model_arguments(parser)
+    parser = model_parser("calibrate", TEXT, "--topk-choices 1 2 4 --output latency.json")
     parser.add_argument("--min-active", type=IntArg(), default=1, help="fewest blocks that run")
     parser.add_argument("--topk-choices", type=IntArg(), nargs="*", default=[], help="numbers of experts, ascending")
     parser.add_argument("--max-new-tokens", type=IntArg(), default=16, help="longest answer in tokens")

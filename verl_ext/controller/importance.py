@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ext.cli import CommandParser, clean_exit
+from verl_ext.cli import clean_exit
 from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_summary, progress_bar
-from verl_ext.controller.calibrate import EXAMPLE_INPUTS, add_model_arguments, load_inputs
+from verl_ext.controller.calibrate import load_inputs, model_parser
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
 
@@ -26,21 +26,10 @@ SCORE_KEYS = ("importance_scores", "merged_scores", "train_scores")
 """Keys of the scores in a file; a file that consists of the scores alone is read too."""
 
 
-def build_parser() -> CommandParser:
-    """The options."""
-    parser = CommandParser(
-        prog="python -m verl_ext.controller.importance",
-        description=TEXT,
-        examples=[f"python -m verl_ext.controller.importance {EXAMPLE_INPUTS} --output importance.json"],
-    )
-    add_model_arguments(parser)
-    return parser
-
-
 @clean_exit()
 def main() -> None:
     """Measure, print the scores and write them."""
-    arguments = build_parser().parse_args()
+    arguments = model_parser("importance", TEXT, "--output importance.json").parse_args()
     adapter, questions = load_inputs(arguments)
     scores = measure_importance(adapter, questions)
     for block, score in sorted(scores.items(), key=lambda item: -item[1]):

@@ -362,7 +362,8 @@ class RunFollower(threading.Thread):
         return not is_live or time.time() - self._database.last_time(run) > IDLE_S
 
     def _events_of(self, directory: Path, rows: Iterable[MetricsRow]) -> Iterator[LogEvent]:
-        every = (read_config(directory).get("trainer") or {}).get("log_every")
+        trainer = read_config(directory).get("trainer")
+        every = trainer.get("log_every") if isinstance(trainer, dict) else None
         log_every = every if type(every) is int and every > 0 else DEFAULT_LOG_EVERY
         return (event for row in rows for event in events_of_row(row, log_every))
 
