@@ -105,6 +105,8 @@ class JudgeClient:
         self._lock = threading.Lock()
         self._num_submitted = 0
         self._is_closed = self._is_down = False
+        self._has_ended = threading.Event()
+        self._is_returning = False  # a callback of the caller runs, so nobody reads what the server returns
         self._silent_s = self._longest_s = 0.0
         self.isolation = ""
 
@@ -119,6 +121,8 @@ class JudgeClient:
         if self._config.isolation == "auto" and self.isolation != ISOLATION_LEVELS[0]:
             self._warn_of_fallback(reasons)
         self._start_reader()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(
@@ -128,7 +132,9 @@ class JudgeClient:
         with self._lock:
             self._is_closed = True
             self._end_process()
+        self._has_ended.set()
         self._reader.join()
+        self._watcher.join()
         self._stdout.close()
 
     def submit(self, submission: Submission, limits: ResourceLimits | None = None) -> Future[Verdict]:
@@ -216,6 +222,7 @@ class JudgeClient:
     def _start_once(self, isolation: str) -> list[str]:
         packages = [asdict(package) for package in self._packages]
         options = {"isolation": isolation, "num_workers": self._num_workers, "packages": packages}
+        self._silent_s = -_START_S  # for `_watch`
         # The server needs nothing of the environment, and answers may find a way to read its memory. It has its own
         # session because Ctrl-C in the terminal is for the client; the server ends with its input.
         self._process = subprocess.Popen(
@@ -289,7 +296,23 @@ class JudgeClient:
             raise JudgeServerError(f"the judge server cannot be started again: {error}") from error
         self._is_down = False
 
-    # The thread that reads results
+    # Threads
+
+    def _watch(self) -> None:
+        """Kill a server that hangs: it neither ends nor returns anything, although requests are pending.
+
+        A thread of its own, because a server that hangs need not read either, and blocks whoever sends it a request.
+        """
+        while not self._has_ended.wait(_CHECK_S):
+            process = self._process
+            if self._is_returning:
+                continue
+            # counted rather than measured: a client that was suspended itself has waited for a moment only
+            self._silent_s += _CHECK_S
+            if self._pending and self._silent_s > self._longest_s:
+                warn(f"the judge server returned nothing for {self._silent_s:.0f} s, so it hangs and is replaced")
+                self._silent_s = 0.0
+                process.kill()
 
     def _start_reader(self) -> None:
         self._reader = threading.Thread(target=self._read_results, daemon=True)
@@ -332,21 +355,11 @@ class JudgeClient:
         """Return results until the process ends; returns whether there was one."""
         found = False
         with suppress(protocol.FrameError):  # it ended in the middle of a message
-            while (received := protocol.read(self._stdout.fileno(), self._wait_for_output)) is not None:
+            while (received := protocol.read(self._stdout.fileno())) is not None:
                 found = True
                 self._silent_s = 0.0
                 self._settle(*received)
         return found
-
-    def _wait_for_output(self) -> None:
-        """Wait for the server, and kill it if it hangs: it neither ends nor returns anything for pending requests."""
-        while not _is_readable(self._stdout, _CHECK_S):
-            # counted rather than measured: a client that was suspended itself has waited for a moment only
-            self._silent_s += _CHECK_S
-            if self._pending and self._silent_s > self._longest_s:
-                warn(f"the judge server returned nothing for {self._silent_s:.0f} s, so it hangs and is replaced")
-                self._silent_s = 0.0
-                self._process.kill()
 
     def _settle(self, message: dict[str, Any], blob: bytes) -> None:
         number = message["id"]
@@ -361,10 +374,12 @@ class JudgeClient:
             del self._pending[number]
         if not pending.future.set_running_or_notify_cancel():
             return  # the caller no longer wants it
+        self._is_returning = True
         if isinstance(result, JudgeServerError):
             pending.future.set_exception(result)
         else:
             pending.future.set_result(result)
+        self._is_returning, self._silent_s = False, 0.0
 
 
 def _result_of(request: JudgeRequest, message: dict[str, Any], blob: bytes) -> Verdict | RunReport | JudgeServerError:

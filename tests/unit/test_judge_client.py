@@ -83,6 +83,25 @@ def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch, capsys
     assert "it hangs and is replaced" in capsys.readouterr().err
 
 
+def test_servers_that_read_nothing_are_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also those that are started again, which get all pending submissions while nobody waits for a result."""
+    (tmp_path / "server.py").write_text(
+        "import os, struct, time\n"
+        'greeting = b\'{"isolation": "rlimits", "reasons": []}\'\n'
+        "os.write(1, struct.pack('>II', len(greeting), 0) + greeting)\n"
+        "time.sleep(1000)\n"
+    )
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path}/server.py\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(client_module, "_CHECK_S", 0.05)
+    monkeypatch.setattr(client_module._Pending, "longest_s", lambda *_: 0.5)
+    large = function(f"def f(x): return x  # {'x' * 200_000}")  # more than a pipe holds
+    with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
+        with pytest.raises(JudgeServerError, match="died 5 times without a verdict"):
+            server.submit(large).result(timeout=300)
+
+
 def test_a_busy_server_does_not_hang() -> None:
     """The time for a result grows with the tests of the submission, and their limits."""
     few, many = (client_module._Pending(function("", *["x"] * n), ResourceLimits(wall_s=10), Future()) for n in (1, 20))

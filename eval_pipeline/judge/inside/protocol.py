@@ -88,22 +88,13 @@ def receive(connection: socket.socket, most_fds: int = 0) -> tuple[dict[str, Any
     return None if parts is None else (*parts, fds)
 
 
-def read(fd: int, wait: Callable[[], None] = lambda: None) -> tuple[dict[str, Any], bytes] | None:
+def read(fd: int) -> tuple[dict[str, Any], bytes] | None:
     """One message from a pipe; None at its end.
-
-    Args:
-        fd: of the pipe.
-        wait: called before each part is read.
 
     Raises:
         FrameError: the data are not a whole message.
     """
-
-    def take(size: int) -> bytes:
-        wait()
-        return os.read(fd, size)
-
-    return _parts(take, b"")
+    return _parts(lambda size: os.read(fd, size), b"")
 
 
 def _parts(take: Callable[[int], bytes], head: bytes) -> tuple[dict[str, Any], bytes] | None:
