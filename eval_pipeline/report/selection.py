@@ -68,22 +68,20 @@ def select_best(
     if known and metric not in known:
         raise UserError(f"selection.metric is {metric!r}; use one of {', '.join(sorted(known))}")
     counting = {name: its for name, its in settings.items() if dataset in (None, name)}
-    of_run = [model for model in evaluated if model.step is not None]
-    comparable = {model.saved_at: _comparable(model, counting) for model in of_run}
-    compared = [model for model in of_run if comparable[model.saved_at] and model.checkpoint.is_dir()]
-    common = set.intersection(*(comparable[model.saved_at] for model in compared)) if compared else set()
+    comparable = [(model, _comparable(model, counting)) for model in evaluated if model.step is not None]
+    compared = [(model, names) for model, names in comparable if names and model.checkpoint.is_dir()]
+    common = set.intersection(*(names for _, names in compared)) if compared else set()
     if not common:
         return None
     datasets = tuple(sorted(common))
     values = {
-        model.saved_at: _mean(model, metric, datasets) if comparable[model.saved_at] >= common else None
-        for model in of_run
+        model.saved_at: _mean(model, metric, datasets) if names >= common else None for model, names in comparable
     }
     measured = {step: value for step, value in values.items() if value is not None}
     if not measured:
         return None
     sign = 1 if mode == "max" else -1
-    candidates = (model for model in compared if model.step in measured)
+    candidates = (model for model, _ in compared if model.step in measured)
     best = max(candidates, key=lambda model: (sign * measured[model.saved_at], model.saved_at))
     value, interval = measured[best.saved_at], _interval(best, metric, datasets)
     return SelectionResult(best, metric, mode, datasets, settings, value, interval, values)

@@ -304,6 +304,14 @@ def test_a_checkpoint_that_was_evaluated_otherwise_is_not_compared(tmp_path: Pat
     assert select_best([checkpoint(tmp_path, 40, x=other)], {"x": {"n": 2}}).best.step == 40
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_copy_of_a_result_counts_as_it_was_evaluated(tmp_path: Path, order: int) -> None:
+    whole = checkpoint(tmp_path, 10, x=result(0.2), y=result(0.4))
+    evaluated = [whole, replace(whole, datasets={"x": whole.datasets["x"]})]
+    choice = select_best(evaluated[::order], {"x": {"n": 1}, "y": {"n": 1}})
+    assert (choice.best.step, choice.datasets, choice.value) == (10, ("x",), 0.2)
+
+
 def test_the_choice_is_over_the_problems_that_count_and_that_all_have(tmp_path: Path) -> None:
     evaluated = [
         checkpoint(tmp_path, 10, x=result(0.5, 100), y=result(0.9, 300), z=result(0.9), big=result(0.1, tier=2)),
