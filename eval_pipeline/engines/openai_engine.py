@@ -56,13 +56,14 @@ class OpenAIEngine(Engine):
         import openai
 
         imported = time.monotonic()
-        self._model = find_served_model(self._config, self._export)
+        model = find_served_model(self._config, self._export)
+        self._session = ServerSession(self._config, model.id)
         self.protocol = {
             "engine": f"openai {openai.__version__}",
             "base_url": self._config.base_url,
-            "model": self._model.id,
-            "root": self._model.root,
-            "max_model_len": self._model.max_model_len,
+            "model": model.id,
+            "root": model.root,
+            "max_model_len": model.max_model_len,
         }
         self.seconds = {
             "import_s": imported - started,
@@ -118,12 +119,11 @@ class OpenAIEngine(Engine):
             max_retries=NUM_RETRIES,
             timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),  # `ServerSession` limits the total time
         )
-        session = ServerSession(self._config, self._model.id, sampling, client)
 
         async def answer(request: GenerateRequest) -> None:
             async with limit:
                 try:
-                    results.put((request, await session.answer(request)))
+                    results.put((request, await self._session.answer(client, request, sampling)))
                 except EngineDied as error:
                     results.put(error)
 
@@ -137,14 +137,13 @@ class ServerSession:
 
     Args:
         model: its name on the server.
-        client: repeats a failed request as `NUM_RETRIES` says.
     """
 
-    def __init__(self, config: EngineConfig, model: str, sampling: SamplingConfig, client: AsyncOpenAI) -> None:
-        self._config, self._model, self._sampling, self._client = config, model, sampling, client
+    def __init__(self, config: EngineConfig, model: str) -> None:
+        self._config, self._model = config, model
         self._has_answered = False
 
-    async def answer(self, request: GenerateRequest) -> GeneratedAnswer:
+    async def answer(self, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig) -> GeneratedAnswer:
         """Request an answer.
 
         An answer with an `error` is kept, so there is one only if the prompt is at fault: the server refuses it, or
@@ -159,11 +158,11 @@ class ServerSession:
         try:
             async with asyncio.timeout(timeout_s):
                 try:
-                    return await self._request(request, self._client)
+                    return await self._request(client, request, sampling)
                 except (openai.APIError, ValueError) as error:
                     if not _may_be_prompts_fault(error):
                         raise
-                    return await self._attribute_failure(error, request)
+                    return await self._attribute_failure(error, client.with_options(max_retries=0), request, sampling)
         except TimeoutError as error:
             raise EngineDied(
                 f"{url} does not answer (no answer within engine.timeout_s={timeout_s:g} seconds, retries included); "
@@ -173,37 +172,40 @@ class ServerSession:
             advice = "; lower engine.concurrency" if _status(error) == 429 else ""
             raise EngineDied(f"{url} does not answer ({_describe(error, self._config)}){advice}") from error
 
-    async def _attribute_failure(self, error: Exception, request: GenerateRequest) -> GeneratedAnswer:
+    async def _attribute_failure(
+        self, error: Exception, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig
+    ) -> GeneratedAnswer:
         """The request's answer after all, or one that says why there is none; raises if the server is at fault."""
         import openai
 
-        once = self._client.with_options(max_retries=0)
         if _status(error) in REFUSALS:
             if not self._has_answered:  # a server that refuses every request rejects the settings
-                await self._request(CONTROL_PROMPT, once)
+                await self._request(client, CONTROL_PROMPT, sampling)
             return GeneratedAnswer.failed(_describe(error, self._config))
-        await self._request(CONTROL_PROMPT, once)
+        await self._request(client, CONTROL_PROMPT, sampling)
         try:
-            return await self._request(request, once)  # the server may have just recovered
+            return await self._request(client, request, sampling)  # the server may have just recovered
         except (openai.APIError, ValueError) as again:
             if not _may_be_prompts_fault(again):
                 raise
-            await self._request(CONTROL_PROMPT, once)
+            await self._request(client, CONTROL_PROMPT, sampling)
             return GeneratedAnswer.failed(_describe(again, self._config))
 
-    async def _request(self, request: GenerateRequest, client: AsyncOpenAI) -> GeneratedAnswer:
+    async def _request(
+        self, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig
+    ) -> GeneratedAnswer:
         import openai
 
-        seed = request_seed(request, self._sampling)
+        seed = request_seed(request, sampling)
         arguments: dict[str, Any] = {
             "model": self._model,
             "messages": [{"role": "user", "content": request.prompt}],
-            "temperature": self._sampling.temperature,
-            "top_p": self._sampling.top_p,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "seed": openai.omit if seed is None else seed,
         }
         try:
-            completion = await client.chat.completions.create(**arguments, max_tokens=self._sampling.max_tokens)
+            completion = await client.chat.completions.create(**arguments, max_tokens=sampling.max_tokens)
         except openai.BadRequestError as error:
             if "context length" not in str(error):
                 raise
