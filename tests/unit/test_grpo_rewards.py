@@ -22,10 +22,13 @@ from tests.helpers.grpo import MAX_TOKENS, rewards_of, sample
 from tests.helpers.grpo import REWARD as DEFAULT_REWARD
 from tests.helpers.processes import wait_gone, wait_until
 from verl_ext.errors import UserError
+from verl_ext.grpo.protocols import RewardError
 from verl_ext.grpo.rewards import process_pool
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.functions import LengthPenalty, parse_reward_functions, reward_format, tag_count_reward
+from verl_ext.grpo.rewards.process_pool import RewardProcessPool
 from verl_ext.grpo.rewards.text_environment import TextEnvironment
+from verl_ext.plugins import Plugin
 
 REWARD = replace(DEFAULT_REWARD, time_limit_s=0.5)
 GOOD = "<think>3 + 4</think>\n<answer>7</answer>"
@@ -312,6 +315,24 @@ def test_processes_end_with_the_environment(opened: TextEnvironment) -> None:
     assert ours
     opened.close()
     assert not [pid for pid in ours if Path(f"/proc/{pid}").exists()]
+
+
+def test_the_time_limit_also_ends_half_a_reply(tmp_path: Path) -> None:
+    """A function can write to the pipe of replies, for example when it runs an answer in a process that it forks."""
+    (tmp_path / "mine.py").write_text(
+        "import os, time\n"
+        "def score(**_):\n"
+        "    for fd in range(3, 20):\n"
+        "        try: os.write(fd, b'\\0\\0')\n"
+        "        except OSError: pass\n"
+        "    time.sleep(1000)\n"
+    )
+    pool = RewardProcessPool(Plugin("reward.functions", f"{tmp_path}/mine.py", "score"), 1.0, 1)
+    try:
+        with pytest.raises(RewardError, match="it took more than 1 s"):
+            pool.submit(RewardedAnswer("s", "", 1, False, "", "", {})).result(timeout=300)
+    finally:
+        pool.close()
 
 
 def test_nothing_of_a_function_outlives_a_killed_rank(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import pickle
+import struct
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any, TypeAlias
 
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program
@@ -26,6 +28,9 @@ from verl_ext.processes import end_with_parent
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Keyword arguments of a function in a file; they are verl's."""
+SIZE = struct.Struct(">I")
+"""Bytes of the pickled reply that follows."""
+Reply: TypeAlias = "float | RewardFailure | None"
 _MOST_CHARACTERS = 500
 """Longest reason or signature in a message."""
 _MOST_TRACEBACK_CHARACTERS = 4000
@@ -141,22 +146,28 @@ def main() -> None:
         "function",
     )
     end_with_parent()
-    calls, replies = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    calls, replies = Connection(os.dup(0), writable=False), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the function, and what it starts, must not read calls
     os.dup2(2, 1)
     try:
         function = UserFunction(Plugin("reward.functions", place, name))
     except UserError as error:
-        replies.send(RewardFailure(str(error)))
+        _send(replies, RewardFailure(str(error)))
         return
-    replies.send(None)
+    _send(replies, None)
     with suppress(EOFError):
         while True:
             answer = calls.recv()
             try:
-                replies.send(function(answer))
+                _send(replies, function(answer))
             except RewardError as error:
-                replies.send(error.failure)
+                _send(replies, error.failure)
+
+
+def _send(replies: IO[bytes], reply: Reply) -> None:
+    data = pickle.dumps(reply)
+    replies.write(SIZE.pack(len(data)) + data)
+    replies.flush()
 
 
 if __name__ == "__main__":

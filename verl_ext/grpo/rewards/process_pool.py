@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import queue
+import select
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -14,6 +17,7 @@ from multiprocessing import Pipe
 from verl_ext.errors import UserError
 from verl_ext.grpo.protocols import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
+from verl_ext.grpo.rewards.custom_process import SIZE, Reply
 from verl_ext.paths import python_path
 from verl_ext.plugins import Plugin
 
@@ -89,11 +93,12 @@ class _Process:
         command = [sys.executable, "-m", "verl_ext.grpo.rewards.custom_process", plugin.location, plugin.name]
         environment = {**os.environ, "PYTHONPATH": python_path()}
         calls, self._calls = Pipe(duplex=False)
-        self._replies, replies = Pipe(duplex=False)
-        with calls, replies:  # the process has its own ends of the pipes
+        with calls:  # the process has its own end of the pipe
             self._process = subprocess.Popen(
-                command, stdin=calls.fileno(), stdout=replies.fileno(), env=environment, start_new_session=True
+                command, stdin=calls.fileno(), stdout=subprocess.PIPE, env=environment, start_new_session=True
             )
+        assert self._process.stdout is not None
+        self._replies = self._process.stdout
         self.is_alive = True
         # when this rank is killed, the processes that the function started end too
         self._guard = subprocess.Popen(
@@ -140,12 +145,28 @@ class _Process:
         self._calls.close()
         self._replies.close()
 
-    def _reply(self, time_limit_s: float) -> float | RewardFailure | None:
+    def _reply(self, time_limit_s: float) -> Reply:
+        deadline = time.monotonic() + time_limit_s
         try:
-            if self._replies.poll(time_limit_s):
-                return self._replies.recv()
+            size = SIZE.unpack(self._read(SIZE.size, deadline))[0]
+            return pickle.loads(self._read(size, deadline))
+        except TimeoutError:
             failure = RewardFailure(f"it took more than {time_limit_s:g} s", timed_out=True)
-        except (EOFError, OSError):  # OSError in the middle of a reply
+        except EOFError:
             failure = RewardFailure("it ended its process")
         self.kill()
         raise RewardError(failure)
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        """Bytes of a reply; the deadline is for all, because the function may write to the pipe too, and less."""
+        fd, data = self._replies.fileno(), b""
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        while len(data) < size:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError
+            chunk = os.read(fd, size - len(data))
+            if not chunk:
+                raise EOFError
+            data += chunk
+        return data
