@@ -14,6 +14,7 @@ import torch
 
 from verl_ext.config.schema import as_dict
 from verl_ext.health.context import schedule_of
+from verl_ext.health.deprecated import OldHistory
 from verl_ext.health.history import (
     MAX_FIRST,
     MAX_RECENT,
@@ -59,6 +60,18 @@ def test_epochs_are_means_over_their_steps_once_they_are_over() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5, 1000])
+def test_means_of_epochs_keep_their_fractions_beside_rows_without_values(at_once: int) -> None:
+    history = MetricHistory()
+    for step in range(1, 41):
+        loss = math.nan if step in (11, 12) else 0.04
+        history.add(step, {"train/loss": loss, "train/epoch": step / 20, **({"val/loss": 0.3} if step == 5 else {})})
+        if step % at_once == 0:
+            history.series("train/loss")
+    assert history.epochs("train/loss") == pytest.approx([0.04, 0.04])
+    assert history.epochs("val/loss") == pytest.approx([0.3])
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5, 1000])
 def test_epochs_do_not_depend_on_how_many_rows_are_added_at_once(at_once: int) -> None:
     history, rng = MetricHistory(), np.random.default_rng(3)
     losses = rng.standard_normal(300)
@@ -73,6 +86,15 @@ def test_epochs_do_not_depend_on_how_many_rows_are_added_at_once(at_once: int) -
     ]
     assert history.epochs("train/loss") == pytest.approx([np.mean(each) for each in logged])
     assert history.num_epochs("train/loss") == 42 and history.num_epochs("val/loss") == 0
+
+
+def test_a_decorated_rule_that_reads_first_sees_each_row_once() -> None:
+    history = MetricHistory()
+    for step in range(1, 41):
+        history.add(step, {"train/loss": 1.0, "train/epoch": step / 10})
+    old = OldHistory(history)
+    assert old.series("train/loss").num_points == 40 and len(old.epochs("train/loss")) == 4
+    assert history.series("train/loss").num_points == 40
 
 
 def test_losses_that_are_not_finite_are_counted_and_enter_no_mean() -> None:

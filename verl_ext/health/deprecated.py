@@ -29,8 +29,9 @@ class OldHistory(MetricHistory):
     """A history whose series have `buckets`."""
 
     def __init__(self, history: MetricHistory) -> None:
+        streak = history.series("train/loss").nonfinite_streak  # first: this adds the rows that wait
         vars(self).update(vars(history))
-        self.nonfinite_streak = history.series("train/loss").nonfinite_streak
+        self.nonfinite_streak = streak
 
     def series(self, name: str) -> OldSeries:
         """A metric; empty if it was never logged."""

@@ -176,7 +176,8 @@ class MetricHistory:
             epoch_of = parts[rows]
             is_counted = (epoch_of >= 0) & np.isfinite(values)
             epoch_of, values = epoch_of[is_counted], values[is_counted]
-            sums, counts = np.bincount(epoch_of, values, num_over + 1), np.bincount(epoch_of, None, num_over + 1)
+            counts = np.bincount(epoch_of, minlength=num_over + 1)
+            sums = np.bincount(epoch_of, values, num_over + 1).astype(float)  # of no values, its sums are integers
             total, count = self._sums.get(name, (0.0, 0))
             sums[0], counts[0] = sums[0] + total, counts[0] + count
             self._sums[name] = float(sums[num_over]), int(counts[num_over])
