@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -52,6 +52,7 @@ class GRPOStep:
     environment: Environment
     algorithm: AlgorithmConfig
     actor: ActorConfig
+    _: KW_ONLY
     group_size: int
     num_mini_batches: int
     micro_batch_size: int
