@@ -192,13 +192,22 @@ class LmmsResponder:
     def _log_row(self, question: LmmsQuestion, adaptive: AdaptiveAnswer, answer: str) -> dict[str, Any]:
         """A line of the log; `answer` is the part of the model's answer that the task gets."""
         configuration, space = adaptive.configuration, self._model.space
-        row: dict[str, Any] = {"task": question.task, "split": question.split, "doc_id": question.doc_id}
-        row |= {"answer": answer, "budget_ms": self._budget_ms, "total_ms": adaptive.total_ms}
-        row |= {"is_late": adaptive.total_ms > self._budget_ms}
-        row |= {"decision_ms": adaptive.decision_ms, "network_ms": adaptive.network_ms, **asdict(adaptive.latency)}
-        row |= {"tier": space.tiers[configuration.tier], "blocks": list(map(int, configuration.blocks))}
-        row |= {"topk": list(configuration.topk), "complexity": space.complexity(configuration)}
-        return row
+        return {
+            "task": question.task,
+            "split": question.split,
+            "doc_id": question.doc_id,
+            "answer": answer,
+            "budget_ms": self._budget_ms,
+            "total_ms": adaptive.total_ms,
+            "is_late": adaptive.total_ms > self._budget_ms,
+            "decision_ms": adaptive.decision_ms,
+            "network_ms": adaptive.network_ms,
+            **asdict(adaptive.latency),
+            "tier": space.tiers[configuration.tier],
+            "blocks": list(map(int, configuration.blocks)),
+            "topk": list(configuration.topk),
+            "complexity": space.complexity(configuration),
+        }
 
     def _warn_of_ignored_settings(self, question: LmmsQuestion) -> None:
         """Warn, once per task, about its generation settings that have no effect."""
@@ -226,5 +235,6 @@ def _open_log(path: Path) -> LineWriter:
     except OSError as error:
         raise UserError(f"the log {path} cannot be written ({error}); name another one") from error
     if path.stat().st_size:  # an empty file is from a run that ended before its first answer
+        log.close()
         raise UserError(f"{path} has answers of another run; name another log")
     return log
