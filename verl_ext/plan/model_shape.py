@@ -22,18 +22,44 @@ from verl_ext.trainer.stages import sft_recipe_of
 
 DIMENSIONS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 """Keys that a model's configuration must have."""
-_SIZES = ("model_type", *DIMENSIONS, "num_hidden_layers", "vocab_size", "tie_word_embeddings")
-_QWEN2_7B = ("qwen2", 3584, 18944, 28, 4, 28, 152064, False)
-_QWEN2_1_5B = ("qwen2", 1536, 8960, 12, 2, 28, 151936, True)
-_SMOLLM2_135M = ("llama", 576, 1536, 9, 3, 30, 49152, True)
+_QWEN2_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+_QWEN2_1_5B = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+_SMOLLM2_135M = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
 BUILT_IN: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-Coder-7B-Instruct": dict(zip(_SIZES, _QWEN2_7B)),
-    "Qwen/Qwen2.5-Coder-7B": dict(zip(_SIZES, _QWEN2_7B)),
-    "Qwen/Qwen2.5-7B-Instruct": dict(zip(_SIZES, _QWEN2_7B)),
-    "Qwen/Qwen2.5-1.5B-Instruct": dict(zip(_SIZES, _QWEN2_1_5B)),
-    "Qwen/Qwen2.5-Coder-1.5B-Instruct": dict(zip(_SIZES, _QWEN2_1_5B)),
-    "HuggingFaceTB/SmolLM2-135M-Instruct": dict(zip(_SIZES, _SMOLLM2_135M)),
-    "data/smollm2_135m": dict(zip(_SIZES, _SMOLLM2_135M)),  # `prepare smollm2` copies it from an installed package
+    "Qwen/Qwen2.5-Coder-7B-Instruct": _QWEN2_7B,
+    "Qwen/Qwen2.5-Coder-7B": _QWEN2_7B,
+    "Qwen/Qwen2.5-7B-Instruct": _QWEN2_7B,
+    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2_1_5B,
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": _QWEN2_1_5B,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2_135M,
+    "data/smollm2_135m": _SMOLLM2_135M,  # `prepare smollm2` copies it from an installed package
 }
 """What decides sizes in the `config.json` of the models that recipes name, from the models' pages on the hub."""
 
