@@ -377,8 +377,9 @@ class LogPanel(Panel):
         wanted = (self._search.value or "").strip()
         self._table.set_visibility(bool(wanted))
         self._log.set_visibility(not wanted)
-        if wanted and self.run is not None:
-            found = self.follower.reader.search_events(self.run.id, wanted, FOUND_LINES)
+        run = self.run  # once, because the follower may drop it at any moment
+        if wanted and run is not None:
+            found = self.follower.reader.search_events(run.id, wanted, FOUND_LINES)
             self._table.rows = [
                 {"id": number, "time": format_time(each.time), "kind": each.kind, "step": each.step, "text": each.text}
                 for number, each in found
