@@ -195,11 +195,12 @@ def our_judge(config: JudgeConfig, sets: AnswerSets) -> Iterator[Session]:
     Raises:
         UserError: the isolation does not work on this machine.
     """
+    submissions = {name: [Submission(each.program, each.tests) for each in answers] for name, answers in sets.items()}
     with JudgeClient(config) as server:
 
         def judge(name: str) -> list[str]:
             limits = ResourceLimits(cpu_s=limit_of(name))
-            futures = [server.submit(Submission(answer.program, answer.tests), limits) for answer in sets[name]]
+            futures = [server.submit(submission, limits) for submission in submissions[name]]
             return [future.result().error_type for future in futures]
 
         yield judge, {"isolation": f"{server.isolation}: {_ISOLATION[server.isolation]}"}

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -102,7 +101,8 @@ def bare(scratch: str, variant: str, num_steps: str) -> None:
     path, attention = f"{scratch}/model", "sdpa" if variant == "padded" else PACKED_SDPA
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
-    for batch in [*islice(batches_of(scratch, variant != "padded", rank, num_ranks), int(num_steps))]:
+    made = batches_of(scratch, variant != "padded", rank, num_ranks)
+    for batch in [next(made) for _ in range(int(num_steps))]:
         begun = time.perf_counter()
         counts = torch.tensor([batch.num_loss_tokens, sum(batch.lengths)], dtype=torch.float64)
         if num_ranks > 1:
