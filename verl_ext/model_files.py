@@ -214,7 +214,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+    except OSError as error:
+        raise UserError(f"cannot read {path.absolute()} ({error.strerror}); restore the model") from error
+    except ValueError as error:  # not JSON, or not UTF-8
         raise UserError(f"{path.absolute()} is not valid JSON ({first_line_of(error)}); restore the model") from error
     if not isinstance(content, dict):
         raise UserError(f"{path.absolute()} is not a JSON object; restore the model")

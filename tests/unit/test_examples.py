@@ -26,7 +26,8 @@ from tests.helpers.data import question
 from tests.helpers.grpo import MAX_TOKENS, REWARD, rewards_of, sample
 from tests.helpers.health_curves import write_run
 from verl_ext.controller import importance
-from verl_ext.controller.vlm import ControlledModel
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.controller.vlm import ControlledModel, load_controller
 from verl_ext.data.prepare import prepare
 from verl_ext.errors import UserError
 from verl_ext.grpo.protocols import Prompt, Trajectory
@@ -141,10 +142,12 @@ def test_the_adapter_answers_at_several_settings(idefics3: Path) -> None:
     assert len(runner.features(asked)[0]) == 32
 
 
-def test_an_exports_word_is_not_enough_to_run_an_adapter(idefics3: Path) -> None:
-    controlled = ControlledModel(str(idefics3 / "model"), (32,), 3, adapter=ADAPTER)
+def test_an_exports_word_is_not_enough_to_run_an_adapter(idefics3: Path, tmp_path: Path) -> None:
+    vlm = ControlledModel(str(idefics3 / "model"), (32, 64), 3, adapter=ADAPTER).to_dict()
+    config = BudgetControllerConfig(("low", "high"), 4, 1, 4, vision_width=32, language_width=32, vlm=vlm)
+    BudgetController(config).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"was trained with the adapter {ADAPTER}; name it"):
-        controlled.runner("cpu", torch.float32)
+        load_controller(tmp_path)[1].runner("cpu", torch.float32)
 
 
 def test_the_adapter_serves_the_commands_that_measure_a_model(
