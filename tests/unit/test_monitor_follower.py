@@ -362,6 +362,10 @@ def test_evaluations_are_read_and_replaced(root: Path, follower: RunFollower) ->
     shutil.rmtree(root / "p/e/eval/eval_step_40")
     look(follower)
     assert follower.runs["p/e"].accuracy == (0.5, "gsm8k", 60)
+    for same in (80, 20):
+        write_evaluation(root / "p/e", same, gsm8k={"accepted_at_1": 0.5})
+        look(follower)
+    assert follower.runs["p/e"].accuracy == (0.5, "gsm8k", 80)  # the newest, as the evaluation chooses
 
 
 def test_evaluations_that_did_not_change_are_not_read_again(root: Path, follower: RunFollower) -> None:

@@ -204,10 +204,12 @@ class MonitorDatabase:
         for run, rule, level in self._connection.execute(f"SELECT run, rule, kind FROM events WHERE id IN ({latest})"):
             levels.setdefault(run, {})[rule] = level
         accuracies = {}
-        best = "SELECT run, max(json_extract(figures, '$.accepted_at_1')), dataset, step FROM evaluations GROUP BY run"
-        for run, accuracy, dataset, step in self._connection.execute(best):
-            if isinstance(accuracy, (int, float)):
-                accuracies[run] = (accuracy, dataset, step)
+        rates = (  # the last one of a run counts: of equal ones the newest checkpoint's, as in the evaluation's choice
+            "SELECT run, json_extract(figures, '$.accepted_at_1') AS rate, dataset, step FROM evaluations "
+            "WHERE typeof(rate) IN ('integer', 'real') ORDER BY rate, step"
+        )
+        for run, rate, dataset, step in self._connection.execute(rates):
+            accuracies[run] = (rate, dataset, step)
         found = self._connection.execute(RUN_QUERY).fetchall()
         return {
             row["path"]: RunInfo(**row, levels=levels.get(row["id"], {}), accuracy=accuracies.get(row["id"]))
