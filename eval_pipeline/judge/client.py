@@ -301,7 +301,8 @@ class JudgeClient:
     def _watch(self) -> None:
         """Kill a server that hangs: it neither ends nor returns anything, although requests are pending.
 
-        A thread of its own, because a server that hangs need not read either, and blocks whoever sends it a request.
+        It has a thread of its own, because a server that hangs may not read either, and then blocks the thread that
+        sends it a request.
         """
         while not self._has_ended.wait(_CHECK_S):
             process = self._process

@@ -135,7 +135,7 @@ def test_a_verdict_without_its_answer_is_not_believed_now_nor_later(tmp_path: Pa
     new = Verdict("wrong_answer", 0, 1)
     with open_store(tmp_path) as store:
         assert list(store.verdicts) == KEYS[:1]
-        store.add_answer(KEYS[1], replace(ANSWERS[KEYS[1]], text="drawn anew"))
+        store.add_answer(KEYS[1], replace(ANSWERS[KEYS[1]], text="sampled again"))
         store.add_verdict(KEYS[1], new)
     with open_store(tmp_path) as store:
         assert store.verdicts == {KEYS[0]: VERDICTS[KEYS[0]], KEYS[1]: new}

@@ -430,7 +430,7 @@ def test_a_child_that_is_ended_while_it_is_read_from_is_ended_once() -> None:
         try:
             work()
         except EngineDied:
-            pass  # what whoever reads is told
+            pass  # the child has ended, which every reader may see
         except BaseException as error:
             failures.append(error)
 

@@ -166,7 +166,7 @@ def test_the_manifest_tells_a_checkpoint_from_a_later_one_of_the_same_step(tmp_p
 
 
 def test_an_evaluation_keeps_its_identity_over_releases(tmp_path: Path) -> None:
-    """Recorded with torch 2.9, transformers 4.57 and vLLM 0.12: another value has every evaluation begin anew."""
+    """Recorded with torch 2.9, transformers 4.57 and vLLM 0.12: with another value, every evaluation starts over."""
     checkpoint = make_export(tmp_path / "run" / "global_step_3" / "huggingface").parent
     files = {"huggingface/model.safetensors": {"bytes": 1, "xxh3_128": "0" * 32}, "model.pt": {"bytes": 2}}
     (checkpoint / "manifest.json").write_text(Manifest(3, 1, "", files).to_json())

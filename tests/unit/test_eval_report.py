@@ -1,4 +1,4 @@
-"""The report of a made-up run, and what W&B is told, read back from its own file."""
+"""The report of a made-up run, and what W&B receives, read from its own file."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_says_that_vllm_is_missing(without_vllm: None) -> None:
-    """Instead of "the vLLM process died (exit code 1)", which another attempt might mend."""
+    """Instead of "the vLLM process died (exit code 1)", which suggests that another attempt could succeed."""
     with pytest.raises(UserError, match="vLLM"):
         VllmModel(EngineConfig(), "model")
 

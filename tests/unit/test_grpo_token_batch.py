@@ -1,4 +1,4 @@
-"""A group's prompt computed once: what each completion is told is what it would be told alone."""
+"""A group's prompt is computed once: each completion has the same log-probabilities as in a row of its own."""
 
 from __future__ import annotations
 
