@@ -126,6 +126,8 @@ def small_model(settings: GPUCheckSettings, family: str) -> Path:
     size |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     if family == "qwen3":
         size["head_dim"] = hidden // 8
+    if family == "mistral":
+        size["sliding_window"] = 16
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **size)).save_pretrained(path)
     save_tokenizer(tokenizer, path)

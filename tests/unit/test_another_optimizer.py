@@ -55,6 +55,19 @@ def test_it_is_refused_before_the_ranks_start_and_by_them(quickstart: Path, run_
     assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_1"]
 
 
+def test_the_machine_decides_how_an_update_is_computed(quickstart: Path, run_dir: Path) -> None:
+    trainer = make_trainer(small_config(quickstart, run_dir, "optim.override_optimizer_config={fused: true}"))
+    assert trainer.optimizer.param_groups[0]["fused"] is True
+    trainer.training_step(next(trainer.batches()))
+    trainer.train_sampler.advance()
+    trainer.save_checkpoint(2)
+    trainer.checkpoint_manager.wait()
+    back = make_trainer(small_config(quickstart, run_dir))
+    assert back.global_step == 2 and back.optimizer.param_groups[0]["fused"] is None
+    assert {entry["step"].item() for entry in back.optimizer.state.values()} == {2}
+    assert back.training_step(next(back.batches()))["train/loss"] > 0
+
+
 def test_a_checkpoint_that_does_not_name_its_optimizer_shows_it_by_its_hyperparameters(
     quickstart: Path, run_dir: Path
 ) -> None:

@@ -27,7 +27,8 @@ from tests.helpers.models import write_family
 from tests.helpers.trainer import loss_and_gradients, make_trainer, small_config
 from verl_ext.data.batching import MicroBatch, MicroBatchCollator, pack
 from verl_ext.errors import UserError
-from verl_ext.trainer import fused_cross_entropy
+from verl_ext.trainer import packed_attention
+from verl_ext.trainer.config import CHUNK_ELEMENTS, chunk_tokens
 from verl_ext.trainer.fsdp import layer_classes
 from verl_ext.trainer.fused_cross_entropy import FusedLinearCrossEntropy, fused_loss_error, install_fused_loss
 from verl_ext.trainer.model import attention_of
@@ -65,14 +66,15 @@ def samples() -> list[dict]:
 
 
 @pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 5, 300])
 def test_the_loss_in_parts_is_that_of_the_logits(
-    biased: bool, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    biased: bool, num_tokens: int, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_cross_entropy, "CHUNK_ELEMENTS", 50 * 97)  # 128 tokens at a time
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 50 * 97)  # 128 tokens at a time
     torch.manual_seed(0)
     linear = nn.Linear(16, 97, bias=biased)
-    head = FusedLinearCrossEntropy(linear)
+    head = FusedLinearCrossEntropy(linear, compiles=compiles)
     hidden = torch.randn(2, 400, 16, requires_grad=True)
     places, targets = torch.randperm(800)[:num_tokens], torch.randint(0, 97, (num_tokens,))
     plain = F.cross_entropy(linear(hidden).flatten(0, 1)[places], targets, reduction="sum")
@@ -100,7 +102,7 @@ def test_a_frozen_head_makes_no_gradient_for_its_weights() -> None:
 def test_the_head_shares_the_models_weights_and_names() -> None:
     model = model_of("qwen2")
     names = set(model.state_dict())
-    head = install_fused_loss(model, by_liger=False)
+    head = install_fused_loss(model, by_liger=False, compiles=False)
     assert set(model.state_dict()) == names
     assert head is model.get_output_embeddings() and head.weight is model.get_input_embeddings().weight
 
@@ -112,7 +114,7 @@ def test_packed_samples_are_as_if_alone(name: str) -> None:
     logits = loss_of(packed).logits
     alone = torch.cat([logits(pack([sample])) for sample in samples()], dim=1)
     assert torch.allclose(logits(pack(samples())), alone, atol=1e-5)
-    head = install_fused_loss(packed, by_liger=False)
+    head = install_fused_loss(packed, by_liger=False, compiles=False)
     losses = []
     for loss, packs in ((loss_of(packed, head), True), (loss_of(padded), False)):
         losses.append(loss(MicroBatchCollator(0, packs).micro_batch(samples())))
@@ -120,6 +122,68 @@ def test_packed_samples_are_as_if_alone(name: str) -> None:
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
     for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
         assert torch.allclose(one.grad, other.grad, atol=1e-5)
+
+
+def test_a_gpu_gets_larger_chunks_of_logits() -> None:
+    assert chunk_tokens(152_064, on_gpu=False) == 128 and chunk_tokens(152_064, on_gpu=True) == 1765
+
+
+def by_mask(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    key_borders: torch.Tensor,
+    longest: int,
+    longest_key: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    **settings: bool,
+) -> torch.Tensor:
+    """What torch's kernel for variable lengths computes, by a mask over the row."""
+    assert borders is key_borders and longest == longest_key == int(borders.diff().max())
+    assert settings == packed_attention.GROUPED_HEADS and query.shape[1] == 2 * key.shape[1]
+    position = torch.arange(len(query))
+    sample = torch.bucketize(position, borders[1:], right=True)
+    distance = position[:, None] - position
+    left, right = window_size
+    seen = (sample[:, None] == sample) & (distance >= -right) & ((distance <= left) | (left < 0))
+    heads = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    output = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=True)
+    return output[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_kernel_for_variable_lengths_sees_what_sdpa_sees(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 21, 8) for heads in (4, 2, 2))
+    arguments = packed_attention.packed_arguments(torch.tensor([7, 5, 9]), "cpu")
+
+    def attend() -> torch.Tensor:
+        module = nn.Module()
+        return packed_attention.packed_sdpa(module, query, key, value, None, sliding_window=window, **arguments)[0]
+
+    by_sdpa = attend()
+    monkeypatch.setattr(packed_attention, "has_flash_kernel", lambda query: True)
+    monkeypatch.setattr(packed_attention, "flash_attention", by_mask)
+    assert torch.allclose(attend(), by_sdpa, atol=1e-6)
+
+
+def test_the_kernel_for_variable_lengths_needs_a_gpu_and_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGPU:
+        dtype, shape, is_cuda = torch.bfloat16, (1, 4, 21, 128), True
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for capability, has_kernel in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert packed_attention.has_flash_kernel(OnGPU()) is has_kernel
+    for name, value in {"dtype": torch.float32, "shape": (1, 4, 21, 320), "is_cuda": False}.items():
+        query = OnGPU()
+        setattr(query, name, value)
+        assert packed_attention.has_flash_kernel(query) is False
 
 
 def test_a_model_that_mixes_packed_samples_is_found_out() -> None:
@@ -199,7 +263,7 @@ def test_layers_inside_others_are_sharded_with_them_and_layers_must_be_known() -
 
 def test_a_model_that_changes_its_logits_is_found_out() -> None:
     model = model_of("qwen2").eval()
-    loss = loss_of(model, install_fused_loss(model, by_liger=False))
+    loss = loss_of(model, install_fused_loss(model, by_liger=False, compiles=False))
     assert fused_loss_error(loss.logits, loss, pack(trial_samples(97)[:1])) < 1e-5
 
     def capped(micro_batch: MicroBatch) -> torch.Tensor:

@@ -150,8 +150,9 @@ def test_a_fused_loss_needs_the_logits_of_a_chunk() -> None:
     shape = built_in("Qwen/Qwen2.5-1.5B-Instruct")
     whole = work(logit_tokens=8192, loss_tokens=8192, **BF16)
     fused = replace(whole, fused_loss=True)
-    assert memory.loss_forward_bytes(shape, whole) == 12 * 8192 * 151936
-    assert memory.loss_forward_bytes(shape, fused) == (4 + 2) * 128 * 151936
+    assert memory.loss_forward_bytes(shape, whole, on_gpu=True) == 12 * 8192 * 151936
+    assert memory.loss_forward_bytes(shape, fused, on_gpu=False) == (4 + 2) * 128 * 151936
+    assert memory.loss_forward_bytes(shape, fused, on_gpu=True) == (4 + 2) * 1766 * 151936
     phases = UpdatePhases(shape, fused, 2, True).all()
     plain = UpdatePhases(shape, whole, 2, True).all()
     output = 151936 * 1536

@@ -21,6 +21,8 @@ from verl_ext.errors import UserError
 
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 """In the name of a tensor that belongs to one expert of a mixture."""
+IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+"""Hyperparameters of torch's optimizers that say how an update is computed, which the machine decides anew."""
 OptimizerState = dict[int, dict[str, SavedTensor]]
 """Saved state by position of the parameter in the optimizer, and by name."""
 
@@ -93,7 +95,8 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, che
     if dropped and added:
         names = f"with {', '.join(sorted(dropped))}, but this run's has {', '.join(sorted(added))} instead"
         raise another_optimizer(checkpoint, names)
-    groups = [{**saved, "params": own["params"]} for saved, own in zip(saved_groups, own_groups)]
+    own_parts = [{key: own[key] for key in ("params", *IMPLEMENTATION) if key in own} for own in own_groups]
+    groups = [{**saved, **own} for saved, own in zip(saved_groups, own_parts)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from verl_ext.files import GIB
 from verl_ext.plan.model_shape import ModelShape, ParameterGroup
 from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload, longest_sample
-from verl_ext.trainer.config import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
+from verl_ext.trainer.config import chunk_tokens
 from verl_ext.trainer.stages import GRPOConfig
 
 FP32 = 4
@@ -108,7 +108,7 @@ def backward_bytes(shape: ModelShape, work: RankWorkload) -> int:
 # The loss
 
 
-def loss_forward_bytes(shape: ModelShape, work: RankWorkload) -> int:
+def loss_forward_bytes(shape: ModelShape, work: RankWorkload, on_gpu: bool) -> int:
     """Logits and cross-entropy: the logits, those of loss tokens selected, in fp32, and their log-softmax.
 
     The fused loss holds a chunk's gradient in fp32, with a copy in the type of the forward pass. GRPO has logits in
@@ -116,8 +116,8 @@ def loss_forward_bytes(shape: ModelShape, work: RankWorkload) -> int:
     """
     compute, tokens = work.compute_bytes, work.loss_tokens
     if work.fused_loss:
-        chunk_tokens = min(max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS // shape.vocab), tokens)
-        return chunk_tokens * shape.vocab * (FP32 if compute == FP32 else FP32 + compute)
+        number = FP32 if compute == FP32 else FP32 + compute
+        return min(chunk_tokens(shape.vocab, on_gpu), tokens) * shape.vocab * number
     if work.is_grpo:
         return shape.vocab * tokens * 3 * FP32
     in_fp32 = 0 if compute == FP32 else FP32
@@ -180,7 +180,7 @@ class UpdatePhases:
     def all(self) -> dict[str, Parts]:
         """The parts of each phase. Phases that another one always exceeds are left out."""
         phases = {
-            "loss, forward": self._loss(loss_forward_bytes(self._shape, self._work)),
+            "loss, forward": self._loss(loss_forward_bytes(self._shape, self._work, self._is_gpu)),
             "loss, backward": self._loss(loss_backward_bytes(self._shape, self._work)),
             "output projection, backward": self._output_projection(),
             "last layer, backward": self._last_layer(),

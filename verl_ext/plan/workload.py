@@ -122,6 +122,7 @@ def workload_of(
         loss_tokens = round(logit_tokens * lengths.loss_share)
         fused_loss = config.model.fused_loss
     master, compute = weight_bytes(config, device)
+    by_flash = device.is_gpu and compute < DTYPE_BYTES["float32"]
     return RankWorkload(
         is_grpo=isinstance(config, GRPOConfig),
         samples=samples,
@@ -133,7 +134,7 @@ def workload_of(
         logit_tokens=logit_tokens,
         loss_tokens=loss_tokens,
         forward_passes=int(num_updates > 1),  # SFT has one update
-        attention=attention_of(config, is_padded=rows > 1 and not lengths.are_equal),
+        attention=attention_of(config, is_padded=rows > 1 and not lengths.are_equal, by_flash=by_flash),
         master_bytes=master,
         compute_bytes=compute,
         reduce_bytes=master if compute == master else 4,
@@ -220,15 +221,20 @@ def micro_batches(config: PlannedConfig, samples: int, mean: float) -> tuple[int
 # Switches and number types
 
 
-def attention_of(config: PlannedConfig, is_padded: bool) -> Attention:
-    """The attention kernel; `is_padded` says whether rows of unequal length share a micro-batch."""
+def attention_of(config: PlannedConfig, is_padded: bool, by_flash: bool) -> Attention:
+    """The attention kernel.
+
+    Args:
+        is_padded: whether rows of unequal length share a micro-batch.
+        by_flash: whether the device and the number type have a kernel for samples of different lengths.
+    """
     implementation = config.model.attn_implementation
     if implementation == "flash_attention_2":
         return "flash"
     if implementation == "eager":
         return "eager"
     if packs(config):
-        return "packed"
+        return "flash" if by_flash else "packed"
     return "masked" if is_padded else "causal"
 
 
@@ -239,12 +245,11 @@ def keeps_gathered(config: PlannedConfig, whole_bytes: int, device: DeviceSpec) 
 
 
 def optimizer_implementation(config: PlannedConfig, device: DeviceSpec) -> str:
-    """What `optim.override_optimizer_config` asks for; otherwise torch takes foreach on GPUs and for-loop on CPUs."""
+    """What `optim.override_optimizer_config` asks for; otherwise fused on GPUs where the class can, else for-loop."""
     arguments = config.optim.override_optimizer_config or {}
-    if arguments.get("fused"):
+    if arguments.get("fused", device.is_gpu and config.optim.runs_fused_on_gpus):
         return "fused"
-    foreach = arguments.get("foreach")
-    return "foreach" if (device.is_gpu if foreach is None else foreach) else "for-loop"
+    return "foreach" if arguments.get("foreach") else "for-loop"
 
 
 def weight_bytes(config: PlannedConfig, device: DeviceSpec) -> tuple[int, int]:

@@ -21,10 +21,17 @@ Device = Literal["auto", "cuda", "npu", "cpu"]
 Schedule = Literal["cosine", "wsd", "constant"]
 GATHERED_SHARE = 0.15
 """Of a rank's memory, the most that `keep_gathered=auto` lets whole weights and gradients take."""
-CHUNK_ELEMENTS = 1 << 24
-"""Logits that the fused loss holds at a time: 64 MiB of fp32, or 110 tokens of a vocabulary of 152,000."""
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "gpu": 1 << 28}
+"""Logits that the fused loss holds at a time: on a CPU 64 MiB of fp32, or 110 tokens of a vocabulary of 152,000."""
 MIN_CHUNK_TOKENS = 128
 """Minimum tokens per chunk of logits; matrix products of fewer rows are slow."""
+FUSED_OPTIMIZERS = ("Adam", "AdamW")
+"""Classes of torch.optim whose fused kernel for GPUs takes the DTensors of FSDP2; SGD has one that does not."""
+
+
+def chunk_tokens(vocab_size: int, on_gpu: bool) -> int:
+    """Tokens whose logits the fused loss computes at a time."""
+    return max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS["gpu" if on_gpu else "cpu"] // vocab_size)
 
 
 @dataclass(kw_only=True)
@@ -197,6 +204,13 @@ class OptimConfig:
     def class_name(self) -> str:
         """The optimizer's class with its module, as a checkpoint's manifest has it."""
         return f"{self.optimizer_impl}.{self.optimizer}"
+
+    @property
+    def runs_fused_on_gpus(self) -> bool:
+        """Whether GPUs use torch's fused kernel: where the class has one, and the configuration asks for no other."""
+        asked = self.override_optimizer_config or {}
+        has_kernel = self.optimizer_impl == "torch.optim" and self.optimizer in FUSED_OPTIMIZERS
+        return has_kernel and not {"fused", "foreach", "differentiable"} & asked.keys()
 
     def check(self) -> None:
         """Adam has two moments."""

@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from verl_ext.data.batching import MicroBatch
-from verl_ext.trainer.config import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
+from verl_ext.trainer.config import chunk_tokens
 
+LogitGradients = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Of a chunk's logits and labels: the summed loss, the logits' gradients times sums, and these sums."""
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 """Largest accepted difference from the loss of the logits, which are rounded, in nat per token."""
 
@@ -28,13 +30,15 @@ class FusedLinearCrossEntropy(nn.Linear):
     Args:
         linear: the model's own layer, whose parameters this one shares.
         by_liger: whether to use Liger's fused linear cross-entropy.
+        compiles: whether to compile what happens to a chunk's logits, which makes a third of the passes over them.
     """
 
-    def __init__(self, linear: nn.Linear, by_liger: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, by_liger: bool = False, compiles: bool = False) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self._by_liger = by_liger
+        self._logit_gradients: LogitGradients = torch.compile(_softmax_gradients) if compiles else _unscaled_gradients
         self._positions_and_labels: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @contextmanager
@@ -61,15 +65,16 @@ class FusedLinearCrossEntropy(nn.Linear):
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
             return LigerFusedLinearCrossEntropyLoss(reduction="sum")(self.weight, selected, labels, self.bias)
-        return _SummedCrossEntropy.apply(selected, self.weight, self.bias, labels, torch.is_grad_enabled())
+        needs_grad = torch.is_grad_enabled()
+        return _SummedCrossEntropy.apply(selected, self.weight, self.bias, labels, needs_grad, self._logit_gradients)
 
 
-def install_fused_loss(model: PreTrainedModel, by_liger: bool) -> FusedLinearCrossEntropy | None:
+def install_fused_loss(model: PreTrainedModel, by_liger: bool, compiles: bool) -> FusedLinearCrossEntropy | None:
     """Replace the model's output layer by a `FusedLinearCrossEntropy`; None if it is no plain linear layer."""
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear:
         return None
-    layer = FusedLinearCrossEntropy(linear, by_liger)
+    layer = FusedLinearCrossEntropy(linear, by_liger, compiles)
     model.set_output_embeddings(layer)
     return layer
 
@@ -108,6 +113,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         needs_grad: bool,
+        logit_gradients: LogitGradients,
     ) -> torch.Tensor:
         needed = [needs_grad and each for each in ctx.needs_input_grad]
         total = torch.zeros((), device=hidden.device)
@@ -116,10 +122,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
             torch.zeros(weight.shape, device=weight.device) if needed[1] else None,  # fp32, because it sums chunks
             torch.zeros(bias.shape, device=bias.device) if bias is not None and needed[2] else None,
         )
-        size = max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS // weight.shape[0])
+        size = chunk_tokens(weight.shape[0], on_gpu=weight.device.type != "cpu")
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
-            total += grads.add(hidden[part], weight, bias, labels[part], part)
+            loss, of_logits, sums = logit_gradients(F.linear(hidden[part], weight, bias), labels[part])
+            total += loss
+            if any(needed):
+                grads.add(hidden[part], weight, of_logits, sums, part)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(grads.of_hidden, grads.of_weight, grads.of_bias)
         return total
@@ -131,6 +140,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             None if of_hidden is None else of_hidden.mul_(scale),
             None if of_weight is None else of_weight.mul_(scale).to(ctx.dtypes[0]),
             None if of_bias is None else of_bias.mul_(scale).to(ctx.dtypes[1]),
+            None,
             None,
             None,
         )
@@ -145,30 +155,53 @@ class _Gradients:
     of_bias: torch.Tensor | None
 
     def add(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, part: slice
-    ) -> torch.Tensor:
-        """Return the loss of a chunk, and add its gradients.
+        self, hidden: torch.Tensor, weight: torch.Tensor, of_logits: torch.Tensor, sums: torch.Tensor, part: slice
+    ) -> None:
+        """Add those of a chunk.
 
-        With e = exp(logits - peak) and s its sum over the vocabulary, the gradient of the logits is (e - s at the
-        label) / s. Dividing the narrow factor of the products by s saves a pass over the wide e.
+        Args:
+            hidden: of the chunk (tokens, hidden).
+            weight: of the layer (vocab, hidden).
+            of_logits: gradients of the chunk's logits times `sums` (tokens, vocab).
+            sums: (tokens, 1), by which the narrow factor of each product is divided, not the wide one.
+            part: of the tokens.
         """
-        logits = F.linear(hidden, weight, bias).float()  # (tokens, vocab)
-        peak = logits.amax(-1, keepdim=True)
-        label_logits = logits.gather(1, labels[:, None]) - peak
-        wide = logits.sub_(peak).exp_()
-        sums = wide.sum(-1, keepdim=True)
-        loss = (sums.log() - label_logits).sum()
-        if self.of_hidden is None and self.of_weight is None and self.of_bias is None:
-            return loss
-        wide.scatter_add_(1, labels[:, None], -sums)
-        rounded = wide.to(weight.dtype)
+        rounded = of_logits.to(weight.dtype)
         if self.of_hidden is not None:
             self.of_hidden[part] = (rounded @ weight) / sums
         if self.of_weight is not None:
             _add_product(self.of_weight, rounded.T, (hidden / sums).to(weight.dtype))
         if self.of_bias is not None:
-            self.of_bias.add_((wide / sums).sum(0))
-        return loss
+            self.of_bias.add_((of_logits / sums).sum(0))
+
+
+def _unscaled_gradients(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Summed loss, and the logits' gradients as `_Gradients.add` takes them, in place.
+
+    With e = exp(logits - peak) and s its sum over the vocabulary, the gradient is (e - s at the label) / s.
+
+    Args:
+        logits: of a chunk (tokens, vocab), overwritten if they are fp32.
+        labels: (tokens,).
+    """
+    logits = logits.float()
+    peak = logits.amax(-1, keepdim=True)
+    label_logits = logits.gather(1, labels[:, None]) - peak
+    wide = logits.sub_(peak).exp_()
+    sums = wide.sum(-1, keepdim=True)
+    loss = (sums.log() - label_logits).sum()
+    return loss, wide.scatter_add_(1, labels[:, None], -sums), sums
+
+
+def _softmax_gradients(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `_unscaled_gradients` returns, for torch.compile: two passes over the logits, in their own type."""
+    wide = logits.float()
+    peak = wide.amax(-1, keepdim=True)
+    exps = (wide - peak).exp()
+    sums = exps.sum(-1, keepdim=True)
+    loss = (sums.log() + peak - wide.gather(1, labels[:, None])).sum()
+    is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    return loss, (exps - torch.where(is_label, sums, 0.0)).to(logits.dtype), sums
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -18,10 +20,14 @@ from verl_ext.verl_api import (
 def build_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer of `optim.optimizer` over the trainable parameters.
 
+    On GPUs it is fused where torch has such a kernel: with DTensors, torch's own default is a loop over parameters.
+
     Raises:
         UserError: the optimizer does not exist or does not take its arguments.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config.runs_fused_on_gpus and all(parameter.is_cuda for parameter in trained):
+        config = replace(config, override_optimizer_config={"fused": True, **(config.override_optimizer_config or {})})
     try:
         return build_verl_optimizer(trained, config)  # type: ignore[arg-type]  # verl's class has the same keys
     except (ImportError, AttributeError, TypeError, ValueError) as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -19,6 +21,12 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest accepted difference between packed and separate samples, in standard deviations of the logits."""
 TRIAL_LENGTHS = (7, 5, 9)
 """Tokens of the samples with which a model is tried out."""
+FLASH_TYPES, FLASH_HEAD_DIM, FLASH_CAPABILITY = (torch.bfloat16, torch.float16), 256, (8, 0)
+"""What torch's flash-attention kernel takes: number types, the largest head, and the oldest NVIDIA GPUs."""
+flash_attention: Any = varlen_attn
+"""Torch's kernel for samples of different lengths, whose parameters differ between releases."""
+GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Torch 2.11 takes fewer heads of keys than of queries without being asked."""
 
 
 class PackingUnsupportedError(ValueError):
@@ -50,7 +58,6 @@ def packed_arguments(sample_lengths: torch.Tensor, device: torch.device | str) -
     }
 
 
-@torch.compiler.disable  # the number of samples and their lengths differ from row to row
 def packed_sdpa(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -59,6 +66,8 @@ def packed_sdpa(
     attention_mask: None,
     *,
     sample_lengths: SampleLengths | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -74,6 +83,8 @@ def packed_sdpa(
         value: as `key`.
         attention_mask: None; `sample_lengths` replaces it.
         sample_lengths: of the row; None if the model's layers do not pass it on.
+        cu_seq_lens_q: borders of the samples (num_samples + 1,), for the kernel of GPUs.
+        max_length_q: tokens of the longest sample, for the same.
         sliding_window: tokens that a token attends to, itself included; None for all before it.
         softcap: of the scores; sdpa does not support it.
         s_aux: attention sinks; sdpa does not support them.
@@ -88,12 +99,42 @@ def packed_sdpa(
         raise PackingUnsupportedError("does not pass the boundaries of packed samples to its attention")
     if softcap is not None or s_aux is not None:
         raise PackingUnsupportedError("caps attention scores or has attention sinks, which sdpa does not support")
-    arguments: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+    if cu_seq_lens_q is not None and not dropout and has_flash_kernel(query):
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (tokens, heads, head_dim)
+        borders = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+        return flash_attention(*rows, *borders, scale=scaling, window_size=window, **GROUPED_HEADS).unsqueeze(0), None
+    arguments = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
+    return _sample_by_sample(query, key, value, sample_lengths, sliding_window, arguments), None
+
+
+def has_flash_kernel(query: torch.Tensor) -> bool:
+    """Whether torch has a kernel of flash-attention for these queries, which takes all samples of a row at once."""
+    head_dim = query.shape[-1]
+    fits = query.dtype in FLASH_TYPES and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM
+    return fits and query.is_cuda and _gpu_has_flash_kernel()
+
+
+@torch.compiler.assume_constant_result
+def _gpu_has_flash_kernel() -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability() >= FLASH_CAPABILITY
+
+
+@torch.compiler.disable  # the number of samples and their lengths differ from row to row
+def _sample_by_sample(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sample_lengths: SampleLengths,
+    sliding_window: int | None,
+    arguments: dict[str, Any],
+) -> torch.Tensor:
+    """Run sdpa for each sample of a row; `arguments` are those of all samples."""
     parts = [
         F.scaled_dot_product_attention(q, k, v, **_causal(q.shape[2], sliding_window, query.device), **arguments)
         for q, k, v in zip(*(tensor.split(sample_lengths.tokens, dim=2) for tensor in (query, key, value)))
     ]
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
 
 def _causal(length: int, sliding_window: int | None, device: torch.device) -> dict[str, Any]:

@@ -106,15 +106,18 @@ class SFTTrainer(PipelineTrainer):
         assert isinstance(self.train_dataset, TokenDataset)
         sync_eos_token(model, self.tokenizer, self.train_dataset.final_tokens(), self.is_main)
         self.reshard_policy = self.build_reshard_policy(model)
-        self.check_forward(model)
+        with torch.compiler.set_stance("force_eager"):  # compiled graphs for these few samples would not be used again
+            self.check_forward(model)
         return model
 
     def prepare_loss(self, model: PreTrainedModel) -> None:
         """Change the output layer and compile the blocks, which is only possible before the model is sharded."""
         config, head = self.config, None
+        compiles = isinstance(config, SFTConfig) and config.model.compile
         if config.model.fused_loss and config.sequence_parallel_size == 1:
-            head = install_fused_loss(model, by_liger=config.model.use_liger and self.device_name == "cuda")
-        if isinstance(config, SFTConfig) and config.model.compile:
+            by_liger = config.model.use_liger and self.device_name == "cuda"
+            head = install_fused_loss(model, by_liger, compiles and self.device_name == "cuda")
+        if compiles:
             compile_blocks(model)
         self.token_loss = TokenLoss(model, head, self.precision, self.device_name)
 

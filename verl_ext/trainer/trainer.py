@@ -316,7 +316,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         Returns:
             The loss, and the gradient's norm before clipping.
         """
-        norm = fsdp2_clip_grad_norm_(self.model.parameters(), max_norm=self.config.optim.clip_grad)
+        foreach = True if self.device_name == "cuda" else None  # torch's default for DTensors is a loop
+        norm = fsdp2_clip_grad_norm_(self.model.parameters(), max_norm=self.config.optim.clip_grad, foreach=foreach)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         both = torch.stack([torch.as_tensor(loss, device=norm.device).double(), norm.double()]).tolist()
         finite = all(map(math.isfinite, both))
