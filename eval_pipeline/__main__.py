@@ -30,7 +30,7 @@ def build_parser() -> CommandParser:
             f"{PROGRAM} watch checkpoints/rlvr_coding_model/sft_quickstart",
             f"{PROGRAM} run --checkpoint models/mine --recipe humaneval",
         ],
-        notes="See docs/evaluation.md.",
+        notes="See docs/guides/evaluation.md.",
         exit_codes={"0": "done", "1": "an evaluation failed", **FAILURES},
     )
     commands = add_commands(parser)

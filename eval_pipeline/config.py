@@ -126,7 +126,7 @@ class SelectionConfig:
 
     metric: str = setting(
         "exec_success_rate",
-        "Metric that the best checkpoint is selected by; docs/evaluation.md lists the metrics",
+        "Metric that the best checkpoint is selected by; docs/guides/evaluation.md lists the metrics",
         quoted=True,
     )
     mode: Literal["max", "min"] = setting("max", "max or min; a cost per solved problem needs min")
@@ -160,7 +160,7 @@ class EvalConfig:
     """The root of an evaluation's configuration."""
 
     datasets: dict[str, Any] = setting(
-        {}, "Name of the metrics: {format, path, split, subset, limit}; see docs/evaluation.md"
+        {}, "Name of the metrics: {format, path, split, subset, limit}; see docs/guides/evaluation.md"
     )
     tiers: TiersConfig = section(TiersConfig)
     tier2_every: int = setting(4, "Every this many checkpoints, one is evaluated on tier 2 as well", ge=1)

@@ -1,4 +1,4 @@
-"""`python -m verl_ext.docgen`: prints `docs/recipes.md` from the configuration's dataclasses."""
+"""`python -m verl_ext.docgen`: prints `docs/reference/configuration.md` from the configuration's dataclasses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ These keys exist because verl or another stage has them. The stages named refuse
 """
 EVALUATION = """## Recipes of an evaluation
 
-`recipes/eval/NAME.yaml`, read by `python -m eval_pipeline`; [evaluation.md](evaluation.md) shows how they are used.
+`python -m eval_pipeline` reads `recipes/eval/NAME.yaml`; see [evaluation](../guides/evaluation.md).
 """
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser = CommandParser(
         prog="python -m verl_ext.docgen",
         description="Print the reference page of all recipe keys as Markdown.",
-        examples=["python -m verl_ext.docgen > docs/recipes.md"],
+        examples=["python -m verl_ext.docgen > docs/reference/configuration.md"],
     )
     parser.parse_args()
     print_line(render_recipes().removesuffix("\n"))

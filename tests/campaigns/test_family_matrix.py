@@ -1,4 +1,4 @@
-"""Campaign: each cell of docs/models.md, by the commands that a user types, with a tiny model of the family.
+"""Campaign: each cell of docs/reference/models.md, by the commands that a user types, with a tiny model of the family.
 
 `test_families.py` compares losses and gradients of packed and padded samples.
 """

@@ -1,4 +1,4 @@
-"""Campaign: SmolLM2 from its package answers, ends its turns, and learns from the rewards of docs/grpo.md."""
+"""Campaign: SmolLM2 from its package answers, ends its turns, and learns from the rewards of docs/guides/grpo.md."""
 
 from __future__ import annotations
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from tests.helpers import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 """The documentation's pages."""
 STEPS = re.compile(r"^step \d+/\d+ \| loss .*$", re.MULTILINE)
 """Lines on training steps, as a run prints them."""
 
 
 class GRPOExample:
-    """What a reader copies from the beginning of docs/grpo.md: files, and the two commands."""
+    """What a reader copies from the beginning of docs/guides/grpo.md: files, and the two commands."""
 
     def __init__(self) -> None:
-        page = (ROOT / "docs/grpo.md").read_text()
+        page = (ROOT / "docs/guides/grpo.md").read_text()
         section = page.partition("\n## Your own prompts")[2].partition("\n## ")[0]
         self.files = dict(re.findall(r"`(\w+\.\w+)` [a-z]+ [^`]*\n\n```\w+\n(.*?)```", section, re.DOTALL))
         blocks = re.findall(r"^```(\w*)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)

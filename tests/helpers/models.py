@@ -81,7 +81,7 @@ PADDING_FAMILIES: dict[str, tuple[str, dict]] = {
 
 @dataclass(frozen=True)
 class Support:
-    """What can be done with the models of a family that people fine-tune today; docs/models.md has it as a table.
+    """What can be done with the models of a family that people fine-tune today; docs/reference/models.md has it as a table.
 
     Attributes:
         models: of the family.

@@ -1,4 +1,4 @@
-"""The example at the beginning of docs/grpo.md: its files and its command as they stand there."""
+"""The example at the beginning of docs/guides/grpo.md: its files and its command as they stand there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md: its walks lead through files and functions that exist, and are as short as it says."""
+"""docs/design/architecture.md: its walks lead through files and functions that exist, and are as short as it says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-PAGE = (ROOT / "docs/architecture.md").read_text().partition("## Walks\n")[2].partition("\n## ")[0]
+PAGE = (ROOT / "docs/design/architecture.md").read_text().partition("## Walks\n")[2].partition("\n## ")[0]
 WALKS = {title: body for title, body in re.findall(r"^### (.+?)\n(.+?)(?=^### |\Z)", PAGE, re.MULTILINE | re.DOTALL)}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 MOST_FILES = {

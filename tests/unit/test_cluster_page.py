@@ -1,4 +1,4 @@
-"""The job scripts and manifests of docs/cluster.md: what they say is what the code says."""
+"""The job scripts and manifests of docs/guides/cluster.md: what they say is what the code says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_ext.errors import STOPPED_EXIT_CODE, UNHEALTHY_EXIT_CODE, USER_ERROR_E
 from verl_ext.launch.__main__ import parse_arguments
 from verl_ext.trainer.stages import load_config
 
-PAGE = (ROOT / "docs/cluster.md").read_text()
+PAGE = (ROOT / "docs/guides/cluster.md").read_text()
 SCRIPTS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 JOB, JOB_SET = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
 SOMEBODY_SHOULD_LOOK = [USER_ERROR_EXIT_CODE, UNHEALTHY_EXIT_CODE]

@@ -18,7 +18,7 @@ RECIPES |= {"grpo": ("grpo", "quickstart"), "budget": ("grpo", "budget_controlle
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert (ROOT / "docs/recipes.md").read_text() == render_recipes(), "run `python -m verl_ext.docgen`"
+    assert (ROOT / "docs/reference/configuration.md").read_text() == render_recipes(), "run `python -m verl_ext.docgen`"
 
 
 @pytest.mark.parametrize("stage", STAGES)

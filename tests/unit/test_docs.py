@@ -15,16 +15,16 @@ from verl_ext.metrics.registry import render_metrics_page
 
 
 def test_the_metrics_reference_is_up_to_date() -> None:
-    assert (ROOT / "docs/metrics.md").read_text().strip() == render_metrics_page().strip()
+    assert (ROOT / "docs/reference/metrics.md").read_text().strip() == render_metrics_page().strip()
 
 
 def test_the_recipes_reference_is_up_to_date() -> None:
-    assert (ROOT / "docs/recipes.md").read_text().strip() == render_recipes().strip()
+    assert (ROOT / "docs/reference/configuration.md").read_text().strip() == render_recipes().strip()
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
 def test_the_table_of_libraries_has_the_pinned_releases(name: str) -> None:
-    section = (ROOT / "docs/architecture.md").read_text().partition("\n## Libraries\n")[2].partition("\n## ")[0]
+    section = (ROOT / "docs/design/architecture.md").read_text().partition("\n## Libraries\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([\w, -]+) \| ([\d.]+) \|", section, re.MULTILINE)
     documented = {library: release for libraries, release in rows for library in libraries.split(", ")}
     lines = (ROOT / f"requirements/{name}.in").read_text().splitlines()
@@ -35,7 +35,7 @@ def test_the_table_of_libraries_has_the_pinned_releases(name: str) -> None:
 
 
 def test_the_table_of_models_is_that_of_the_campaign() -> None:
-    lines = [line for line in (ROOT / "docs/models.md").read_text().splitlines() if line.startswith("| ")]
+    lines = [line for line in (ROOT / "docs/reference/models.md").read_text().splitlines() if line.startswith("| ")]
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: len(SUPPORT) + 2]]
     assert header == ["family", *CELLS]
     expected = [[support.models, *(support.reasons.get(cell, "") for cell in CELLS)] for support in SUPPORT]

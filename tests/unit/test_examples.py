@@ -1,4 +1,4 @@
-"""Each example of docs/extending.md goes through the product's own entry."""
+"""Each example of docs/guides/extending.md goes through the product's own entry."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_problem_format_is_loaded_and_judged(tmp_path: Path) -> None:
 
 
 def test_the_page_lists_the_members_of_a_record() -> None:
-    page = (ROOT / "docs/extending.md").read_text()
+    page = (ROOT / "docs/guides/extending.md").read_text()
     _, _, table = page.partition("| member of `Record` |")
     listed = re.findall(r"^\| `(\w+)[`(]", table.partition("\n\n")[0], re.MULTILINE)
     members = {*Record.__dataclass_fields__, *(name for name in vars(Record) if not name.startswith("_"))}

@@ -1,4 +1,4 @@
-"""Imports of the product go one way, as docs/architecture.md says; tests share code through `tests/helpers` only."""
+"""Imports of the product go one way, as docs/design/architecture.md says; tests share code through `tests/helpers` only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-PAGE = (ROOT / "docs/architecture.md").read_text()
+PAGE = (ROOT / "docs/design/architecture.md").read_text()
 ROW = re.compile(r"^\| `([\w.]+)` \| (.+) \| (.*) \|$", re.MULTILINE)
 ROWS = {folder: (purpose, imports) for folder, purpose, imports in ROW.findall(PAGE.partition("## Folders\n")[2])}
 COMMAND_FOLDERS = {"data.prepare"}

@@ -1,4 +1,4 @@
-"""Adapters that a run goes on with, as docs/sft.md promises of `model.lora_adapter_path`."""
+"""Adapters that a run goes on with, as docs/guides/sft.md promises of `model.lora_adapter_path`."""
 
 from __future__ import annotations
 

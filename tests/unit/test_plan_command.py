@@ -85,7 +85,7 @@ def test_the_memory_of_the_7b_grpo_recipe() -> None:
     rollout = plan.memory.phases["rollout"]
     assert rollout["engine weights"] == 2 * SHAPE_7B.numel
     assert rollout["engine weights"] + rollout["KV cache"] == 0.5 * H100.memory_bytes
-    assert plan.memory.peak_bytes / GIB == pytest.approx(48.9, abs=0.3)  # docs/grpo.md has this by hand
+    assert plan.memory.peak_bytes / GIB == pytest.approx(48.9, abs=0.3)  # docs/guides/grpo.md has this by hand
     assert set(plan.time.parts) == {"generation", "weights to the engine", "compute", "communication", "optimizer"}
 
 
@@ -278,7 +278,7 @@ def test_a_model_of_another_kind_has_no_plan(tmp_path: Path, capsys: pytest.Capt
     assert left.value.code == 2 and "config.json is not a JSON object" in capsys.readouterr().err
 
 
-PAGE = (ROOT / "docs/plan.md").read_text()
+PAGE = (ROOT / "docs/guides/planning.md").read_text()
 TABLES = re.findall(r"```bash\n\.venv/bin/python -m verl_ext\.plan ([^`]*)\n```\n\n((?:\|.*\n)+)", PAGE)
 
 

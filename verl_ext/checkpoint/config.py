@@ -42,7 +42,7 @@ class CheckpointConfig:
     async_save: bool = setting(False, "Write in the background; training waits only for the copy to CPU memory")
     export: ExportConfig = section(ExportConfig)
     keep_best: int = setting(1, "Checkpoints to keep for the best `best_metric`, in addition to the newest", ge=0)
-    best_metric: str = setting("val/loss", "A train/, val/ or eval/ metric of the checkpoint's step (docs/metrics.md)")
+    best_metric: str = setting("val/loss", "A train/, val/ or eval/ metric of the checkpoint's step")
     best_mode: Literal["min", "max"] = setting("min", "Whether lower or higher is better")
     drop_optimizer_of_best: bool = setting(False, "Delete the optimizer shards of a checkpoint kept only as best")
     verify: bool = setting(True, "Compare the digests of all files before a resume loads them")

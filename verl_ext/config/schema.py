@@ -2,7 +2,7 @@
 
 A component's dataclass is next to the code that reads it, and a stage's root is composed of components
 (`verl_ext.trainer.stages`). Everything else follows from the fields: errors, suggestions, `--print-config` and
-`docs/recipes.md`. This module imports no component.
+`docs/reference/configuration.md`. This module imports no component.
 """
 
 from __future__ import annotations

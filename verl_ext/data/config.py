@@ -54,7 +54,7 @@ class TextDataConfig(DataConfig):
     """`data` of the stages that train on text."""
 
     train_files: str | list[str] = setting(
-        "~/data/gsm8k/train.parquet", "Training data: a parquet, JSON or CSV file (docs/data.md), or a list of them"
+        "~/data/gsm8k/train.parquet", "Training data: a parquet, JSON or CSV file, or a list of them"
     )
     val_files: str | list[str] | None = setting(
         "~/data/gsm8k/test.parquet", "Validation data, like train_files; null for none"

@@ -58,7 +58,7 @@ LOSSES_OF_COVARIANCES = ("clip_cov", "kl_cov")
 class TokenLossConfig:
     """`actor.policy_loss`: a loss of verl's registry and its settings."""
 
-    loss_mode: LossMode = setting("vanilla", "Policy loss, by its name in verl; docs/grpo.md compares them")
+    loss_mode: LossMode = setting("vanilla", "Policy loss, by its name in verl; docs/guides/grpo.md compares them")
     clip_cov_ratio: float = setting(0.0002, "Share of the tokens that clip_cov excludes", gt=0, le=1)
     clip_cov_lb: float = setting(1.0, "Least covariance of the tokens that clip_cov excludes")
     clip_cov_ub: float = setting(5.0, "Greatest covariance of the tokens that clip_cov excludes")
@@ -168,7 +168,7 @@ class RewardConfig:
     """`reward`: the reward functions and the judge."""
 
     functions: list[str] = setting(
-        ["reward_correct"], "NAME, path.py:function or package.module:function, each with *WEIGHT or not (docs/grpo.md)"
+        ["reward_correct"], "NAME, path.py:function or package.module:function, each with *WEIGHT or not"
     )
     time_limit_s: float = setting(
         10.0, "Seconds per call of a function of your own, whose process is then killed", ge=1e-3

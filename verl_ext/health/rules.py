@@ -237,7 +237,7 @@ def _rules_of(plugin: Plugin, quiet: bool) -> list[Rule]:
     deprecated.provide_modules()
     found = plugin.load()
     if not isinstance(found, list | tuple) or not found or not all(isinstance(each, Rule) for each in found):
-        raise UserError(f"{plugin.key}: {plugin} is not a list of rules; see docs/extending.md")
+        raise UserError(f"{plugin.key}: {plugin} is not a list of rules; see docs/guides/extending.md")
     for each in found:
         if not each.stages or not each.stages <= STAGES:
             raise UserError(
@@ -245,5 +245,5 @@ def _rules_of(plugin: Plugin, quiet: bool) -> list[Rule]:
                 f"take some of {', '.join(sorted(STAGES))}"
             )
     if not quiet and any(isinstance(each, deprecated.DecoratedRule) for each in found):
-        warn(f"{plugin.key}: {plugin} uses @rule, which the next release removes; see docs/extending.md")
+        warn(f"{plugin.key}: {plugin} uses @rule, which the next release removes; see docs/guides/extending.md")
     return list(found)

@@ -1,4 +1,4 @@
-"""`python -m verl_ext.metrics.reference` prints `docs/metrics.md`."""
+"""`python -m verl_ext.metrics.reference` prints `docs/reference/metrics.md`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main() -> None:
     parser = CommandParser(
         prog="python -m verl_ext.metrics.reference",
         description="Print the reference page of all metrics as Markdown.",
-        examples=["python -m verl_ext.metrics.reference > docs/metrics.md"],
+        examples=["python -m verl_ext.metrics.reference > docs/reference/metrics.md"],
     )
     parser.parse_args()
     print_line(render_metrics_page().removesuffix("\n"))

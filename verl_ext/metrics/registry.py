@@ -1,6 +1,6 @@
 """Every metric by name: unit, meaning, and how the values of the ranks are combined.
 
-`METRICS` is the single source of metric names; `docs/metrics.md` is generated from it.
+`METRICS` is the single source of metric names; `docs/reference/metrics.md` is generated from it.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
     "Checkpoint evaluation": EVALUATION,
     "Budget controller evaluation": ADAPTIVE,
 }
-"""By heading of `docs/metrics.md`."""
+"""By heading of `docs/reference/metrics.md`."""
 
 METRICS: dict[str, Metric] = {name: metric for section in SECTIONS.values() for name, metric in section.items()}
 
@@ -316,7 +316,7 @@ def lookup_metric(name: str) -> Metric:
     pattern = _pattern(name)
     if pattern not in METRICS:
         near = difflib.get_close_matches(pattern, METRICS, n=3)
-        hint = f"similar names are {', '.join(near)}" if near else "docs/metrics.md lists all metrics"
+        hint = f"similar names are {', '.join(near)}" if near else "docs/reference/metrics.md lists all metrics"
         raise UserError(f"no metric is named '{name}'; {hint}")
     return METRICS[pattern]
 
@@ -346,7 +346,7 @@ steps and validations, in the stage budget one row per epoch.
 
 
 def render_metrics_page() -> str:
-    """The text of `docs/metrics.md`: one Markdown table per section."""
+    """The text of `docs/reference/metrics.md`: one Markdown table per section."""
     parts, header = [_INTRODUCTION], ("metric", "unit", "meaning", "over ranks")
     for title, metrics in SECTIONS.items():
         rows = ((f"`{name}`", each.unit, each.meaning, each.reduction) for name, each in metrics.items())

@@ -82,7 +82,7 @@ _CPU = Hardware(  # a core of an Intel Xeon with AVX-512 at 2.3 GHz: 64 fp32 ope
 HARDWARE = {each.name: each for each in (_H100, _H200, _A100, _CPU)}
 """By name. The compute shares: 33 to 39 % of the model's own operations on H100 (torchtitan, benchmarks/
 llama3_h100_202412_torchtitan.md; recomputed operations are not counted there, but are here) and 57 % on A100
-(torchtitan, docs/performance.md, with torch.compile)."""
+(torchtitan, docs/reference/benchmarks.md, with torch.compile)."""
 
 
 @dataclass(frozen=True)
