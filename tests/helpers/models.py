@@ -81,7 +81,7 @@ PADDING_FAMILIES: dict[str, tuple[str, dict]] = {
 
 @dataclass(frozen=True)
 class Support:
-    """What can be done with the models of a family that people fine-tune today; docs/reference/models.md has it as a table.
+    """What can be done with the models of a family that people fine-tune today; a page of the reference has the table.
 
     Attributes:
         models: of the family.

@@ -180,7 +180,8 @@ def test_stopping_needs_the_rules() -> None:
 
 
 def test_the_page_lists_every_rule() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \| ([\w, ]+) \|$", (ROOT / "docs/guides/health.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs/guides/health.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| ([\w, ]+) \|$", page, re.MULTILINE)
     shown = {name: (description, stages) for name, description, stages in rows}
     for rule in RULES:
         stages = "all" if rule.stages == STAGES else ", ".join(each for each in ORDER if each in rule.stages)

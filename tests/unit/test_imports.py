@@ -1,4 +1,4 @@
-"""Imports of the product go one way, as docs/design/architecture.md says; tests share code through `tests/helpers` only."""
+"""Imports of the product go one way, as the architecture page says; tests share code through `tests/helpers` only."""
 
 from __future__ import annotations
 
