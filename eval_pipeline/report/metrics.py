@@ -60,8 +60,8 @@ def summarize(judged: Sequence[JudgedAnswer], elapsed_s: float) -> dict[str, flo
         elapsed_s: wall-clock seconds of generating and judging, without loading the model.
 
     Returns:
-        Metrics by name, in the order of `metrics.json`; the evaluation guide defines them. Pass ratios are averaged over a
-        problem's answers first. Costs are None without a correct answer, and `throughput` if no time has elapsed.
+        Metrics by name, in order of `metrics.json`; the evaluation guide defines them. Pass ratios are averaged over
+        a problem's answers first. Costs are None without a correct answer, and `throughput` if no time has elapsed.
         `num_samples` and `pass_at_<k>` are there with several answers per problem.
 
     Raises:
