@@ -124,7 +124,7 @@ def render_health_rules() -> str:
     from verl_ext.health.rules import RULES
     from verl_ext.trainer.stages import STAGES
 
-    stages = {rule.name: names_of([stage for stage in STAGES if stage in rule.stages], STAGES) for rule in RULES}
+    stages = {rule.name: named([stage for stage in STAGES if stage in rule.stages], list(STAGES)) for rule in RULES}
     cells = ((f"`{each.name}`", each.description, sentence(each.advice), stages[each.name]) for each in RULES)
     table = markdown_table(("rule", "complains when", "what to do", "stages"), cells)
     return "\n".join([RULES_INTRODUCTION, f"{table}\n", RULES_NOTES])
