@@ -85,7 +85,7 @@ def test_the_memory_of_the_7b_grpo_recipe() -> None:
     rollout = plan.memory.phases["rollout"]
     assert rollout["engine weights"] == 2 * SHAPE_7B.numel
     assert rollout["engine weights"] + rollout["KV cache"] == 0.5 * H100.memory_bytes
-    assert plan.memory.peak_bytes / GIB == pytest.approx(48.9, abs=0.3)  # docs/guides/grpo.md has this by hand
+    assert plan.memory.peak_bytes / GIB == pytest.approx(48.9, abs=0.3)  # computed by hand
     assert set(plan.time.parts) == {"generation", "weights to the engine", "compute", "communication", "optimizer"}
 
 
