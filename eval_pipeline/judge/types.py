@@ -164,14 +164,14 @@ _TEST_SHARE = 0.8
 class ResourceLimits:
     """`judge.limits`: what one run of an answer (one test) may use."""
 
-    cpu_s: float = setting(30.0, "Processor seconds of one test; past it the run is a timeout at once", gt=0)
+    cpu_s: float = setting(30.0, "CPU seconds of one test; exceeding them is a timeout at once", gt=0)
     wall_s: float = setting(
-        30.0, "Seconds of one test; a run stopped by it with processor time left is run once more, alone", gt=0
+        30.0, "Wall-clock seconds of one test; a test stopped with CPU time left runs once more, alone", gt=0
     )
-    memory_mb: int = setting(1024, "Memory of the answer's processes together, and address space of each", ge=1)
-    num_processes: int = setting(64, "Processes and threads that an answer may have at a time", ge=1)
+    memory_mb: int = setting(1024, "Total memory of the answer's processes, and address space of each", ge=1)
+    num_processes: int = setting(64, "Concurrent processes and threads of an answer", ge=1)
     file_mb: int = setting(16, "Size of any file and of the temporary directory", ge=1)
-    output_mb: float = setting(4.0, "Standard output and error, each; the rest is cut off", gt=0)
+    output_mb: float = setting(4.0, "Standard output and standard error, each; the rest is discarded", gt=0)
 
     @property
     def test_cpu_s(self) -> float:
@@ -188,12 +188,12 @@ class JudgeConfig:
     """`judge`: the sandbox that answers run in."""
 
     isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting(
-        "auto", "auto takes bwrap, else sandlock; rlimits, which contains little, must be asked for by name"
+        "auto", "auto uses bwrap, else sandlock; rlimits isolates little and must be set explicitly"
     )
-    num_workers: int | None = setting(None, "Concurrent programs; null takes one per processor", ge=1)
+    num_workers: int | None = setting(None, "Concurrent programs; null uses one per CPU core", ge=1)
     packages: list[str] = setting(
         ["numpy"],
-        "Installed packages that answers and tests may import in addition to the standard library",
+        "Installed packages that answers and tests may import besides the standard library",
         quoted=True,
     )
     limits: ResourceLimits = section(ResourceLimits)
