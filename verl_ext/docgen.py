@@ -45,7 +45,7 @@ UNUSED = """## Keys without effect
 
 verl or another stage has these keys. The stages in parentheses accept only the value shown.
 """
-EVALUATION = """## Recipes of an evaluation
+EVALUATION = """## Evaluation recipes
 
 `bash eval_pipeline/run.sh` reads these keys from `recipes/eval/NAME.yaml`, as the
 [evaluation guide](../guides/evaluation.md) describes. Text that looks like a number must be in quotes.

@@ -18,9 +18,9 @@ class FunctionTests:
     """Python tests that call what the answer defines (HumanEval, MBPP, the quickstart)."""
 
     entry_point: str
-    """Name of the function or class that the tests call."""
+    """Name of the function or class under test."""
     tests: tuple[str, ...]
-    """Python sources, at least one; each is a separate test and runs with a fresh copy of the answer."""
+    """Python sources, at least one. Each is a separate test that runs with a fresh copy of the answer."""
     preamble: str = ""
     """Imports and helpers of the problem; they run before the answer and before each test."""
     code_prompt: str = ""
@@ -33,7 +33,7 @@ class ProgramCase:
 
     stdin: str
     expected: str
-    """What it must print."""
+    """The expected output."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ProgramTests:
     cases: tuple[ProgramCase, ...]
     """At least one."""
     tolerance: float | None = None
-    """Largest absolute or relative difference between two numbers; None requires equal text."""
+    """Maximum absolute or relative difference between numbers; None compares text."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Submission:
 
     @property
     def num_tests(self) -> int:
-        """How many tests the answer can pass."""
+        """Number of tests."""
         if isinstance(self.tests, FunctionTests):
             return len(self.tests.tests)
         return len(self.tests.cases) if isinstance(self.tests, ProgramTests) else 1
@@ -106,19 +106,19 @@ ERROR_TYPES: tuple[ErrorType, ...] = get_args(ErrorType)
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgment on one answer."""
+    """The result of judging one answer."""
 
     error_type: ErrorType
     num_passed: int
     num_tests: int
     message: str = ""
-    """What went wrong in the first test that ended as `error_type` says, for people to read."""
+    """What went wrong in the first test with this `error_type`."""
     judge_time: float = 0.0
-    """Wall-clock seconds that running the answer took."""
+    """Wall-clock seconds of running the answer."""
 
     @property
     def pass_ratio(self) -> float:
-        """Passed tests over all tests, 0 to 1; 0 if there are no tests."""
+        """Fraction of tests passed; 0 without tests."""
         return self.num_passed / self.num_tests if self.num_tests else 0.0
 
 
@@ -130,9 +130,9 @@ class RunReport:
     """One run of a program, as seen from outside its process."""
 
     end: RunEnd
-    """"exited": it ended by itself; "ended": its test was over; otherwise the limit that it hit."""
+    """"exited": the program exited; "ended": its test was over; otherwise the limit that it exceeded."""
     exit_code: int
-    """Negative if a signal killed it."""
+    """Exit code; negative if a signal killed the program."""
     cpu_s: float
     wall_s: float
     stdout: bytes = b""
@@ -140,7 +140,7 @@ class RunReport:
     stderr: str = ""
     """The end of standard error, at most 2,000 characters."""
     syntax_error: str | None = None
-    """Why the program did not compile, and so did not run."""
+    """Compile error because of which the program did not run."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ _TEST_SHARE = 0.8
 
 @dataclass(kw_only=True)
 class ResourceLimits:
-    """`judge.limits`: what one run of an answer (one test) may use."""
+    """`judge.limits`: resource limits of one test."""
 
     cpu_s: float = setting(30.0, "CPU seconds of one test; exceeding them is a timeout at once", gt=0)
     wall_s: float = setting(

@@ -1,4 +1,4 @@
-"""The configuration of the data, one class for each kind. Key names are verl's where verl has the key."""
+"""Configuration of the data, one class per kind. Keys that verl has keep verl's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RAW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 
 @dataclass(kw_only=True)
 class MultiturnConfig:
-    """`data.multiturn`: chats, in place of a column of prompts and one of answers."""
+    """`data.multiturn`: chats instead of prompt and response columns."""
 
     enable: bool = setting(False, "Read chats instead of prompt and response columns")
     messages_key: str = setting("messages", "Chat column: a list of messages with role and content")
@@ -27,7 +27,7 @@ class MultiturnConfig:
 
 @dataclass(kw_only=True)
 class CustomClassConfig:
-    """`data.custom_cls`: the user's data set class."""
+    """`data.custom_cls`: a custom dataset class."""
 
     path: str | None = setting(None, "Python file with a custom dataset class", path=True)
     name: str | None = setting(None, "Name of the custom dataset class")

@@ -157,7 +157,7 @@ class SFTConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class VLMSFTConfig(RunConfig):
-    """Supervised fine-tuning of a vision-language model that learns to do without parts of itself."""
+    """Supervised fine-tuning of a vision-language model in which parts are skipped at random."""
 
     stage: str = setting("vlm_sft", "The stage; set it in the recipe")
     data: ImageChatDataConfig = section(ImageChatDataConfig)
@@ -393,7 +393,7 @@ def load_config(command: str, words: Iterable[str]) -> RunConfig:
     """Resolve `recipe=NAME key=value ...` to one configuration.
 
     Args:
-        command: sft or grpo; the recipe says which of its stages it is of.
+        command: `sft` or `grpo`; the recipe selects one of its stages.
         words: Hydra overrides (`key=value`, `+key=value`, `~key`); `recipe=` names a recipe or a YAML file.
 
     Raises:
