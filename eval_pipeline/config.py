@@ -33,9 +33,9 @@ _SOURCE_KEYS = ("format", "path", "split", "subset", "limit")
 class TiersConfig:
     """`tiers`: which checkpoints are evaluated on which datasets."""
 
-    tier1: list[str] = setting([], "Data sets for every checkpoint", quoted=True)
-    tier2: list[str] = setting([], "Data sets for every `tier2_every`-th checkpoint", quoted=True)
-    tier3: list[str] = setting([], "Data sets for the best checkpoint, after the run has finished", quoted=True)
+    tier1: list[str] = setting([], "Datasets for every checkpoint", quoted=True)
+    tier2: list[str] = setting([], "Datasets for every `tier2_every`-th checkpoint", quoted=True)
+    tier3: list[str] = setting([], "Datasets for the best checkpoint, after the run has finished", quoted=True)
 
     def of(self, tier: int) -> list[str]:
         """The datasets of a tier: 1, 2 or 3."""
@@ -52,10 +52,10 @@ class SamplingConfig:
     """`sampling`: how answers are sampled. The defaults are the protocol EVAL@1."""
 
     temperature: float = setting(0.0, "Sampling temperature; 0 is greedy", ge=0)
-    top_p: float = setting(1.0, "Probability mass of nucleus sampling", gt=0, le=1)
-    max_tokens: int = setting(2048, "Maximum number of new tokens per answer", ge=1)
+    top_p: float = setting(1.0, "Nucleus sampling threshold", gt=0, le=1)
+    max_tokens: int = setting(2048, "Maximum new tokens per answer", ge=1)
     num_samples: int = setting(1, "Answers per problem; above 1, pass@k is reported", ge=1)
-    seed: int = setting(0, "Sampling seed; the seed of each answer is derived from it")
+    seed: int = setting(0, "Seed from which the seed of each answer is derived")
 
     def check(self) -> None:
         """Refuse several answers that would all be equal."""
@@ -72,25 +72,27 @@ class EngineConfig:
     kind: Literal["vllm", "openai"] = setting(
         "vllm", "vllm: vLLM in a child process; openai: a running server at base_url"
     )
-    max_model_len: int = setting(6144, "Maximum tokens of prompt and answer together, at most the model's own", ge=1)
+    max_model_len: int = setting(
+        6144, "Maximum tokens of prompt and answer together, at most the model's own limit", ge=1
+    )
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = setting(
         "auto",
-        "auto: bfloat16 on a GPU, and on a CPU with units for it unless the weights are float32; else float32",
+        "auto: bfloat16 on GPUs, and on CPUs that support it unless the weights are float32; else float32",
     )
-    gpu_memory_utilization: float = setting(0.9, "Share of a GPU's memory that vLLM takes", gt=0, le=1)
-    tensor_parallel_size: int = setting(1, "GPUs that share one model", ge=1)
-    vllm: dict[str, Any] = setting({}, "Further arguments of vllm.LLM")
+    gpu_memory_utilization: float = setting(0.9, "Fraction of GPU memory for vLLM", gt=0, le=1)
+    tensor_parallel_size: int = setting(1, "GPUs per model", ge=1)
+    vllm: dict[str, Any] = setting({}, "Additional arguments of vllm.LLM")
     base_url: str | None = setting(
-        None, "openai: URL of the server, such as http://localhost:8000/v1", quoted=True, hidden=True
+        None, "openai: server URL, such as http://localhost:8000/v1", quoted=True, hidden=True
     )
-    model: str | None = setting(None, "openai: name of the model; null takes the server's only model", quoted=True)
+    model: str | None = setting(None, "openai: model name; null uses the server's only model", quoted=True)
     api_key_env: str = setting(
-        "OPENAI_API_KEY", "openai: the environment variable that holds the key", quoted=True, hidden=True
+        "OPENAI_API_KEY", "openai: environment variable that holds the API key", quoted=True, hidden=True
     )
     concurrency: int = setting(32, "openai: concurrent requests", ge=1)
     timeout_s: float = setting(
         600.0,
-        "openai: seconds for one answer, with retries; vllm: seconds without a step after which it counts as hung",
+        "openai: seconds per answer, including retries; vllm: seconds without a step before it counts as hung",
         gt=0,
     )
 
@@ -126,12 +128,14 @@ class SelectionConfig:
 
     metric: str = setting(
         "exec_success_rate",
-        "Metric that the best checkpoint is selected by; docs/guides/evaluation.md lists the metrics",
+        "Metric that selects the best checkpoint; docs/guides/evaluation.md lists the metrics",
         quoted=True,
     )
-    mode: Literal["max", "min"] = setting("max", "max or min; a cost per solved problem needs min")
+    mode: Literal["max", "min"] = setting(
+        "max", "Whether higher or lower is better; a cost per solved problem requires min"
+    )
     dataset: str | None = setting(
-        None, "One data set; null takes the mean over tier 1, weighted by number of problems", quoted=True
+        None, "Dataset of that metric; null uses the mean over tier 1, weighted by number of problems", quoted=True
     )
 
     def check(self) -> None:
@@ -144,13 +148,13 @@ class SelectionConfig:
 class ExecutorConfig:
     """`executor`: where the workers run."""
 
-    kind: Literal["local", "ray"] = setting("local", "local: processes of this machine; ray: a Ray cluster")
+    kind: Literal["local", "ray"] = setting("local", "local: processes on this machine; ray: a Ray cluster")
     num_workers: int | None = setting(
-        None, "Number of workers; null takes one per tensor_parallel_size GPUs, or one on a CPU", ge=1
+        None, "Number of workers; null uses one per tensor_parallel_size GPUs, or one on a CPU", ge=1
     )
     address: str | None = setting(
         None,
-        "ray: address of the cluster; null takes RAY_ADDRESS, or a cluster that runs on this machine",
+        "ray: cluster address; null uses RAY_ADDRESS or a cluster running on this machine",
         quoted=True,
     )
 
@@ -160,24 +164,24 @@ class EvalConfig:
     """The root of an evaluation's configuration."""
 
     datasets: dict[str, Any] = setting(
-        {}, "Name of the metrics: {format, path, split, subset, limit}; see docs/guides/evaluation.md"
+        {}, "NAME: {format, path, split, subset, limit}; NAME appears in metrics; see docs/guides/evaluation.md"
     )
     tiers: TiersConfig = section(TiersConfig)
-    tier2_every: int = setting(4, "Every this many checkpoints, one is evaluated on tier 2 as well", ge=1)
+    tier2_every: int = setting(4, "Evaluate every N-th checkpoint on tier 2 as well", ge=1)
     sampling: SamplingConfig = section(SamplingConfig)
     batch_size: int = setting(
         256,
-        "Answers requested from the engine at once; fixed batches make greedy answers reproducible bit for bit",
+        "Answers requested from the engine at once; fixed batches make greedy answers bitwise reproducible",
         ge=1,
     )
     engine: EngineConfig = section(EngineConfig)
     judge: JudgeConfig = section(JudgeConfig)
     selection: SelectionConfig = section(SelectionConfig)
     executor: ExecutorConfig = section(ExecutorConfig)
-    max_attempts: int = setting(3, "A job that failed this often stays failed until `retry`", ge=1)
+    max_attempts: int = setting(3, "Failures after which a job stays failed until `retry`", ge=1)
     backoff_s: float = setting(30.0, "Seconds before the second attempt, doubled for each further one", ge=0)
     poll_s: float = setting(10.0, "Seconds between scans for new checkpoints", gt=0)
-    qa_per_error_type: int = setting(10, "Answers of each error type in qa_logs and in the W&B table", ge=1)
+    qa_per_error_type: int = setting(10, "Answers per error type in qa_logs and in the W&B table", ge=1)
     wandb: bool = setting(True, "Log to the training run's W&B project")
 
     @property

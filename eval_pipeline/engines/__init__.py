@@ -29,15 +29,15 @@ class GeneratedAnswer:
 
     text: str
     num_tokens: int
-    """New tokens, including the end of the turn."""
+    """New tokens, including the end-of-turn token."""
     truncated: bool
-    """Cut off at the token limit or at the model's context length."""
+    """Truncated at the token limit or at the model's context length."""
     error: str | None = None
     """Why there is no answer; None if there is one."""
 
     @staticmethod
     def failed(reason: str) -> GeneratedAnswer:
-        """No answer, because of the prompt."""
+        """An answer with an error, caused by the prompt."""
         return GeneratedAnswer("", 0, False, error=reason)
 
 
@@ -76,14 +76,14 @@ class ServedModel:
 
 
 class EngineDied(Exception):
-    """The engine's process ended or hangs, or the server does not answer; a retry may succeed. The message says why."""
+    """The engine's process ended or hangs, or the server does not respond. A retry may succeed."""
 
 
 class Engine(ABC):
-    """Generates answers. Entering the context starts the engine; leaving it ends every process that it started.
+    """Generates answers. Entering the context starts the engine; leaving it stops all of its processes.
 
     Attributes:
-        protocol: what results depend on besides the sampling, for `metrics.json`; set once the engine has started.
+        protocol: settings besides sampling that affect results, for `metrics.json`; set at start.
         seconds: wall-clock seconds so far, by phase: `import_s`, `load_s` and `generate_s`.
     """
 
@@ -106,15 +106,14 @@ class Engine(ABC):
     def answers(
         self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
     ) -> Iterator[tuple[GenerateRequest, GeneratedAnswer]]:
-        """Answer every request. A caller may stop early; only then, or at the end, may it call `answers` again.
+        """Answer every request. Call it again only after the iterator is exhausted or closed.
 
         Args:
             requests: in the order in which the engine starts them.
             sampling: sampling parameters; `num_samples` is ignored, as each request is one answer.
 
         Yields:
-            Each request with its answer, as soon as it is finished; if there is none because of the prompt, an answer
-            with an `error`.
+            Each request with its answer, once finished. If the prompt causes an error, the answer has an `error`.
 
         Raises:
             EngineDied: the engine's process ended or hangs, or the server does not answer.

@@ -48,7 +48,7 @@ _GRACE_S = 15.0
 
 
 class JudgeServerError(RuntimeError):
-    """No result: the judge was closed, its server dies again and again, or the sandboxes fail."""
+    """There is no result: the judge was closed, its server died repeatedly, or the sandboxes fail."""
 
 
 class _DiedAtStart(JudgeServerError):
@@ -73,23 +73,22 @@ class _Pending:
 
 
 class JudgeClient:
-    """Has answers judged, and programs run, by a server process that owns the sandboxes.
+    """Judges answers and runs programs in a server process that owns the sandboxes.
 
-    No sandbox is therefore ever forked from a process that holds vLLM or a CUDA context. If the server dies, or returns
-    nothing for longer than any result can take, another one takes its place and pending requests are sent again. A
-    request whose sandbox failed is repeated once as well.
+    No sandbox is forked from a process with vLLM or a CUDA context. If the server dies or hangs, the client starts
+    another one and sends pending requests again. A request whose sandbox fails is repeated once.
 
-    A context manager; `submit` and `run` can be called from any thread.
+    Use it as a context manager. `submit` and `run` can be called from any thread.
 
     Args:
-        config: isolation, limits and packages; None takes the defaults.
-        section: the section of the configuration that `config` comes from, for messages.
+        config: isolation, limits and packages; None uses the defaults.
+        section: section of the configuration with `config`, for messages.
 
     Raises:
-        UserError: there is no such isolation level or package, or the number of workers is not positive.
+        UserError: unknown isolation level or package, or a number of workers below 1.
 
     Attributes:
-        isolation: the level in use, once the context is entered.
+        isolation: isolation level in use, set when the context is entered.
     """
 
     def __init__(self, config: JudgeConfig | None = None, *, section: str = "judge") -> None:
@@ -141,11 +140,11 @@ class JudgeClient:
         """Judge one answer.
 
         Args:
-            submission: one with an `error` is an `api_error` at once and reaches no sandbox.
-            limits: of each of its runs; None takes those of the configuration.
+            submission: the answer; with an `error`, the verdict is `api_error` and nothing runs.
+            limits: limits of each run; None uses those of the configuration.
 
         Returns:
-            The verdict; a `JudgeServerError` if no server can judge the answer.
+            A future of the verdict, or of a `JudgeServerError` if no server can judge the answer.
         """
         if submission.error is not None:
             future: Future[Verdict] = Future()
@@ -158,11 +157,11 @@ class JudgeClient:
 
         Args:
             program: Python source.
-            stdin: its standard input.
-            limits: of the run; None takes those of the configuration.
+            stdin: standard input.
+            limits: limits of the run; None uses those of the configuration.
 
         Returns:
-            What happened; a `JudgeServerError` if no sandbox can run it.
+            A future of the report, or of a `JudgeServerError` if no sandbox can run the program.
         """
         return self._request(ProgramRun(program, stdin), limits)
 

@@ -18,9 +18,9 @@ class FunctionTests:
     """Python tests that call what the answer defines (HumanEval, MBPP, the quickstart)."""
 
     entry_point: str
-    """Name of the function or class that the tests call."""
+    """Name of the function or class under test."""
     tests: tuple[str, ...]
-    """Python sources, at least one; each is a separate test and runs with a fresh copy of the answer."""
+    """Python sources, at least one. Each is a separate test that runs with a fresh copy of the answer."""
     preamble: str = ""
     """Imports and helpers of the problem; they run before the answer and before each test."""
     code_prompt: str = ""
@@ -33,7 +33,7 @@ class ProgramCase:
 
     stdin: str
     expected: str
-    """What it must print."""
+    """The expected output."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ProgramTests:
     cases: tuple[ProgramCase, ...]
     """At least one."""
     tolerance: float | None = None
-    """Largest absolute or relative difference between two numbers; None requires equal text."""
+    """Maximum absolute or relative difference between numbers; None compares text."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Submission:
 
     @property
     def num_tests(self) -> int:
-        """How many tests the answer can pass."""
+        """Number of tests."""
         if isinstance(self.tests, FunctionTests):
             return len(self.tests.tests)
         return len(self.tests.cases) if isinstance(self.tests, ProgramTests) else 1
@@ -95,19 +95,19 @@ ERROR_TYPES: tuple[ErrorType, ...] = get_args(ErrorType)
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgment on one answer."""
+    """The result of judging one answer."""
 
     error_type: ErrorType
     num_passed: int
     num_tests: int
     message: str = ""
-    """What went wrong in the first test that ended as `error_type` says, for people to read."""
+    """What went wrong in the first test with this `error_type`."""
     judge_time: float = 0.0
-    """Wall-clock seconds that running the answer took."""
+    """Wall-clock seconds of running the answer."""
 
     @property
     def pass_ratio(self) -> float:
-        """Passed tests over all tests, 0 to 1; 0 if there are no tests."""
+        """Fraction of tests passed; 0 without tests."""
         return self.num_passed / self.num_tests if self.num_tests else 0.0
 
 
@@ -119,9 +119,9 @@ class RunReport:
     """One run of a program, as seen from outside its process."""
 
     end: RunEnd
-    """"exited": it ended by itself; "ended": its test was over; otherwise the limit that it hit."""
+    """"exited": the program exited; "ended": its test was over; otherwise the limit that it exceeded."""
     exit_code: int
-    """Negative if a signal killed it."""
+    """Exit code; negative if a signal killed the program."""
     cpu_s: float
     wall_s: float
     stdout: bytes = b""
@@ -129,7 +129,7 @@ class RunReport:
     stderr: str = ""
     """The end of standard error, at most 2,000 characters."""
     syntax_error: str | None = None
-    """Why the program did not compile, and so did not run."""
+    """Compile error because of which the program did not run."""
 
 
 @dataclass(frozen=True)
@@ -151,16 +151,16 @@ _TEST_SHARE = 0.8
 
 @dataclass(kw_only=True)
 class ResourceLimits:
-    """`judge.limits`: what one run of an answer (one test) may use."""
+    """`judge.limits`: resource limits of one test."""
 
-    cpu_s: float = setting(30.0, "Processor seconds of one test; past it the run is a timeout at once", gt=0)
+    cpu_s: float = setting(30.0, "CPU seconds of one test; exceeding them is a timeout at once", gt=0)
     wall_s: float = setting(
-        30.0, "Seconds of one test; a run stopped by it with processor time left is run once more, alone", gt=0
+        30.0, "Wall-clock seconds of one test; a test stopped with CPU time left runs once more, alone", gt=0
     )
-    memory_mb: int = setting(1024, "Memory of the answer's processes together, and address space of each", ge=1)
-    num_processes: int = setting(64, "Processes and threads that an answer may have at a time", ge=1)
+    memory_mb: int = setting(1024, "Total memory of the answer's processes, and address space of each", ge=1)
+    num_processes: int = setting(64, "Concurrent processes and threads of an answer", ge=1)
     file_mb: int = setting(16, "Size of any file and of the temporary directory", ge=1)
-    output_mb: float = setting(4.0, "Standard output and error, each; the rest is cut off", gt=0)
+    output_mb: float = setting(4.0, "Standard output and standard error, each; the rest is discarded", gt=0)
 
     @property
     def test_cpu_s(self) -> float:
@@ -177,12 +177,12 @@ class JudgeConfig:
     """`judge`: the sandbox that answers run in."""
 
     isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting(
-        "auto", "auto takes bwrap, else sandlock; rlimits, which contains little, must be asked for by name"
+        "auto", "auto uses bwrap, else sandlock; rlimits isolates little and must be set explicitly"
     )
-    num_workers: int | None = setting(None, "Concurrent programs; null takes one per processor", ge=1)
+    num_workers: int | None = setting(None, "Concurrent programs; null uses one per CPU core", ge=1)
     packages: list[str] = setting(
         ["numpy"],
-        "Installed packages that answers and tests may import in addition to the standard library",
+        "Installed packages that answers and tests may import besides the standard library",
         quoted=True,
     )
     limits: ResourceLimits = section(ResourceLimits)

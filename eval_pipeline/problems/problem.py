@@ -13,16 +13,16 @@ __all__ = ["DatasetSource", "FunctionTests", "Problem", "ProgramCase", "ProgramT
 
 @dataclass(frozen=True)
 class Problem:
-    """One task for the model, and what its answer is judged by."""
+    """One task for the model, with the tests of its answer."""
 
     problem_id: str
     prompt: str
     """The user's instruction, without a chat template."""
     tests: Tests
     family: str | None = None
-    """Problems of one kind, for the log."""
+    """Kind of problem, for the log."""
     canonical_solution: str | None = None
-    """An answer that passes; only for checks of the judge, never shown to a model."""
+    """An answer that passes, used only to check the judge."""
 
 
 @dataclass(frozen=True)

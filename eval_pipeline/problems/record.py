@@ -15,16 +15,16 @@ from verl_ext.plugins import Plugin
 
 @dataclass(frozen=True)
 class Record:
-    """One row. If a method takes several keys, they are names of the same thing, and the first one present is read."""
+    """One row. A method with several keys reads the first one that is present."""
 
     where: str
-    """The place of the row for messages, such as `mbpp.jsonl, line 3`."""
+    """Place of the row for messages, such as `mbpp.jsonl, line 3`."""
     number: int
     """The number of the line or row, from 1."""
     fields: Mapping[str, Any]
 
     def text(self, *keys: str) -> str:
-        """A string that is not blank; otherwise a `UserError`."""
+        """A non-blank string; anything else raises a `UserError`."""
         value = self.first(*keys)
         if not isinstance(value, str) or not value.strip():
             raise self.error(f"{_either(keys)} must be a string that is not empty")
@@ -53,7 +53,7 @@ class Record:
         return [self._encodable(item, (key,)) for item in value]
 
     def identifier(self, *keys: str) -> str:
-        """A name of the row: a string that is not blank, or a whole number."""
+        """An id of the row: a non-blank string, or a whole number."""
         value = self.first(*keys)
         if isinstance(value, int) and not isinstance(value, bool):
             return str(value)
@@ -62,11 +62,11 @@ class Record:
         raise self.error(f"{_either(keys)} must be a string that is not empty or a whole number")
 
     def first(self, *keys: str) -> Any:
-        """The value of the first of `keys` that is present and not null, unchecked; None if there is none."""
+        """The unchecked value of the first key that is present and not null; None if there is none."""
         return next((self.fields[key] for key in keys if self.fields.get(key) is not None), None)
 
     def error(self, what: str) -> UserError:
-        """The error to raise about this row."""
+        """The exception to raise for this row."""
         return UserError(f"{self.where}: {what}")
 
     def _encodable(self, value: str, keys: tuple[str, ...]) -> str:

@@ -94,10 +94,11 @@ def recipes_of(folder: str) -> list[str]:
     return sorted(path.stem for path in (ROOT / "recipes" / folder).glob("*.yaml"))
 
 
-def metrics_page() -> str:
-    """The reference page of all metrics, with a row `| name | unit | ... |` for each."""
-    [page] = run_modules([["verl_ext.metrics.reference"]])
-    return page
+def metric_units() -> list[tuple[str, str]]:
+    """Name and unit of each metric, in the order of the reference page."""
+    from verl_ext.metrics.registry import SECTIONS
+
+    return [(name, metric.unit) for section in SECTIONS.values() for name, metric in section.by_name().items()]
 
 
 def exit_codes() -> dict[str, int]:

@@ -9,8 +9,9 @@ import pytest
 from eval_pipeline.config import EvalConfig
 from tests.helpers import ROOT
 from verl_ext.config.schema import keys, set_at
-from verl_ext.docgen import render_recipes
+from verl_ext.docgen import render_health_rules, render_recipes
 from verl_ext.errors import UserError
+from verl_ext.health.rules import RULES
 from verl_ext.trainer.stages import STAGES, load_config
 
 RECIPES = {"sft": ("sft", "quickstart"), "vlm_sft": ("sft", "budget_vlm")}
@@ -21,10 +22,23 @@ def test_the_page_is_up_to_date() -> None:
     assert (ROOT / "docs/reference/configuration.md").read_text() == render_recipes(), "run `python -m verl_ext.docgen`"
 
 
+def test_the_page_of_health_rules_is_up_to_date() -> None:
+    page = (ROOT / "docs/reference/health_rules.md").read_text()
+    assert page == render_health_rules(), "run `python -m verl_ext.docgen health_rules`"
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \| ([\w, ]+) \|$", page, re.MULTILINE)
+    assert [name for name, _ in rows] == [rule.name for rule in RULES]
+    assert dict(rows)["loss_not_finite"] == "all" and dict(rows)["overfitting"] == "sft, vlm_sft"
+
+
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_key_has_a_row(stage: str) -> None:
-    listed = set(re.findall(r"^\| `([^`]+)` \|", render_recipes(), re.MULTILINE))
-    assert keys(STAGES[stage].root).keys() <= listed and keys(EvalConfig).keys() <= listed
+def test_every_key_has_one_row_or_is_listed_without_effect(stage: str) -> None:
+    page = render_recipes()
+    rows = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    unused = re.findall(r"`([\w.]+)=[^`]*`", page.partition("## Keys without effect")[2].partition("\n## ")[0])
+    assert len(rows) == len(set(rows))
+    assert keys(EvalConfig).keys() <= set(rows)
+    for name, key in keys(STAGES[stage].root).items():
+        assert name in (unused if key.setting.unused else rows), name
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
 
-from tests.helpers import ROOT
 from verl_ext.errors import UserError
 from verl_ext.health.config import HealthLimits
-from verl_ext.health.context import STAGES, RunContext
+from verl_ext.health.context import RunContext
 from verl_ext.health.history import MetricHistory
 from verl_ext.health.rule import Finding, HealthView, Level
 from verl_ext.health.rules import RULES
@@ -177,15 +175,3 @@ def test_invalid_settings_are_refused(override: str, says: str) -> None:
 def test_stopping_needs_the_rules() -> None:
     with pytest.raises(UserError, match="health.enabled"):
         check_health(load_config("sft", ["health.stop_on=[overfitting]", "health.enabled=false"]))
-
-
-def test_the_page_lists_every_rule() -> None:
-    page = (ROOT / "docs/guides/health.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \| ([\w, ]+) \|$", page, re.MULTILINE)
-    shown = {name: (description, stages) for name, description, stages in rows}
-    for rule in RULES:
-        stages = "all" if rule.stages == STAGES else ", ".join(each for each in ORDER if each in rule.stages)
-        assert shown[rule.name] == (rule.description, stages)
-
-
-ORDER = ("sft", "vlm_sft", "grpo", "budget")

@@ -85,7 +85,7 @@ def test_the_memory_of_the_7b_grpo_recipe() -> None:
     rollout = plan.memory.phases["rollout"]
     assert rollout["engine weights"] == 2 * SHAPE_7B.numel
     assert rollout["engine weights"] + rollout["KV cache"] == 0.5 * H100.memory_bytes
-    assert plan.memory.peak_bytes / GIB == pytest.approx(48.9, abs=0.3)  # docs/guides/grpo.md has this by hand
+    assert plan.memory.peak_bytes / GIB == pytest.approx(48.9, abs=0.3)  # computed by hand
     assert set(plan.time.parts) == {"generation", "weights to the engine", "compute", "communication", "optimizer"}
 
 
@@ -279,18 +279,46 @@ def test_a_model_of_another_kind_has_no_plan(tmp_path: Path, capsys: pytest.Capt
 
 
 PAGE = (ROOT / "docs/guides/planning.md").read_text()
-TABLES = re.findall(r"```bash\n\.venv/bin/python -m verl_ext\.plan ([^`]*)\n```\n\n((?:\|.*\n)+)", PAGE)
+EXAMPLES = re.findall(
+    r"```bash\n\.venv/bin/python -m verl_ext\.plan ([^`]*)\n```\n\n(?:```\n([^`]*)```\n|((?:\|.*\n)+))", PAGE
+)
 
 
-@pytest.mark.parametrize(("words", "table"), TABLES, ids=range(len(TABLES)))
-def test_tables_of_the_page_are_what_their_commands_print(
-    words: str, table: str, capsys: pytest.CaptureFixture[str]
+def test_the_page_has_its_examples() -> None:
+    assert len(EXAMPLES) == PAGE.count("-m verl_ext.plan ") and {bool(table) for *_, table in EXAMPLES} == {True, False}
+
+
+@pytest.mark.parametrize(("words", "text", "table"), EXAMPLES, ids=range(len(EXAMPLES)))
+def test_outputs_of_the_page_are_what_its_commands_print(
+    words: str, text: str, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(shlex.split(words.replace("\\\n", " ")))
-    assert capsys.readouterr().out.strip() == table.strip()
+    printed = capsys.readouterr().out
+    if table:
+        assert printed.strip() == table.strip()
+    lines = iter(printed.splitlines())
+    assert [line for line in text.splitlines() if line != "..." and line not in lines] == []  # in order
 
 
 RESULTS = json.loads((ROOT / "benchmarks/results/plan_2cpu.json").read_text())
+
+
+def test_the_table_of_measurements_has_the_recorded_ones() -> None:
+    page = (ROOT / "docs/design/memory_model.md").read_text()
+    [table] = re.findall(r"^\| setting \|.*\n\|[-| ]+\n((?:\|.*\n)+)", page, re.MULTILINE)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert rows == [
+        [
+            name,
+            found["peak_moment"],
+            f"{found['predicted_gib']:.2f}",
+            f"{found['resident_gib']:.2f}",
+            f"{found['resident_error']:+.1%}",
+            f"{found['tensors_gib']:.2f}",
+            f"{found['tensors_error']:+.1%}",
+        ]
+        for name, found in RESULTS["settings"].items()
+    ]
 
 
 @pytest.mark.parametrize("name", RESULTS["settings"])

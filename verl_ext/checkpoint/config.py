@@ -16,15 +16,17 @@ class ExportConfig:
     """`trainer.checkpoint.export`: the Hugging Face model in each checkpoint."""
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
-        "bf16", "Number type of huggingface/; auto takes that of the forward pass"
+        "bf16", "dtype of huggingface/; auto uses that of the forward pass"
     )
     every: int | None = setting(
         None,
-        "Steps between two exports, a multiple of save_freq. The last step has an export in any case",
+        "Steps between exports, a multiple of save_freq; the last step is always exported",
         ge=1,
         null="every save",
     )
-    max_shard_gib: float = setting(5.0, "Largest size of a safetensors file; a larger tensor has its own", ge=1e-6)
+    max_shard_gib: float = setting(
+        5.0, "Maximum size of a safetensors file; a larger tensor gets its own file", ge=1e-6
+    )
 
 
 @dataclass(kw_only=True)
@@ -33,19 +35,19 @@ class CheckpointConfig:
 
     save_contents: list[Content] = setting(
         ["model", "optimizer", "extra", "hf_model"],
-        "Contents: model (required), optimizer, extra (schedule, random states) and hf_model (huggingface/)",
+        "What to save: model (required), optimizer, extra (schedule, random states), hf_model (huggingface/)",
     )
     load_contents: list[Content] = setting(
         "${trainer.checkpoint.save_contents}",
-        "What to load of the checkpoint that a run starts from; its own checkpoints are loaded whole",
+        "What to load from the checkpoint that the run starts from; its own checkpoints are loaded in full",
     )
     async_save: bool = setting(False, "Write in the background; training waits only for the copy to CPU memory")
     export: ExportConfig = section(ExportConfig)
-    keep_best: int = setting(1, "Checkpoints to keep for the best `best_metric`, in addition to the newest", ge=0)
+    keep_best: int = setting(1, "Best checkpoints by `best_metric` to keep in addition to the newest", ge=0)
     best_metric: str = setting("val/loss", "A train/, val/ or eval/ metric of the checkpoint's step")
     best_mode: Literal["min", "max"] = setting("min", "Whether lower or higher is better")
-    drop_optimizer_of_best: bool = setting(False, "Delete the optimizer shards of a checkpoint kept only as best")
-    verify: bool = setting(True, "Compare the digests of all files before a resume loads them")
+    drop_optimizer_of_best: bool = setting(False, "Delete the optimizer shards of checkpoints kept only as best")
+    verify: bool = setting(True, "Verify the digests of all files before resuming")
 
     def check(self) -> None:
         """A checkpoint has weights."""

@@ -22,32 +22,34 @@ PERCENTILES: tuple[int, ...] = get_args(Percentile)
 class BudgetActorConfig(ActorConfig):
     """`actor` of the budget controller."""
 
-    tier_entropy_weight: float = setting(1.0, "Weight of the tiers' part of the entropy", ge=0)
+    tier_entropy_weight: float = setting(1.0, "Weight of the tier's part of the entropy", ge=0)
 
 
 @dataclass(kw_only=True)
 class ControllerConfig:
     """`controller`: the configurations that it can choose, its budgets, and its network."""
 
-    budgets_ms: list[float] = setting([170.0, 380.0], "Lowest and highest budget; training samples them uniformly")
+    budgets_ms: list[float] = setting(
+        [170.0, 380.0], "Minimum and maximum latency budget; training samples uniformly between them"
+    )
     budgets_of_full: list[float] | None = setting(
-        None, "Budgets as shares of the full configuration's latency on this machine, instead of budgets_ms"
+        None, "The same as fractions of the full model's latency on this machine; replaces budgets_ms"
     )
     tier_sizes: list[int] = setting([3, 6, 12], "Image size of each tier: crops for Molmo, pixels for Qwen")
-    min_active: int = setting(12, "Fewest blocks that run, including block 0", ge=1)
-    max_active: int = setting(16, "Most blocks that run", ge=1)
+    min_active: int = setting(12, "Minimum number of active blocks, including block 0", ge=1)
+    max_active: int = setting(16, "Maximum number of active blocks", ge=1)
     topk_choices: list[int] = setting(
-        [4, 5, 6, 7, 8], "Experts per token, the last one as released; [] without experts"
+        [4, 5, 6, 7, 8], "Experts per token, the released number last; [] for models without experts"
     )
-    hidden: int = setting(256, "Width of the controller", ge=1)
-    dropout: float = setting(0.1, "Dropout of its hidden features in updates", ge=0, le=0.99)
+    hidden: int = setting(256, "Hidden size of the controller", ge=1)
+    dropout: float = setting(0.1, "Dropout of the hidden features during updates", ge=0, le=0.99)
     importance_file: str | None = setting(
-        None, "Output of `python -m verl_ext.controller.importance`; a new controller prefers blocks by it"
+        None, "Output of `verl_ext.controller.importance`; a new controller prefers important blocks"
     )
-    init_from: str | None = setting(None, "best_model.pt, checkpoint_epoch_N.pt or an export of a controller")
-    max_new_tokens: int = setting(16, "Tokens of an answer", ge=1)
-    dtype: Literal["auto", "bf16", "fp32"] = setting("auto", "Number type of the vision-language model")
-    most_encodings: int = setting(256, "Encoded images that are cached on the device", ge=1)
+    init_from: str | None = setting(None, "Controller to start from: best_model.pt, checkpoint_epoch_N.pt or an export")
+    max_new_tokens: int = setting(16, "Maximum tokens of an answer", ge=1)
+    dtype: Literal["auto", "bf16", "fp32"] = setting("auto", "dtype of the vision-language model")
+    most_encodings: int = setting(256, "Encoded images to cache on the device", ge=1)
 
     def check(self) -> None:
         """Require ascending tiers, experts and budgets."""
@@ -62,15 +64,19 @@ class ControllerConfig:
 class LatencyConfig:
     """`latency`: where the reward's latency comes from."""
 
-    source: Literal["model", "measured"] = setting("model", "model (repeatable) or measured")
+    source: Literal["model", "measured"] = setting(
+        "model", "Latency in the reward: predicted by the latency model (repeatable) or measured"
+    )
     file: str | None = setting(
-        None, "Output of `python -m verl_ext.controller.calibrate`; null takes latency_model.json of the run, which is "
-        "created if missing",
-    )  # fmt: skip
-    configurations: int = setting(100, "Configurations measured to create it", ge=10)
-    repeats: int = setting(9, "Passes over them", ge=1)
-    percentile: Percentile = setting(50, "Percentile of single runs that the reward goes by")
-    validation: Literal["same", "measured"] = setting("same", "measured: measure in evaluations whatever training uses")
+        None,
+        "Output of `verl_ext.controller.calibrate`; null uses latency_model.json of the run, created if missing",
+    )
+    configurations: int = setting(100, "Configurations measured to create latency_model.json", ge=10)
+    repeats: int = setting(9, "Measurements of each configuration", ge=1)
+    percentile: Percentile = setting(50, "Percentile of single-run latencies used by the reward")
+    validation: Literal["same", "measured"] = setting(
+        "same", "Latency in evaluations: the same source as in training, or measured"
+    )
 
 
 @dataclass(kw_only=True)
@@ -80,21 +86,21 @@ class BudgetRewardConfig:
     accuracy: float = setting(1.0, "Weight of a correct answer", ge=0)
     latency_penalty: float = setting(0.5, "Weight of the smooth penalty around the budget", ge=0)
     budget_violation: float = setting(10.0, "Weight of the squared excess over the budget", ge=0)
-    efficiency: float = setting(0.1, "Weight of the unused share of the budget", ge=0)
-    complexity: float = setting(0.05, "Weight of the share of the model that ran, which is subtracted", ge=0)
+    efficiency: float = setting(0.1, "Weight of the unused fraction of the budget", ge=0)
+    complexity: float = setting(0.05, "Weight of the penalty on the fraction of the model that ran", ge=0)
 
 
 @dataclass(kw_only=True)
 class SkipSamplingConfig:
     """`configurations`: the configurations that SFT of a vision-language model samples."""
 
-    share: float = setting(0.75, "Share of the micro-batches that run a sampled configuration", ge=0, le=1)
-    tier_sizes: list[int] = setting([65536, 262144, 1048576], "Most pixels of an image, one per tier")
-    tier_weights: list[float] = setting([1.0, 1.0, 1.0], "How often a micro-batch has each tier", ge=0)
-    lowest_tier_steps: int = setting(0, "First steps, in which every micro-batch has the lowest tier", ge=0)
-    whole_model_steps: int = setting(0, "First steps, in which every micro-batch runs the whole model", ge=0)
-    min_active: int = setting(1, "Fewest blocks of a sampled configuration, including block 0", ge=1)
-    topk_choices: list[int] = setting([], "Experts per token, the last one as released; [] without experts")
+    share: float = setting(0.75, "Fraction of micro-batches that run a sampled configuration", ge=0, le=1)
+    tier_sizes: list[int] = setting([65536, 262144, 1048576], "Maximum image pixels of each tier")
+    tier_weights: list[float] = setting([1.0, 1.0, 1.0], "Sampling weight of each tier", ge=0)
+    lowest_tier_steps: int = setting(0, "Initial steps that use only the lowest tier", ge=0)
+    whole_model_steps: int = setting(0, "Initial steps that run the whole model", ge=0)
+    min_active: int = setting(1, "Minimum number of active blocks in a sampled configuration, including block 0", ge=1)
+    topk_choices: list[int] = setting([], "Experts per token, the released number last; [] for models without experts")
 
     def check(self) -> None:
         """Require ascending tiers and experts, and a weight for each tier."""

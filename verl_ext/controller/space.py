@@ -13,10 +13,10 @@ from verl_ext.errors import UserError
 
 @dataclass(frozen=True)
 class Configuration:
-    """How much of a model runs for one sample.
+    """The parts of a model that run for one sample.
 
     Attributes:
-        tier: index into the list of tiers; 0 has the fewest crops or pixels.
+        tier: index of the tier; 0 has the fewest crops or pixels.
         blocks: whether each transformer block runs; the first one always does.
         topk: experts per token of each block; 0 for a skipped block, empty for a model without experts.
     """
@@ -33,13 +33,13 @@ class Configuration:
 
 @dataclass(frozen=True)
 class ConfigurationSpace:
-    """The configurations that a controller can choose.
+    """The configurations that a controller can select.
 
     Attributes:
         tiers: names, cheapest first, such as "low", "medium" and "high".
         num_blocks: transformer blocks of the model.
-        min_active: fewest blocks that run, including block 0.
-        max_active: most blocks that run.
+        min_active: minimum number of active blocks, including block 0.
+        max_active: maximum number of active blocks.
         topk_choices: numbers of experts, ascending; the last one is that of the released model, and block 0 always
             uses it. Empty for a model without experts.
     """
@@ -94,7 +94,7 @@ class ConfigurationSpace:
         return Configuration(tier, active, tuple(k if runs else 0 for k, runs in zip(experts, active, strict=True)))
 
     def sample(self, rng: random.Random) -> Configuration:
-        """A random one; every tier, every number of blocks and every number of experts is equally likely."""
+        """Sample a configuration, uniformly over tiers, numbers of blocks and numbers of experts."""
         num_others = rng.randint(self.min_active, self.max_active) - 1
         kept = rng.sample(range(1, self.num_blocks), num_others)
         blocks = [block == 0 or block in kept for block in range(self.num_blocks)]

@@ -1,4 +1,4 @@
-"""The configuration of the data, one class for each kind. Key names are verl's where verl has the key."""
+"""Configuration of the data, one class per kind. Keys that verl has keep verl's names."""
 
 from __future__ import annotations
 
@@ -17,32 +17,40 @@ RAW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 
 @dataclass(kw_only=True)
 class MultiturnConfig:
-    """`data.multiturn`: chats, in place of a column of prompts and one of answers."""
+    """`data.multiturn`: chats instead of prompt and response columns."""
 
-    enable: bool = setting(False, "Read chats instead of a column of prompts and one of answers")
-    messages_key: str = setting("messages", "Column of the chats, each a list of turns with role and content")
-    tools_key: str = setting("tools", "Column of a chat's tools, which the template gets; optional")
-    enable_thinking_key: str = setting("enable_thinking", "Column that switches the template's thinking; optional")
+    enable: bool = setting(False, "Read chats instead of prompt and response columns")
+    messages_key: str = setting("messages", "Chat column: a list of messages with role and content")
+    tools_key: str = setting("tools", "Optional column with the tools of a chat, passed to the template")
+    enable_thinking_key: str = setting("enable_thinking", "Optional column that switches the template's thinking mode")
 
 
 @dataclass(kw_only=True)
 class CustomClassConfig:
-    """`data.custom_cls`: the user's data set class."""
+    """`data.custom_cls`: a custom dataset class."""
 
-    path: str | None = setting(None, "Python file with a data set class of your own", path=True)
-    name: str | None = setting(None, "Name of that class")
+    path: str | None = setting(None, "Python file with a custom dataset class", path=True)
+    name: str | None = setting(None, "Name of the custom dataset class")
 
 
 @dataclass(kw_only=True)
 class DataConfig:
     """The settings that all stages share."""
 
-    train_batch_size: int = setting(256, "Samples per step over all ranks, a multiple of the data-parallel ranks", ge=1)
-    micro_batch_size: int | None = unused(None, "verl dropped it, set data.micro_batch_size_per_gpu")
-    micro_batch_size_per_gpu: int = setting(4, "Samples per forward pass, also in validation", ge=1)
-    num_workers: int = setting(0, "Loader processes per rank; 0 suffices, since the data are in memory", ge=0, le=256)
-    use_shm: bool = unused(False, "the data are in memory anyway")
-    max_length: int = setting(1024, "Longest sample, tokens", ge=1)
+    train_batch_size: int = setting(
+        256,
+        "Samples per step over all ranks (grpo: prompts, budget: questions); a multiple of the data-parallel ranks",
+        ge=1,
+    )
+    micro_batch_size: int | None = unused(None, "verl dropped it; set data.micro_batch_size_per_gpu")
+    micro_batch_size_per_gpu: int = setting(
+        4, "Samples per forward pass, also in validation (budget: configurations)", ge=1
+    )
+    num_workers: int = setting(
+        0, "DataLoader workers per rank; 0 suffices, because the data is in memory", ge=0, le=256
+    )
+    use_shm: bool = unused(False, "the data is always in memory")
+    max_length: int = setting(1024, "Maximum tokens of a sample", ge=1)
 
     def training_files(self) -> list[Path]:
         """The files of the training data on this machine."""
@@ -54,22 +62,22 @@ class TextDataConfig(DataConfig):
     """`data` of the stages that train on text."""
 
     train_files: str | list[str] = setting(
-        "~/data/gsm8k/train.parquet", "Training data: a parquet, JSON or CSV file, or a list of them"
+        "~/data/gsm8k/train.parquet", "Training data: one or more Parquet, JSON or CSV files"
     )
     val_files: str | list[str] | None = setting(
-        "~/data/gsm8k/test.parquet", "Validation data, like train_files; null for none"
+        "~/data/gsm8k/test.parquet", "Validation data, likewise; null disables it"
     )
-    train_max_samples: int = setting(-1, "Rows read, from the first on", ge=1, also=ALL)
-    val_max_samples: int = setting(-1, "Rows read of the validation files", ge=1, also=ALL)
-    prompt_key: str = setting("question", "Column of the prompts, unless multiturn.enable is set")
+    train_max_samples: int = setting(-1, "Read only the first training rows", ge=1, also=ALL)
+    val_max_samples: int = setting(-1, "Read only the first validation rows", ge=1, also=ALL)
+    prompt_key: str = setting(
+        "question", "Prompt column (sft: text, ignored with multiturn.enable; grpo: list of messages)"
+    )
     chat_template: str | None = setting(
         None,
-        "A training template (qwen2.5_training, qwen3_training, smollm2_training, smollm3_training), a Jinja file or "
-        "the text of a template, instead of the tokenizer's own",
+        "Training template (qwen2.5_training, qwen3_training, smollm2_training, "
+        "smollm3_training), Jinja file or template text; null uses the tokenizer's own",
     )
-    apply_chat_template_kwargs: dict[str, Any] = setting(
-        {}, "Further arguments of the template, such as enable_thinking"
-    )
+    apply_chat_template_kwargs: dict[str, Any] = setting({}, "Additional template arguments, such as enable_thinking")
 
     def training_files(self) -> list[Path]:
         """See `DataConfig`."""
@@ -90,27 +98,26 @@ class TextDataConfig(DataConfig):
 class ChatDataConfig(TextDataConfig):
     """`data` of SFT."""
 
-    response_key: str = setting("answer", "Column of the answers, unless multiturn.enable is set")
+    response_key: str = setting("answer", "Response column; ignored with multiturn.enable")
     prompt_dict_keys: list[str] | None = setting(
-        None, "Keys that select the prompt in a nested column, from the outside in"
+        None, "Keys that select the prompt in a nested column, outermost first"
     )
-    response_dict_keys: list[str] | None = setting(None, "Keys that select the answer in a nested column, likewise")
+    response_dict_keys: list[str] | None = setting(None, "Keys that select the response, likewise")
     multiturn: MultiturnConfig = section(MultiturnConfig)
     truncation: Literal["error", "left", "right"] = setting(
-        "error", "What happens to a longer sample: it is refused, or truncated at its left or right end"
+        "error", "Refuse longer samples, or truncate them on the left or right"
     )
-    balance_dp_token: bool = setting(
-        False, "No effect: the loss is always the mean over the tokens of the global batch"
-    )
+    balance_dp_token: bool = setting(False, "No effect: the loss is always the token mean of the global batch")
     custom_cls: CustomClassConfig = section(CustomClassConfig)
     packing: Literal["auto"] | bool = setting(
-        "auto", "Put the samples of a micro-batch into one row without padding; auto pads if the model cannot"
+        "auto",
+        "Pack the samples of a micro-batch into one row without padding; auto pads if the model does not support it",
     )
     max_tokens_per_gpu: int | None = setting(
         None, "Maximum tokens of a micro-batch", ge=1, null="micro_batch_size_per_gpu * max_length when packing"
     )
-    token_cache: str | None = setting(None, "Directory of the tokenized data; null takes the user's cache")
-    num_tokenizers: int | None = setting(None, "Processes that tokenize", ge=1, null="one per core")
+    token_cache: str | None = setting(None, "Cache directory for tokenized data; null uses the user's cache")
+    num_tokenizers: int | None = setting(None, "Tokenizer processes", ge=1, null="one per core")
 
     @property
     def columns(self) -> dict[str, str]:
@@ -126,10 +133,10 @@ class ChatDataConfig(TextDataConfig):
 class EvaluatedDataConfig(DataConfig):
     """`data` of the stages that evaluate rewards at intervals."""
 
-    eval_split: Literal["test", "train"] = setting("test", "Which samples an evaluation takes")
-    eval_batches: int = setting(1, "Batches of train_batch_size samples in an evaluation", ge=0, also=ALL)
+    eval_split: Literal["test", "train"] = setting("test", "Split used by evaluations")
+    eval_batches: int = setting(1, "Batches of train_batch_size in an evaluation", ge=0, also=ALL)
     eval_every_steps: int = setting(
-        0, "Steps between two evaluations; the last step has one too", ge=1, also=(0, "never")
+        0, "Steps between evaluations; the last step (budget: each epoch's end) has one too", ge=1, also=(0, "never")
     )
 
 
@@ -137,28 +144,34 @@ class EvaluatedDataConfig(DataConfig):
 class PromptDataConfig(EvaluatedDataConfig, TextDataConfig):
     """`data` of GRPO."""
 
-    train_batch_size: int = setting(64, "Prompts per step over all ranks, a multiple of the ranks", ge=1)
-    prompt_key: str = setting("prompt", "Column of the prompts, each a list of turns")
-    max_length: int = unused(1, "prompts and completions have limits of their own")
-    max_prompt_length: int = setting(512, "Tokens; a longer prompt is refused", ge=1)
+    train_batch_size: int = setting(
+        64,
+        "Samples per step over all ranks (grpo: prompts, budget: questions); a multiple of the data-parallel ranks",
+        ge=1,
+    )
+    prompt_key: str = setting(
+        "prompt", "Prompt column (sft: text, ignored with multiturn.enable; grpo: list of messages)"
+    )
+    max_length: int = unused(1, "prompts and completions have separate limits")
+    max_prompt_length: int = setting(512, "Maximum prompt tokens; longer prompts are refused", ge=1)
     filter_overlong_prompts: bool = setting(False, "Skip longer prompts instead of refusing them")
-    max_response_length: int = setting(512, "Tokens; a longer completion is cut off", ge=1)
+    max_response_length: int = setting(512, "Maximum completion tokens; longer completions are truncated", ge=1)
 
 
 @dataclass(kw_only=True)
 class ImageDataConfig(DataConfig):
     """`data` of the stages that train on questions about images."""
 
-    train_files: None = unused(None, "data.datasets names the data")
-    val_files: None = unused(None, "data.datasets names the data")
-    max_length: int = unused(1, "questions are as long as they are")
+    train_files: None = unused(None, "set data.datasets")
+    val_files: None = unused(None, "set data.datasets")
+    max_length: int = unused(1, "questions have no length limit")
     datasets: dict[str, Any] = setting(
         {},
-        "NAME: {train: SIZE, val: SIZE, source: FOLDER, metric: vqa or cider, images: FOLDER}; without a source, the "
-        "hub's data set",
+        "NAME: {train: SIZE, val: SIZE, source: FOLDER, metric: vqa or cider, images: FOLDER}; "
+        "without source, the dataset of that name on the hub",
     )
     question_suffix: str = setting("", "Text appended to every question")
-    max_unreadable_images: int = setting(0, "Unreadable images that are skipped; more are refused", ge=0)
+    max_unreadable_images: int = setting(0, "Maximum number of unreadable images, which are skipped", ge=0)
 
     def check(self) -> None:
         """The entries of `data.datasets` are mappings of known keys to allowed values."""
@@ -192,18 +205,27 @@ class ImageDataConfig(DataConfig):
 class ImageChatDataConfig(ImageDataConfig):
     """`data` of the SFT of a vision-language model."""
 
-    questions_per_chat: int = setting(1, "Maximum questions about one image in one sequence", ge=1)
+    questions_per_chat: int = setting(1, "Maximum questions per image in one sequence", ge=1)
 
 
 @dataclass(kw_only=True)
 class QuestionDataConfig(ImageDataConfig, EvaluatedDataConfig):
     """`data` of the budget controller's GRPO."""
 
-    train_batch_size: int = setting(8, "Questions per step over all ranks, a multiple of the ranks", ge=1)
-    micro_batch_size_per_gpu: int = setting(64, "Configurations in a forward pass of the controller", ge=1)
-    eval_batches: int = setting(-1, "Batches of train_batch_size questions in an evaluation", ge=1, also=ALL)
+    train_batch_size: int = setting(
+        8,
+        "Samples per step over all ranks (grpo: prompts, budget: questions); a multiple of the data-parallel ranks",
+        ge=1,
+    )
+    micro_batch_size_per_gpu: int = setting(
+        64, "Samples per forward pass, also in validation (budget: configurations)", ge=1
+    )
+    eval_batches: int = setting(-1, "Batches of train_batch_size in an evaluation", ge=1, also=ALL)
     eval_every_steps: int = setting(
-        -1, "Steps between two evaluations; each epoch ends with one in any case", ge=1, also=(-1, "the epochs' ends")
+        -1,
+        "Steps between evaluations; the last step (budget: each epoch's end) has one too",
+        ge=1,
+        also=(-1, "the epochs' ends"),
     )
 
 

@@ -28,12 +28,12 @@ loss, `advantages`, `old_log_probs` and `reference_log_probs`. The others are th
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a group of trajectories starts from.
+    """The start of a group of trajectories.
 
     Attributes:
-        sample_id: names it in every run with this data; seeds derive from it.
-        index: its number in the data set.
-        fields: what the policy and the environment know of it.
+        sample_id: identifies the prompt in all runs with this data; seeds derive from it.
+        index: index in the dataset.
+        fields: data for the policy and the environment.
     """
 
     sample_id: str
@@ -46,8 +46,8 @@ class Turn:
     """One action of the policy.
 
     Attributes:
-        observation: what the policy acted on; None for the prompt as the data set has it.
-        action: of the policy's own type, such as a `Completion`.
+        observation: what the policy acted on; None for the original prompt.
+        action: the action, of the policy's own type, such as `Completion`.
     """
 
     observation: Any
@@ -59,8 +59,8 @@ class RewardFailure:
     """One failed call of a reward function.
 
     Attributes:
-        reason: one line.
-        traceback: of the user's code; empty if nothing was raised there.
+        reason: why it failed, in one line.
+        traceback: traceback of the user's code; empty if it did not raise.
         timed_out: whether the call took longer than `reward.time_limit_s`.
     """
 
@@ -83,9 +83,9 @@ class Reward:
 
     Attributes:
         components: weighted contribution of each reward function, by name.
-        failures: why a function has no contribution, by name. A trajectory with a failure has no reward.
-        metrics: what else was measured, by the environment's `metric_names`.
-        finished_at: `time.perf_counter` when the last component was there; 0 if that is unknown.
+        failures: failed reward functions, by name. A trajectory with a failure has no total reward.
+        metrics: other measurements, by the environment's `metric_names`.
+        finished_at: `time.perf_counter` when the last component arrived; 0 if unknown.
     """
 
     components: dict[str, float]
@@ -95,7 +95,7 @@ class Reward:
 
     @property
     def total(self) -> float | None:
-        """The sum of the components; None if one failed, because a failure says nothing about the trajectory."""
+        """The sum of the components; None if one of them failed."""
         return None if self.failures else sum(self.components.values())
 
 
@@ -104,8 +104,8 @@ class StepResult:
     """An environment's answer to an action.
 
     Attributes:
-        observation: the context of the next action, or
-        reward: the episode is over.
+        observation: the context of the next action, unless the episode is over.
+        reward: set if the episode is over.
     """
 
     observation: Any = None
@@ -117,12 +117,12 @@ class Trajectory:
     """One episode for a prompt.
 
     Attributes:
-        prompt: what it starts from.
-        number: in its group, from 0. Seeds derive from run seed, step, `sample_id` and number.
-        observation: what to act on next; None for the prompt as the data set has it.
+        prompt: the start of the episode.
+        number: index in its group, from 0. Seeds derive from run seed, step, `sample_id` and number.
+        observation: what to act on next; None for the original prompt.
         turns: the actions so far.
-        reward: set when the episode is over.
-        advantage: set when all rewards of its group are known.
+        reward: set at the end of the episode.
+        advantage: set once all rewards of the group are known.
     """
 
     prompt: Prompt
@@ -139,16 +139,16 @@ class Trajectory:
 
     @property
     def total_reward(self) -> float | None:
-        """See `Reward.total`; None also while the episode lasts."""
+        """See `Reward.total`; None before the end of the episode."""
         return None if self.reward is None else self.reward.total
 
     def act(self, action: Any) -> Trajectory:
-        """Append a turn; returns the trajectory itself."""
+        """Append a turn and return the trajectory."""
         self.turns.append(Turn(self.observation, action))
         return self
 
     def advance(self, result: StepResult) -> None:
-        """Take over an environment's answer."""
+        """Apply an environment's answer."""
         self.observation, self.reward = result.observation, result.reward
 
 
@@ -159,38 +159,39 @@ class Environment(ABC):
     """Answers the actions of trajectories with observations and rewards."""
 
     reward_names: Sequence[str]
-    """Of the components of every reward."""
+    """Names of the components of every reward."""
     metric_names: Sequence[str] = ()
-    """Of what else is measured in every episode."""
+    """Names of other metrics of every episode."""
     max_turns = 1
-    """Rounds after which every episode is over."""
+    """Maximum number of actions in an episode."""
 
     def reset(self, prompt: Prompt, number: int) -> Trajectory:
-        """Begin an episode."""
+        """Start an episode."""
         return Trajectory(prompt, number)
 
     @abstractmethod
     def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:
-        """Begin to answer the last action; returns at once.
+        """Start to answer the last action, without waiting for the answer.
 
         Returns:
-            Waits for the answer. A reward function that fails costs its component and raises nothing.
+            A function that waits for the answer. If a reward function fails, its component is missing and nothing is
+            raised.
         """
 
     def end_batch(self) -> None:  # noqa: B027  # by default there is nothing to do
-        """Forget what the trajectories of a batch share; every answer has been waited for."""
+        """Release what the trajectories of a batch share; called after all answers have arrived."""
 
     def close(self) -> None:  # noqa: B027  # by default there is nothing to do
-        """End everything that was started."""
+        """Stop all processes that were started."""
 
 
 @dataclass(frozen=True)
 class LogProbs:
-    """What the model says about the actions of a micro-batch; both are (trajectories, decisions).
+    """Log-probabilities and entropies of a micro-batch, both (trajectories, decisions).
 
     Attributes:
         values: log-probability of each decision.
-        entropy: of the distribution of each decision, in nats.
+        entropy: entropy of the distribution of each decision, in nats.
     """
 
     values: torch.Tensor
@@ -198,7 +199,7 @@ class LogProbs:
 
 
 class Policy(ABC):
-    """Generates actions and evaluates them; collective if its model is sharded over ranks."""
+    """Generates actions and computes their log-probabilities; collective if its model is sharded over ranks."""
 
     metric_names: Sequence[str]
     """Keys of `sample_metrics`."""
@@ -207,18 +208,19 @@ class Policy(ABC):
     rate_name = "valid_tokens_per_s"
     """Metric of decisions per second."""
     engine_dtype: torch.dtype | None = None
-    """Of the weights of an engine that has its own; None if the trained model itself generates."""
+    """dtype of the engine's own weights; None if the trained model itself generates."""
 
     def sampling(self, version: int) -> AbstractContextManager[Metrics]:
-        """Generate inside the block by the model as it is now; collective.
+        """Prepare generation with the current weights; collective.
 
-        What only generation needs, such as an engine's memory, is given back at the end of the block or at a `Stop`.
+        Resources that only generation needs, such as an engine's memory, are released at the end of the block or at a
+        `Stop`.
 
         Args:
-            version: number of updates that the model has had, by which changed weights are recognized.
+            version: number of updates of the model so far, which identifies its weights.
 
         Yields:
-            Metrics of the weight sync, by their full names.
+            Metrics of the weight sync, by full name.
         """
         return nullcontext({})
 
@@ -227,16 +229,16 @@ class Policy(ABC):
         """Append one turn to each trajectory of this rank; inside `sampling`, and collective.
 
         Args:
-            trajectories: of this rank; may be none.
-            step: seeds derive from it, the run's seed, `sample_id` and number.
+            trajectories: those of this rank, possibly none.
+            step: seeds derive from the step, the run's seed, `sample_id` and number.
             greedy: take the most likely action instead of sampling.
 
         Yields:
-            Each trajectory as soon as it has its action, in any order.
+            Each trajectory once it has its action, in any order.
         """
 
     def generate_unfiltered(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
-        """Trajectories like these whose log-probabilities are of the whole distribution, as in `log_probs`.
+        """Return trajectories with log-probabilities under the unfiltered distribution, as in `log_probs`.
 
         Inside `sampling`, and collective.
         """
@@ -244,23 +246,23 @@ class Policy(ABC):
 
     @abstractmethod
     def collate(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
-        """Trajectories as tensors on the CPU."""
+        """Convert trajectories to tensors on the CPU."""
 
     @abstractmethod
     def log_probs(self, micro_batch: MicroBatch) -> LogProbs:
-        """Evaluate the actions by the model as it is, with gradient where that is enabled; collective."""
+        """Evaluate the actions with the current weights, with gradients if enabled; collective."""
 
     def reference_log_probs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """(trajectories, decisions): the same by the frozen initial model; collective."""
+        """Log-probabilities under the frozen initial model, (trajectories, decisions); collective."""
         raise NotImplementedError(f"{type(self).__name__} has no reference model")
 
     def sort_by_cost(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The order in which trajectories are cut into micro-batches, the most costly first."""
+        """Sort trajectories for splitting into micro-batches, the most expensive first."""
         return list(trajectories)
 
     @abstractmethod
     def num_decisions(self, trajectory: Trajectory) -> int:
-        """Decisions of a trajectory that count in the loss."""
+        """Number of decisions of a trajectory in the loss."""
 
     @abstractmethod
     def sample_metrics(self, trajectory: Trajectory) -> Metrics:
@@ -268,7 +270,7 @@ class Policy(ABC):
 
     @abstractmethod
     def table_row(self, trajectory: Trajectory) -> dict[str, str]:
-        """A trajectory for a person to read: column to text."""
+        """A row of the sample table: text by column."""
 
     def close(self) -> None:  # noqa: B027  # by default there is nothing to do
-        """End everything that was started."""
+        """Stop all processes that were started."""

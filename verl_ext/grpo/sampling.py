@@ -23,8 +23,8 @@ class SampleRequest:
     """One completion to generate.
 
     Attributes:
-        prompt_ids: the whole context, rendered by the chat template.
-        seed: of this completion alone, so that it does not depend on what else is generated.
+        prompt_ids: tokens of the whole context, rendered by the chat template.
+        seed: seed of this completion, so that it does not depend on other requests.
     """
 
     prompt_ids: tuple[int, ...]
@@ -33,13 +33,13 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class SamplingArgs:
-    """How completions are sampled; the names are verl's.
+    """Sampling parameters, with verl's names.
 
     Attributes:
-        temperature: 0 takes the most likely token each time.
-        top_p: probability mass that is sampled from.
-        top_k: number of most likely tokens that are sampled from; -1 for all.
-        max_tokens: longest completion.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: nucleus sampling threshold.
+        top_k: number of most likely tokens to sample from; -1 for all.
+        max_tokens: maximum length of a completion.
     """
 
     temperature: float
@@ -58,9 +58,9 @@ class Completion:
     """One completion.
 
     Attributes:
-        token_ids: with the end-of-turn token, if it was sampled.
-        log_probs: (tokens,), float32, of each token in the distribution that it was sampled from.
-        truncated: whether it ended at `max_tokens`.
+        token_ids: tokens, including the end-of-turn token if sampled.
+        log_probs: (tokens,), float32; log-probability of each token under its sampling distribution.
+        truncated: whether the completion reached `max_tokens`.
         text: decoded without special tokens.
     """
 
@@ -74,16 +74,16 @@ class RolloutEngine(ABC):
     """Generates completions."""
 
     dtype: torch.dtype | None = None
-    """Of its own weights; None if the trained model itself generates."""
+    """dtype of the engine's own weights; None if the trained model itself generates."""
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Take the memory that generation needs, and the trained weights if they changed; collective.
+        """Allocate memory for generation, and load the trained weights if they changed; collective.
 
         Args:
-            version: number of updates that the trained model has had.
+            version: number of updates of the trained model so far.
 
         Returns:
-            Metrics by their full names.
+            Metrics by full name.
         """
         return {}
 
@@ -92,27 +92,27 @@ class RolloutEngine(ABC):
         """Generate a completion for each request.
 
         Yields:
-            Index of the request and its completion without text, as soon as it is there.
+            Index of the request and its completion without text, once finished.
         """
 
     def release_memory(self) -> None:  # noqa: B027  # by default there is nothing to do
-        """Give back the memory that only generation needs, maybe with the weights."""
+        """Release memory that only generation needs, possibly including the weights."""
 
     def close(self) -> None:  # noqa: B027  # by default there is nothing to do
-        """End everything that was started."""
+        """Stop all processes that were started."""
 
 
 # Random numbers and tokens
 
 
 def sample_seed(run_seed: int, step: int, sample_id: str, number: int) -> int:
-    """A seed of 31 bits, which every engine takes, for one sample, whatever else is sampled.
+    """The seed of one sample, independent of other samples; 31 bits, which every engine accepts.
 
     Args:
         run_seed: `trainer.seed`.
-        step: the optimizer step that the sample is for.
-        sample_id: of the prompt.
-        number: of the sample in its group.
+        step: optimizer step.
+        sample_id: id of the prompt.
+        number: index of the sample in its group.
     """
     name = f"{run_seed}/{step}/{number}/{sample_id}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") >> 1

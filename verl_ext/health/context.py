@@ -107,16 +107,16 @@ def updates_per_step(config: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the rules know of a run besides its metrics.
+    """Properties of a run besides its metrics.
 
     Attributes:
         stage: sft, vlm_sft, grpo or budget.
-        total_steps: of the whole run; None if not known.
-        schedule: the learning rate by step; None if the recipe does not fix it.
+        total_steps: steps of the whole run; None if unknown.
+        schedule: learning rate by step; None if the recipe does not determine it.
         max_prompt_length: in tokens; None without a limit.
         max_response_length: in tokens; None without a limit.
-        samples_per_step: completions that a step rewards, over all ranks; None if not known.
-        checkpoints: returns the steps of the complete checkpoints; called when a rule recommends one.
+        samples_per_step: completions per step over all ranks; None if unknown.
+        checkpoints: returns the steps of the complete checkpoints.
         untrained_loss: nat/token of random guessing, for a run that started from untrained weights; None for one that
             started from pretrained weights.
     """
@@ -139,7 +139,7 @@ class RunContext:
         total_steps: int | None,
         steps_per_epoch: int | None,
     ) -> RunContext:
-        """Of a run directory with the content of its `run.json` and `config.yaml`."""
+        """Create the context of a run directory from its `run.json` and `config.yaml`."""
         data, is_grpo = config["data"], config["stage"] == "grpo"
         return cls(
             stage=config["stage"],

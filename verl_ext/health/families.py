@@ -16,9 +16,9 @@ AFTER_BEST = 2
 MIN_EARLY_STEPS = 30
 """Steps before which the start of a run is not something to compare with."""
 Measure = Callable[[HealthView], tuple[float, ...] | None]
-"""Returns a number to judge, and others that the message shows too; None if there is too little to judge."""
+"""Returns a number to check and further numbers for the message; None without enough data."""
 Thresholds = Mapping[Level, float | str]
-"""By level, a number or the name of a limit."""
+"""A number or the name of a limit, by level."""
 
 
 def bounds(
@@ -28,10 +28,13 @@ def bounds(
     below: Thresholds | None = None,
     advice_below: str | None = None,
 ) -> Check:
-    """A number against thresholds that it must not exceed or fall below.
+    """Compare a number with upper and lower thresholds.
 
     Args:
+        measure: returns the number, such as `median(METRIC)`.
         text: the message, with fields for the numbers that `measure` returns.
+        above: upper thresholds.
+        below: lower thresholds.
         advice_below: advice if the number is too low.
     """
 
@@ -69,7 +72,7 @@ def largest(metric: str) -> Measure:
 def share_of_limit(
     metric: str, statistic: Callable[[Array], np.floating], limit: Callable[[RunContext], int | None], at_least: int
 ) -> Measure:
-    """A statistic of the recent values over a limit of the run, then both."""
+    """A statistic of the recent values relative to a limit of the run, followed by both numbers."""
 
     def measure(view: HealthView) -> tuple[float, ...] | None:
         most, values = limit(view.context), view.recent(metric, at_least=at_least)
@@ -104,7 +107,7 @@ def epoch_trend(metric: str, wrong: int, text: str, worst: Level, matters_above:
 
 
 def trend_level(view: HealthView, means: Array, wrong: int) -> Level:
-    """How serious the trend of some epoch means is."""
+    """The level of a trend of epoch means."""
     found = trend(means)
     if found.goes(wrong, view.limits.trend_p_alarm):
         return Level.ALARM
@@ -135,7 +138,7 @@ def plateau(metrics: Sequence[str], better: int, what: str) -> Check:
 
 
 def shrunk(metric: str, share: str, text: str) -> Check:
-    """The metric is below a share of its first values; only a notice if the reward has risen in the meantime."""
+    """The metric is below a fraction of its first values; only a notice if the reward has risen since."""
 
     def check(view: HealthView) -> CheckResult | None:
         series = view.series(metric)
@@ -151,13 +154,13 @@ def shrunk(metric: str, share: str, text: str) -> Check:
 
 
 def past_best(measured: str, trained: str, better: int, worse_by: Callable[[HealthView, Array, float], float]) -> Check:
-    """A measured metric gets worse than its best while the metric that is trained improves.
+    """A validation metric becomes worse than its best while the training metric improves.
 
     Args:
         measured: metric of validations or evaluations.
         trained: its counterpart in training.
         better: 1 if higher is better, -1 if lower is.
-        worse_by: returns the difference from the best that is more than chance, by all values and the best.
+        worse_by: returns the smallest significant difference from the best, given all values and the best.
     """
 
     def check(view: HealthView) -> CheckResult | None:

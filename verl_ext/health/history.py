@@ -99,7 +99,7 @@ class MetricSeries:
         return list(self._recent)[-count:]
 
     def num_nonfinite(self, count: int) -> int:
-        """How many of the last `count` values were not finite."""
+        """Number of non-finite values among the last `count`."""
         return list(self._is_finite)[-count:].count(False)
 
 

@@ -27,7 +27,7 @@ NEAR_END = 0.9
 
 
 class Level(IntEnum):
-    """How serious a result is; a larger value is more serious."""
+    """Severity of a result, in ascending order."""
 
     OK = 0
     NOTICE = 1
@@ -36,13 +36,13 @@ class Level(IntEnum):
 
     @property
     def word(self) -> str:
-        """For people and files."""
+        """The name in messages and files."""
         return self.name.lower()
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found: a message with numbers, without a period, and advice if it differs from the rule's."""
+    """Result of a check: a message without a period, and advice if it differs from the rule's."""
 
     level: Level
     message: str
@@ -50,50 +50,50 @@ class CheckResult:
 
 
 def ok(message: str) -> CheckResult:
-    """Nothing is wrong."""
+    """A result without a problem."""
     return CheckResult(Level.OK, message)
 
 
 def notice(message: str, advice: str | None = None) -> CheckResult:
-    """Worth knowing, and often fine."""
+    """A result that is worth knowing and often harmless."""
     return CheckResult(Level.NOTICE, message, advice)
 
 
 def warning(message: str) -> CheckResult:
-    """Probably wrong."""
+    """A result that indicates a probable problem."""
     return CheckResult(Level.WARNING, message)
 
 
 def alarm(message: str) -> CheckResult:
-    """The purpose of the run is in danger."""
+    """A result that puts the outcome of the run at risk."""
     return CheckResult(Level.ALARM, message)
 
 
 @dataclass(frozen=True)
 class HealthView:
-    """What a check sees: the metrics so far, what else is known of the run, and the thresholds."""
+    """What a check can read: the metrics so far, the context of the run, and the thresholds."""
 
     history: MetricHistory
     context: RunContext
     limits: HealthLimits
 
     def series(self, metric: str) -> MetricSeries:
-        """A metric; empty if it was never logged."""
+        """The values of a metric; empty if it was never logged."""
         return self.history.series(metric)
 
     def recent(self, metric: str, count: int | None = None, at_least: int | None = None) -> Array | None:
-        """The last values of a metric, the oldest first; None if there are too few to judge.
+        """The latest values of a metric, oldest first; None if there are too few.
 
         Args:
-            count: number of values; None takes `health.limits.window`.
-            at_least: number below which they are too few; None requires `count`.
+            count: number of values; None uses `health.limits.window`.
+            at_least: minimum number of values; None requires `count`.
         """
         count = count or self.limits.window
         values = self.series(metric).recent(count)
         return values if len(values) >= (count if at_least is None else at_least) else None
 
     def epochs(self, metric: str, count: int) -> Array | None:
-        """Means of a metric over the last `count` epochs, the oldest first; None if there were fewer."""
+        """Means of a metric over the last `count` epochs, oldest first; None if there were fewer."""
         means = self.history.epochs(metric)[-count:]
         return means if len(means) == count else None
 
@@ -102,7 +102,7 @@ class HealthView:
         return next((each for each in metrics if self.series(each).num_points), None)
 
     def threshold(self, threshold: float | str) -> float:
-        """A number, or the limit of that name."""
+        """The number itself, or the limit of that name."""
         return float(vars(self.limits)[threshold]) if isinstance(threshold, str) else threshold
 
     @property
@@ -146,14 +146,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """Something that can go wrong in a run.
+    """A problem that a run can have.
 
     Attributes:
-        name: as recipes and people call it.
-        check: looks for it; a pure function of the view.
-        description: when the rule complains, one sentence.
-        advice: what to do then, one sentence without a period.
-        stages: stages whose runs it checks.
+        name: name in recipes and messages.
+        check: detects the problem; a pure function of the view.
+        description: when the rule reports a problem, one sentence.
+        advice: what to do, one sentence without a period.
+        stages: stages to check.
     """
 
     name: str
@@ -163,9 +163,9 @@ class Rule:
     stages: frozenset[str] = STAGES
 
     def run(self, view: HealthView) -> Finding | None:
-        """Check now; None if the rule is not for this stage, or if there is too little to judge.
+        """Run the check; None if the rule is not for this stage, or without enough data.
 
-        A check that raises is a notice, so that the other rules are still checked.
+        An exception in a check becomes a notice, so that the other rules are still checked.
         """
         if view.context.stage not in self.stages:
             return None

@@ -28,7 +28,7 @@ WRITTEN = (
     "config.yaml", "run.json", "metrics.jsonl", "*_history.csv", "train.log", "events.jsonl", "samples.jsonl", "trace/",
     "tensorboard/", "wandb/",
 )  # fmt: skip
-"""What a run directory can hold besides checkpoints and evaluations; docs/guides/sft.md describes each."""
+"""What a run directory can hold besides checkpoints and evaluations; docs/reference/run_directory.md describes each."""
 
 
 def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int:

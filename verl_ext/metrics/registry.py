@@ -6,26 +6,21 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl_ext.console import markdown_table
 from verl_ext.errors import UserError
 
-SAME = "the same on every rank"
-SUM = "sum over ranks"
-LARGEST = "largest over ranks"
-RATE = "sum over ranks / seconds of the slowest rank"
-RANK_0 = "rank 0's clock"
-TOKEN_MEAN = "sum of token losses over ranks / sum of loss tokens over ranks"
-_SAMPLES = "over all samples of all ranks"
-_TOKENS = "mean over all tokens of all ranks"
-_ONE_PROCESS = "one evaluation process"
+SAME, SUM, MEAN, LARGEST, RATE, RANK_0 = "same", "sum", "mean", "max", "rate", "rank 0"
+SAMPLES, TOKENS = "samples", "tokens"
+_ONE_PROCESS = "one process"
 
 EVAL_PREFIX = "eval/<dataset>/"
 ADAPTIVE_PREFIX = "eval/adaptive/"
-_ERROR_TYPES = ("success", "wrong_answer", "syntax_error", "runtime_error", "timeout", "api_error")
-_STATISTICS = {"mean": "Mean", "std": "Standard deviation", "min": "Smallest", "max": "Largest"}
+_METHOD_METRICS = ("accuracy", "latency_ms_mean", "latency_ms_p50", "latency_ms_p95", "violation_rate", "complexity")
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class Metric:
     Attributes:
         unit: of the value, `1` for a plain number.
         meaning: one sentence.
-        reduction: how the values of all ranks become the logged one.
+        reduction: how the values of all ranks become the logged one, in a word that the page explains.
     """
 
     unit: str
@@ -43,264 +38,256 @@ class Metric:
     reduction: str
 
 
-# Every training stage
+@dataclass(frozen=True)
+class Section:
+    """A table of the page.
 
-TRAINING: dict[str, Metric] = {
-    "train/loss": Metric(
-        "nat/token",
-        "Cross-entropy over the loss tokens of the global batch; in the stage grpo the clipped policy loss, in the "
-        "stage budget `train/policy_gradient_loss`.",
-        TOKEN_MEAN,
-    ),
-    "train/perplexity": Metric("1", "exp(`train/loss`).", "from the reduced loss"),
-    "train/lr(1e-3)": Metric("1e-3", "Learning rate of this step, times 1000.", SAME),
-    "train/grad_norm": Metric("1", "L2 norm of the whole gradient before clipping.", "over all shards"),
-    "train/num_loss_tokens": Metric("token", "Tokens of the global batch that contribute to the loss.", SUM),
-    "train/epoch": Metric("epoch", "Passes over the training data since the run began, with its fraction.", SAME),
-    "train/skipped_steps": Metric(
-        "step", "Updates skipped since the run began because the loss or the gradient was not finite.", SAME
-    ),
-    "train/time(s)": Metric("s", "Forward, backward and update, without the wait for data; verl's name.", LARGEST),
-}
+    Attributes:
+        text: what is above it.
+        metrics: by name; `{a,b}` in a name stands for a metric with either.
+    """
 
-VALIDATION: dict[str, Metric] = {
-    "val/loss": Metric("nat/token", "Cross-entropy over the loss tokens of the whole validation set.", TOKEN_MEAN),
-    "val/perplexity": Metric("1", "exp(`val/loss`).", "from the reduced loss"),
-    "val/num_loss_tokens": Metric("token", "Tokens of the validation set that contribute to the loss.", SUM),
-}
+    text: str
+    metrics: Mapping[str, Metric]
 
-THROUGHPUT: dict[str, Metric] = {
-    "throughput/train/tokens_per_s": Metric("token/s", "Tokens processed per second, without padding.", RATE),
-    "throughput/train/samples_per_s": Metric("sample/s", "Samples processed per second.", RATE),
-    "throughput/train/mfu": Metric(
-        "1", "Model FLOPs per second over the devices' peak FLOPs per second; on GPUs only.", "mean over ranks"
-    ),
-}
+    def by_name(self) -> dict[str, Metric]:
+        """Each metric by its full name."""
+        return {name: metric for pattern, metric in self.metrics.items() for name in names_of(pattern)}
 
-TIME: dict[str, Metric] = {
-    "time/train/step_s": Metric("s", "The whole training step.", LARGEST),
-    "time/train/data_s": Metric("s", "Waiting for the next batch.", LARGEST),
-    "time/train/forward_backward_s": Metric("s", "Forward and backward passes of all micro-batches.", LARGEST),
-    "time/train/optimizer_s": Metric("s", "Clipping the gradient and updating the weights.", LARGEST),
-    "time/train/save_s": Metric("s", "Saving a checkpoint: only the part that the training step waits for.", RANK_0),
-    "time/checkpoint/write_s": Metric(
-        "s", "Writing a checkpoint until it is committed, including the part in the background.", RANK_0
-    ),
-    "time/val/step_s": Metric("s", "A whole validation pass.", RANK_0),
-}
 
-_START_PARTS = {
-    "launcher": "From the command to a checked configuration.",
-    "torchrun": "Importing torch for torchrun, and starting a process for each rank.",
-    "imports": "Starting Python and importing the stage.",
-    "process_group": "Initializing the process group.",
-    "tokenizer": "Loading the tokenizer.",
-    "data": "Reading and tokenizing the data.",
-    "model": "Loading the model, sharding it, and creating the optimizer.",
-    "checkpoint": "Choosing and loading a checkpoint, and waiting for the other ranks.",
-    "trackers": "Opening run.json, tables and trackers.",
-    "validation": "The validation before the first step.",
-    "first_step": "The first step.",
-    "total": "All of the above.",
-}
-"""In the order in which they happen."""
+def names_of(pattern: str) -> list[str]:
+    """The names of metrics that share an entry: `train/adv_{mean,std}` has two."""
+    parts = re.split(r"{([^}]*)}", pattern)
+    choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
+    return list(map("".join, itertools.product(*choices)))
 
-START: dict[str, Metric] = {
-    f"time/start/{part}_s": Metric("s", meaning, RANK_0) for part, meaning in _START_PARTS.items()
-}
 
-SYSTEM: dict[str, Metric] = {
-    "system/disk_free_gib": Metric("GiB", "Free space where checkpoints are written, after a save.", RANK_0),
-    "system/peak_memory_gib": Metric("GiB", "Peak memory: of the device on GPUs, of the process on CPUs.", LARGEST),
-}
+_TRAINING = Section(
+    "Every training stage logs these with each step.",
+    {
+        "train/loss": Metric(
+            "nat/token",
+            "Cross-entropy; in grpo the clipped policy loss, in budget `train/policy_gradient_loss`.",
+            TOKENS,
+        ),
+        "train/perplexity": Metric("1", "exp(`train/loss`).", "of the reduced loss"),
+        "train/lr(1e-3)": Metric("1e-3", "Learning rate times 1000.", SAME),
+        "train/grad_norm": Metric("1", "L2 norm of the whole gradient before clipping.", "all shards"),
+        "train/num_loss_tokens": Metric("token", "Tokens that contribute to the loss.", SUM),
+        "train/epoch": Metric("epoch", "Passes over the training data since the run began, such as 1.5.", SAME),
+        "train/skipped_steps": Metric("step", "Updates skipped so far because of a non-finite loss or gradient.", SAME),
+        "train/time(s)": Metric("s", "Forward, backward and update, without waiting for data (verl's name).", LARGEST),
+    },
+)
+_VALIDATION = Section(
+    "Both SFT stages log these with each validation.",
+    {
+        "val/loss": Metric("nat/token", "Cross-entropy over the whole validation set.", TOKENS),
+        "val/perplexity": Metric("1", "exp(`val/loss`).", "of the reduced loss"),
+        "val/num_loss_tokens": Metric("token", "Tokens that contribute to the loss.", SUM),
+    },
+)
+_THROUGHPUT = Section(
+    "",
+    {
+        "throughput/train/tokens_per_s": Metric("token/s", "Tokens, without padding.", RATE),
+        "throughput/train/samples_per_s": Metric("sample/s", "Samples.", RATE),
+        "throughput/train/mfu": Metric("1", "Model FLOPs utilization; on GPUs only.", MEAN),
+    },
+)
+_TIME = Section(
+    "",
+    {
+        "time/train/step_s": Metric("s", "The whole training step.", LARGEST),
+        "time/train/data_s": Metric("s", "Waiting for the next batch.", LARGEST),
+        "time/train/forward_backward_s": Metric("s", "Forward and backward passes of all micro-batches.", LARGEST),
+        "time/train/optimizer_s": Metric("s", "Gradient clipping and weight update.", LARGEST),
+        "time/train/save_s": Metric("s", "The part of a save that training waits for.", RANK_0),
+        "time/checkpoint/write_s": Metric("s", "The whole save until commit, including background work.", RANK_0),
+        "time/val/step_s": Metric("s", "A validation pass.", RANK_0),
+    },
+)
+_STARTUP = Section(
+    "The first step after each start logs these, measured on rank 0.",
+    {
+        f"time/start/{part}_s": Metric("s", meaning, RANK_0)
+        for part, meaning in {
+            "launcher": "From the command to a checked configuration.",
+            "torchrun": "Importing torch for torchrun, and starting a process per rank.",
+            "imports": "Starting Python and importing the stage.",
+            "process_group": "Initializing the process group.",
+            "tokenizer": "Loading the tokenizer.",
+            "data": "Reading and tokenizing the data.",
+            "model": "Loading and sharding the model, and creating the optimizer.",
+            "checkpoint": "Selecting and loading a checkpoint, and waiting for the other ranks.",
+            "trackers": "Opening run.json, tables and trackers.",
+            "validation": "The validation before the first step.",
+            "first_step": "The first step.",
+            "total": "The sum of all of these.",
+        }.items()
+    },
+)
+_SYSTEM = Section(
+    "",
+    {
+        "system/disk_free_gib": Metric("GiB", "Free disk space for checkpoints, after a save.", RANK_0),
+        "system/peak_memory_gib": Metric("GiB", "Peak memory of the device (GPU) or the process (CPU).", LARGEST),
+    },
+)
 
 
 # Stages that learn from rewards
 
-
-def _statistics(name: str, what: str, *statistics: str, unit: str = "1") -> dict[str, Metric]:
-    """One metric for each of some statistics of a quantity."""
-    return {f"{name}_{each}": Metric(unit, f"{_STATISTICS[each]} {what}.", _SAMPLES) for each in statistics}
-
-
-def _rewards(split: str) -> dict[str, Metric]:
-    return {
-        **_statistics(f"{split}/reward_total", "of the weighted sums of rewards", "mean", "std", "min", "max"),
-        f"{split}/<reward>_mean": Metric("1", "Mean weighted contribution of one reward function.", _SAMPLES),
-        f"{split}/samples_without_reward": Metric("sample", "Samples dropped because a reward function failed.", SUM),
-        f"{split}/reward_failures": Metric("sample", "Calls of reward functions that returned no reward.", SUM),
-        **_statistics(f"{split}/seq_prompt_len", "length of a prompt", "mean", "max", unit="token"),
-        **_statistics(f"{split}/seq_completion_len", "length of a completion", "mean", "max", unit="token"),
-        **_statistics(f"{split}/seq_total_len", "length of prompt and completion", "mean", "max", unit="token"),
-        f"{split}/total_valid_token_count": Metric("token", "Tokens of all completions.", SUM),
-    }
-
-
-GRPO: dict[str, Metric] = {
-    **_rewards("train"),
-    **_statistics("train/adv", "of the advantages", "mean", "std", "min", "max"),
-    "train/entropy": Metric("nat/token", "Entropy of the distributions that tokens are sampled from.", _TOKENS),
-    "train/policy_gradient_loss": Metric(
-        "nat", "-log-probability times advantage, whose gradient is that of a step's first update.", _TOKENS
-    ),
-    "train/kl": Metric("nat/token", "KL divergence from the reference, by `actor.kl_loss_type`.", _TOKENS),
-    "train/update_kl": Metric("nat/token", "KL divergence of the updated policy from the sampling policy.", _TOKENS),
-    "train/clip_fraction": Metric("1", "Share of the tokens whose ratio was clipped.", _TOKENS),
-    "train/dual_clip_fraction": Metric("1", "Share of the tokens whose ratio was beyond `clip_ratio_c`.", _TOKENS),
-    "train/rollout_logprob_diff_mean": Metric(
-        "nat", "Distance between the engine's and the trainer's log-probability of a token, before the update.", _TOKENS
-    ),
-    "train/rollout_logprob_diff_max": Metric("nat", "The largest such distance.", LARGEST),
-    "train/ratio_deviation_max": Metric(
-        "1",
-        "Largest distance of a probability ratio from 1 at the step's first update; with one update per step, the "
-        "ratio is to the engine's probability.",
-        LARGEST,
-    ),
-    "train/groups_without_signal": Metric("group", "Groups whose rewards are all the same.", SUM),
-    "train/groups_replaced": Metric("group", "Groups without signal that dynamic sampling replaced.", SUM),
-    **_rewards("eval"),
-    "throughput/train/valid_tokens_per_s": Metric("token/s", "Tokens of completions per second of the step.", RATE),
-    "throughput/train/valid_tokens_per_s_update": Metric("token/s", "The same per second of the updates.", RATE),
-    "throughput/eval/valid_tokens_per_s": Metric("token/s", "Tokens of completions per second of validation.", RATE),
-    "time/train/rollout_s": Metric("s", "Generating completions.", LARGEST),
-    "time/train/reward_s": Metric("s", "Waiting for rewards after the last completion.", LARGEST),
-    "time/train/advantages_s": Metric("s", "Computing advantages from the rewards of each group.", LARGEST),
-    "time/train/shard_s": Metric("s", "Building tensors from the completions.", LARGEST),
-    "time/train/update_s": Metric("s", "Forward and backward passes and the optimizer.", LARGEST),
-    "time/eval/rollout_s": Metric("s", "Generating completions for validation.", LARGEST),
-    "time/eval/reward_s": Metric("s", "Waiting for their rewards.", LARGEST),
-    "time/eval/step_s": Metric("s", "A whole validation pass.", LARGEST),
-    "weights/sync_s": Metric("s", "Sending the weights to the rollout engine.", RANK_0),
-    "weights/bytes": Metric("byte", "Size of the weights sent; 0 if the engine already had them.", SAME),
-    "weights/version": Metric("step", "Step whose weights generated the completions.", SAME),
-}
-
-
-def _configurations(split: str) -> dict[str, Metric]:
-    return {
-        **_statistics(f"{split}/accuracy", "of the accuracy of the answers, from 0 to 1", "mean", "std"),
-        **_statistics(f"{split}/latency_ms", "of the latency of a configuration", "mean", "std", unit="ms"),
-        **_statistics(f"{split}/budget_violation", "of 1 if the latency exceeds the budget, else 0", "mean", "std"),
-        **_statistics(f"{split}/budget_ms", "latency budget", "mean", "max", unit="ms"),
-        **_statistics(f"{split}/num_active", "number of transformer blocks that run", "mean", "max", unit="block"),
-        **_statistics(f"{split}/tier", "index of the tier, from 0", "mean", "max"),
-        **_statistics(f"{split}/topk", "experts per token in a running block", "mean", "max", unit="expert"),
-        f"{split}/num_configs": Metric("configuration", "Configurations that were chosen.", SUM),
-        f"throughput/{split}/configs_per_s": Metric("configuration/s", "Configurations per second of the step.", RATE),
-    }
-
-
-def _epoch(split: str, what: str) -> dict[str, Metric]:
-    quantities = {"Reward": "1", "Accuracy": "1", "Latency": "ms"}
-    return {
-        **{
-            f"{split}/{name}_{each.title()}": Metric(
-                unit, f"{_STATISTICS[each]} of the {name.lower()} over {what}.", _SAMPLES
-            )
-            for name, unit in quantities.items()
-            for each in ("mean", "std")
-        },
-        f"{split}/Budget_Violation_Rate": Metric("1", f"Share of {what} whose latency exceeds the budget.", _SAMPLES),
-    }
-
-
-BUDGET: dict[str, Metric] = {
-    **_configurations("train"),
-    **_configurations("eval"),
-    "throughput/train/configs_per_s_update": Metric("configuration/s", "The same per second of the update.", RATE),
-    "throughput/train/cache_hit_rate": Metric(
-        "1", "Share of the configurations whose result for the sample was already cached.", "over all ranks"
-    ),
-    "Train/Loss": Metric(
-        "1", "Mean loss of an epoch's steps; the x-axis of this and the following metrics is the epoch.", SAME
-    ),
-    **_epoch("Train", "an epoch's configurations"),
-    **_epoch("Val", "the samples of the validation at its end"),
-}
+_GRPO = Section(
+    "The stage grpo logs these, and the stage budget some of them. `<reward>` is the name of a reward function.",
+    {
+        "{train,eval}/reward_total_{mean,std,min,max}": Metric("1", "Weighted sum of rewards of a sample.", SAMPLES),
+        "{train,eval}/<reward>_mean": Metric("1", "Weighted contribution of one reward function.", SAMPLES),
+        "{train,eval}/samples_without_reward": Metric("sample", "Samples dropped because a reward failed.", SUM),
+        "{train,eval}/reward_failures": Metric("sample", "Reward calls that returned no reward.", SUM),
+        "{train,eval}/seq_prompt_len_{mean,max}": Metric("token", "Length of a prompt.", SAMPLES),
+        "{train,eval}/seq_completion_len_{mean,max}": Metric("token", "Length of a completion.", SAMPLES),
+        "{train,eval}/seq_total_len_{mean,max}": Metric("token", "Length of prompt and completion.", SAMPLES),
+        "{train,eval}/total_valid_token_count": Metric("token", "Tokens of all completions.", SUM),
+        "train/adv_{mean,std,min,max}": Metric("1", "Advantages.", SAMPLES),
+        "train/entropy": Metric("nat/token", "Entropy of the sampling distributions.", TOKENS),
+        "train/policy_gradient_loss": Metric(
+            "nat", "-log-probability times advantage; its gradient equals that of the step's first update.", TOKENS
+        ),
+        "train/kl": Metric("nat/token", "KL divergence from the reference, by `actor.kl_loss_type`.", TOKENS),
+        "train/update_kl": Metric("nat/token", "KL divergence of the updated policy from the sampling policy.", TOKENS),
+        "train/clip_fraction": Metric("1", "Fraction of tokens with a clipped ratio.", TOKENS),
+        "train/dual_clip_fraction": Metric("1", "Fraction of tokens with a ratio beyond `clip_ratio_c`.", TOKENS),
+        "train/rollout_logprob_diff_mean": Metric(
+            "nat", "Log-probability difference of a token between engine and trainer, before the update.", TOKENS
+        ),
+        "train/rollout_logprob_diff_max": Metric("nat", "The largest such difference.", LARGEST),
+        "train/ratio_deviation_max": Metric(
+            "1",
+            "Largest distance of a probability ratio from 1 at the step's first update. With one update per step, the "
+            "ratio is to the engine's probability.",
+            LARGEST,
+        ),
+        "train/groups_without_signal": Metric("group", "Groups whose rewards are all equal.", SUM),
+        "train/groups_replaced": Metric("group", "Such groups that dynamic sampling replaced.", SUM),
+        "throughput/{train,eval}/valid_tokens_per_s": Metric("token/s", "Completion tokens.", RATE),
+        "throughput/train/valid_tokens_per_s_update": Metric("token/s", "Completion tokens per update time.", RATE),
+        "time/{train,eval}/rollout_s": Metric("s", "Generating completions.", LARGEST),
+        "time/{train,eval}/reward_s": Metric("s", "Waiting for rewards after the last completion.", LARGEST),
+        "time/train/advantages_s": Metric("s", "Computing advantages.", LARGEST),
+        "time/train/shard_s": Metric("s", "Building tensors from completions.", LARGEST),
+        "time/train/update_s": Metric("s", "Forward and backward passes and optimizer.", LARGEST),
+        "time/eval/step_s": Metric("s", "An evaluation pass.", LARGEST),
+        "weights/sync_s": Metric("s", "Sending the weights to the rollout engine.", RANK_0),
+        "weights/bytes": Metric("byte", "Size of the weights sent; 0 if the engine already had them.", SAME),
+        "weights/version": Metric("step", "Step whose weights generated the completions.", SAME),
+    },
+)
+_BUDGET = Section(
+    "The stage budget logs these. The x-axis of `Train/` and `Val/` is the epoch; `Val/` is its last validation.",
+    {
+        "{train,eval}/accuracy_{mean,std}": Metric("1", "Accuracy of the answers, from 0 to 1.", SAMPLES),
+        "{train,eval}/latency_ms_{mean,std}": Metric("ms", "Latency of a configuration.", SAMPLES),
+        "{train,eval}/budget_violation_{mean,std}": Metric("1", "1 if latency exceeds the budget, else 0.", SAMPLES),
+        "{train,eval}/budget_ms_{mean,max}": Metric("ms", "Latency budget.", SAMPLES),
+        "{train,eval}/num_active_{mean,max}": Metric("block", "Active transformer blocks.", SAMPLES),
+        "{train,eval}/tier_{mean,max}": Metric("1", "Index of the tier, from 0.", SAMPLES),
+        "{train,eval}/topk_{mean,max}": Metric("expert", "Experts per token in an active block.", SAMPLES),
+        "{train,eval}/num_configs": Metric("configuration", "Configurations chosen.", SUM),
+        "throughput/{train,eval}/configs_per_s": Metric("configuration/s", "Configurations.", RATE),
+        "throughput/train/configs_per_s_update": Metric("configuration/s", "Configurations per update time.", RATE),
+        "throughput/train/cache_hit_rate": Metric(
+            "1", "Fraction of configurations whose result for the sample was cached.", SAMPLES
+        ),
+        "Train/Loss": Metric("1", "Mean loss of an epoch's steps.", SAME),
+        "{Train,Val}/Reward_{Mean,Std}": Metric("1", "Reward.", SAMPLES),
+        "{Train,Val}/Accuracy_{Mean,Std}": Metric("1", "Accuracy.", SAMPLES),
+        "{Train,Val}/Latency_{Mean,Std}": Metric("ms", "Latency.", SAMPLES),
+        "{Train,Val}/Budget_Violation_Rate": Metric("1", "Fraction with a latency above the budget.", SAMPLES),
+    },
+)
 
 
 # Evaluation of checkpoints and of budget controllers
 
-_EVAL_METRICS: dict[str, tuple[str, str]] = {
-    "num_problems": ("problem", "Problems in the data set."),
-    "exec_success_rate": ("1", "Share of the answers that ran: `success` and `wrong_answer`."),
-    "accepted_at_1": ("1", "Share of the answers that solve their problem."),
-    "num_samples": ("answer", "Answers per problem, if there are several."),
-    "pass_at_<k>": ("1", "Unbiased probability that one of k answers solves its problem; needs several answers."),
-    "pass_ratio_mean": ("1", "Mean over the problems of the share of tests passed."),
-    "pass_ratio_p50": ("1", "Median over the problems of the share of tests passed."),
-    "pass_ratio_p90": ("1", "90th percentile over the problems of the share of tests passed."),
-    "avg_gen_tokens": ("token", "Mean length of an answer."),
-    "avg_judge_time": ("s", "Mean time to judge an answer."),
-    "throughput": ("problem/s", "Problems generated and judged per second."),
-    "truncation_rate": ("1", "Share of the answers truncated at the maximum number of new tokens."),
-    "cost_per_solved_tokens": ("token", "Generated tokens of all answers per solved problem."),
-    "cost_per_solved_judge_time": ("s", "Judging time of all answers per solved problem."),
-}
 
-EVALUATION: dict[str, Metric] = {
-    **{EVAL_PREFIX + name: Metric(unit, text, _ONE_PROCESS) for name, (unit, text) in _EVAL_METRICS.items()},
-    **{
-        f"{EVAL_PREFIX}{kind}_rate": Metric("1", f"Share of the answers whose error type is `{kind}`.", _ONE_PROCESS)
-        for kind in _ERROR_TYPES
-    },
-    f"{EVAL_PREFIX}<rate>_low": Metric("1", "Lower bound of a rate's 95 % confidence interval.", _ONE_PROCESS),
-    f"{EVAL_PREFIX}<rate>_high": Metric("1", "Upper bound of a rate's 95 % confidence interval.", _ONE_PROCESS),
-}
+def _evaluated(prefix: str, metrics: Mapping[str, tuple[str, str]]) -> dict[str, Metric]:
+    return {f"{prefix}{name}": Metric(unit, meaning, _ONE_PROCESS) for name, (unit, meaning) in metrics.items()}
 
-_METHOD_METRICS: dict[str, tuple[str, str]] = {
-    "accuracy": ("1", "Mean accuracy of the answers, from 0 to 1."),
-    "latency_ms_mean": ("ms", "Mean latency; the controller's includes the time of its decision."),
-    "latency_ms_p50": ("ms", "Median of the same."),
-    "latency_ms_p95": ("ms", "95th percentile of the same."),
-    "violation_rate": ("1", "Share of the questions whose latency exceeds the budget."),
-    "complexity": ("1", "Mean share of the model that ran."),
-}
-_SUMMARY_METRICS: dict[str, tuple[str, str]] = {
-    "controller_minus_lookup_table": ("1", "Accuracy of the controller minus the lookup table's, mean over budgets."),
-    "controller_minus_lookup_table_low": ("1", "Lower bound of its 95 % confidence interval."),
-    "controller_minus_lookup_table_high": ("1", "Upper bound of its 95 % confidence interval."),
-    "gap_closed": ("1", "Share of the accuracy gap between lookup table and oracle that the controller closes."),
-    "num_gap_budgets": ("budget", "Budgets whose gap is at least one point; `gap_closed` is the mean over these."),
-    "worst_violation_rate": ("1", "The controller's highest violation rate over the budgets."),
-    "worst_violation_budget_ms": ("ms", "The budget of that rate."),
-    "decision_ms": ("ms", "Mean time that the decision adds to a latency."),
-    "features_ms": ("ms", "Part of `decision_ms`: pooling image and question for the controller."),
-    "network_ms": ("ms", "Part of `decision_ms`: the controller's forward pass."),
-    "choice_ms": ("ms", "Part of `decision_ms`: taking the likeliest configuration."),
-    "full_ms": ("ms", "Mean measured latency of the full model."),
-    "network_share": ("1", "`network_ms` / `full_ms`."),
-    "measured_again": ("1", "Measurements repeated because another process used the processor, over all runs."),
-}
 
-ADAPTIVE: dict[str, Metric] = {
-    f"{ADAPTIVE_PREFIX}budget_ms": Metric("ms", "Latency budget, the x-axis of the metrics of methods.", _ONE_PROCESS),
-    **{
-        f"{ADAPTIVE_PREFIX}<method>_{name}": Metric(unit, text, _ONE_PROCESS)
-        for name, (unit, text) in _METHOD_METRICS.items()
-    },
-    **{ADAPTIVE_PREFIX + name: Metric(unit, text, _ONE_PROCESS) for name, (unit, text) in _SUMMARY_METRICS.items()},
-}
+_EVALUATION = Section(
+    "The evaluation of a checkpoint logs these for each dataset. Rates have 95 % confidence intervals.",
+    _evaluated(
+        EVAL_PREFIX,
+        {
+            "num_problems": ("problem", "Problems in the dataset."),
+            "exec_success_rate": ("1", "Fraction of answers that ran: `success` and `wrong_answer`."),
+            "accepted_at_1": ("1", "Fraction of answers that solve their problem."),
+            "num_samples": ("answer", "Answers per problem, if more than one."),
+            "pass_at_<k>": ("1", "Unbiased pass@k, with several answers per problem."),
+            "pass_ratio_{mean,p50,p90}": ("1", "Fraction of tests passed, over the problems."),
+            "avg_gen_tokens": ("token", "Mean length of an answer."),
+            "avg_judge_time": ("s", "Mean time to judge an answer."),
+            "throughput": ("problem/s", "Problems generated and judged per second."),
+            "truncation_rate": ("1", "Fraction of answers truncated at the maximum number of new tokens."),
+            "cost_per_solved_tokens": ("token", "Generated tokens of all answers per solved problem."),
+            "cost_per_solved_judge_time": ("s", "Judging time of all answers per solved problem."),
+            "{success,wrong_answer,syntax_error,runtime_error,timeout,api_error}_rate": (
+                "1",
+                "Fraction of answers of this error type.",
+            ),
+            "<rate>_{low,high}": ("1", "Bounds of a rate's confidence interval."),
+        },
+    ),
+)
+_ADAPTIVE = Section(
+    "`bash eval_pipeline/run.sh adaptive` logs these. The metrics of a `<method>` are logged for each budget.",
+    _evaluated(
+        ADAPTIVE_PREFIX,
+        {
+            "budget_ms": ("ms", "Latency budget, the x-axis of the metrics of methods."),
+            "<method>_accuracy": ("1", "Mean accuracy of the answers, from 0 to 1."),
+            "<method>_latency_ms_{mean,p50,p95}": ("ms", "Latency; the controller's includes its decision."),
+            "<method>_violation_rate": ("1", "Fraction of questions with a latency above the budget."),
+            "<method>_complexity": ("1", "Mean fraction of the model that ran."),
+            "controller_minus_lookup_table": ("1", "Accuracy difference to the lookup table, mean over budgets."),
+            "controller_minus_lookup_table_{low,high}": ("1", "Bounds of its 95 % confidence interval."),
+            "gap_closed": ("1", "Fraction of the accuracy gap from lookup table to oracle that the controller closes."),
+            "num_gap_budgets": (
+                "budget",
+                "Budgets with a gap of at least one point, over which `gap_closed` is a mean.",
+            ),
+            "worst_violation_rate": ("1", "The controller's highest violation rate over the budgets."),
+            "worst_violation_budget_ms": ("ms", "The budget of that rate."),
+            "decision_ms": ("ms", "Mean time that the decision adds to a latency."),
+            "features_ms": ("ms", "Part of `decision_ms`: pooling image and question."),
+            "network_ms": ("ms", "Part of `decision_ms`: the controller's forward pass."),
+            "choice_ms": ("ms", "Part of `decision_ms`: selecting the most likely configuration."),
+            "full_ms": ("ms", "Mean measured latency of the full model."),
+            "network_share": ("1", "`network_ms` / `full_ms`."),
+            "measured_again": ("1", "Repeated measurements per run, because another process used the CPU."),
+        },
+    ),
+)
 
 
 # All of them
 
-SECTIONS: dict[str, dict[str, Metric]] = {
-    "Training": TRAINING,
-    "GRPO": GRPO,
-    "Budget controller": BUDGET,
-    "Validation": VALIDATION,
-    "Throughput": THROUGHPUT,
-    "Time": TIME,
-    "Startup, logged once per start with its first step": START,
-    "System": SYSTEM,
-    "Checkpoint evaluation": EVALUATION,
-    "Budget controller evaluation": ADAPTIVE,
+SECTIONS: dict[str, Section] = {
+    "Training": _TRAINING,
+    "Validation": _VALIDATION,
+    "Throughput": _THROUGHPUT,
+    "Time": _TIME,
+    "Startup": _STARTUP,
+    "System": _SYSTEM,
+    "GRPO": _GRPO,
+    "Budget controller": _BUDGET,
+    "Checkpoint evaluation": _EVALUATION,
+    "Budget controller evaluation": _ADAPTIVE,
 }
 """By heading of `docs/reference/metrics.md`."""
-
-METRICS: dict[str, Metric] = {name: metric for section in SECTIONS.values() for name, metric in section.items()}
+START, EVALUATION = _STARTUP.by_name(), _EVALUATION.by_name()
+METRICS: dict[str, Metric] = {name: metric for each in SECTIONS.values() for name, metric in each.by_name().items()}
 
 
 def lookup_metric(name: str) -> Metric:
@@ -337,18 +324,39 @@ def _pattern(name: str) -> str:
 
 _INTRODUCTION = """# Metrics
 
-Generated by `python -m verl_ext.metrics.reference`; edit `verl_ext/metrics/registry.py` instead.
+<!-- Generated by `python -m verl_ext.metrics.reference`. -->
 
-Every value is reduced over all ranks before it is logged, and only rank 0 logs. `metrics.jsonl` in the run directory
-holds every row of every attempt. The console, TensorBoard and W&B show the same rows; the CSV tables have those of
-steps and validations, in the stage budget one row per epoch.
+This page lists every metric that a run or an evaluation logs. `metrics.jsonl` in the run directory, the console,
+TensorBoard and W&B use the same names:
+
+```python
+import pandas as pd
+
+rows = pd.read_json("checkpoints/rlvr_coding_model/sft_quickstart/metrics.jsonl", lines=True)
+rows.plot(x="step", y="train/loss")
+```
+
+`metrics.jsonl` holds every row of every attempt. The CSV tables hold steps and validations, or one row per epoch in the
+stage budget. In a name, `{train,eval}` stands for either word. Each value is reduced over all ranks before rank 0 logs
+it:
+
+| over ranks | value |
+| --- | --- |
+| sum, mean, max | of the values of the ranks |
+| samples | the statistic over the samples of all ranks |
+| tokens | mean over the tokens of all ranks, for losses over the loss tokens |
+| rate | sum over the ranks divided by the seconds of the slowest rank |
+| rank 0 | measured on rank 0 |
+| same | identical on every rank |
 """
 
 
 def render_metrics_page() -> str:
     """The text of `docs/reference/metrics.md`: one Markdown table per section."""
     parts, header = [_INTRODUCTION], ("metric", "unit", "meaning", "over ranks")
-    for title, metrics in SECTIONS.items():
-        rows = ((f"`{name}`", each.unit, each.meaning, each.reduction) for name, each in metrics.items())
-        parts.append(f"## {title}\n\n{markdown_table(header, rows)}\n")
+    for title, section in SECTIONS.items():
+        rows = [(f"`{name}`", each.unit, each.meaning, each.reduction) for name, each in section.metrics.items()]
+        columns = 4 if len({row[-1] for row in rows}) > 1 else 3
+        table = markdown_table(header[:columns], (row[:columns] for row in rows))
+        parts.append("\n\n".join(filter(None, [f"## {title}", section.text, table])) + "\n")
     return "\n".join(parts)

@@ -255,7 +255,7 @@ def build_parser() -> CommandParser:
             f"{program('plan')} recipe=qwen2.5_coder_7b gpus=8,64,512 --markdown",
             f"{program('plan')} recipe=quickstart gpus=2 hardware=cpu mean_length=150 --largest",
         ],
-        notes=f"the command's own words:\n{definitions(own)}\n\ndocs/guides/planning.md explains the formulas.",
+        notes=f"the command's own words:\n{definitions(own)}\n\ndocs/design/memory_model.md explains the formulas.",
         exit_codes={"0": "every plan fits", "1": "one does not fit", **FAILURES},
         keys=known_words,
     )

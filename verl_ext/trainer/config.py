@@ -40,7 +40,7 @@ class WrapPolicyConfig:
 
     min_num_params: int = unused(0, "FSDP2 shards by layer class")
     transformer_layer_cls_to_wrap: str | list[str] | None = setting(
-        None, "Class names of the layers to shard separately; null takes the model's own"
+        None, "Layer classes to shard separately; null uses the model's own list"
     )
 
 
@@ -55,10 +55,10 @@ class UnusedWrapPolicyConfig(WrapPolicyConfig):
 class FSDPConfig:
     """`model.fsdp_config`."""
 
-    model_dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "Number type of the master weights")
+    model_dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "dtype of the master weights")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     cpu_offload: bool = setting(False, "Keep parameters and optimizer state in CPU memory")
-    offload_params: bool = unused(False, "model.fsdp_config.cpu_offload=true offloads the parameters")
+    offload_params: bool = unused(False, "set model.fsdp_config.cpu_offload")
 
 
 @dataclass(kw_only=True)
@@ -66,7 +66,7 @@ class GatheringFSDPConfig(FSDPConfig):
     """`model.fsdp_config` of the stages whose updates have several micro-batches of a sharded model."""
 
     keep_gathered: Literal["auto"] | bool = setting(
-        "auto", "Gather weights and reduce gradients once per update; auto does so if whole ones take 15 % of memory"
+        "auto", "Gather weights and reduce gradients once per update; auto does so if they take at most 15 % of memory"
     )
 
 
@@ -74,27 +74,25 @@ class GatheringFSDPConfig(FSDPConfig):
 class ModelConfig:
     """`model`: what is loaded, and how it runs."""
 
-    partial_pretrain: str | None = setting(None, "Initial model, a directory or a name on the hub")
+    partial_pretrain: str | None = setting(None, "Initial model: a directory or a Hugging Face Hub name")
     use_shm: bool = setting(False, "Copy the model into shared memory before loading it")
     fsdp_config: FSDPConfig = section(FSDPConfig)
     external_lib: str | None = setting(
-        None, "Module to import first, which registers an architecture with transformers"
+        None, "Module to import first, for example to register an architecture with transformers"
     )
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward pass to save memory")
-    trust_remote_code: bool = setting(False, "Run the Python code that the model brings")
-    lora_rank: int = setting(0, "Rank of new LoRA adapters, which are trained instead of the model; 0 for none", ge=0)
-    lora_alpha: int = setting(16, "Scaling factor of the adapters")
+    trust_remote_code: bool = setting(False, "Run Python code shipped with the model")
+    lora_rank: int = setting(0, "Rank of new LoRA adapters; 0 trains the whole model", ge=0)
+    lora_alpha: int = setting(16, "LoRA scaling factor")
     lora_adapter_path: str | None = setting(None, "Directory of LoRA adapters to continue training", path=True)
-    target_modules: str | list[str] = setting("all-linear", "Modules that get adapters: names, or all-linear")
-    use_liger: bool = setting(
-        False, "Use Liger's kernels, on GPUs also for `fused_loss`; needs the liger-kernel package"
-    )
-    strategy: str = setting("fsdp2", "How the model is sharded; only fsdp2 is supported")
+    target_modules: str | list[str] = setting("all-linear", "Modules that get LoRA adapters: names or all-linear")
+    use_liger: bool = setting(False, "Use Liger kernels, on GPUs also for `fused_loss`; requires liger-kernel")
+    strategy: str = setting("fsdp2", "Sharding strategy; only fsdp2 is supported")
     attn_implementation: Attention = setting(
-        "auto", "Attention kernel; auto takes flash-attention on GPUs that have it and train in bf16, else sdpa"
+        "auto", "Attention kernel; auto uses flash-attention if installed and training in bf16 on GPUs, else sdpa"
     )
     mixed_precision: Literal["auto", "bf16", "fp32"] = setting(
-        "auto", "Number type of the forward pass; auto takes bf16 where the hardware has it (GRPO on CPUs: fp32)"
+        "auto", "dtype of the forward pass; auto uses bf16 where supported (grpo on CPUs: fp32)"
     )
 
     @property
@@ -115,10 +113,10 @@ class ModelConfig:
 class SFTModelConfig(ModelConfig):
     """`model` of SFT."""
 
-    partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Initial model, a directory or a name on the hub")
+    partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Initial model: a directory or a Hugging Face Hub name")
     fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
-    fused_loss: bool = setting(True, "Compute the loss in chunks, without the logits of a whole micro-batch")
-    compile: bool = setting(False, "Compile each block with torch.compile; the first steps take longer")
+    fused_loss: bool = setting(True, "Compute the loss in chunks, without materializing all logits")
+    compile: bool = setting(False, "Compile each block with torch.compile, which slows down the first steps")
 
 
 @dataclass(kw_only=True)
@@ -127,7 +125,9 @@ class GRPOModelConfig(ModelConfig):
 
     fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
     sft_run: str | None = setting(
-        None, "Run directory of SFT, whose best checkpoint is the initial model, or its newest if none was evaluated"
+        None,
+        "SFT run directory to start from: its best checkpoint, or the newest if none was "
+        "evaluated (budget: the newest export)",
     )
 
 
@@ -135,31 +135,29 @@ class GRPOModelConfig(ModelConfig):
 class VLMConfig(ModelConfig):
     """`model` of the stages whose model is a vision-language model."""
 
-    partial_pretrain: str | None = setting(None, "The vision-language model, a directory or a name on the hub")
-    enable_gradient_checkpointing: bool = unused(False, "activations of vision-language models are kept")
-    lora_rank: int = unused(0, "vision-language models are trained whole")
-    lora_alpha: int = unused(16, "vision-language models are trained whole")
-    lora_adapter_path: str | None = unused(None, "vision-language models are trained whole")
-    target_modules: str | list[str] = unused("all-linear", "vision-language models are trained whole")
-    use_liger: bool = unused(False, "Liger's kernels are for language models")
+    partial_pretrain: str | None = setting(None, "Initial model: a directory or a Hugging Face Hub name")
+    enable_gradient_checkpointing: bool = unused(False, "vision-language models keep their activations")
+    lora_rank: int = unused(0, "vision-language models are trained in full")
+    lora_alpha: int = unused(16, "vision-language models are trained in full")
+    lora_adapter_path: str | None = unused(None, "vision-language models are trained in full")
+    target_modules: str | list[str] = unused("all-linear", "vision-language models are trained in full")
+    use_liger: bool = unused(False, "Liger kernels are for language models")
 
 
 @dataclass(kw_only=True)
 class VLMSFTModelConfig(VLMConfig):
     """`model` of SFT of a vision-language model."""
 
-    partial_pretrain: str = setting(
-        "~/models/gemma-1.1-7b-it", "The vision-language model, a directory or a name on the hub"
-    )
+    partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Initial model: a directory or a Hugging Face Hub name")
     fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
-    fused_loss: bool = setting(True, "Compute the loss in chunks, without the logits of a whole micro-batch")
+    fused_loss: bool = setting(True, "Compute the loss in chunks, without materializing all logits")
 
 
 @dataclass(kw_only=True)
 class ControllerFSDPConfig(FSDPConfig):
     """`model.fsdp_config` of the budget controller's GRPO."""
 
-    model_dtype: Literal["fp32", "bf16", "fp16"] = unused("fp32", "the controller is small, and trained in fp32")
+    model_dtype: Literal["fp32", "bf16", "fp16"] = unused("fp32", "the controller is trained in fp32")
     wrap_policy: UnusedWrapPolicyConfig = section(UnusedWrapPolicyConfig)
 
 
@@ -167,35 +165,39 @@ class ControllerFSDPConfig(FSDPConfig):
 class BudgetModelConfig(VLMConfig):
     """`model` of the budget controller's GRPO: the vision-language model, which is frozen."""
 
-    sft_run: str | None = setting(None, "Run directory of SFT, whose newest export is the vision-language model")
+    sft_run: str | None = setting(
+        None,
+        "SFT run directory to start from: its best checkpoint, or the newest if none was "
+        "evaluated (budget: the newest export)",
+    )
     fsdp_config: ControllerFSDPConfig = section(ControllerFSDPConfig)
     attn_implementation: Attention = unused("auto", "the vision-language model uses its own")
-    external_lib: str | None = unused(None, "set model.adapter for an architecture of your own")
+    external_lib: str | None = unused(None, "set model.adapter for a custom architecture")
     adapter: str | None = setting(
-        None, "A VLMAdapter of your own, path.py:CLASS or package.module:CLASS; null selects one by the model's type"
+        None, "Custom VLMAdapter, path.py:CLASS or package.module:CLASS; null selects one by model type"
     )
-    mixed_precision: Literal["auto", "bf16", "fp32"] = setting("fp32", "Number type of the controller, which is small")
+    mixed_precision: Literal["auto", "bf16", "fp32"] = setting(
+        "fp32", "dtype of the forward pass; auto uses bf16 where supported (grpo on CPUs: fp32)"
+    )
 
 
 @dataclass(kw_only=True)
 class OptimConfig:
     """`optim`: the optimizer and its learning-rate schedule."""
 
-    optimizer: str = setting("AdamW", "Class of the optimizer")
-    optimizer_impl: str = setting("torch.optim", "Module of that class")
-    lr: float = setting(1e-5, "Peak learning rate", ge=0)
-    betas: list[float] = setting([0.9, 0.95], "Decay rates of Adam's two moments", ge=0, lt=1)
+    optimizer: str = setting("AdamW", "Optimizer class")
+    optimizer_impl: str = setting("torch.optim", "Module of the optimizer class")
+    lr: float = setting(1e-5, "Peak learning rate (budget: initial)", ge=0)
+    betas: list[float] = setting([0.9, 0.95], "Adam betas", ge=0, lt=1)
     weight_decay: float = setting(0.01, "Weight decay", ge=0)
-    clip_grad: float = setting(1.0, "Largest gradient norm; infinity disables clipping", ge=1e-12, finite=False)
-    lr_scheduler: Schedule = setting("cosine", "Schedule after the warm-up")
-    lr_warmup_steps_ratio: float = setting(0.1, "Share of the schedule that is warm-up", ge=0, le=1)
-    lr_warmup_steps: int | None = setting(-1, "Warm-up steps; 0 or more overrides the ratio", ge=-1)
-    min_lr_ratio: float | None = setting(0.0, "Final learning rate as a share of the peak", ge=0, le=1)
-    num_cycles: float = setting(0.5, "Cycles of the cosine; 0.5 ends at its minimum", ge=0)
-    total_training_steps: int = setting(
-        -1, "Length of the schedule in steps; -1 spans all epochs, or the run if longer"
-    )
-    override_optimizer_config: dict[str, Any] | None = setting(None, "Further arguments of the optimizer's class")
+    clip_grad: float = setting(1.0, "Maximum gradient norm; inf disables clipping", ge=1e-12, finite=False)
+    lr_scheduler: Schedule = setting("cosine", "Schedule after warmup")
+    lr_warmup_steps_ratio: float = setting(0.1, "Warmup as a fraction of the schedule", ge=0, le=1)
+    lr_warmup_steps: int | None = setting(-1, "Warmup steps; 0 or more overrides the ratio", ge=-1)
+    min_lr_ratio: float | None = setting(0.0, "Final learning rate as a fraction of the peak", ge=0, le=1)
+    num_cycles: float = setting(0.5, "Cosine cycles; 0.5 ends at the minimum", ge=0)
+    total_training_steps: int = setting(-1, "Schedule length in steps; -1 spans all epochs, or the run if longer")
+    override_optimizer_config: dict[str, Any] | None = setting(None, "Additional optimizer arguments")
     lr_scheduler_type: str = unused("constant", "set optim.lr_scheduler")
     warmup_style: str | None = unused(None, "set optim.lr_scheduler")
     _target_: str = unused("verl.workers.config.FSDPOptimizerConfig", "set optim.optimizer and optim.optimizer_impl")
@@ -224,8 +226,8 @@ class OptimConfig:
 class PlateauOptimConfig(OptimConfig):
     """`optim` of the budget controller's GRPO, whose learning rate falls when the reward stops rising."""
 
-    lr: float = setting(1e-4, "Initial learning rate", ge=0)
-    betas: list[float] = setting([0.9, 0.999], "Decay rates of Adam's two moments", ge=0, lt=1)
+    lr: float = setting(1e-4, "Peak learning rate (budget: initial)", ge=0)
+    betas: list[float] = setting([0.9, 0.999], "Adam betas", ge=0, lt=1)
     weight_decay: float = setting(1e-5, "Weight decay", ge=0)
     lr_scheduler: Schedule = unused("constant", "set optim.plateau_factor and optim.plateau_patience")
     lr_warmup_steps_ratio: float = unused(0.0, "the learning rate falls on a plateau")
@@ -233,17 +235,17 @@ class PlateauOptimConfig(OptimConfig):
     min_lr_ratio: float = unused(0.0, "the learning rate falls on a plateau")
     num_cycles: float = unused(0.5, "the learning rate falls on a plateau")
     total_training_steps: int = unused(-1, "the learning rate falls on a plateau")
-    plateau_factor: float = setting(0.5, "Multiplier of the learning rate on a plateau", ge=1e-6, le=1 - 1e-6)
-    plateau_patience: int = setting(5, "Evaluations without a better reward before that", ge=0)
+    plateau_factor: float = setting(0.5, "Learning-rate multiplier on a plateau", ge=1e-6, le=1 - 1e-6)
+    plateau_patience: int = setting(5, "Evaluations without a better reward before the multiplier applies", ge=0)
 
 
 @dataclass(kw_only=True)
 class PreemptionConfig:
     """`trainer.preemption`: what the run does when the machine is taken away."""
 
-    grace_s: float = setting(120.0, "Seconds that the ranks have to save after a signal, before they are killed", gt=0)
+    grace_s: float = setting(120.0, "Seconds to save after a signal before the ranks are killed", gt=0)
     deadline: float | str | None = setting(
-        None, "When this machine goes away, in seconds since 1970 or ISO 8601; the run saves and stops before that"
+        None, "Time at which the machine goes away, in Unix seconds or ISO 8601; the run saves and stops before it"
     )
 
     def check(self) -> None:
@@ -307,38 +309,40 @@ class TrainerConfig:
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "The run directory", nonempty=True, path=True
     )
     default_hdfs_dir: str | None = unused(None, "mount the file system and set trainer.default_local_dir")
-    project_name: str = setting(
-        "gsm8k-sft", "The project that the run belongs to, in paths and trackers", nonempty=True
-    )
-    experiment_name: str = setting("test", "The run's name, in paths and trackers", nonempty=True)
+    project_name: str = setting("gsm8k-sft", "The project's name in paths and trackers", nonempty=True)
+    experiment_name: str = setting("test", "The run's name in paths and trackers", nonempty=True)
     total_epochs: int = setting(4, "Passes over the data", ge=1)
     total_training_steps: int | None = setting(
-        None, "Last step. The schedule spans the epochs in any case", ge=1, null="all epochs"
+        None, "Last step; does not shorten the schedule", ge=1, null="all epochs"
     )
     logger: list[str] = setting(
-        ["console", "wandb"], "Trackers: console, tensorboard, wandb and the others of verl's Tracking"
+        ["console", "wandb"], "Trackers: console, tensorboard, wandb and others of verl's Tracking"
     )
-    seed: int = setting(42, "Seed of the initialization, dropout and the order of the data", ge=0, le=2**31 - 1)
-    save_freq: int = setting(-1, "Steps between two checkpoints; -1 for the last step only. A stop saves too")
-    test_freq: int = setting(-1, "Steps between two validations; -1 for the last step only")
-    nnodes: int = setting(1, "Machines; the launcher sets it from NNODES")
-    n_gpus_per_node: int = setting(8, "Ranks on each machine; the launcher sets it from the first word of the command")
-    max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep", ge=1, null="all")
+    seed: int = setting(42, "Seed of initialization, dropout and data order", ge=0, le=2**31 - 1)
+    save_freq: int = setting(
+        -1, "Steps between checkpoints; -1 saves after the last step only. A stopped run saves too"
+    )
+    test_freq: int = setting(
+        -1, "Steps between validations; -1 validates after the last step only (grpo, budget: set data.eval_every_steps)"
+    )
+    nnodes: int = setting(1, "Nodes; the launcher sets it from NNODES")
+    n_gpus_per_node: int = setting(8, "Ranks per node; the launcher sets it from its first argument")
+    max_ckpt_to_keep: int | None = setting(None, "Number of newest checkpoints to keep", ge=1, null="all")
     resume_mode: Literal["auto", "disable", "resume_path"] = setting(
         "auto", "auto resumes from the newest checkpoint, disable starts at step 0, resume_path uses resume_from_path"
     )
     resume_from_path: str | None = setting(
         None,
-        "A global_step_N to start from; with auto, a newer checkpoint of the run itself takes precedence",
+        "A global_step_N directory to start from; with auto, a newer checkpoint of the run takes precedence",
         path=True,
     )
     checkpoint: CheckpointConfig = section(CheckpointConfig)
-    device: Device = setting(
-        "auto", "Where to train; to train on CPUs of a machine with GPUs, hide these with CUDA_VISIBLE_DEVICES=''"
+    device: Device = setting("auto", "Training device; to use the CPUs of a GPU machine, set CUDA_VISIBLE_DEVICES=''")
+    log_every: int = setting(10, "Steps between console lines; metrics.jsonl records every step", ge=1)
+    val_before_train: bool = setting(True, "Validate before the first step")
+    max_nonfinite_steps: int = setting(
+        3, "Consecutive steps with a non-finite loss or gradient that stop the run", ge=1
     )
-    log_every: int = setting(10, "Steps between two lines on the console; metrics.jsonl records every step", ge=1)
-    val_before_train: bool = setting(True, "Validate at step 0, so that curves have a start")
-    max_nonfinite_steps: int = setting(3, "Consecutive steps without a finite loss or gradient that stop the run", ge=1)
     trace: bool = setting(False, "Write trace/*.json for Perfetto; --trace sets it")
     preemption: PreemptionConfig = section(PreemptionConfig)
 
@@ -365,18 +369,19 @@ class TrainerConfig:
 class SFTTrainerConfig(TrainerConfig):
     """`trainer` of SFT."""
 
-    deterministic: bool = setting(
-        False, "Use only deterministic kernels, which are slower, so that a GPU computes the same bits every time"
-    )
+    deterministic: bool = setting(False, "Use only deterministic kernels for bitwise repeatability on GPUs; slower")
 
 
 @dataclass(kw_only=True)
 class RewardTrainerConfig(TrainerConfig):
     """`trainer` of the stages that learn from rewards."""
 
-    test_freq: int = setting("${data.eval_every_steps}", "Equals data.eval_every_steps; set that")
-    log_samples_every: int = setting(10, "Steps between two tables of samples", ge=1, also=(0, "never"))
-    samples_per_table: int = setting(8, "Rows of such a table", ge=1)
+    test_freq: int = setting(
+        "${data.eval_every_steps}",
+        "Steps between validations; -1 validates after the last step only (grpo, budget: set data.eval_every_steps)",
+    )
+    log_samples_every: int = setting(10, "Steps between sample tables", ge=1, also=(0, "never"))
+    samples_per_table: int = setting(8, "Rows of a sample table", ge=1)
 
 
 @dataclass(kw_only=True)
@@ -402,11 +407,11 @@ class WatchConfig:
     """`eval`: the evaluation of the run's checkpoints."""
 
     recipe: str | None = setting(
-        None, "Recipe in recipes/eval/ or a file; null takes the default recipe", nonempty=True
+        None, "A recipe in recipes/eval/ or a file; null uses the default recipe", nonempty=True
     )
-    watch: bool = setting(False, "Evaluate every checkpoint during training, as soon as it is committed")
+    watch: bool = setting(False, "Evaluate every checkpoint during training")
     devices: int | str | list[int | str] | None = setting(
-        None, "GPUs of that evaluation, such as 7 or [6,7], which the ranks do not use; required where GPUs are visible"
+        None, "GPUs for that evaluation, such as 7 or [6,7], not used by the ranks; required if GPUs are visible"
     )
 
     @property

@@ -66,10 +66,10 @@ from verl_ext.trainer.config import (
 class RunConfig:
     """What every stage has."""
 
-    stage: str = setting("sft", "What is trained; a recipe sets it")
-    recipe: str | None = setting(None, "The recipe of this configuration; the launcher sets it")
+    stage: str = setting("sft", "The stage; set it in the recipe")
+    recipe: str | None = setting(None, "Name of the recipe; the launcher sets it")
     prepare: list[str] = setting(
-        [], "`python -m verl_ext.data.prepare` commands to run first, where their result is missing"
+        [], "Arguments of `verl_ext.data.prepare` commands to run first if their output is missing"
     )
     data: DataConfig = section(DataConfig)
     model: ModelConfig = section(ModelConfig)
@@ -118,9 +118,9 @@ class SFTConfig(RunConfig):
     model: SFTModelConfig = section(SFTModelConfig)
     trainer: SFTTrainerConfig = section(SFTTrainerConfig)
     ulysses_sequence_parallel_size: int = setting(
-        1, "Ranks that share each sequence; more than 1 needs GPUs, flash-attention and use_remove_padding", ge=1
+        1, "Ranks that share each sequence; above 1 requires GPUs, flash-attention and use_remove_padding", ge=1
     )
-    use_remove_padding: bool = setting(False, "verl's forward pass without padding, which Ulysses needs")
+    use_remove_padding: bool = setting(False, "Use verl's forward pass without padding, which Ulysses requires")
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -157,9 +157,9 @@ class SFTConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class VLMSFTConfig(RunConfig):
-    """Supervised fine-tuning of a vision-language model that learns to do without parts of itself."""
+    """Supervised fine-tuning of a vision-language model in which parts are skipped at random."""
 
-    stage: str = setting("vlm_sft", "What is trained; a recipe sets it")
+    stage: str = setting("vlm_sft", "The stage; set it in the recipe")
     data: ImageChatDataConfig = section(ImageChatDataConfig)
     model: VLMSFTModelConfig = section(VLMSFTModelConfig)
     eval: VLMWatchConfig = section(VLMWatchConfig)
@@ -192,7 +192,7 @@ class RewardStageConfig(RunConfig):
 class GRPOConfig(RewardStageConfig):
     """GRPO of a language model."""
 
-    stage: str = setting("grpo", "What is trained; a recipe sets it")
+    stage: str = setting("grpo", "The stage; set it in the recipe")
     data: PromptDataConfig = section(PromptDataConfig)
     model: GRPOModelConfig = section(GRPOModelConfig)
     algorithm: TokenAlgorithmConfig = section(TokenAlgorithmConfig)
@@ -229,7 +229,7 @@ class GRPOConfig(RewardStageConfig):
 class BudgetConfig(RewardStageConfig):
     """GRPO of a budget controller."""
 
-    stage: str = setting("budget", "What is trained; a recipe sets it")
+    stage: str = setting("budget", "The stage; set it in the recipe")
     data: QuestionDataConfig = section(QuestionDataConfig)
     model: BudgetModelConfig = section(BudgetModelConfig)
     optim: PlateauOptimConfig = section(PlateauOptimConfig)
@@ -393,7 +393,7 @@ def load_config(command: str, words: Iterable[str]) -> RunConfig:
     """Resolve `recipe=NAME key=value ...` to one configuration.
 
     Args:
-        command: sft or grpo; the recipe says which of its stages it is of.
+        command: `sft` or `grpo`; the recipe selects one of its stages.
         words: Hydra overrides (`key=value`, `+key=value`, `~key`); `recipe=` names a recipe or a YAML file.
 
     Raises:

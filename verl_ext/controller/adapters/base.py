@@ -27,10 +27,10 @@ Inputs = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class DecodeState:
-    """A sequence that is being decoded.
+    """State of a sequence during decoding.
 
     Attributes:
-        logits: (1, vocabulary), of the next token.
+        logits: logits of the next token, (1, vocabulary).
         cache: keys and values of the active blocks, in the model's own form.
         length: number of tokens in the cache.
     """
@@ -58,10 +58,10 @@ def replace_modules(replacements: Mapping[tuple[nn.Module, str], nn.Module]) -> 
 
 
 class SkippedBlock(nn.Module):
-    """Replaces a transformer block that does not run: hidden states pass through, and nothing is cached.
+    """Replaces a skipped transformer block: hidden states pass through, and nothing is cached.
 
     Args:
-        output: makes the return value of a block from its hidden states.
+        output: creates the return value of a block from its hidden states.
     """
 
     def __init__(self, output: Callable[[torch.Tensor], Any]) -> None:
@@ -69,7 +69,7 @@ class SkippedBlock(nn.Module):
         self._output = output
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """The unchanged hidden states, as the model expects them from a block."""
+        """Return the unchanged hidden states in the format of a block's output."""
         return self._output(hidden_states)
 
 
@@ -93,11 +93,11 @@ class CachedVisionEncoder(nn.Module):
 
 
 class VLMAdapter(ABC):
-    """One architecture; an instance holds a model and changes it only within `configured` and `with_encoding`.
+    """Base class of architectures. An adapter modifies its model only within `configured` and `with_encoding`.
 
     Args:
-        model: of this architecture.
-        processor: of the same checkpoint.
+        model: a model of this architecture.
+        processor: processor of the same checkpoint.
         tier_sizes: image size of each tier, ascending, in the architecture's unit.
     """
 
@@ -138,31 +138,31 @@ class VLMAdapter(ABC):
 
     @abstractmethod
     def skipped_block(self, index: int) -> SkippedBlock:
-        """The replacement of a block that does not run."""
+        """The replacement of a skipped block."""
 
     def mixture(self, block: Any) -> Any:
-        """A block's mixture of experts, by default its `mlp` if that has `experts`; None without one."""
+        """The mixture of experts of a block, or None; by default its `mlp` if that has `experts`."""
         return block.mlp if hasattr(block, "mlp") and hasattr(block.mlp, "experts") else None
 
     def router(self, mixture: Any) -> Any:
-        """The part of a mixture with the attribute `top_k`, the number of experts that a token is routed to."""
+        """The module of a mixture with the attribute `top_k`, the number of experts per token."""
         return mixture.gate
 
     @abstractmethod
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
-        """The model's inputs for a sample at a tier, a batch of one on the model's device."""
+        """Inputs of the model for a sample at a tier: a batch of one on the model's device."""
 
     @abstractmethod
     def num_patches(self, inputs: Inputs) -> int:
-        """Number of patches that the vision encoder processes."""
+        """Number of patches for the vision encoder."""
 
     @abstractmethod
     def encode(self, inputs: Inputs) -> Any:
-        """The output of the vision encoder, for `with_encoding`."""
+        """Output of the vision encoder, for `with_encoding`."""
 
     @abstractmethod
     def pooled_vision(self, encoding: Any) -> torch.Tensor:
-        """The mean over the patches of the global crop, (vision_width,)."""
+        """Mean over the patches of the global crop, (vision_width,)."""
 
     @abstractmethod
     def prefill(self, inputs: Inputs) -> DecodeState:
@@ -170,7 +170,7 @@ class VLMAdapter(ABC):
 
     @abstractmethod
     def decode(self, state: DecodeState, token: torch.Tensor) -> DecodeState:
-        """Run the model on one more token (1, 1)."""
+        """Run the model on one more token, (1, 1)."""
 
     # What all architectures share
 
@@ -192,7 +192,7 @@ class VLMAdapter(ABC):
         return [None if mixture is None else self.router(mixture) for mixture in mixtures]
 
     def space(self, min_active: int, max_active: int, topk_choices: Sequence[int] = ()) -> ConfigurationSpace:
-        """The configurations of this model that a controller can choose.
+        """The configurations of this model that a controller can select.
 
         Raises:
             UserError: numbers of experts are given for a model without, or do not end with the model's own.
@@ -214,9 +214,9 @@ class VLMAdapter(ABC):
 
     @contextmanager
     def configured(self, configuration: Configuration) -> Iterator[None]:
-        """Run only the configuration's blocks within the context, and in each only its experts.
+        """Run only the blocks and experts of the configuration within the context.
 
-        The tier concerns the `inputs` and not the model. With all blocks and the trained top-k, outputs are bitwise
+        The tier affects `inputs`, not the model. With all blocks and the trained top-k, outputs are bitwise equal to
         those of the released model.
         """
         trained = self.trained_topk
@@ -237,20 +237,20 @@ class VLMAdapter(ABC):
                 router.top_k = trained
 
     def with_encoding(self, encoding: Any) -> AbstractContextManager[None]:
-        """Make the model use an encoding of the image within the context, instead of encoding the image again."""
+        """Use an existing encoding of the image within the context instead of running the vision encoder."""
         return replace_modules({self.vision_site: CachedVisionEncoder(self.vision_encoder, encoding)})
 
     seeing = with_encoding  # for `super()` in a user's class, see `RENAMED`
 
     def pooled_language(self, question: str) -> torch.Tensor:
-        """The mean over a question's token embeddings, (width,)."""
+        """Mean over the token embeddings of a question, (width,)."""
         tokens = self.tokenizer(question, return_tensors="pt", add_special_tokens=False)["input_ids"]
         embed = self.model.get_input_embeddings()
         return embed(tokens.to(self.model.device))[0].mean(0)
 
     @property
     def end_tokens(self) -> list[int]:
-        """The tokens that end an answer: those of the generation settings, and the tokenizer's end of text."""
+        """Tokens that end an answer: those of the generation config, and the tokenizer's end of text."""
         return stop_token_ids(getattr(self.model, "generation_config", None), self.tokenizer)
 
     @property
@@ -260,7 +260,7 @@ class VLMAdapter(ABC):
 
     @torch.no_grad()
     def generate(self, inputs: Inputs, max_new_tokens: int, end_tokens: Sequence[int]) -> list[int]:
-        """Greedy decoding until the first end token, which is not returned."""
+        """Decode greedily until the first end token, which is not returned."""
         state = self.prefill(inputs)
         tokens: list[int] = []
         while True:

@@ -29,7 +29,7 @@ IMAGE_PLACEHOLDER = "<image>"
 
 @dataclass(frozen=True)
 class LmmsModelArgs:
-    """`--model_args` of the model `budget_controller`, which docs/guides/controller.md explains, and `--device`."""
+    """`--model_args` of the model `budget_controller`, which docs/guides/lmms_eval.md explains, and `--device`."""
 
     pretrained: Path
     budget_ms: float

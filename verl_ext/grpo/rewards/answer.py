@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RewardedAnswer:
-    """A model's answer and its ground truth; the names are those of verl's RL data.
+    """A model's answer and the columns of its row, with the names of verl's RL data.
 
     Attributes:
-        sample_id: names the prompt in messages.
+        sample_id: identifies the prompt in messages.
         text: the answer without special tokens.
-        num_tokens: its length, with the end-of-turn token.
-        truncated: whether it was cut off at `data.max_response_length`.
-        data_source: of the row.
-        ground_truth: `reward_model.ground_truth` of the row: the correct answer, or tests, also as JSON.
-        extra_info: of the row.
+        num_tokens: number of tokens, including the end-of-turn token.
+        truncated: whether the answer was truncated at `data.max_response_length`.
+        data_source: column `data_source`.
+        ground_truth: column `reward_model.ground_truth`: the correct answer, or tests, possibly as JSON.
+        extra_info: column `extra_info`.
     """
 
     sample_id: str
@@ -33,7 +33,7 @@ class RewardedAnswer:
     def to_prompt(
         cls, sample_id: str, row: Mapping[str, Any], text: str, num_tokens: int, truncated: bool = False
     ) -> RewardedAnswer:
-        """An answer to a row of the data; the other arguments are those of the class."""
+        """Build an answer to a row of the data; the other arguments are attributes of the class."""
         return cls(
             sample_id,
             text,
