@@ -25,6 +25,7 @@ NEEDS = {"zebra_puzzles": "pycosat"}
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
+@cache
 def require_scorer(task: str) -> None:
     """Refuse a data set that reasoning_gym does not have, or whose scorer would run what a model wrote.
 

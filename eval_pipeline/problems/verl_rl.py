@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 import regex
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, ScoredAnswer, Tests
+from eval_pipeline.judge.scorers import require_scorer
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError
@@ -40,6 +41,8 @@ def parse_problem(record: Record) -> Problem:
     ground_truth = judged_by.get("ground_truth") if isinstance(judged_by, Mapping) else None
     try:
         tests = read_tests(ground_truth, problem_id)
+        if isinstance(tests, ScoredAnswer):
+            require_scorer(tests.task)
     except UserError as error:
         raise record.error(str(error)) from error
     *earlier, (_, prompt) = _turns(record)

@@ -96,6 +96,14 @@ def test_bad_input_is_one_sentence(words: list[str], says: str, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_evaluation_refuses_a_scorer_that_would_run_answers(tmp_path: Path) -> None:
+    truth = json.dumps({"reasoning_gym": "countdown", "entry": {"question": "q", "answer": "1", "metadata": {}}})
+    row = {"prompt": "q", "reward_model": {"ground_truth": truth}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match="rows.jsonl, line 1: .*countdown runs answers as Python"):
+        load_problems(DatasetSource("mine", "verl", str(tmp_path / "rows.jsonl")))
+
+
 def test_scorers_that_would_run_an_answer_are_known() -> None:
     import inspect
 
