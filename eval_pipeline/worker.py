@@ -73,7 +73,7 @@ def split_into_batches(
 ) -> list[tuple[GenerateRequest, ...]]:
     """The requests of a dataset in fixed batches, ordered by problem, then by sample."""
     requests = [
-        GenerateRequest(problem.problem_id, problem.prompt, sample)
+        GenerateRequest(problem.problem_id, problem.prompt, sample, problem.earlier)
         for problem in problems
         for sample in range(sampling.num_samples)
     ]

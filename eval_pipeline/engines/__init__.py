@@ -21,6 +21,13 @@ class GenerateRequest:
     """The user's message, without a chat template."""
     sample: int = 0
     """Index of the answer to this problem, from 0."""
+    earlier: tuple[tuple[str, str], ...] = ()
+    """Role and text of the turns before that message."""
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation that the answer continues."""
+        return [{"role": role, "content": text} for role, text in (*self.earlier, ("user", self.prompt))]
 
 
 @dataclass(frozen=True)

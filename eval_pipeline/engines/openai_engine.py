@@ -199,7 +199,7 @@ class ServerSession:
         seed = request_seed(request, sampling)
         arguments: dict[str, Any] = {
             "model": self._model,
-            "messages": [{"role": "user", "content": request.prompt}],
+            "messages": request.messages,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": openai.omit if seed is None else seed,

@@ -149,7 +149,7 @@ class VllmModel:
         from jinja2 import TemplateError
 
         try:
-            self._tokenize("any")
+            self._tokenize([{"role": "user", "content": "any"}])
         except (TemplateError, EndlessTemplate) as error:
             raise UserError(
                 f"{model} has no working chat template ({first_line_of(error)}); add one as chat_template.jinja"
@@ -195,7 +195,7 @@ class VllmModel:
         from vllm.sampling_params import RequestOutputKind
 
         limit = self._llm.llm_engine.model_config.max_model_len
-        tokens = self._tokenize(request.prompt)
+        tokens = self._tokenize(request.messages)
         if len(tokens) >= limit:
             return GeneratedAnswer.failed(
                 f"the prompt has {len(tokens)} tokens and the model takes {limit}, answer included"
@@ -213,10 +213,10 @@ class VllmModel:
             return GeneratedAnswer.failed(f"vLLM refuses the prompt: {first_line_of(error)}")
         return None
 
-    def _tokenize(self, prompt: str) -> list[int]:
-        chat, tokenizer = [{"role": "user", "content": prompt}], self._llm.get_tokenizer()
+    def _tokenize(self, messages: list[dict[str, str]]) -> list[int]:
+        tokenizer = self._llm.get_tokenizer()
         with rendering():
-            return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+            return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
     def close(self) -> None:
         """End everything that vLLM started."""

@@ -1,7 +1,8 @@
-"""Compares answers with references, and long outputs with expected ones, in a process that can be killed.
+"""Compares answers with references, scores them, and compares long outputs, in a process that can be killed.
 
-A parser of answers can hang, and comparing megabytes of numbers takes a second: in a thread of the server, that second
-would stop the threads that judge other answers. Both ends of the process are in this file; nothing of an answer runs.
+A parser of answers or a scorer can hang, and comparing megabytes of numbers takes a second: in a thread of the server,
+that second would stop the threads that judge other answers. Both ends of the process are in this file; nothing of an
+answer runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 from eval_pipeline.judge.inside import protocol
 from eval_pipeline.judge.numeric_answer import is_right
-from eval_pipeline.judge.types import ResourceLimits, Verdict
+from eval_pipeline.judge.scorers import score
+from eval_pipeline.judge.types import ResourceLimits, ScoredAnswer, Verdict
 from eval_pipeline.judge.verdicts import outputs_match
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program
@@ -42,8 +44,19 @@ class Comparer:
         Raises:
             OSError: the process failed.
         """
+        return self._verdict({"answer": answer, "reference": reference}, limits)
+
+    def score(self, answer: str, tests: ScoredAnswer, limits: ResourceLimits) -> Verdict:
+        """`success` if the scorer gives the answer 1, else `wrong_answer`; also if it takes too long.
+
+        Raises:
+            OSError: the process failed.
+        """
+        return self._verdict({"answer": answer, "task": tests.task, "entry": tests.entry}, limits)
+
+    def _verdict(self, question: dict[str, object], limits: ResourceLimits) -> Verdict:
         started = time.monotonic()
-        reply = self._ask({"answer": answer, "reference": reference}, b"", limits.wall_s)
+        reply = self._ask(question, b"", limits.wall_s)
         wall_s = time.monotonic() - started
         if reply is None:
             return Verdict("wrong_answer", 0, 1, "the answer could not be read in time", wall_s)
@@ -142,6 +155,9 @@ def _compare_outputs(question: dict[str, Any], blob: bytes) -> dict[str, object]
 
 
 def _compare_answer(question: dict[str, str]) -> dict[str, object]:
+    if "task" in question:
+        found = score(question["answer"], question["task"], question["entry"])
+        return {"right": found == 1, "message": f"the scorer of {question['task']} gives it {found:.3g}"}
     try:
         right = is_right(question["answer"], question["reference"])
     except (ArithmeticError, ValueError, RecursionError, MemoryError) as error:

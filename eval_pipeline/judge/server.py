@@ -32,6 +32,7 @@ from eval_pipeline.judge.types import (
     ReferenceAnswer,
     ResourceLimits,
     RunReport,
+    ScoredAnswer,
     Submission,
     Verdict,
     request_from_json,
@@ -138,6 +139,9 @@ class JudgeWorker:
         if isinstance(tests, ReferenceAnswer):
             with self._gate.shared():
                 return self._comparer.judge(submission.program, tests.answer, limits)
+        if isinstance(tests, ScoredAnswer):
+            with self._gate.shared():
+                return self._comparer.score(submission.program, tests, limits)
         if not submission.program:
             return combine_results([NO_PROGRAM], submission.num_tests)
         preamble = tests.preamble if isinstance(tests, FunctionTests) else ""

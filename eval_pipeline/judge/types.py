@@ -53,7 +53,17 @@ class ReferenceAnswer:
     answer: str
 
 
-Tests: TypeAlias = FunctionTests | ProgramTests | ReferenceAnswer
+@dataclass(frozen=True)
+class ScoredAnswer:
+    """An entry of a data set of reasoning_gym, whose own scorer must give an answer 1."""
+
+    task: str
+    """Name of the data set, such as needle_haystack."""
+    entry: str
+    """The entry as JSON: `question`, `answer` and `metadata`."""
+
+
+Tests: TypeAlias = FunctionTests | ProgramTests | ReferenceAnswer | ScoredAnswer
 
 # Requests
 
@@ -63,7 +73,8 @@ class Submission:
     """One answer to judge."""
 
     program: str
-    """The program found in the answer, empty if there is none; for a `ReferenceAnswer` the whole answer."""
+    """The program found in the answer, empty if there is none; for `ReferenceAnswer` and `ScoredAnswer` the whole
+    answer."""
     tests: Tests
     error: str | None = None
     """Why there is no answer; the verdict is then `api_error`, and nothing runs."""
@@ -218,6 +229,8 @@ def _tests_from_json(kind: str, fields: dict[str, Any]) -> Tests:
             return FunctionTests(**{**fields, "tests": tuple(fields["tests"])})
         case "ProgramTests":
             return ProgramTests(tuple(ProgramCase(**case) for case in fields["cases"]), fields["tolerance"])
+        case "ScoredAnswer":
+            return ScoredAnswer(**fields)
     return ReferenceAnswer(**fields)
 
 

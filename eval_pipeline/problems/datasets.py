@@ -246,5 +246,6 @@ def problems_digest(problems: Iterable[Problem]) -> str:
     digest = xxhash.xxh3_128()
     for problem in problems:
         tests = [type(problem.tests).__name__, asdict(problem.tests)]
-        digest.update(json.dumps([problem.problem_id, problem.prompt, tests], sort_keys=True).encode() + b"\n")
+        prompt = [*problem.earlier, problem.prompt] if problem.earlier else problem.prompt
+        digest.update(json.dumps([problem.problem_id, prompt, tests], sort_keys=True).encode() + b"\n")
     return digest.hexdigest()

@@ -8,7 +8,7 @@ import textwrap
 
 import regex  # unlike `re`, its possessive quantifiers hold before Python 3.11.5
 
-from eval_pipeline.judge import FunctionTests, ReferenceAnswer
+from eval_pipeline.judge import FunctionTests, ReferenceAnswer, ScoredAnswer
 from eval_pipeline.problems.fences import LANGUAGES, PYTHON_TAGS, FencedBlock, fenced_blocks, one_line_blocks
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import (
@@ -50,7 +50,7 @@ def extract_program(problem: Problem, answer: str) -> str:
         The empty string if there is no program, or only comments, constants and `pass`. Such an answer would run
         without an error, and must not count as code that ran.
     """
-    if isinstance(problem.tests, ReferenceAnswer):
+    if isinstance(problem.tests, ReferenceAnswer | ScoredAnswer):
         return answer
     text, tests, parser = clean_text(_last_lines(answer)), problem.tests, SourceParser()
     final = behind_reasoning(text)

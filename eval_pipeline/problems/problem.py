@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, Tests
+from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, ScoredAnswer, Tests
 from verl_ext.console import warn
 
-__all__ = ["DatasetSource", "FunctionTests", "Problem", "ProgramCase", "ProgramTests", "ReferenceAnswer", "Tests"]
+__all__ = [
+    "DatasetSource",
+    "FunctionTests",
+    "Problem",
+    "ProgramCase",
+    "ProgramTests",
+    "ReferenceAnswer",
+    "ScoredAnswer",
+    "Tests",
+]
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,8 @@ class Problem:
     """Kind of problem, for the log."""
     canonical_solution: str | None = None
     """An answer that passes, used only to check the judge."""
+    earlier: tuple[tuple[str, str], ...] = ()
+    """Role and text of the turns before the instruction: a system prompt, or solved examples."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
+from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, ScoredAnswer, Tests
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import PARSE_ERRORS, parse
 from verl_ext.errors import UserError, one_line
@@ -115,7 +115,7 @@ def load_format(text: str, key: str) -> Callable[[Record], Problem]:
 
 def _checked(problem: object, format: str, record: Record) -> Problem:
     if not isinstance(problem, Problem) or not isinstance(
-        problem.tests, FunctionTests | ProgramTests | ReferenceAnswer
+        problem.tests, FunctionTests | ProgramTests | ReferenceAnswer | ScoredAnswer
     ):
         raise record.error(
             f"{format} returned {type(problem).__name__} instead of a Problem with tests; correct the function"
@@ -132,8 +132,10 @@ def _checked(problem: object, format: str, record: Record) -> Problem:
     return problem
 
 
-def _fault_of(tests: FunctionTests | ProgramTests | ReferenceAnswer) -> str | None:
+def _fault_of(tests: Tests) -> str | None:
     """Why no answer can be judged by these tests; None if it can. The judge relies on these checks."""
+    if isinstance(tests, ScoredAnswer):
+        return None if _is_text(tests.task) and _is_text(tests.entry) else "whose task or entry is no text"
     if isinstance(tests, ReferenceAnswer):
         return None if _is_text(tests.answer) else f"whose reference answer is {tests.answer!r}, not a non-empty string"
     given = tests.tests if isinstance(tests, FunctionTests) else tests.cases

@@ -8,12 +8,13 @@ from typing import Any, TypeGuard
 
 import regex
 
-from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, Tests
+from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, ScoredAnswer, Tests
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.record import Record
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
 
+ROLES = ("system", "user", "assistant")
 _OF_FUNCTIONS = ("preamble", "code_prompt")
 _FORM = "give a JSON object with entry_point and tests, or with inputs and outputs of the same length"
 
@@ -30,7 +31,7 @@ def parse_problem(record: Record) -> Problem:
     """The problem of one row: `prompt`, `reward_model.ground_truth`, and optionally a name in `extra_info.problem_id`.
 
     Raises:
-        UserError: the prompt is not a single user turn, or there are no tests.
+        UserError: the prompt does not end with a user turn, or there are no tests.
     """
     extra = record.fields.get("extra_info")
     named = extra.get("problem_id") if isinstance(extra, Mapping) else None
@@ -41,16 +42,21 @@ def parse_problem(record: Record) -> Problem:
         tests = read_tests(ground_truth, problem_id)
     except UserError as error:
         raise record.error(str(error)) from error
-    return Problem(problem_id, _prompt(record), tests)
+    *earlier, (_, prompt) = _turns(record)
+    return Problem(problem_id, prompt, tests, earlier=tuple(earlier))
 
 
-def _prompt(record: Record) -> str:
+def _turns(record: Record) -> list[tuple[str, str]]:
+    """Role and text of each turn of the prompt."""
     turns = record.fields.get("prompt")
-    if isinstance(turns, list) and len(turns) == 1 and isinstance(turns[0], Mapping) and turns[0].get("role") == "user":
-        return Record(record.where, record.number, {"prompt": turns[0].get("content")}).text("prompt")
     if isinstance(turns, str):
-        return record.text("prompt")
-    raise record.error("'prompt' must be a string or a list of one user turn; an evaluation supports no other")
+        return [("user", record.text("prompt"))]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
+        raise record.error("'prompt' must be a string or a list of turns with role and content")
+    if turns[-1].get("role") != "user" or any(turn.get("role") not in ROLES for turn in turns):
+        raise record.error(f"the turns of 'prompt' must be by {', '.join(ROLES)}, and the last one by user")
+    texts = [Record(record.where, record.number, {"prompt": turn.get("content")}).text("prompt") for turn in turns]
+    return [(turn["role"], text) for turn, text in zip(turns, texts)]
 
 
 def read_tests(ground_truth: Any, problem_id: str) -> Tests:
@@ -58,7 +64,8 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
 
     A mapping, or its JSON, with `entry_point` and `tests` (a list of Python sources; optionally `preamble` and
     `code_prompt`) describes a function; one with `inputs` and `outputs` (verl's format for code; optionally
-    `tolerance`) a program. Any other text or number is the correct answer itself; a JSON string stands for its content.
+    `tolerance`) a program; one with `reasoning_gym` and `entry` an entry of that data set. Any other text or number is
+    the correct answer itself; a JSON string stands for its content.
 
     Raises:
         UserError: there is none, or it looks like tests but cannot be read, so that every answer would be wrong.
@@ -88,7 +95,9 @@ def _from_json(text: str, problem_id: str) -> Any:
         return None
 
 
-def _tests_of(fields: Mapping[str, Any], problem_id: str) -> FunctionTests | ProgramTests:
+def _tests_of(fields: Mapping[str, Any], problem_id: str) -> Tests:
+    if isinstance(task := fields.get("reasoning_gym"), str) and isinstance(fields.get("entry"), dict):
+        return ScoredAnswer(task, json.dumps(fields["entry"]))
     if _is_list_of_text(fields.get("tests")) and isinstance(fields.get("entry_point"), str):
         more = {key: str(fields.get(key) or "") for key in _OF_FUNCTIONS}
         return FunctionTests(fields["entry_point"], tuple(fields["tests"]), **more)
@@ -101,6 +110,8 @@ def ground_truth_of(tests: Tests) -> str:
     """The ground truth that `read_tests` reads as these tests."""
     if isinstance(tests, ReferenceAnswer):
         return tests.answer
+    if isinstance(tests, ScoredAnswer):
+        return json.dumps({"reasoning_gym": tests.task, "entry": json.loads(tests.entry)})
     if isinstance(tests, FunctionTests):
         more = {key: getattr(tests, key) for key in _OF_FUNCTIONS if getattr(tests, key)}
         return json.dumps({"entry_point": tests.entry_point, "tests": list(tests.tests), **more})

@@ -108,7 +108,8 @@ def test_the_ranges_contain_the_tested_releases(device: str) -> None:
 def test_every_requirement_is_declared_or_installed_by_setup(device: str) -> None:
     lines = (ROOT / "requirements" / f"{device}.in").read_text().splitlines()
     wanted = {canonicalize_name(Requirement(line).name) for line in lines if line and not line.startswith("#")}
-    assert wanted - DEVELOPMENT <= DECLARED.keys() | set(PACKAGES[device])
+    optional = {"reasoning-gym"}  # a message asks for it where it is used; one of its dependencies must be compiled
+    assert wanted - DEVELOPMENT - optional <= DECLARED.keys() | set(PACKAGES[device])
 
 
 def test_what_verl_and_vllm_need_is_declared() -> None:

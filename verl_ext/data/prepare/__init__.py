@@ -16,7 +16,7 @@ from pathlib import Path
 from verl_ext.cli import CommandParser, add_command, add_commands
 from verl_ext.commands import program
 from verl_ext.console import print_line, print_summary
-from verl_ext.data.prepare import chat, gsm8k, problems, prompts, quickstart, smollm2, stdlib, vqa
+from verl_ext.data.prepare import chat, gsm8k, problems, prompts, quickstart, reasoning_gym, smollm2, stdlib, vqa
 from verl_ext.data.prepare.command import (
     PrepareCommand,
     changed_inputs,
@@ -28,7 +28,8 @@ from verl_ext.data.prepare.command import (
 
 PROGRAM = program("prepare")
 COMMANDS: dict[str, PrepareCommand] = {
-    module.COMMAND.name: module.COMMAND for module in (chat, stdlib, gsm8k, problems, prompts, quickstart, smollm2, vqa)
+    module.COMMAND.name: module.COMMAND
+    for module in (chat, stdlib, gsm8k, problems, prompts, reasoning_gym, quickstart, smollm2, vqa)
 }
 
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 
-from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer
+from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer, ScoredAnswer
 from eval_pipeline.judge.isolation import find_packages
 from eval_pipeline.judge.numeric_answer import is_right
+from eval_pipeline.judge.scorers import require_scorer
 from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.console import print_line, warn
 from verl_ext.data.config import PromptDataConfig, file_list
@@ -144,10 +145,18 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
     """
     where = answer.sample_id
     tests = read_tests(answer.ground_truth, where) if judged else None
+    by_tests = [name for name in judged if name in PROGRAM_REWARDS]
+    if isinstance(tests, ScoredAnswer):
+        require_scorer(tests.task)
+        if by_tests:
+            raise UserError(
+                f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is an entry of reasoning_gym; "
+                "set reward.functions=[reward_correct]"
+            )
     if not isinstance(tests, ReferenceAnswer):
         return
     truth, shown = tests.answer, abbreviated(tests.answer)
-    if by_tests := [name for name in judged if name in PROGRAM_REWARDS]:
+    if by_tests:
         raise UserError(
             f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is {shown}, which holds none; give "
             'tests such as {"entry_point": "f", "tests": ["assert f(1) == 2"]}, or score answers with '

@@ -1,0 +1,110 @@
+"""`prepare reasoning_gym`: problems of its data sets, and its scorers as judges."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from eval_pipeline.engines import GenerateRequest
+from eval_pipeline.judge import JudgeClient, ScoredAnswer, Submission
+from eval_pipeline.judge.scorers import RUNS_ANSWERS, final_answer, score
+from eval_pipeline.problems.datasets import load_problems, problems_digest
+from eval_pipeline.problems.problem import DatasetSource, Problem
+from eval_pipeline.problems.verl_rl import ground_truth_of, read_tests
+from verl_ext.data.prepare import is_prepared, prepare
+from verl_ext.errors import UserError
+
+NEEDLES = ["--task", "needle_haystack", "--set", "min_num_statements=3", "max_num_statements=5"]
+
+
+@pytest.fixture(scope="module")
+def needles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("needles")
+    words = ["reasoning_gym", *NEEDLES, "--train", "40", "--val", "20", "--shots", "2", "--output", str(output)]
+    prepare(words)
+    assert is_prepared(words)
+    return output
+
+
+def test_prompts_have_solved_examples_and_held_out_questions_are_not_trained(needles: Path) -> None:
+    train, val = (pd.read_parquet(needles / f"{split}.parquet") for split in ("train", "val"))
+    assert (len(train), len(val)) == (40, 20)
+    for row in (train.iloc[0], val.iloc[0]):
+        assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant", "user", "assistant", "user"]
+        assert row["data_source"] == "reasoning_gym/needle_haystack"
+    questions = [{row["prompt"][-1]["content"] for _, row in table.iterrows()} for table in (train, val)]
+    assert len(questions[0]) == 40 and not questions[0] & questions[1]
+    assert all(3 <= question.count(". ") <= 5 for question in questions[0])
+
+
+def test_few_distinct_questions_leave_fewer_rows(tmp_path: Path) -> None:
+    prepare(["reasoning_gym", "--task", "coin_flip", "--set", "min_trials=3", "max_trials=3", "--train", "0"]
+            + ["--val", "100000", "--shots", "0", "--output", str(tmp_path)])  # fmt: skip
+    assert 0 < len(pd.read_parquet(tmp_path / "val.parquet")) < 100_000
+    assert not (tmp_path / "train.parquet").exists()
+
+
+def test_an_evaluation_asks_all_turns_and_the_scorer_judges(needles: Path) -> None:
+    problems = load_problems(DatasetSource("needles", "verl", str(needles / "val.parquet")))
+    problem = problems[0]
+    request = GenerateRequest(problem.problem_id, problem.prompt, 0, problem.earlier)
+    assert [turn["role"] for turn in request.messages] == ["user", "assistant", "user", "assistant", "user"]
+    assert request.messages[-1]["content"] == problem.prompt
+    assert isinstance(problem.tests, ScoredAnswer) and read_tests(ground_truth_of(problem.tests), "p") == problem.tests
+    right = json.loads(problem.tests.entry)["answer"]
+    with JudgeClient() as judge:
+        answers = (right, f"  {right.upper()}\nbecause the text says so", f"So <answer>{right}</answer>.", "Nobody", "")
+        verdicts = [judge.submit(Submission(text, problem.tests)).result() for text in answers]
+    assert [verdict.error_type for verdict in verdicts] == ["success"] * 3 + ["wrong_answer"] * 2
+    assert verdicts[3].message == "the scorer of needle_haystack gives it 0"
+
+
+def test_earlier_turns_are_part_of_what_is_asked() -> None:
+    tests = ScoredAnswer("gcd", '{"answer": "1"}')
+    plain, after = Problem("p", "Go.", tests), Problem("p", "Go.", tests, earlier=(("system", "Be brief."),))
+    assert problems_digest([plain]) != problems_digest([after])
+
+
+def test_as_many_lines_are_scored_as_the_reference_has() -> None:
+    assert final_answer("\n Ann \nSam", "Bob") == "Ann"
+    assert final_answer("1 2\n3 4\n5 6", "9 9\n9 9") == "1 2\n3 4"
+    assert final_answer("no <answer>Ann</answer> but <answer>\nBob\n</answer>", "Bob") == "Bob"
+
+
+def test_a_scorer_that_cannot_read_an_answer_gives_nothing() -> None:
+    entry = json.dumps({"question": "q", "answer": "A B", "metadata": {}})
+    assert score("x" * 1000, "syllogism", entry) < 1
+    assert score("?", "rotate_matrix", entry) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--task", "needle"], "has no data set 'needle'; use one of ab, "),
+        (["--task", "countdown"], "runs answers as Python"),
+        (["--task", "gcd", "--set", "min_numbers"], "--set has 'min_numbers'; write KEY=VALUE"),
+        (["--task", "gcd", "--set", "numbers=3"], "cannot make gcd with these settings .*numbers.*correct --set"),
+        (["--task", "gcd", "--set", "min_numbers=9", "max_numbers=3"], "cannot make gcd with these settings"),
+    ],
+)
+def test_bad_input_is_one_sentence(words: list[str], says: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=says):
+        prepare(["reasoning_gym", *words, "--output", str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scorers_that_would_run_an_answer_are_known() -> None:
+    import inspect
+
+    import reasoning_gym
+
+    calls = ("eval(answer", "parse_expr(answer", "exec(")
+    runs = {
+        name
+        for name, (dataset, _) in reasoning_gym.factory.DATASETS.items()
+        if any(call in inspect.getsource(dataset.score_answer) for call in calls)
+    }
+    assert runs <= RUNS_ANSWERS and "countdown" in runs
