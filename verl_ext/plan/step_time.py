@@ -80,9 +80,9 @@ _CPU = Hardware(  # a core of an Intel Xeon with AVX-512 at 2.3 GHz: 64 fp32 ope
     latency=1e-4,
 )
 HARDWARE = {each.name: each for each in (_H100, _H200, _A100, _CPU)}
-"""By name. The compute shares: 33 to 39 % of the model's own operations on H100 (torchtitan, benchmarks/
-llama3_h100_202412_torchtitan.md; recomputed operations are not counted there, but are here) and 57 % on A100
-(torchtitan, docs/reference/benchmarks.md, with torch.compile)."""
+"""By name. The compute shares are torchtitan's: 33 to 39 % on H100 (benchmarks/llama3_h100_202412_torchtitan.md in its
+repository, without recomputed operations, which are counted here), and 57 % on A100 with torch.compile (its
+docs/performance.md). docs/design/memory_model.md links the page on H100."""
 
 
 @dataclass(frozen=True)
