@@ -38,8 +38,8 @@ A recipe selects its stage with the key `stage`:
 | `grpo` (default) | `run_grpo.sh` | a language model with rewards |
 | `budget` | `run_grpo.sh` | a budget controller with rewards |
 
-Where stages differ, the first value is for all stages that are not named. A key with the default null accepts null, and
-a list accepts a single value.
+Where stages differ, the first value applies to all stages that are not named. A key with the default null accepts null,
+and a list accepts a single value.
 """
 UNUSED = """## Keys without effect
 

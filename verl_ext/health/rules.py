@@ -53,7 +53,7 @@ RULES: tuple[Rule, ...] = (
          "The last validation loss is NaN or infinite.",
          "check the validation data and the dtype of the model", LANGUAGE),
     Rule("overfitting", past_best(VAL_LOSS, LOSS, better=-1, worse_by=checks.val_loss_margin),
-         "The validation loss rises from its best while the training loss falls. The finding names the checkpoint to use.",
+         "The validation loss rises while the training loss falls. The finding names the checkpoint to use.",
          "stop and use the best checkpoint", LANGUAGE),
     Rule("val_loss_rising", checks.val_loss_rising,
          "The validation loss has risen several times in a row.",
