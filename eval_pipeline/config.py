@@ -92,7 +92,7 @@ class EngineConfig:
     concurrency: int = setting(32, "openai: concurrent requests", ge=1)
     timeout_s: float = setting(
         600.0,
-        "openai: seconds per answer, including retries; vllm: seconds without a step before it counts as hung",
+        "openai: seconds per answer, including retries; vllm: seconds without a step before vLLM counts as hung",
         gt=0,
     )
 

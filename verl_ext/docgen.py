@@ -38,8 +38,8 @@ A recipe selects its stage with the key `stage`:
 | `grpo` (default) | `run_grpo.sh` | a language model with rewards |
 | `budget` | `run_grpo.sh` | a budget controller with rewards |
 
-Where stages differ, the first value is for all stages that are not named. A key with the default null accepts null, and
-a list accepts a single value.
+Where stages differ, the first value applies to all stages that are not named. A key with the default null accepts null,
+and a list accepts a single value.
 """
 UNUSED = """## Keys without effect
 
@@ -57,7 +57,7 @@ RULES_INTRODUCTION = """# Health rules
 Look up what a health rule means and what to do when it complains. [Health](../guides/health.md) explains how to check
 a run, and how a rule stops one.
 
-A rule says nothing while it has too little data: many rules need 20 steps, and rules on epochs need 10 or 20 epochs.
+A rule reports nothing until it has enough data: many rules need 20 steps, and rules on epochs need 10 or 20 epochs.
 The thresholds are [`health.limits.*`](configuration.md#healthlimits).
 """
 RULES_NOTES = """## Trends
@@ -66,20 +66,20 @@ Rules on epochs use the one-sided Mann-Kendall test, which assumes neither a sha
 the noise. A p-value below 0.001 is a warning, and below 0.0001 an alarm (`health.limits.trend_p`, `trend_p_alarm`). A
 metric counts as improving below 0.01 (`improvement_p`).
 
-In simulated runs, `loss_rising`, `reward_falling`, `accuracy_falling` and `violation_rising` detect 96 % of the changes
-of eight standard errors of the noise. Of 1,000 runs without a change, they complain about one at most
+In simulated runs, `loss_rising`, `reward_falling`, `accuracy_falling` and `violation_rising` detect 96 % of changes by
+eight standard errors of the noise. Of 1,000 runs without a change, they complain about at most one
 ([results](../../benchmarks/results/health_2cpu.json)).
 
 ## Notes on single rules
 
-- `initial_loss`: a run from untrained weights is expected to start at the loss of random guessing, which `run.json`
-  records as `untrained_loss`. Weights count as untrained if every norm weight and bias is still 0 or 1.
+- `initial_loss`: a run from untrained weights should start at the loss of random guessing, which `run.json` records as
+  `untrained_loss`. Weights count as untrained if every norm weight and bias is still 0 or 1.
 - `milestones`: a controller that learns well has a mean reward of -0.5, 0 and 0.3, an accuracy of 0, 0.1 and 0.2, and a
   violation rate of 0.5, 0.3 and 0.2 after 10, 20 and 30 epochs. `health.limits.reward_milestones` and its neighbors set
   other values.
 - `reward_extreme`, `reward_spread`: the thresholds assume rewards of about 1. If your reward functions have larger
   weights, raise `health.limits.reward_max` and `reward_std_max`.
-- `step_time_high`: the duration of a step has no absolute limit. The rule compares it with what is usual in the run.
+- `step_time_high`: step times have no absolute limit. The rule compares them with the usual time in the run.
 """
 
 

@@ -164,9 +164,9 @@ _TEST_SHARE = 0.8
 class ResourceLimits:
     """`judge.limits`: resource limits of one test."""
 
-    cpu_s: float = setting(30.0, "CPU seconds of one test; exceeding them is a timeout at once", gt=0)
+    cpu_s: float = setting(30.0, "CPU seconds of one test; exceeding them is a timeout without retry", gt=0)
     wall_s: float = setting(
-        30.0, "Wall-clock seconds of one test; a test stopped with CPU time left runs once more, alone", gt=0
+        30.0, "Wall-clock seconds of one test; a test that exceeds only these is retried once, alone", gt=0
     )
     memory_mb: int = setting(1024, "Total memory of the answer's processes, and address space of each", ge=1)
     num_processes: int = setting(64, "Concurrent processes and threads of an answer", ge=1)

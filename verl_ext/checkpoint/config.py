@@ -39,7 +39,7 @@ class CheckpointConfig:
     )
     load_contents: list[Content] = setting(
         "${trainer.checkpoint.save_contents}",
-        "What to load from the checkpoint that the run starts from; its own checkpoints are loaded in full",
+        "What to load from the checkpoint that the run starts from; the run's own checkpoints are loaded in full",
     )
     async_save: bool = setting(False, "Write in the background; training waits only for the copy to CPU memory")
     export: ExportConfig = section(ExportConfig)

@@ -65,7 +65,7 @@ class TextDataConfig(DataConfig):
         "~/data/gsm8k/train.parquet", "Training data: one or more Parquet, JSON or CSV files"
     )
     val_files: str | list[str] | None = setting(
-        "~/data/gsm8k/test.parquet", "Validation data, likewise; null disables it"
+        "~/data/gsm8k/test.parquet", "Validation data, likewise; null disables validation"
     )
     train_max_samples: int = setting(-1, "Read only the first training rows", ge=1, also=ALL)
     val_max_samples: int = setting(-1, "Read only the first validation rows", ge=1, also=ALL)
@@ -136,7 +136,7 @@ class EvaluatedDataConfig(DataConfig):
     eval_split: Literal["test", "train"] = setting("test", "Split used by evaluations")
     eval_batches: int = setting(1, "Batches of train_batch_size in an evaluation", ge=0, also=ALL)
     eval_every_steps: int = setting(
-        0, "Steps between evaluations; the last step (budget: each epoch's end) has one too", ge=1, also=(0, "never")
+        0, "Steps between evaluations; the last step (budget: of each epoch) has one too", ge=1, also=(0, "never")
     )
 
 
@@ -223,7 +223,7 @@ class QuestionDataConfig(ImageDataConfig, EvaluatedDataConfig):
     eval_batches: int = setting(-1, "Batches of train_batch_size in an evaluation", ge=1, also=ALL)
     eval_every_steps: int = setting(
         -1,
-        "Steps between evaluations; the last step (budget: each epoch's end) has one too",
+        "Steps between evaluations; the last step (budget: of each epoch) has one too",
         ge=1,
         also=(-1, "the epochs' ends"),
     )

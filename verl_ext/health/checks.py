@@ -94,7 +94,7 @@ def loss_not_falling(view: HealthView) -> CheckResult | None:
 
 
 def loss_jitter(view: HealthView) -> CheckResult | None:
-    """A cross-entropy jumps by much of its level, or a policy loss reaches extreme values."""
+    """A cross-entropy fluctuates by a large fraction of its level, or a policy loss reaches extreme values."""
     recent = view.recent(LOSS, MANY_STEPS)
     if recent is None:
         return None
@@ -326,7 +326,7 @@ def advantage_offset(view: HealthView) -> tuple[float, float, float] | None:
 
 
 def format_without_correctness(view: HealthView) -> CheckResult | None:
-    """The reward for format rises, the one for correctness does not."""
+    """The reward for format rises, but the one for correctness does not."""
     form = view.first_logged(("train/reward_format_mean", "train/tag_count_reward_mean"))
     right = view.first_logged(CORRECT)
     if form is None or right is None or view.series(form).num_points < MIN_COMPARED:
@@ -409,7 +409,7 @@ def throughput_spread(view: HealthView) -> tuple[float, float] | None:
 
 
 def disk_filling(view: HealthView) -> CheckResult | None:
-    """The disk has room for few more saves, at the rate at which the last ones filled it."""
+    """At the rate of the last saves, the disk has room for only a few more."""
     free = view.recent("system/disk_free_gib", NUM_SAVES + 1, at_least=3)
     if free is None:
         return None

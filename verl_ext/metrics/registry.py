@@ -184,7 +184,7 @@ _GRPO = Section(
     },
 )
 _BUDGET = Section(
-    "The stage budget logs these. The x-axis of `Train/` and `Val/` is the epoch; `Val/` is its last validation.",
+    "The stage budget logs these. The x-axis of `Train/` and `Val/` is the epoch. `Val/` holds its last validation.",
     {
         "{train,eval}/accuracy_{mean,std}": Metric("1", "Accuracy of the answers, from 0 to 1.", SAMPLES),
         "{train,eval}/latency_ms_{mean,std}": Metric("ms", "Latency of a configuration.", SAMPLES),
@@ -255,7 +255,7 @@ _ADAPTIVE = Section(
             "gap_closed": ("1", "Fraction of the accuracy gap from lookup table to oracle that the controller closes."),
             "num_gap_budgets": (
                 "budget",
-                "Budgets with a gap of at least one point, over which `gap_closed` is a mean.",
+                "Budgets with a gap of at least one point, which `gap_closed` averages.",
             ),
             "worst_violation_rate": ("1", "The controller's highest violation rate over the budgets."),
             "worst_violation_budget_ms": ("ms", "The budget of that rate."),

@@ -80,9 +80,9 @@ _CPU = Hardware(  # a core of an Intel Xeon with AVX-512 at 2.3 GHz: 64 fp32 ope
     latency=1e-4,
 )
 HARDWARE = {each.name: each for each in (_H100, _H200, _A100, _CPU)}
-"""By name. The compute shares are torchtitan's: 33 to 39 % on H100 (benchmarks/llama3_h100_202412_torchtitan.md in its
-repository, without recomputed operations, which are counted here), and 57 % on A100 with torch.compile (its
-docs/performance.md). docs/design/memory_model.md links the page on H100."""
+"""By name. The compute shares are estimates from what torchtitan reports: 33 to 39 % on H100, without recomputed
+operations, which count here (docs/design/memory_model.md has the link), and 57 % on A100 with torch.compile
+(torchtitan's docs/performance.md)."""
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ class PreemptionConfig:
 
     grace_s: float = setting(120.0, "Seconds to save after a signal before the ranks are killed", gt=0)
     deadline: float | str | None = setting(
-        None, "Time at which the machine goes away, in Unix seconds or ISO 8601; the run saves and stops before it"
+        None, "Time of preemption in Unix seconds or ISO 8601; the run saves and stops before it"
     )
 
     def check(self) -> None:
@@ -258,7 +258,7 @@ class PreemptionConfig:
         if deadline is not None and deadline <= time.time():
             raise UserError(
                 f"trainer.preemption.deadline is {self.deadline}, which is past; give the time at which this machine "
-                "goes away, or null"
+                "is preempted, or null"
             )
 
 
@@ -411,7 +411,7 @@ class WatchConfig:
     )
     watch: bool = setting(False, "Evaluate every checkpoint during training")
     devices: int | str | list[int | str] | None = setting(
-        None, "GPUs for that evaluation, such as 7 or [6,7], not used by the ranks; required if GPUs are visible"
+        None, "GPUs for eval.watch, such as 7 or [6,7], not used by the ranks; required if GPUs are visible"
     )
 
     @property
