@@ -22,7 +22,7 @@ from verl_ext.errors import UserError
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 """In the name of a tensor that belongs to one expert of a mixture."""
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-"""Hyperparameters of torch's optimizers that say how an update is computed, which the machine decides anew."""
+"""Hyperparameters of torch's optimizers that select the implementation: this machine's, not the checkpoint's."""
 OptimizerState = dict[int, dict[str, SavedTensor]]
 """Saved state by position of the parameter in the optimizer, and by name."""
 
