@@ -15,11 +15,12 @@ from verl_ext.errors import UserError
 PACKAGE = "reasoning-gym"
 RUNS_ANSWERS = frozenset(
     {
-        "binary_matrix", "codeio", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
-        "puzzle24", "simple_integration", "spiral_matrix", "string_insertion",
+        "binary_matrix", "bitwise_arithmetic", "codeio", "countdown", "intermediate_integration", "n_queens",
+        "number_sorting", "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
+        "string_insertion",
     }
 )  # fmt: skip
-"""Data sets whose scorer evaluates the answer as Python, directly or by sympy. Nothing of an answer may run here."""
+"""Data sets whose scorer evaluates the answer or the entry as Python, directly or by sympy. Neither may run here."""
 NEEDS = {"zebra_puzzles": "pycosat"}
 """A package without wheels, which one data set needs, and which reasoning_gym imports for all of them."""
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -36,7 +37,7 @@ def require_scorer(task: str) -> None:
     if task not in known:
         raise UserError(f"reasoning_gym has no data set {task!r}; use one of {', '.join(sorted(known))}")
     if task in RUNS_ANSWERS:
-        raise UserError(f"the scorer of {task} runs answers as Python, outside the sandbox; use another task")
+        raise UserError(f"the scorer of {task} runs answers or entries as Python, unprotected; use another task")
     if task in NEEDS and not hasattr(sys.modules.get(NEEDS[task]), "__file__"):
         raise UserError(f"{task} needs the package {NEEDS[task]}; install it with `pip install {NEEDS[task]}`")
 

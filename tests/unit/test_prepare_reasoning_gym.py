@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -84,7 +85,7 @@ def test_a_scorer_that_cannot_read_an_answer_gives_nothing() -> None:
     ("words", "says"),
     [
         (["--task", "needle"], "has no data set 'needle'; use one of ab, "),
-        (["--task", "countdown"], "runs answers as Python"),
+        (["--task", "countdown"], "runs answers or entries as Python"),
         (["--task", "gcd", "--set", "min_numbers"], "--set has 'min_numbers'; write KEY=VALUE"),
         (["--task", "gcd", "--set", "numbers=3"], "cannot make gcd with these settings .*numbers.*correct --set"),
         (["--task", "gcd", "--set", "min_numbers=9", "max_numbers=3"], "cannot make gcd with these settings"),
@@ -100,19 +101,20 @@ def test_an_evaluation_refuses_a_scorer_that_would_run_answers(tmp_path: Path) -
     truth = json.dumps({"reasoning_gym": "countdown", "entry": {"question": "q", "answer": "1", "metadata": {}}})
     row = {"prompt": "q", "reward_model": {"ground_truth": truth}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    with pytest.raises(UserError, match="rows.jsonl, line 1: .*countdown runs answers as Python"):
+    with pytest.raises(UserError, match="rows.jsonl, line 1: .*countdown runs answers or entries as Python"):
         load_problems(DatasetSource("mine", "verl", str(tmp_path / "rows.jsonl")))
 
 
-def test_scorers_that_would_run_an_answer_are_known() -> None:
+def test_scorers_that_would_run_an_answer_or_an_entry_are_known() -> None:
     import inspect
 
     import reasoning_gym
 
-    calls = ("eval(answer", "parse_expr(answer", "exec(")
-    runs = {
+    calls = re.compile(r"(?<!literal_)(?<!def )\b(eval|exec|parse_expr)\(")
+    only_generate = {"basic_arithmetic", "gsm_symbolic", "propositional_logic"}  # the last has a parser of its own
+    found = {
         name
         for name, (dataset, _) in reasoning_gym.factory.DATASETS.items()
-        if any(call in inspect.getsource(dataset.score_answer) for call in calls)
+        if calls.search(inspect.getsource(inspect.getmodule(dataset)))
     }
-    assert runs <= RUNS_ANSWERS and "countdown" in runs
+    assert found - only_generate <= RUNS_ANSWERS and {"countdown", "number_sorting"} <= found
