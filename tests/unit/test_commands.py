@@ -143,7 +143,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
 
 @pytest.mark.parametrize(
     "words",
-    [["verl_ext.metrics.reference"], ["verl_ext.health", "--rules"], ["verl_ext.launch", "sft", "--print-config"]],
+    [
+        ["verl_ext.docgen"],
+        ["verl_ext.metrics.reference"],
+        ["verl_ext.health", "--rules"],
+        ["verl_ext.launch", "sft", "--print-config"],
+    ],
     ids=" ".join,
 )
 def test_a_reader_that_goes_away_is_no_error(words: list[str]) -> None:
