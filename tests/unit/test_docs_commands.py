@@ -46,10 +46,10 @@ NOT_RUN = {
 RUN_BY = {
     r"bash run_(sft|grpo)\.sh .*--print-config": "unit/test_pins_config.py::test_what_each_recipe_changes",
     r"bash run_sft\.sh .*eval\.watch=true.*": (
-        "integration/test_eval_beside_training.py::test_every_checkpoint_is_evaluated_although_the_watcher_was_killed"
+        "integration/test_eval_beside_training.py::test_every_checkpoint_is_evaluated_despite_killed_watcher"
     ),
     r"bash run_sft\.sh .*data\.train_files=mine\.jsonl": (
-        "integration/test_own_data.py::test_a_run_on_json_and_csv_is_resumed_on_the_same_rows"
+        "integration/test_own_data.py::test_run_on_json_and_csv_resumes_on_same_rows"
     ),
     r"bash run_sft\.sh .*health\.rules=": (
         "integration/test_examples.py::test_example_recipe_trains_and_its_rule_is_known"
@@ -59,70 +59,64 @@ RUN_BY = {
     ),
     r"bash run_sft\.sh .*recipe=smollm2": "campaigns/test_smollm2.py::test_recipes_train",
     r"bash run_sft\.sh .*recipe=budget_vlm": (
-        "integration/test_vlm_sft_command.py::test_two_ranks_learn_what_one_learns"
+        "integration/test_vlm_sft_command.py::test_two_ranks_learn_the_same_as_one"
     ),
     r"bash run_sft\.sh (\d data\.train_files=\.\.\.|2 ARGUMENTS)": (
-        "integration/test_from_verl.py::test_run_of_verl_resumes_with_the_same_arguments"
+        "integration/test_from_verl.py::test_verl_run_resumes_with_same_arguments"
     ),
     r"bash run_sft\.sh 2 trainer\.total_epochs=3": (
-        "integration/test_sft_command.py::test_finished_run_is_left_alone_and_can_be_prolonged"
+        "integration/test_sft_command.py::test_finished_run_is_unchanged_and_can_be_extended"
     ),
     r"bash run_sft\.sh 2": "integration/test_sft_command.py::test_run_leaves_the_documented_files",
     r"bash run_grpo\.sh .*recipe=(budget_controller|RECIPE)": (
-        "integration/test_budget_command.py::test_epochs_are_in_tables_console_and_tensorboard"
+        "integration/test_budget_command.py::test_epochs_are_logged_to_tables_console_and_tensorboard"
     ),
     r"bash run_grpo\.sh .*recipe=custom": (
-        "integration/test_grpo_page.py::test_the_example_trains_and_prints_what_the_page_shows"
+        "integration/test_grpo_page.py::test_example_trains_and_prints_documented_output"
     ),
     r"bash run_grpo\.sh .*recipe=smollm2": "campaigns/test_smollm2.py::test_recipes_train",
     r"bash run_grpo\.sh 2": "integration/test_grpo_command.py::test_every_specified_metric_is_logged",
     r"bash eval_pipeline/run\.sh watch": (
-        "integration/test_eval_watch.py::test_each_complete_checkpoint_is_evaluated_even_one_that_is_saved_later"
+        "integration/test_eval_watch.py::test_every_complete_checkpoint_is_evaluated"
     ),
     r"bash eval_pipeline/run\.sh run --recipe gsm8k .*engine\.kind=openai": (
-        "integration/test_eval_server.py::test_a_served_model_is_identified_by_what_the_server_reports"
+        "integration/test_eval_server.py::test_served_model_is_identified_by_server_report"
     ),
-    r"bash eval_pipeline/run\.sh run": "integration/test_eval_run.py::test_metrics_of_a_checkpoint",
+    r"bash eval_pipeline/run\.sh run": "integration/test_eval_run.py::test_metrics_of_checkpoint_are_correct",
     r"bash eval_pipeline/run\.sh report": (
-        "integration/test_eval_run.py::test_a_report_compares_the_best_with_the_model_before"
+        "integration/test_eval_run.py::test_report_compares_best_checkpoint_with_base_model"
     ),
     r"bash eval_pipeline/run\.sh judge --recipe examples/": (
         "unit/test_examples.py::test_the_problem_format_is_loaded_and_judged"
     ),
-    r"bash eval_pipeline/run\.sh judge": (
-        "integration/test_eval_run.py::test_answers_of_other_programs_are_judged_in_their_order"
-    ),
+    r"bash eval_pipeline/run\.sh judge": ("integration/test_eval_run.py::test_answers_from_file_are_judged_in_order"),
     r"bash eval_pipeline/run\.sh check": (
         "unit/test_launch_evaluation.py::test_a_server_s_model_is_refused_where_somebody_watches_alone"
     ),
-    r"bash eval_pipeline/run\.sh adaptive": "unit/test_controller_evaluation.py::test_the_files_agree",
-    r"bash eval_pipeline/run\.sh$": "unit/test_commands.py::test_every_script_has_help_and_makes_no_environment_for_it",
-    r"python -m verl_ext\.monitor( --host|$)": (
-        "integration/test_monitor_browser.py::test_other_machines_need_the_token"
-    ),
+    r"bash eval_pipeline/run\.sh adaptive": "unit/test_controller_evaluation.py::test_output_files_are_consistent",
+    r"bash eval_pipeline/run\.sh$": "unit/test_commands.py::test_script_help_needs_no_environment",
+    r"python -m verl_ext\.monitor( --host|$)": ("integration/test_monitor_browser.py::test_other_machines_need_token"),
     r"python -m verl_ext\.monitor plot": "integration/test_monitor_browser.py::test_plot_writes_every_chart",
     r"python -m verl_ext\.plan": "unit/test_plan_command.py::test_outputs_of_the_page_are_what_its_commands_print",
     r"python -m verl_ext\.health .*--own-rules": (
         "integration/test_examples.py::test_example_recipe_trains_and_its_rule_is_known"
     ),
-    r"python -m verl_ext\.health": "integration/test_sft_command.py::test_killed_run_resumes_bit_for_bit",
+    r"python -m verl_ext\.health": "integration/test_sft_command.py::test_killed_run_resumes_with_identical_losses",
     r"python -m verl_ext\.checkpoint( ls|$)": (
-        "unit/test_checkpoint_command.py::test_ls_is_an_aligned_table_with_the_reasons"
+        "unit/test_checkpoint_command.py::test_ls_prints_aligned_table_with_retention_reasons"
     ),
     r"python -m verl_ext\.checkpoint prune .*--dry-run": (
-        "unit/test_checkpoint_command.py::test_prune_by_the_configuration_and_by_options"
+        "unit/test_checkpoint_command.py::test_prune_follows_configuration_and_options"
     ),
     r"python -m verl_ext\.checkpoint prune .*--step": (
-        "unit/test_checkpoint_command.py::test_prune_by_step_refuses_what_is_held_and_says_how_to_lift_it"
+        "unit/test_checkpoint_command.py::test_prune_by_step_rejects_held_checkpoints_with_fix"
     ),
     r"python -m verl_ext\.checkpoint export": (
-        "integration/test_world_sizes.py::test_export_of_the_shards_is_the_one_that_training_wrote"
+        "integration/test_world_sizes.py::test_export_from_shards_equals_export_of_training"
     ),
-    r"touch .*/keep": (
-        "unit/test_checkpoint_command.py::test_prune_by_step_refuses_what_is_held_and_says_how_to_lift_it"
-    ),
+    r"touch .*/keep": ("unit/test_checkpoint_command.py::test_prune_by_step_rejects_held_checkpoints_with_fix"),
     r"python -m verl_ext\.data\.prepare smollm2": (
-        "campaigns/test_smollm2.py::test_the_example_of_the_grpo_page_raises_the_reward"
+        "campaigns/test_smollm2.py::test_example_in_grpo_docs_raises_reward"
     ),
     r"python -m verl_ext\.data\.prepare chat": "unit/test_prepare_chat.py::test_what_is_prepared_can_be_trained_on",
     r"python -m verl_ext\.data\.prepare prompts": "unit/test_docs_commands.py::test_json_examples_are_converted",
@@ -133,31 +127,29 @@ RUN_BY = {
         "unit/test_prepare_reasoning_gym.py::test_prompts_have_solved_examples_and_held_out_questions_are_not_trained"
     ),
     r"python -m verl_ext\.controller\.calibrate": (
-        "unit/test_controller_commands.py::test_a_calibration_records_its_quality"
+        "unit/test_controller_commands.py::test_calibration_records_its_quality"
     ),
     r"python -m verl_ext\.controller\.importance": (
-        "unit/test_controller_commands.py::test_importance_is_the_loss_of_skipping_a_block"
+        "unit/test_controller_commands.py::test_importance_is_loss_increase_of_skipping_block"
     ),
-    r"python -m verl_ext\.(docgen|metrics\.reference)": (
-        "unit/test_commands.py::test_a_reader_that_goes_away_is_no_error"
-    ),
+    r"python -m verl_ext\.(docgen|metrics\.reference)": ("unit/test_commands.py::test_closed_pipe_is_not_an_error"),
     r"python -m lmms_eval": "campaigns/test_lmms_eval.py::test_controller_answers_a_local_task",
-    r"pip install \.|verl-ext (sft|NAME)": "campaigns/test_wheel.py::test_the_quickstart_trains_where_the_user_is",
+    r"pip install \.|verl-ext (sft|NAME)": "campaigns/test_wheel.py::test_quickstart_trains_in_current_directory",
     r"verl-ext setup": "campaigns/test_wheel.py::test_setup_installs_verl_and_vllm_once",
     r"python -m pip (wheel|install) .*--no-deps": (
-        "campaigns/test_gpu_check_environment.py::test_the_check_runs_with_the_wheels_and_nothing_else"
+        "campaigns/test_gpu_check_environment.py::test_check_runs_with_listed_wheels_only"
     ),
-    r"python -m benchmarks\.gpu_check": "integration/test_gpu_check.py::test_the_tiny_check_holds",
+    r"python -m benchmarks\.gpu_check": "integration/test_gpu_check.py::test_tiny_check_passes",
     r"bash benchmarks/run\.sh --quick|(python|torchrun .*) -m benchmarks\.(sft|checkpoint|start|monitor)": (
         "campaigns/test_benchmarks.py::test_quick_benchmarks_measure"
     ),
-    r"python -m benchmarks\.health": "unit/test_benchmarks_small.py::test_rules_that_are_checked_rarely_cost_less",
+    r"python -m benchmarks\.health": "unit/test_benchmarks_small.py::test_less_frequent_health_checks_cost_less",
     r"python -m benchmarks\.adaptive": (
-        "unit/test_benchmarks_small.py::test_a_knob_of_the_controller_has_the_values_that_are_asked_for"
+        "unit/test_benchmarks_small.py::test_controller_benchmark_covers_requested_values"
     ),
     r"python -m benchmarks\.": "campaigns/test_benchmarks.py::test_small_benchmarks_measure",
     r"cd |export |if |fi$|exit |wait |kill |notice\(\)|\(until ": (
-        "unit/test_cluster_page.py::test_a_notice_becomes_the_signal_and_the_exit_code_comes_back"
+        "unit/test_cluster_page.py::test_spot_script_forwards_notice_and_exit_code"
     ),
 }
 """The test that runs a command with its action, by the command's beginning. Recipe and sizes may differ."""
@@ -244,10 +236,10 @@ EXAMPLES = [
 ]
 """Page, language and text of each example that is no command."""
 ELSEWHERE = {
-    ("cluster.md", "yaml"): "unit/test_cluster_page.py::test_the_manifests_agree_with_the_code",
-    ("grpo.md", "json"): "integration/test_grpo_page.py::test_the_example_trains_and_prints_what_the_page_shows",
-    ("grpo.md", "python"): "integration/test_grpo_page.py::test_the_example_trains_and_prints_what_the_page_shows",
-    ("controller.md", "python"): "integration/test_budget_command.py::test_page_example_answers_a_question",
+    ("cluster.md", "yaml"): "unit/test_cluster_page.py::test_manifests_match_exit_codes_and_commands",
+    ("grpo.md", "json"): "integration/test_grpo_page.py::test_example_trains_and_prints_documented_output",
+    ("grpo.md", "python"): "integration/test_grpo_page.py::test_example_trains_and_prints_documented_output",
+    ("controller.md", "python"): "integration/test_budget_command.py::test_example_in_controller_docs_answers_question",
 }
 """Examples that another test reads from their page."""
 
