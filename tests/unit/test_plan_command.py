@@ -310,11 +310,9 @@ def test_the_table_of_measurements_has_the_recorded_ones() -> None:
     assert rows == [
         [
             name,
-            found["peak_moment"],
             f"{found['predicted_gib']:.2f}",
             f"{found['resident_gib']:.2f}",
             f"{found['resident_error']:+.1%}",
-            f"{found['tensors_gib']:.2f}",
             f"{found['tensors_error']:+.1%}",
         ]
         for name, found in RESULTS["settings"].items()
