@@ -47,7 +47,7 @@ def test_a_missing_answer_is_an_api_error(judge: Judge, tmp_path: Path) -> None:
 def test_an_answer_that_is_no_text_is_refused(judge: Judge) -> None:
     """The message names its line and the keys."""
     code, error = judge([RIGHT, {"problem_id": "p", "answer": 5}])
-    assert code == 2 and "line 2" in error and "`problem_id` or `answer`" in error
+    assert code == 2 and "line 2" in error and "`problem_id` or a text `answer`" in error
 
 
 def test_an_unknown_id_is_refused_with_what_ids_look_like(judge: Judge, tmp_path: Path) -> None:
