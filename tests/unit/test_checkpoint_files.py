@@ -81,7 +81,7 @@ def test_a_crash_before_the_tracker_loses_nothing_and_a_tracker_set_back_by_hand
     os.utime(tracker, (saved - 5, saved - 5))  # as the save of step 10 left it
     found, warnings = find(tmp_path)
     assert found == newer
-    assert "global_step_20 was completed after it" in warnings[0]
+    assert "global_step_20 was completed later" in warnings[0]
     os.utime(tracker, (saved + 5, saved + 5))  # as a user's editor left it
     assert find(tmp_path) == (older, [])
 

@@ -158,7 +158,7 @@ def test_a_removal_that_fails_warns_and_the_others_go(tmp_path: Path) -> None:
     removed = rotate(tmp_path, *retention(1), 3, warnings.append)
     assert [path.name for path in removed] == ["global_step_2"]
     assert kept(tmp_path) == [1, 3]
-    assert any("global_step_1 could not be removed" in warning for warning in warnings)
+    assert any("global_step_1 could not be cleaned up" in warning for warning in warnings)
 
 
 def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_lease_taken_after_the_plan_was_made_still_counts(tmp_path: Path) -> N
     with hold_lease(tmp_path / "global_step_2"):
         assert apply_plan(plan, warnings.append) == [tmp_path / "global_step_1"]
     assert kept(tmp_path) == [2, 3]
-    assert f"stays for now, because leased by process {os.getpid()}" in warnings[0]
+    assert f"is kept for now, because leased by process {os.getpid()}" in warnings[0]
 
 
 def test_what_counts_as_a_live_lease(tmp_path: Path) -> None:

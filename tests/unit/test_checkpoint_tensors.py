@@ -75,8 +75,8 @@ def test_any_rows_of_any_number_of_shards(num_ranks: int, num_readers: int, stat
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        ("experts.0.down_proj.weight", r"by model.partial_pretrain=.*/huggingface and another trainer.experiment_name"),
-        ("experts.down", "is of another model: it lacks mlp.experts.down_proj"),
+        ("experts.0.down_proj.weight", r"with model.partial_pretrain=.*/huggingface and another trainer.experiment_name"),
+        ("experts.down", "belongs to another model: it lacks mlp.experts.down_proj"),
     ],
 )
 def test_another_models_tensors_are_refused(saved: str, message: str, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_part_outside_of_its_tensor_is_refused(tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     for old, new in (('"offset": 48', '"offset": 49'), ('"row": 4', '"row": -1'), ('"row": 4', '"row": 5')):
         (tmp_path / PLAN).write_text(plan_to_json(exported_tensors(model)).replace(old, new))
-        with pytest.raises(UserError, match=r"export_plan.json cannot be read \(.*is not inside of"):
+        with pytest.raises(UserError, match=r"export_plan.json cannot be read \(.*is not inside"):
             export_from_shards(tmp_path, tmp_path / "export", torch.float32, 1, lambda _: None)
 
 
@@ -274,7 +274,7 @@ def test_a_trained_head_that_is_tied_is_refused() -> None:
     sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, tie_word_embeddings=True)
     base = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["lm_head"]))
-    with pytest.raises(UserError, match=r"lm_head.weight is trained by itself but tied"):
+    with pytest.raises(UserError, match=r"lm_head.weight is trained separately but tied"):
         exported_tensors(model)
 
 
@@ -293,7 +293,7 @@ def test_what_is_written_is_digested_as_it_is_read(state: dict, tmp_path: Path) 
 def test_room_on_the_disk(state: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bytes_of({"a": [state["wide"], "text"], "b": shard(state["wide"], 2, 1)}) == 84 + 36
     require_space(tmp_path, 1)
-    with pytest.raises(UserError, match=r"it takes 1073741824.00 GiB"):
+    with pytest.raises(UserError, match=r"it needs 1073741824.00 GiB"):
         require_space(tmp_path, 2**60)
     warn_if_next_will_not_fit(tmp_path, 1)
     assert capsys.readouterr().err == ""
