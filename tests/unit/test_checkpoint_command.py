@@ -91,7 +91,7 @@ def test_verify_lists_damage_and_exits_1(run_dir: Path) -> None:
     model.write_bytes(flipped)  # of the same size, so that only the digest tells
     output = checkpoint_command("verify", run_dir, code=1)
     assert "global_step_30: damaged or incomplete\n  " + NAMES[0] + " has the digest " in output
-    assert output.count("every digest is correct") == 3 and output.endswith("Verified: 3 of 4 checkpoints are undamaged\n")
+    assert output.count("every digest is correct") == 3 and "Verified: 3 of 4 checkpoints" in output
     assert checkpoint_command("verify", run_dir, "--step", 10, 40).count("\n") == 3
     (run_dir / "global_step_50").mkdir()
     assert "never completed" in checkpoint_command("verify", run_dir, "--step", 50, code=1)
@@ -166,7 +166,7 @@ def test_prune_by_step_rejects_held_checkpoints_with_fix(run_dir: Path) -> None:
     keep.touch()
     choice.write_text('{"step": 20}')
     assert f"delete {keep} first" in checkpoint_command("prune", run_dir, "--step", 30, 10, "--yes", code=2)
-    assert f"{choice} names global_step_20; first" in checkpoint_command("prune", run_dir, "--step", 20, "--yes", code=2)
+    assert f"{choice} names global_step_20" in checkpoint_command("prune", run_dir, "--step", 20, "--yes", code=2)
     assert "would resume from" in checkpoint_command("prune", run_dir, "--step", 40, "--yes", code=2)
     with hold_lease(run_dir / "global_step_30"):
         message = checkpoint_command("prune", run_dir, "--step", 30, "--yes", code=2)
