@@ -161,7 +161,7 @@ def refused_part(mine: Path) -> None:
     ("use", "says"),
     [
         (refused_number, "reward.functions names package.mine:number, which is not a function"),
-        (refused_format, "the format of the data set d is 'mine.py:number', which is not a function"),
+        (refused_format, "the format of the dataset d is 'mine.py:number', which is not a function"),
         (refused_row, "line 1: mine.py:parse failed .KeyError: 'what'.; correct the row or the function"),
         (refused_problem, "line 1: mine.py:parse returned NoneType instead of a Problem with tests"),
         (refused_list, "health.rules: .*mine.py:number is not a list of rules"),

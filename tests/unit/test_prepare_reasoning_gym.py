@@ -84,7 +84,7 @@ def test_failing_scorer_gives_no_full_score() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--task", "needle"], "has no data set 'needle'; use one of ab, "),
+        (["--task", "needle"], "has no dataset 'needle'; use one of ab, "),
         (["--task", "countdown"], "runs answers or entries as Python"),
         (["--task", "gcd", "--set", "min_numbers"], "--set has 'min_numbers'; write KEY=VALUE"),
         (["--task", "gcd", "--set", "numbers=3"], "cannot make gcd with these settings .*numbers.*correct --set"),
