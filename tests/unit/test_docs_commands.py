@@ -39,11 +39,12 @@ NOT_RUN = {
     r"bash scripts/audit\.sh": "asks PyPI",
     r"pip install( --no-deps \.| nicegui)|(python -m venv )?\.venv-lmms": "installs from PyPI",
     r"ssh ": "needs another machine",
-    r"python -m scripts\.monitor_screenshots": "replaces the pictures of a page",
+    r"python -m scripts\.pictures": "replaces the pictures of the pages",
     r"python -m verl\.\.\.": "stands for verl's own commands",
 }
 """Commands that no test runs, by their beginning, with the reason."""
 RUN_BY = {
+    r"bash run_sft\.sh .*--show-samples": "unit/test_launch.py::test_show_samples_marks_tokens_in_loss",
     r"bash run_(sft|grpo)\.sh .*--print-config": "unit/test_pins_config.py::test_what_each_recipe_changes",
     r"bash run_sft\.sh .*eval\.watch=true.*": (
         "integration/test_eval_beside_training.py::test_every_checkpoint_is_evaluated_despite_killed_watcher"
