@@ -440,7 +440,7 @@ def test_show_samples_marks_tokens_in_loss(
     turns = [("user", "Name \N{SNOWMAN}"), ("assistant", "r\N{LATIN SMALL LETTER E WITH ACUTE}d")]
     chat = [{"role": role, "content": content} for role, content in [*turns, *turns]]
     pd.DataFrame({"messages": [chat]}).to_parquet(tmp_path / "chats.parquet")
-    words = words_of_a_launch(quickstart, tmp_path / "run")
+    words = launch_arguments(quickstart, tmp_path / "run")
     data = [f"data.train_files={tmp_path / 'chats.parquet'}", f"data.token_cache={tmp_path}"]
     assert launch(parse_arguments([*words, *data, "--show-samples", "3"]), StopSignals()) == 0
     header, *lines = capsys.readouterr().out.partition("--- sample 0: ")[2].splitlines()
