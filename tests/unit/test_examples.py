@@ -114,7 +114,7 @@ def test_a_row_that_is_no_problem_is_named(tmp_path: Path) -> None:
     recipe = load_eval_config("examples/new_problem_format/doctests.yaml")
     path = tmp_path / "rows.jsonl"
     path.write_text('{"name": "f", "task": "Do.", "examples": ">>> f(1)\\n"}\n')
-    with pytest.raises(UserError, match="rows.jsonl, line 1: 'examples' must be lines of >>> with a result"):
+    with pytest.raises(UserError, match="rows.jsonl, line 1: 'examples' must be >>> lines, each followed by"):
         load_problems(replace(recipe.sources["doctests"], path=str(path)))
 
 
