@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.helpers.commands import TrainingRun, python, script_run
+from tests.helpers.commands import TrainingRun, python
 from tests.helpers.docs import GRPOExample, link_repository
 
 
@@ -66,7 +66,7 @@ def test_recipes_train(tmp_path: Path) -> None:
     ):
         stage = script.removeprefix("run_").removesuffix(".sh")
         run_dir = repository / f"checkpoints/rlvr_coding_model/{stage}_{recipe}"
-        run = script_run(script, 1, run_dir, f"recipe={recipe}", *one_step, *overrides, cwd=repository)
+        run = TrainingRun(["bash", script, "1", f"recipe={recipe}", *one_step, *overrides], run_dir, cwd=repository)
         run.finish()
         assert run.record()["status"] == "finished" and run.last_logged() == 1
         assert (run_dir / "global_step_1/huggingface/model.safetensors").is_file()
