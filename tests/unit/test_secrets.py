@@ -64,7 +64,7 @@ def test_a_training_refuses_secrets_and_does_not_repeat_them(words: str, why: st
 @pytest.mark.usefixtures("planted")
 def test_an_evaluation_refuses_secrets_and_does_not_repeat_them() -> None:
     for words in (f"engine.vllm.hf_token={KEY}", f"engine.vllm.download_dir='{PROXY}'", f"engine.model={KEY}"):
-        with pytest.raises(UserError, match="a configuration ends up in files") as refused:
+        with pytest.raises(UserError, match="configurations are written to files") as refused:
             load_eval_config("quickstart", [words])
         assert "PLANTED" not in str(refused.value)
 

@@ -122,7 +122,7 @@ def test_a_word_of_a_training_command(words: list[str], meant: str) -> None:
 def test_the_keys_are_those_of_the_recipes_stage() -> None:
     with pytest.raises(UserError, match="controller.max_new_tokens=8"):
         parse_arguments(["grpo", "2", "recipe=budget_controller", "--max_new_tokens", "8"])
-    with pytest.raises(UserError, match="the number of ranks as the first word"):
+    with pytest.raises(UserError, match="the number of ranks as the first argument"):
         load_config("sft", ["num_gpus=2"])
 
 
