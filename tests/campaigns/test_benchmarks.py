@@ -23,7 +23,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_side_of_the_sft_benchmark_trains(name: str, scratch: Path) -> None:
+def test_sft_baseline_trains(name: str, scratch: Path) -> None:
     function, variant, _ = BASELINES[name]
     steps = run_ranks(function, str(scratch), variant, "2", ranks=2, variables=ONE_THREAD)
     assert len(steps) == 2
@@ -32,7 +32,7 @@ def test_a_side_of_the_sft_benchmark_trains(name: str, scratch: Path) -> None:
         assert samples * 25 < step["tokens"] < samples * 250
 
 
-def test_trls_side_of_the_grpo_benchmark_trains(scratch: Path) -> None:
+def test_trl_grpo_baseline_trains(scratch: Path) -> None:
     words = str(scratch / "model"), str(scratch), "2"
     steps = run_ranks("trl_ranks:grpo", *words, ranks=2, torchrun=True, variables=ONE_THREAD)
     assert len(steps) == 2

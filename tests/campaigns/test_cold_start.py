@@ -1,4 +1,4 @@
-"""Warm starts and new processes compute the same, bit for bit, and so do both warm servers, whose hash seeds differ."""
+"""Warm and cold starts compute bitwise identical results, and so do two warm servers with different hash seeds."""
 
 from __future__ import annotations
 
@@ -57,20 +57,22 @@ def assert_all_same(runs: Mapping[str, TrainingRun], last_step: int) -> None:
         assert_same_checkpoint(run.run_dir / last, runs[COLD].run_dir / last)
 
 
-def test_sft_is_the_same(quickstart: Path, tmp_path: Path) -> None:
+def test_sft_results_are_identical(quickstart: Path, tmp_path: Path) -> None:
     validating = ("trainer.test_freq=2", "trainer.val_before_train=true")
     runs = {start: SFTRun(quickstart, tmp_path / start, *validating) for start in STARTS}
     assert_all_same(runs, 6)
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
-def test_grpo_is_the_same(engine: str, quickstart: Path, tmp_path: Path) -> None:
+def test_grpo_results_are_identical(engine: str, quickstart: Path, tmp_path: Path) -> None:
     runs = {start: GRPORun(quickstart, tmp_path / start, f"rollout.engine={engine}") for start in STARTS}
     assert_all_same(runs, 4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_evaluation_is_the_same(temperature: float, quickstart: Path, sft_run: SFTRun, tmp_path: Path) -> None:
+def test_evaluation_results_are_identical(
+    temperature: float, quickstart: Path, sft_run: SFTRun, tmp_path: Path
+) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"datasets: {{some: {{format: quickstart, path: {quickstart}/problems.jsonl, limit: 12}}}}\n"

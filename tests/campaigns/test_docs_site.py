@@ -46,7 +46,7 @@ def site(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_search_finds_classes_and_headings(site: Path) -> None:
+def test_search_finds_classes_and_headings(site: Path) -> None:
     entries = json.loads((site / "search/search_index.json").read_text())["docs"]
     titles = {(entry["location"].partition("#")[0], re.sub("<.*?>", "", entry["title"])) for entry in entries}
     assert ("reference/api/adapters.html", "VLMAdapter") in titles
@@ -60,7 +60,7 @@ def test_signatures_have_types_and_docstrings_have_sections(site: Path) -> None:
     assert "limits: ResourceLimits | None = None" in text and "Parameters:" in text
 
 
-def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+def test_pages_load_no_external_resources(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text()
         loaded = re.findall(r'<(?:script|img|iframe)[^>]* src="([^"]+)"', text)
@@ -69,7 +69,7 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
         assert loaded and not [address for address in loaded if address.startswith(("http", "//"))], page
 
 
-def test_links_lead_to_pages_and_those_out_of_the_documentation_are_text(site: Path) -> None:
+def test_links_resolve_and_links_out_of_docs_become_text(site: Path) -> None:
     for page in site.rglob("*.html"):
         if page.name != "404.html":  # whose addresses are absolute
             for address in re.findall(r'href="([^"#:?]+)["#]', page.read_text()):

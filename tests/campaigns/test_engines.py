@@ -1,4 +1,4 @@
-"""Engines whose process hangs while it is given requests, or whose answers take longer than a step may."""
+"""Rollout engines whose process hangs while it receives requests, or whose generation takes longer than a step may."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("has_been_asked", [True, False])
-def test_a_process_that_hangs_is_killed(has_been_asked: bool, export: Path) -> None:
+def test_hanging_process_is_killed(has_been_asked: bool, export: Path) -> None:
     # more than fits into the connection while nobody reads from it
     many = [GenerateRequest(f"p{i}", f"{i} " + "x" * 400) for i in range(4000)]
     with open_engine(EngineConfig(dtype="float32", timeout_s=4), export) as engine:
@@ -33,7 +33,7 @@ def test_a_process_that_hangs_is_killed(has_been_asked: bool, export: Path) -> N
         assert not child.is_running()
 
 
-def test_answers_may_take_longer_than_a_step_may(export: Path) -> None:
+def test_generation_may_exceed_step_timeout(export: Path) -> None:
     number = 32
     with open_engine(EngineConfig(dtype="float32", timeout_s=3), export) as engine:
         while engine.seconds["generate_s"] < 4:  # however fast the machine is

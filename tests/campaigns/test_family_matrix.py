@@ -64,12 +64,14 @@ def assert_learns_and_exports(run: SFTRun, quickstart: Path, directory: Path) ->
     assert validations(second)[0] == pytest.approx(after, rel=1e-5)
 
 
-def test_sft(trained: tuple[SFTRun, str], quickstart: Path, tmp_path: Path) -> None:
+def test_sft_learns_and_exports(trained: tuple[SFTRun, str], quickstart: Path, tmp_path: Path) -> None:
     assert_learns_and_exports(trained[0], quickstart, tmp_path)
 
 
-def test_packing(support: Support, trained: tuple[SFTRun, str], model: Path, quickstart: Path, tmp_path: Path) -> None:
-    """Where it does not work, one line says that samples are padded, and a user who insists is refused."""
+def test_unsupported_packing_is_reported_or_rejected(
+    support: Support, trained: tuple[SFTRun, str], model: Path, quickstart: Path, tmp_path: Path
+) -> None:
+    """Without support, one line reports that samples are padded, and `data.packing=true` is rejected."""
     lines = [line for line in trained[1].splitlines() if line.startswith("Samples are padded instead of packed: ")]
     assert len(lines) == ("packing" in support.reasons)
     if lines:
@@ -83,14 +85,15 @@ def assert_refused(run: TrainingRun, remedy: str) -> None:
     assert result.returncode == 2 and remedy in error and "Traceback" not in result.stderr, result.stderr
 
 
-def test_lora(model: Path, quickstart: Path, tmp_path: Path) -> None:
+def test_lora_learns_and_exports(model: Path, quickstart: Path, tmp_path: Path) -> None:
     run = sft_run(model, quickstart, tmp_path / "run", "model.lora_rank=4", "model.target_modules=all-linear")
     run.finish()
     assert_learns_and_exports(run, quickstart, tmp_path)
 
 
-def test_evaluation(support: Support, trained: tuple[SFTRun, str], tmp_path: Path) -> None:
-    """vLLM gives the greedy answers that transformers gives."""
+def test_vllm_gives_greedy_answers_of_transformers(
+    support: Support, trained: tuple[SFTRun, str], tmp_path: Path
+) -> None:
     dtype = "bfloat16" if support.family == "qwen3_5" else "float32"
     problems = [problem(f"p{number}", prompt, "assert True") for number, prompt in enumerate(PROMPTS)]
     recipe = write_recipe(tmp_path / "few.yaml", {"tier1": {"few": problems}}, engine={"dtype": dtype}, **OPTIONS)
@@ -119,8 +122,9 @@ def greedy_answers(export: Path, dtype: str) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "hf"])
-def test_grpo(engine: str, support: Support, model: Path, quickstart: Path, tmp_path: Path) -> None:
-    """The second step samples from weights that the first one has changed."""
+def test_second_grpo_step_samples_from_updated_weights(
+    engine: str, support: Support, model: Path, quickstart: Path, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text("def length(solution_str, **rest): return float(len(solution_str))\n")
     options = (f"model.partial_pretrain={model}", f"rollout.engine={engine}", "optim.lr=0.01", "trainer.save_freq=-1")
     reward = (f"reward.functions=[{tmp_path}/mine.py:length]", "data.eval_every_steps=0")

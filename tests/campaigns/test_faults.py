@@ -57,7 +57,7 @@ def test_kill_during_background_save_loses_nothing(
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_kills_at_random_moments_lose_nothing(seed: int, sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
-    """Ten kills, of as many runs as they take."""
+    """Ten kills, in as many runs as needed."""
     chance, num_kills, num_runs = random.Random(seed), 0, 0
     while num_kills < 10:
         directory, num_runs = tmp_path / str(num_runs), num_runs + 1

@@ -44,7 +44,7 @@ def pip(python: str, *words: str | Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_check_runs_with_the_wheels_and_nothing_else(python: str, tmp_path: Path) -> None:
+def test_check_runs_with_listed_wheels_only(python: str, tmp_path: Path) -> None:
     wheels, site, output = tmp_path / "wheels", tmp_path / "site", tmp_path / "gpu.json"
     pip(python, "wheel", "--no-deps", "-r", "requirements/gpu_check.txt", "-w", wheels)
     files = sorted(wheels.glob("*.whl"))

@@ -13,8 +13,8 @@ from tests.helpers.judge import killing_judges
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_judges_change_nothing(seed: int, grpo_run: GRPORun, quickstart: Path, tmp_path: Path) -> None:
-    """No sample loses its reward, and all figures are those of the undisturbed run."""
+def test_killed_judges_change_no_metric(seed: int, grpo_run: GRPORun, quickstart: Path, tmp_path: Path) -> None:
+    """No sample loses its reward, and all metrics equal those of an undisturbed run."""
     run = GRPORun(quickstart, tmp_path / "run")
     with run.started() as process, killing_judges(process, seed) as killed:
         result = end_of(process)
@@ -37,7 +37,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *facts: str) -> None:
 
 
 @pytest.mark.parametrize("override", ["rollout.n=1", "data.max_prompt_length=3"])
-def test_bad_input_of_grpo(override: str, quickstart: Path, tmp_path: Path) -> None:
+def test_grpo_rejects_bad_input(override: str, quickstart: Path, tmp_path: Path) -> None:
     assert_refused(GRPORun(quickstart, tmp_path / "run", override).start(), override.partition("=")[0])
 
 
@@ -50,7 +50,7 @@ def test_bad_input_of_grpo(override: str, quickstart: Path, tmp_path: Path) -> N
         ("data.train_batch_size=50", ("data.train_batch_size", "8 questions")),
     ],
 )
-def test_bad_input_of_budget(override: str, facts: tuple[str, ...], budget_inputs: Path, tmp_path: Path) -> None:
+def test_budget_rejects_bad_input(override: str, facts: tuple[str, ...], budget_inputs: Path, tmp_path: Path) -> None:
     (tmp_path / "importance.json").write_text(json.dumps({str(block): 1.0 for block in range(1, 9)}))
     places = {"inputs": budget_inputs, "other": tmp_path}
     run = RecipeRun("run_grpo.sh", budget_inputs / "recipe.yaml", tmp_path / "run", override.format(**places))

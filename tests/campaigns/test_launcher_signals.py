@@ -1,4 +1,4 @@
-"""A signal to the launcher at every phase of a start, and at fixed and random moments after its beginning."""
+"""A signal to the launcher at every phase of a start, and at fixed and random delays."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ RANDOM_DELAYS = [round(random.Random(seed).uniform(0, 4), 2) for seed in range(1
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_signal_is_not_lost_at_the_beginning_of_a_phase(phase: str, tmp_path: Path) -> None:
+def test_signal_at_start_of_phase_is_not_lost(phase: str, tmp_path: Path) -> None:
     with small_launches(tmp_path) as launches:
         check_signal_is_not_lost(launches, phase)
 
 
 @pytest.mark.parametrize("delay_s", [*DELAYS, *RANDOM_DELAYS])
-def test_a_signal_is_not_lost_during_a_start(delay_s: float, tmp_path: Path) -> None:
+def test_signal_during_start_is_not_lost(delay_s: float, tmp_path: Path) -> None:
     with small_launches(tmp_path) as launches:
         check_signal_is_not_lost(launches, "waiting", delay_s)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("chats", [single_turn, multi_turn])
-def test_packing_micro_batches_and_ranks_change_nothing(
+def test_loss_is_independent_of_packing_micro_batches_and_ranks(
     chats: Callable[[Path], pd.DataFrame], quickstart: Path, tmp_path: Path
 ) -> None:
     assert_ways_agree(chats(quickstart), quickstart, tmp_path)

@@ -1,4 +1,4 @@
-"""Campaign: training on the oldest torch and transformers that the code supports, in an environment of their own.
+"""Campaign: training on the oldest supported torch and transformers, in a separate environment.
 
 The environment is created with uv, as `.venv` from requirements/cpu.in without vLLM (9 GB, a few minutes);
 VERL_EXT_OLDEST_PYTHON names an interpreter that has the packages already.
@@ -67,15 +67,15 @@ def run_tests(python: str, suite: str, *names: str) -> None:
 
 
 @pytest.mark.parametrize("name", OLDEST)
-def test_the_library_is_the_oldest(python: str, name: str) -> None:
+def test_installed_library_is_oldest_supported(python: str, name: str) -> None:
     code = f"import importlib.metadata; print(importlib.metadata.version('{name}'))"
     version = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
     assert version.startswith(f"{OLDEST[name]}.")
 
 
-def test_parts_of_the_training_work(python: str) -> None:
+def test_unit_tests_of_training_pass(python: str) -> None:
     run_tests(python, "unit", *UNIT_TESTS)
 
 
-def test_the_quickstart_trains_and_resumes_on_two_ranks(python: str) -> None:
+def test_quickstart_trains_and_resumes_on_two_ranks(python: str) -> None:
     run_tests(python, "integration", "sft_command")

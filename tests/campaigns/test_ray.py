@@ -1,4 +1,4 @@
-"""An evaluation of many problems on a Ray cluster that stays as it is, and one whose driver is killed."""
+"""An evaluation of many problems on a stable Ray cluster, and one whose driver is killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("inputs"), NUM_PROBLEMS)
 
 
-def test_a_cluster_gives_the_results_of_one_machine(inputs: Path, cluster: Cluster, tmp_path: Path) -> None:
+def test_cluster_gives_results_of_one_machine(inputs: Path, cluster: Cluster, tmp_path: Path) -> None:
     with RayEvaluation(inputs, tmp_path / "out", cluster) as run:
         run.wait_until(lambda: len(actors()) == 2)  # one on each node
         printed = run.finish()
@@ -46,7 +46,7 @@ def test_a_cluster_gives_the_results_of_one_machine(inputs: Path, cluster: Clust
     assert not actors()
 
 
-def test_a_killed_driver_leaves_no_process_on_the_nodes(inputs: Path, cluster: Cluster, tmp_path: Path) -> None:
+def test_killed_driver_leaves_no_process_on_nodes(inputs: Path, cluster: Cluster, tmp_path: Path) -> None:
     with RayEvaluation(inputs, tmp_path / "out", cluster) as run:
         # the second worker may still be starting when the first has answered
         run.wait_until(lambda: run.num_answers and count_of("judge.server") == 2 and count_of("vllm_process") >= 1)

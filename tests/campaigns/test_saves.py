@@ -1,4 +1,4 @@
-"""Failing saves and requests to stop in the combinations that integration leaves out."""
+"""Failing saves and stop requests in the combinations that the integration tests leave out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Campaign: SmolLM2 from its package answers, ends its turns, and learns from the rewards of docs/guides/grpo.md."""
+"""Campaign: SmolLM2 from its package answers, ends its turns, and learns from the rewards in docs/guides/grpo.md."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_model_answers_and_ends_its_turn(tmp_path: Path) -> None:
     assert tokenizer.eos_token == "<|im_end|>"
 
 
-def test_the_example_of_the_grpo_page_raises_the_reward(tmp_path: Path) -> None:
-    """As the page shows; it takes some minutes."""
+def test_example_in_grpo_docs_raises_reward(tmp_path: Path) -> None:
+    """Takes several minutes."""
     example, repository = GRPOExample(), tmp_path / "repository"
     example.copy_to(repository)
     done = python("verl_ext.data.prepare", *example.make_model[3:], cwd=repository)

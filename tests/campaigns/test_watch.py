@@ -21,15 +21,13 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_exports(tmp_path_factory.mktemp("models"))[0]
 
 
-def test_twenty_kills_change_nothing(export: Path, tmp_path: Path) -> None:
+def test_twenty_kills_change_no_result(export: Path, tmp_path: Path) -> None:
     phases = ["start"] * 6 + ["load"] * 4 + ["generate"] * 4 + ["judge"] * 5
     random.Random(20).shuffle(phases)
     kills_change_nothing(tmp_path, export, [*phases, "write"], num_problems=240, seed=20)
 
 
-def test_a_stop_ends_the_watcher_and_the_next_start_evaluates_the_rest(
-    quickstart: Path, few_problems: Path, tmp_path: Path
-) -> None:
+def test_stop_ends_watcher_and_restart_evaluates_the_rest(quickstart: Path, few_problems: Path, tmp_path: Path) -> None:
     watch = ("eval.watch=true", f"eval.recipe={few_problems}", "trainer.max_ckpt_to_keep=9")
     run = SFTRun(quickstart, tmp_path / "run", *watch)
     run.imports = "vllm"
@@ -46,7 +44,7 @@ def test_a_stop_ends_the_watcher_and_the_next_start_evaluates_the_rest(
     assert {"2", str(last)} <= evaluated == run.names()
 
 
-def test_two_watchers_with_different_settings_both_end(export: Path, tmp_path: Path) -> None:
+def test_two_watchers_with_different_settings_both_exit(export: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options = evaluated_run(run_dir, export)
     logs = [tmp_path / f"{limit}.log" for limit in (7, 8)]
@@ -63,7 +61,7 @@ def test_two_watchers_with_different_settings_both_end(export: Path, tmp_path: P
     assert len({each["protocol"]["slow"]["limits"]["cpu_s"] for each in metrics}) == 1  # of the last watcher
 
 
-def test_a_trial_on_a_few_problems_is_kept_apart(export: Path, tmp_path: Path) -> None:
+def test_trial_with_limit_leaves_metrics_unchanged(export: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options = evaluated_run(run_dir, export)
     metrics, best = run_dir / "eval/eval_step_30/metrics.json", run_dir / "best_checkpoint.json"

@@ -1,4 +1,4 @@
-"""Campaign: the wheel in an environment of its own, from `pip install` to GRPO, in a directory that is empty at first.
+"""Campaign: the wheel in a separate environment, from `pip install` to GRPO, in an initially empty directory.
 
 The environment is created with uv (9 GB, a few minutes); VERL_EXT_WHEEL_PYTHON names an interpreter that has the wheel
 already.
@@ -56,7 +56,7 @@ def run(program: Path, place: Path, *words: str) -> subprocess.CompletedProcess[
 # One story: each test begins where the one before has ended
 
 
-def test_before_setup_training_names_it(program: Path, place: Path) -> None:
+def test_training_before_setup_names_setup(program: Path, place: Path) -> None:
     if not list(program.parents[1].glob("lib/python*/site-packages/verl/")):
         done = run(program, place, "sft", "2")
         assert done.returncode == 2
@@ -70,7 +70,7 @@ def test_setup_installs_verl_and_vllm_once(program: Path, place: Path) -> None:
     assert done.returncode == 0 and "Nothing to do" in done.stdout and "Next: verl-ext sft 2" in done.stdout
 
 
-def test_the_quickstart_trains_where_the_user_is(program: Path, place: Path) -> None:
+def test_quickstart_trains_in_current_directory(program: Path, place: Path) -> None:
     done = run(program, place, "sft", "2", "trainer.total_training_steps=60")
     assert done.returncode == 0, done.stderr
     assert f"Next: verl-ext eval watch {RUN}\n      verl-ext grpo 2\n" in done.stdout
@@ -78,7 +78,7 @@ def test_the_quickstart_trains_where_the_user_is(program: Path, place: Path) -> 
     assert {*os.listdir(place)} == {".prepare.lock", "checkpoints", "data"}
 
 
-def test_its_checkpoint_is_evaluated_and_listed(program: Path, place: Path) -> None:
+def test_checkpoint_is_evaluated_and_listed(program: Path, place: Path) -> None:
     done = run(program, place, "eval", "watch", RUN, "datasets.quickstart.limit=10")
     assert done.returncode == 0, done.stderr
     assert f"Next: verl-ext eval report {RUN} --baseline data/quickstart/model\n" in done.stdout
@@ -89,7 +89,7 @@ def test_its_checkpoint_is_evaluated_and_listed(program: Path, place: Path) -> N
     assert run(program, place, "plan", "recipe=quickstart", "gpus=2", "hardware=cpu").returncode == 0
 
 
-def test_grpo_starts_from_it_with_vllm(program: Path, place: Path) -> None:
+def test_grpo_starts_from_sft_checkpoint_with_vllm(program: Path, place: Path) -> None:
     done = run(program, place, "grpo", "2", "trainer.total_training_steps=1", "data.val_max_samples=8")
     assert done.returncode == 0, done.stderr
     assert "Finished: " in done.stdout

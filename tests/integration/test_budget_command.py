@@ -42,7 +42,7 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_epochs_are_in_tables_console_and_tensorboard(budget_run: RecipeRun, shared: Path) -> None:
+def test_epochs_are_logged_to_tables_console_and_tensorboard(budget_run: RecipeRun, shared: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from verl_ext.metrics.csv_tables import EPOCH_COLUMNS
@@ -75,7 +75,7 @@ def test_epochs_are_in_tables_console_and_tensorboard(budget_run: RecipeRun, sha
     assert len({row["reward_mean"] for row in training}) == NUM_EPOCHS
 
 
-def test_parts_of_the_reward_are_logged(budget_run: RecipeRun) -> None:
+def test_reward_terms_are_logged(budget_run: RecipeRun) -> None:
     metrics = learned(budget_run)
     parts = ("accuracy", "latency", "violation", "complexity", "efficiency")
     for step in range(1, 1 + NUM_EPOCHS * STEPS_PER_EPOCH):
@@ -111,7 +111,7 @@ def test_weights_of_each_epoch_can_be_loaded(budget_run: RecipeRun) -> None:
     assert controlled.fingerprint == fingerprint(load_adapter(controlled.path, (256,)).model)
 
 
-def test_run_killed_in_an_epoch_resumes_exactly(budget_inputs: Path, budget_run: RecipeRun, tmp_path: Path) -> None:
+def test_run_killed_within_epoch_resumes_exactly(budget_inputs: Path, budget_run: RecipeRun, tmp_path: Path) -> None:
     """Killed in the second epoch, before the save of step 7."""
     import torch
 
@@ -146,7 +146,7 @@ def test_two_ranks_learn_the_same_as_one(budget_inputs: Path, tmp_path: Path) ->
 
 
 def test_latency_model_is_fitted_and_budgets_are_shares_of_it(budget_inputs: Path, tmp_path: Path) -> None:
-    """Without `latency.file` the run fits a latency model; `budgets_of_full` are shares of what the whole model takes.
+    """Without `latency.file` the run fits a latency model; `budgets_of_full` are fractions of the full model's latency.
 
     The shares are above 1, because the cheapest configuration of so small a model may take nearly as long as all of it.
     """
@@ -175,8 +175,8 @@ def test_latency_model_is_fitted_and_budgets_are_shares_of_it(budget_inputs: Pat
     assert len(rows) == 2 * GROUP and {"budget_ms", "tier", "blocks", "accuracy", "latency_ms"} <= rows[0].keys()
 
 
-def test_budgets_that_no_configuration_keeps_are_refused(budget_inputs: Path, tmp_path: Path) -> None:
-    """The ranks find this after running the model; in new processes."""
+def test_rejects_budgets_that_no_configuration_meets(budget_inputs: Path, tmp_path: Path) -> None:
+    """The ranks detect this after running the model. Starts cold."""
     done = budget_run_of(budget_inputs, tmp_path / "run", "controller.budgets_ms=[5,90]", cold=True).start()
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -185,8 +185,8 @@ def test_budgets_that_no_configuration_keeps_are_refused(budget_inputs: Path, tm
     assert warning.startswith("warning: ") and "'none'" in warning, "the machine in latency.file"
 
 
-def test_latency_model_of_another_model_is_refused(budget_inputs: Path, tmp_path: Path) -> None:
-    """Rank 0 reads the file first, and every rank ends with its error."""
+def test_rejects_latency_model_of_another_model(budget_inputs: Path, tmp_path: Path) -> None:
+    """Rank 0 reads the file first, and every rank exits with its error."""
     other = json.loads((budget_inputs / "latency.json").read_text()) | {"model": "another"}
     (tmp_path / "other.json").write_text(json.dumps(other))
     run = budget_run_of(budget_inputs, tmp_path / "run", f"latency.file={tmp_path}/other.json", num_ranks=2)

@@ -69,10 +69,8 @@ def test_damage_is_reported_and_run_resumes(
         assert all(fact in line for fact in facts), printed
 
 
-def test_tracker_of_a_run_that_was_killed_before_it_was_written(
-    sft_run: SFTRun, quickstart: Path, tmp_path: Path
-) -> None:
-    """The last checkpoint is complete, so that nothing is left to be trained, and the tracker names it then."""
+def test_tracker_is_repaired_after_kill_before_its_write(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
+    """The last checkpoint is complete, so nothing is left to train, and the next start updates the tracker."""
     run = SFTRun(quickstart, tmp_path / "run", "trainer.save_freq=1")
     copy_checkpoints(sft_run.run_dir, run.run_dir, NUM_STEPS - 1, NUM_STEPS)
     (run.run_dir / TRACKER).write_text(str(NUM_STEPS - 1))

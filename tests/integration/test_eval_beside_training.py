@@ -12,7 +12,7 @@ from tests.helpers.commands import SFTRun
 from tests.helpers.processes import running, wait_gone, wait_until
 
 
-def test_every_checkpoint_is_evaluated_although_the_watcher_was_killed(watched_run: SFTRun) -> None:
+def test_every_checkpoint_is_evaluated_despite_killed_watcher(watched_run: SFTRun) -> None:
     for step in (2, 4, 6):
         metrics = json.loads((watched_run.run_dir / f"eval/eval_step_{step}/metrics.json").read_text())
         assert (metrics["step"], metrics["datasets"]["few"]["num_problems"]) == (step, 4)
@@ -32,7 +32,7 @@ def run(quickstart: Path, few_problems: Path, tmp_path: Path) -> SFTRun:
     return run
 
 
-def test_a_finished_run_that_is_started_again_evaluates_nothing(run: SFTRun, watched_run: SFTRun) -> None:
+def test_restarted_finished_run_evaluates_nothing(run: SFTRun, watched_run: SFTRun) -> None:
     shutil.copytree(watched_run.run_dir, run.run_dir)
     metrics = {path: path.stat().st_mtime_ns for path in run.run_dir.glob("eval/eval_step_*/metrics.json")}
     run.finish()  # in a new directory it is another run, which resumes at its last step
@@ -41,14 +41,14 @@ def test_a_finished_run_that_is_started_again_evaluates_nothing(run: SFTRun, wat
     assert len(metrics) == 3 and {path: path.stat().st_mtime_ns for path in metrics} == metrics
 
 
-def test_a_recipe_that_cannot_be_used_is_refused_before_anything_starts(run: SFTRun) -> None:
+def test_rejects_unknown_eval_recipe_before_start(run: SFTRun) -> None:
     refused = run.start("eval.recipe=quikstart")
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
     assert not (run.run_dir / "run.json").exists()
 
 
-def test_a_killed_launcher_leaves_no_watcher(run: SFTRun) -> None:
+def test_killed_launcher_leaves_no_watcher(run: SFTRun) -> None:
     with run.started() as process:
         watchers = wait_until(lambda: running("watch", str(run.run_dir)), process)
         process.kill()

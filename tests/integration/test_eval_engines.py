@@ -1,4 +1,4 @@
-"""Engines on a tiny random model: vLLM in a process of its own, and vLLM's own server over HTTP."""
+"""Engines on a tiny random model: vLLM in a separate process, and vLLM's own server over HTTP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def engine(export: Path) -> Iterator[Engine]:
         yield engine
 
 
-def test_protocol_has_everything_that_the_metrics_depend_on(engine: Engine) -> None:
+def test_protocol_records_settings_that_affect_metrics(engine: Engine) -> None:
     protocol = engine.protocol
     assert protocol["engine"].startswith("vllm 0.")
     found = tuple(protocol[name] for name in ("dtype", "max_model_len", "tensor_parallel_size"))
@@ -52,7 +52,7 @@ def test_protocol_has_everything_that_the_metrics_depend_on(engine: Engine) -> N
     assert engine.seconds["import_s"] > 0 and engine.seconds["load_s"] > 0
 
 
-def test_on_a_cpu_a_training_has_priority(engine: Engine) -> None:
+def test_training_has_priority_on_cpu(engine: Engine) -> None:
     [child] = vllm_processes(psutil.Process())
     is_on_cpu = engine.protocol["device"] == "cpu"
     assert child.nice() == psutil.Process().nice() + (CPU_NICENESS if is_on_cpu else 0)
@@ -60,7 +60,7 @@ def test_on_a_cpu_a_training_has_priority(engine: Engine) -> None:
     assert not (is_on_cpu and autogroup.exists()) or autogroup.read_text().endswith(f" nice {CPU_NICENESS}\n")
 
 
-def test_an_answer_is_returned_when_it_is_finished(engine: Engine) -> None:
+def test_answers_are_returned_as_they_finish(engine: Engine) -> None:
     from tests.helpers.models import make_tokenizer
 
     # the later a request is in the list, the longer is its prompt, and the fewer tokens are left for the answer
@@ -75,7 +75,7 @@ def test_an_answer_is_returned_when_it_is_finished(engine: Engine) -> None:
     assert dict(arrived)["3"].num_tokens == MAX_MODEL_LEN - overhead - 450
 
 
-def test_a_caller_may_stop_early_and_ask_again(engine: Engine) -> None:
+def test_caller_may_stop_early_and_ask_again(engine: Engine) -> None:
     expected = answer_all(engine, REQUESTS[:8], GREEDY)
     answers = engine.answers(REQUESTS, SamplingConfig(max_tokens=400))
     assert next(answers)[0] in REQUESTS
@@ -83,7 +83,7 @@ def test_a_caller_may_stop_early_and_ask_again(engine: Engine) -> None:
     assert answer_all(engine, REQUESTS[:8], GREEDY) == expected
 
 
-def test_a_prompt_that_is_too_long_is_an_error_of_its_own(engine: Engine) -> None:
+def test_too_long_prompt_fails_only_its_own_request(engine: Engine) -> None:
     answers = answer_all(engine, [GenerateRequest("long", "word " * 200), *REQUESTS[:2]], GREEDY)
     long = answers.pop(("long", 0))
     assert (long.text, long.num_tokens, long.truncated) == ("", 0, False)
@@ -91,7 +91,7 @@ def test_a_prompt_that_is_too_long_is_an_error_of_its_own(engine: Engine) -> Non
     assert all(answer.error is None and answer.num_tokens > 0 for answer in answers.values())
 
 
-def test_sampled_answers_belong_to_their_requests(engine: Engine) -> None:
+def test_sampled_answers_are_independent_of_batch(engine: Engine) -> None:
     requests = [*REQUESTS, GenerateRequest("p0", REQUESTS[0].prompt, sample=1)]
     together = answer_all(engine, requests, SAMPLED)
     assert answer_all(engine, requests[::-1], SAMPLED) == together
@@ -101,7 +101,7 @@ def test_sampled_answers_belong_to_their_requests(engine: Engine) -> None:
     assert all(other[key] != together[key] for key in other)
 
 
-def test_greedy_answers_repeat_in_a_new_process_and_a_killed_owner_leaves_none(engine: Engine, export: Path) -> None:
+def test_greedy_answers_repeat_and_killed_owner_leaves_no_process(engine: Engine, export: Path) -> None:
     with owner_of(export, SETTINGS, cold=True) as owner:
         assert owner.line() == []  # the owner imports no large package, and vLLM's output is not the owner's
         expected = answer_all(engine, REQUESTS, GREEDY)
@@ -113,7 +113,7 @@ def test_greedy_answers_repeat_in_a_new_process_and_a_killed_owner_leaves_none(e
         wait_gone(children)
 
 
-def test_the_death_of_the_process_is_reported(export: Path) -> None:
+def test_death_of_process_is_reported(export: Path) -> None:
     with owner_of(export, SETTINGS) as owner:
         owner.line(), owner.line()
         [child] = vllm_processes(owner.process)
@@ -122,7 +122,7 @@ def test_the_death_of_the_process_is_reported(export: Path) -> None:
         assert "SIGKILL" in owner.line()  # to every further call
 
 
-def test_a_process_that_hangs_is_killed(export: Path) -> None:
+def test_hanging_process_is_killed(export: Path) -> None:
     with owner_of(export, EngineConfig(dtype="float32", timeout_s=4)) as owner:
         owner.line(), owner.line()
         [child] = vllm_processes(owner.process)
@@ -160,7 +160,7 @@ def misspell(export: Path) -> EngineConfig:
         (misspell, "engine.vllm.max_num_seq is not an argument of vllm.LLM; did you mean max_num_seqs"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(
+def test_rejects_unloadable_model(
     spoil: Callable[[Path], EngineConfig], message: str, export: Path, tmp_path: Path
 ) -> None:
     settings = spoil(Path(shutil.copytree(export, tmp_path / "spoilt")))
@@ -195,24 +195,24 @@ def arguments(export: Path, quickstart: Path, tmp_path_factory: pytest.TempPathF
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_vllm_gets_what_the_recipe_says(arguments: dict[str, Any], export: Path) -> None:
+def test_vllm_gets_settings_of_recipe(arguments: dict[str, Any], export: Path) -> None:
     keys = {"gpu_memory_utilization": 0.3, "tensor_parallel_size": 2, "max_model_len": 64, "dtype": "float16"}
     expected = {**keys, "max_num_seqs": 7, "enforce_eager": False, "model": str(export)}
     assert arguments["overridden"].items() >= expected.items()
 
 
-def test_on_a_cpu_float32_weights_are_used_as_they_are(arguments: dict[str, Any]) -> None:
+def test_cpu_keeps_float32_weights(arguments: dict[str, Any]) -> None:
     assert (arguments["cpu"]["dtype"], arguments["gpu"]["dtype"]) == ("float32", "bfloat16")
 
 
-def test_linear_attention_is_computed_in_bfloat16_on_a_cpu(arguments: dict[str, Any]) -> None:
-    """vLLM has no other kernels there; its cache of prefixes would need chunked prefill."""
+def test_linear_attention_runs_in_bfloat16_on_cpu(arguments: dict[str, Any]) -> None:
+    """vLLM has no other CPU kernels for it; its prefix cache would need chunked prefill."""
     linear = arguments["linear"]
     assert (linear["dtype"], linear["enable_prefix_caching"]) == ("bfloat16", False)
     assert "set engine.dtype=auto" in arguments["linear in float32"]
 
 
-def test_vllm_runs_code_of_a_model_only_on_request(arguments: dict[str, Any]) -> None:
+def test_vllm_runs_model_code_only_on_request(arguments: dict[str, Any]) -> None:
     """CVE-2026-22807: vLLM 0.12 itself imports what auto_map names."""
     own, known, trusted = (arguments[name] for name in ("own", "known", "trusted"))
     assert not own["ran_code"] and own["max_model_len"].startswith("refused: ")
@@ -265,7 +265,7 @@ def end_with_children(process: subprocess.Popen[Any]) -> None:
             child.kill()
 
 
-def test_a_checkpoint_is_evaluated_on_the_server_that_loaded_it(export: Path, server: str, tmp_path: Path) -> None:
+def test_checkpoint_is_evaluated_on_server_that_loaded_it(export: Path, server: str, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", {"tier1": {"sums": slow_problems(2, 0)}})
     kind = ("engine.kind=openai", f"engine.base_url={server}")
     options = ("--recipe", recipe, "--no-wandb", "sampling.max_tokens=8", *kind)
@@ -279,7 +279,7 @@ def test_a_checkpoint_is_evaluated_on_the_server_that_loaded_it(export: Path, se
     assert not (tmp_path / "none").exists()
 
 
-def test_a_server_gives_the_same_answers(engine: Engine, server: str) -> None:
+def test_server_gives_same_answers_as_engine(engine: Engine, server: str) -> None:
     # with the prompt of 450 characters, fewer than 24 tokens are left
     requests = [*REQUESTS[:16], GenerateRequest("nearly", "x" * 450), GenerateRequest("long", "word " * 200)]
     with open_engine(EngineConfig(kind="openai", base_url=server, concurrency=8), None) as remote:

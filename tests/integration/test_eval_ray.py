@@ -55,7 +55,7 @@ def poll_until(condition: Callable[[], bool], executor: RayPool) -> None:
     wait_until(holds)
 
 
-def test_without_a_cluster_the_error_says_how_to_start_one() -> None:
+def test_missing_cluster_error_says_how_to_start_one() -> None:
     from eval_pipeline.ray_pool import RayPool
     from verl_ext.errors import UserError
 
@@ -68,7 +68,7 @@ def test_without_a_cluster_the_error_says_how_to_start_one() -> None:
         assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_protocol_of_rays_client_is_refused() -> None:
+def test_rejects_ray_client_address() -> None:
     from eval_pipeline.ray_pool import RayPool
     from verl_ext.errors import UserError
 
@@ -76,7 +76,7 @@ def test_the_protocol_of_rays_client_is_refused() -> None:
         RayPool(recipe_for("ray://127.0.0.1:10001")).__enter__()
 
 
-def test_the_workers_follow_the_cluster(cluster: Cluster) -> None:
+def test_workers_follow_cluster_size(cluster: Cluster) -> None:
     from eval_pipeline.ray_pool import RayPool
     from tests.helpers.ray_cluster import NODE
 
@@ -93,7 +93,7 @@ def test_the_workers_follow_the_cluster(cluster: Cluster) -> None:
     assert not actors()
 
 
-def test_a_worker_that_cannot_judge_reports_it(cluster: Cluster) -> None:
+def test_worker_that_cannot_judge_reports_error(cluster: Cluster) -> None:
     from eval_pipeline.config import SamplingConfig
     from eval_pipeline.ray_pool import RayPool
     from eval_pipeline.worker import Batch, BatchFailed, BatchId, Event
@@ -120,7 +120,7 @@ def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return evaluated_locally(inputs, tmp_path_factory.mktemp("local") / "out", NUM_PROBLEMS)
 
 
-def test_work_of_a_killed_node_is_repeated_on_another(
+def test_work_of_killed_node_is_repeated_on_another(
     inputs: Path, cluster: Cluster, undisturbed: tuple[Any, ...], tmp_path: Path
 ) -> None:
     (node,) = cluster.worker_nodes

@@ -1,4 +1,4 @@
-"""The evaluation's commands as a user types them, on a tiny model that has been trained to give three answers."""
+"""The evaluation's commands as a user types them, on a tiny model trained to give three answers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def repeated(setup: Setup) -> Path:
     return setup.root / "again"
 
 
-def test_metrics_of_a_checkpoint(output: Path) -> None:
+def test_metrics_of_checkpoint_are_correct(output: Path) -> None:
     from tests.helpers.models import make_tokenizer
 
     metrics = json.loads((output / "metrics.json").read_text())
@@ -118,7 +118,7 @@ def test_metrics_of_a_checkpoint(output: Path) -> None:
     assert (protocol["sampling"]["temperature"], protocol["limits"]["cpu_s"]) == (0.0, 5.0)
 
 
-def test_every_answer_is_on_the_disk_with_its_verdict(output: Path) -> None:
+def test_every_answer_is_stored_with_its_verdict(output: Path) -> None:
     rows = {row["problem_id"]: row for row in read_lines(output / "qa_logs" / "heart_qa.jsonl")}
     kinds = {"add": "success", "neg": "wrong_answer", "two": "syntax_error", "long": "api_error"}
     assert {name: row["error_type"] for name, row in rows.items()} == kinds
@@ -131,7 +131,7 @@ def test_every_answer_is_on_the_disk_with_its_verdict(output: Path) -> None:
     assert (summary["step"], summary["datasets"]["heart"]["accepted_at_1"]) == (30, 0.25)
 
 
-def test_the_table_and_the_best_checkpoint(setup: Setup, printed: str) -> None:
+def test_run_prints_table_and_records_best_checkpoint(setup: Setup, printed: str) -> None:
     lines = printed.splitlines()
     assert lines[0] == "Evaluated: step_30" and any(line.split()[:2] == ["accepted_at_1", "0.2500"] for line in lines)
     assert any(line.endswith(str(setup.run_dir / "eval" / "eval_step_30")) for line in lines)
@@ -139,7 +139,7 @@ def test_the_table_and_the_best_checkpoint(setup: Setup, printed: str) -> None:
     assert (best["step"], best["metric"], best["value"]) == (30, "exec_success_rate", 0.5)
 
 
-def test_an_evaluation_is_a_wandb_run_with_the_documented_keys(setup: Setup, printed: str) -> None:
+def test_evaluation_is_wandb_run_with_documented_keys(setup: Setup, printed: str) -> None:
     from tests.helpers.wandb_files import read_history
 
     (log,) = (setup.run_dir / "wandb").glob("offline-run-*/run-*.wandb")
@@ -149,7 +149,7 @@ def test_an_evaluation_is_a_wandb_run_with_the_documented_keys(setup: Setup, pri
     assert b"phase1_eval_step_30" in log.read_bytes()
 
 
-def test_a_report_compares_the_best_with_the_model_before(setup: Setup, output: Path, tmp_path: Path) -> None:
+def test_report_compares_best_checkpoint_with_base_model(setup: Setup, output: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(setup.run_dir, tmp_path / "sft")
     words = ("report", run_dir, "--baseline", setup.random, "--recipe", setup.recipe, "--no-wandb")
     process = evaluate(*words)
@@ -172,7 +172,7 @@ def test_greedy_answers_repeat_byte_for_byte(output: Path, repeated: Path) -> No
     assert not (repeated / "wandb").exists()
 
 
-def test_an_evaluated_checkpoint_is_not_evaluated_again(setup: Setup, repeated: Path) -> None:
+def test_evaluated_checkpoint_is_not_evaluated_again(setup: Setup, repeated: Path) -> None:
     before = (repeated / "metrics.json").read_bytes()
     process = evaluate(
         "run", "--checkpoint", setup.checkpoint, "--output", repeated, "--no-wandb", "--recipe", setup.recipe
@@ -183,7 +183,7 @@ def test_an_evaluated_checkpoint_is_not_evaluated_again(setup: Setup, repeated: 
     assert (repeated / "metrics.json").read_bytes() == before
 
 
-def test_an_output_directory_belongs_to_one_model(setup: Setup, repeated: Path) -> None:
+def test_rejects_output_directory_of_another_model(setup: Setup, repeated: Path) -> None:
     before = (repeated / "metrics.json").read_bytes()
     words = ("--output", repeated, "--no-wandb", "--recipe", setup.recipe)
     process = evaluate("run", "--checkpoint", setup.random, *words)
@@ -193,7 +193,7 @@ def test_an_output_directory_belongs_to_one_model(setup: Setup, repeated: Path) 
     assert (repeated / "metrics.json").read_bytes() == before
 
 
-def test_a_failure_is_recorded_and_retry_queues_it_again(setup: Setup, repeated: Path, tmp_path: Path) -> None:
+def test_failure_is_recorded_and_retry_requeues_it(setup: Setup, repeated: Path, tmp_path: Path) -> None:
     place = shutil.copytree(repeated, tmp_path / "place")
     (place / LEDGER_FILE).unlink()
     (place / "work").rename(tmp_path / "work")
@@ -239,7 +239,7 @@ def interrupted(setup: Setup) -> Path:
     return place
 
 
-def test_a_stopped_evaluation_resumes(setup: Setup, interrupted: Path) -> None:
+def test_stopped_evaluation_resumes_without_recomputing(setup: Setup, interrupted: Path) -> None:
     for kind in ("answers", "verdicts"):
         (after,) = (interrupted / "work" / "slow").glob(f"{kind}-*.jsonl")
         before = setup.root / "as_it_was" / after.relative_to(interrupted)
@@ -288,7 +288,7 @@ def bad_names(setup: Setup, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("words", "message"), BAD_INPUT)
-def test_bad_input_is_one_sentence(
+def test_rejects_bad_input_in_one_line(
     bad_names: dict[str, str], capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     from eval_pipeline.__main__ import main
@@ -299,7 +299,7 @@ def test_bad_input_is_one_sentence(
 
 
 @pytest.mark.parametrize(("words", "message"), [TYPO, NO_RUN])
-def test_a_command_with_bad_input_exits_with_2(bad_names: dict[str, str], words: tuple[str, ...], message: str) -> None:
+def test_command_with_bad_input_exits_with_2(bad_names: dict[str, str], words: tuple[str, ...], message: str) -> None:
     process = evaluate(*(word.format(**bad_names) for word in words))
     assert_one_error(process.returncode, process.stdout, process.stderr, message.format(**bad_names))
 
@@ -312,7 +312,7 @@ def judging(tmp_path: Path) -> tuple[str, ...]:
             "--output", str(tmp_path / "out" / "verdicts.jsonl"))  # fmt: skip
 
 
-def test_answers_of_other_programs_are_judged_in_their_order(judging: tuple[str, ...], tmp_path: Path) -> None:
+def test_answers_from_file_are_judged_in_order(judging: tuple[str, ...], tmp_path: Path) -> None:
     answers = [
         ("neg", "def neg(a): return -a"),
         ("add", LEARNT[ADD]),
@@ -350,7 +350,7 @@ def test_answers_of_other_programs_are_judged_in_their_order(judging: tuple[str,
         (None, "cannot read the answers"),
     ],
 )
-def test_bad_answers_are_refused_with_their_line(
+def test_rejects_bad_answers_with_line_number(
     judging: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
 ) -> None:
     from eval_pipeline.__main__ import main
@@ -364,7 +364,7 @@ def test_bad_answers_are_refused_with_their_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unknown_data_set_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_unknown_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from eval_pipeline.__main__ import main
 
     with pytest.raises(SystemExit) as end:

@@ -31,7 +31,7 @@ def metrics_of(place: Path) -> dict[str, Any]:
     return json.loads((place / "metrics.json").read_text())["datasets"]["sums"]
 
 
-def test_a_server_that_dies_in_the_middle_and_comes_back(recipe: Path, tmp_path: Path) -> None:
+def test_evaluation_survives_server_restart(recipe: Path, tmp_path: Path) -> None:
     place, log = tmp_path / "place", tmp_path / "run.log"
     patience = ("engine.timeout_s=2", "engine.concurrency=1", "max_attempts=12", "backoff_s=0.5")
     with serving(num_answers=3, text=f"{ANSWER}\nfirst life") as (server, port):
@@ -50,7 +50,7 @@ def test_a_server_that_dies_in_the_middle_and_comes_back(recipe: Path, tmp_path:
     assert (job.checkpoint, job.state) == ("tiny", "done")
 
 
-def test_a_served_model_is_identified_by_what_the_server_reports(recipe: Path, tmp_path: Path) -> None:
+def test_served_model_is_identified_by_server_report(recipe: Path, tmp_path: Path) -> None:
     with serving() as (_, port):
         first = evaluate(*words(recipe, port))
         assert first.returncode == 0, first.stderr
@@ -66,7 +66,7 @@ def test_a_served_model_is_identified_by_what_the_server_reports(recipe: Path, t
     assert metrics_of(tmp_path / "place")["accepted_at_1"] == 0.0  # the same name, but another model
 
 
-def test_an_unreachable_server_leaves_no_trace(recipe: Path, tmp_path: Path) -> None:
+def test_unreachable_server_leaves_no_output(recipe: Path, tmp_path: Path) -> None:
     process = evaluate(*words(recipe, 9))
     assert process.returncode == 2 and "http://127.0.0.1:9/v1" in process.stderr
     assert len(process.stderr.splitlines()) == 1

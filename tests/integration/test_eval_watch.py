@@ -90,7 +90,7 @@ def followed(exports: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
     return Followed(run_dir, codes, [log.read_text() for log in logs], leases, jobs)
 
 
-def test_each_complete_checkpoint_is_evaluated_even_one_that_is_saved_later(followed: Followed) -> None:
+def test_every_complete_checkpoint_is_evaluated(followed: Followed) -> None:
     done = {key for key, row in followed.jobs.items() if row["state"] == "done"}
     assert {("step_10", "first"), ("step_20", "first"), ("step_30", "first")} <= done
     for step, rate in ((10, 0.0), (20, 0.25), (30, 0.0)):
@@ -98,7 +98,7 @@ def test_each_complete_checkpoint_is_evaluated_even_one_that_is_saved_later(foll
         assert metrics["datasets"]["first"]["accepted_at_1"] == rate
 
 
-def test_every_fourth_has_the_second_tier_and_the_best_has_all(followed: Followed) -> None:
+def test_every_fourth_gets_second_tier_and_best_gets_all(followed: Followed) -> None:
     assert set(followed.jobs) == {
         ("step_10", "first"), ("step_20", "first"), ("step_25", "first"), ("step_30", "first"),
         ("step_30", "second"), ("step_20", "second"), ("step_20", "third"),
@@ -124,14 +124,14 @@ def test_two_watchers_do_each_job_once(followed: Followed) -> None:
     assert not any("Traceback" in log for log in followed.logs)
 
 
-def test_an_incomplete_checkpoint_is_reported_once_and_skipped(followed: Followed) -> None:
+def test_incomplete_checkpoint_is_reported_once_and_skipped(followed: Followed) -> None:
     for log in followed.logs:
         [line] = [line for line in log.splitlines() if "global_step_15" in line]
         assert "manifest.json" in line
     assert not (followed.run_dir / "eval" / "eval_step_15").exists()
 
 
-def test_a_corrupt_export_is_reported_and_not_loaded(followed: Followed) -> None:
+def test_corrupt_export_is_reported_and_not_loaded(followed: Followed) -> None:
     assert followed.codes == [1, 1]
     row = followed.jobs["step_25", "first"]
     assert (row["state"], row["attempts"]) == ("failed", 1)
@@ -141,7 +141,7 @@ def test_a_corrupt_export_is_reported_and_not_loaded(followed: Followed) -> None
     assert not (followed.run_dir / "eval" / "eval_step_25").exists()
 
 
-def test_rotation_knows_the_best_checkpoint(followed: Followed) -> None:
+def test_best_checkpoint_is_recorded_for_rotation(followed: Followed) -> None:
     best = json.loads((followed.run_dir / "best_checkpoint.json").read_text())
     assert (best["step"], best["metric"], best["value"]) == (20, "exec_success_rate", 0.5)
     assert best["interval"][0] < 0.5 < best["interval"][1]
@@ -149,7 +149,7 @@ def test_rotation_knows_the_best_checkpoint(followed: Followed) -> None:
     assert read_best_file(followed.run_dir) == (followed.run_dir / "global_step_20", None)
 
 
-def test_a_checkpoint_is_leased_while_it_is_evaluated(followed: Followed) -> None:
+def test_checkpoint_is_leased_while_evaluated(followed: Followed) -> None:
     assert len(followed.leases) == 1 and followed.leases[0].startswith("process ")
     assert list(followed.run_dir.glob("global_step_*/lease.*")) == []
 
@@ -182,7 +182,7 @@ def limit_of(run_dir: Path, step: int) -> float:
     return metrics["protocol"]["first"]["limits"]["cpu_s"]
 
 
-def test_other_limits_judge_the_same_answers_again(copy: Path, words: tuple[str | Path, ...]) -> None:
+def test_new_limits_rejudge_existing_answers(copy: Path, words: tuple[str | Path, ...]) -> None:
     trial = evaluate("run", "--checkpoint", copy / "global_step_10", *words, "judge.limits.cpu_s=6")
     assert trial.returncode == 0, trial.stderr
     assert (limit_of(copy, 10), limit_of(copy, 20)) == (6, 5)
@@ -196,7 +196,7 @@ def test_other_limits_judge_the_same_answers_again(copy: Path, words: tuple[str 
     assert (best["settings"]["first"]["limits"]["cpu_s"], best["step"], best["value"]) == (6, 20, 0.5)
 
 
-def test_metrics_that_another_recipe_does_not_have_are_kept(
+def test_metrics_missing_from_another_recipe_are_kept(
     copy: Path, words: tuple[str | Path, ...], tmp_path: Path
 ) -> None:
     before = (copy / "eval" / "eval_step_20" / "metrics.json").read_bytes()
@@ -209,7 +209,7 @@ def test_metrics_that_another_recipe_does_not_have_are_kept(
     assert (copy / "eval" / "eval_step_20" / "metrics.json").read_bytes() == before
 
 
-def test_metrics_of_other_weights_of_the_same_step_do_not_count(
+def test_rejects_metrics_of_other_weights_at_same_step(
     copy: Path, words: tuple[str | Path, ...], exports: tuple[Path, Path]
 ) -> None:
     from tests.helpers.checkpoints import commit, flip_byte
@@ -224,7 +224,7 @@ def test_metrics_of_other_weights_of_the_same_step_do_not_count(
     assert states["first"] == "failed"
 
 
-def test_a_damaged_metrics_file_is_rewritten(copy: Path, words: tuple[str | Path, ...]) -> None:
+def test_damaged_metrics_file_is_rewritten(copy: Path, words: tuple[str | Path, ...]) -> None:
     path = copy / "eval" / "eval_step_10" / "metrics.json"
     before = path.read_bytes()
     path.write_bytes(before[:100])
@@ -233,13 +233,13 @@ def test_a_damaged_metrics_file_is_rewritten(copy: Path, words: tuple[str | Path
     assert path.read_bytes() == before
 
 
-def test_a_run_without_a_checkpoint_is_an_error(tmp_path: Path, words: tuple[str | Path, ...]) -> None:
+def test_finished_run_without_checkpoint_is_an_error(tmp_path: Path, words: tuple[str | Path, ...]) -> None:
     finish_run(begin_run(tmp_path / "run"))
     watched = evaluate("watch", tmp_path / "run", *words)
     assert watched.returncode == 1 and "without a checkpoint" in watched.stderr
 
 
-def test_it_reports_what_it_waits_for(tmp_path: Path, words: tuple[str | Path, ...]) -> None:
+def test_watch_reports_what_it_waits_for(tmp_path: Path, words: tuple[str | Path, ...]) -> None:
     (tmp_path / "run").mkdir()
     log = tmp_path / "log"
     with started(log, "watch", tmp_path / "run", *words):
@@ -249,5 +249,5 @@ def test_it_reports_what_it_waits_for(tmp_path: Path, words: tuple[str | Path, .
         wait_until(lambda: "the run has failed; waiting" in log.read_text())
 
 
-def test_kills_change_nothing(exports: tuple[Path, Path], tmp_path: Path) -> None:
+def test_kills_change_no_result(exports: tuple[Path, Path], tmp_path: Path) -> None:
     kills_change_nothing(tmp_path, exports[0], ["load", "generate", "judge"], num_problems=40, seed=20)

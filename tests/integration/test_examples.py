@@ -1,4 +1,4 @@
-"""The example of a recipe trains under the example of a health rule."""
+"""The example recipe trains under the example health rule."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_full_disk_keeps_earlier_checkpoint(
     faults.assert_full_disk_keeps_earlier_checkpoint(True, small_disk, sft_run, quickstart, tmp_path)
 
 
-def test_run_directory_that_becomes_read_only(
+def test_run_directory_turning_read_only_fails_save(
     unprivileged: tuple[str, ...], sft_run: SFTRun, quickstart: Path, tmp_path: Path
 ) -> None:
     run = SFTRun(quickstart, tmp_path / "run", prefix=unprivileged)
@@ -59,7 +59,7 @@ def test_run_directory_that_becomes_read_only(
     assert_resumes(SFTRun(quickstart, run.run_dir), sft_run, 2)
 
 
-def test_read_only_run_directory_is_refused_before_ranks_start(
+def test_rejects_read_only_run_directory_before_start(
     unprivileged: tuple[str, ...], quickstart: Path, tmp_path: Path
 ) -> None:
     run = SFTRun(quickstart, tmp_path / "run", prefix=unprivileged)

@@ -1,4 +1,4 @@
-"""Launches that are refused, two launches on one run directory, and a launcher that dies by SIGKILL."""
+"""Launches that are rejected, two launches on one run directory, and a launcher killed by SIGKILL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl_ext.metrics.run_record import LOST
 IN_THE_SECOND_SAVE = Hold("verl_ext.checkpoint.save", "write_manifest", "global_step_4.tmp")
 
 
-def test_a_mistake_leaves_a_finished_run_as_it_was(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
+def test_rejected_launch_leaves_finished_run_unchanged(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
     run = SFTRun(quickstart, Path(shutil.copytree(sft_run.run_dir, tmp_path / "run")))
     before = tree_of(run.run_dir)
     mistakes = {
@@ -35,7 +35,7 @@ def test_a_mistake_leaves_a_finished_run_as_it_was(sft_run: SFTRun, quickstart: 
     assert content == {name: what[0] for name, what in before.items()}
 
 
-def test_second_launch_is_refused_and_disturbs_nothing(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
+def test_second_launch_is_rejected_and_disturbs_nothing(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
     run = SFTRun(quickstart, tmp_path / "run")
     with run.held(IN_THE_SECOND_SAVE, tmp_path) as held:
         second = run.start()

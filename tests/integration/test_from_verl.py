@@ -1,4 +1,4 @@
-"""`run_sft.sh` resumes a run that verl 0.7.0 began, with the same arguments and the losses that verl has."""
+"""`run_sft.sh` resumes a run started by verl 0.7.0, with the same arguments and verl's losses."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def killed_early(run_dir: Path) -> None:
     ],
     ids=["two_ranks", "one_rank"],
 )
-def test_run_of_verl_resumes_with_the_same_arguments(
+def test_verl_run_resumes_with_same_arguments(
     kill: Callable[[Path], None],
     ranks: int,
     step: int,

@@ -91,7 +91,7 @@ def test_trace_follows_each_sample(grpo_run: GRPORun) -> None:
 
 
 def test_killed_run_resumes_exactly(grpo_run: GRPORun, quickstart: Path, tmp_path: Path) -> None:
-    """Killed before the save of step 4, it repeats steps 3 and 4 with the same losses and rewards, bit for bit.
+    """Killed before the save of step 4, it repeats steps 3 and 4 with bitwise identical losses and rewards.
 
     Meanwhile its judge servers are killed, and no zero takes the place of a reward.
     """
@@ -146,8 +146,8 @@ def test_stopped_run_with_all_options_resumes_exactly(quickstart: Path, tmp_path
     assert found[1]["train/rollout_logprob_diff_max"] < 1e-4
 
 
-def test_a_resumed_run_has_the_date_of_its_first_start(grpo_run: GRPORun, quickstart: Path, tmp_path: Path) -> None:
-    """In the prompts of a template that asks for one, whatever the clock says."""
+def test_resumed_run_keeps_date_of_first_start(grpo_run: GRPORun, quickstart: Path, tmp_path: Path) -> None:
+    """In the prompts of a template that renders the date."""
     (tmp_path / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }} {{ messages[-1].content }}")
     options = ("data.max_prompt_length=400", "data.eval_every_steps=0", "trainer.log_samples_every=1")
     dated = f"data.chat_template={tmp_path}/dated.jinja"
@@ -166,7 +166,7 @@ def test_a_resumed_run_has_the_date_of_its_first_start(grpo_run: GRPORun, quicks
 
 
 def test_bad_input_is_reported_once(quickstart: Path, tmp_path: Path) -> None:
-    """An error that every rank finds, in new processes: exit code 2, one message and no traceback."""
+    """An error that every rank detects: exit code 2, one message and no traceback. Starts cold."""
     done = GRPORun(quickstart, tmp_path / "run", "data.max_prompt_length=2", cold=True).start()
     printed = done.stdout + done.stderr
     assert done.returncode == 2 and "Traceback" not in printed, printed
@@ -174,8 +174,8 @@ def test_bad_input_is_reported_once(quickstart: Path, tmp_path: Path) -> None:
     assert "data.max_prompt_length=2" in error
 
 
-def test_starts_from_an_sft_run_that_was_not_evaluated(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
-    """It says which checkpoint. A column that is not there ends the launch before any rank starts."""
+def test_starts_from_sft_run_without_evaluation(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
+    """The output names the checkpoint. A missing column fails the launch before any rank starts."""
     run = GRPORun(quickstart, tmp_path / "run", "model.partial_pretrain=null", f"model.sft_run={sft_run.run_dir}")
     done = run.start("data.prompt_key=nothing")
     [line] = [line for line in done.stdout.splitlines() if str(sft_run.run_dir) in line]
@@ -183,8 +183,8 @@ def test_starts_from_an_sft_run_that_was_not_evaluated(sft_run: SFTRun, quicksta
     assert done.returncode == 2 and "'nothing'" in done.stderr and not run.run_dir.exists()
 
 
-def test_recipe_that_needs_another_run_names_its_command(tmp_path: Path) -> None:
-    """Before anything is prepared."""
+def test_missing_sft_run_error_names_command_to_create_it(tmp_path: Path) -> None:
+    """The launch fails before anything is prepared."""
     sft_run = tmp_path / "rlvr_coding_model" / "vlm_quickstart"
     words = (f"model.sft_run={sft_run}", f"prepare=[vqa --output {tmp_path}/vqa]")
     done = RecipeRun("run_grpo.sh", "budget_controller", tmp_path / "run", *words, num_ranks=2).start()
@@ -193,8 +193,8 @@ def test_recipe_that_needs_another_run_names_its_command(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_a_reward_that_fails_on_every_sample_stops_the_run(quickstart: Path, tmp_path: Path) -> None:
-    """From step 3 on: no update is made from it, nothing restarts, and the checkpoint before it is whole."""
+def test_reward_failing_on_every_sample_stops_run(quickstart: Path, tmp_path: Path) -> None:
+    """From step 3 on: no update uses it, the run is not restarted, and the previous checkpoint is complete."""
     saved = tmp_path / "run" / "global_step_2"
     (tmp_path / "mine.py").write_text(
         "import pathlib\n"
@@ -215,8 +215,8 @@ def test_a_reward_that_fails_on_every_sample_stops_the_run(quickstart: Path, tmp
     assert len(logged) == 2 and all(part in line for line in logged for part in (" | reward ", " | length ", " | KL "))
 
 
-def test_an_engine_with_old_weights_stops_the_run(quickstart: Path, tmp_path: Path) -> None:
-    """Rank 1's engine drops the first update: no rank learns from what it drew, and the command resumes."""
+def test_engine_with_stale_weights_stops_run(quickstart: Path, tmp_path: Path) -> None:
+    """Rank 1's engine drops the first update: no rank trains on its samples, and the command resumes."""
     from transformers import AutoTokenizer
 
     from tests.helpers.models import make_model, save

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def test_engines_follow_the_weights(quickstart: Path, tmp_path: Path) -> None:
+def test_engines_sample_from_updated_weights(quickstart: Path, tmp_path: Path) -> None:
     from tests.helpers.grpo_reference import assert_engines_follow_weights
 
     assert_engines_follow_weights(quickstart, tmp_path)

@@ -1,4 +1,4 @@
-"""The example at the beginning of docs/guides/grpo.md: its files and its command as they stand there."""
+"""The example at the start of docs/guides/grpo.md: its files and its command, unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.commands import TrainingRun
 from tests.helpers.docs import STEPS, GRPOExample
 
 
-def test_the_example_trains_and_prints_what_the_page_shows(quickstart: Path, tmp_path: Path) -> None:
+def test_example_trains_and_prints_documented_output(quickstart: Path, tmp_path: Path) -> None:
     example, repository = GRPOExample(), tmp_path / "repository"
     example.copy_to(repository)
     model = example.settings["model.partial_pretrain"]

@@ -58,8 +58,8 @@ def change(parameters: dict[str, Any]) -> torch.Tensor:
     return torch.cat([difference.flatten() for difference in differences]).detach()
 
 
-def test_updates_follow_the_formulas(tmp_path: Path) -> None:
-    """On one rank and on two, within 1e-4 of float64; the first of several ratios is 1 and later ones are clipped."""
+def test_updates_match_float64_reference(tmp_path: Path) -> None:
+    """On one and two ranks, within 1e-4. The first of several updates has ratio 1, and later ones are clipped."""
     from tests.helpers.grpo_reference import reference_update
 
     cases = make_cases()

@@ -25,9 +25,7 @@ def trained_a_little(model: Path, copy: Path) -> Path:
     return copy
 
 
-def test_health_rule_stops_the_run_and_the_same_command_resumes(
-    quickstart: Path, sft_run: SFTRun, tmp_path: Path
-) -> None:
+def test_health_rule_stops_run_and_same_command_resumes(quickstart: Path, sft_run: SFTRun, tmp_path: Path) -> None:
     assert not (sft_run.run_dir / "events.jsonl").exists()  # it began from weights that were never trained
     assert sft_run.losses()[1] > 5 and sft_run.record()["untrained_loss"] > 5
     model = trained_a_little(quickstart / "model", tmp_path / "model")
@@ -50,7 +48,7 @@ def test_health_rule_stops_the_run_and_the_same_command_resumes(
     assert set(run.losses(2)) == set(range(STOPPED_AT + 1, NUM_STEPS + 1))
 
 
-def test_launcher_refuses_an_unknown_rule(quickstart: Path, tmp_path: Path) -> None:
+def test_rejects_unknown_health_rule(quickstart: Path, tmp_path: Path) -> None:
     refused = SFTRun(quickstart, tmp_path, "health.stop_on=[loss_risin]").start()
     assert refused.returncode == 2 and refused.stderr.startswith("error: health.stop_on")
     assert "'loss_risin'" in refused.stderr and "loss_rising" in refused.stderr

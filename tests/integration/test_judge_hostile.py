@@ -22,9 +22,9 @@ def server() -> Iterator[JudgeClient]:
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *PROGRAMS])
-def test_hostile_answer(server: JudgeClient, name: str) -> None:
+def test_hostile_answer_is_contained(server: JudgeClient, name: str) -> None:
     check_hostile(server, name)
 
 
-def test_60_at_once() -> None:
+def test_60_answers_at_once_get_correct_verdicts() -> None:
     check_hostile_at_once(AT_ONCE, num_pairs=30)

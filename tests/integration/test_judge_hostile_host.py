@@ -1,4 +1,4 @@
-"""Hostile answers at the levels without namespaces: what these promise to contain is contained, and nothing is left."""
+"""Hostile answers at the isolation levels without namespaces: each contains what it promises and leaves nothing."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def server(request: pytest.FixtureRequest) -> Iterator[JudgeClient]:
 
 
 @pytest.mark.parametrize("name", [*TELLING, *SEEDED, *PROGRAMS])
-def test_hostile_answer(server: JudgeClient, name: str) -> None:
+def test_hostile_answer_is_contained(server: JudgeClient, name: str) -> None:
     check_hostile(server, name)
     wait_until_nothing_is_left(server)
 
 
-def test_modes_and_times_of_files(server: JudgeClient, tmp_path: Path) -> None:
-    """Where files are protected, not even the owner of a file can change its mode, owner, times or attributes."""
+def test_protected_files_keep_mode_owner_times_and_attributes(server: JudgeClient, tmp_path: Path) -> None:
+    """Not even the owner of a protected file can change them."""
     if server.isolation == "rlimits":
         pytest.skip("this level does not protect files")
     victim = tmp_path / "victim"
@@ -67,9 +67,9 @@ def test_modes_and_times_of_files(server: JudgeClient, tmp_path: Path) -> None:
     assert os.listxattr(victim) == ["user.kept"]
 
 
-def test_daemons(server: JudgeClient) -> None:
+def test_daemons_are_killed(server: JudgeClient) -> None:
     check_daemons(server, 20)
 
 
-def test_killed_supervisor(server: JudgeClient) -> None:
+def test_killed_supervisor_is_replaced(server: JudgeClient) -> None:
     check_killed_supervisor(server)

@@ -20,11 +20,11 @@ def server() -> Iterator[JudgeClient]:
         yield server
 
 
-def test_canonical_solutions(server: JudgeClient) -> None:
+def test_canonical_solutions_succeed(server: JudgeClient) -> None:
     assert len(PROBLEMS) == 164
     assert wrong_verdicts(server, PROBLEMS, ["success"]) == []
 
 
-def test_broken_solutions(server: JudgeClient) -> None:
-    """Twenty problems, each with one solution for every error type."""
+def test_broken_solutions_get_correct_error_type(server: JudgeClient) -> None:
+    """Twenty problems, each with one solution per error type."""
     assert wrong_verdicts(server, random.Random(26).sample(PROBLEMS, 20), [*BROKEN]) == []

@@ -1,4 +1,4 @@
-"""A supervisor serves many answers: none finds anything of an earlier one, and none is judged differently for it."""
+"""A supervisor serves many answers: none finds traces of an earlier one or gets a different verdict because of it."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ def called(server: JudgeClient, program: str, test: str = TEST) -> tuple[str, st
     return judged(server, function(program, test))
 
 
-def test_nothing_of_an_answer_is_in_the_memory_of_the_next(server: JudgeClient) -> None:
+def test_memory_holds_nothing_of_earlier_answer(server: JudgeClient) -> None:
     check_memory_of_the_next(server, SCAN_MEMORY_FOR_NAMES)
 
 
-def test_nothing_of_an_answer_is_around_the_next(server: JudgeClient) -> None:
-    """An answer finds its process and its surroundings as the first answer on a fresh server does."""
+def test_environment_holds_nothing_of_earlier_answer(server: JudgeClient) -> None:
+    """An answer finds the same process state and files as the first answer on a fresh server."""
     state = script(STATE, ("", "nothing"))
     with serving("bwrap", 1, LIMITS) as fresh:
         expected = judged(fresh, state)
@@ -130,8 +130,8 @@ def test_nothing_of_an_answer_is_around_the_next(server: JudgeClient) -> None:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attacked_supervisor_judges_on(server: JudgeClient, name: str) -> None:
-    """A right answer after the attack, and a wrong one, get their verdicts."""
+def test_attacked_supervisor_keeps_judging_correctly(server: JudgeClient, name: str) -> None:
+    """After the attack, a correct and a wrong answer get their verdicts."""
     before = lasting(server)
     assert called(server, ATTACKS[name] + RIGHT) == ("success", "")
     assert called(server, RIGHT) == ("success", "")
@@ -139,8 +139,8 @@ def test_attacked_supervisor_judges_on(server: JudgeClient, name: str) -> None:
     assert lasting(server) == before, "the supervisor was not the same"
 
 
-def test_after_a_limit_the_supervisor_is_another(server: JudgeClient) -> None:
-    """An answer that had to be stopped may have exploited something unknown."""
+def test_supervisor_is_replaced_after_limit(server: JudgeClient) -> None:
+    """An answer that had to be killed may have exploited an unknown weakness."""
     before = lasting(server)
     submission = function("def f(x):\n    while True: pass\n", TEST)
     assert judged(server, submission, ResourceLimits(cpu_s=0.5))[0] == "timeout"
@@ -148,7 +148,6 @@ def test_after_a_limit_the_supervisor_is_another(server: JudgeClient) -> None:
 
 
 def test_dead_supervisor_is_replaced(server: JudgeClient) -> None:
-    """Another one serves the next answer."""
     (supervisor,) = youngest(lasting(server))
     os.kill(supervisor, signal.SIGKILL)
     assert called(server, RIGHT) == ("success", "")
@@ -181,8 +180,8 @@ POLLUTING = (
 
 
 @pytest.mark.parametrize("name", TESTERS_STAY)
-def test_a_tester_serves_many(server: JudgeClient, name: str) -> None:
-    """It does so whatever the answers are, as long as their test leaves nothing behind."""
+def test_tester_is_reused_for_many_answers(server: JudgeClient, name: str) -> None:
+    """Whatever the answers are, as long as their test leaves no trace."""
     before = lasting(server, "tester")
     program, expected = TESTERS_STAY[name]
     assert judged(server, function(program, TEST), ResourceLimits(cpu_s=1))[0] == expected
@@ -190,8 +189,8 @@ def test_a_tester_serves_many(server: JudgeClient, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TESTERS_GO)
-def test_a_tester_that_an_answer_changed_goes(server: JudgeClient, name: str) -> None:
-    """Neither its memory nor garbage on its connection may decide on the next answer."""
+def test_tester_tampered_with_by_answer_is_replaced(server: JudgeClient, name: str) -> None:
+    """Neither its memory nor garbage on its connection may influence the next verdict."""
     before = youngest(lasting(server, "tester"))
     program, expected = TESTERS_GO[name]
     assert called(server, program)[0] == expected
@@ -199,7 +198,7 @@ def test_a_tester_that_an_answer_changed_goes(server: JudgeClient, name: str) ->
 
 
 @pytest.mark.parametrize("test", POLLUTING)
-def test_what_a_test_leaves_does_not_reach_the_next(server: JudgeClient, test: str) -> None:
+def test_tester_changed_by_test_is_replaced(server: JudgeClient, test: str) -> None:
     """A test that changes its process is the last one there."""
     assert called(server, RIGHT, test) == ("success", "")
     later = (
@@ -219,14 +218,13 @@ def test_random_numbers_do_not_depend_on_earlier_tests(server: JudgeClient) -> N
     assert called(server, RIGHT, is_seeded) == called(server, RIGHT, is_seeded) == ("success", "")
 
 
-def test_time_of_earlier_tests_does_not_count(server: JudgeClient) -> None:
+def test_time_of_earlier_tests_is_not_charged(server: JudgeClient) -> None:
     limits = ResourceLimits(cpu_s=1, wall_s=60)
     busy = function(RIGHT, "assert sum(range(20_000_000)) > f(1)")
     assert {judged(server, busy, limits) for _ in range(6)} == {("success", "")}
 
 
 def test_dead_tester_is_replaced(server: JudgeClient) -> None:
-    """Another process runs the next test."""
     (tester,) = youngest(lasting(server, "tester"))
     os.kill(tester, signal.SIGKILL)
     one_less = LASTING_PER_WORKER["bwrap"] - 1
@@ -235,8 +233,8 @@ def test_dead_tester_is_replaced(server: JudgeClient) -> None:
     assert tester not in lasting(server, "tester")
 
 
-def test_a_killed_test_is_run_again(server: JudgeClient) -> None:
-    """The answer did nothing wrong."""
+def test_killed_test_is_run_again(server: JudgeClient) -> None:
+    """The kill is not the answer's fault."""
     assert called(server, RIGHT) == ("success", "")
     (tester,) = youngest(lasting(server, "tester"))
     slow = server.submit(function("import time\ndef f(x):\n    time.sleep(1)\n    return 2 * x", TEST))
@@ -257,8 +255,8 @@ def error_type(worker: JudgeWorker, submission: Submission, limits: ResourceLimi
     return worker.judge(submission, limits).error_type
 
 
-def test_an_idle_tester_stays(worker: JudgeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timers of a test end with it, so they do not end the process while another answer needs no test."""
+def test_idle_tester_survives(worker: JudgeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timers end with each test, so they do not kill the process while another answer needs no test."""
     monkeypatch.setattr(runs, "_EXTRA_TEST_S", 1.0)
     short = ResourceLimits(cpu_s=1, wall_s=1)
     assert error_type(worker, function(RIGHT, TEST), short) == "success"
@@ -268,7 +266,9 @@ def test_an_idle_tester_stays(worker: JudgeWorker, monkeypatch: pytest.MonkeyPat
     assert tester is not None and worker._sandboxes._tester is tester
 
 
-def test_a_supervisor_serves_a_limited_number(worker: JudgeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_is_replaced_after_maximum_number_of_answers(
+    worker: JudgeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runs, "_MOST_ANSWERS", 2)
     kept = []
     for _ in range(4):
@@ -277,7 +277,7 @@ def test_a_supervisor_serves_a_limited_number(worker: JudgeWorker, monkeypatch: 
     assert kept == [True, False, True, False]
 
 
-def test_a_failure_ends_the_supervisor(worker: JudgeWorker) -> None:
+def test_failed_supervisor_is_replaced(worker: JudgeWorker) -> None:
     with pytest.raises(OSError, match="on the way"):
         with worker._sandboxes.runs_of(RIGHT, "", LIMITS):
             raise OSError("on the way")

@@ -24,7 +24,7 @@ def launches(tmp_path: Path) -> Iterator[SmallLaunches]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_to_the_launcher_reaches_every_rank(number: signal.Signals, launches: SmallLaunches) -> None:
+def test_signal_to_launcher_reaches_every_rank(number: signal.Signals, launches: SmallLaunches) -> None:
     launcher = launches.start("stop_when_one_is_asked")
     launches.wait_until_ready(launcher)
     launcher.process.send_signal(number)
@@ -36,7 +36,7 @@ def test_a_signal_to_the_launcher_reaches_every_rank(number: signal.Signals, lau
     assert launches.record()["status"] == "stopped"
 
 
-def test_a_signal_to_one_rank_stops_all(launches: SmallLaunches) -> None:
+def test_signal_to_one_rank_stops_all(launches: SmallLaunches) -> None:
     launcher = launches.start("stop_when_one_is_asked", restarts=3)
     launches.wait_until_ready(launcher)
     os.kill(int((launches.run_dir / "ready_1").read_text()), signal.SIGUSR1)
@@ -75,7 +75,7 @@ def test_repeated_signals_are_one_request(launches: SmallLaunches) -> None:
     assert (launches.run_dir / "global_step_7").is_dir()
 
 
-def test_a_second_interrupt_kills_at_once(launches: SmallLaunches) -> None:
+def test_second_interrupt_kills_immediately(launches: SmallLaunches) -> None:
     launcher = launches.start("ignore_everything", grace_s=1000)
     launches.wait_until_ready(launcher)
     launcher.process.send_signal(signal.SIGINT)
@@ -89,7 +89,7 @@ def test_a_second_interrupt_kills_at_once(launches: SmallLaunches) -> None:
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_sigquit_kills_at_once(everywhere: bool, launches: SmallLaunches) -> None:
+def test_sigquit_kills_immediately(everywhere: bool, launches: SmallLaunches) -> None:
     launcher = launches.start("ignore_everything", grace_s=1000, restarts=3)
     launches.wait_until_ready(launcher)
     launcher.note_children()
@@ -101,7 +101,7 @@ def test_sigquit_kills_at_once(everywhere: bool, launches: SmallLaunches) -> Non
     assert launches.record()["status"] == "stopped"
 
 
-def test_a_hang_up_saves_the_run(launches: SmallLaunches) -> None:
+def test_sighup_saves_run(launches: SmallLaunches) -> None:
     ours, theirs = pty.openpty()
     launcher = launches.start("stop_when_one_is_asked", stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
@@ -114,7 +114,7 @@ def test_a_hang_up_saves_the_run(launches: SmallLaunches) -> None:
     assert (launches.run_dir / "global_step_7").is_dir()
 
 
-def test_a_signal_that_was_ignored_at_the_start_stays_ignored(launches: SmallLaunches) -> None:
+def test_signal_ignored_at_start_stays_ignored(launches: SmallLaunches) -> None:
     launcher = launches.start("stop_when_one_is_asked", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     launches.wait_until_ready(launcher)
     launcher.process.send_signal(signal.SIGHUP)
@@ -125,11 +125,11 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(launches: SmallLau
 
 
 @pytest.mark.parametrize("phase", ["waiting", "first rank started"])
-def test_a_signal_is_never_lost_while_the_ranks_are_being_started(phase: str, launches: SmallLaunches) -> None:
+def test_signal_during_rank_startup_is_not_lost(phase: str, launches: SmallLaunches) -> None:
     check_signal_is_not_lost(launches, phase)
 
 
-def test_a_crash_during_a_stop_is_a_crash(launches: SmallLaunches) -> None:
+def test_crash_during_stop_is_reported_as_crash(launches: SmallLaunches) -> None:
     launcher = launches.start("crash_when_asked", restarts=3)
     launches.wait_until_ready(launcher)
     launcher.process.send_signal(signal.SIGTERM)
@@ -138,7 +138,7 @@ def test_a_crash_during_a_stop_is_a_crash(launches: SmallLaunches) -> None:
     assert launches.record()["status"] == "failed"
 
 
-def test_ranks_that_finish_all_the_same_have_finished(launches: SmallLaunches) -> None:
+def test_ranks_finishing_despite_stop_count_as_finished(launches: SmallLaunches) -> None:
     launcher = launches.start("finish_when_asked")
     launches.wait_until_ready(launcher)
     launcher.process.send_signal(signal.SIGTERM)
@@ -146,7 +146,7 @@ def test_ranks_that_finish_all_the_same_have_finished(launches: SmallLaunches) -
     assert "Finished: small (sft)" in launcher.output()
 
 
-def test_restarts_until_it_works(launches: SmallLaunches) -> None:
+def test_restarts_until_run_succeeds(launches: SmallLaunches) -> None:
     launcher = launches.start("crash_twice", restarts=2, environment={"SMALL_RESUME_MODE": "disable"})
     assert launcher.end() == 0
     restarts = launcher.output().splitlines()[1:3]
@@ -169,7 +169,7 @@ def test_restarts_without_progress_are_limited(launches: SmallLaunches) -> None:
     assert len(launches.record()["attempts"]) == 2
 
 
-def test_a_new_checkpoint_resets_the_number_of_restarts(launches: SmallLaunches) -> None:
+def test_new_checkpoint_resets_restart_count(launches: SmallLaunches) -> None:
     launcher = launches.start("save_and_crash_twice", restarts=1, environment={"SMALL_RESUME_MODE": "disable"})
     assert launcher.end() == 0
     assert [line.split("; ")[1] for line in launcher.output().splitlines()[1:3]] == [
@@ -186,7 +186,7 @@ def test_bad_input_is_not_restarted(launches: SmallLaunches) -> None:
     assert len(launches.record()["attempts"]) == 1
 
 
-def test_a_pause_before_a_restart_ends_with_a_signal(launches: SmallLaunches) -> None:
+def test_signal_ends_pause_before_restart(launches: SmallLaunches) -> None:
     launcher = launches.start("crash_twice", restarts=3, pause_s=300)
     launcher.wait_for(lambda: "restart 1 of 3 in 300 s" in launcher.output())
     launcher.process.send_signal(signal.SIGUSR1)
@@ -195,7 +195,7 @@ def test_a_pause_before_a_restart_ends_with_a_signal(launches: SmallLaunches) ->
     assert launches.record()["status"] == "stopped"
 
 
-def test_one_of_two_nodes_is_asked_and_both_stop(launches: SmallLaunches) -> None:
+def test_signal_to_one_of_two_nodes_stops_both(launches: SmallLaunches) -> None:
     port = str(free_port())
     nodes = [
         launches.start("stop_when_one_is_asked", environment={"NNODES": "2", "NODE_RANK": node, "MASTER_PORT": port})
@@ -211,7 +211,7 @@ def test_one_of_two_nodes_is_asked_and_both_stop(launches: SmallLaunches) -> Non
     assert launches.record()["status"] == "stopped"
 
 
-def test_a_node_that_waits_for_the_others_can_be_stopped(launches: SmallLaunches) -> None:
+def test_node_waiting_for_others_can_be_stopped(launches: SmallLaunches) -> None:
     port = free_port()
     environment = {"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": str(port)}
     launcher = launches.start("ignore_everything", environment=environment, leave_after_s=0.5)
@@ -221,7 +221,7 @@ def test_a_node_that_waits_for_the_others_can_be_stopped(launches: SmallLaunches
     assert launches.record()["status"] == "stopped"
 
 
-def test_a_signal_during_preparation_leaves_nothing_incomplete(launches: SmallLaunches, tmp_path: Path) -> None:
+def test_signal_during_preparation_leaves_no_partial_output(launches: SmallLaunches, tmp_path: Path) -> None:
     prepare = f"prepare=['quickstart --samples 100000 --output {tmp_path}/data']"
     files = (f"data.train_files={tmp_path}/data/train.parquet", f"data.val_files={tmp_path}/data/val.parquet")
     words = (f"trainer.default_local_dir={tmp_path}/run", f"model.partial_pretrain={tmp_path}/data/model", *files)

@@ -60,7 +60,7 @@ def page(chromium: Browser, address: str) -> Iterator[Page]:
         yield page
 
 
-def test_charts_show_every_value_and_restarts_follow_each_other(page: Page, root: Path) -> None:
+def test_charts_show_every_value_and_separate_restarts(page: Page, root: Path) -> None:
     choose(page, "restarted")
     page.get_by_test_id("fold").get_by_text("Other charts").click()
     rows = read_metrics(root / "project/restarted/metrics.jsonl")
@@ -92,8 +92,8 @@ def test_failed_run_is_red_with_its_reason(page: Page) -> None:
     assert "not finite" in text(page, "reason")
 
 
-def test_run_is_followed_while_it_trains(page: Page, root: Path, quickstart: Path, tmp_path: Path) -> None:
-    """It appears in an open page, which shows its steps without a reload; then its loss is smoothed."""
+def test_live_run_updates_open_page(page: Page, root: Path, quickstart: Path, tmp_path: Path) -> None:
+    """The run appears in an open page, which shows its steps without a reload; then its loss is smoothed."""
     run = SFTRun(quickstart, root / "project/live", "trainer.total_training_steps=40", "trainer.save_freq=-1")
     with run.held(Hold("verl_ext.trainer.sft", "SFTTrainer.training_step", call=11), tmp_path) as held:
         choose(page, "project/live")  # it appears in the open list
@@ -133,7 +133,7 @@ def assert_losses(page: Page, run: SFTRun, num_steps: int) -> None:
     assert len(losses) == num_steps
 
 
-def test_log_is_searched(page: Page) -> None:
+def test_log_can_be_searched(page: Page) -> None:
     choose(page, "restarted")
     open_tab(page, "Log")
     wait_for_text(page, "log", "attempt 2 began at step 4")
@@ -142,7 +142,7 @@ def test_log_is_searched(page: Page) -> None:
     assert "attempt 2 began" not in text(page, "found")
 
 
-def test_language_and_dark_mode_are_remembered_and_the_tab_is_in_the_address(page: Page) -> None:
+def test_reload_keeps_language_dark_mode_and_tab(page: Page) -> None:
     choose(page, "restarted")
     page.get_by_test_id("language").get_by_text("中文").click()
     page.wait_for_function("() => document.body.innerText.includes('训练监控')")
@@ -155,14 +155,14 @@ def test_language_and_dark_mode_are_remembered_and_the_tab_is_in_the_address(pag
     assert page.evaluate("() => document.body.classList.contains('body--dark')")
 
 
-def test_health_is_shown(page: Page) -> None:
+def test_health_tab_shows_findings(page: Page) -> None:
     choose(page, "restarted")
     open_tab(page, "Health")
     wait_for_text(page, "health", "loss_not_finite")
     assert "At every checkpoint" in text(page, "health")
 
 
-def test_metrics_are_downloaded(page: Page, root: Path) -> None:
+def test_metrics_can_be_downloaded_as_csv(page: Page, root: Path) -> None:
     choose(page, "restarted")
     with page.expect_download() as download:
         page.get_by_test_id("csv").click()
@@ -171,7 +171,7 @@ def test_metrics_are_downloaded(page: Page, root: Path) -> None:
     assert lines[0].startswith("step,attempt,time,")
 
 
-def test_runs_are_found_in_the_table_and_compared(page: Page) -> None:
+def test_runs_can_be_filtered_and_compared(page: Page) -> None:
     table = page.get_by_test_id("runs")
     wait_for_text(page, "runs", "project/restarted")
     row = table.locator("tr").filter(has_text="project/restarted")
@@ -194,7 +194,7 @@ def test_runs_are_found_in_the_table_and_compared(page: Page) -> None:
     wait_for_text(page, "shown", "project/failed")
 
 
-def test_back_reload_and_links_show_what_the_address_says(page: Page, address: str) -> None:
+def test_back_reload_and_links_restore_state_from_url(page: Page, address: str) -> None:
     choose(page, "project/restarted")
     open_tab(page, "Log")
     wait_for_text(page, "log", "attempt 2 began at step 4")
@@ -218,7 +218,7 @@ def test_back_reload_and_links_show_what_the_address_says(page: Page, address: s
     page.get_by_test_id("runs").wait_for()
 
 
-def test_charts_explain_themselves_in_both_languages(page: Page) -> None:
+def test_chart_hints_exist_in_both_languages(page: Page) -> None:
     choose(page, "project/restarted")
     page.get_by_test_id("hint Loss").hover()
     page.get_by_text("It falls quickly at first").wait_for()
@@ -228,7 +228,7 @@ def test_charts_explain_themselves_in_both_languages(page: Page) -> None:
     page.get_by_text("理想趋势：初期快速下降").wait_for()
 
 
-def test_other_machines_need_the_token(chromium: Browser, root: Path, tmp_path: Path) -> None:
+def test_other_machines_need_token(chromium: Browser, root: Path, tmp_path: Path) -> None:
     with monitor(root, tmp_path / "monitor.sqlite", "--token", "secret", host="127.0.0.2") as address:
         page = chromium.new_page()
         assert page.goto(address).status == 403
@@ -250,7 +250,7 @@ def test_empty_root_is_reported(chromium: Browser, tmp_path: Path) -> None:
 
 
 def test_plot_writes_every_chart(root: Path, tmp_path: Path) -> None:
-    """What the page does in a browser is the subject of `test_monitor_hostile`."""
+    """`test_monitor_hostile` covers the page in a browser."""
     from verl_ext.monitor.__main__ import main
 
     assert main(["plot", str(root / "project/restarted"), "--output", str(tmp_path)]) == 0

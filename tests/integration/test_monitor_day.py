@@ -7,5 +7,5 @@ from pathlib import Path
 from tests.helpers.monitor import assert_update_cost_is_flat
 
 
-def test_an_hour_costs_the_same_as_its_first_minutes(tmp_path: Path) -> None:
+def test_update_cost_is_flat_over_an_hour(tmp_path: Path) -> None:
     assert_update_cost_is_flat(tmp_path, num_parts=8, steps_per_part=4500)

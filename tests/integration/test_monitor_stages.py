@@ -65,7 +65,7 @@ def page(chromium: Browser, address: str) -> Iterator[Page]:
 
 
 @pytest.mark.parametrize(("run", "charts"), [("grpo", OF_GRPO), ("budget", OF_THE_CONTROLLER)])
-def test_charts_show_the_values_of_the_run(page: Page, root: Path, run: str, charts: dict[str, set[str]]) -> None:
+def test_charts_show_values_of_run(page: Page, root: Path, run: str, charts: dict[str, set[str]]) -> None:
     choose(page, f"project/{run}")
     page.get_by_test_id("fold").get_by_text("Other charts").click()
     rows = read_metrics(root / "project" / run / "metrics.jsonl")
@@ -83,7 +83,7 @@ def test_charts_show_the_values_of_the_run(page: Page, root: Path, run: str, cha
         until_passes(lambda chart=chart: assert_values(chart))
 
 
-def test_violation_rate_has_the_line_of_its_limit(page: Page) -> None:
+def test_violation_rate_chart_marks_limit(page: Page) -> None:
     choose(page, "project/budget")
 
     def assert_line() -> None:
@@ -92,7 +92,7 @@ def test_violation_rate_has_the_line_of_its_limit(page: Page) -> None:
     until_passes(assert_line)
 
 
-def test_rates_of_evaluated_checkpoints_have_intervals_and_the_best_is_marked(page: Page, root: Path) -> None:
+def test_evaluation_rates_have_intervals_and_best_is_marked(page: Page, root: Path) -> None:
     choose(page, "project/sft")
     open_tab(page, "Evaluation")
     wait_for_text(page, "dataset", "few")

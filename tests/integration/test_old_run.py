@@ -1,4 +1,4 @@
-"""A run directory of an earlier release: a finished run stays finished, and the run can be continued.
+"""A run directory of an earlier release: a finished run stays finished, and the run can be resumed.
 
 `tests/data/old_run` was written by commit 0a96a70, on torch 2.9.1 and transformers 4.57.6: a one-layer model, trained
 for two steps in the directory that holds `model`, `train.parquet` and `run`.
@@ -45,21 +45,21 @@ def files_of(run_dir: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run_dir)): path.read_bytes() for path in paths}
 
 
-def test_a_finished_run_stays_finished(directory: Path) -> None:
+def test_finished_run_stays_finished(directory: Path) -> None:
     before = files_of(directory / "run")
     done = launched(directory, "trainer.total_training_steps=2")
     assert done.stdout.startswith("This run is finished")
     assert files_of(directory / "run") == before
 
 
-def test_the_run_continues_from_its_checkpoint(directory: Path) -> None:
+def test_run_resumes_from_its_checkpoint(directory: Path) -> None:
     launched(directory, "trainer.total_training_steps=3")
     rows = [row for row in read_metrics(directory / "run/metrics.jsonl") if "train/loss" in row]
     assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 2)]
     assert (directory / "run/latest_checkpointed_iteration.txt").read_text() == "3"
 
 
-def test_its_configuration_is_read_with_the_defaults_of_new_keys(directory: Path) -> None:
+def test_configuration_gets_defaults_of_new_keys(directory: Path) -> None:
     config = as_dict(read_config(directory / "run/config.yaml"))
     assert config["data"]["train_batch_size"] == 4 and config["trainer"]["total_training_steps"] == 2
     assert config["trainer"]["deterministic"] is False  # added since

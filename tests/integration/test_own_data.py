@@ -11,7 +11,7 @@ from tests.helpers import ROOT
 from tests.helpers.commands import script_run
 
 
-def test_a_run_on_json_and_csv_is_resumed_on_the_same_rows(quickstart: Path, tmp_path: Path) -> None:
+def test_run_on_json_and_csv_resumes_on_same_rows(quickstart: Path, tmp_path: Path) -> None:
     rows = [{"instruction": f"Write f{i}.", "input": "", "output": f"def f{i}(): pass"} for i in range(40)]
     rows[0]["input"] = str(tmp_path)  # other sessions' files have other digests
     (tmp_path / "mine.json").write_text(json.dumps(rows))

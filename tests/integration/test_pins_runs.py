@@ -144,7 +144,7 @@ def check_pickled_names(run: TrainingRun) -> None:
         assert not [name for name in (b"verl_ext", b"eval_pipeline") if name in content], path
 
 
-def test_sft(sft_run: SFTRun) -> None:
+def test_sft_run_has_recorded_names(sft_run: SFTRun) -> None:
     trackers = {"tensorboard", "wandb", "wandb_run_id.txt", "trace"}
     assert names_in(sft_run.run_dir) - {"events.jsonl"} == RUN_FILES | trackers
     assert names_in(sft_run.run_dir / "trace") == {"attempt_1_rank_0.json", "attempt_1_rank_1.json"}
@@ -155,7 +155,7 @@ def test_sft(sft_run: SFTRun) -> None:
     check_metrics("sft", sft_run)
 
 
-def test_grpo(grpo_run: GRPORun) -> None:
+def test_grpo_run_has_recorded_names(grpo_run: GRPORun) -> None:
     assert names_in(grpo_run.run_dir) == RUN_FILES | {"events.jsonl", "samples.jsonl", "train.log", "trace"}
     check_record(grpo_run, "grpo")
     check_config(grpo_run, "grpo")
@@ -167,7 +167,7 @@ def test_grpo(grpo_run: GRPORun) -> None:
     check_metrics("grpo", grpo_run)
 
 
-def test_budget(budget_run: RecipeRun) -> None:
+def test_budget_run_has_recorded_names(budget_run: RecipeRun) -> None:
     import torch
 
     run_dir = budget_run.run_dir
@@ -188,11 +188,11 @@ def test_budget(budget_run: RecipeRun) -> None:
     check_pin("runs/controller.json", found)
 
 
-def test_budget_metrics(budget_run: RecipeRun) -> None:
+def test_budget_metrics_have_recorded_names(budget_run: RecipeRun) -> None:
     check_metrics("budget", budget_run)
 
 
-def test_evaluation(watched_run: SFTRun) -> None:
+def test_evaluation_has_recorded_names(watched_run: SFTRun) -> None:
     root = watched_run.run_dir / "eval"
     assert names_in(root) - {"watch.log"} == {"ledger.sqlite", "publish.lock", *(f"eval_step_{n}" for n in (2, 4, 6))}
     directory = root / "eval_step_2"
@@ -224,7 +224,7 @@ def test_evaluation(watched_run: SFTRun) -> None:
     )
 
 
-def test_prepared_data(quickstart: Path) -> None:
+def test_prepared_data_has_recorded_names(quickstart: Path) -> None:
     from pyarrow import parquet
 
     stamp = json.loads((quickstart / "prepared.json").read_text())

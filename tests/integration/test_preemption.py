@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves after the current step, and the same command resumes without any loss.
+"""A run that receives a stop request saves after the current step, and the same command resumes without loss.
 
 `tests/campaigns/test_saves.py` has other signals and receivers.
 """
@@ -33,7 +33,7 @@ def test_stop_loses_no_step(
 
 
 def test_repeated_signals_lose_no_step(quickstart: Path, tmp_path: Path) -> None:
-    """As from a scheduler that signals the launcher, and all processes of the job some time later."""
+    """As from a scheduler that signals the launcher, and later all processes of the job."""
     run = SFTRun(quickstart, tmp_path / "run", "trainer.save_freq=3")
     with run.held(Hold("verl_ext.checkpoint.save", "CheckpointWriter.prepare"), tmp_path) as held:
         ranks = list(held.ranks().values())
@@ -66,7 +66,7 @@ def exit_code_of_stop(run: SFTRun, condition: Callable[[], bool], *overrides: st
         return end_of(process).returncode
 
 
-def test_validation_that_a_stop_interrupts_is_made_by_the_next_start(quickstart: Path, tmp_path: Path) -> None:
+def test_validation_interrupted_by_stop_is_repeated_on_resume(quickstart: Path, tmp_path: Path) -> None:
     run = SFTRun(quickstart, tmp_path, RARELY, "trainer.test_freq=2")
     # The training row of step 2 is written right before a validation of 50 micro-batches begins.
     slow_validation = ("data.micro_batch_size_per_gpu=1", "data.val_max_samples=-1")
@@ -78,14 +78,14 @@ def test_validation_that_a_stop_interrupts_is_made_by_the_next_start(quickstart:
     assert validated == [2, 4, 6], (stopped_at, validated_before)  # each once, at whatever moment the stop came
 
 
-def test_stop_before_the_first_step_has_nothing_to_save(quickstart: Path, tmp_path: Path) -> None:
+def test_stop_before_first_step_saves_nothing(quickstart: Path, tmp_path: Path) -> None:
     run = SFTRun(quickstart, tmp_path, RARELY, "trainer.val_before_train=true")
     assert exit_code_of_stop(run, (tmp_path / "run.json").exists) == STOPPED_EXIT_CODE
     assert run.record()["status"] == "stopped"
     assert run.names() == set()
 
 
-def test_deadline_is_met_with_a_checkpoint(quickstart: Path, tmp_path: Path) -> None:
+def test_checkpoint_is_saved_before_deadline(quickstart: Path, tmp_path: Path) -> None:
     run = SFTRun(quickstart, tmp_path, RARELY)
     # The cloud's deadline leaves time for some steps after the start. A machine so slow that it passes before the ranks
     # read it ignores it, and stops ahead of the recipe's deadline.

@@ -1,4 +1,4 @@
-"""Keys in the environment of a training, an evaluation and the monitor reach no output, file or command line.
+"""Secrets in the environment of training, evaluation and monitor reach no output, file or command line.
 
 All of it starts cold: environments and command lines of processes are its subject.
 """
@@ -136,7 +136,7 @@ def visit_monitor(watched: Watched, root: Path) -> bytes:
         process.kill()
 
 
-def test_no_key_is_shown_or_stored(watched: Watched, quickstart: Path, tmp_path: Path) -> None:
+def test_no_secret_is_shown_or_stored(watched: Watched, quickstart: Path, tmp_path: Path) -> None:
     from tests.helpers.evaluation import command, slow_problems, write_recipe
     from tests.helpers.wandb_files import read_records
 
@@ -169,9 +169,7 @@ def test_no_key_is_shown_or_stored(watched: Watched, quickstart: Path, tmp_path:
         ("trainer.experiment_name='${{oc.env:HF_TOKEN}}'", "trainer.experiment_name"),
     ],
 )
-def test_key_in_a_setting_is_refused_before_anything_is_written(
-    watched: Watched, tmp_path: Path, key: str, where: str
-) -> None:
+def test_rejects_secret_in_setting_before_writing(watched: Watched, tmp_path: Path, key: str, where: str) -> None:
     words = (sys.executable, "-m", "verl_ext.launch", "sft", "1", f"trainer.default_local_dir={tmp_path}/run")
     output = watched.run(*words, key.format(**KEYS), code=2)
     assert output.startswith(f"error: {where} ") and output.count("\n") == 1 and "PLANTED" not in output

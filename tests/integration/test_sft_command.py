@@ -58,7 +58,7 @@ def test_run_leaves_the_documented_files(whole: tuple[SFTRun, str]) -> None:
     assert record["attempts"][0]["world_size"] == 2
 
 
-def test_each_step_is_measured(whole: tuple[SFTRun, str]) -> None:
+def test_each_step_logs_time_and_throughput(whole: tuple[SFTRun, str]) -> None:
     rows = whole[0].rows()
     row = next(row for row in rows if row["step"] == 4 and "train/loss" in row)
     names = {"train/lr(1e-3)", "train/time(s)", "train/grad_norm", "train/perplexity", "train/num_loss_tokens"}
@@ -98,7 +98,7 @@ def kill_after_step(run: SFTRun, step: int) -> int:
     return int(run.tracker())
 
 
-def test_killed_run_resumes_bit_for_bit(whole: tuple[SFTRun, str], quickstart: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_with_identical_losses(whole: tuple[SFTRun, str], quickstart: Path, tmp_path: Path) -> None:
     run = SFTRun(quickstart, tmp_path, *OPTIONS, cold=True)
     first = kill_after_step(run, 5)  # in general from the checkpoint at 4, the end of an epoch
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -120,8 +120,8 @@ def test_killed_run_resumes_bit_for_bit(whole: tuple[SFTRun, str], quickstart: P
     assert ids == {(tmp_path / "wandb_run_id.txt").read_text().strip()}
 
 
-def test_finished_run_is_left_alone_and_can_be_prolonged(whole: tuple[SFTRun, str], quickstart: Path) -> None:
-    """Prolongs `whole` in place, because a copy is a run of its own; the last test that uses it."""
+def test_finished_run_is_unchanged_and_can_be_extended(whole: tuple[SFTRun, str], quickstart: Path) -> None:
+    """Extends `whole` in place, because a copy is a different run; must be the last test that uses it."""
     run = SFTRun(quickstart, whole[0].run_dir, *OPTIONS)
     before = run.rows()
     leftover = run.run_dir / "global_step_0.removing"  # of a kill during the last rotation
@@ -139,7 +139,7 @@ def test_finished_run_is_left_alone_and_can_be_prolonged(whole: tuple[SFTRun, st
         ("optim.lr=1e30", ["not finite", "3 steps"]),
     ],
 )
-def test_bad_input_that_only_ranks_can_see_is_reported_once(
+def test_bad_input_detected_by_ranks_is_reported_once(
     override: str, facts: list[str], quickstart: Path, tmp_path: Path
 ) -> None:
     run = SFTRun(quickstart, tmp_path, override)
@@ -153,7 +153,7 @@ def test_bad_input_that_only_ranks_can_see_is_reported_once(
         assert fact in error and fact in record["attempts"][-1]["exit_reason"]
 
 
-def test_lora_exports_the_merged_model(quickstart: Path, tmp_path: Path) -> None:
+def test_lora_exports_merged_model(quickstart: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -170,7 +170,7 @@ def test_lora_exports_the_merged_model(quickstart: Path, tmp_path: Path) -> None
     assert not any("norm" in name or "embed" in name for name in changed)
 
 
-def test_tied_embeddings_and_gradient_checkpointing(quickstart: Path, tmp_path: Path) -> None:
+def test_tied_embeddings_train_with_gradient_checkpointing(quickstart: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(quickstart / "model")

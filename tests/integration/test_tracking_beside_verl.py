@@ -1,4 +1,4 @@
-"""verl's tracking starts a new W&B run at every start (fault 10); ours keeps one. Both with real offline runs."""
+"""verl's tracking creates a new W&B run at every start (fault 10); ours keeps one. Both use real offline runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for start in range(2):
 
 
 @pytest.mark.parametrize(("code", "num_runs"), [(STOCK, 2), (OURS, 1)], ids=["verl", "ours"])
-def test_runs_of_two_starts(code: str, num_runs: int, tmp_path: Path) -> None:
+def test_two_starts_share_one_wandb_run_unlike_verl(code: str, num_runs: int, tmp_path: Path) -> None:
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=300)

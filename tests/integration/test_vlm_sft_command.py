@@ -1,4 +1,4 @@
-"""`run_sft.sh` with a recipe of the stage vlm_sft: it learns on any number of ranks, also with skipped blocks."""
+"""`run_sft.sh` with a recipe of the stage vlm_sft: it learns on any number of ranks, including with skipped blocks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def logits_of(adapter: VLMAdapter) -> torch.Tensor:
         return adapter.prefill(adapter.inputs(question.load_image(), question.question, 2)).logits
 
 
-def test_two_ranks_learn_what_one_learns(inputs: Path, tmp_path: Path) -> None:
+def test_two_ranks_learn_the_same_as_one(inputs: Path, tmp_path: Path) -> None:
     import torch
 
     from verl_ext.controller.vlm import load_adapter
@@ -81,7 +81,7 @@ def test_two_ranks_learn_what_one_learns(inputs: Path, tmp_path: Path) -> None:
     assert float((one - start).abs().max()) > 0.5
 
 
-def test_only_blocks_that_run_learn(inputs: Path, tmp_path: Path) -> None:
+def test_only_executed_blocks_learn(inputs: Path, tmp_path: Path) -> None:
     import torch
 
     from verl_ext.controller.space import ConfigurationSpace

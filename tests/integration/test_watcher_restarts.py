@@ -1,4 +1,4 @@
-"""The watcher of a training run: real processes of `python -m eval_pipeline watch`, killed, stopped and refused."""
+"""The watcher of a training run: real processes of `python -m eval_pipeline watch`, killed, stopped and rejected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def watcher(config: SFTConfig) -> Iterator[EvalWatcher]:
     assert watchers_of(config) == []
 
 
-def test_a_killed_watcher_is_restarted_and_given_up_after_some_restarts(
+def test_killed_watcher_is_restarted_a_limited_number_of_times(
     watcher: EvalWatcher, config: SFTConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     killed: set[int] = set()
@@ -66,7 +66,7 @@ def test_a_killed_watcher_is_restarted_and_given_up_after_some_restarts(
     assert error.startswith("error: ")
 
 
-def test_the_restarts_are_counted_from_the_last_evaluated_checkpoint(
+def test_new_evaluation_resets_restart_count(
     watcher: EvalWatcher, config: SFTConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     killed: set[int] = set()
@@ -81,9 +81,7 @@ def test_the_restarts_are_counted_from_the_last_evaluated_checkpoint(
     assert capfd.readouterr().err.count(f"restart 1 of {RESTARTS} ") == 3
 
 
-def test_a_watcher_that_refuses_its_input_is_not_restarted(
-    config: SFTConfig, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_watcher_rejecting_its_input_is_not_restarted(config: SFTConfig, capfd: pytest.CaptureFixture[str]) -> None:
     Path(config.eval.recipe).write_text("tiers: {tier1: [gone]}\n")  # after the launcher has checked it
     watcher = EvalWatcher(config, first_pause_s=0.05)
     assert watcher.finish(StopSignals()) == 0
@@ -93,7 +91,7 @@ def test_a_watcher_that_refuses_its_input_is_not_restarted(
     assert error.startswith("error: ") and "ended with exit code 2" in error and "watch.log" in error
 
 
-def test_a_watcher_that_is_stopped_is_not_restarted(
+def test_stopped_watcher_is_not_restarted(
     watcher: EvalWatcher, config: SFTConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = Path(config.trainer.default_local_dir) / "eval/watch.log"
@@ -104,9 +102,7 @@ def test_a_watcher_that_is_stopped_is_not_restarted(
     assert "ended with exit code 75" in output and "Stopped by SIGTERM" in output and "restart" not in output
 
 
-def test_a_watcher_that_fails_after_the_end_of_the_run_is_not_restarted(
-    config: SFTConfig, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_watcher_failing_after_run_ended_is_not_restarted(config: SFTConfig, capfd: pytest.CaptureFixture[str]) -> None:
     run = {"status": "finished", "attempts": []}
     (Path(config.trainer.default_local_dir) / "run.json").write_text(json.dumps(run))
     watcher = EvalWatcher(config, first_pause_s=0.05)

@@ -35,7 +35,7 @@ def uninterrupted(quickstart: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
-def test_losses_continue_on_another_number_of_ranks(
+def test_resume_on_other_number_of_ranks_keeps_losses(
     before: int, after: int, uninterrupted: dict[int, SFTRun], quickstart: Path, tmp_path: Path
 ) -> None:
     copy_checkpoints(uninterrupted[before].run_dir, tmp_path / "run", SAVED_AT)
@@ -47,10 +47,10 @@ def test_losses_continue_on_another_number_of_ranks(
     assert Manifest.read(run.last_checkpoint).world_size == after
 
 
-def test_losses_continue_after_two_changes_of_the_number_of_ranks(
+def test_resume_on_two_ranks_and_back_keeps_losses(
     uninterrupted: dict[int, SFTRun], quickstart: Path, tmp_path: Path
 ) -> None:
-    """From one rank to two and back: the rounding of both changes is in these losses."""
+    """From one rank to two and back: rounding errors of both changes accumulate."""
     copy_checkpoints(uninterrupted[1].run_dir, tmp_path / "on two", SAVED_AT)
     on_two = finished(2, quickstart, tmp_path / "on two")
     copy_checkpoints(on_two.run_dir, tmp_path / "on one", SAVED_AT + 2)
@@ -71,7 +71,7 @@ def checkpoint(*words: str | int | Path) -> subprocess.CompletedProcess[str]:
     return commands.python("verl_ext.checkpoint", *map(str, words))
 
 
-def test_checkpoints_are_compared_tensor_by_tensor(uninterrupted: dict[int, SFTRun]) -> None:
+def test_diff_compares_checkpoints_tensor_by_tensor(uninterrupted: dict[int, SFTRun]) -> None:
     import torch
 
     one, two = uninterrupted[1], uninterrupted[2]
@@ -84,7 +84,7 @@ def test_checkpoints_are_compared_tensor_by_tensor(uninterrupted: dict[int, SFTR
     assert f"0 of {count} tensors" in other.stdout
 
 
-def test_export_of_the_shards_is_the_one_that_training_wrote(uninterrupted: dict[int, SFTRun], tmp_path: Path) -> None:
+def test_export_from_shards_equals_export_of_training(uninterrupted: dict[int, SFTRun], tmp_path: Path) -> None:
     run = uninterrupted[2]
     result = checkpoint("export", run.run_dir, "--step", SAVED_AT, "--output", tmp_path / "model")
     assert (result.returncode, result.stderr) == (0, "")
@@ -112,7 +112,7 @@ def test_damaged_export_is_rebuilt_in_place(uninterrupted: dict[int, SFTRun], tm
     assert all(torch.equal(tensor.to(torch.bfloat16), before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_export_from_damaged_shards_is_refused(uninterrupted: dict[int, SFTRun], tmp_path: Path) -> None:
+def test_rejects_export_from_damaged_shards(uninterrupted: dict[int, SFTRun], tmp_path: Path) -> None:
     copy_checkpoints(uninterrupted[2].run_dir, tmp_path / "run", NUM_STEPS)
     shard = tmp_path / f"run/global_step_{NUM_STEPS}/model_world_size_2_rank_1.pt"
     flip_byte(shard)

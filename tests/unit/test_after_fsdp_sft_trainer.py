@@ -1,4 +1,4 @@
-"""`SFTTrainer` in the place of verl's `FSDPSFTTrainer`: built and driven as verl's own `run_sft` does."""
+"""Drive `SFTTrainer` the way verl's `run_sft` drives its `FSDPSFTTrainer`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def driven_by_verl(config: DictConfig) -> SFTTrainer:
     )
 
 
-def test_it_trains_saves_and_resumes_as_verl_drives_it(quickstart: Path, tmp_path: Path) -> None:
+def test_trainer_driven_by_verl_trains_saves_and_resumes(quickstart: Path, tmp_path: Path) -> None:
     trainer = driven_by_verl(verls_config(quickstart, tmp_path))
     assert isinstance(trainer, FSDPSFTTrainer) and isinstance(trainer.config, SFTConfig)
     trainer.fit()
@@ -73,7 +73,7 @@ def test_it_trains_saves_and_resumes_as_verl_drives_it(quickstart: Path, tmp_pat
     assert resumed.load_checkpoint() == resumed.global_step == 2
 
 
-def test_a_validation_step_is_the_mean_loss_of_a_batch_of_verls(quickstart: Path, tmp_path: Path) -> None:
+def test_validation_step_returns_mean_loss_of_verl_batch(quickstart: Path, tmp_path: Path) -> None:
     trainer = driven_by_verl(verls_config(quickstart, tmp_path, "+model.mixed_precision=fp32"))
     data = verls_config(quickstart, tmp_path).data
     dataset = create_sft_dataset(data.val_files, data, trainer.tokenizer, max_samples=8)
@@ -89,7 +89,7 @@ def test_a_validation_step_is_the_mean_loss_of_a_batch_of_verls(quickstart: Path
     assert trainer.validation_step(ours).item() == pytest.approx(expected, rel=1e-5), "padding changes nothing"
 
 
-def test_a_key_that_verl_does_not_have_is_refused(quickstart: Path, tmp_path: Path) -> None:
+def test_invalid_value_of_verl_key_is_rejected(quickstart: Path, tmp_path: Path) -> None:
     config = verls_config(quickstart, tmp_path)
     config.trainer.save_freq = "often"
     with pytest.raises(UserError, match="trainer.save_freq"):

@@ -1,4 +1,4 @@
-"""A run that is resumed with another optimizer is refused, and may continue from the weights alone."""
+"""Resuming with another optimizer is rejected, except from the weights alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SGD = ("optim.optimizer=SGD", "optim.override_optimizer_config={momentum: 0.9}")
 
 @pytest.fixture
 def run_dir(quickstart: Path, tmp_path: Path) -> Iterator[Path]:
-    """A run with a checkpoint of step 1, made by AdamW."""
+    """A run with an AdamW checkpoint at step 1."""
     trainer = make_trainer(small_config(quickstart, tmp_path / "run"))
     trainer.training_step(next(trainer.batches()))
     trainer.train_sampler.advance()
@@ -32,7 +32,7 @@ def run_dir(quickstart: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def forget_the_optimizer(run_dir: Path) -> None:
-    """As in a checkpoint of before the manifest named it."""
+    """Make the checkpoint look like one from before the manifest recorded the optimizer."""
     path = run_dir / "global_step_1" / "manifest.json"
     content = json.loads(path.read_text())
     del content["optimizer"]
@@ -45,7 +45,7 @@ def resume(config: SFTConfig) -> None:
     trainer.training_step(next(trainer.batches()))
 
 
-def test_it_is_refused_before_the_ranks_start_and_by_them(quickstart: Path, run_dir: Path) -> None:
+def test_launcher_and_ranks_reject_another_optimizer(quickstart: Path, run_dir: Path) -> None:
     config = small_config(quickstart, run_dir, *SGD)
     for refuse in (resume_candidate, make_trainer):
         with pytest.raises(UserError, match=r"torch\.optim\.AdamW.*torch\.optim\.SGD.*load_contents=\[model\]"):
@@ -55,7 +55,7 @@ def test_it_is_refused_before_the_ranks_start_and_by_them(quickstart: Path, run_
     assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_1"]
 
 
-def test_the_machine_decides_how_an_update_is_computed(quickstart: Path, run_dir: Path) -> None:
+def test_fused_optimizer_setting_may_change_on_resume(quickstart: Path, run_dir: Path) -> None:
     trainer = make_trainer(small_config(quickstart, run_dir, "optim.override_optimizer_config={fused: true}"))
     assert trainer.optimizer.param_groups[0]["fused"] is True
     trainer.training_step(next(trainer.batches()))
@@ -68,16 +68,14 @@ def test_the_machine_decides_how_an_update_is_computed(quickstart: Path, run_dir
     assert back.training_step(next(back.batches()))["train/loss"] > 0
 
 
-def test_a_checkpoint_that_does_not_name_its_optimizer_shows_it_by_its_hyperparameters(
-    quickstart: Path, run_dir: Path
-) -> None:
+def test_unnamed_optimizer_is_identified_by_hyperparameters(quickstart: Path, run_dir: Path) -> None:
     forget_the_optimizer(run_dir)
     with pytest.raises(UserError, match=r"betas.*momentum.*load_contents=\[model\]"):
         make_trainer(small_config(quickstart, run_dir, *SGD))
     resume(small_config(quickstart, run_dir))
 
 
-def test_an_optimizer_of_a_newer_torch_is_the_same(
+def test_unknown_hyperparameters_of_newer_torch_are_accepted(
     quickstart: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_new_hyperparameter(optimizer: torch.optim.Optimizer) -> dict:
@@ -89,7 +87,7 @@ def test_an_optimizer_of_a_newer_torch_is_the_same(
 
 
 @pytest.mark.parametrize("begins_elsewhere", [False, True])
-def test_weights_alone_are_where_a_run_begins_and_its_own_checkpoints_are_loaded_whole(
+def test_weights_only_start_then_resumes_with_optimizer(
     begins_elsewhere: bool, quickstart: Path, run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["trainer.checkpoint.load_contents=[model]"]
@@ -113,7 +111,7 @@ def test_weights_alone_are_where_a_run_begins_and_its_own_checkpoints_are_loaded
     assert second.startswith("Loading model, optimizer, extra from global_step_2, which this run saved")
 
 
-def test_a_new_optimizer_of_a_schedule_that_continues_has_its_rate(quickstart: Path, run_dir: Path) -> None:
+def test_new_optimizer_takes_learning_rate_of_resumed_schedule(quickstart: Path, run_dir: Path) -> None:
     [rate] = make_trainer(small_config(quickstart, run_dir)).lr_scheduler.get_last_lr()
     words = "trainer.checkpoint.load_contents=[model,extra]", f"trainer.resume_from_path={run_dir}/global_step_1"
     trainer = make_trainer(small_config(quickstart, run_dir, *words))

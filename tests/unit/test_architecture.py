@@ -1,4 +1,4 @@
-"""docs/design/architecture.md: its walks lead through files and functions that exist, and are as short as it says."""
+"""The walks in docs/design/architecture.md name existing files and functions and stay within their length limits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_FILES = {
 
 
 def stops_of(walk: str) -> list[tuple[str, list[str]]]:
-    """Each file of a walk with the names that the page calls in it."""
+    """Each file of a walk with the names that the page mentions in it."""
     rows = re.findall(r"^\d+\. `([^`]+)`(.*?)(?=^\d+\. |\Z)", WALKS[walk], re.MULTILINE | re.DOTALL)
     return [(file, re.findall(r"`([\w.]+)`", said.partition(": ")[0])) for file, said in rows]
 
@@ -52,12 +52,12 @@ def names_in(path: Path) -> set[str]:
     return names
 
 
-def test_the_page_has_the_walks() -> None:
+def test_page_has_expected_walks() -> None:
     assert list(WALKS) == list(MOST_FILES)
 
 
 @pytest.mark.parametrize("walk", MOST_FILES)
-def test_a_walk_is_short_and_leads_somewhere(walk: str) -> None:
+def test_walk_is_short_and_names_exist(walk: str) -> None:
     stops = stops_of(walk)
     files = [file for file, _ in stops]
     assert 1 < len(files) <= MOST_FILES[walk] and len({*files}) == len(files)

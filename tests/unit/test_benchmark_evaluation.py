@@ -1,4 +1,4 @@
-"""The evaluation's benchmark: what it makes of seconds, what it hands to the judge, and how it times the command."""
+"""The evaluation benchmark: its summary numbers, its judge inputs, and its timing of the command."""
 
 import json
 import os
@@ -20,20 +20,20 @@ def timed(wall_s, cpu_s, **more):
     return {"wall_s": wall_s, "cpu_s": cpu_s, **more}
 
 
-def test_perfect_overlap_is_a_ratio_of_one_and_none_is_the_sum():
+def test_overlap_ratio_is_relative_to_longer_phase():
     assert overlap_of(timed(10, 10), timed(5, 5), timed(10, 15), 2)["ratio"] == 1.0
     assert overlap_of(timed(10, 10), timed(5, 5), timed(15, 15), 2)["ratio"] == 1.5
     assert overlap_of(timed(5, 5), timed(10, 10), timed(10, 15), 2)["one_after_the_other_ratio"] == 1.5
 
 
-def test_where_both_need_all_processors_their_time_is_the_bound():
+def test_overlap_bound_includes_total_cpu_time():
     found = overlap_of(timed(10, 20), timed(5, 10), timed(15, 30), 2)
     assert found["cpu_bound_s"] == 15.0 and found["over_cpu_bound"] == 1.0 and found["ratio"] == 1.5
     idle = overlap_of(timed(10, 2), timed(5, 2), timed(11, 4), 2)  # the longer of the two is the bound then
     assert idle["over_cpu_bound"] == idle["ratio"] == 1.1
 
 
-def test_each_variant_is_compared_with_the_same_generation():
+def test_variants_share_one_generation_baseline():
     found = {"generation": [timed(8, 16), timed(10, 20), timed(30, 20)]}
     for variant, judged_s in (("generated", 1), ("canonical", 4)):
         found[f"judging {variant}"] = [timed(judged_s, 2 * judged_s)]
@@ -44,7 +44,7 @@ def test_each_variant_is_compared_with_the_same_generation():
     assert summary["canonical"]["problems_per_s"] == pytest.approx(164 / 14)
 
 
-def test_a_round_asks_for_its_part_only(tmp_path):
+def test_each_round_requests_only_its_phase(tmp_path):
     rounds = WorkerRounds(load_eval_config("humaneval"), tmp_path)
     assert rounds.num_problems == 164
     generation = rounds.batch_for("generation", "")
@@ -57,12 +57,12 @@ def test_a_round_asks_for_its_part_only(tmp_path):
     assert whole.needs_engine and not whole.answers and not whole.judged
 
 
-def test_several_batches_are_refused(tmp_path):
+def test_multiple_batches_are_rejected(tmp_path):
     with pytest.raises(UserError, match="batch_size"):
         WorkerRounds(load_eval_config("humaneval", ["batch_size=100"]), tmp_path)
 
 
-def test_another_text_takes_an_answers_place_with_all_else_kept():
+def test_replacing_engine_changes_only_answer_text():
     generated = GeneratedAnswer("wrong", 7, True)
     requests = [GenerateRequest(name, "?") for name in "abc"]
     answers = list(zip(requests, [generated, generated, replace(generated, error="too long")]))
@@ -74,7 +74,7 @@ def test_another_text_takes_an_answers_place_with_all_else_kept():
     assert list(ReplacingEngine(engine, {}).answers(requests, SamplingConfig())) == answers
 
 
-def test_events_of_a_round_are_kept():
+def test_round_events_record_answers_and_failures():
     batch, events = BatchId(claim=1, number=0), RoundEvents()
     events.add(AnswerReceived(batch, ("a", 0), GeneratedAnswer("x", 1, False)))
     events.add(BatchFailed(batch, "no room"))
@@ -83,7 +83,7 @@ def test_events_of_a_round_are_kept():
     assert events.failure == "the engine died"
 
 
-def test_the_command_is_timed_by_its_files(tmp_path):
+def test_command_timing_uses_file_times(tmp_path):
     work = tmp_path / "work/humaneval"
     work.mkdir(parents=True)
     seconds = {"import_s": 4.0, "load_s": 2.0}

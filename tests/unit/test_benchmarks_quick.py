@@ -1,4 +1,4 @@
-"""The checks read the committed results, and report what is worse, whichever way a ratio points."""
+"""The regression checks read the committed results and report slowdowns, whichever way a ratio points."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from verl_ext.errors import UserError
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_every_committed_ratio_can_be_read(name: str) -> None:
+def test_committed_results_have_finite_ratios(name: str) -> None:
     check = CHECKS[name]
     ratio = check.ratio(json.loads((quick.ROOT / "benchmarks/results" / check.results).read_text()))
     assert math.isfinite(ratio) and ratio > 0
 
 
-def test_worse_is_reported_whichever_way_the_ratio_points() -> None:
+def test_verdict_respects_direction_of_ratio() -> None:
     assert verdict(0.80, 1.0, more_is_better=True) == "SLOWER by 25%"
     assert verdict(1.25, 1.0, more_is_better=False) == "SLOWER by 25%"
     assert verdict(0.90, 1.0, more_is_better=True) == verdict(1.1, 1.0, more_is_better=False) == "as before"
     assert verdict(1.25, 1.0, more_is_better=True) == verdict(0.80, 1.0, more_is_better=False) == "better"
 
 
-def test_a_benchmark_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:
+def test_failed_benchmark_is_reported_with_its_error(tmp_path: Path) -> None:
     def check(code: str) -> RegressionCheck:
         return RegressionCheck("", ("-c", code), "x.json", lambda results: results["a"])
 

@@ -1,4 +1,4 @@
-"""The stage budget before ranks start, and its tables of epochs."""
+"""The budget stage: checks before ranks start, and its epoch tables."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def config_of(recipe: Path, *overrides: str) -> BudgetConfig:
 
 
 def check_all(config: BudgetConfig) -> None:
-    """All checks of the launcher in this stage, before and after the data is prepared."""
+    """Run all launcher checks of this stage, those before and those after data preparation."""
     config.trainer.n_gpus_per_node = 1
     check_settings(config)
     check_budget_files(config)
 
 
-def test_the_recipe_names_its_stage(recipe: Path, tmp_path: Path) -> None:
+def test_recipe_names_its_stage(recipe: Path, tmp_path: Path) -> None:
     config = config_of(recipe, "data.datasets.tiny.val=1")
     check_all(config)
     assert config.stage == "budget" and config.data.datasets["tiny"] == {
@@ -91,24 +91,24 @@ def test_the_recipe_names_its_stage(recipe: Path, tmp_path: Path) -> None:
         ("data.datasets.mine={train: 3}", "is none of text_vqa, coco_2014_vqa, okvqa, coco_caption"),
     ],
 )
-def test_invalid_settings_are_refused(override: str, message: str, recipe: Path) -> None:
+def test_invalid_settings_are_rejected(override: str, message: str, recipe: Path) -> None:
     with pytest.raises(UserError, match=message):
         check_all(config_of(recipe, override))
 
 
-def test_budgets_of_full_need_a_latency_model(recipe: Path) -> None:
+def test_budgets_of_full_need_latency_model(recipe: Path) -> None:
     shares = "controller.budgets_of_full=[0.3,0.6]"
     check_all(config_of(recipe, shares, "data.datasets.tiny.val=2"))
     with pytest.raises(UserError, match="set latency.source=model"):
         config_of(recipe, shares, "latency.source=measured")
 
 
-def test_fewer_questions_than_a_batch_are_refused(recipe: Path) -> None:
+def test_fewer_questions_than_batch_size_are_rejected(recipe: Path) -> None:
     with pytest.raises(UserError, match="there are 4 questions to train on"):
         load_image_questions(config_of(recipe, "data.train_batch_size=50").data)
 
 
-def test_weights_of_another_size_are_refused(recipe: Path, tmp_path: Path) -> None:
+def test_weights_of_another_size_are_rejected(recipe: Path, tmp_path: Path) -> None:
     sizes = {"tiers": (256,), "num_blocks": 2, "min_active": 1, "max_active": 2, "topk_choices": ()}
     sizes |= {"vision_width": 8, "language_width": 8, "low_ms": 1.0, "high_ms": 2.0}
     controller, wider = (BudgetController(BudgetControllerConfig(**sizes, hidden=hidden)) for hidden in (8, 16))
@@ -118,7 +118,7 @@ def test_weights_of_another_size_are_refused(recipe: Path, tmp_path: Path) -> No
             load_weights(controller, path)
 
 
-def test_an_epoch_is_the_mean_over_its_samples() -> None:
+def test_epoch_row_has_mean_and_std_over_samples() -> None:
     sums = EpochSums()
     rewards, losses = [[1.0, 2.0, 6.0], [3.0]], [0.5, 1.5]
     for loss, values in zip(losses, rewards):
@@ -139,7 +139,7 @@ def test_an_epoch_is_the_mean_over_its_samples() -> None:
 ROW = dict.fromkeys(EPOCH_COLUMNS, 0.5)
 
 
-def test_a_resumed_run_replaces_repeated_epochs(tmp_path: Path) -> None:
+def test_resumed_run_replaces_repeated_epochs(tmp_path: Path) -> None:
     tables = EpochTables(tmp_path)
     for epoch, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)):
         tables.log_epoch("Train", {**ROW, "epoch": epoch, "reward_mean": reward})
@@ -151,7 +151,7 @@ def test_a_resumed_run_replaces_repeated_epochs(tmp_path: Path) -> None:
     assert not (tmp_path / "validation_history.csv").exists()
 
 
-def test_a_row_without_a_loss_shows_none() -> None:
+def test_row_with_nan_loss_omits_loss() -> None:
     row = {**ROW, "epoch": 3, "loss": math.nan}
     assert "Val/Loss" not in epoch_tags("Val", row) and epoch_tags("Val", row)["Val/Budget_Violation_Rate"] == 0.5
     assert epoch_line("Val", row).startswith("Val epoch 3: reward 0.5000 (std 0.5000), accuracy ")
@@ -159,7 +159,7 @@ def test_a_row_without_a_loss_shows_none() -> None:
     assert all(lookup_metric(tag) for tag in epoch_tags("Train", ROW))
 
 
-def test_the_log_file_has_the_console_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_file_has_console_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # two attempts
         log = LogFileSink(tmp_path / "train.log", total_steps=9, log_every=1)
         log.log_row(MetricsRow(1, 1, 0.0, {"train/loss": 0.25, "train/reward_total_mean": 0.5}))
@@ -170,7 +170,7 @@ def test_the_log_file_has_the_console_lines(tmp_path: Path, capsys: pytest.Captu
     assert "Train epoch 1: loss 0.5000" in lines[1] and capsys.readouterr().out == ""
 
 
-def test_only_a_validation_changes_the_learning_rate() -> None:
+def test_plateau_scheduler_reacts_only_to_validation() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = PlateauScheduler(optimizer, factor=0.5, patience=1)
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""What verl's checkpoint manager gets wrong, shown on the stock class, and that each reads what the other wrote."""
+"""Defects of verl's checkpoint manager, shown on the stock class, and loading in both directions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def no_room(*arguments: object) -> None:
     raise UserError("there is no room")
 
 
-def test_verl_deletes_the_only_checkpoint_before_it_has_another(ours: SFTTrainer, tmp_path: Path) -> None:
+def test_verl_deletes_only_checkpoint_before_saving_next(ours: SFTTrainer, tmp_path: Path) -> None:
     stock = stock_of(ours)
     stock.save_checkpoint(str(tmp_path / "stock/global_step_1"), global_step=1, max_ckpt_to_keep=1)
     (tmp_path / "file").touch()
@@ -77,7 +77,7 @@ def test_verl_deletes_the_only_checkpoint_before_it_has_another(ours: SFTTrainer
     assert [path.name for path in ours.run_dir.glob("global_step_*")] == ["global_step_2"]
 
 
-def test_verl_exports_the_master_weights_type(ours: SFTTrainer, tmp_path: Path) -> None:
+def test_verl_exports_master_weights_in_float32(ours: SFTTrainer, tmp_path: Path) -> None:
     stock_of(ours).save_checkpoint(str(tmp_path / "stock"))
     ours.save_checkpoint(1)
     types = {}
@@ -87,7 +87,7 @@ def test_verl_exports_the_master_weights_type(ours: SFTTrainer, tmp_path: Path) 
     assert types == {"stock": {"F32"}, "ours": {"BF16"}}
 
 
-def test_what_verl_saved_can_be_exported(ours: SFTTrainer, tmp_path: Path) -> None:
+def test_verl_checkpoint_can_be_exported(ours: SFTTrainer, tmp_path: Path) -> None:
     stock_of(ours).save_checkpoint(str(tmp_path / "global_step_1"))
     target = rebuild_export(tmp_path / "global_step_1", tmp_path / "model", "fp32", 1.0)
     rebuilt, written = (
@@ -97,14 +97,14 @@ def test_what_verl_saved_can_be_exported(ours: SFTTrainer, tmp_path: Path) -> No
     assert all(torch.equal(rebuilt[name], written[name]) for name in written)
 
 
-def test_tied_tensors_without_a_plan_are_exported_once() -> None:
+def test_tied_tensors_without_plan_are_exported_once() -> None:
     embedding = torch.ones(3, 2)
     state = {"embed.weight": embedding, "norm.weight": torch.ones(2), "lm_head.weight": embedding}
     assert [weight.name for weight in read_plan(Path("nowhere"), state)] == ["embed.weight", "norm.weight"]
 
 
 def spoil(trainer: SFTTrainer) -> None:
-    """Forget what was learnt, so that only a checkpoint can bring it back."""
+    """Overwrite the trained state, so that only a checkpoint can restore it."""
     with torch.no_grad():
         for parameter in trainer.fsdp_model.parameters():
             parameter.zero_()
@@ -119,7 +119,7 @@ def state_of(trainer: SFTTrainer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("writer", ["stock", "ours"])
-def test_each_loads_what_the_other_saved(writer: str, ours: SFTTrainer, tmp_path: Path) -> None:
+def test_pipeline_and_verl_load_each_others_checkpoints(writer: str, ours: SFTTrainer, tmp_path: Path) -> None:
     stock, expected = stock_of(ours), state_of(ours)
     if writer == "stock":
         checkpoint = tmp_path / "stock/global_step_1"
@@ -137,7 +137,7 @@ def moments_of(trainer: SFTTrainer, optimizer: torch.optim.Optimizer) -> dict[st
     return {name: [entry[key].full_tensor().clone() for key in MOMENTS] for name, entry in state.items()}
 
 
-def test_verls_optimizer_has_the_frozen_parameters_too(quickstart: Path, tmp_path: Path) -> None:
+def test_verl_optimizer_with_frozen_parameters_is_loaded(quickstart: Path, tmp_path: Path) -> None:
     trainer = make_trainer(small_config(quickstart, tmp_path / "run", "model.lora_rank=2"))
     stock = stock_of(trainer, "model", "optimizer", "extra")
     stock.optimizer = torch.optim.AdamW(trainer.fsdp_model.parameters(), lr=1e-3)  # as verl gives it
@@ -154,7 +154,7 @@ def test_verls_optimizer_has_the_frozen_parameters_too(quickstart: Path, tmp_pat
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_the_flat_vectors_of_fsdp1_are_read(num_ranks: int, ours: SFTTrainer, quickstart: Path, tmp_path: Path) -> None:
+def test_fsdp1_flat_parameters_are_loaded(num_ranks: int, ours: SFTTrainer, quickstart: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(quickstart / "model")
     weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     units = FullyShardedDataParallel(
@@ -178,7 +178,7 @@ def test_the_flat_vectors_of_fsdp1_are_read(num_ranks: int, ours: SFTTrainer, qu
         load_optimizer(ours.fsdp_model, ours.optimizer, tmp_path)
 
 
-def test_verl_reads_only_its_own_number_of_ranks(ours: SFTTrainer, tmp_path: Path) -> None:
+def test_verl_loads_only_same_number_of_ranks(ours: SFTTrainer, tmp_path: Path) -> None:
     ours.save_checkpoint(1)
     checkpoint = ours.run_dir / "global_step_1"
     for path in checkpoint.glob("*_world_size_1_rank_0.pt"):  # as two ranks would have named them
@@ -200,7 +200,7 @@ class Numbers(Dataset):
         return index
 
 
-def test_verls_loader_skips_an_epoch_when_resumed_at_the_end_of_one() -> None:
+def test_verl_loader_skips_epoch_after_resume_at_epoch_end() -> None:
     loader = StatefulDataLoader(Numbers(), batch_size=2)
     at_the_end = [loader.state_dict() for _ in loader][-1]  # verl saves inside the loop
     resumed = StatefulDataLoader(Numbers(), batch_size=2)
@@ -215,7 +215,7 @@ def test_verls_loader_skips_an_epoch_when_resumed_at_the_end_of_one() -> None:
     assert len(list(again)) == 2
 
 
-def test_a_checkpoint_of_another_device_resumes_and_verl_crashes(
+def test_checkpoint_from_another_device_resumes_but_verl_crashes(
     ours: SFTTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours.save_checkpoint(1)

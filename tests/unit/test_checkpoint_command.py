@@ -1,4 +1,4 @@
-"""`python -m verl_ext.checkpoint` as a user types it."""
+"""`python -m verl_ext.checkpoint` as users run it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_ls_is_an_aligned_table_with_the_reasons(run_dir: Path) -> None:
+def test_ls_prints_aligned_table_with_retention_reasons(run_dir: Path) -> None:
     (run_dir / "global_step_50").mkdir()
     (run_dir / "global_step_45.tmp").mkdir()
     (run_dir / "global_step_5.removing").mkdir()
@@ -55,7 +55,7 @@ def test_ls_is_an_aligned_table_with_the_reasons(run_dir: Path) -> None:
     assert lines[4][header.index("val/loss") :].split()[:2] == ["1.5", "0.75"]
 
 
-def test_ls_for_scripts(run_dir: Path) -> None:
+def test_ls_json_reports_retention_and_size(run_dir: Path) -> None:
     (run_dir / "global_step_50").mkdir()
     entries = {entry["step"]: entry for entry in json.loads(checkpoint_command("ls", run_dir, "--json"))}
     assert entries[20]["kept_because"] == ["the best by val/loss"]
@@ -66,20 +66,20 @@ def test_ls_for_scripts(run_dir: Path) -> None:
     assert (entries[50]["complete"], entries[40]["complete"]) == (False, True)
 
 
-def test_ls_without_a_configuration_keeps_all(run_dir: Path) -> None:
+def test_ls_without_configuration_keeps_all(run_dir: Path) -> None:
     (run_dir / "config.yaml").unlink()
     entries = json.loads(checkpoint_command("ls", run_dir, "--json"))
     assert [entry["kept_because"] for entry in entries] == [["max_ckpt_to_keep is null"]] * 4
 
 
-def test_ls_after_a_run_was_started_over_counts_from_its_tracker(run_dir: Path) -> None:
+def test_ls_after_restart_from_earlier_step_follows_tracker(run_dir: Path) -> None:
     save(run_dir, 15)
     entries = {entry["step"]: entry for entry in json.loads(checkpoint_command("ls", run_dir, "--json"))}
     assert entries[15]["kept_because"] == ["the newest"]
     assert entries[40]["goes_next"]
 
 
-def test_verify_lists_damage_and_exits_with_1(run_dir: Path) -> None:
+def test_verify_lists_damage_and_exits_1(run_dir: Path) -> None:
     output = checkpoint_command("verify", run_dir)
     *lines, last = output.splitlines()
     assert [line.partition(":")[0] for line in lines] == [f"global_step_{n}" for n in (40, 30, 20, 10)]
@@ -99,7 +99,7 @@ def test_verify_lists_damage_and_exits_with_1(run_dir: Path) -> None:
     assert "manifest is that of step 10" in checkpoint_command("verify", run_dir, "--step", 11, code=1)
 
 
-def test_prune_by_the_configuration_and_by_options(run_dir: Path) -> None:
+def test_prune_follows_configuration_and_options(run_dir: Path) -> None:
     (run_dir / "global_step_45.tmp").mkdir()
     output = checkpoint_command("prune", run_dir, "--dry-run")
     assert "global_step_10" in output and "global_step_30" in output and "This frees" in output
@@ -119,7 +119,7 @@ OF_EVALUATION = ("eval/eval_step_40/metrics.json.tmp", "eval/eval_step_40/verdic
 REPLACED = ("best_model.pt.tmp", "checkpoint_epoch_12.pt.tmp", *OF_EVALUATION)
 
 
-def test_prune_removes_what_interruptions_left(run_dir: Path) -> None:
+def test_prune_removes_leftovers_of_interrupted_saves(run_dir: Path) -> None:
     checkpoint_command("prune", run_dir, "--yes")
     names = ["global_step_45.tmp", "global_step_5.removing", "global_step_50.tmp.removing"]
     for name in names:
@@ -148,7 +148,7 @@ def test_prune_removes_what_interruptions_left(run_dir: Path) -> None:
     assert "Nothing to remove" in checkpoint_command("prune", run_dir)
 
 
-def test_prune_drops_the_optimizer_of_the_best(run_dir: Path) -> None:
+def test_prune_drops_optimizer_of_best_checkpoint(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text(
         "trainer: {max_ckpt_to_keep: 3, checkpoint: {keep_best: 1, drop_optimizer_of_best: true}}\n"
     )
@@ -161,7 +161,7 @@ def test_prune_drops_the_optimizer_of_the_best(run_dir: Path) -> None:
     checkpoint_command("verify", run_dir)
 
 
-def test_prune_by_step_refuses_what_is_held_and_says_how_to_lift_it(run_dir: Path) -> None:
+def test_prune_by_step_rejects_held_checkpoints_with_fix(run_dir: Path) -> None:
     keep, choice = run_dir / "global_step_10" / "keep", run_dir / "best_checkpoint.json"
     keep.touch()
     choice.write_text('{"step": 20}')
@@ -179,7 +179,7 @@ def test_prune_by_step_refuses_what_is_held_and_says_how_to_lift_it(run_dir: Pat
     assert "repair or delete it" in checkpoint_command("prune", run_dir, "--step", 20, "--yes", code=2)
 
 
-def test_prune_leaves_a_run_alone_that_is_training(run_dir: Path) -> None:
+def test_prune_rejects_running_training(run_dir: Path) -> None:
     with hold_run_lock(run_dir):
         message = checkpoint_command("prune", run_dir, "--yes", code=2)
         assert f"in use by process {os.getpid()} on " in message
@@ -187,8 +187,8 @@ def test_prune_leaves_a_run_alone_that_is_training(run_dir: Path) -> None:
     assert kept(run_dir) == [10, 20, 30, 40]
 
 
-def test_without_locks_a_save_under_way_is_no_leftover(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lustre may be mounted without locks, so that a training may be writing this directory."""
+def test_prune_without_file_locks_keeps_save_in_progress(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre may be mounted without locks, so a training run may still be writing this directory."""
     (run_dir / "global_step_45.tmp").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
@@ -201,7 +201,7 @@ def test_without_locks_a_save_under_way_is_no_leftover(run_dir: Path, monkeypatc
 @pytest.mark.parametrize(
     ("answer", "code", "left"), [("n", 1, [10, 20, 30, 40]), ("\x04", 1, None), ("y", 0, [20, 40])]
 )
-def test_prune_asks_on_a_terminal(run_dir: Path, answer: str, code: int, left: list[int] | None) -> None:
+def test_prune_asks_for_confirmation_on_terminal(run_dir: Path, answer: str, code: int, left: list[int] | None) -> None:
     ours, theirs = pty.openpty()
     os.write(ours, f"{answer}\n".encode())
     result = subprocess.run([*COMMAND, "prune", run_dir], cwd=ROOT, stdin=theirs, capture_output=True, text=True)
@@ -212,13 +212,13 @@ def test_prune_asks_on_a_terminal(run_dir: Path, answer: str, code: int, left: l
     assert kept(run_dir) == ([20, 40] if answer == "y" else [10, 20, 30, 40])
 
 
-def test_a_removal_that_fails_is_exit_code_1(run_dir: Path) -> None:
+def test_failed_removal_exits_1(run_dir: Path) -> None:
     (run_dir / "global_step_10.removing").write_text("a file where the directory is to be renamed to")
     checkpoint_command("prune", run_dir, "--yes", code=1)
     assert kept(run_dir) == [10, 20, 40]
 
 
-def test_bad_input_is_one_sentence_and_exit_code_2(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_bad_input_prints_one_sentence_and_exits_2(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     empty = tmp_path_factory.mktemp("empty")
     cases = {
         "is not a directory": ("ls", empty / "none"),
@@ -236,13 +236,13 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run_dir: Path, tmp_path_facto
 @pytest.mark.parametrize(
     "text", ["trainer: [", "- 1\n", "trainer: 3\n", "trainer: {max_ckpt_to_keep: two}\n", "trainer: {checkpoint: 3}\n"]
 )
-def test_a_broken_configuration_is_refused(run_dir: Path, text: str) -> None:
+def test_invalid_configuration_is_rejected(run_dir: Path, text: str) -> None:
     (run_dir / "config.yaml").write_text(text)
     assert "config.yaml" in checkpoint_command("ls", run_dir, code=2)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["ls"], ["verify"], ["prune", "--dry-run"]])
-def test_no_command_imports_torch(run_dir: Path, words: list[str]) -> None:
+def test_commands_do_not_import_torch(run_dir: Path, words: list[str]) -> None:
     arguments = words if words == ["--help"] else [words[0], str(run_dir), *words[1:]]
     code = (
         "import sys\nfrom verl_ext.checkpoint.__main__ import main\n"
@@ -254,7 +254,7 @@ def test_no_command_imports_torch(run_dir: Path, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [["ls"], ["ls", "--json"], ["verify"], ["prune", "--dry-run"], ["prune", "--yes"]])
-def test_a_rotation_in_the_middle_of_a_command_is_no_error(
+def test_concurrent_rotation_does_not_fail_commands(
     run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, victim = Manifest.read, run_dir / "global_step_10"

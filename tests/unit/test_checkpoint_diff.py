@@ -1,4 +1,4 @@
-"""`python -m verl_ext.checkpoint diff`: what differs between two checkpoints, tensor by tensor."""
+"""`python -m verl_ext.checkpoint diff`: differences between two checkpoints, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARDS = "trainer.checkpoint.save_contents=[model,optimizer,extra]"
 
 @pytest.fixture(scope="module")
 def run_dir(one_rank: None, quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 1 and 2 of one model, and the second saved again as step 3; read-only."""
+    """Steps 1 and 2 of one model, and step 2 saved again as step 3. Tests must not change it."""
     directory = tmp_path_factory.mktemp("run")
     trainer = make_trainer(small_config(quickstart, directory, SHARDS, "trainer.max_ckpt_to_keep=null"))
     batches = trainer.batches()
@@ -37,14 +37,14 @@ def copy(run_dir: Path, tmp_path: Path) -> Path:
 
 
 def change(checkpoint: Path, name: str, value: torch.Tensor | None) -> None:
-    """Put another tensor into a checkpoint's only model shard, or take one out."""
+    """Replace or remove a tensor in a checkpoint's only model shard."""
     path = checkpoint / shard_name("model", 1, 0)
     content = torch.load(path, weights_only=False)
     del content[name]
     torch.save(content if value is None else {**content, name: value}, path)
 
 
-def test_what_is_the_same_is_equal_bit_for_bit(run_dir: Path) -> None:
+def test_identical_checkpoints_are_bitwise_equal(run_dir: Path) -> None:
     last = checkpoint_command("diff", run_dir, 2, 3).splitlines()
     assert len(last) == 1 and last[0].endswith("tensors are equal bit for bit")
     equal, _, num_tensors, *_ = last[0].split()
@@ -53,7 +53,7 @@ def test_what_is_the_same_is_equal_bit_for_bit(run_dir: Path) -> None:
     assert int(with_optimizer[0]) > 2 * int(equal)
 
 
-def test_a_step_changes_every_tensor_and_the_largest_changes_are_shown(run_dir: Path) -> None:
+def test_diff_shows_largest_relative_changes_first(run_dir: Path) -> None:
     header, *rows, more, equal = checkpoint_command("diff", run_dir, 1, run_dir / "global_step_2", code=1).splitlines()
     assert header.split()[0] == "tensor" and len(rows) == SHOWN
     relative = [float(row.split()[-2]) for row in rows]
@@ -63,7 +63,7 @@ def test_a_step_changes_every_tensor_and_the_largest_changes_are_shown(run_dir: 
     assert len(listed) - 2 == SHOWN + int(more.split()[2])
 
 
-def test_tensors_that_are_missing_or_of_another_shape_come_first(copy: Path) -> None:
+def test_diff_lists_missing_and_reshaped_tensors_first(copy: Path) -> None:
     names = ("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")
     change(copy / "global_step_3", names[0], None)
     change(copy / "global_step_3", names[1], torch.zeros(7))
@@ -78,12 +78,12 @@ def test_tensors_that_are_missing_or_of_another_shape_come_first(copy: Path) -> 
     assert told[names[2]].endswith("torch.float32 against torch.bfloat16")
 
 
-def test_a_damaged_shard_is_no_difference(copy: Path) -> None:
+def test_damaged_shard_is_an_error_not_a_difference(copy: Path) -> None:
     (copy / "global_step_3" / shard_name("model", 1, 0)).write_bytes(b"")
     assert "is damaged, or not a file of torch.save" in checkpoint_command("diff", copy, 2, 3, code=2)
 
 
-def test_what_is_no_checkpoint_is_refused(run_dir: Path) -> None:
+def test_diff_rejects_paths_that_are_no_checkpoint(run_dir: Path) -> None:
     assert "has no checkpoint of step 9" in checkpoint_command("diff", run_dir, 1, 9, code=2)
     assert "is neither a step of" in checkpoint_command("diff", run_dir, 1, run_dir, code=2)
     assert "is not a directory" in checkpoint_command("diff", run_dir / "none", 1, 2, code=2)

@@ -1,4 +1,4 @@
-"""When a save has an export, and that the shards are enough to make one later."""
+"""When a save writes an export, and exports rebuilt later from the shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERYTHING = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 SHARDS = "trainer.checkpoint.save_contents=[model,optimizer,extra]"
 
 
-def test_adapters_are_merged_also_where_training_wrote_no_export(
+def test_export_from_shards_merges_adapters(
     quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make_trainer(small_config(quickstart, tmp_path, SHARDS, "model.lora_rank=4", "optim.lr=1e-2"))
@@ -41,7 +41,7 @@ def test_adapters_are_merged_also_where_training_wrote_no_export(
     assert not any("norm" in name or "embed" in name for name in changed)
 
 
-def test_an_export_has_every_file_of_a_model(quickstart: Path, tmp_path: Path) -> None:
+def test_export_has_all_files_of_the_model(quickstart: Path, tmp_path: Path) -> None:
     make_trainer(small_config(quickstart, tmp_path, EVERYTHING)).save_checkpoint(1)
     export, model = tmp_path / "global_step_1/huggingface", quickstart / "model"
     names = {path.name for path in model.iterdir()}
@@ -52,7 +52,7 @@ def test_an_export_has_every_file_of_a_model(quickstart: Path, tmp_path: Path) -
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
 
 
-def test_an_export_is_only_as_frequent_as_asked(quickstart: Path, tmp_path: Path) -> None:
+def test_export_interval_is_respected(quickstart: Path, tmp_path: Path) -> None:
     overrides = (EVERYTHING, "trainer.save_freq=1", "trainer.checkpoint.export.every=2")
     trainer = make_trainer(
         small_config(quickstart, tmp_path, *overrides, "trainer.checkpoint.export.max_shard_gib=0.001")
@@ -66,10 +66,10 @@ def test_an_export_is_only_as_frequent_as_asked(quickstart: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", "fp32"), ("fp16", "fp16"), ("bf16", "bf16")])
-def test_an_export_made_later_has_the_number_type_of_the_runs_own(
+def test_later_export_uses_dtype_of_the_run(
     dtype: str, expected: str, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`auto`, which GRPO has, is what training computes in: fp32 on a CPU."""
+    """`auto`, the default of GRPO, is the dtype that training computes in: fp32 on a CPU."""
     setting = f"trainer.checkpoint.export.dtype={dtype}"
     make_trainer(small_config(quickstart, tmp_path, SHARDS, setting, "model.mixed_precision=fp32")).save_checkpoint(1)
     target, options = tmp_path / "model", {"step": None, "max_shard_gib": 1.0}
@@ -80,7 +80,7 @@ def test_an_export_made_later_has_the_number_type_of_the_runs_own(
     assert stored == {expected} and PrecisionType.to_dtype(expected) == getattr(torch, named)
 
 
-def test_an_export_made_by_hand_does_not_decide_the_next(quickstart: Path, tmp_path: Path) -> None:
+def test_manual_export_does_not_change_dtype_of_next_export(quickstart: Path, tmp_path: Path) -> None:
     setting = "trainer.checkpoint.export.dtype=fp16"
     make_trainer(small_config(quickstart, tmp_path, EVERYTHING, setting)).save_checkpoint(1)
     options = {"run_dir": tmp_path, "step": None, "max_shard_gib": 1.0}
@@ -90,8 +90,8 @@ def test_an_export_made_by_hand_does_not_decide_the_next(quickstart: Path, tmp_p
         assert named == expected
 
 
-def test_an_export_of_a_checkpoint_of_verls_is_bf16(quickstart: Path, tmp_path: Path) -> None:
-    """Its configuration names the number type of the shards."""
+def test_export_of_verl_checkpoint_defaults_to_bf16(quickstart: Path, tmp_path: Path) -> None:
+    """Its configuration records the dtype of the shards."""
     make_trainer(small_config(quickstart, tmp_path, SHARDS)).save_checkpoint(1)
     checkpoint = tmp_path / "global_step_1"
     config = checkpoint / "huggingface/config.json"

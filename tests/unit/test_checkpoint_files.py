@@ -1,4 +1,4 @@
-"""The commit protocol, the choice of the checkpoint to resume from, and rotation; all on plain files."""
+"""The commit protocol, resume selection and rotation, on plain files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find(run_dir: Path, mode: str = "auto", path: str | None = None) -> tuple[Pa
     return find_checkpoint(run_dir, mode, path, warnings.append), warnings
 
 
-def test_a_committed_directory_is_complete_and_tracked(tmp_path: Path) -> None:
+def test_committed_directory_is_complete_and_tracked(tmp_path: Path) -> None:
     checkpoint = commit(tmp_path, 10)
     assert why_incomplete(checkpoint) is None
     assert (tmp_path / TRACKER).read_text() == "10"  # a plain integer, as verl's own tools read it
@@ -46,7 +46,7 @@ def test_a_committed_directory_is_complete_and_tracked(tmp_path: Path) -> None:
     )
 
 
-def test_the_same_step_again_replaces_the_former(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     first = commit(tmp_path, 10)
     (first / "extra").write_text("from the first time")
     assert not (commit(tmp_path, 10) / "extra").exists()
@@ -55,7 +55,7 @@ def test_the_same_step_again_replaces_the_former(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_10"]
 
 
-def test_a_chosen_checkpoint_makes_way_with_its_choice(tmp_path: Path) -> None:
+def test_replaced_best_checkpoint_is_renamed_with_its_record(tmp_path: Path) -> None:
     commit(tmp_path, 10)
     (tmp_path / "best_checkpoint.json").write_text('{"step": 10}')
     commit(tmp_path, 10)
@@ -64,7 +64,7 @@ def test_a_chosen_checkpoint_makes_way_with_its_choice(tmp_path: Path) -> None:
     assert not (tmp_path / "best_checkpoint.json").exists()  # it would name weights that nobody chose
 
 
-def test_a_held_checkpoint_makes_way_but_stays(tmp_path: Path) -> None:
+def test_replaced_held_checkpoint_is_renamed_and_kept(tmp_path: Path) -> None:
     (commit(tmp_path, 10) / "keep").touch()
     commit(tmp_path, 10)
     former = next(tmp_path.glob("global_step_10_formerly_*"))
@@ -73,7 +73,7 @@ def test_a_held_checkpoint_makes_way_but_stays(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == [tmp_path / "global_step_10"]
 
 
-def test_a_crash_before_the_tracker_loses_nothing_and_a_tracker_set_back_by_hand_counts(tmp_path: Path) -> None:
+def test_stale_tracker_is_ignored_unless_edited_by_user(tmp_path: Path) -> None:
     older, newer = commit(tmp_path, 10), commit(tmp_path, 20)
     tracker = tmp_path / TRACKER
     tracker.write_text("10")
@@ -90,9 +90,7 @@ def test_a_crash_before_the_tracker_loses_nothing_and_a_tracker_set_back_by_hand
     ("tracker", "warning"),
     [(None, "is missing"), ("", "is empty"), ("30", "names global_step_30"), ("ten\n", "instead of a step")],
 )
-def test_a_bad_tracker_falls_back_to_the_newest_with_a_warning(
-    tracker: str | None, warning: str, tmp_path: Path
-) -> None:
+def test_invalid_tracker_falls_back_to_newest_with_warning(tracker: str | None, warning: str, tmp_path: Path) -> None:
     commit(tmp_path, 10)
     newest = commit(tmp_path, 20)
     (tmp_path / TRACKER).unlink() if tracker is None else (tmp_path / TRACKER).write_text(tracker)
@@ -102,7 +100,7 @@ def test_a_bad_tracker_falls_back_to_the_newest_with_a_warning(
     assert warning in warnings[0]
 
 
-def test_verl_itself_starts_over_or_crashes_on_the_same_trackers(tmp_path: Path) -> None:
+def test_verl_restarts_or_crashes_on_invalid_tracker(tmp_path: Path) -> None:
     from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
     commit(tmp_path, 10)
@@ -130,7 +128,7 @@ def cut_file(checkpoint: Path) -> None:
         (lambda path: (path / "model.pt").unlink(), "model.pt is missing"),
     ],
 )
-def test_a_damaged_newest_falls_back_to_the_one_before(damage: object, warning: str, tmp_path: Path) -> None:
+def test_damaged_newest_checkpoint_falls_back_to_previous(damage: object, warning: str, tmp_path: Path) -> None:
     older, newest = commit(tmp_path, 10), commit(tmp_path, 20)
     damage(newest)
     found, warnings = find(tmp_path)
@@ -143,7 +141,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before(damage: object, warning: 
         find(tmp_path)
 
 
-def test_modes(tmp_path: Path) -> None:
+def test_resume_modes_select_expected_checkpoint(tmp_path: Path) -> None:
     assert find(tmp_path / "nothing") == (None, [])
     older, _ = commit(tmp_path, 10), commit(tmp_path, 20)
     assert find(tmp_path, "disable") == (None, [])
@@ -157,7 +155,7 @@ def kept(run_dir: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("global_step_")) for path in list_checkpoints(run_dir))
 
 
-def test_rotation_keeps_the_newest_by_step_and_what_is_held(tmp_path: Path) -> None:
+def test_rotation_keeps_newest_steps_and_held_checkpoints(tmp_path: Path) -> None:
     for step in (5, 10, 9, 100, 20):  # 100 sorts before 20 and 9 as text
         commit(tmp_path, step)
     (tmp_path / "global_step_5" / "keep").touch()
@@ -172,7 +170,7 @@ def test_rotation_keeps_the_newest_by_step_and_what_is_held(tmp_path: Path) -> N
     assert rotate(tmp_path, *retention(None), 100, pytest.fail) == []
 
 
-def test_an_unreadable_choice_of_the_best_removes_nothing(tmp_path: Path) -> None:
+def test_unreadable_best_record_stops_rotation(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         commit(tmp_path, step)
     (tmp_path / "best_checkpoint.json").write_text("{")
@@ -182,7 +180,7 @@ def test_an_unreadable_choice_of_the_best_removes_nothing(tmp_path: Path) -> Non
     assert kept(tmp_path) == [1, 2, 3]
 
 
-def test_a_run_started_over_never_loses_what_it_just_saved(tmp_path: Path) -> None:
+def test_rotation_after_restart_keeps_latest_save(tmp_path: Path) -> None:
     for step in (400, 600, 750):
         commit(tmp_path, step)
     commit(tmp_path, 200)

@@ -1,4 +1,4 @@
-"""What rotation keeps and removes, leases, digests and the lock of a run; on plain files, with real processes."""
+"""Checkpoint rotation, leases, digests and the run lock, on plain files with real processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reasons(run_dir: Path, max_to_keep: int | None, config: CheckpointConfig, st
 
 
 def start_python(code: str) -> subprocess.Popen[str]:
-    """A process that has printed its first line when this returns."""
+    """Start a process and wait for its first line of output."""
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline()
     return process
@@ -48,7 +48,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_every_reason_is_told_newest_first(tmp_path: Path) -> None:
+def test_retention_reasons_are_listed_newest_first(tmp_path: Path) -> None:
     for step, loss in ((1, 0.5), (2, 3.0), (3, 2.0), (4, 1.0), (5, 4.0), (6, 5.0)):
         save(tmp_path, step, val=loss)
     (tmp_path / "global_step_2" / "keep").touch()
@@ -69,9 +69,7 @@ def test_every_reason_is_told_newest_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", [3, 6]), ("max", [5, 6])])
-def test_the_best_needs_a_finite_metric_and_the_newer_of_equals_wins(
-    tmp_path: Path, mode: str, expected: list[int]
-) -> None:
+def test_best_needs_finite_metric_and_ties_keep_newer(tmp_path: Path, mode: str, expected: list[int]) -> None:
     diverged = float("-inf" if mode == "min" else "inf")
     for step, loss in ((1, 1.0), (2, diverged), (3, 1.0), (4, 9.0), (5, 9.0)):
         save(tmp_path, step, val=loss)
@@ -80,14 +78,14 @@ def test_the_best_needs_a_finite_metric_and_the_newer_of_equals_wins(
     assert kept(tmp_path) == expected
 
 
-def test_the_newest_may_be_the_best_and_uses_up_its_place(tmp_path: Path) -> None:
+def test_newest_checkpoint_counts_as_best(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, val=4.0 - step)
     rotate(tmp_path, *retention(1, keep_best=1), 3, pytest.fail)
     assert kept(tmp_path) == [3]
 
 
-def test_retention_is_read_from_the_configuration_and_refuses_what_cannot_work(tmp_path: Path) -> None:
+def test_retention_is_read_from_configuration_and_validated(tmp_path: Path) -> None:
     assert read_retention(tmp_path) == retention(None)
     section = CheckpointConfig(keep_best=2, best_metric="eval/x", best_mode="max", drop_optimizer_of_best=True)
     trainer = to_yaml(TrainerConfig(max_ckpt_to_keep=3, checkpoint=replace(section, load_contents=["model"])))
@@ -109,7 +107,7 @@ def test_retention_is_read_from_the_configuration_and_refuses_what_cannot_work(t
         assert "config.yaml" in str(refused.value)
 
 
-def test_the_optimizer_goes_only_from_a_checkpoint_kept_as_best_alone(tmp_path: Path) -> None:
+def test_optimizer_is_dropped_only_if_kept_as_best_alone(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step, val=float(step))
     (tmp_path / "global_step_2" / "keep").touch()
@@ -126,7 +124,7 @@ def test_the_optimizer_goes_only_from_a_checkpoint_kept_as_best_alone(tmp_path: 
         assert all((tmp_path / f"global_step_{step}" / name).exists() for name in OPTIMIZER)
 
 
-def test_optimizer_files_that_a_crash_left_behind_go_at_the_next_rotation(tmp_path: Path) -> None:
+def test_next_rotation_removes_leftover_optimizer_files(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step, val=float(step))
     best = tmp_path / "global_step_1"
@@ -139,7 +137,7 @@ def test_optimizer_files_that_a_crash_left_behind_go_at_the_next_rotation(tmp_pa
     assert Manifest.read(best).dropped == ("optimizer",)
 
 
-def test_a_checkpoint_that_vanished_after_the_plan_is_a_warning(tmp_path: Path) -> None:
+def test_checkpoint_missing_after_planning_is_a_warning(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step, val=float(step))
     plan = plan_rotation(tmp_path, *retention(1, keep_best=1, drop_optimizer_of_best=True), 2)
@@ -150,7 +148,7 @@ def test_a_checkpoint_that_vanished_after_the_plan_is_a_warning(tmp_path: Path) 
     assert "it has no manifest.json" in warnings[0] and kept(tmp_path) == [2]
 
 
-def test_a_removal_that_fails_warns_and_the_others_go(tmp_path: Path) -> None:
+def test_failed_removal_warns_and_others_are_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / "global_step_1.removing").write_text("a file where the directory is to be renamed to")
@@ -161,7 +159,7 @@ def test_a_removal_that_fails_warns_and_the_others_go(tmp_path: Path) -> None:
     assert any("global_step_1 could not be removed" in warning for warning in warnings)
 
 
-def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
+def test_interrupted_removal_is_finished(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     (tmp_path / "global_step_1.removing").mkdir()
@@ -171,7 +169,7 @@ def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"step": "9"}', '{"step": null}'])
-def test_a_choice_that_cannot_be_read_keeps_all_and_their_optimizers(tmp_path: Path, text: str) -> None:
+def test_unreadable_best_record_keeps_all_checkpoints(tmp_path: Path, text: str) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, val=float(step))
     (tmp_path / "best_checkpoint.json").write_text(text)
@@ -189,7 +187,7 @@ def write_lease(checkpoint: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_lease_is_a_file_that_is_renewed_and_removed(tmp_path: Path) -> None:
+def test_lease_file_is_renewed_and_removed(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
     with hold_lease(checkpoint, seconds=0.1):
         (path,) = checkpoint.glob("lease.*.json")
@@ -201,7 +199,7 @@ def test_a_lease_is_a_file_that_is_renewed_and_removed(tmp_path: Path) -> None:
     assert why_incomplete(checkpoint) is None
 
 
-def test_a_lease_of_a_killed_process_of_this_machine_does_not_count(tmp_path: Path) -> None:
+def test_lease_of_killed_local_process_is_ignored(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     checkpoint = tmp_path / "global_step_1"
@@ -219,7 +217,7 @@ def test_a_lease_of_a_killed_process_of_this_machine_does_not_count(tmp_path: Pa
     assert rotate(tmp_path, *retention(1), 2, pytest.fail) == [checkpoint]
 
 
-def test_a_lease_taken_after_the_plan_was_made_still_counts(tmp_path: Path) -> None:
+def test_lease_taken_after_planning_is_respected(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     plan = plan_rotation(tmp_path, *retention(1), 3)
@@ -230,7 +228,7 @@ def test_a_lease_taken_after_the_plan_was_made_still_counts(tmp_path: Path) -> N
     assert f"stays for now, because leased by process {os.getpid()}" in warnings[0]
 
 
-def test_what_counts_as_a_live_lease(tmp_path: Path) -> None:
+def test_lease_is_live_until_expired_or_holder_dead(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     write_lease(checkpoint)
@@ -246,7 +244,7 @@ def test_what_counts_as_a_live_lease(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"host": "h", "pid": 1, "expires": Infinity}'])
-def test_a_malformed_lease_counts_until_it_is_old(tmp_path: Path, text: str) -> None:
+def test_malformed_lease_counts_until_old(tmp_path: Path, text: str) -> None:
     path = save(tmp_path, 1) / "lease.other.1.json"
     path.write_text(text)
     assert lease_holders(path.parent) == ["lease.other.1.json, which cannot be read"]
@@ -255,9 +253,7 @@ def test_a_malformed_lease_counts_until_it_is_old(tmp_path: Path, text: str) -> 
     assert lease_holders(path.parent) == []
 
 
-def test_evaluation_holds_a_run_s_checkpoint_and_goes_on_without(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_takes_lease_and_continues_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(tmp_path, 1)
     checkpoint = EvalCheckpoint(path, path / "huggingface", run_dir=tmp_path, step=1)
     with lease_checkpoint(checkpoint):
@@ -275,7 +271,7 @@ def test_evaluation_holds_a_run_s_checkpoint_and_goes_on_without(
             pass
 
 
-def test_damaged_files_are_named_with_what_is_wrong(tmp_path: Path) -> None:
+def test_damaged_files_are_reported_with_reason(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
     read: list[int] = []
     assert damaged_files(checkpoint, progress=read.append) == {}
@@ -301,7 +297,7 @@ def test_damaged_files_are_named_with_what_is_wrong(tmp_path: Path) -> None:
         damaged_files(checkpoint)
 
 
-def test_a_lock_names_its_holder_and_is_taken_over_from_a_killed_process(tmp_path: Path) -> None:
+def test_run_lock_names_holder_and_is_released_when_killed(tmp_path: Path) -> None:
     process = start_python(
         "import time\nfrom pathlib import Path\nfrom verl_ext.files import hold_run_lock\n"
         f"with hold_run_lock(Path({str(tmp_path)!r})):\n    print('held', flush=True)\n    time.sleep(1000)"
@@ -322,7 +318,7 @@ def test_a_lock_names_its_holder_and_is_taken_over_from_a_killed_process(tmp_pat
 
 
 @pytest.mark.parametrize("module", ["manifest", "lease", "retention", "resume"])
-def test_what_the_monitor_and_the_launcher_import_needs_the_standard_library_alone(module: str) -> None:
+def test_light_modules_import_only_standard_library(module: str) -> None:
     code = (
         f"import sys, verl_ext.checkpoint.{module}\n"
         "ours = {name for name in sys.modules if name.partition('.')[0] not in sys.stdlib_module_names}\n"

@@ -1,4 +1,4 @@
-"""Checkpoints that verl itself wrote: known for what they are, whole or not, never removed; on plain files."""
+"""Checkpoints that verl itself wrote are recognized, checked for completeness and never removed; on plain files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERYTHING = ("model", "optim", "extra_state")
 
 
 def save_as_verl(run_dir: Path, step: int, world_size: int = 2, kinds: tuple[str, ...] = EVERYTHING) -> Path:
-    """The files of verl 0.7.0, in its order; `tests/integration/test_from_verl.py` has real ones."""
+    """Write the files of verl 0.7.0 in its order. `tests/integration/test_from_verl.py` uses real ones."""
     checkpoint = run_dir / f"global_step_{step}"
     (checkpoint / "huggingface").mkdir(parents=True)
     for kind in kinds:
@@ -56,7 +56,7 @@ def only_the_first_rank(checkpoint: Path) -> None:
             path.unlink()
 
 
-def test_a_whole_one_is_found_and_says_what_it_holds(tmp_path: Path) -> None:
+def test_complete_verl_checkpoint_is_found_and_described(tmp_path: Path) -> None:
     checkpoint = save_as_verl(tmp_path, 20)
     assert find(tmp_path) == (checkpoint, [])
     manifest = Manifest.read(checkpoint)
@@ -81,7 +81,7 @@ def test_a_whole_one_is_found_and_says_what_it_holds(tmp_path: Path) -> None:
         (shutil.rmtree, "the tracker file names global_step_20, which does not exist"),
     ],
 )
-def test_one_that_a_kill_cut_short_is_named_and_passed_over(
+def test_incomplete_verl_checkpoint_is_skipped_with_warning(
     damage: Callable[[Path], None], sentence: str, tmp_path: Path
 ) -> None:
     older, newest = save_as_verl(tmp_path, 10), save_as_verl(tmp_path, 20)
@@ -91,14 +91,14 @@ def test_one_that_a_kill_cut_short_is_named_and_passed_over(
     assert sentence in warnings[0] and len(warnings) == 1
 
 
-def test_one_that_lacks_nothing_but_the_place_in_the_data_is_whole(tmp_path: Path) -> None:
+def test_verl_checkpoint_without_data_position_is_complete(tmp_path: Path) -> None:
     checkpoint = save_as_verl(tmp_path, 20)
     (checkpoint / "data.pt").unlink()
     shutil.rmtree(checkpoint / "huggingface")
     assert find(tmp_path) == (checkpoint, [])
 
 
-def test_a_save_that_the_tracker_does_not_name_yet_goes_before(tmp_path: Path) -> None:
+def test_newer_verl_save_precedes_stale_tracker(tmp_path: Path) -> None:
     save_as_verl(tmp_path, 10)
     os.utime(tmp_path / TRACKER, (1, 1))
     newer = save_as_verl(tmp_path, 20)
@@ -108,21 +108,21 @@ def test_a_save_that_the_tracker_does_not_name_yet_goes_before(tmp_path: Path) -
     assert found == newer and "global_step_20 was completed after it" in warnings[0]
 
 
-def test_one_without_an_optimizer_is_taken_by_a_run_that_loads_none(tmp_path: Path) -> None:
+def test_verl_checkpoint_without_optimizer_needs_model_only_load(tmp_path: Path) -> None:
     checkpoint = save_as_verl(tmp_path, 20, kinds=("model",))
     assert find(tmp_path, with_optimizer=False) == (checkpoint, [])
     with pytest.raises(UserError, match=r"verl saved it without the optimizer; remove it from .*load_contents"):
         find(tmp_path)
 
 
-def test_one_of_this_pipeline_that_lost_its_manifest_is_not_taken_for_verls(tmp_path: Path) -> None:
+def test_checkpoint_with_lost_manifest_is_not_taken_for_verl(tmp_path: Path) -> None:
     checkpoint = save_as_verl(tmp_path, 20)
     (checkpoint / "export_plan.json").write_text("{}")
     assert not is_verl_checkpoint(checkpoint)
     assert why_incomplete(checkpoint) == "it has no manifest.json, so it was never completed"
 
 
-def test_rotation_leaves_them_alone_and_does_not_count_them(tmp_path: Path) -> None:
+def test_rotation_neither_removes_nor_counts_verl_checkpoints(tmp_path: Path) -> None:
     stock = [save_as_verl(tmp_path, step) for step in (10, 20, 30)]
     cut(stock[2] / "data.pt", 0.5)
     before = {path: path.read_bytes() for each in stock for path in each.rglob("*") if path.is_file()}
@@ -134,7 +134,7 @@ def test_rotation_leaves_them_alone_and_does_not_count_them(tmp_path: Path) -> N
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_one_whose_step_is_saved_once_more_makes_way_but_stays(tmp_path: Path) -> None:
+def test_replaced_verl_checkpoint_is_renamed_and_kept(tmp_path: Path) -> None:
     cut(save_as_verl(tmp_path, 20) / "data.pt", 0.5)
     ours = save(tmp_path / "ours", 20)
     commit_directory(ours, tmp_path / "global_step_20", Manifest.read(ours))
@@ -144,7 +144,7 @@ def test_one_whose_step_is_saved_once_more_makes_way_but_stays(tmp_path: Path) -
     assert [path.name for path in list_checkpoints(tmp_path)] == ["global_step_20"]
 
 
-def test_the_commands_show_them_for_what_they_are(tmp_path: Path) -> None:
+def test_commands_label_verl_checkpoints(tmp_path: Path) -> None:
     save_as_verl(tmp_path, 10)
     save_as_verl(tmp_path, 20, kinds=("model",))
     cut(save_as_verl(tmp_path, 30) / "data.pt", 0.5)
@@ -168,7 +168,7 @@ def test_the_commands_show_them_for_what_they_are(tmp_path: Path) -> None:
     assert kept(tmp_path) == [15, 20]
 
 
-def test_a_changed_byte_is_found_by_the_checksums_in_the_file(tmp_path: Path) -> None:
+def test_verify_finds_flipped_byte_by_zip_checksum(tmp_path: Path) -> None:
     shard = save_as_verl(tmp_path, 10) / "model_world_size_2_rank_1.pt"
     flip_byte(shard)
     assert find(tmp_path)[0] == shard.parent  # the quick look does not read it
@@ -178,21 +178,21 @@ def test_a_changed_byte_is_found_by_the_checksums_in_the_file(tmp_path: Path) ->
     )
 
 
-def test_an_export_needs_the_models_configuration(tmp_path: Path) -> None:
+def test_export_needs_model_configuration(tmp_path: Path) -> None:
     checkpoint = save_as_verl(tmp_path, 10)
     shutil.rmtree(checkpoint / "huggingface")
     message = checkpoint_command("export", tmp_path, "--output", tmp_path / "model", code=2)
     assert "has no huggingface/config.json; copy it there" in message
 
 
-def test_a_renamed_one_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_renamed_verl_checkpoint_is_rejected(tmp_path: Path) -> None:
     renamed = save_as_verl(tmp_path, 20).rename(tmp_path / "latest")
     with pytest.raises(UserError, match="global_step_N"):
         find_checkpoint(tmp_path / "run", "auto", str(renamed), pytest.fail)
 
 
 @pytest.mark.parametrize(("offset", "value"), [(10, 99), (8, 1), (42, 255)], ids=["compression", "encryption", "place"])
-def test_a_damaged_table_of_contents_is_damage(offset: int, value: int, tmp_path: Path) -> None:
+def test_damaged_zip_directory_is_reported(offset: int, value: int, tmp_path: Path) -> None:
     save_as_verl(tmp_path, 20)
     path = tmp_path / "global_step_20" / "model_world_size_2_rank_0.pt"
     content = bytearray(path.read_bytes())

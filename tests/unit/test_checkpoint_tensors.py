@@ -1,4 +1,4 @@
-"""Shards by rows, the layout of safetensors files, staging, merging of adapters, and writing with digests."""
+"""Row shards, the layout of safetensors files, staging, adapter merging, and writing with digests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")  # without which a mesh cannot 
 
 
 def shard(tensor: torch.Tensor, num_ranks: int, rank: int) -> DTensor:
-    """What one of so many ranks holds; on a mesh of GPUs, which this machine may lack."""
+    """The shard of one rank, on a mesh of GPUs, which this machine may lack."""
     start, end = shard_rows(len(tensor), num_ranks, rank)
     mesh = DeviceMesh("cuda", torch.arange(num_ranks), _init_backend=False)
     mesh._coordinate_on_dim = [rank]
@@ -56,7 +56,9 @@ def state() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_readers", [1, 2, 3, 5])
-def test_any_rows_of_any_number_of_shards(num_ranks: int, num_readers: int, state: dict, tmp_path: Path) -> None:
+def test_any_number_of_readers_loads_any_number_of_shards(
+    num_ranks: int, num_readers: int, state: dict, tmp_path: Path
+) -> None:
     for rank in range(num_ranks):
         shards = {name: shard(tensor, num_ranks, rank) for name, tensor in state.items()}
         torch.save(shards, tmp_path / shard_name(MODEL, num_ranks, rank))
@@ -79,8 +81,8 @@ def test_any_rows_of_any_number_of_shards(num_ranks: int, num_readers: int, stat
         ("experts.down", "is of another model: it lacks mlp.experts.down_proj"),
     ],
 )
-def test_another_models_tensors_are_refused(saved: str, message: str, tmp_path: Path) -> None:
-    """Those of a mixture of experts, which transformers 4 held one by one, with a sentence of their own."""
+def test_tensors_of_another_model_are_rejected(saved: str, message: str, tmp_path: Path) -> None:
+    """Experts that transformers 4 stored one by one have a message of their own."""
     torch.save({f"mlp.{saved}": torch.zeros(1)}, tmp_path / shard_name(MODEL, 1, 0))
     model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": torch.nn.Module()})})
     model.mlp.experts.down_proj = torch.nn.Parameter(torch.zeros(1))
@@ -88,14 +90,14 @@ def test_another_models_tensors_are_refused(saved: str, message: str, tmp_path: 
         load_model(model, tmp_path)
 
 
-def test_missing_shards_are_named(state: dict, tmp_path: Path) -> None:
+def test_missing_shards_are_reported(state: dict, tmp_path: Path) -> None:
     torch.save(state, tmp_path / shard_name(MODEL, 2, 0))
     with pytest.raises(UserError, match=r"holds 1 model shards of \[2\] ranks"):
         ShardFiles(tmp_path, MODEL)
 
 
 @pytest.mark.parametrize("max_shard_gib", [1, 60 / 2**30])
-def test_ranks_write_one_export_together(max_shard_gib: float, state: dict, tmp_path: Path) -> None:
+def test_ranks_write_one_export_jointly(max_shard_gib: float, state: dict, tmp_path: Path) -> None:
     state["counts"] = torch.arange(3)  # not sharded, not of floating point
     weights = [ExportedTensor(name, name) for name in state]
     layout = layout_of(weights, state, torch.bfloat16, max_shard_gib)
@@ -114,7 +116,7 @@ def test_ranks_write_one_export_together(max_shard_gib: float, state: dict, tmp_
         assert file.metadata() == {"format": "pt"}  # without which transformers refuses it
 
 
-def test_a_staged_copy_does_not_follow_and_ties_stay(state: dict) -> None:
+def test_staged_copy_is_independent_and_keeps_ties(state: dict) -> None:
     stager, sharded = CpuStager(), shard(state["wide"], 2, 0)
     tied = {"a": state["wide"], "b": state["wide"], "sharded": sharded, "list": [state["short"], 3, "x"]}
     before = [state["wide"].clone(), to_local(sharded).clone(), state["short"].clone()]
@@ -140,7 +142,7 @@ def model_of(kind: str) -> PreTrainedModel:
 
 
 def assert_exported_as_saved(model: PreTrainedModel, directory: Path) -> set[str]:
-    """Written by three ranks, and from their shards, the export has what `save_pretrained` writes; its names."""
+    """Check that exports by three ranks and from their shards equal `save_pretrained`; return the tensor names."""
     weights, state = exported_tensors(model), model.state_dict()
     layout = layout_of(weights, state, torch.float32, 1)
     ranks, rebuilt, saved = (directory / name for name in ("ranks", "rebuilt", "saved"))
@@ -163,7 +165,7 @@ def assert_exported_as_saved(model: PreTrainedModel, directory: Path) -> set[str
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied", "experts"])
-def test_an_export_is_what_transformers_saves(kind: str, tmp_path: Path) -> None:
+def test_export_equals_save_pretrained(kind: str, tmp_path: Path) -> None:
     model = model_of(kind)
     names = assert_exported_as_saved(model, tmp_path)
     assert ("model.layers.1.mlp.experts.4.down_proj.weight" in names) == (kind == "experts")
@@ -172,8 +174,8 @@ def test_an_export_is_what_transformers_saves(kind: str, tmp_path: Path) -> None
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_tensors_that_a_model_holds_cut_or_turned(tmp_path: Path) -> None:
-    """By rows of several rows, and by columns."""
+def test_export_splits_and_transposes_converted_tensors(tmp_path: Path) -> None:
+    """Split by groups of rows and by columns."""
     model = model_of("experts")
     model._weight_conversions = [
         WeightConverter(["q.weight", "r.weight"], "q_proj.weight", [Concatenate(0)]),
@@ -184,7 +186,7 @@ def test_tensors_that_a_model_holds_cut_or_turned(tmp_path: Path) -> None:
     assert {f"model.layers.0.{name}" for name in ("self_attn.r.weight", "mlp.experts.up", "mlp.experts.down")} <= names
 
 
-def test_what_cannot_be_cut_out_keeps_its_name() -> None:
+def test_tensor_without_invertible_conversion_keeps_its_name() -> None:
     model = model_of("plain")
     model._weight_conversions = [
         WeightConverter("up_gate.weight", ["gate_proj.weight", "up_proj.weight"], [Chunk(0)]),
@@ -194,7 +196,7 @@ def test_what_cannot_be_cut_out_keeps_its_name() -> None:
     assert [weight.name for weight in exported_tensors(model)] == list(model.state_dict())
 
 
-def test_a_part_outside_of_its_tensor_is_refused(tmp_path: Path) -> None:
+def test_plan_part_outside_its_tensor_is_rejected(tmp_path: Path) -> None:
     model = model_of("experts")
     torch.save(model.state_dict(), tmp_path / shard_name(MODEL, 1, 0))
     (tmp_path / "export").mkdir()
@@ -232,7 +234,7 @@ def lora_model(kind: str) -> peft.PeftModel:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "experts", "turned experts"])
-def test_adapters_are_merged_row_by_row_as_peft_merges_them(kind: str, tmp_path: Path) -> None:
+def test_row_wise_adapter_merge_equals_peft(kind: str, tmp_path: Path) -> None:
     model = lora_model(kind)
     weights, state = exported_tensors(model), model.state_dict()
     layout = layout_of(weights, state, torch.float32, 1)
@@ -256,21 +258,21 @@ def test_adapters_are_merged_row_by_row_as_peft_merges_them(kind: str, tmp_path:
             torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-6)
 
 
-def test_names_without_peft() -> None:
+def test_plain_name_strips_peft_prefixes() -> None:
     assert plain_name("base_model.model.lm_head.modules_to_save.default.weight") == "lm_head.weight"
     assert plain_name("base_model.model.lm_head.original_module.weight") is None
     assert plain_name("base_model.model.model.norm.weight") == "model.norm.weight"
     assert plain_name("base_model.model.mlp.experts.base_layer.base_layer.down_proj") == "mlp.experts.down_proj"
 
 
-def test_adapters_that_cannot_be_merged_are_refused() -> None:
+def test_unmergeable_adapters_are_rejected() -> None:
     base = lora_model("qwen2").unload()
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     with pytest.raises(UserError, match="lora_magnitude_vector"):
         exported_tensors(model)
 
 
-def test_a_trained_head_that_is_tied_is_refused() -> None:
+def test_trained_tied_head_is_rejected() -> None:
     sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, tie_word_embeddings=True)
     base = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["lm_head"]))
@@ -278,7 +280,7 @@ def test_a_trained_head_that_is_tied_is_refused() -> None:
         exported_tensors(model)
 
 
-def test_what_is_written_is_digested_as_it_is_read(state: dict, tmp_path: Path) -> None:
+def test_digest_while_writing_equals_digest_of_file(state: dict, tmp_path: Path) -> None:
     with FileWriter() as files:
         entries = {
             "state.pt": files.write_object(tmp_path / "state.pt", state),
@@ -290,7 +292,7 @@ def test_what_is_written_is_digested_as_it_is_read(state: dict, tmp_path: Path) 
         files.write_bytes(tmp_path / "nowhere/text", b"")
 
 
-def test_room_on_the_disk(state: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_disk_space_is_checked_before_saving(state: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bytes_of({"a": [state["wide"], "text"], "b": shard(state["wide"], 2, 1)}) == 84 + 36
     require_space(tmp_path, 1)
     with pytest.raises(UserError, match=r"it takes 1073741824.00 GiB"):

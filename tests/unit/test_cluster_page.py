@@ -1,4 +1,4 @@
-"""The job scripts and manifests of docs/guides/cluster.md: what they say is what the code says."""
+"""The job scripts and manifests of docs/guides/cluster.md agree with the code."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ SOMEBODY_SHOULD_LOOK = [USER_ERROR_EXIT_CODE, UNHEALTHY_EXIT_CODE]
 
 
 def rules_of(job: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What is done about which exit codes, or about a lost machine."""
+    """The actions of the pod failure policy, with their exit codes (None for a lost node)."""
     rules = job["podFailurePolicy"]["rules"]
     return [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in rules]
 
 
 def command_of(pod: dict[str, Any]) -> list[str]:
-    """The words behind `run_sft.sh`."""
+    """The arguments after `run_sft.sh`."""
     [container] = pod["containers"]
     words = shlex.split(" ".join(container["command"]))
     return words[words.index("run_sft.sh") + 1 :]
 
 
 def assert_pod_suits(pod: dict[str, Any]) -> None:
-    """Its command is understood, saves within the grace period, and what it mounts is there."""
+    """Check that the command parses, saves within the grace period, and mounts only existing volumes."""
     arguments = parse_arguments(["sft", *command_of(pod)])
     config = load_config("sft", arguments.overrides)
     [container] = pod["containers"]
@@ -47,7 +47,7 @@ def assert_pod_suits(pod: dict[str, Any]) -> None:
     assert pod["restartPolicy"] == "Never"
 
 
-def test_the_manifests_agree_with_the_code() -> None:
+def test_manifests_match_exit_codes_and_commands() -> None:
     job = JOB["spec"]
     assert rules_of(job) == [("FailJob", SOMEBODY_SHOULD_LOOK), ("Ignore", [STOPPED_EXIT_CODE]), ("Ignore", None)]
     assert_pod_suits(job["template"]["spec"])
@@ -64,7 +64,7 @@ def test_the_manifests_agree_with_the_code() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=range(len(SCRIPTS)))
-def test_scripts_parse_and_their_commands_are_understood(script: str, tmp_path: Path) -> None:
+def test_scripts_and_their_commands_parse(script: str, tmp_path: Path) -> None:
     path = tmp_path / "script.sh"
     path.write_text(script)
     assert subprocess.run(["bash", "-n", path], capture_output=True, text=True).stderr == ""
@@ -75,7 +75,7 @@ def test_scripts_parse_and_their_commands_are_understood(script: str, tmp_path: 
         assert load_config("sft", arguments.overrides).recipe == "qwen2.5_coder_7b"
 
 
-def test_a_notice_becomes_the_signal_and_the_exit_code_comes_back(tmp_path: Path) -> None:
+def test_spot_script_forwards_notice_and_exit_code(tmp_path: Path) -> None:
     script = next(text for text in SCRIPTS if "NOTICE_URL" in text)
     (tmp_path / "spot.sh").write_text(script)
     notice = tmp_path / "notice"

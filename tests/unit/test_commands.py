@@ -1,4 +1,4 @@
-"""Every command tells what it does, with an example, before anything heavy is imported; all of them look alike."""
+"""Every command has help with an example, starts fast, and handles bad input, pipes and signals in the same way."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ HEAVY = re.compile(r"\| +(torch|transformers|vllm|pandas|pyarrow)$", re.MULTILIN
 
 
 def modules_with_a_main() -> list[str]:
-    """All that users run with `python -m`."""
+    """All modules that users run with `python -m`."""
     paths = [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     mains = [path for path in paths if re.search(r'^if __name__ == "__main__":', (ROOT / path).read_text(), re.M)]
     return sorted(".".join(path.with_suffix("").parts).removesuffix(".__main__") for path in mains)
 
 
 def help_of(words: list[str]) -> str:
-    """What --help prints; it ends well, and imports nothing that takes seconds."""
+    """The output of --help; check that it exits with 0 and imports nothing slow."""
     command = [sys.executable, "-X", "importtime", "-m", *words, "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -48,14 +48,14 @@ def check_form(text: str) -> None:
     assert re.search(r"^exit codes:\n  0 ", text, re.M)
 
 
-def test_the_modules_are_found() -> None:
+def test_command_modules_are_found() -> None:
     assert {"verl_ext.launch", "eval_pipeline", "benchmarks.sft", "verl_ext.metrics.reference"} <= {
         *modules_with_a_main()
     }
 
 
 @pytest.mark.parametrize("module", [name for name in modules_with_a_main() if name != "benchmarks.judge_baselines"])
-def test_every_command_has_help_with_an_example(module: str) -> None:
+def test_every_command_has_help_with_example(module: str) -> None:
     text = help_of([module])
     check_form(text)
     _, _, commands = text.partition("\ncommands:\n")
@@ -66,12 +66,12 @@ def test_every_command_has_help_with_an_example(module: str) -> None:
         assert subtext.startswith(f"usage: {typed} {name} ")
 
 
-def test_the_helper_of_another_python_tells_who_starts_it() -> None:
+def test_internal_benchmark_help_names_its_caller() -> None:
     assert "examples:\n  python -m benchmarks.judge" in help_of(["benchmarks.judge_baselines"])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_has_help_and_makes_no_environment_for_it(script: str, tmp_path: Path) -> None:
+def test_script_help_needs_no_environment(script: str, tmp_path: Path) -> None:
     bare = tmp_path / "bin" / "python3"  # without any package
     bare.parent.mkdir()
     bare.write_text(f'#!/bin/sh\nexec {Path(sys.executable).resolve()} -S "$@"\n')
@@ -100,13 +100,13 @@ def test_every_script_has_help_and_makes_no_environment_for_it(script: str, tmp_
         ("benchmarks.sft", ["--rounds", "0"]),
     ],
 )
-def test_a_mistyped_word_is_one_sentence_that_names_the_help(module: str, words: list[str]) -> None:
+def test_bad_argument_prints_one_sentence_with_help_hint(module: str, words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(r"error: .*(; see|\? See) `.* --help`\n", done.stderr)
 
 
-def test_a_python_without_the_packages_is_told_which_one_has_them() -> None:
+def test_interpreter_without_packages_gets_hint() -> None:
     command = [sys.executable, "-S", "-m", "verl_ext.plan", "recipe=quickstart"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -114,7 +114,7 @@ def test_a_python_without_the_packages_is_told_which_one_has_them() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "1.5", "-3", "", "nan", "1e99", "٣", "11", "--"])
-def test_a_whole_number_out_of_its_bounds_is_refused(text: str) -> None:
+def test_int_argument_rejects_out_of_range_values(text: str) -> None:
     parser = CommandParser(prog="x", description="", examples=[])
     parser.add_argument("--n", type=IntArg(1, 10))
     assert parser.parse_args(["--n", "10"]).n == 10
@@ -123,7 +123,7 @@ def test_a_whole_number_out_of_its_bounds_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "1", "nan", "inf", "-1", "1e99", "half", ""])
-def test_a_number_out_of_its_bounds_is_refused(text: str) -> None:
+def test_float_argument_rejects_out_of_range_values(text: str) -> None:
     parser = CommandParser(prog="x", description="", examples=[])
     parser.add_argument("--x", type=FloatArg(0, 1))
     assert parser.parse_args(["--x", "0.5"]).x == 0.5
@@ -131,7 +131,7 @@ def test_a_number_out_of_its_bounds_is_refused(text: str) -> None:
         parser.parse_args(["--x", text])
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_unwritable_output_file_is_rejected_at_start(tmp_path: Path) -> None:
     parser = CommandParser(prog="x", description="", examples=[])
     parser.add_argument("--output", type=output_file)
     assert parser.parse_args(["--output", str(tmp_path / "new.json")]).output == tmp_path / "new.json"
@@ -146,7 +146,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
     [["verl_ext.metrics.reference"], ["verl_ext.health", "--rules"], ["verl_ext.launch", "sft", "--print-config"]],
     ids=" ".join,
 )
-def test_a_reader_that_goes_away_is_no_error(words: list[str]) -> None:
+def test_closed_pipe_is_not_an_error(words: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)  # as `| head` does when it has enough
     done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
@@ -162,7 +162,7 @@ def is_full(pipe: int) -> bool:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("how", ["print_line(line)", "print(line)", "os.set_blocking(1, False); print_line(line)"])
-def test_a_slow_reader_of_a_non_blocking_pipe_gets_everything(how: str, unbuffered: str) -> None:
+def test_slow_reader_of_non_blocking_pipe_gets_all_output(how: str, unbuffered: str) -> None:
     program = "import os\nfrom verl_ext.errors import exit_on_user_error\nfrom verl_ext.console import print_line\n"
     program += "with exit_on_user_error():\n"
     program += f"    for number in range(6000):\n        line = f'{{number:031}}'\n        {how}"
@@ -194,7 +194,7 @@ def test_a_slow_reader_of_a_non_blocking_pipe_gets_everything(how: str, unbuffer
     ],
     ids=" ".join,
 )
-def test_output_that_cannot_be_written_is_a_failure(words: list[str]) -> None:
+def test_failed_write_to_stdout_exits_1(words: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     [told] = done.stderr.splitlines()
@@ -202,7 +202,7 @@ def test_output_that_cannot_be_written_is_a_failure(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("code", [75, 2])
-def test_an_exit_code_that_tells_more_than_lost_output_stays(code: int) -> None:
+def test_failed_write_keeps_more_specific_exit_code(code: int) -> None:
     program = "import sys\nfrom verl_ext.errors import exit_on_user_error\nfrom verl_ext.console import print_line\n"
     program += f"with exit_on_user_error():\n    print_line('lost')\n    sys.exit({code})"
     with open("/dev/full", "w") as full:
@@ -210,7 +210,7 @@ def test_an_exit_code_that_tells_more_than_lost_output_stays(code: int) -> None:
     assert (done.returncode, done.stderr) == (code, b"")
 
 
-def test_a_command_without_standard_output_is_refused() -> None:
+def test_closed_stdout_is_rejected() -> None:
     words = [sys.executable, "-m", "verl_ext.health", "--rules"]
     done = subprocess.run(["bash", "-c", 'exec "$@" >&-', "bash", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: standard output is closed")
@@ -218,7 +218,7 @@ def test_a_command_without_standard_output_is_refused() -> None:
 
 
 def start(words: list[str], cwd: Path) -> subprocess.Popen[str]:
-    """A process that says `ready` and then waits; it heeds Ctrl-C though pytest may ignore it."""
+    """Start a process that prints `ready` and waits. It reacts to Ctrl-C even if pytest ignores it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, *words], cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -228,7 +228,7 @@ def start(words: list[str], cwd: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_ends_a_command_with_one_sentence(number: signal.Signals, tmp_path: Path) -> None:
+def test_stop_signal_exits_75_with_one_sentence(number: signal.Signals, tmp_path: Path) -> None:
     code = "import time\nfrom verl_ext.cli import clean_exit\n"
     code += "with clean_exit('goes on'):\n    print('ready', flush=True)\n    time.sleep(60)"
     process = start(["-c", code], tmp_path)
@@ -254,7 +254,7 @@ with cli.clean_exit():
 
 
 def stopping(number: signal.Signals, cwd: Path, *, stops_in_s: float, setting: str = "") -> subprocess.Popen[str]:
-    """A command that has been asked to stop and takes this long to do it."""
+    """A command that has received a stop signal and takes `stops_in_s` to stop."""
     process = start(["-c", SLOW_TO_STOP.format(setting=setting), str(stops_in_s)], cwd)
     process.send_signal(number)
     assert process.stdout is not None and process.stdout.readline() == "busy\n"
@@ -262,7 +262,7 @@ def stopping(number: signal.Signals, cwd: Path, *, stops_in_s: float, setting: s
 
 
 @pytest.mark.parametrize("first, again", [("SIGTERM", "SIGTERM"), ("SIGTERM", "SIGINT"), ("SIGINT", "SIGHUP")])
-def test_a_repeated_signal_is_the_same_request(first: str, again: str, tmp_path: Path) -> None:
+def test_repeated_stop_signal_counts_once(first: str, again: str, tmp_path: Path) -> None:
     process = stopping(signal.Signals[first], tmp_path, stops_in_s=2)
     with pytest.raises(subprocess.TimeoutExpired):
         process.communicate(timeout=1.2)
@@ -272,7 +272,7 @@ def test_a_repeated_signal_is_the_same_request(first: str, again: str, tmp_path:
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
-def test_a_repeated_signal_while_python_ends_is_the_same_request(number: str, tmp_path: Path) -> None:
+def test_repeated_signal_at_interpreter_exit_counts_once(number: str, tmp_path: Path) -> None:
     late = """
 import time
 class Late:
@@ -292,7 +292,7 @@ late.itself = late  # only the end of Python takes it away
 @pytest.mark.parametrize(
     "number, setting", [("SIGINT", ""), ("SIGTERM", "cli.GRACE_S = 1.0")], ids=["second Ctrl-C", "hung"]
 )
-def test_a_command_that_does_not_stop_can_be_killed(number: str, setting: str, tmp_path: Path) -> None:
+def test_unresponsive_command_can_be_killed(number: str, setting: str, tmp_path: Path) -> None:
     process = stopping(signal.Signals[number], tmp_path, stops_in_s=60, setting=setting)
     process.send_signal(signal.Signals[number])  # within a second, so it is the same request
     with pytest.raises(subprocess.TimeoutExpired):
@@ -302,7 +302,7 @@ def test_a_command_that_does_not_stop_can_be_killed(number: str, setting: str, t
     assert (process.returncode, told) == (-signal.Signals[number], "")
 
 
-def test_what_whoever_starts_a_command_ignores_stays_ignored(tmp_path: Path) -> None:
+def test_inherited_ignored_signals_stay_ignored(tmp_path: Path) -> None:
     code = "import signal\nfrom verl_ext.cli import clean_exit\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     code += "with clean_exit():\n    print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)\n"
     code += "print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
@@ -310,7 +310,7 @@ def test_what_whoever_starts_a_command_ignores_stays_ignored(tmp_path: Path) -> 
     assert done.stdout == "True\nTrue\n"
 
 
-def test_a_stop_during_imports_leaves_no_traceback(tmp_path: Path) -> None:
+def test_stop_during_imports_prints_no_traceback(tmp_path: Path) -> None:
     package = tmp_path / "begins_slowly"
     package.mkdir()
     (package / "__init__.py").write_text("import verl_ext\n")
@@ -321,7 +321,7 @@ def test_a_stop_during_imports_leaves_no_traceback(tmp_path: Path) -> None:
     assert (process.returncode, told) == (-signal.SIGINT, "")
 
 
-def test_help_tells_defaults_and_fills_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_shows_defaults_and_wraps_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     text = "One line.\n\nAnother\nparagraph.\n\n  kept\n  as it is"
     parser = CommandParser(prog="x", description=text, examples=["x --n 3"], exit_codes={"0": "done"})

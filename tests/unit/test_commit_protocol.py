@@ -1,4 +1,4 @@
-"""The order of the steps that make a checkpoint: a crash between any two of them loses no complete checkpoint."""
+"""The steps of a checkpoint commit: a crash between any two of them loses no complete checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refuse(*arguments: object) -> None:
 
 
 def refuse_at(function: Callable[..., Any], word: str) -> Callable[..., Any]:
-    """The function, which fails if one of its arguments is a path that contains the word."""
+    """Wrap a function so that it fails if one of its arguments is a path that contains the word."""
 
     def called(*arguments: Any, **options: Any) -> Any:
         if any(word in str(argument) for argument in arguments):
@@ -36,9 +36,7 @@ def refuse_at(function: Callable[..., Any], word: str) -> Callable[..., Any]:
     return called
 
 
-def test_everything_is_on_disk_before_the_rename_and_the_tracker_comes_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_synced_before_rename_and_tracker_is_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
 
     def recorded(name: str, function: Callable[..., Any], named: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +73,7 @@ def test_everything_is_on_disk_before_the_rename_and_the_tracker_comes_last(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_leftovers_go_before_the_space_is_checked_and_a_save_that_cannot_fit_writes_nothing(
+def test_save_removes_leftovers_then_checks_space(
     quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(small_config(quickstart, tmp_path))
@@ -98,7 +96,7 @@ def test_leftovers_go_before_the_space_is_checked_and_a_save_that_cannot_fit_wri
     assert why_incomplete(tmp_path / "global_step_1") is None
 
 
-def test_digests_are_those_of_the_data_and_not_of_what_the_disk_made_of_it(tmp_path: Path) -> None:
+def test_digest_describes_written_data_not_disk_content(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     with FileWriter() as files:
         entry = files.write_bytes(path, b"one")
@@ -107,7 +105,7 @@ def test_digests_are_those_of_the_data_and_not_of_what_the_disk_made_of_it(tmp_p
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_a_commit_that_fails_restores_the_checkpoint_that_made_way(
+def test_failed_commit_restores_previous_checkpoint(
     is_held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = save(tmp_path, 1)
@@ -122,9 +120,7 @@ def test_a_commit_that_fails_restores_the_checkpoint_that_made_way(
     assert sorted(path.name for path in tmp_path.glob("global_*")) == ["global_step_1", "global_step_1.tmp"]
 
 
-def test_the_manifest_gives_up_the_optimizer_before_its_files_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifest_drops_optimizer_before_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         save(tmp_path, step, val=float(step))
     warnings: list[str] = []
@@ -137,9 +133,7 @@ def test_the_manifest_gives_up_the_optimizer_before_its_files_go(
     assert Manifest.read(best).dropped == ("optimizer",) and why_incomplete(best) is None
 
 
-def test_a_crash_during_an_export_leaves_a_checkpoint_without_an_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_during_export_leaves_checkpoint_without_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = tmp_path / "global_step_1"
     (checkpoint / "huggingface").mkdir(parents=True)
     (checkpoint / "huggingface/config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""The keys that every stage has reach what they are for."""
+"""Configuration keys common to all stages take effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ data: {{train_batch_size: 2, datasets: {{tiny: {{source: {folder}}}}}}}
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_how_a_run_saves(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_settings_take_effect(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export = {"dtype": "fp16", "every": 2, "max_shard_gib": 0.001}
     best = {"keep_best": 3, "best_metric": "train/loss", "best_mode": "max", "drop_optimizer_of_best": True}
     words = [f"trainer.checkpoint.{name}={value}" for name, value in {**best, "async_save": True}.items()]
@@ -58,14 +58,14 @@ def test_how_a_run_saves(quickstart: Path, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_export_in_what_the_training_computes_in(precision: str, quickstart: Path, tmp_path: Path) -> None:
+def test_auto_export_uses_training_precision(precision: str, quickstart: Path, tmp_path: Path) -> None:
     words = ["trainer.checkpoint.export.dtype=auto", f"model.mixed_precision={precision}"]
     make_trainer(small_config(quickstart, tmp_path, *words)).save_checkpoint(1)
     assert Manifest.read(tmp_path / "global_step_1").export_dtype == precision
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_best_checkpoint_of_a_stage(stage: str) -> None:
+def test_stage_defaults_for_best_checkpoint_and_export(stage: str) -> None:
     checkpoint = STAGES[stage].root().trainer.checkpoint
     assert lookup_metric(checkpoint.best_metric).unit
     assert checkpoint.best_mode == ("min" if checkpoint.best_metric.endswith("loss") else "max")
@@ -74,23 +74,23 @@ def test_the_best_checkpoint_of_a_stage(stage: str) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_every_so_many_steps_have_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_every_sets_interval_of_console_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[console]", "trainer.log_every=3"]
-    with RunLogger(load_config("sft", [*words, "health.enabled=false"]), 0, 100, 10, 1, True, "fp32") as attempt:
+    with RunLogger(load_config("sft", [*words, "health.enabled=false"]), 0, 100, 10, 1, True, "fp32") as run_logger:
         for step in range(1, 8):
-            attempt.log(step, {"train/loss": 1.0})
+            run_logger.log(step, {"train/loss": 1.0})
     assert re.findall(r"step (\d+)/100", capsys.readouterr().out) == ["3", "6"]
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_guard_and_the_trace(quickstart: Path, tmp_path: Path) -> None:
+def test_nonfinite_limit_and_trace_settings_take_effect(quickstart: Path, tmp_path: Path) -> None:
     words = ["trainer.max_nonfinite_steps=5", "trainer.trace=true"]
     trainer = make_trainer(small_config(quickstart, tmp_path, *words))
     assert trainer.guard.limit == 5 and [path.name for path in (tmp_path / "trace").iterdir()]
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_digests_are_compared_where_they_are_wanted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_verify_setting_compares_digests(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2):
         newest = save(tmp_path, step)
     (newest / NAMES[0]).write_bytes(b"X" * (newest / NAMES[0]).stat().st_size)  # of the same size
@@ -101,14 +101,14 @@ def test_digests_are_compared_where_they_are_wanted(tmp_path: Path, capfd: pytes
     assert "has the digest" in capfd.readouterr().err
 
 
-def test_tokens_are_kept_where_the_recipe_says(quickstart: Path, tmp_path: Path) -> None:
+def test_token_cache_setting_sets_directory(quickstart: Path, tmp_path: Path) -> None:
     config = small_config(quickstart, tmp_path / "run", f"data.token_cache={tmp_path / 'tokens'}")
     load_chats(config.data, load_tokenizer(config))
     assert len(list((tmp_path / "tokens").glob("*.arrow"))) == 2  # of both files
 
 
 @pytest.mark.parametrize(("command", "stage"), [("grpo", "budget"), ("sft", "vlm_sft")])
-def test_the_suffix_stands_behind_every_question(command: str, stage: str, tmp_path: Path) -> None:
+def test_question_suffix_is_appended_to_every_question(command: str, stage: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE_OF_QUESTIONS.format(stage=stage, folder=write_questions(tmp_path / "questions", 2, 1)))
     config = load_config(command, [f"recipe={recipe}", "data.question_suffix=' Short:'"])
@@ -118,7 +118,7 @@ def test_the_suffix_stands_behind_every_question(command: str, stage: str, tmp_p
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("setting", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
-def test_the_forward_pass_has_the_number_type_that_is_wanted(
+def test_forward_pass_uses_mixed_precision_dtype(
     setting: str, dtype: torch.dtype, quickstart: Path, tmp_path: Path
 ) -> None:
     trainer = make_trainer(small_config(quickstart, tmp_path, f"model.mixed_precision={setting}"))

@@ -1,4 +1,4 @@
-"""Each repair of verl_ext/compat.py is necessary with the installed libraries, and works."""
+"""Each patch in verl_ext/compat.py is needed with the installed libraries, and works."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print("transformers" in sys.modules)
 
 
 def output_of(code: str) -> str:
-    """What a fresh interpreter prints on both streams."""
+    """The stdout and stderr of a new interpreter."""
     command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
 
@@ -42,11 +42,11 @@ def small_qwen2() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2))
 
 
-def test_looking_for_verl_imports_nothing() -> None:
+def test_locating_verl_imports_nothing() -> None:
     assert output_of(LOOKS_FOR_VERL) == "False\n"
 
 
-def test_verl_has_the_class_that_transformers_renamed() -> None:
+def test_renamed_transformers_class_is_available() -> None:
     assert "cannot import name 'AutoModelForVision2Seq'" in output_of("import verl.utils.fsdp_utils"), (
         "the repair can go"
     )
@@ -70,7 +70,7 @@ class BareModel(PreTrainedModel):
 
 
 @pytest.mark.parametrize("make", [small_qwen2, lambda: BareModel(BareConfig())], ids=["a set of layers", "not tied"])
-def test_verl_shards_the_layers_that_the_model_names(one_rank: None, make: Any) -> None:
+def test_verl_shards_layers_named_by_model(one_rank: None, make: Any) -> None:
     model = make()
     apply_fsdp2(model, {"mesh": init_device_mesh("cpu", (1,))}, {})
     layers = [module for module in model.modules() if type(module).__name__.endswith(("DecoderLayer", "Linear"))]
@@ -78,7 +78,7 @@ def test_verl_shards_the_layers_that_the_model_names(one_rank: None, make: Any) 
     assert len(sharded) == (2 if isinstance(model, Qwen2ForCausalLM) else 1)
 
 
-def test_verl_patches_a_model_where_trl_has_no_value_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verl_patches_models_without_trl_value_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     import trl
 
     assert not hasattr(trl, "AutoModelForCausalLMWithValueHead"), "the repair can go"
@@ -88,12 +88,12 @@ def test_verl_patches_a_model_where_trl_has_no_value_heads(monkeypatch: pytest.M
     assert flash_attention._flash_attention_forward is not former
 
 
-def test_verls_dataset_learns_from_assistants_turns_alone(quickstart: Path, tmp_path: Path) -> None:
+def test_verl_dataset_masks_non_assistant_turns(quickstart: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
     chat = [{"role": role, "content": text} for role, text in (("user", "1+1"), ("assistant", "2"), ("user", "2+2"))]
     pd.DataFrame({"messages": [chat]}).to_parquet(tmp_path / "chat.parquet")
     sample = MultiTurnSFTDataset(str(tmp_path / "chat.parquet"), tokenizer, {"pad_mode": "no_padding"})[0]
     expected = tokenizer.apply_chat_template(chat, return_dict=False)
     assert sample["input_ids"].tolist() == expected
-    learnt = tokenizer.decode(sample["input_ids"][sample["loss_mask"].bool()])
-    assert learnt.startswith("2") and "assistant" not in learnt and "user" not in learnt
+    trained = tokenizer.decode(sample["input_ids"][sample["loss_mask"].bool()])
+    assert trained.startswith("2") and "assistant" not in trained and "user" not in trained

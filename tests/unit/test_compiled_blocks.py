@@ -1,4 +1,4 @@
-"""`model.compile`: the blocks run compiled, for any length, and compute what they computed."""
+"""`model.compile`: compiled blocks handle any length and compute the same values."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def sample_of(length: int) -> dict:
 
 
 def loss_and_gradients(model: nn.Module, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    """Of samples of such lengths packed into a row."""
+    """Loss and gradients on samples of these lengths, packed into one row."""
     loss = TokenLoss(model, None, torch.float32, "cpu")(pack([sample_of(length) for length in lengths]))
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def test_compiled_blocks_compute_what_they_computed() -> None:
+def test_compiled_blocks_equal_eager_blocks() -> None:
     plain, compiled = small_model(), small_model()
     compile_blocks(compiled)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Recipes, overrides and the checks before torchrun: what is accepted, and what each message names."""
+"""Recipes, overrides and the checks before torchrun: accepted values, and the hints in error messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHIPPED = sorted(
 
 
 @pytest.mark.parametrize(("command", "recipe"), SHIPPED)
-def test_every_shipped_recipe_passes_the_checks_of_settings(command: str, recipe: str) -> None:
+def test_shipped_recipes_pass_settings_checks(command: str, recipe: str) -> None:
     config = configure(parse_arguments([command, "1", f"recipe={recipe}"]))
     assert config.recipe == recipe and config.stage in stages_of(command) and recipe_summaries(command)[recipe]
     for ranks in (1, 2, 4, 8):
@@ -39,7 +39,7 @@ def test_every_shipped_recipe_passes_the_checks_of_settings(command: str, recipe
         check_settings(config)
 
 
-def test_the_7b_recipe_is_the_documents_run() -> None:
+def test_7b_recipe_has_specified_hyperparameters() -> None:
     config = load_config("sft", ["recipe=qwen2.5_coder_7b"])
     assert (config.data.train_batch_size, config.data.micro_batch_size_per_gpu, config.data.max_length) == (
         128,
@@ -73,7 +73,7 @@ def test_the_7b_recipe_is_the_documents_run() -> None:
         ("data.train_files=glob(*)", "'data.train_files=.* sweeps over values"),
     ],
 )
-def test_a_mistyped_override_is_refused_with_a_hint(override: str, names: str) -> None:
+def test_mistyped_override_is_rejected_with_hint(override: str, names: str) -> None:
     with pytest.raises(UserError, match=names):
         load_config("sft", [override])
 
@@ -93,14 +93,14 @@ def test_overrides_follow_hydra() -> None:
     assert config.optim.override_optimizer_config == {"fused": True}
 
 
-def test_a_null_default_and_a_list_of_modules_are_fine() -> None:
+def test_null_and_list_values_are_accepted() -> None:
     words = ["trainer.max_ckpt_to_keep=null", "data.val_files=null", "model.target_modules=[q_proj,v_proj]"]
     config = load_config("sft", words)
     assert config.trainer.max_ckpt_to_keep is config.data.val_files is None
     assert list(config.model.target_modules) == ["q_proj", "v_proj"]
 
 
-def test_a_recipe_file_with_an_unknown_key_names_the_file(tmp_path: Path) -> None:
+def test_error_in_recipe_file_names_the_file(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("data:\n  train_batchsize: 3\n")
     with pytest.raises(UserError, match="mine.yaml sets 'data.train_batchsize'.*did you mean 'data.train_batch_size'"):
@@ -146,14 +146,14 @@ def test_a_recipe_file_with_an_unknown_key_names_the_file(tmp_path: Path) -> Non
         ("trainer.resume_from_path", "/nowhere/global_step_1", "not a global_step_N directory"),
     ],
 )
-def test_values_that_cannot_work_are_refused(key: str, value: object, names: str) -> None:
+def test_invalid_values_are_rejected(key: str, value: object, names: str) -> None:
     text = json.dumps(value) if value != value or value not in (math.inf, -math.inf) else "inf"
     with pytest.raises(UserError, match=names):
         check_settings(load_config("sft", [f"{key}={'nan' if value != value else text}"]))
 
 
 @pytest.mark.parametrize(("batch", "ranks", "sequence"), [(33, 2, 1), (32, 3, 2), (32, 2, 2)])
-def test_a_batch_that_does_not_divide_is_refused(batch: int, ranks: int, sequence: int) -> None:
+def test_indivisible_batch_is_rejected(batch: int, ranks: int, sequence: int) -> None:
     words = [f"data.train_batch_size={batch}", f"ulysses_sequence_parallel_size={sequence}"]
     with pytest.raises(UserError, match="divi|multiple|use_remove_padding"):
         load_config("sft", words).check_ranks(ranks)
@@ -179,7 +179,7 @@ def with_batches(config: RunConfig, batch: int, mini_batch: int | None) -> GRPOC
         (8, 16, 2, (8, 8), None),
     ],
 )
-def test_a_refused_batch_names_values_of_all_keys_that_work_together(
+def test_indivisible_batch_error_suggests_working_values(
     batch: int, mini_batch: int | None, ranks: int, working: tuple[int, int | None], fewer: int | None
 ) -> None:
     keys = ("data.train_batch_size", "actor.ppo_mini_batch_size")
@@ -196,7 +196,7 @@ def test_a_refused_batch_names_values_of_all_keys_that_work_together(
         with_batches(config, batch, mini_batch).check_ranks(fewer)
 
 
-def test_fewer_ranks_are_named_only_if_engines_and_machines_divide_over_them() -> None:
+def test_rank_suggestion_respects_engines_and_nodes() -> None:
     config = with_batches(load_config("grpo", []), 30, None)
     config.rollout.tensor_model_parallel_size = 4
     with pytest.raises(UserError, match=r"set data.train_batch_size=32$"):
@@ -215,7 +215,7 @@ def check_model(config: RunConfig) -> None:
     check_model_files(str(config.model.partial_pretrain), config.model.trust_remote_code)
 
 
-def test_data_and_model_are_looked_at_before_torchrun(quickstart: Path, tmp_path: Path) -> None:
+def test_data_and_model_are_checked_before_torchrun(quickstart: Path, tmp_path: Path) -> None:
     check_data(with_data(quickstart))
     check_model(with_data(quickstart))
     broken = tmp_path / "broken.parquet"
@@ -258,7 +258,7 @@ def test_hub_name_is_left_to_transformers(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", HUB_NAMES)
-def test_without_a_network_a_hub_name_must_be_in_the_cache(
+def test_hub_name_must_be_cached_when_offline(
     name: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -270,13 +270,13 @@ def test_without_a_network_a_hub_name_must_be_in_the_cache(
 
 
 @pytest.mark.parametrize("name", ["gpt2-", "a..b", "openai/gpt..x"])
-def test_a_name_that_no_hub_has_is_refused_without_a_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_hub_name_is_rejected_when_offline(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="correct model.partial_pretrain"):
         check_named(name)
 
 
-def test_what_is_a_path_and_what_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("local", "models/local"):
         Path(name).mkdir(parents=True)
@@ -288,7 +288,7 @@ def test_what_is_a_path_and_what_a_hub_name(tmp_path: Path, monkeypatch: pytest.
             check_named(name)
 
 
-def test_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quickstart: Path) -> None:
+def test_tilde_expands_to_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quickstart: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     (tmp_path / "model").symlink_to(quickstart / "model")
@@ -311,7 +311,7 @@ PATHS = ("~/my data/x.parquet", "/my data/x.parquet", "my data/x.parquet", "~/a 
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_needs_only_the_quotes_of_the_shell(path: str) -> None:
+def test_paths_need_only_shell_quoting(path: str) -> None:
     for form, value in {
         "data.train_files={}": path,
         "+data.train_files= {} ": path,
@@ -325,7 +325,7 @@ def test_a_path_needs_only_the_quotes_of_the_shell(path: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["trainer.default_local_dir", "data.train_files", "model.partial_pretrain"])
-def test_home_of_nobody_is_refused(key: str) -> None:
+def test_home_of_unknown_user_is_rejected(key: str) -> None:
     with pytest.raises(UserError, match=rf"{key} .*no user nobody_at_all"):
         load_config("sft", [f"{key}=~nobody_at_all/x"])
 
@@ -334,7 +334,7 @@ def digest_of(*words: str) -> str:
     return config_digest(as_dict(load_config("sft", words)))
 
 
-def test_the_digest_tells_runs_apart_but_not_places() -> None:
+def test_config_digest_ignores_ranks_and_device() -> None:
     base = digest_of()
     assert digest_of("trainer.n_gpus_per_node=2", "trainer.device=cpu") == base
     assert digest_of("optim.lr=1e-3") != base
@@ -345,9 +345,7 @@ def save_contents(command: str, *words: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("command", "stage"), [(stage.command, name) for name, stage in STAGES.items()])
-def test_every_checkpoint_has_an_export_unless_the_user_says_otherwise(
-    command: str, stage: str, tmp_path: Path
-) -> None:
+def test_checkpoints_include_export_unless_disabled(command: str, stage: str, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"stage: {stage}\ntrainer: {{project_name: p}}\n")
     assert "hf_model" in save_contents(command, f"recipe={recipe}")
@@ -364,9 +362,7 @@ def test_every_checkpoint_has_an_export_unless_the_user_says_otherwise(
         assert again == set(config.trainer.checkpoint.save_contents)
 
 
-def test_weights_are_untrained_while_every_vector_is_as_initialization_made_it(
-    quickstart: Path, tmp_path: Path
-) -> None:
+def test_untrained_weights_are_recognized(quickstart: Path, tmp_path: Path) -> None:
     vocabulary = json.loads((quickstart / "model/config.json").read_text())["vocab_size"]
     assert untrained_loss(str(quickstart / "model")) == pytest.approx(math.log(vocabulary))
     model = Path(shutil.copytree(quickstart / "model", tmp_path / "model"))

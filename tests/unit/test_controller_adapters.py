@@ -1,4 +1,4 @@
-"""A configuration runs exactly its parts of a model, in each architecture."""
+"""An adapter runs exactly the configured parts of a model, in each architecture."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ def adapter(request: pytest.FixtureRequest) -> VLMAdapter:
     return make(request.param)
 
 
-def test_the_full_configuration_is_bitwise_the_released_model(adapter: VLMAdapter) -> None:
+def test_full_configuration_equals_released_model_bitwise(adapter: VLMAdapter) -> None:
     plain = logits_of(adapter)
     with adapter.configured(configuration_of(adapter)):
         assert torch.equal(logits_of(adapter), plain)
 
 
 @pytest.mark.parametrize("blocks", ["1011", "1000", "1101"])
-def test_skipped_blocks_are_those_of_a_model_without_them(adapter: VLMAdapter, blocks: str) -> None:
-    """Also in decoding, compared with the whole sequence at once without a cache."""
+def test_skipping_blocks_equals_model_without_them(adapter: VLMAdapter, blocks: str) -> None:
+    """Decoding is included; the reference computes the whole sequence at once, without a cache."""
     configuration = configuration_of(adapter, blocks)
     ran: list[int] = []
     hooks = [
@@ -111,7 +111,7 @@ def with_configuration(adapter: VLMAdapter, configuration: Configuration) -> tor
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_topk_equals_the_released_code_with_that_topk(name: str) -> None:
+def test_topk_equals_released_code_with_same_topk(name: str) -> None:
     adapter = make(name)
     for k in (1, 2):
         configuration = configuration_of(adapter, topk=k)
@@ -134,7 +134,7 @@ def flops(adapter: VLMAdapter, configuration: Configuration) -> int:
     return counter.get_total_flops()
 
 
-def test_each_knob_alone_saves_work(adapter: VLMAdapter) -> None:
+def test_each_setting_alone_reduces_flops(adapter: VLMAdapter) -> None:
     knobs = {
         "tier": [configuration_of(adapter, tier=tier) for tier in (0, 1, 2)],
         "blocks": [configuration_of(adapter, blocks) for blocks in ("1000", "1010", "1110", "1111")],
@@ -147,7 +147,7 @@ def test_each_knob_alone_saves_work(adapter: VLMAdapter) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen2_5_vl"])
-def test_blocks_and_experts_have_constant_costs(name: str) -> None:
+def test_flops_are_linear_in_blocks_and_experts(name: str) -> None:
     """Including the full configuration, which is the released model."""
     adapter = make(name)
     work = [flops(adapter, configuration_of(adapter, blocks)) for blocks in ("1000", "1100", "1110", "1111")]
@@ -157,7 +157,7 @@ def test_blocks_and_experts_have_constant_costs(name: str) -> None:
         assert (four - two) == 2 * (two - one) and four == work[-1]
 
 
-def test_grouped_products_of_experts_are_counted_as_those_of_each_expert() -> None:
+def test_grouped_expert_matmuls_have_same_flops() -> None:
     adapter, counts = make("qwen3_vl_moe"), {}
     for implementation in ("grouped_mm", "eager", "batched_mm"):
         adapter.model.set_experts_implementation(implementation)
@@ -166,7 +166,7 @@ def test_grouped_products_of_experts_are_counted_as_those_of_each_expert() -> No
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
-def test_only_the_experts_that_a_token_is_routed_to_run(implementation: str) -> None:
+def test_only_routed_experts_run(implementation: str) -> None:
     """The weights of all others are NaN, so running one of them would show."""
     adapter = make("qwen3_vl_moe")
     adapter.model.set_experts_implementation(implementation)
@@ -179,7 +179,7 @@ def test_only_the_experts_that_a_token_is_routed_to_run(implementation: str) -> 
         assert torch.equal(mixture(tokens), plain)
 
 
-def test_the_model_is_restored_after_an_exception(adapter: VLMAdapter) -> None:
+def test_model_is_restored_after_exception(adapter: VLMAdapter) -> None:
     plain, modules = logits_of(adapter), dict(adapter.model.named_modules())
     with pytest.raises(KeyError), adapter.configured(configuration_of(adapter, "1010", 1)):
         raise KeyError
@@ -187,7 +187,7 @@ def test_the_model_is_restored_after_an_exception(adapter: VLMAdapter) -> None:
     assert torch.equal(logits_of(adapter), plain)
 
 
-def test_a_cached_encoding_replaces_the_vision_encoder(adapter: VLMAdapter) -> None:
+def test_cached_encoding_replaces_vision_encoder(adapter: VLMAdapter) -> None:
     inputs = adapter.inputs(image(), QUESTION, 1)
     encoding = adapter.encode(inputs)
     with torch.no_grad():
@@ -202,7 +202,7 @@ def test_a_cached_encoding_replaces_the_vision_encoder(adapter: VLMAdapter) -> N
     assert adapter.pooled_vision(encoding).shape == adapter.pooled_language(QUESTION).shape == (32,)
 
 
-def test_generation_is_that_of_transformers() -> None:
+def test_generation_equals_transformers() -> None:
     for name in ("qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "idefics3"):
         adapter = make(name)
         inputs = adapter.inputs(image(), QUESTION, 2)
@@ -212,7 +212,7 @@ def test_generation_is_that_of_transformers() -> None:
         assert end not in adapter.generate(inputs, 6, [end])
 
 
-def test_an_adapter_of_an_earlier_release_gets_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_of_earlier_release_gets_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
     FORMER.load()
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: the adapter Idefics3Adapter has methods by names that the next release drops; ")
@@ -221,7 +221,7 @@ def test_an_adapter_of_an_earlier_release_gets_one_warning(capsys: pytest.Captur
     assert capsys.readouterr().err == ""
 
 
-def test_an_adapter_for_two_releases_keeps_its_current_methods(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_for_two_releases_keeps_current_methods(capsys: pytest.CaptureFixture[str]) -> None:
     class Both(MolmoAdapter):
         def skip(self) -> str:
             return "former"
@@ -233,7 +233,7 @@ def test_an_adapter_for_two_releases_keeps_its_current_methods(capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
-def test_an_adapter_of_an_earlier_release_keeps_an_inherited_router() -> None:
+def test_adapter_of_earlier_release_keeps_inherited_router() -> None:
     class Base(MolmoAdapter):
         def router(self, mixture: Any) -> Any:
             return mixture.own
@@ -248,7 +248,7 @@ def test_an_adapter_of_an_earlier_release_keeps_an_inherited_router() -> None:
     assert Derived.router is Base.router
 
 
-def test_an_adapter_of_an_earlier_release_can_extend_ours() -> None:
+def test_adapter_of_earlier_release_can_extend_shipped_adapter() -> None:
     class Own(MolmoAdapter):
         def begin(self, inputs: Inputs) -> Decoding:
             begun.append(len(inputs))
@@ -280,13 +280,13 @@ def test_an_adapter_of_an_earlier_release_can_extend_ours() -> None:
         (("molmo", 1, 5, (1, 4)), "the model's 4 blocks"),
     ],
 )
-def test_a_space_that_the_model_does_not_have_is_refused(arguments: tuple, message: str) -> None:
+def test_space_that_does_not_fit_model_is_rejected(arguments: tuple, message: str) -> None:
     name, *rest = arguments
     with pytest.raises(UserError, match=message):
         make(name).space(*rest)
 
 
-def test_models_that_cannot_be_adapted_are_refused() -> None:
+def test_unsupported_models_are_rejected() -> None:
     model, processor = vlms.qwen2_5_vl(use_sliding_window=True, max_window_layers=2)
     with pytest.raises(UserError, match="set use_sliding_window to false"):
         adapter_for(model, processor, (1024,))

@@ -1,4 +1,4 @@
-"""The commands importance and calibrate, on a tiny model on disk."""
+"""The commands `importance` and `calibrate`, on a tiny model on disk."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     return call
 
 
-def test_importance_is_the_loss_of_skipping_a_block(run: Run, saved: Path, tmp_path: Path) -> None:
+def test_importance_is_loss_increase_of_skipping_block(run: Run, saved: Path, tmp_path: Path) -> None:
     done = run(importance_command, tmp_path / "importance.json")
     assert done.returncode == 0, done.stderr
     adapter = load_adapter(str(saved / "model"), SIZES)
@@ -106,7 +106,7 @@ def test_importance_is_the_loss_of_skipping_a_block(run: Run, saved: Path, tmp_p
     assert f"block {max(found, key=found.get):>3}" == done.stdout.splitlines()[0][:9]
 
 
-def test_blocks_are_kept_by_importance_or_from_the_first(saved: Path, tmp_path: Path) -> None:
+def test_select_blocks_uses_importance_or_first_blocks(saved: Path, tmp_path: Path) -> None:
     adapter, path = load_adapter(str(saved / "model"), SIZES), tmp_path / "scores.json"
     assert select_blocks(2, 4, None) == [True, True, False, False]
     for content in ({"merged_scores": {"1": 0.1, "2": -1, "3": 0.5}}, {"1": 0.1, "2": -1, "3": 0.5}):
@@ -115,7 +115,7 @@ def test_blocks_are_kept_by_importance_or_from_the_first(saved: Path, tmp_path: 
         assert select_blocks(1, 4, load_importance(path, adapter)) == [True, False, False, False]
 
 
-def test_scores_of_another_model_are_refused(saved: Path, tmp_path: Path) -> None:
+def test_scores_of_another_model_are_rejected(saved: Path, tmp_path: Path) -> None:
     adapter, path = load_adapter(str(saved / "model"), SIZES), tmp_path / "scores.json"
     other = load_adapter(str(saved / "model"), SIZES)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_scores_of_another_model_are_refused(saved: Path, tmp_path: Path) -> Non
         load_importance(path, adapter)
 
 
-def test_a_fingerprint_depends_on_type_and_weights() -> None:
+def test_fingerprint_depends_on_type_and_weights() -> None:
     def named(*weights: torch.Tensor, model_type: str = "llama") -> str:
         model: Any = nn.ParameterList([nn.Parameter(each) for each in weights])
         model.config = SimpleNamespace(model_type=model_type)
@@ -151,7 +151,7 @@ def test_a_fingerprint_depends_on_type_and_weights() -> None:
         assert named(*changed) != name
 
 
-def test_fingerprints_of_version_1_are_accepted_with_one_warning(
+def test_version_1_fingerprints_are_accepted_with_one_warning(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter, old = load_adapter(str(saved / "model"), SIZES), "0123456789abcdef"
@@ -178,7 +178,7 @@ def test_fingerprints_of_version_1_are_accepted_with_one_warning(
             load_controller(tmp_path / folder)[1].runner("cpu", torch.float32)
 
 
-def test_a_calibration_records_its_quality(run: Run, saved: Path, tmp_path: Path) -> None:
+def test_calibration_records_its_quality(run: Run, saved: Path, tmp_path: Path) -> None:
     more = ["--topk-choices", "1", "4", "--configurations", "10", "--repeats", "1", "--max-new-tokens", "2"]
     done = run(calibrate_command, tmp_path / "latency.json", *more)
     assert done.returncode == 0, done.stderr
@@ -195,7 +195,7 @@ def test_a_calibration_records_its_quality(run: Run, saved: Path, tmp_path: Path
     assert {part: tuple(weights) for part, weights in found.coefficients.items()} == FEATURES
 
 
-def test_decisions_are_timed_with_a_controller_of_the_given_width(
+def test_decisions_are_timed_with_controller_of_given_width(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths = []
@@ -214,7 +214,7 @@ def test_decisions_are_timed_with_a_controller_of_the_given_width(
     assert widths == [24]
 
 
-def test_each_calibration_measures_the_same_configurations(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrations_measure_same_configurations(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = load_adapter(str(saved / "model"), SIZES)
     space, ran = adapter.space(2, 4, (1, 4)), []
     generate = type(adapter).generate
@@ -238,7 +238,7 @@ def test_each_calibration_measures_the_same_configurations(saved: Path, monkeypa
         ([1.6, 1.4, 1.5, 1.3], [50.0, 40.0, 45.0, 41.0], 1),
     ],
 )
-def test_a_busy_machine_is_measured_again_and_the_fastest_fit_is_kept(
+def test_noisy_calibration_is_repeated_and_fastest_fit_kept(
     scatters: list[float], costs: list[float], kept: int, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = [LatencyModel({}, 1.0, "", "", 0.0, {"90": each}) for each in scatters]
@@ -257,12 +257,12 @@ def test_a_busy_machine_is_measured_again_and_the_fastest_fit_is_kept(
         (["--topk-choices", "4", "--min-active", "9"], "controller.min_active=9"),
     ],
 )
-def test_bad_arguments_are_one_sentence(more: list[str], message: str, run: Run, tmp_path: Path) -> None:
+def test_bad_arguments_print_one_sentence(more: list[str], message: str, run: Run, tmp_path: Path) -> None:
     done = run(calibrate_command, tmp_path / "x.json", *more)
     [error] = [line for line in done.stderr.splitlines() if "error: " in line]
     assert done.returncode == 2 and message in error and done.stderr.endswith(f"{error}\n")
 
 
-def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_directory_without_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vision-language model .* cannot be loaded .*give the directory of one"):
         load_adapter(str(tmp_path), SIZES)

@@ -1,4 +1,4 @@
-"""The distribution over configurations, compared with the enumeration of all configurations of a small model."""
+"""The distribution over configurations equals an enumeration of all configurations of a small model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def space(request: pytest.FixtureRequest) -> ConfigurationSpace:
     return SPACES[request.param]
 
 
-def test_probabilities_of_all_configurations_sum_to_one(space: ConfigurationSpace) -> None:
+def test_configuration_probabilities_sum_to_one(space: ConfigurationSpace) -> None:
     configurations = every(space)
     distribution, _ = distribution_of(space, len(configurations))
     choices = Choices.of(configurations, space)
@@ -73,7 +73,7 @@ def test_probabilities_of_all_configurations_sum_to_one(space: ConfigurationSpac
     assert float(distribution.log_prob(choices).detach().exp().sum()) == pytest.approx(1, abs=1e-12)
 
 
-def test_entropy_and_its_gradient_are_those_of_the_enumeration(space: ConfigurationSpace) -> None:
+def test_entropy_and_gradient_equal_enumeration(space: ConfigurationSpace) -> None:
     configurations = every(space)
     distribution, logits = distribution_of(space, len(configurations))
     log_probs = distribution.log_prob(Choices.of(configurations, space))
@@ -87,7 +87,7 @@ def test_entropy_and_its_gradient_are_those_of_the_enumeration(space: Configurat
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_the_entropy_bonus_does_not_reward_more_blocks(space: ConfigurationSpace) -> None:
+def test_entropy_bonus_does_not_reward_more_blocks(space: ConfigurationSpace) -> None:
     distribution, logits = distribution_of(space, 1)
     tiers = logits[0][0].double().softmax(-1)
     of_tiers = -(tiers * tiers.log()).sum()
@@ -102,7 +102,7 @@ def test_the_entropy_bonus_does_not_reward_more_blocks(space: ConfigurationSpace
         torch.testing.assert_close(found[1], of_topk, rtol=1e-5, atol=1e-6)
 
 
-def test_samples_have_their_probabilities(space: ConfigurationSpace) -> None:
+def test_sample_frequencies_match_probabilities(space: ConfigurationSpace) -> None:
     configurations, rows = every(space), 40_000
     exact = distribution_of(space, len(configurations))[0].log_prob(Choices.of(configurations, space)).exp().detach()
     generator = torch.Generator().manual_seed(1)
@@ -125,7 +125,7 @@ def likeliest(knob: Callable[[Configuration], Hashable], weighted: Sequence[tupl
     return max(total, key=total.__getitem__)
 
 
-def test_the_mode_has_the_most_likely_value_of_each_knob(space: ConfigurationSpace) -> None:
+def test_mode_has_most_likely_value_of_each_setting(space: ConfigurationSpace) -> None:
     configurations = every(space)
     choices = Choices.of(configurations, space)
     for seed in range(20):
@@ -149,7 +149,7 @@ def test_extreme_logits_give_finite_results(space: ConfigurationSpace) -> None:
     assert all(part.grad is None or bool(part.grad.isfinite().all()) for part in logits)
 
 
-def test_the_topk_of_skipped_blocks_does_not_count() -> None:
+def test_topk_of_skipped_blocks_is_ignored() -> None:
     space = SPACES["experts"]
     distribution, logits = distribution_of(space, 1)
     masks = torch.tensor([[True, False, False, True]])
@@ -160,7 +160,7 @@ def test_the_topk_of_skipped_blocks_does_not_count() -> None:
     assert not logits[2].grad[0, [0, 2, 3]].any() and logits[2].grad[0, [1, 4]].any()
 
 
-def test_many_blocks_work() -> None:
+def test_mask_distribution_supports_64_blocks() -> None:
     masks = BlockMaskDistribution(torch.linspace(-3, 3, 64).expand(2, 64), 30, 40)
     drawn = masks.sample(torch.rand(2, 64, dtype=torch.float64))
     assert bool(((drawn.sum(1) >= 30) & (drawn.sum(1) <= 40)).all())
@@ -178,7 +178,7 @@ def test_many_blocks_work() -> None:
         ((("low",), 4, 1, 4, (0, 2)), "at least 1"),
     ],
 )
-def test_an_invalid_space_is_refused(arguments: tuple, message: str) -> None:
+def test_invalid_space_is_rejected(arguments: tuple, message: str) -> None:
     with pytest.raises(UserError, match=message):
         ConfigurationSpace(*arguments)
 
@@ -188,7 +188,7 @@ def controller_of(space: ConfigurationSpace) -> BudgetController:
     return BudgetController(BudgetControllerConfig(*knobs, 12, 16, 10.0, 60.0)).eval()
 
 
-def test_a_saved_controller_decides_as_before(space: ConfigurationSpace, tmp_path: Path) -> None:
+def test_saved_controller_gives_same_logits(space: ConfigurationSpace, tmp_path: Path) -> None:
     controller = controller_of(space)
     for parameter in controller.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -206,8 +206,8 @@ def test_a_saved_controller_decides_as_before(space: ConfigurationSpace, tmp_pat
     assert decided == before
 
 
-def test_an_export_in_bf16_decides_in_fp32(tmp_path: Path) -> None:
-    """As in training, where features are in fp32, whatever the model's precision."""
+def test_bf16_export_decides_in_fp32(tmp_path: Path) -> None:
+    """This matches training, where features are in fp32, whatever the model's precision."""
     controller = controller_of(SPACES["experts"]).bfloat16()
     controller.config.vlm = {"path": "somewhere", "tier_sizes": [1], "max_new_tokens": 1}
     controller.save_pretrained(tmp_path)
@@ -218,7 +218,7 @@ def test_an_export_in_bf16_decides_in_fp32(tmp_path: Path) -> None:
     assert {part.dtype for part in logits} == {torch.float32}
 
 
-def test_a_fresh_controller_prefers_nothing_and_learns_from_every_input() -> None:
+def test_new_controller_is_uniform_and_uses_every_input() -> None:
     space = SPACES["experts"]
     controller = controller_of(space)
     inputs = [torch.randn(3, 12), torch.randn(3, 16), torch.tensor([10.0, 30.0, 60.0])]
@@ -240,7 +240,7 @@ def test_a_fresh_controller_prefers_nothing_and_learns_from_every_input() -> Non
     )
 
 
-def test_complexity_grows_with_each_knob() -> None:
+def test_complexity_grows_with_each_setting() -> None:
     space = SPACES["one number of blocks"]
     base = space.configuration(0, [True, True, True, False, False], 4)
     for more in (

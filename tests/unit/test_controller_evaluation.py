@@ -49,7 +49,7 @@ SHORT = ("--num-samples", "3", "--num-train", "2", "--max-static", "5", "--no-wa
 
 
 def tiny_questions() -> list[ImageQuestion]:
-    """Five questions, each with the answer of some configuration as its reference."""
+    """Five questions, each with one configuration's answer as its reference."""
     runner = VLMRunner(adapter_for(*vlms.qwen3_vl_moe(), TIERS), max_new_tokens=3)
     space = runner.adapter.space(2, 4, (1, 2, 4))
     asked = [question(number) for number in range(5)]
@@ -131,7 +131,7 @@ def evaluated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_the_files_agree(evaluated: Path) -> None:
+def test_output_files_are_consistent(evaluated: Path) -> None:
     content = json.loads((evaluated / "adaptive.json").read_text())
     arrays = np.load(evaluated / "adaptive.npz")
     assert content["step"] == 2 and content["budgets_ms"] == [30.0, 45.0, 60.0]
@@ -159,7 +159,7 @@ def test_the_files_agree(evaluated: Path) -> None:
     assert all(f"| {row.method} | {row.budget_ms:.1f} | {100 * row.accuracy:.1f} % |" in page for row in rows)
 
 
-def test_results_are_those_of_the_configurations(tiny: Path, evaluated: Path) -> None:
+def test_results_equal_rerun_of_configurations(tiny: Path, evaluated: Path) -> None:
     arrays = np.load(evaluated / "adaptive.npz")
     controller, controlled = load_controller(tiny / "run/global_step_2/huggingface")
     model = AdaptiveModel(controlled.runner("cpu", torch.float32), controller)
@@ -196,7 +196,7 @@ def test_results_are_those_of_the_configurations(tiny: Path, evaluated: Path) ->
     assert (arrays["deciding_ms"] > 0).any()
 
 
-def test_results_by_the_latency_model_are_reproducible(
+def test_latency_model_results_are_reproducible(
     tiny: Path, evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The latency model was fitted on the machine `none`, which causes a warning."""
@@ -213,7 +213,7 @@ def test_results_by_the_latency_model_are_reproducible(
     assert not np.array_equal(np.load(tmp_path / "adaptive.npz")["random_complexity"], draws)
 
 
-def test_measured_latencies_include_deciding(
+def test_measured_latencies_include_decision(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -259,7 +259,7 @@ def check_wandb(run: Path, content: dict[str, Any]) -> None:
     assert all(lookup_metric(name) for name in numbers if name.startswith("eval/")) and set(names) <= set(numbers)
 
 
-def test_an_export_without_a_run_takes_questions_from_a_folder(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_export_without_run_takes_questions_from_folder(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(tmp_path))
     export = shutil.copytree(tiny / "run/global_step_2/huggingface", tmp_path / "export")
     moved = shutil.copytree(tiny / "model", tmp_path / "moved")
@@ -295,7 +295,7 @@ def test_an_export_without_a_run_takes_questions_from_a_folder(tiny: Path, tmp_p
         ("foreign", (), "no configuration of the stage budget"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_prints_one_sentence(
     tiny: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -312,7 +312,7 @@ def test_bad_input_is_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unwritable_output_is_refused_before_measuring(
+def test_unwritable_output_is_rejected_before_measuring(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -341,6 +341,6 @@ def make_bad(tiny: Path) -> None:
 @pytest.mark.parametrize(
     "words", [("--num-samples", "0"), ("--budgets", "-5"), ("--budgets", "nan"), ("--latency", "x")]
 )
-def test_bad_numbers_are_refused_at_once(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_numbers_are_rejected_before_loading(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert adaptive("--checkpoint", "x", *words) == 2
     assert f"argument {words[0]}: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The interference detector repeats a run if its own work was slow, whatever the run took."""
+"""The interference detector repeats a run if its own probe was slow, however long the run took."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl_ext.controller.evaluation.measure import DISTURBED, MAX_ATTEMPTS, Inte
 
 
 def detector_of(durations: Iterator[float]) -> InterferenceDetector:
-    """A detector whose work takes these times, in seconds."""
+    """A detector whose probe takes these times, in seconds."""
     now, inside = 0.0, False
 
     def clock() -> float:
@@ -31,7 +31,7 @@ def detector_of(durations: Iterator[float]) -> InterferenceDetector:
         ([2.0] * 2 * MAX_ATTEMPTS, [MAX_ATTEMPTS]),
     ],
 )
-def test_a_disturbed_run_is_repeated(durations: list[float], made: list[int]) -> None:
+def test_disturbed_run_is_repeated(durations: list[float], made: list[int]) -> None:
     detector = detector_of(iter([1.0] * 40 + durations))
     for _ in range(20):
         detector.run(lambda: None)
@@ -43,6 +43,6 @@ def test_a_disturbed_run_is_repeated(durations: list[float], made: list[int]) ->
     assert detector.share_again == detector.num_again / (20 + len(made)) and DISTURBED < 2
 
 
-def test_a_disabled_detector_runs_everything_once() -> None:
+def test_disabled_detector_runs_everything_once() -> None:
     detector = InterferenceDetector(False, clock=lambda: pytest.fail("nothing is timed"))
     assert [detector.run(lambda: 7) for _ in range(3)] == [7, 7, 7] and detector.share_again == 0

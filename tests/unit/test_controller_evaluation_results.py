@@ -1,4 +1,4 @@
-"""Baselines and summary of a comparison, computed by hand."""
+"""Baselines and summary of a comparison, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def results(accuracy: list[list[float]], latency_ms: list[list[float]]) -> Resul
     return ResultMatrices(found, np.array(latency_ms, dtype=float), np.full_like(found, 0.5))
 
 
-def test_the_grid_is_thinned_evenly_and_keeps_both_ends() -> None:
+def test_static_grid_is_thinned_evenly_and_keeps_ends() -> None:
     first = important_blocks(SPACE, None)
     whole = static_grid(SPACE, first, 1000)
     assert len(whole) == len(set(whole)) == 3 * 5 * 5
@@ -46,13 +46,13 @@ def test_the_grid_is_thinned_evenly_and_keeps_both_ends() -> None:
     assert len(static_grid(dense, important_blocks(dense, None), 36)) == 4
 
 
-def test_the_pareto_front() -> None:
+def test_pareto_front_has_only_undominated_points() -> None:
     accuracy, latency = [0.3, 0.5, 0.4, 0.5, 0.9, 0.3], [10, 20, 30, 20, 40, 10]
     assert pareto_front(results([accuracy], [latency])) == [0, 1, 4]
     assert pareto_front(results([[0.5, 0.5, 0.7]], [[9, 8, 8]])) == [2]
 
 
-def test_the_lookup_table_allows_five_percent_and_no_more() -> None:
+def test_lookup_table_allows_five_percent_violations() -> None:
     latency = np.full((20, 3), 10.0)
     latency[0, 1] = latency[:2, 2] = 30.0  # 5 % and 10 % exceed 20 ms
     accuracy = np.tile([0.2, 0.6, 1.0], (20, 1))
@@ -60,12 +60,12 @@ def test_the_lookup_table_allows_five_percent_and_no_more() -> None:
     assert lookup_table(train, [5.0, 20.0, 40.0]) == [0, 1, 2]
 
 
-def test_the_lookup_table_takes_the_fastest_of_ties_and_if_all_are_late() -> None:
+def test_lookup_table_takes_fastest_on_tie_or_if_all_late() -> None:
     train = results([[0.5, 0.5, 0.1]] * 4, [[12, 11, 9]] * 4)
     assert lookup_table(train, [1.0, 20.0]) == [2, 1]
 
 
-def test_the_oracle_takes_the_best_within_the_budget() -> None:
+def test_oracle_takes_best_within_budget() -> None:
     candidates = results([[0.0, 1.0, 1.0, 0.3], [0.0, 0.0, 0.0, 1.0]], [[5, 30, 20, 10], [9, 8, 20, 40]])
     found = oracle(candidates, [4.0, 10.0, 25.0, 40.0])
     assert found.accuracy.tolist() == [[0.0, 0.3, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
@@ -73,13 +73,13 @@ def test_the_oracle_takes_the_best_within_the_budget() -> None:
     assert found.violations([4.0, 10.0, 25.0, 40.0]).tolist() == [[True, False, False, False]] * 2
 
 
-def test_a_row_is_over_all_samples() -> None:
+def test_method_row_aggregates_all_samples() -> None:
     [first, second] = method_rows("m", results([[0, 1], [1, 1], [0.5, 1]], [[10, 1], [20, 1], [60, 1]]), [20.0, 30.0])
     assert first == MethodAtBudget("m", 20.0, 0.5, 30.0, 20.0, pytest.approx(56.0), pytest.approx(1 / 3), 0.5)
     assert second.violation_rate == 0.0 and second.accuracy == 1.0
 
 
-def test_the_summary_of_a_comparison() -> None:
+def test_comparison_summary_equals_hand_computation() -> None:
     budgets = [10.0, 20.0]
     methods = {
         "controller": results([[0.4, 1.0], [0.6, 1.0]], [[11, 15], [9, 15]]),
@@ -95,13 +95,13 @@ def test_the_summary_of_a_comparison() -> None:
     assert (found.decision_ms, found.network_share) == (3.0, 0.0025)
 
 
-def test_a_gap_below_one_point_does_not_count() -> None:
+def test_gap_below_one_point_is_ignored() -> None:
     assert closed_gap(np.array([0.005, 0.0]), np.array([0.009, 0.0])) == (None, 0)
     share, count = closed_gap(np.array([0.005, -0.02, 5.0]), np.array([0.01, 0.04, 0.0]))
     assert share == pytest.approx(0.0) and count == 2
 
 
-def test_an_interval_needs_two_samples() -> None:
+def test_mean_interval_needs_two_samples() -> None:
     assert mean_interval(np.array([0.5])) is None
     low, high = mean_interval(np.array([0.0, 1.0]))
     assert (low + high) / 2 == pytest.approx(0.5) and high - low == pytest.approx(2 * 12.7062 * 0.5, rel=1e-5)

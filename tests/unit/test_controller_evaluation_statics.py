@@ -1,4 +1,4 @@
-"""The search of the blocks of static configurations."""
+"""The search for the blocks of static configurations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def answered(runner: VLMRunner, *active: int) -> list[ImageQuestion]:
     return [replace(each, references=(runner.run(each, way).answer or "none",)) for each in asked]
 
 
-def test_each_added_block_makes_the_most_answers_correct(runner: VLMRunner) -> None:
+def test_search_adds_block_with_most_correct_answers(runner: VLMRunner) -> None:
     samples, space = answered(runner, 0, 3), runner.adapter.space(1, 4, (1, 2, 4))
     answers = [[runner.run(each, at_high_tier(runner, 0, block)).answer for each in samples] for block in (1, 2)]
     assert all(answer != each.references[0] for found in answers for answer, each in zip(found, samples))
@@ -43,7 +43,7 @@ def test_each_added_block_makes_the_most_answers_correct(runner: VLMRunner) -> N
     assert few == {count: found[count] for count in (2, 3)}
 
 
-def test_the_loss_breaks_ties(runner: VLMRunner) -> None:
+def test_search_breaks_ties_by_loss(runner: VLMRunner) -> None:
     space = runner.adapter.space(2, 2, (1, 2, 4))
     samples = [replace(each, references=("no model says this",)) for each in answered(runner, 0)]
 

@@ -1,4 +1,4 @@
-"""A model with its controller in use: what it encodes, what a decision costs, and the traced network."""
+"""Inference with a controller: encodings per decision, decision cost, and the traced network."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WIDTHS = {"vision_width": 32, "language_width": 32, "low_ms": 5.0, "high_ms": 50
 
 
 @pytest.mark.parametrize("tier", [0, 2])
-def test_the_image_is_encoded_once_per_needed_tier(tier: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_is_encoded_once_per_needed_tier(tier: int, monkeypatch: pytest.MonkeyPatch) -> None:
     adaptive, seen = model(tier), Counter()
     see = adaptive.runner.encode
 
@@ -60,7 +60,7 @@ def test_the_image_is_encoded_once_per_needed_tier(tier: int, monkeypatch: pytes
     assert found.total_ms == found.decision_ms + found.latency.total_ms and 0 < found.network_ms < found.decision_ms
 
 
-def test_the_choice_is_the_mode() -> None:
+def test_chosen_configuration_is_the_mode() -> None:
     controller, sample = controller_of(adapter := tiny_adapter(), 1), question(2)
     adaptive = AdaptiveModel(VLMRunner(adapter, max_new_tokens=3), controller)
     vision, language = adaptive.runner.features(sample)
@@ -71,7 +71,7 @@ def test_the_choice_is_the_mode() -> None:
         assert adaptive.answer(sample.load_image(), sample.question, budget).configuration == expected
 
 
-def test_a_decision_includes_an_unused_encoding() -> None:
+def test_decision_time_includes_unused_encoding() -> None:
     space = model(0).runner.adapter.space(2, 4, (1, 2, 4))
     low, high = (Decision(space.configuration(tier, [True] * 4), 1.0, 2.0, 4.0) for tier in (0, 2))
     assert decision_overhead_ms(low.configuration, low.own_ms, 100.0) == 7.0
@@ -93,7 +93,7 @@ def traceable_controller(topk_choices: tuple[int, ...]) -> BudgetController:
 
 
 @pytest.mark.parametrize("topk_choices", [(), (1, 2, 4)])
-def test_traced_logits_are_the_controllers(topk_choices: tuple[int, ...]) -> None:
+def test_traced_logits_equal_eager_logits(topk_choices: tuple[int, ...]) -> None:
     network = traceable_controller(topk_choices)
     traced = TracedController(network)
     with torch.inference_mode():
@@ -106,7 +106,7 @@ def test_traced_logits_are_the_controllers(topk_choices: tuple[int, ...]) -> Non
     assert expected[1].std() > 0.1  # they differ by block, so that equal logits mean something
 
 
-def test_the_features_of_a_budget_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_features_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     network = traceable_controller((1, 2))
     traced, asked = TracedController(network), []
     made = network.budget_features

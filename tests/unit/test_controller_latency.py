@@ -1,4 +1,4 @@
-"""Fitting recovers the coefficients of a simulated machine; the reward has the documented components."""
+"""Fitting recovers the coefficients of a simulated machine, and the reward has the documented components."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def model(coefficients: dict[str, dict[str, float]]) -> LatencyModel:
     return LatencyModel(coefficients, 1.0, "a machine", "a model")
 
 
-def test_fitting_finds_the_coefficients() -> None:
+def test_fit_recovers_coefficients() -> None:
     seen = workloads(300)
     found = model(fit_coefficients(seen, [model(TRUTH).predict(each) for each in seen]))
     for each in workloads(50, seed=1):
         assert found.predict(each).total_ms == pytest.approx(model(TRUTH).predict(each).total_ms, rel=1e-6)
 
 
-def test_noise_averages_out_and_coefficients_are_not_negative() -> None:
+def test_fit_averages_noise_and_stays_non_negative() -> None:
     rng, seen = random.Random(2), workloads(400)
     noisy = []
     for each in seen:
@@ -77,35 +77,35 @@ def test_noise_averages_out_and_coefficients_are_not_negative() -> None:
     assert r2_score([model(coefficients).predict(each).total_ms for each in held], measured) > 0.99
 
 
-def test_r2_is_one_for_the_truth_and_zero_for_the_mean() -> None:
+def test_r2_is_one_for_truth_and_zero_for_mean() -> None:
     assert r2_score([1.0, 2.0, 6.0], [1.0, 2.0, 6.0]) == 1
     assert r2_score([3.0, 3.0, 3.0], [1.0, 2.0, 6.0]) == pytest.approx(0)
 
 
-def test_answers_of_one_token_decode_nothing() -> None:
+def test_one_token_answers_give_zero_decode_coefficients() -> None:
     seen = [RunWorkload(each.configuration, each.num_patches, each.num_prompt_tokens, 0) for each in workloads(50)]
     coefficients = fit_coefficients(seen, [model(TRUTH).predict(each) for each in seen])
     assert set(coefficients["decode_ms"].values()) == {0.0}
 
 
-def told(percentile: int) -> ModelledLatency:
+def modelled(percentile: int) -> ModelledLatency:
     scattered = replace(model(TRUTH), deciding_ms=2.0, scatter={"50": 1.1, "75": 1.2, "90": 1.5, "95": 1.75})
     return ModelledLatency(scattered, percentile)
 
 
 @pytest.mark.parametrize(("percentile", "longer"), [(50, 1.0), (90, 1.5), (95, 1.75)])
-def test_a_percentile_scales_all_latencies(percentile: int, longer: float) -> None:
+def test_percentile_scales_all_latencies(percentile: int, longer: float) -> None:
     [workload] = workloads(1)
     outcome = RunResult("", Latency(0.0, 0.0, 0.0, 0), workload)
-    assert told(percentile).run_ms(outcome) == pytest.approx(longer * model(TRUTH).predict(workload).total_ms)
-    assert told(percentile).deciding_ms == pytest.approx(longer * 2.0)
+    assert modelled(percentile).run_ms(outcome) == pytest.approx(longer * model(TRUTH).predict(workload).total_ms)
+    assert modelled(percentile).deciding_ms == pytest.approx(longer * 2.0)
 
 
-def test_the_recipe_accepts_the_recorded_percentiles() -> None:
+def test_recipe_accepts_recorded_percentiles() -> None:
     assert get_args(keys(BudgetConfig)["latency.percentile"].hint) == PERCENTILES
 
 
-def test_a_model_without_scatter_has_no_percentile(tmp_path: Path) -> None:
+def test_latency_model_without_scatter_rejects_percentile(tmp_path: Path) -> None:
     vlm, processor = vlms.qwen3_vl_moe()
     adapter = adapter_for(vlm, processor, (256,))
     LatencyModel(TRUTH, 1.0, "a machine", fingerprint(vlm)).save(tmp_path / "old.json")
@@ -125,7 +125,7 @@ def test_a_model_without_scatter_has_no_percentile(tmp_path: Path) -> None:
         (lambda adapter: "NVIDIA H100 80GB HBM3", True),
     ],
 )
-def test_a_latency_model_of_another_machine_gets_a_warning(
+def test_latency_model_of_another_machine_gets_warning(
     machine: Callable[[VLMAdapter], str], is_another: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = adapter_for(*vlms.qwen3_vl_moe(), (256,))
@@ -135,7 +135,7 @@ def test_a_latency_model_of_another_machine_gets_a_warning(
     assert not doubt or all(f"'{name}'" in doubt for name in (machine(adapter), machine_name(adapter)))
 
 
-def test_a_saved_model_predicts_as_before_and_another_file_is_refused(tmp_path: Path) -> None:
+def test_latency_model_round_trips_and_rejects_other_files(tmp_path: Path) -> None:
     path = tmp_path / "latency.json"
     model(TRUTH).save(path)
     assert LatencyModel.load(path) == model(TRUTH)
@@ -148,7 +148,7 @@ def test_a_saved_model_predicts_as_before_and_another_file_is_refused(tmp_path: 
         LatencyModel.load(tmp_path / "none.json")
 
 
-def test_the_components_of_a_reward() -> None:
+def test_reward_components_match_documentation() -> None:
     weights = BudgetRewardConfig()
     inside = reward_components(weights, accuracy=1.0, latency_ms=50.0, budget_ms=100.0, complexity=0.5)
     assert tuple(inside) == REWARD_NAMES

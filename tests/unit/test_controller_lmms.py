@@ -1,4 +1,4 @@
-"""The plugin for lmms-eval without lmms-eval: arguments, requests, answers and their log."""
+"""The lmms-eval plugin, tested without lmms-eval: arguments, requests, answers and their log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOCUMENTS = {"cards": {"test": [row(number) for number in range(NUM_DOCUMENTS)]}
 
 @dataclass(frozen=True)
 class Asked:
-    """The used part of a request of lmms-eval."""
+    """The part of an lmms-eval request that the plugin reads."""
 
     args: tuple[Any, ...]
 
@@ -65,7 +65,7 @@ def responder(export: Path, log: Path | None = None, budget_ms: float = 40.0) ->
     return LmmsResponder(LmmsModelArgs(export, budget_ms, log=log))
 
 
-def test_it_needs_neither_verl_nor_vllm() -> None:
+def test_plugin_needs_neither_verl_nor_vllm() -> None:
     """The environment of lmms-eval has neither."""
     code = "import sys; sys.modules.update(verl=None, vllm=None); import verl_ext.controller.evaluation.lmms"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
@@ -74,7 +74,7 @@ def test_it_needs_neither_verl_nor_vllm() -> None:
 # Arguments
 
 
-def test_arguments_as_lmms_eval_parses_them() -> None:
+def test_arguments_parsed_by_lmms_eval_are_accepted() -> None:
     words = {"pretrained": "~/run", "budget_ms": 30, "log": "a.jsonl", "vlm": 7, "batch_size": "1", "device": "cpu"}
     assert LmmsModelArgs.parse(words) == LmmsModelArgs(Path.home() / "run", 30.0, "7", Path("a.jsonl"), "cpu")
     assert LmmsModelArgs.parse({"pretrained": "x", "budget_ms": 0.5, "batch_size": 1}) == LmmsModelArgs(Path("x"), 0.5)
@@ -94,7 +94,7 @@ def test_arguments_as_lmms_eval_parses_them() -> None:
         ({"pretrained": "x", "budget_ms": 1, "batch_size": "auto", "max_batch_size": 4}, "leave --batch_size at 1"),
     ],
 )
-def test_bad_arguments_are_refused(words: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_rejected(words: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         LmmsModelArgs.parse(words)
 
@@ -102,7 +102,7 @@ def test_bad_arguments_are_refused(words: dict[str, Any], message: str) -> None:
 # Requests
 
 
-def test_a_question_has_the_suffix_of_training_once() -> None:
+def test_question_gets_training_suffix_once() -> None:
     texts = {"what ?": "what ?" + SUFFIX, "<image>\nwhat ?": "what ?" + SUFFIX, "what ?\nShort:": "what ?\nShort:"}
     for text, expected in texts.items():
         assert LmmsQuestion.from_request(asked(1, text), DOCUMENTS, SUFFIX).text == expected
@@ -116,7 +116,7 @@ def test_a_question_has_the_suffix_of_training_once() -> None:
     ("until", "expected"),
     [(None, "a, b\n\nc."), ([], "a, b\n\nc."), ("", "a, b\n\nc."), ("\n\n", "a, b"), (["\n\n", ","], "a"), ("a", "")],
 )
-def test_an_answer_ends_before_until(until: Any, expected: str) -> None:
+def test_answer_ends_before_until(until: Any, expected: str) -> None:
     assert LmmsQuestion.from_request(asked(until=until), DOCUMENTS, "").truncate("a, b\n\nc.") == expected
 
 
@@ -129,7 +129,7 @@ def test_an_answer_ends_before_until(until: Any, expected: str) -> None:
         (lambda _: ["film.mp4"], r"has 1 visuals \(str\), and"),
     ],
 )
-def test_only_questions_about_one_image_are_answered(visuals: Any, message: str) -> None:
+def test_questions_without_exactly_one_image_are_rejected(visuals: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         LmmsQuestion.from_request(asked(visuals=visuals), DOCUMENTS, "")
 
@@ -138,7 +138,7 @@ def test_only_questions_about_one_image_are_answered(visuals: Any, message: str)
 
 
 @pytest.mark.parametrize("budget_ms", [30.0, 60.0])
-def test_answers_are_those_of_the_model_and_are_logged(
+def test_answers_equal_model_answers_and_are_logged(
     export: Path, model: AdaptiveModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], budget_ms: float
 ) -> None:
     log = tmp_path / "logs/answers.jsonl"
@@ -163,7 +163,7 @@ def test_answers_are_those_of_the_model_and_are_logged(
     )
 
 
-def test_an_answer_is_logged_as_the_task_gets_it(export: Path, tmp_path: Path) -> None:
+def test_logged_answer_is_truncated_like_returned_answer(export: Path, tmp_path: Path) -> None:
     [whole] = responder(export).respond([asked()], DOCUMENTS)
     [cut] = responder(export, tmp_path / "log").respond([asked(until=whole[-1])], DOCUMENTS)
     assert cut == json.loads((tmp_path / "log").read_text())["answer"] == whole.split(whole[-1])[0].strip()
@@ -199,18 +199,18 @@ def test_warm_up_runs_once(export: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 # What cannot be
 
 
-def test_a_budget_outside_of_training_gets_a_warning(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_budget_outside_training_range_gets_warning(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
     responder(export, budget_ms=61.0)
     assert "warning: the controller was trained for 30 to 60 ms, and not for 61" in capsys.readouterr().err
 
 
-def test_several_processes_are_refused(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiple_processes_are_rejected(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="without accelerate or torchrun"):
         responder(export)
 
 
-def test_a_log_with_answers_is_refused(export: Path, tmp_path: Path) -> None:
+def test_non_empty_log_is_rejected(export: Path, tmp_path: Path) -> None:
     empty, full = tmp_path / "empty.jsonl", tmp_path / "full.jsonl"
     empty.touch()
     full.write_text("{}\n")
@@ -222,7 +222,7 @@ def test_a_log_with_answers_is_refused(export: Path, tmp_path: Path) -> None:
     assert full.read_text() == "{}\n"
 
 
-def test_a_directory_without_a_controller_is_refused(export: Path) -> None:
+def test_directory_without_controller_is_rejected(export: Path) -> None:
     with pytest.raises(UserError, match="has no budget controller's export"):
         responder(export.parent / "model")
     with pytest.raises(UserError, match="cannot be loaded"):

@@ -58,7 +58,7 @@ def generated(
     return list(policy.generate(trajectories, step, greedy))
 
 
-def test_a_sample_does_not_depend_on_the_rest_of_the_batch(policy: ControllerPolicy) -> None:
+def test_sample_is_independent_of_rest_of_batch(policy: ControllerPolicy) -> None:
     both = generated(policy, [0, 1], 3, 5)
     alone = generated(policy, [1], 3, 5)
     assert [each.action.configuration for each in both[5:]] == [each.action.configuration for each in alone]
@@ -71,13 +71,13 @@ def test_a_sample_does_not_depend_on_the_rest_of_the_batch(policy: ControllerPol
     assert len({each.action.configuration for each in both}) > 1
 
 
-def test_evaluations_take_the_mode_at_constant_budgets(policy: ControllerPolicy) -> None:
+def test_greedy_generation_takes_mode_at_constant_budgets(policy: ControllerPolicy) -> None:
     one, other = (generated(policy, [0, 1], step, 1, greedy=True) for step in (1, 9))
     assert [each.action.configuration for each in one] == [each.action.configuration for each in other]
     assert [each.action.budget_ms for each in one] == [each.action.budget_ms for each in other]
 
 
-def test_samples_have_the_log_probabilities_that_came_with_them(policy: ControllerPolicy) -> None:
+def test_recomputed_log_probs_equal_rollout_log_probs(policy: ControllerPolicy) -> None:
     policy._controller.eval()
     samples = generated(policy, [0, 1, 2], 1, 4)
     found = policy.log_probs(policy.collate(samples))
@@ -89,11 +89,11 @@ def test_samples_have_the_log_probabilities_that_came_with_them(policy: Controll
     assert policy.sample_metrics(samples[0])["num_active"] == samples[0].action.configuration.num_active
 
 
-def test_a_rank_without_prompts_generates_nothing(policy: ControllerPolicy) -> None:
+def test_rank_without_prompts_generates_nothing(policy: ControllerPolicy) -> None:
     assert list(policy.generate([], 1)) == []
 
 
-def test_a_configuration_runs_once_per_sample(runner: VLMRunner, space: ConfigurationSpace) -> None:
+def test_configuration_runs_once_per_sample(runner: VLMRunner, space: ConfigurationSpace) -> None:
     sample = question(40)
     asked, found = runner.results.num_lookups, runner.results.num_hits
     outcomes = [runner.run(sample, space.configuration(1, [True, True, runs, True], 2)) for runs in (True, False, True)]
@@ -121,7 +121,7 @@ class FixedLatency(LatencySource):
         raise AssertionError("training does not time decisions")
 
 
-def test_rewards_are_those_of_the_run_configurations(
+def test_rewards_follow_the_run_configurations(
     policy: ControllerPolicy, runner: VLMRunner, space: ConfigurationSpace
 ) -> None:
     environment = ControllerEnvironment(
@@ -144,7 +144,7 @@ def test_rewards_are_those_of_the_run_configurations(
         assert (reward.components["reward_violation"] < 0) == (reward.metrics["latency_ms"] > budget)
 
 
-def test_an_unreadable_image_is_named() -> None:
+def test_unreadable_image_error_names_question() -> None:
     with pytest.raises(UserError, match="image of q1 cannot be read"):
         ImageQuestion("q1", b"no image", "?", ("a",)).load_image()
     with pytest.raises(UserError, match="image of q2 cannot be read"):

@@ -1,4 +1,4 @@
-"""VQA soft accuracy on examples that were computed by hand and checked against the official code."""
+"""VQA soft accuracy, on examples computed by hand and checked against the official code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from verl_ext.data.image_questions import ImageQuestion, metric_of
         ("", ""),
     ],
 )
-def test_answers_are_normalized_as_in_the_official_evaluation(answer: str, wanted: str) -> None:
+def test_answer_normalization_equals_official_evaluation(answer: str, wanted: str) -> None:
     assert normalize_answer(answer) == wanted
 
 
@@ -54,11 +54,11 @@ def test_answers_are_normalized_as_in_the_official_evaluation(answer: str, wante
         ("grey", ["blue", "red", "green"], 0.0),
     ],
 )
-def test_soft_accuracy(answer: str, references: list[str], wanted: float) -> None:
+def test_soft_accuracy_equals_hand_computation(answer: str, references: list[str], wanted: float) -> None:
     assert soft_accuracy(answer, references) == pytest.approx(wanted)
 
 
-def test_missing_references_are_refused() -> None:
+def test_missing_references_are_rejected() -> None:
     with pytest.raises(ValueError, match="without references"):
         soft_accuracy("yes", [])
 
@@ -71,7 +71,7 @@ CAPTIONS = [
 ]
 
 
-def test_a_single_caption_scores_as_within_a_corpus() -> None:
+def test_single_caption_scores_as_within_corpus() -> None:
     answers = ["a cat on a mat", "dogs run in the grass", "a blue car", "A man rides a horse."]
     library = CiderScorer()
     for answer, references in zip(answers, CAPTIONS):
@@ -83,7 +83,7 @@ def test_a_single_caption_scores_as_within_a_corpus() -> None:
     assert scorer.accuracy("", CAPTIONS[0]) == 0.0
 
 
-def test_a_question_is_scored_by_the_metric_of_its_data_set() -> None:
+def test_question_is_scored_by_metric_of_its_dataset() -> None:
     asked = [
         ImageQuestion(f"coco_caption/{n}", b"", "?", tuple(references), "cider")
         for n, references in enumerate(CAPTIONS)
