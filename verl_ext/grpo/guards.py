@@ -143,8 +143,8 @@ class EngineGuard:
         if not gap <= self.max_gap:
             raise UserError(
                 f"step {step}: the engine's log-probabilities differ from the trained model's by {gap:.3g} nats "
-                f"per token (limit: {self.max_gap:g}), so their weights differ. The model was not updated in this step; "
-                "set rollout.engine=hf, then run the same command again (earlier checkpoints are intact)"
+                f"per token (limit: {self.max_gap:g}), so their weights differ. The model was not updated in this "
+                "step; set rollout.engine=hf, then run the same command again (earlier checkpoints are intact)"
             )
 
     @torch.no_grad()
