@@ -159,7 +159,7 @@ def test_run_takes_the_data_sets_up_to_the_tier_that_is_named(
     (tmp_path / "none.yaml").write_text("datasets: {}\n")
     with pytest.raises(SystemExit, match="2"):
         main([*words, *([] if tier is None else ["--tier", tier])])
-    assert f"tiers up to {tier or 1} name no data set; set tiers.tier{tier or 1}" in capsys.readouterr().err
+    assert f"tiers up to {tier or 1} name no dataset; set tiers.tier{tier or 1}" in capsys.readouterr().err
 
 
 def test_limit_samples_each_data_set_and_says_so(
@@ -211,7 +211,7 @@ def test_an_incomplete_result_says_so_and_is_evaluated_again(
         for path in (context.directory.results_of("step_10") / "metrics.json", run_dir / "best_checkpoint.json"):
             assert json.loads(path.read_text())["incomplete"] == missing
         said = capsys.readouterr().err
-        assert ("few is incomplete: 1 answers" in said) == ("best checkpoint by results" in said) == bool(missing)
+        assert ("few is incomplete: 1 answers" in said) == ("best checkpoint, but its results" in said) == bool(missing)
         with pytest.raises(SystemExit, match="0"):
             main(["retry", str(run_dir)])
         assert publisher.publish([task]) == set()
@@ -295,7 +295,7 @@ def test_a_failed_evaluation_is_named_at_the_end(
     context = context_of(tmp_path, "max_attempts=1", "tier2_every=1")
     assert watch_run(context) == 1
     printed = capsys.readouterr()
-    assert "no best checkpoint was chosen" in printed.err
+    assert "no best checkpoint was selected" in printed.err
     lines = printed.out.splitlines()
     assert "Finished: evaluation of run" in lines
     [failed] = [line.split() for line in lines if line.startswith("  failed ")]

@@ -167,7 +167,7 @@ def test_other_settings_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_models_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     evaluate(tmp_path / "a", None, 0.2, "x")
     evaluate(tmp_path / "a", 10, 0.8, "y")
-    with pytest.raises(UserError, match="evaluate both on a common data set"):
+    with pytest.raises(UserError, match="evaluate both on a common dataset"):
         report(tmp_path / "a", [])
     evaluate(tmp_path / "b", None, 0.2, "x")
     evaluate(tmp_path / "b", 10, 0.8, "x", problems=39)
