@@ -44,7 +44,7 @@ WEIGHTS = {"accuracy": 2, "latency_penalty": 3, "budget_violation": 4, "efficien
 
 
 def trainer_of(config: RunConfig) -> GRPOTrainer:
-    """The trainer of a configuration, as a rank builds it."""
+    """The trainer that a rank builds for a configuration."""
     torch.manual_seed(config.trainer.seed)
     device_name = settle_device(config)
     tokenizer, stage = load_tokenizer(config), STAGES[config.stage]
@@ -55,7 +55,7 @@ def trainer_of(config: RunConfig) -> GRPOTrainer:
 
 @pytest.fixture
 def controlled(tmp_path: Path) -> BudgetTrainer:
-    """Of a controller whose every key has another value than its default."""
+    """A budget trainer whose keys all differ from their defaults."""
     model, questions = write_model(tmp_path / "model"), write_questions(tmp_path / "questions", 4, 2)
     name = fingerprint(load_adapter(str(model), TIERS, dtype=torch.bfloat16).model)
     latency = LatencyModel({part: dict.fromkeys(keys, 0.01) for part, keys in FEATURES.items()}, 1.0, "none", name)
@@ -109,9 +109,9 @@ def test_tier_term_of_entropy_bonus_is_weighted(controlled: BudgetTrainer) -> No
     [
         ("budgets_ms", [12.1, 40.0], None),
         # between what the configuration takes and what it takes with the decision
-        ("budgets_ms", [11.0, 40.0], r"controller.budgets_ms begins at 11 ms, .*12.0 ms; begin at 12.6 ms or more"),
+        ("budgets_ms", [11.0, 40.0], r"controller.budgets_ms starts at 11 ms, .*12.0 ms; start at 12.6 ms or more"),
         # the whole model takes 20 ms
-        ("budgets_of_full", [0.55, 2.0], r"controller.budgets_of_full begins at 0.55 \(11.0 ms\).*at 0.63 or more"),
+        ("budgets_of_full", [0.55, 2.0], r"controller.budgets_of_full starts at 0.55 \(11.0 ms\).*at 0.63 or more"),
     ],
 )
 def test_rejects_budget_below_decision_time(

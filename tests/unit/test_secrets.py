@@ -36,7 +36,7 @@ print('seen' if b'PLANTED' in text else 'not seen')
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys in the environment, as users have them."""
+    """Secrets in the environment, as users have them."""
     for name in ("OPENAI_API_KEY", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, KEY)
     monkeypatch.setenv("FTP_PROXY", PROXY)
@@ -64,7 +64,7 @@ def test_training_rejects_secrets_without_repeating_them(words: str, why: str) -
 @pytest.mark.usefixtures("planted")
 def test_evaluation_rejects_secrets_without_repeating_them() -> None:
     for words in (f"engine.vllm.hf_token={KEY}", f"engine.vllm.download_dir='{PROXY}'", f"engine.model={KEY}"):
-        with pytest.raises(UserError, match="a configuration ends up in files") as refused:
+        with pytest.raises(UserError, match="configurations are written to files") as refused:
             load_eval_config("quickstart", [words])
         assert "PLANTED" not in str(refused.value)
 

@@ -84,7 +84,7 @@ def test_every_suggested_key_exists() -> None:
 
 
 def programs() -> list[CommandParser]:
-    """Those with commands or options of their own."""
+    """The parsers with their own sub-commands or options."""
     modules = (eval_pipeline.__main__, verl_ext.checkpoint.__main__, verl_ext.health.__main__)
     modules = (*modules, verl_ext.monitor.__main__, verl_ext.plan.__main__)
     return [*(module.build_parser() for module in modules), build_prepare_parser(), make_parser("sft")]
@@ -122,7 +122,7 @@ def test_suggests_training_argument(words: list[str], meant: str) -> None:
 def test_suggests_keys_of_recipe_stage() -> None:
     with pytest.raises(UserError, match="controller.max_new_tokens=8"):
         parse_arguments(["grpo", "2", "recipe=budget_controller", "--max_new_tokens", "8"])
-    with pytest.raises(UserError, match="the number of ranks as the first word"):
+    with pytest.raises(UserError, match="the number of ranks as the first argument"):
         load_config("sft", ["num_gpus=2"])
 
 

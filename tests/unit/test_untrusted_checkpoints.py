@@ -36,7 +36,7 @@ SECRET = "hf_PLANTED0123456789"
 
 
 class Bomb:
-    """Pickled, it makes a file where it is loaded."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -47,14 +47,14 @@ class Bomb:
 
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What planted code makes."""
+    """The directory that planted code creates."""
     # bytecode counts as that of a source of the same size and second, such as the planted code of the test before
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path / "planted"
 
 
 def write_code(directory: Path, marker: Path, **config: Any) -> Path:
-    """A model's directory with code of its own, named in its configuration."""
+    """Write a model directory with custom code that its configuration names."""
     directory.mkdir(exist_ok=True)
     code = f"import os\nos.makedirs({str(marker)!r}, exist_ok=True)\nfrom transformers import LlamaConfig as Planted\n"
     (directory / "planted.py").write_text(code)
@@ -71,7 +71,7 @@ def test_shards_run_no_code(kind: str, tmp_path: Path, marker: Path) -> None:
         ShardFiles(tmp_path, kind).content(0)
     assert not marker.exists()
     torch.load(tmp_path / shard_name(kind, 1, 0), weights_only=False)
-    assert marker.exists()  # it was a bomb
+    assert marker.exists()  # the payload works
 
 
 def test_shards_saved_by_verl_are_loaded(tmp_path: Path) -> None:
@@ -160,14 +160,14 @@ def test_rejects_code_requested_by_model_config(tmp_path: Path, marker: Path) ->
     (model / "config.json").write_text(json.dumps(asking))
     config = load_config("sft", [f"model.partial_pretrain={model}"])
     for load in (load_model_config, load_tokenizer):
-        with pytest.raises(UserError, match=r"asks by itself for code to be run \(trust_remote_code"):
+        with pytest.raises(UserError, match=r"requests to run custom code \(trust_remote_code"):
             load(config)
     assert not marker.exists()
     AutoConfig.from_pretrained(code, trust_remote_code=True)
     assert marker.exists()  # what the configuration asks for
     nested = {"model_type": "llama", "vision_config": {"_attn_implementation_internal": "someone/kernel"}}
     (model / "config.json").write_text(json.dumps(nested))
-    with pytest.raises(UserError, match="asks for attention code from the hub"):
+    with pytest.raises(UserError, match="requests attention code from the hub"):
         load_model_config(config)
     require_no_remote_code(str(model), trusted=True)
 
