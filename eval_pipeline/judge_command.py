@@ -40,7 +40,7 @@ Rows are numbered from 1. In a JSON Lines file, a row's number is its line numbe
 
 def add_judge(commands: Commands) -> None:
     """Add the command."""
-    example = "--dataset humaneval --answers answers.jsonl --output verdicts.jsonl"
+    example = "--dataset human-eval --answers answers.jsonl --output verdicts.jsonl"
     parser = add_action(commands, "judge", TEXT, run, examples=[example], notes=NOTES, prog=program("judge"))
     parser.set_defaults(typed_again="starts over")
     problems = parser.add_mutually_exclusive_group(required=True)

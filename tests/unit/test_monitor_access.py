@@ -23,7 +23,7 @@ from verl_ext.monitor.server import cookie_secret, escape_formula
 
 
 def ask(token: str | None, kind: str = "http", query: str = "", **headers: str) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether the page was reached, and what was sent."""
+    """Send a request; returns whether it reached the page, and the messages sent back."""
     reached, sent = [], []
 
     async def page(scope: Any, receive: Any, send: Any) -> None:
@@ -59,7 +59,7 @@ def test_token_in_url_becomes_cookie() -> None:
     kept = f'x={{"a": [1]}}; {COOKIE}={digest_of("secret")}'
     assert ask("secret", "websocket", cookie=kept)[0]
     reached, [start] = ask("secret", query="token=wrong", cookie=kept)
-    assert reached and start["headers"] == [*HEADERS]  # a wrong word takes nothing away
+    assert reached and start["headers"] == [*HEADERS]  # a wrong token does not revoke the cookie
 
 
 def test_token_is_removed_from_query() -> None:
@@ -129,10 +129,10 @@ def test_csv_cells_are_escaped_against_formulas() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--root", "no/such/directory"], "give --root"),
+        (["--root", "no/such/directory"], "set --root"),
         (["--root", ".", "--host", "0.0.0.0"], "--token"),
         (["--root", ".", "--port", "99999"], "'99999' is not a whole number from 1 to 65535"),
-        (["--root", ".", "--port", "{taken}"], "cannot be had (Address already in use"),
+        (["--root", ".", "--port", "{taken}"], "cannot be used (Address already in use"),
         (["plot", "."], "give a run directory"),
         (["plot", ".", "--smoothing", "1"], "below 1"),
     ],

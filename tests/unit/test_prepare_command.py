@@ -66,7 +66,7 @@ def test_stamp_with_damaged_digests_counts_as_missing(states: object, arguments:
 
 
 def rewrite(path: Path, old: str, new: str) -> None:
-    """Change a file in a way that its size and modification time do not show."""
+    """Change a file without changing its size and modification time."""
     before = path.stat()
     path.write_text(path.read_text().replace(old, new))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -173,7 +173,7 @@ def test_full_disk_raises_user_error(arguments: list[str], tmp_path: Path) -> No
     with small_disk(tmp_path / "disk") as disk:
         (disk / "out").mkdir()
         fill(disk)
-        with pytest.raises(UserError, match=r"cannot write into .*disk/out \(.*No space left on device\)"):
+        with pytest.raises(UserError, match=r"cannot write to .*disk/out \(.*No space left on device\)"):
             prepare([*arguments[:-1], str(disk / "out")])
         assert list((disk / "out").iterdir()) == []
 
