@@ -56,9 +56,9 @@ def test_recipe_names_its_stage(recipe: Path, tmp_path: Path) -> None:
         "source": str(tmp_path / "questions"),
         "val": 1,
     }
-    with pytest.raises(UserError, match=r"is of the stage 'budget'; run_sft.sh has sft, vlm_sft"):
+    with pytest.raises(UserError, match=r"has the stage 'budget'; run_sft.sh has sft, vlm_sft"):
         load_config("sft", [f"recipe={recipe}"])
-    with pytest.raises(UserError, match="stage=grpo is not for the command line"):
+    with pytest.raises(UserError, match="stage=grpo cannot be set on the command line"):
         config_of(recipe, "stage=grpo")
 
 
