@@ -291,7 +291,7 @@ def test_export_without_run_takes_questions_from_folder(tiny: Path, tmp_path: Pa
         ("alone", (), "no questions are named; give --questions"),
         ("alone", ("--questions", "{tiny}/data", "--latency", "model"), "is not a latency model"),
         ("misfit", ("--latency", "model"), "was fitted on another model"),
-        ("hesitant", ("--latency", "model"), "--budgets begins at 30 ms, .* and the decision for it take 10"),
+        ("hesitant", ("--latency", "model"), "the default of --budgets begins at 30 ms, .* and the decision for it take 10"),
         ("foreign", (), "no configuration of the stage budget"),
     ],
 )
