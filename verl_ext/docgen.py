@@ -50,8 +50,8 @@ to set instead.
 """
 EVALUATION = """## Evaluation recipes
 
-`recipes/eval/NAME.yaml` has these keys ([guide](../guides/evaluation.md)). Text that looks like a number must be in
-quotes.
+`bash eval_pipeline/run.sh` reads these keys from `recipes/eval/NAME.yaml` ([guide](../guides/evaluation.md)). Text that
+looks like a number must be in quotes.
 """
 RULES_INTRODUCTION = """# Health rules
 
