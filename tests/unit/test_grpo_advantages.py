@@ -65,5 +65,5 @@ def test_no_reward_at_all() -> None:
 
 def test_a_group_of_one_is_refused() -> None:
     """It would learn its reward as it is."""
-    with pytest.raises(AssertionError, match="one sample"):
+    with pytest.raises(AssertionError, match="at least two samples"):
         group_advantages([1.0, 2.0, 3.0], 1, True)

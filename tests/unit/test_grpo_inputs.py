@@ -171,7 +171,7 @@ def test_a_run_keeps_the_model_it_began_from(quickstart: Path, tmp_path: Path) -
         assert lease_holders(sft_run / "global_step_10") and not lease_holders(sft_run / "global_step_20")
     assert not lease_holders(sft_run / "global_step_10")
     shutil.rmtree(sft_run / "global_step_10")
-    with pytest.raises(UserError, match="which is gone"):
+    with pytest.raises(UserError, match="which no longer exists"):
         settled(quickstart, tmp_path)
 
 
@@ -187,7 +187,7 @@ def test_restart_keeps_a_model_of_the_hub_or_of_the_home_directory(
     assert settled(quickstart, tmp_path).model.partial_pretrain == model
     (tmp_path / "model").unlink()
     if model.startswith("~"):
-        with pytest.raises(UserError, match="which is gone"):
+        with pytest.raises(UserError, match="which no longer exists"):
             settled(quickstart, tmp_path)
 
 

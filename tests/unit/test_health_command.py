@@ -62,11 +62,11 @@ def test_what_is_wrong_with_the_files_is_seen(tmp_path: Path, capsys: pytest.Cap
     (run_dir / "global_step_300/huggingface/model.safetensors").write_bytes(b"x")
     code, levels = look(run_dir, capsys)
     assert code == 1
-    assert levels["every checkpoint is complete, huggingface/ too"] == "alarm"
-    assert levels["the expected checkpoints are there"] == "alarm"
+    assert levels["every checkpoint is complete, including huggingface/"] == "alarm"
+    assert levels["the expected checkpoints exist"] == "alarm"
     assert levels["all steps are done"] == "alarm"
-    assert levels["no NCCL timeout, no lack of memory"] == "warning"
-    assert levels["latest_checkpointed_iteration.txt names the newest"] == "ok"  # of those that are complete
+    assert levels["no NCCL timeout, not out of memory"] == "warning"
+    assert levels["latest_checkpointed_iteration.txt names the newest checkpoint"] == "ok"  # of those that are complete
 
 
 def test_a_tracker_that_lags_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_a_tracker_that_lags_is_seen(tmp_path: Path, capsys: pytest.CaptureFixtu
     write_checkpoint(run_dir, 200)
     (run_dir / "latest_checkpointed_iteration.txt").write_text("200")
     code, levels = look(run_dir, capsys)
-    assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest"] == "warning"
+    assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest checkpoint"] == "warning"
 
 
 def make_silent(run_dir: Path, seconds: float) -> None:
@@ -110,7 +110,7 @@ def test_a_run_that_logs_nothing_any_more_is_killed(tmp_path: Path, capsys: pyte
     assert main([str(run_dir)]) == 1
     shown = capsys.readouterr().out
     assert shown.startswith("p/e (sft), killed, step 300\n")
-    assert "it has logged nothing for 36" in shown and "start the same command again" in shown
+    assert "it has logged nothing for 36" in shown and "run the same command again" in shown
 
 
 def test_long_steps_and_long_validations_may_be_silent_for_longer(
@@ -173,11 +173,11 @@ def test_checkpoints_that_rotation_keeps_are_missed(
     write_checkpoint(run_dir, 100)
     change_config(run_dir, "trainer.save_freq", 100)
     change_config(run_dir, "trainer.max_ckpt_to_keep", newest)
-    assert look(run_dir, capsys)[1]["the expected checkpoints are there"] == level
+    assert look(run_dir, capsys)[1]["the expected checkpoints exist"] == level
     assert main([str(run_dir)]) == 0
-    assert ("global_step_200 should be kept too" in capsys.readouterr().out) == (level == "warning")
+    assert ("global_step_200 should be kept, too" in capsys.readouterr().out) == (level == "warning")
     write_checkpoint(run_dir, 200)
-    assert look(run_dir, capsys)[1]["the expected checkpoints are there"] == "ok"
+    assert look(run_dir, capsys)[1]["the expected checkpoints exist"] == "ok"
 
 
 def test_checkpoints_from_before_the_last_attempt_are_not_expected(
@@ -186,14 +186,14 @@ def test_checkpoints_from_before_the_last_attempt_are_not_expected(
     run_dir = write_run(tmp_path, "a textbook run")
     change_config(run_dir, "trainer.save_freq", 100)
     change_attempt(run_dir, first_step=200)  # which may have had another save_freq before
-    assert look(run_dir, capsys)[1]["the expected checkpoints are there"] == "ok"
+    assert look(run_dir, capsys)[1]["the expected checkpoints exist"] == "ok"
 
 
 @pytest.mark.parametrize(("every", "level"), [(None, "warning"), (200, "ok"), (100, "warning")])
 def test_exports_that_are_due_are_missed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int | None, level: str
 ) -> None:
-    point = "every checkpoint is complete, huggingface/ too"
+    point = "every checkpoint is complete, including huggingface/"
     run_dir = write_run(tmp_path, "a textbook run")
     write_checkpoint(run_dir, 100)
     shutil.rmtree(run_dir / "global_step_100/huggingface")
@@ -237,17 +237,17 @@ def test_what_the_disk_lacks_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
         Manifest(200, 1, "", {"huggingface/model.safetensors": {"bytes": 640}}).to_json()
     )
     code, levels = look(run_dir, capsys)
-    assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest"] == "warning"
-    assert levels["the sizes of the checkpoints are alike"] == "notice"
+    assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest checkpoint"] == "warning"
+    assert levels["checkpoints have similar sizes"] == "notice"
     shutil.rmtree(run_dir / "global_step_300")
     code, levels = look(run_dir, capsys)
-    assert code == 1 and levels["the expected checkpoints are there"] == "alarm"
+    assert code == 1 and levels["the expected checkpoints exist"] == "alarm"
     shutil.rmtree(run_dir / "global_step_200")
     code, levels = look(run_dir, capsys)
-    assert code == 1 and levels["the expected checkpoints are there"] == "alarm"
+    assert code == 1 and levels["the expected checkpoints exist"] == "alarm"
     assert (
-        levels["the sizes of the checkpoints are alike"]
-        is levels["every checkpoint is complete, huggingface/ too"]
+        levels["checkpoints have similar sizes"]
+        is levels["every checkpoint is complete, including huggingface/"]
         is None
     )
 
@@ -260,7 +260,7 @@ def test_thresholds_are_those_of_the_recipe(tmp_path: Path, capsys: pytest.Captu
     assert look(run_dir, capsys)[1]["initial_loss"] == "warning"
     config.health.limits = {"of_another_version": 1}
     OmegaConf.save(config, run_dir / "config.yaml")
-    assert refused(run_dir, capsys).startswith("error: health.limits of config.yaml is of another version")
+    assert refused(run_dir, capsys).startswith("error: health.limits in config.yaml is from another version")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
