@@ -70,7 +70,7 @@ def test_7b_recipe_has_specified_hyperparameters() -> None:
         ("recipe=quickstrt", "did you mean recipe=quickstart"),
         ("a b=", "not an override of the form key=value"),
         ("data.train_files=~/it's/a b", "'data.train_files=.*quote the value inside shell quotes"),
-        ("data.train_files=glob(*)", "'data.train_files=.* sweeps over values"),
+        ("data.train_files=glob(*)", "'data.train_files=.* is a sweep"),
     ],
 )
 def test_mistyped_override_is_rejected_with_hint(override: str, names: str) -> None:
