@@ -1,4 +1,4 @@
-"""Each command in the documents is one that the product understands."""
+"""Every command in the documentation parses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl_ext.trainer.stages import load_config
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Page and words of each line of its code blocks, those left out that show what may be typed."""
+    """Page and words of each command line in a code block, without lines that show syntax."""
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
@@ -32,7 +32,7 @@ COMMANDS = list(commands())
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[" ".join(words)[:60] for _, words in COMMANDS])
-def test_a_command_is_understood(page: str, words: list[str]) -> None:
+def test_documented_command_parses(page: str, words: list[str]) -> None:
     program, *rest = words
     if program == "verl-ext":
         command = PRODUCT[rest[0]]
