@@ -72,7 +72,7 @@ def add_file(name: str) -> Callable[[Path], None]:
     return change_manifest(lambda content: content["files"].update({name: {"bytes": 1}}))
 
 
-def a_manifest_of_text(text: str) -> Callable[[Path], None]:
+def write_manifest_text(text: str) -> Callable[[Path], None]:
     def damage(run_dir: Path) -> None:
         (run_dir / "global_step_300" / "manifest.json").write_text(text)
 
@@ -80,10 +80,10 @@ def a_manifest_of_text(text: str) -> Callable[[Path], None]:
 
 
 MANIFESTS = {
-    "deep": a_manifest_of_text(DEEP),
-    "deep_in_files": a_manifest_of_text('{"files": ' + DEEP),
-    "list": a_manifest_of_text("[]"),
-    "huge_number": a_manifest_of_text('{"step": ' + HUGE + "}"),
+    "deep": write_manifest_text(DEEP),
+    "deep_in_files": write_manifest_text('{"files": ' + DEEP),
+    "list": write_manifest_text("[]"),
+    "huge_number": write_manifest_text('{"step": ' + HUGE + "}"),
     "infinite_size": replace_text('"bytes": 64', '"bytes": Infinity'),
     "size_nan": replace_text('"bytes": 64', '"bytes": NaN'),
     "size_of_300_digits": replace_text('"bytes": 64', f'"bytes": {"1" * 300}'),

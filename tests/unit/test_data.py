@@ -30,7 +30,7 @@ from verl_ext.data.dataset import count_parquet_rows, drop_nulls, iter_parquet_r
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError
 
-QWEN25_TEMPLATE = (  # the default system prompt is what makes turn-by-turn rendering of this family hard
+QWEN25_TEMPLATE = (  # the default system prompt makes turn-by-turn rendering of this family difficult
     "{% if messages[0]['role'] == 'system' %}<|im_start|>system\n{{ messages[0]['content'] }}<|im_end|>\n"
     "{% else %}<|im_start|>system\nYou are Qwen.<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% if m['role'] != 'system' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -47,7 +47,7 @@ MARKED_TEMPLATE = (
     "{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
 )
 
-LLAMA3_TEMPLATE = (  # as first released: it opens the assistant's turn whether or not a prompt is asked for
+LLAMA3_TEMPLATE = (  # as first released: opens the assistant's turn even without add_generation_prompt
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|end_header|>\n\n' + m.content | trim + '<|im_end|>' }}"
     "{% endfor %}{{ '<|im_start|>assistant<|end_header|>\n\n' }}"
 )
@@ -161,7 +161,7 @@ def test_loss_includes_all_bytes_of_last_character(trims: bool, tmp_path: Path) 
 def test_prompt_response_data_trains_end_of_turn_unlike_verl(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    rows = [{"question": "Write f.", "answer": "def f(x):\n    return x"}] * 2  # verl's crashes on a single row
+    rows = [{"question": "Write f.", "answer": "def f(x):\n    return x"}] * 2  # verl's dataset crashes on a single row
     ours = dataset_of(rows, tokenizer, tmp_path, "data.multiturn.enable=false")
     assert trained_text(ours, tokenizer) == "def f(x):\n    return x<|im_end|>"
     config = OmegaConf.create(as_dict(small_config(tmp_path, tmp_path, "data.multiturn.enable=false").data))
@@ -169,7 +169,7 @@ def test_prompt_response_data_trains_end_of_turn_unlike_verl(
     # verl's trainer takes loss_mask[:, 1:] for the target of each position, so a target counts by its own mask
     targets = tokenizer.decode(stock["input_ids"][1:][stock["loss_mask"][1:].bool()])
     assert not targets.endswith("<|im_end|>")
-    assert targets.startswith("\n")  # the end of the prompt, which is not for the model to write
+    assert targets.startswith("\n")  # the end of the prompt, which the model does not generate
     assert len(stock["input_ids"]) == config.max_length  # fault 3: padded to max_length, ours is not
     assert len(ours[0]["input_ids"]) < 40
 

@@ -62,7 +62,7 @@ def test_training_data_digest_excludes_validation_data(tmp_path: Path) -> None:
     images = QuestionDataConfig(datasets=sources)
     digest = training_data_digest(images)
     write_questions(folder, 4, 1)
-    assert training_data_digest(images) == digest != ""  # what is measured on is no part of the order
+    assert training_data_digest(images) == digest != ""  # validation data does not affect the training order
     write_questions(folder, 3, 1)
     assert training_data_digest(images) != digest
     assert training_data_digest(QuestionDataConfig(datasets={"okvqa": {"train": 1, "val": 0}})) == ""
@@ -92,7 +92,7 @@ def test_resume_with_other_data_of_same_size_warns(
     frame = pd.read_parquet(quickstart / "train.parquet")
     frame.iloc[::-1].to_parquet(copy)
     assert warned(f"data.train_files={copy}")
-    forget_the_digest(tmp_path / "run/global_step_1")
+    remove_digest(tmp_path / "run/global_step_1")
     assert not warned(f"data.train_files={copy}")
 
 
@@ -119,7 +119,7 @@ def test_failure_on_resume_reaches_all_ranks(
         make_trainer(config)
 
 
-def forget_the_digest(checkpoint: Path) -> None:
+def remove_digest(checkpoint: Path) -> None:
     """Make the checkpoint look like one from an earlier version."""
     content = torch.load(checkpoint / "data.pt", weights_only=True)
     del content["data_digest"]

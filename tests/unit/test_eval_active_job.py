@@ -122,7 +122,7 @@ def test_second_row_of_same_key_is_ignored(tmp_path: Path) -> None:
     for kind, row in other.items():
         path = file_of(tmp_path, kind)
         assert len(path.read_text().splitlines()) == 1
-        with path.open("a") as file:  # as by a process that was cut off from its claim
+        with path.open("a") as file:  # as if by a process that lost its claim
             file.write(json.dumps({"problem_id": "p0", "sample": 0, **vars(row)}) + "\n")
     with open_store(tmp_path) as store:
         assert (store.answers[KEYS[0]], store.verdicts[KEYS[0]]) == (ANSWERS[KEYS[0]], VERDICTS[KEYS[0]])
@@ -211,7 +211,7 @@ def test_another_digest_uses_other_files(tmp_path: Path) -> None:
     fill(tmp_path, num_answers=5, num_verdicts=5)
     with open_store(tmp_path, verdicts="w" * 32) as store:  # only the judge's limits have changed
         assert (store.answers, store.verdicts) == (ANSWERS, {})
-        assert store.context == {"protocol": {"engine": "vllm"}}  # of the answers, which are the same
+        assert store.context == {"protocol": {"engine": "vllm"}}  # the context of the answers, which are unchanged
     with open_store(tmp_path, "b" * 32, "x" * 32) as store:
         assert (store.answers, store.verdicts) == ({}, {})
 

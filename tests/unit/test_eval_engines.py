@@ -176,7 +176,7 @@ def test_prompt_that_breaks_server_fails_alone(server: Server, monkeypatch: pyte
     assert sum(answer == GeneratedAnswer("said", 7, truncated=False) for answer in answers) == 2
     assert "InternalServerError" in failed.error and KEY not in failed.error
     prompts = [prompt_of(body) for body in server.asked]
-    # asked once more between two answers of the same server
+    # retried between two answers of the same server
     assert [prompt for prompt in prompts if prompt != "good"] == [
         "bad",
         "bad",
@@ -273,7 +273,7 @@ def test_closing_does_not_wait_for_pending_requests(server: Server) -> None:
         assert next(answers)[0].problem_id == "0"
         answers.close()
     release.set()
-    wait_until(lambda: threading.active_count() <= num_threads)  # those that waited for an answer have ended
+    wait_until(lambda: threading.active_count() <= num_threads)  # the threads that waited for an answer have ended
     assert len(server.asked) <= 3
 
 

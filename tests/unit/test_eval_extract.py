@@ -41,14 +41,14 @@ PROGRAM = Problem("p", "Add.", ProgramTests((ProgramCase("1 2", "3"),)))
         ("```python\nadd: object = sum\n```\n```python\nadd == 1\n```", "add: object = sum\n"),
         ("```python\nclass add:\n    pass\n```\n```python\nadder = 1\n```", "class add:\n    pass\n"),
         (f"```python\n{ADD}x = '''\n  \n'''\n```", f"{ADD}x = '''\n  \n'''\n"),
-        # a fence that only ends what the prompt had begun
+        # a fence that only closes the one in the prompt
         (f"{ADD}```\nThat is all.", ADD),
         ("Sure:\n```\nx = 1", "x = 1"),
         # prose around code without a fence
         (f"It's easy:\n\nimport math\n\n{ADD}\nThat's all (I think.", f"import math\n\n{ADD}"),
         (f"import the thing.\n{ADD}", ADD),
         ("Here:\ndef add(a, b):\n    return (a\n", "Here:\ndef add(a, b):\n    return (a\n"),
-        # a function that breaks off stays the syntax error that it is
+        # a truncated function stays a syntax error
         ("Here:\ndef add(a, b):\n    c = a\n    return (c\n", "Here:\ndef add(a, b):\n    c = a\n    return (c\n"),
         ("No idea.", "No idea."),
         ("", ""),
@@ -117,11 +117,11 @@ def test_text_that_does_not_continue_prompt_is_unchanged(answer: str, code: str)
         ("```python\nprint(1)\n```\n```python\ndef f(): print(2)\nif 1: f()\n```", "def f(): print(2)\nif 1: f()\n"),
         ("```python\nimport os\nos.write(1, b'3')\n```\n```python\nsum([])\n```", "import os\nos.write(1, b'3')\n"),
         ("```python\nx = 1\n```\n```python\nprint(\n```", "print(\n"),
-        # no fence, or only the one that ends what the prompt had begun
+        # no fence, or only one that closes the one in the prompt
         (f"Here it is:\n\n{SCRIPT}\nThis doubles n.", SCRIPT),
         (f"{SCRIPT}\n**Explanation** of it", SCRIPT),
         (f"{SCRIPT}```\nThat is all.", SCRIPT),
-        # code that broke off stays the syntax error that it is
+        # truncated code stays a syntax error
         (f"{SCRIPT}for i in ra", f"{SCRIPT}for i in ra"),
         (f"{SCRIPT}N = in", f"{SCRIPT}N = in"),
         ("Here:\nn = int(input(\nprint(n)\nDone.", "Here:\nn = int(input(\nprint(n)\nDone."),
@@ -209,11 +209,11 @@ THOUGHTS_OF_SCRIPT = f"<think>\nFirst\n```python\n{DRAFT_SCRIPT}```\n</think>"
         (f"{THOUGHTS}```python\n{ADD}```", ADD),
         (f"{THOUGHTS}\nno:</think>\n{ADD}", ADD),
         (f"[THINK]\n```python\n{DRAFT}```\n[/THINK]\n{ADD}", ADD),
-        # a final answer that is broken is not mended by a draft, one without the function is
+        # a draft replaces a final answer without the function, but not a broken one
         (f"{THOUGHTS}\n```python\ndef add(a, b:\n```", "def add(a, b:\n"),
         (f"{THOUGHTS}\nThat is it.", DRAFT),
         (f"{THOUGHTS}\n```python\nprint(add(1, 2))\n```", DRAFT),
-        # the tag in code is no end of reasoning
+        # the tag in code does not end the reasoning
         (f"```python\nx = '</think>'\n{ADD}```", f"x = '</think>'\n{ADD}"),
         (f"Not `</think>`:\n```python\n{ADD}```", ADD),
     ],

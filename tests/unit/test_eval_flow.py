@@ -245,7 +245,7 @@ def test_side_evaluation_rule_does_not_change_best(tmp_path: Path, rule: tuple[s
     assert [(entry["step"], entry["value"]) for entry in after.pop("checkpoints")] == [(10, 1), (20, 0.75), (30, 0.375)]
     assert after == {key: value for key, value in before.items() if key != "checkpoints"}
     evaluated(context, 40, 8, "success", owns_selection=False)
-    assert best_of(context)["step"] == 40  # of equal ones the newer
+    assert best_of(context)["step"] == 40  # the newer one wins ties
     Publisher(another_context(watched, *rule), owns_selection=True).update_best_checkpoint()
     assert best_of(context)["metric"] == "accepted_at_1"  # as a watcher does
 

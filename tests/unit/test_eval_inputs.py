@@ -138,7 +138,7 @@ def test_run_directory_is_rejected_as_checkpoint(tmp_path: Path) -> None:
 def test_verify_export_detects_changed_byte(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(commit(tmp_path, 3))
     checkpoint.verify_export()
-    flip_byte(checkpoint.path / "model.pt")  # no business of an evaluation
+    flip_byte(checkpoint.path / "model.pt")  # not part of the export
     checkpoint.verify_export()
     flip_byte(checkpoint.export / "model.safetensors")
     with pytest.raises(UserError, match="huggingface/model.safetensors has the digest .* --step 3"):

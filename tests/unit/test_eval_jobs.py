@@ -220,7 +220,7 @@ def test_new_digest_requeues_job_and_clears_history(queue: JobQueue) -> None:
     job = only(queue)
     assert (job.state, job.digest, job.attempts, job.not_before, job.error) == ("pending", "y", 0, 0, None)
     assert (job.seconds, job.started, job.ended) == ({}, None, None)
-    assert queue.claim(WANTED) is None  # of the digest that it had
+    assert queue.claim(WANTED) is None  # claims with the old digest fail
     assert queue.claim([("step_1", "d", "y")]) is not None
 
 
@@ -229,7 +229,7 @@ def test_same_digest_leaves_job_unchanged(queue: JobQueue) -> None:
     before, content = row_of(queue), queue.path.read_bytes()
     queue.add_all([("step_1", "d", 2, "x")])
     assert row_of(queue) == before
-    assert queue.path.read_bytes() == content  # a look at a thousand checkpoints writes nothing
+    assert queue.path.read_bytes() == content  # polling checkpoints writes nothing
 
 
 def test_job_keeps_lowest_tier(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_mutual_wait_is_resolved_in_favor_of_first_owner(tmp_path: Path) -> None
     wanted = [("step_1", "d", "x"), ("step_2", "d", "x")]
     queue.add_all([(*wanted[0][:2], 1, "x")])
     other = start(ENTER_BOTH, tmp_path)
-    say(other, "second\n")  # enters what this process enters too late
+    say(other, "second\n")  # adds it before this process does
     assert other.stdout.readline() == "None\n"  # and does not begin, for step_1 is not its own
     queue.add_all([(*wanted[1][:2], 1, "x")])
     assert queue.claim(wanted) is None
@@ -343,7 +343,7 @@ def test_jobs_of_removed_checkpoints_fail(tmp_path: Path) -> None:
         "step_1": "failed", "step_2": "running", "step_3": "pending", "base_model": "pending", "step_4": "done",
     }  # fmt: skip
     assert "removed" in queue.jobs()[0].error
-    queue.add_all([("step_1", "d", 1, "x")])  # and there it is again
+    queue.add_all([("step_1", "d", 1, "x")])  # the checkpoint exists again
     assert (queue.jobs()[0].state, queue.jobs()[0].error) == ("pending", None)
 
 

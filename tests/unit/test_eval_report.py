@@ -129,7 +129,7 @@ def test_report_is_built_from_files_only(tmp_path: Path) -> None:
 def test_report_handles_few_and_many_checkpoints_and_datasets(
     tmp_path: Path, num_checkpoints: int, datasets: str
 ) -> None:
-    evaluate(tmp_path, None, 0.3, *datasets[:3])  # not asked the last of four
+    evaluate(tmp_path, None, 0.3, *datasets[:3])  # the last of four datasets is not evaluated
     for number in range(num_checkpoints):
         last = number == num_checkpoints - 1
         evaluate(tmp_path, 500 * (number + 1), 0.3 + 0.6 * number / 30, *(datasets if last else datasets[:2]))

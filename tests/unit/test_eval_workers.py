@@ -171,7 +171,7 @@ def test_api_error_is_retried_once(tmp_path: Path, fails_again: bool) -> None:
     setup.step()
     kinds = ["api_error" if fails_again else "success", *["success"] * 3]
     assert setup.job.state == "done" and setup.judged == [kinds] and len(pool.batches) == 3
-    with closing(AnswerStore(tmp_path / "work", "a" * 32, "v" * 32)) as store:  # what another process finds
+    with closing(AnswerStore(tmp_path / "work", "a" * 32, "v" * 32)) as store:  # seen from another process
         assert [store.verdicts[problem.problem_id, 0].error_type for problem in PROBLEMS] == kinds
         assert (store.answers[refused].error is None) != fails_again
 

@@ -41,7 +41,7 @@ def test_verl_keys_keep_their_meaning(stock_run: Path) -> None:
     data = config.data
     assert (config.recipe, config.trainer.n_gpus_per_node, data.micro_batch_size_per_gpu) == ("verl", 8, 8)
     assert (data.prompt_dict_keys, data.response_dict_keys) == (["content"], ["answer"])
-    # not typed, so verl's; the default recipe has other ones
+    # not overridden, so verl's defaults; the default recipe has others
     assert (data.train_batch_size, data.max_length, config.optim.lr, list(config.prepare)) == (256, 1024, 1e-5, [])
     assert load_config("sft", GSM8K).data.train_batch_size == 32
 

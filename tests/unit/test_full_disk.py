@@ -77,7 +77,7 @@ def test_prune_frees_space_on_full_disk(run_dir: Path) -> None:
     told = checkpoint_command("prune", run_dir, "--yes")
     assert all(name in told for name in ("global_step_10", "global_step_30", "global_step_50.tmp"))
     assert kept(run_dir) == [20, 40]
-    assert Manifest.read(run_dir / "global_step_20").dropped == ("optimizer",)  # written into the room that was made
+    assert Manifest.read(run_dir / "global_step_20").dropped == ("optimizer",)  # written to the freed space
     assert find_leftovers(run_dir) == [] and free_bytes(run_dir) > 1 << 20
 
 

@@ -237,7 +237,7 @@ def test_missing_sft_run_error_has_its_command(
     config.trainer.n_gpus_per_node = 4
     with pytest.raises(UserError, match=f"`bash run_sft.sh 4{re.escape(words)}`"):
         settle_model(config)
-    Path(config.model.sft_run).mkdir(parents=True)  # begun, and nothing saved
+    Path(config.model.sft_run).mkdir(parents=True)  # started, but nothing saved
     with pytest.raises(UserError, match=f"`bash run_sft.sh 4{re.escape(words)}`"):
         settle_model(config)
     config.model.sft_run = f"{tmp_path}/elsewhere/{config.model.sft_run.removeprefix('checkpoints/')}"

@@ -223,7 +223,7 @@ def test_dead_judge_is_replaced(opened: TextEnvironment) -> None:
         waits.append(opened.step(sample(f"def double(x): return 2 * x  # {number}", TESTS)))
         if number == 0:
             waits[0]()
-            process.send_signal(signal.SIGSTOP)  # it judges nothing more
+            process.send_signal(signal.SIGSTOP)  # no further verdicts
         if number == 2:
             process.kill()
     rewards = [wait().reward for wait in waits]

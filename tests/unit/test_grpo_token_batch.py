@@ -78,7 +78,7 @@ def test_shared_prompt_keeps_log_probs_and_gradients(model_type: str) -> None:
     assert shared["input_ids"].shape == (3, 12 + 13) and alone["input_ids"].shape == (6, 12 + 9)
     values, gradient = evaluated(model, ALWAYS, samples)
     expected, expected_gradient = evaluated(model, NEVER, samples)
-    # the logits are float32 where probabilities are made of them
+    # log-probabilities are computed from float32 logits
     torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
     assert (gradient - expected_gradient).norm() < 1e-5 * expected_gradient.norm()
     assert not torch.equal(values, torch.zeros_like(values))

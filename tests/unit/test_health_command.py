@@ -52,7 +52,7 @@ def test_healthy_run_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_alarm_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, levels = run_health(write_run(tmp_path, "exploding gradients"), capsys)
     assert code == 1 and levels["grad_norm_exploding"] == "alarm"
-    assert levels["train/grad_norm is in range"] == "ok"  # the first hundred steps were well
+    assert levels["train/grad_norm is in range"] == "ok"  # the first hundred steps were normal
 
 
 def test_file_problems_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +129,7 @@ def test_silence_limit_grows_with_step_and_validation_time(tmp_path: Path, capsy
         ({}, "killed"),
         ({"pid": os.getpid()}, "running"),
         ({"pid": os.getpid(), "pid_start_ticks": start_ticks(os.getpid())}, "running"),
-        ({"pid": os.getpid(), "pid_start_ticks": 1}, "killed"),  # another process has the number since
+        ({"pid": os.getpid(), "pid_start_ticks": 1}, "killed"),  # the PID was reused
         ({"host": "elsewhere"}, "running"),
         ({"pid_namespace": 1}, "running"),
         ({"pid_namespace": None}, "running"),

@@ -81,7 +81,7 @@ def test_finding_clears_after_several_clear_checks() -> None:
     feed(health, range(1, 41), loss=2.0, grad_norm=1e-4)
     changes = feed(health, range(41, 101), loss=2.0, grad_norm=1.0)
     gone = {rule: step for step, rule, level in changes if level == Level.OK}
-    # the median of 20 norms is back to normal at step 60, or at 50 where half of them are
+    # the median of 20 norms is normal again at step 60, or at step 50 if half of them are
     assert gone["grad_norm_vanishing"] in (50 + 10 * (CLEAR_CHECKS - 1), 60 + 10 * (CLEAR_CHECKS - 1))
 
 
