@@ -87,7 +87,7 @@ def test_unknown_hyperparameters_of_newer_torch_are_accepted(
 
 
 @pytest.mark.parametrize("begins_elsewhere", [False, True])
-def test_weights_only_start_then_resumes_with_optimizer(
+def test_run_started_from_weights_resumes_with_optimizer(
     begins_elsewhere: bool, quickstart: Path, run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["trainer.checkpoint.load_contents=[model]"]

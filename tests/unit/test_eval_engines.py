@@ -138,7 +138,7 @@ def ask(
         return [answer for _, answer in engine.answers(requests, sampling)]
 
 
-def test_request_and_response_fields(server: Server) -> None:
+def test_client_sends_and_reads_expected_fields(server: Server) -> None:
     server.reply = lambda body: completion("cut", "length")
     sampling = SamplingConfig(temperature=0.5, top_p=0.9, max_tokens=33)
     assert ask(server, [REQUEST], sampling) == [GeneratedAnswer("cut", 7, truncated=True)]
@@ -205,7 +205,7 @@ def test_unresponsive_server_raises_engine_died(
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, None])
-def test_server_side_failure_is_not_stored_as_answer(
+def test_server_side_failure_raises_engine_died(
     status: int | None, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openai_engine, "NUM_RETRIES", 1)

@@ -305,7 +305,7 @@ def test_other_protocol_excludes_checkpoint_from_selection(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_duplicate_result_does_not_change_selection(tmp_path: Path, order: int) -> None:
+def test_partial_copy_of_result_restricts_selection_datasets(tmp_path: Path, order: int) -> None:
     whole = checkpoint(tmp_path, 10, x=result(0.2), y=result(0.4))
     evaluated = [whole, replace(whole, datasets={"x": whole.datasets["x"]})]
     choice = select_best(evaluated[::order], {"x": {"n": 1}, "y": {"n": 1}})

@@ -176,7 +176,7 @@ def test_gsm8k_rewards_are_weighted_and_ordered(opened: TextEnvironment) -> None
 
 
 @pytest.mark.parametrize("opened", [["code_tests", "exec_success*0.1", "length_penalty"]], indirect=True)
-def test_code_rewards(opened: TextEnvironment) -> None:
+def test_code_rewards_score_tests_execution_and_length(opened: TextEnvironment) -> None:
     """The components are the share of passed tests, execution success and the length penalty."""
     right = "```python\ndef double(x):\n    return 2 * x\n```"
     answers = ((right, 4), ("def double(x): return 2", 90), ("def double(x): return y", 4), ("No.", 100))
