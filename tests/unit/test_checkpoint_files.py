@@ -46,7 +46,7 @@ def test_committed_directory_is_complete_and_tracked(tmp_path: Path) -> None:
     )
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+def test_saving_same_step_again_replaces_checkpoint(tmp_path: Path) -> None:
     first = commit(tmp_path, 10)
     (first / "extra").write_text("from the first time")
     assert not (commit(tmp_path, 10) / "extra").exists()

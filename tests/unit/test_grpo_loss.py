@@ -281,7 +281,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, inputs: LossInputs,
     assert wanted.count_nonzero() > 20
 
 
-def test_every_loss_mode_has_a_test() -> None:
+def test_every_loss_mode_is_tested() -> None:
     assert {*REFERENCES, *COVARIANCES} == {*get_args(LossMode)}
 
 
