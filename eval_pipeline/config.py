@@ -34,8 +34,8 @@ class TiersConfig:
     """`tiers`: which checkpoints are evaluated on which datasets."""
 
     tier1: list[str] = setting([], "Datasets for every checkpoint", quoted=True)
-    tier2: list[str] = setting([], "Datasets for every `tier2_every`-th checkpoint", quoted=True)
-    tier3: list[str] = setting([], "Datasets for the best checkpoint, after the run has finished", quoted=True)
+    tier2: list[str] = setting([], "Datasets for every N-th checkpoint", quoted=True)
+    tier3: list[str] = setting([], "Datasets for the best checkpoint at the end", quoted=True)
 
     def of(self, tier: int) -> list[str]:
         """The datasets of a tier: 1, 2 or 3."""
@@ -51,11 +51,11 @@ class TiersConfig:
 class SamplingConfig:
     """`sampling`: how answers are sampled. The defaults are the protocol EVAL@1."""
 
-    temperature: float = setting(0.0, "Sampling temperature; 0 is greedy", ge=0)
+    temperature: float = setting(0.0, "Temperature; 0 is greedy", ge=0)
     top_p: float = setting(1.0, "Nucleus sampling threshold", gt=0, le=1)
-    max_tokens: int = setting(2048, "Maximum new tokens per answer", ge=1)
-    num_samples: int = setting(1, "Answers per problem; above 1, pass@k is reported", ge=1)
-    seed: int = setting(0, "Seed from which the seed of each answer is derived")
+    max_tokens: int = setting(2048, "Maximum new tokens", ge=1)
+    num_samples: int = setting(1, "Answers per problem; above 1 adds pass@k", ge=1)
+    seed: int = setting(0, "Seed of all answers")
 
     def check(self) -> None:
         """Refuse several answers that would all be equal."""
@@ -69,30 +69,22 @@ class SamplingConfig:
 class EngineConfig:
     """`engine`: what generates the answers."""
 
-    kind: Literal["vllm", "openai"] = setting(
-        "vllm", "vllm: vLLM in a child process; openai: a running server at base_url"
-    )
-    max_model_len: int = setting(
-        6144, "Maximum tokens of prompt and answer together, at most the model's own limit", ge=1
-    )
+    kind: Literal["vllm", "openai"] = setting("vllm", "openai: a running server")
+    max_model_len: int = setting(6144, "Maximum tokens of prompt and answer together", ge=1)
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = setting(
         "auto",
-        "auto: bfloat16 on GPUs, and on CPUs that support it unless the weights are float32; else float32",
+        "auto: bfloat16 where supported, but float32 for float32 weights on CPUs",
     )
     gpu_memory_utilization: float = setting(0.9, "Fraction of GPU memory for vLLM", gt=0, le=1)
     tensor_parallel_size: int = setting(1, "GPUs per model", ge=1)
-    vllm: dict[str, Any] = setting({}, "Additional arguments of vllm.LLM")
-    base_url: str | None = setting(
-        None, "openai: server URL, such as http://localhost:8000/v1", quoted=True, hidden=True
-    )
-    model: str | None = setting(None, "openai: model name; null uses the server's only model", quoted=True)
-    api_key_env: str = setting(
-        "OPENAI_API_KEY", "openai: environment variable that holds the API key", quoted=True, hidden=True
-    )
-    concurrency: int = setting(32, "openai: concurrent requests", ge=1)
+    vllm: dict[str, Any] = setting({}, "Arguments of vllm.LLM")
+    base_url: str | None = setting(None, "Server URL, such as http://localhost:8000/v1", quoted=True, hidden=True)
+    model: str | None = setting(None, "Model on the server; null: its only one", quoted=True)
+    api_key_env: str = setting("OPENAI_API_KEY", "Variable that holds the server's key", quoted=True, hidden=True)
+    concurrency: int = setting(32, "Concurrent requests to the server", ge=1)
     timeout_s: float = setting(
         600.0,
-        "openai: seconds per answer, including retries; vllm: seconds without a step before vLLM counts as hung",
+        "openai: time per answer, with retries; vllm: time without a step",
         gt=0,
     )
 
@@ -128,15 +120,11 @@ class SelectionConfig:
 
     metric: str = setting(
         "exec_success_rate",
-        "Metric that selects the best checkpoint; docs/guides/evaluation.md lists the metrics",
+        "Metric that selects the best checkpoint; see docs/guides/evaluation.md",
         quoted=True,
     )
-    mode: Literal["max", "min"] = setting(
-        "max", "Whether higher or lower is better; a cost per solved problem requires min"
-    )
-    dataset: str | None = setting(
-        None, "Dataset of that metric; null uses the mean over tier 1, weighted by number of problems", quoted=True
-    )
+    mode: Literal["max", "min"] = setting("max", "Whether higher or lower is better; costs need min")
+    dataset: str | None = setting(None, "Its dataset; null: all problems of tier 1", quoted=True)
 
     def check(self) -> None:
         """Refuse a mode that would select the most expensive checkpoint."""
@@ -148,13 +136,11 @@ class SelectionConfig:
 class ExecutorConfig:
     """`executor`: where the workers run."""
 
-    kind: Literal["local", "ray"] = setting("local", "local: processes on this machine; ray: a Ray cluster")
-    num_workers: int | None = setting(
-        None, "Number of workers; null uses one per tensor_parallel_size GPUs, or one on a CPU", ge=1
-    )
+    kind: Literal["local", "ray"] = setting("local", "Processes on this machine, or a Ray cluster")
+    num_workers: int | None = setting(None, "Workers; null: one per tensor_parallel_size GPUs, or one on a CPU", ge=1)
     address: str | None = setting(
         None,
-        "ray: cluster address; null uses RAY_ADDRESS or a cluster running on this machine",
+        "Ray cluster; null: RAY_ADDRESS or this machine's",
         quoted=True,
     )
 
@@ -163,26 +149,24 @@ class ExecutorConfig:
 class EvalConfig:
     """The root of an evaluation's configuration."""
 
-    datasets: dict[str, Any] = setting(
-        {}, "NAME: {format, path, split, subset, limit}; NAME appears in metrics; see docs/guides/evaluation.md"
-    )
+    datasets: dict[str, Any] = setting({}, "NAME: {format, path, split, subset, limit}; see docs/guides/evaluation.md")
     tiers: TiersConfig = section(TiersConfig)
-    tier2_every: int = setting(4, "Evaluate every N-th checkpoint on tier 2 as well", ge=1)
+    tier2_every: int = setting(4, "Checkpoints per evaluation of tier 2", ge=1)
     sampling: SamplingConfig = section(SamplingConfig)
     batch_size: int = setting(
         256,
-        "Answers requested from the engine at once; fixed batches make greedy answers bitwise reproducible",
+        "Answers requested at once",
         ge=1,
     )
     engine: EngineConfig = section(EngineConfig)
     judge: JudgeConfig = section(JudgeConfig)
     selection: SelectionConfig = section(SelectionConfig)
     executor: ExecutorConfig = section(ExecutorConfig)
-    max_attempts: int = setting(3, "Failures after which a job stays failed until `retry`", ge=1)
-    backoff_s: float = setting(30.0, "Seconds before the second attempt, doubled for each further one", ge=0)
-    poll_s: float = setting(10.0, "Seconds between scans for new checkpoints", gt=0)
-    qa_per_error_type: int = setting(10, "Answers per error type in qa_logs and in the W&B table", ge=1)
-    wandb: bool = setting(True, "Log to the training run's W&B project")
+    max_attempts: int = setting(3, "Failures before a job needs `retry`", ge=1)
+    backoff_s: float = setting(30.0, "Delay of the second attempt, then doubled", ge=0)
+    poll_s: float = setting(10.0, "Time between scans for checkpoints", gt=0)
+    qa_per_error_type: int = setting(10, "Answers per error type in qa_logs and W&B", ge=1)
+    wandb: bool = setting(True, "Log to the run's W&B project")
 
     @property
     def sources(self) -> dict[str, DatasetSource]:

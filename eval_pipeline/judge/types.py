@@ -164,14 +164,12 @@ _TEST_SHARE = 0.8
 class ResourceLimits:
     """`judge.limits`: resource limits of one test."""
 
-    cpu_s: float = setting(30.0, "CPU seconds of one test; exceeding them is a timeout without retry", gt=0)
-    wall_s: float = setting(
-        30.0, "Wall-clock seconds of one test; a test that exceeds only these is retried once, alone", gt=0
-    )
-    memory_mb: int = setting(1024, "Total memory of the answer's processes, and address space of each", ge=1)
-    num_processes: int = setting(64, "Concurrent processes and threads of an answer", ge=1)
-    file_mb: int = setting(16, "Size of any file and of the temporary directory", ge=1)
-    output_mb: float = setting(4.0, "Standard output and standard error, each; the rest is discarded", gt=0)
+    cpu_s: float = setting(30.0, "Processor time of a test", gt=0)
+    wall_s: float = setting(30.0, "Wall-clock time of a test, with one retry", gt=0)
+    memory_mb: int = setting(1024, "Memory of all processes, address space of each", ge=1)
+    num_processes: int = setting(64, "Processes and threads of an answer", ge=1)
+    file_mb: int = setting(16, "Size of files and of the temporary directory", ge=1)
+    output_mb: float = setting(4.0, "Standard output and standard error, each", gt=0)
 
     @property
     def test_cpu_s(self) -> float:
@@ -187,13 +185,11 @@ class ResourceLimits:
 class JudgeConfig:
     """`judge`: the sandbox that answers run in."""
 
-    isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting(
-        "auto", "auto uses bwrap, else sandlock; rlimits isolates little and must be set explicitly"
-    )
-    num_workers: int | None = setting(None, "Concurrent programs; null uses one per CPU core", ge=1)
+    isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting("auto", "Sandbox; auto: bwrap, else sandlock")
+    num_workers: int | None = setting(None, "Concurrent programs; null: one per core", ge=1)
     packages: list[str] = setting(
         ["numpy"],
-        "Installed packages that answers and tests may import besides the standard library",
+        "Packages for answers and tests",
         quoted=True,
     )
     limits: ResourceLimits = section(ResourceLimits)

@@ -1,14 +1,19 @@
-"""Campaign: every baseline of a benchmark still runs on the installed libraries."""
+"""Campaign: every baseline of a benchmark still runs on the installed libraries, and so does every benchmark."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from benchmarks.grpo import MAX_TOKENS, write_prompts
+from benchmarks.grpo import MAX_TOKENS, MODEL, write_prompts
 from benchmarks.harness import run_ranks
+from benchmarks.quick import CHECKS
 from benchmarks.sft import BASELINES, BATCH_SIZE, ONE_THREAD, STOCK, STOCK_BATCH_SIZE
+from tests.helpers import ROOT
+from tests.helpers.commands import environment, python
 from verl_ext.data.prepare import prepare
 
 
@@ -40,3 +45,26 @@ def test_trl_grpo_baseline_trains(scratch: Path) -> None:
         assert 0 < step["model_s"] and 0 < step["generation_s"]
         assert step["model_s"] + step["generation_s"] <= step["step_s"]
         assert 0 < step["tokens_mean"] <= MAX_TOKENS
+
+
+def test_quick_benchmarks_measure() -> None:
+    done = subprocess.run(
+        ["bash", "benchmarks/run.sh", "--quick"], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if ", committed " in line]
+    assert [line.split()[0] for line in lines] == list(CHECKS), done.stdout
+
+
+def test_small_benchmarks_measure(scratch: Path, tmp_path: Path) -> None:
+    """`benchmarks.judge` is left out, which needs an environment with its peers."""
+    prepare(["smollm2", "--output", str(MODEL)])
+    few = ["tiers.tier1=[humaneval]", "datasets.humaneval.limit=4"]
+    for name, *options in (
+        ["plan", "--settings", "one rank, one long sample"],
+        ["grpo", "--ranks", "2", "--engines", "hf", "--rounds", "1", "--num-steps", "2"],
+        ["evaluation", "--model", scratch / "model", "--repeats", "1", "--commands", "0", *few],
+    ):
+        done = python(f"benchmarks.{name}", *options, "--output", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        assert json.loads((tmp_path / name).read_text())["machine"]

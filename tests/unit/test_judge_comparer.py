@@ -1,4 +1,4 @@
-"""Comparing a program's output with the expected one."""
+"""Comparing a program's output with the expected output."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ from eval_pipeline.judge.verdicts import outputs_match
         ("a\x0bb", "a b", None, True),
     ],
 )
-def test_outputs_match(actual: str, expected: str, tolerance: float | None, match: bool) -> None:
-    """Lines count, white space inside and blank lines at the end do not."""
+def test_outputs_match_up_to_white_space_and_tolerance(
+    actual: str, expected: str, tolerance: float | None, match: bool
+) -> None:
+    """Line breaks count; white space within lines and trailing blank lines do not."""
     assert outputs_match(actual, expected, tolerance) is match
 
 
@@ -72,8 +74,8 @@ def _by_definition(actual: str, expected: str, tolerance: float | None) -> bool:
     )
 
 
-def test_outputs_are_compared_as_lists_of_lines_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random outputs and changed copies of them, with blocks that end anywhere."""
+def test_blockwise_comparison_equals_line_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random outputs and modified copies, with arbitrary block boundaries."""
     generator = random.Random(28)
     results = []
     for _ in range(1500):
@@ -98,8 +100,8 @@ def test_outputs_are_compared_as_lists_of_lines_would_be(monkeypatch: pytest.Mon
         ("1 " * 2**17, "1\t" * 2**17, True),
     ],
 )
-def test_memory_does_not_grow_with_the_output(actual: str, expected: str, match: bool) -> None:
-    """Lists of lines or tokens would take 10 to 200 MB here; copies of the outputs take 1.5."""
+def test_memory_does_not_grow_with_output(actual: str, expected: str, match: bool) -> None:
+    """Lists of lines or tokens would take 10 to 200 MB here; copies of the outputs take 1.5 MB."""
     tracemalloc.start()
     try:
         assert outputs_match(actual, expected, None) is match
@@ -120,7 +122,7 @@ def comparer() -> Iterator[Comparer]:
 
 
 def test_long_outputs_are_compared_in_another_process(comparer: Comparer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's threads share an interpreter, so that this comparison would stop them all."""
+    """In-process, the comparison would block all of the server's threads, which share one interpreter."""
     monkeypatch.setattr(comparer_module, "outputs_match", None)
     for actual, expected, tolerance, match in (
         (LONG + "1.0", LONG + "1", 1e-6, True),
@@ -134,15 +136,15 @@ def test_long_outputs_are_compared_in_another_process(comparer: Comparer, monkey
 
 
 def test_short_outputs_start_no_process(comparer: Comparer) -> None:
-    """Nor do long ones that are the same, nor those whose comparison ends with the shorter of them."""
+    """Nor do long outputs that are identical or whose comparison ends with the shorter one."""
     assert comparer.outputs_match("1.0\n", "1", 1e-6)
     assert comparer.outputs_match(LONG, LONG + "\n\n", None)
     assert not comparer.outputs_match(LONG, "0.5 1 y", None)
     assert comparer._process is None
 
 
-def test_a_comparison_without_an_end_is_no_verdict(comparer: Comparer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the judge's failure, and the next comparison gets a new process."""
+def test_comparison_timeout_raises_instead_of_verdict(comparer: Comparer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a failure of the judge, and the next comparison gets a new process."""
     assert comparer.outputs_match(LONG + "1.0", LONG + "1", 1e-6)
     monkeypatch.setattr(comparer_module, "_OUTPUTS_S", 0.2)
     assert comparer._process is not None
@@ -153,8 +155,8 @@ def test_a_comparison_without_an_end_is_no_verdict(comparer: Comparer, monkeypat
     assert comparer.outputs_match(LONG + "1.0", LONG + "1", 1e-6)
 
 
-def test_a_killed_comparison_is_made_again() -> None:
-    """By the worker, whose verdict is then that of an undisturbed one."""
+def test_killed_comparison_is_repeated() -> None:
+    """The worker repeats it and returns the verdict of an undisturbed one."""
     worker = JudgeWorker(IsolationLevel("rlimits"), SharedGate())
     submission = Submission(
         f"print('0.5 1 x\\n' * {2**15} + '1.0')", ProgramTests((ProgramCase("", LONG + "1"),), 1e-6)

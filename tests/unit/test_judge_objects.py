@@ -1,4 +1,4 @@
-"""A test sees an answer's objects as it would in the same process, except where the answer could lie."""
+"""A test sees an answer's objects as in the same process, unless the answer could use them to deceive it."""
 
 from __future__ import annotations
 
@@ -444,8 +444,8 @@ def judged() -> Iterator[Callable[[str], Verdict]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_objects(judged: Callable[[str], Verdict], name: str) -> None:
-    """The one test passes or does not."""
+def test_objects_behave_as_in_same_process_or_fail_test(judged: Callable[[str], Verdict], name: str) -> None:
+    """Each case has one test, which passes or fails as listed."""
     verdict = judged(name)
     assert (verdict.error_type == "success") == CASES[name][2], verdict.message
     assert verdict.error_type in ("success", "wrong_answer", "runtime_error")

@@ -41,43 +41,43 @@ def verdict(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Verdict]
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_numpy_in_answers_and_tests(verdict: Callable[[str], Verdict], name: str) -> None:
+def test_answers_and_tests_can_use_numpy(verdict: Callable[[str], Verdict], name: str) -> None:
     """The default memory limit is enough."""
     assert verdict(name).error_type == "success", verdict(name).message
 
 
-def test_numpy_in_programs(verdict: Callable[[str], Verdict]) -> None:
+def test_programs_can_use_numpy(verdict: Callable[[str], Verdict]) -> None:
     """Also after `importlib.invalidate_caches`."""
     assert verdict("program").error_type == "success", verdict("program").message
 
 
-def test_nothing_else_can_be_imported(verdict: Callable[[str], Verdict]) -> None:
-    """Not even what is installed in the same directory."""
+def test_unlisted_packages_cannot_be_imported(verdict: Callable[[str], Verdict]) -> None:
+    """Not even packages installed in the same directory."""
     found = verdict("another")
     assert found.error_type == "runtime_error" and "No module named 'yaml'" in found.message
 
 
 def test_numpy_starts_no_threads() -> None:
-    """It works where one task is allowed, and the environment stays empty."""
+    """It works with a limit of one task, and the environment stays empty."""
     program = "import numpy as np, os\ndef f(n): return (np.ones((n, n)) @ np.ones((n, n)))[0, 0] + len(os.environ)"
     submission = function(program, "assert f(300) == 300")
     with JudgeClient(judge_config(num_workers=1, packages=["numpy"])) as server:
         assert judged(server, submission, ResourceLimits(num_processes=1)) == ("success", "")
 
 
-def test_without_packages_only_the_standard_library_can_be_imported() -> None:
+def test_only_standard_library_is_importable_by_default() -> None:
     submission = function("import numpy\ndef f(x): return 1", "assert f(1) == 1")
     with JudgeClient(judge_config(num_workers=1)) as server:
         assert "No module named 'numpy'" in judged(server, submission)[1]
 
 
-def test_unknown_packages_are_refused() -> None:
-    """The error comes before anything starts."""
+def test_rejects_unknown_packages() -> None:
+    """The error is raised before anything starts."""
     with pytest.raises(UserError, match="'no-such-package', which is not installed"):
         JudgeClient(judge_config(packages=["numpy", "no-such-package"]))
 
 
-def test_the_message_names_the_key_that_the_user_set() -> None:
+def test_error_names_key_set_by_user() -> None:
     """GRPO's key is `reward.packages`."""
     for section in ("judge", "reward"):
         with pytest.raises(UserError, match=rf"^{section}\.packages names 'no-such-package'"):
@@ -85,7 +85,7 @@ def test_the_message_names_the_key_that_the_user_set() -> None:
 
 
 def test_packages_are_found_with_their_libraries() -> None:
-    """NumPy's libraries are in a directory next to it; a module may be a single file."""
+    """NumPy's libraries are in a sibling directory; a module may be a single file."""
     import numpy
     import six
 

@@ -28,8 +28,7 @@ REPORT: dict[str, Any] = {"reason": "exited", "exit": 0, "cpu_s": 0.5, "wall_s":
 BLOB = b'12e{"compiled": true}'
 
 
-def test_report() -> None:
-    """The parts of the blob are separated."""
+def test_report_separates_stdout_and_stderr() -> None:
     report = read_report(REPORT, BLOB)
     assert (report.stdout, report.stderr, report.syntax_error) == (b"12", "e", None)
 
@@ -51,14 +50,14 @@ def test_report() -> None:
         ({}, b"12e" + b'{"syntax_error": 1}'),
     ],
 )
-def test_a_malformed_report(change: dict[str, Any], blob: bytes) -> None:
-    """The sandbox counts as failed, and is replaced."""
+def test_rejects_malformed_report(change: dict[str, Any], blob: bytes) -> None:
+    """The sandbox counts as failed and is replaced."""
     with pytest.raises(SandboxError):
         read_report({**REPORT, **change}, blob)
 
 
-def test_sealed_file() -> None:
-    """It can be read, and neither changed nor unsealed."""
+def test_sealed_file_is_read_only() -> None:
+    """It can be read, but neither changed nor unsealed."""
     with sealed_file(b"text") as fd:
         assert os.read(fd, 9) == b"text" and os.pread(fd, 9, 0) == b"text"
         for change in (lambda: os.pwrite(fd, b"x", 0), lambda: os.ftruncate(fd, 0), lambda: os.ftruncate(fd, 9)):
@@ -68,8 +67,8 @@ def test_sealed_file() -> None:
         os.fstat(fd)
 
 
-def test_readable_with_many_open_files() -> None:
-    """A server with hundreds of workers has thousands."""
+def test_readable_supports_high_file_descriptors() -> None:
+    """A server with hundreds of workers has thousands of open files."""
     reading, writing = os.pipe()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
@@ -81,8 +80,8 @@ def test_readable_with_many_open_files() -> None:
 
 
 @pytest.mark.parametrize(("last", "expected"), [(False, b"0" * 100), (True, b"9" * 100)])
-def test_capture(last: bool, expected: bytes) -> None:
-    """The beginning or the end of what comes in many chunks."""
+def test_capture_keeps_head_or_tail_of_output(last: bool, expected: bytes) -> None:
+    """The output arrives in many chunks."""
     reading, writing = os.pipe()
     memory = unforked(100 + (1 << 16))
     capture = PipeCapture(reading, memory, 100, last)
@@ -97,7 +96,7 @@ def test_capture(last: bool, expected: bytes) -> None:
 
 
 def test_forks_do_not_inherit_captures() -> None:
-    """The memory is not there, rather than empty."""
+    """The memory is unmapped in the child, not just empty."""
     memory = unforked(mmap.PAGESIZE)
     memory[:6] = b"secret"
     if (pid := os.fork()) == 0:
@@ -106,8 +105,8 @@ def test_forks_do_not_inherit_captures() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) < 0
 
 
-def test_compile_test() -> None:
-    """Assertions stay and lines keep their numbers; what does not compile is left to the tester."""
+def test_compiled_test_keeps_assertions_and_line_numbers() -> None:
+    """Tests with syntax errors are left to the tester."""
     codes = marshal.loads(compile_test("import math\n", "\n\nassert math.pi < 3\n").code)
     names: dict[str, Any] = {}
     exec(codes[0], names)
@@ -153,24 +152,22 @@ TRACING_TESTS = (
 
 
 @pytest.mark.parametrize("test", HARMLESS_TESTS)
-def test_leaves_no_trace(test: str) -> None:
-    """Typical tests."""
+def test_typical_test_leaves_no_trace(test: str) -> None:
     assert leaves_no_trace(compile(test, "<test>", "exec"))
 
 
 @pytest.mark.parametrize("test", TRACING_TESTS)
-def test_leaves_a_trace(test: str) -> None:
-    """Or may leave one."""
+def test_detects_test_that_may_leave_trace(test: str) -> None:
     assert not leaves_no_trace(compile(test, "<test>", "exec"))
 
 
-def test_preamble_counts() -> None:
+def test_preamble_counts_as_part_of_test() -> None:
     """It runs in the same process."""
     assert compile_test("import math", "assert f(1)").leaves_no_trace
     assert not compile_test("import os", "assert f(1)").leaves_no_trace
     assert not compile_test("import math", "assert (").leaves_no_trace
 
 
-def test_human_evals_tests_leave_no_trace() -> None:
+def test_tests_of_humaneval_leave_no_trace() -> None:
     """Otherwise the judge would be slower than documented."""
     assert all(compile_test("", problem["test"]).leaves_no_trace for problem in read_problems().values())

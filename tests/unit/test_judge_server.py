@@ -35,10 +35,10 @@ class FailingWorker:
         raise RecursionError("too deep again")
 
 
-def test_a_failing_worker_costs_its_own_submission(
+def test_failing_worker_fails_only_its_own_submission(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its reason is reported; a new worker judges the next one, and the server does not end."""
+    """The reason is reported; a new worker judges the next submission, and the server keeps running."""
     monkeypatch.setattr(server, "JudgeWorker", FailingWorker)
     ended: list[int] = []
     monkeypatch.setattr(server, "_end", ended.append)

@@ -1,4 +1,4 @@
-"""What travels between an answer and its test, and what does not."""
+"""Which values pass between an answer and its test, and which do not."""
 
 from __future__ import annotations
 
@@ -94,16 +94,16 @@ Pair = namedtuple("Pair", "a b")
         ({1: 2}.items(), {1: 2}.items()),
     ],
 )
-def test_plain_values_arrive(value: Any, arrives: Any) -> None:
-    """As their builtin type, exactly."""
+def test_plain_values_arrive_unchanged(value: Any, arrives: Any) -> None:
+    """Subclasses arrive as their builtin type."""
     result = sent(value)
     assert result == arrives and arrives == result
     assert type(result) is type(arrives) or type(result)._fields == type(arrives)._fields
     assert repr(result) == repr(arrives)
 
 
-def test_empty_texts_of_numpy_arrive() -> None:
-    """Their elements have no size."""
+def test_empty_numpy_strings_arrive() -> None:
+    """Their elements have size zero."""
     for value in (np.str_(""), np.bytes_(b""), np.array(""), np.array(["", ""]), np.array([], dtype="U")):
         result = sent(value)
         assert type(result) is type(value) and result.shape == value.shape and np.array_equal(result, value)
@@ -112,8 +112,8 @@ def test_empty_texts_of_numpy_arrive() -> None:
         assert result.shape == (2, 3) and result.dtype.kind == kind[0] and not any(result.flat)
 
 
-def test_aliases_arrive() -> None:
-    """One list in two places is one list."""
+def test_aliases_are_preserved() -> None:
+    """A list that occurs in two places arrives as one object."""
     row = [0]
     result = sent([row, row])
     assert result[0] is result[1]
@@ -122,8 +122,7 @@ def test_aliases_arrive() -> None:
 @pytest.mark.parametrize(
     "value", [object(), len, lambda: 0, (x for x in "a"), Path, Path("x"), sys, type, ValueError(), Exception]
 )
-def test_everything_else_stays_behind(value: Any) -> None:
-    """As a handle."""
+def test_other_objects_arrive_as_handles(value: Any) -> None:
     with pytest.raises(AssertionError, match="handle"):
         sent(value)
 
@@ -147,16 +146,15 @@ def test_everything_else_stays_behind(value: Any) -> None:
         "builtins.int.real",
     ],
 )
-def test_nothing_else_can_be_named(name: str) -> None:
-    """A message that names another global is refused."""
+def test_rejects_unlisted_global_names(name: str) -> None:
     module, _, attribute = name.partition(".")
     message = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, attribute)) + b"\x93."
     with pytest.raises(pickle.UnpicklingError, match="may not be named"):
         values.Reader(message, NOTHING).read()
 
 
-def test_no_message_sets_attributes() -> None:
-    """Not of what Python code has made; a message that only holds such bytes may."""
+def test_rejects_messages_that_set_attributes() -> None:
+    """Attributes of Python objects cannot be set; a message that merely contains the opcode's bytes is accepted."""
     for text in (b"bbb", b"no"):
         made = b"\x80\x04cvalues\nfraction\n(K\x01K\x02tR" + b"C" + bytes([len(text)]) + text + b"\x86."
         assert values.Reader(made, NOTHING).read() == (Fraction(1, 2), text)
@@ -165,7 +163,7 @@ def test_no_message_sets_attributes() -> None:
         values.Reader(changed.replace(b"K\x00\x86tb", b"tb"), NOTHING).read()
 
 
-def test_classes_that_can_be_named_cannot_be_changed() -> None:
+def test_listed_classes_are_immutable() -> None:
     """Otherwise pickle's BUILD could give one an `__eq__` that is always true."""
     known = values._KNOWN.values()
     types = [value for value in known if isinstance(value, type)]
@@ -190,13 +188,13 @@ def test_classes_that_can_be_named_cannot_be_changed() -> None:
     ],
 )
 def test_arguments_are_updated_in_place(old: Any, new: Any) -> None:
-    """The object stays, its content is the new one."""
+    """The object keeps its identity and gets the new content."""
     assert values.restore(None, [old], [new]) is None
     assert old == new
 
 
-def test_what_is_one_object_stays_one() -> None:
-    """A result that holds a row of the argument, which the answer has moved, holds the test's own row."""
+def test_object_identity_survives_round_trip() -> None:
+    """A result that contains a row of an argument, moved by the answer, contains the test's own row."""
     row, other = [1, 2], [3]
     matrix = [row, other]
     old = values.containers_of(((matrix,), {}))
@@ -211,7 +209,7 @@ def test_what_is_one_object_stays_one() -> None:
 
 
 @pytest.mark.parametrize("changed", [None, [], [[1], [2]], [{}], ([1],), [1]])
-def test_other_containers_than_were_sent_are_refused(changed: Any) -> None:
-    """An answer can write anything."""
+def test_rejects_containers_that_were_not_sent(changed: Any) -> None:
+    """An answer can write arbitrary bytes."""
     with pytest.raises(ValueError, match="other containers"):
         values.restore(None, [[1]], changed)

@@ -1,4 +1,4 @@
-"""The verdict on each kind of answer, at every isolation level that works here."""
+"""The verdict on each kind of answer, at every isolation level that works on this machine."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def judged(server: JudgeClient) -> Judged:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_function(judged: Judged, name: str) -> None:
+def test_function_answer_gets_expected_verdict(judged: Judged, name: str) -> None:
     """The test is `assert f(1) == 2`."""
     verdict, expected = judged(f"function {name}"), FUNCTIONS[name][1]
     assert (verdict.error_type, verdict.num_tests) == (expected, 1), verdict.message
@@ -199,8 +199,8 @@ def test_function(judged: Judged, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_script(server: JudgeClient, judged: Judged, name: str) -> None:
-    """The program must print 2 for 1."""
+def test_script_answer_gets_expected_verdict(server: JudgeClient, judged: Judged, name: str) -> None:
+    """The program must print 2 for the input 1."""
     if name == "process pool" and server.isolation == "sandlock":
         pytest.skip("its semaphores are files in /dev/shm, which all processes share and this level closes")
     verdict, expected = judged(f"script {name}"), SCRIPTS[name][1]
@@ -208,15 +208,15 @@ def test_script(server: JudgeClient, judged: Judged, name: str) -> None:
     assert verdict.num_passed == (expected == "success")
 
 
-def test_every_test_is_run_and_the_worst_counts(judged: Judged) -> None:
-    """Wrong, right, an exception, right: two of four, and type and message are those of the exception."""
+def test_every_test_runs_and_worst_result_counts(judged: Judged) -> None:
+    """Wrong, right, an exception, right: two of four pass, and type and message are those of the exception."""
     verdict = judged("the worst counts")
     assert (verdict.error_type, verdict.num_passed, verdict.num_tests) == ("runtime_error", 2, 4)
     assert verdict.message.startswith("test 3: ValueError") and "assert f(3) == 2" in verdict.message
 
 
-def test_no_test_is_run_after_a_timeout(judged: Judged) -> None:
-    """One right, one that loops, and one that would be right."""
+def test_no_test_runs_after_timeout(judged: Judged) -> None:
+    """The three tests: one passes, one loops, and one would pass."""
     verdict = judged("after a timeout")
     assert (verdict.error_type, verdict.num_passed, verdict.num_tests) == ("timeout", 1, 3)
 
@@ -227,17 +227,17 @@ def test_tests_are_independent(judged: Judged) -> None:
     assert (verdict.error_type, verdict.num_passed) == ("success", 3), verdict.message
 
 
-def test_sleeping_is_a_timeout(judged: Judged) -> None:
-    """The wall clock stops an answer that uses no processor time."""
+def test_sleeping_answer_times_out(judged: Judged) -> None:
+    """The wall clock limit stops an answer that uses no processor time."""
     assert judged("sleeps").error_type == "timeout"
 
 
-def test_a_test_that_hangs_is_a_timeout(judged: Judged) -> None:
+def test_hanging_test_is_a_timeout(judged: Judged) -> None:
     assert judged("its test calls it for ever").error_type == "timeout"
 
 
-def test_a_test_that_hangs_is_not_run_again() -> None:
-    """It used up its own processor time, so the machine was not too busy for the answer."""
+def test_hanging_test_is_not_repeated() -> None:
+    """It used up its processor time, so the timeout is not due to a busy machine."""
     limits = ResourceLimits(cpu_s=100, wall_s=10)
     report = RunReport("ended", exit_code=-9, cpu_s=0, wall_s=limits.test_cpu_s)
     result = judge_function_run(report, FunctionOutcome("died", "why"), limits)
@@ -246,8 +246,7 @@ def test_a_test_that_hangs_is_not_run_again() -> None:
     assert (early.error_type, early.is_doubtful) == ("runtime_error", True)
 
 
-def test_tolerance(judged: Judged) -> None:
-    """Numbers may differ where the problem says so."""
+def test_numbers_may_differ_within_tolerance(judged: Judged) -> None:
     assert judged("within the tolerance").error_type == "success"
     assert judged("without a tolerance").error_type == "wrong_answer"
 
@@ -258,8 +257,7 @@ def test_unicode_is_preserved(judged: Judged, kind: str) -> None:
     assert judged(f"unicode in a {kind}").error_type == "success"
 
 
-def test_reference(judged: Judged) -> None:
-    """An answer that is compared with another."""
+def test_answer_is_compared_with_reference(judged: Judged) -> None:
     assert judged("as the reference").error_type == "success"
     verdict = judged("not as the reference")
     assert (verdict.error_type, verdict.num_tests) == ("wrong_answer", 1)

@@ -1,4 +1,4 @@
-"""A worker and its judge server."""
+"""The judge server of an evaluation worker."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def done(worker: EvalWorker, number: int) -> list[Event]:
     return events
 
 
-def test_a_judge_server_that_has_died_is_replaced() -> None:
-    """A batch that was under way is judged, and so are later ones."""
+def test_dead_judge_server_is_replaced() -> None:
+    """The batch in progress is judged, and so are later ones."""
     with EvalWorker(load_eval_config(None, ["judge.num_workers=1", "judge.isolation=rlimits"])) as worker:
         assert isinstance(done(worker, 0)[-1], BatchFinished)
         worker._open_judge()._process.kill()

@@ -1,4 +1,4 @@
-"""The command line before any rank starts: words, what is imported, and how failed ranks are told."""
+"""The command line before any rank starts: arguments, imports, checks, and reporting of failed ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from verl_ext.processes import StopSignals
 from verl_ext.trainer.stages import RunConfig, load_config
 
 
-def test_words_are_a_number_of_processes_and_overrides() -> None:
+def test_parses_process_count_and_overrides() -> None:
     arguments = parse_arguments(["sft", "8", "recipe=x", "optim.lr=1", "~data.val_files", "+a.b=2"])
     assert arguments.num_processes == 8
     assert arguments.overrides == ["recipe=x", "optim.lr=1", "~data.val_files", "+a.b=2"]
@@ -44,13 +44,13 @@ def test_words_are_a_number_of_processes_and_overrides() -> None:
 
 
 @pytest.mark.parametrize("words", [["0"], ["two"], ["-1"], ["2", "3"], ["2", "--resume"], ["²"]])
-def test_other_words_are_refused(words: list[str]) -> None:
+def test_rejects_other_arguments(words: list[str]) -> None:
     with pytest.raises(UserError, match=f"{words[-1]}.*(; see|\\? See) `bash run_sft.sh --help`"):
         parse_arguments(["sft", *words])
 
 
 @pytest.mark.parametrize(("word", "heavy"), [("--help", "omegaconf"), ("--print-config", "torch")])
-def test_help_and_print_config_import_nothing_heavy(word: str, heavy: str) -> None:
+def test_help_and_print_config_import_no_heavy_packages(word: str, heavy: str) -> None:
     code = (
         "import sys\nfrom verl_ext.launch.__main__ import main\n"
         f"sys.argv = ['launch', 'sft', {word!r}]\n"
@@ -63,7 +63,7 @@ def test_help_and_print_config_import_nothing_heavy(word: str, heavy: str) -> No
     assert "quickstart" in result.stdout
 
 
-def test_torchrun_gets_the_nodes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_reads_nodes_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("sft", ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"])
     for name, value in {"NODE_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "1234"}.items():
         monkeypatch.setenv(name, value)
@@ -73,7 +73,7 @@ def test_torchrun_gets_the_nodes_from_the_environment(monkeypatch: pytest.Monkey
     assert "--rdzv-backend=loopback" in torchrun_options(config)  # a free port, so that two runs share a machine
 
 
-def test_two_launches_in_one_run_directory(tmp_path: Path) -> None:
+def test_run_lock_rejects_second_launch(tmp_path: Path) -> None:
     with hold_run_lock(tmp_path):
         with pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
             with hold_run_lock(tmp_path):
@@ -86,7 +86,7 @@ def test_two_launches_in_one_run_directory(tmp_path: Path) -> None:
     ("name", "value"),
     [("NNODES", "0"), ("NNODES", "two"), ("NODE_RANK", "1"), ("NODE_RANK", "x"), ("MASTER_PORT", "x")],
 )
-def test_a_bad_node_environment_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_bad_node_environment(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"{name} is '{value}'"):
         configure(parse_arguments(["sft", "2"]))
@@ -101,7 +101,7 @@ def test_a_bad_node_environment_is_refused(name: str, value: str, monkeypatch: p
         (["sft", "2", "trainer.n_gpus_per_node=4"], "trainer.n_gpus_per_node=4 contradicts the first word"),
     ],
 )
-def test_the_number_of_ranks_is_said_once_and_in_its_place(words: list[str], reason: str) -> None:
+def test_rejects_misplaced_or_repeated_number_of_ranks(words: list[str], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         configure(parse_arguments(words))
 
@@ -117,7 +117,7 @@ class FakeFailure:
         return "SIGKILL"
 
 
-def test_the_rank_that_refused_its_input_is_the_reason_not_those_it_took_along() -> None:
+def test_rank_with_user_error_is_reported_as_cause() -> None:
     failures = {0: FakeFailure(1, "connection closed", 1), 1: FakeFailure(2, "the file is empty", 2)}
     failure = first_failure(failures)
     assert (failure.message, failure.is_user_error) == ("the file is empty", True)
@@ -126,7 +126,7 @@ def test_the_rank_that_refused_its_input_is_the_reason_not_those_it_took_along()
 
 
 @pytest.mark.parametrize("seconds", [(5, 5), (6, 5)])
-def test_a_killed_rank_is_the_reason_even_if_its_peer_seems_to_have_failed_first(seconds: tuple[int, int]) -> None:
+def test_killed_rank_is_reported_as_cause_before_failed_peer(seconds: tuple[int, int]) -> None:
     failures = {0: FakeFailure(1, "connection closed", seconds[1]), 1: FakeFailure(-9, "", seconds[0])}
     assert first_failure(failures).message == "rank 1 (process 7) was killed by SIGKILL"
 
@@ -167,7 +167,7 @@ def words_of_a_launch(quickstart: Path, run_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_refused_before_anything_is_prepared_or_written(
+def test_rejects_mistakes_before_preparing_or_writing(
     mistake: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", without("liger_kernel", "flash_attn", "torch_npu"))
@@ -191,10 +191,10 @@ def test_a_mistake_is_refused_before_anything_is_prepared_or_written(
         ("grpo", "reward.isolation=docker", "must be auto, bwrap"),
     ],
 )
-def test_values_are_checked_before_data_are_downloaded_or_converted(
+def test_rejects_bad_values_before_preparing_data(
     stage: str, mistake: str, says: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recipe's own data are not there yet; the model is."""
+    """The recipe's data do not exist yet; the model does."""
     monkeypatch.setattr("verl_ext.data.prepare.recipe_commands.prepare", lambda words: pytest.fail(f"prepared {words}"))
     data = [f"data.train_files={tmp_path}/data/train.parquet", f"data.val_files={tmp_path}/data/val.parquet"]
     words = [*data, f"prepare=['quickstart --output {tmp_path}/data']", f"trainer.default_local_dir={tmp_path}/run"]
@@ -236,7 +236,7 @@ NULLABLE = {
 
 
 @pytest.mark.parametrize("mistake", NULLABLE)
-def test_wrong_value_of_a_nullable_key_is_refused(mistake: str, quickstart: Path, tmp_path: Path) -> None:
+def test_rejects_wrong_value_of_nullable_key(mistake: str, quickstart: Path, tmp_path: Path) -> None:
     recipe = NULLABLE[mistake]
     stage = "sft" if recipe == "sft" else "grpo"
     model = f"model.partial_pretrain={quickstart}/model"
@@ -248,10 +248,10 @@ def test_wrong_value_of_a_nullable_key_is_refused(mistake: str, quickstart: Path
         check_config(configure(parse_arguments([*words, mistake])))
 
 
-def test_what_is_prepared_is_checked_afterwards(
+def test_prepared_model_is_checked_after_preparation(
     quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both model and data are awaited; what comes is no model."""
+    """Model and data are to be prepared, but no model appears."""
     made: list[Sequence[str]] = []
     monkeypatch.setattr("verl_ext.data.prepare.recipe_commands.prepare", made.append)
     data = [f"data.train_files={tmp_path}/data/train.parquet", f"data.val_files={tmp_path}/data/val.parquet"]
@@ -262,7 +262,7 @@ def test_what_is_prepared_is_checked_afterwards(
     assert made == [["quickstart", "--output", f"{tmp_path}/data"]]
 
 
-def test_a_directory_in_the_place_of_a_file_is_refused(quickstart: Path, tmp_path: Path) -> None:
+def test_rejects_directory_in_place_of_file(quickstart: Path, tmp_path: Path) -> None:
     config = configure(parse_arguments(words_of_a_launch(quickstart, tmp_path / "run")))
     for name, other in {"config.yaml": "a file", "sft_history.csv": "a file", "trace": "a directory"}.items():
         path = tmp_path / "run" / name
@@ -284,7 +284,7 @@ def test_a_directory_in_the_place_of_a_file_is_refused(quickstart: Path, tmp_pat
         ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "does not map"),
     ],
 )
-def test_a_model_whose_files_hold_something_else_is_refused(
+def test_rejects_model_with_invalid_files(
     name: str, content: str, names: str, trusted: bool, quickstart: Path, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(quickstart / "model", tmp_path / "model"))
@@ -295,7 +295,7 @@ def test_a_model_whose_files_hold_something_else_is_refused(
         check_inputs(config)
 
 
-def test_a_command_of_prepare_with_an_unclosed_quote_is_refused(quickstart: Path, tmp_path: Path) -> None:
+def test_rejects_prepare_command_with_unclosed_quote(quickstart: Path, tmp_path: Path) -> None:
     words = [*words_of_a_launch(quickstart, tmp_path / "run"), "prepare=['quickstart --output \"data']"]
     with pytest.raises(UserError, match="quickstart --output .* is malformed .*quotation"):
         needed_commands(configure(parse_arguments(words)))
@@ -307,7 +307,7 @@ def without(*modules: str) -> Callable[..., Any]:
     return lambda name, *rest: None if name in modules else find(name, *rest)
 
 
-def test_a_launch_that_passes_its_checks_has_written_nothing(quickstart: Path, tmp_path: Path) -> None:
+def test_checks_write_nothing(quickstart: Path, tmp_path: Path) -> None:
     words = words_of_a_launch(quickstart, tmp_path / "deep/run")
     template = "data.chat_template='{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% endfor %}'"
     optimizer = ["optim.optimizer=SGD", "optim.override_optimizer_config={momentum: 0.9}"]
@@ -324,9 +324,7 @@ def test_a_launch_that_passes_its_checks_has_written_nothing(quickstart: Path, t
         ({"config.json": {"trust_remote_code": True}}, "asks by itself for code to be run"),
     ],
 )
-def test_a_model_is_looked_at_before_torchrun(
-    damage: dict[str, Any], says: str, quickstart: Path, tmp_path: Path
-) -> None:
+def test_model_is_checked_before_torchrun(damage: dict[str, Any], says: str, quickstart: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(quickstart / "model", tmp_path / "model"))
     for name, content in damage.items():
         (model / name).write_text(json.dumps(content))
@@ -336,9 +334,7 @@ def test_a_model_is_looked_at_before_torchrun(
         check_all(configure(parse_arguments(words)))
 
 
-def test_a_run_directory_that_cannot_be_written_is_refused(
-    quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejects_unwritable_run_directory(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file is not a directory"):
         check_run_directory(tmp_path / "file/run")
@@ -348,7 +344,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused(
 
 
 @pytest.mark.parametrize(("ranks", "visible"), [(2, "0"), (8, "0,1,2,3")])
-def test_more_ranks_than_gpus_are_refused(ranks: int, visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_more_ranks_than_gpus(ranks: int, visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     config = configure(parse_arguments(["sft", str(ranks)]))
@@ -362,7 +358,7 @@ def test_more_ranks_than_gpus_are_refused(ranks: int, visible: str, monkeypatch:
     check_components(config)
 
 
-def test_backends_are_those_of_verl() -> None:
+def test_logger_backends_match_verl() -> None:
     from verl.utils.tracking import Tracking
 
     assert verl_backends() == Tracking.supported_backend
@@ -379,13 +375,13 @@ def test_backends_are_those_of_verl() -> None:
         ({"trainer.total_training_steps": 10, "trainer.total_epochs": 9}, False),
     ],
 )
-def test_settings_that_may_add_steps_to_a_finished_run(changes: dict[str, int], longer: bool) -> None:
+def test_detects_settings_that_add_steps_to_finished_run(changes: dict[str, int], longer: bool) -> None:
     former = {"trainer.total_epochs": 2, "trainer.total_training_steps": None}
     assert may_be_longer(changes.keys(), former, {**former, **changes}, steps_done=10) == longer
 
 
-def test_a_resumed_run_was_first_started_when_its_checkpoints_run_was(quickstart: Path, tmp_path: Path) -> None:
-    """A run that starts at step 0 is started now, though the directory has a record of another."""
+def test_resumed_run_keeps_first_start_of_its_checkpoint(quickstart: Path, tmp_path: Path) -> None:
+    """A run that starts at step 0 gets the current time, even if the directory has a record of another run."""
     former, run_dir = datetime(2026, 7, 4, 9, 30), tmp_path / "run"
 
     def started(*words: str) -> datetime:
@@ -403,7 +399,7 @@ def test_a_resumed_run_was_first_started_when_its_checkpoints_run_was(quickstart
     assert started("trainer.resume_mode=resume_path", path) == former
 
 
-def test_a_resumed_run_has_the_precision_of_its_checkpoints_run(quickstart: Path, tmp_path: Path) -> None:
+def test_resumed_run_keeps_precision_of_its_checkpoint(quickstart: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
     def recorded(*words: str) -> str | None:
@@ -419,14 +415,12 @@ def test_a_resumed_run_has_the_precision_of_its_checkpoints_run(quickstart: Path
     assert recorded() == "fp32"
 
 
-def test_a_finished_run_with_a_damaged_number_of_epochs_may_be_longer() -> None:
+def test_finished_run_with_damaged_epochs_may_be_extended() -> None:
     former: dict[str, object] = {"trainer.total_epochs": "x", "trainer.total_training_steps": None}
     assert may_be_longer({"trainer.total_epochs"}, former, {**former, "trainer.total_epochs": 1}, steps_done=10)
 
 
-def test_a_finished_run_of_an_earlier_release_has_keys_of_all_stages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_run_of_earlier_release_may_have_extra_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["recipe=quickstart", f"trainer.default_local_dir={tmp_path}"]
     content = as_dict(load_config("grpo", words))
     content["data"] |= {"truncation": "error", "multiturn": {"enable": False}}

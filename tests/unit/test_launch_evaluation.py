@@ -1,4 +1,4 @@
-"""What `eval.watch=true` needs before a training starts: a recipe that can be used, and GPUs that no rank uses."""
+"""What `eval.watch=true` requires before a training starts: a valid recipe, and GPUs that no rank uses."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_devices(value: str) -> RunConfig:
         ("[GPU-5a,MIG-6b]", ["GPU-5a", "MIG-6b"]),
     ],
 )
-def test_devices_are_numbers_or_ids(value: str, names: list[str] | None) -> None:
+def test_accepts_devices_as_numbers_or_ids(value: str, names: list[str] | None) -> None:
     config = with_devices(value)
     assert config.eval.device_names == names
     if names is not None:
@@ -67,32 +67,30 @@ def test_devices_are_numbers_or_ids(value: str, names: list[str] | None) -> None
 
 
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 2, "1"), (2, 1, "1"), (64, 8, "7"), (16, 1, "8")])
-def test_an_evaluation_has_a_share_of_the_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: str
-) -> None:
+def test_evaluation_gets_share_of_cores(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: str) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     config = load_config("sft", [f"trainer.n_gpus_per_node={ranks}"])
     assert evaluation_environment(config)["OMP_NUM_THREADS"] == threads
 
 
-def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeps_omp_num_threads_set_by_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert evaluation_environment(load_config("sft", []))["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize("value", ["[]", "''", "true", "-1", "7.5", "[6,6]", "[[6]]", "gpu7", "'6;7'", "6,"])
-def test_other_devices_are_refused(value: str) -> None:
+def test_rejects_invalid_devices(value: str) -> None:
     with pytest.raises(UserError, match="eval.devices"):
         with_devices(value)
 
 
-def test_a_recipe_is_text() -> None:
+def test_rejects_recipe_that_is_not_text() -> None:
     with pytest.raises(UserError, match=r"eval.recipe' to \[5\].* must be text, or null"):
         load_config("sft", ["eval.recipe=[5]"])
 
 
-def test_checkpoints_without_an_export_cannot_be_watched() -> None:
+def test_rejects_watching_checkpoints_without_export() -> None:
     contents = "trainer.checkpoint.save_contents=[model]"
     load_config("sft", [contents])
     with pytest.raises(UserError, match="put hf_model into trainer.checkpoint.save_contents"):
@@ -117,7 +115,7 @@ def test_checkpoints_without_an_export_cannot_be_watched() -> None:
         ("", None, 2, None),
     ],
 )
-def test_an_evaluation_takes_no_gpu_of_a_rank(
+def test_rejects_gpus_used_by_ranks(
     visible: str | None,
     devices: list[str] | None,
     num_ranks: int,
@@ -170,7 +168,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "subprocess", SimpleNamespace(run=run))
 
 
-def test_a_recipe_that_can_be_used_passes(recipe: Path) -> None:
+def test_accepts_valid_recipe(recipe: Path) -> None:
     check_evaluation(watched(recipe))
 
 
@@ -189,7 +187,7 @@ def test_a_recipe_that_can_be_used_passes(recipe: Path) -> None:
         ),
     ],
 )
-def test_what_the_watcher_would_refuse_is_refused_before(recipe: Path, line: str, words: str, in_process: None) -> None:
+def test_launcher_rejects_what_watcher_would_reject(recipe: Path, line: str, words: str, in_process: None) -> None:
     key = line.partition(":")[0]
     others = [old for old in recipe.read_text().splitlines() if not old.startswith(key + ":")]
     recipe.write_text("\n".join([line.replace("MINE", str(recipe)), *others]))
@@ -198,15 +196,13 @@ def test_what_the_watcher_would_refuse_is_refused_before(recipe: Path, line: str
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_an_unknown_recipe_is_refused_only_where_somebody_watches() -> None:
+def test_rejects_unknown_recipe_only_if_watching() -> None:
     with pytest.raises(UserError, match="no recipe 'quikstart' .* did you mean recipe=quickstart"):
         check_evaluation(watched("quikstart"))
     check_evaluation(watched("quikstart", "eval.watch=false"))
 
 
-def test_a_server_s_model_is_refused_where_somebody_watches_alone(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rejects_served_model_only_if_watching(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = ["engine.kind=openai", "engine.base_url=http://localhost:1/v1"]
     with pytest.raises(SystemExit, match="0"):
         main(["check", "--recipe", str(recipe), *server])
@@ -216,7 +212,7 @@ def test_a_server_s_model_is_refused_where_somebody_watches_alone(
     assert "`watch` loads every model itself" in capsys.readouterr().err
 
 
-def test_gpus_count_for_an_engine_that_takes_some(recipe: Path, three_gpus: None, in_process: None) -> None:
+def test_checks_gpus_against_those_required_by_engine(recipe: Path, three_gpus: None, in_process: None) -> None:
     with pytest.raises(UserError, match="name them with eval.devices"):
         check_evaluation(watched(recipe))
     with pytest.raises(UserError, match="GPU 0, which one of the 2 ranks uses"):
@@ -230,7 +226,7 @@ def test_gpus_count_for_an_engine_that_takes_some(recipe: Path, three_gpus: None
     check_evaluation(watched(recipe))
 
 
-def test_only_the_first_node_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_first_node_checks_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODE_RANK", "1")
     check_evaluation(watched("quikstart"))
     monkeypatch.setenv("NODE_RANK", "0")
@@ -251,7 +247,7 @@ def test_only_the_first_node_asks(monkeypatch: pytest.MonkeyPatch) -> None:
         (137, True, True),
     ],
 )
-def test_only_a_crash_is_worth_a_restart(exit_code: int, finished: bool, expected: bool) -> None:
+def test_only_crashes_are_restarted(exit_code: int, finished: bool, expected: bool) -> None:
     assert is_worth_restart(exit_code, finished) is expected
 
 
@@ -263,7 +259,7 @@ def test_only_a_crash_is_worth_a_restart(exit_code: int, finished: bool, expecte
         (2, "ended with exit code 2 (no recipe 'x'; name another)", ["watch"]),
     ],
 )
-def test_what_to_type_next_depends_on_how_the_evaluation_ended(
+def test_next_commands_depend_on_evaluation_outcome(
     exit_code: int,
     error: str | None,
     commands: list[str],

@@ -57,7 +57,7 @@ def wait_for_a_signal(seconds: float = 60) -> None:
     threading.Event().wait(seconds)
 
 
-def test_a_signal_is_noted_and_raised_only_where_that_is_right(signals: StopSignals) -> None:
+def test_signal_is_recorded_and_raised_only_where_allowed(signals: StopSignals) -> None:
     with pytest.raises(StopRequest, match=signal.SIGUSR1.name):
         with signals.raising():
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -69,7 +69,7 @@ def test_a_signal_is_noted_and_raised_only_where_that_is_right(signals: StopSign
             pytest.fail("the work must not begin")
 
 
-def test_a_signal_is_held_while_torch_is_imported(signals: StopSignals) -> None:
+def test_signal_is_deferred_while_torch_is_imported(signals: StopSignals) -> None:
     ran = []
     with pytest.raises(StopRequest, match=signal.SIGUSR1.name):
         with signals.raising():
@@ -124,14 +124,14 @@ with heed_stop_signals():
 
 
 @pytest.mark.parametrize("number", [QUIT, INT, TERM_, USR1, HUP])
-def test_a_signal_while_python_exits_changes_no_exit_code(number: signal.Signals, tmp_path: Path) -> None:
+def test_signal_during_interpreter_exit_keeps_exit_code(number: signal.Signals, tmp_path: Path) -> None:
     code = LAST_MOMENT.format(number=int(number))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment).returncode == number
 
 
-def test_a_request_that_a_library_turned_into_a_failure_is_a_request(signals: StopSignals) -> None:
-    """As Python's import system does with what a signal raises in `__set_name__`."""
+def test_stop_request_wrapped_in_other_exception_is_raised(signals: StopSignals) -> None:
+    """As Python's import system wraps what a signal handler raises in `__set_name__`."""
     with pytest.raises(StopRequest):
         with signals.raising():
             try:
@@ -152,9 +152,7 @@ def test_a_request_that_a_library_turned_into_a_failure_is_a_request(signals: St
             raise RuntimeError("by itself")
 
 
-def test_a_signal_that_a_destructor_swallowed_is_raised_in_the_end(
-    signals: StopSignals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signal_swallowed_by_destructor_is_raised_later(signals: StopSignals, monkeypatch: pytest.MonkeyPatch) -> None:
     class Signalling:
         def __del__(self) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -165,7 +163,7 @@ def test_a_signal_that_a_destructor_swallowed_is_raised_in_the_end(
             Signalling()
 
 
-def test_a_stop_while_a_finished_run_is_evaluated_is_reported_once(
+def test_stop_during_final_evaluation_is_reported_once(
     signals: StopSignals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The launcher of a finished run waits for the evaluation inside a block that a signal ends."""
@@ -178,7 +176,7 @@ def test_a_stop_while_a_finished_run_is_evaluated_is_reported_once(
     assert capsys.readouterr().out.count("Stopped by SIGTERM") == 1
 
 
-def test_a_terminal_that_is_gone_is_no_error(tmp_path: Path) -> None:
+def test_closed_terminal_is_no_error(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stream:
@@ -219,7 +217,7 @@ class Ended:
         ([75, 1, 2], TERM, Failure("no", 2)),
     ],
 )
-def test_a_stop_is_told_from_a_crash(
+def test_outcomes_distinguish_stop_from_crash(
     exit_codes: list[int], request_: HandledStop | None, expected: Outcome | int
 ) -> None:
     outcome = classify_outcome(
@@ -248,7 +246,7 @@ def run(outcomes: list[Outcome], progress: list[object], restarts: int) -> tuple
     return last, announced, len(left)
 
 
-def test_restarts_are_counted_from_the_last_new_checkpoint() -> None:
+def test_new_checkpoint_resets_restart_count() -> None:
     assert run([CRASH], [None, None], 0) == (CRASH, [], 0)
     assert run([CRASH, None], [None, None], 1) == (None, ["restart 1 of 1 in 0 s"], 0)
     crashes: list[Outcome] = [CRASH] * 5
@@ -261,7 +259,7 @@ def test_restarts_are_counted_from_the_last_new_checkpoint() -> None:
         assert run([end, CRASH], [None], 3) == (end, [], 1)
 
 
-def test_pauses_double_up_to_five_minutes() -> None:
+def test_restart_pauses_double_up_to_five_minutes() -> None:
     pauses: list[float] = []
     run_with_restarts(
         lambda: CRASH,
@@ -274,7 +272,7 @@ def test_pauses_double_up_to_five_minutes() -> None:
     assert pauses == [5, 10, 20, 40, 80, 160, 300, 300]
 
 
-def test_only_a_complete_checkpoint_counts(tmp_path: Path) -> None:
+def test_only_complete_checkpoint_counts_as_progress(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path) is None
     (tmp_path / "global_step_4").mkdir()
     (tmp_path / TRACKER).write_text("4")
@@ -285,14 +283,14 @@ def test_only_a_complete_checkpoint_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["2", "--restarts", "3", "a=b"], ["--restarts=3", "a=b", "2"]])
-def test_restarts_may_stand_anywhere(words: list[str]) -> None:
+def test_accepts_restarts_option_in_any_position(words: list[str]) -> None:
     arguments = parse_arguments(["sft", *words])
     assert (arguments.restarts, arguments.num_processes, arguments.overrides) == (3, 2, ["a=b"])
     assert parse_arguments(["sft", "2"]).restarts == 0
 
 
 @pytest.mark.parametrize("words", [["--restarts", "-1"], ["--restarts=x"], ["--restarts=1.5"], ["--restarts"]])
-def test_restarts_are_a_whole_number(words: list[str]) -> None:
+def test_rejects_restarts_that_are_no_whole_number(words: list[str]) -> None:
     with pytest.raises(UserError, match="--restarts.*; see `bash run_sft.sh --help`"):
         parse_arguments(["sft", "2", *words])
 
@@ -308,12 +306,12 @@ def test_restarts_are_a_whole_number(words: list[str]) -> None:
         ("2030-01-01T01:30:00+01:30", 1893456000),
     ],
 )
-def test_a_deadline_is_seconds_or_iso_8601(value: object, seconds: float | None) -> None:
+def test_parses_deadline_as_seconds_or_iso_8601(value: object, seconds: float | None) -> None:
     assert parse_deadline(value) == seconds
 
 
 @pytest.mark.parametrize("value", [True, "tomorrow", "2030-01-01T00:00:00", "", float("nan"), "inf", [1]])
-def test_a_deadline_that_says_no_moment_is_refused(value: object) -> None:
+def test_rejects_invalid_deadline(value: object) -> None:
     with pytest.raises(UserError, match="trainer.preemption.deadline is .*seconds since 1970"):
         parse_deadline(value)
 
@@ -330,7 +328,7 @@ def test_a_deadline_that_says_no_moment_is_refused(value: object) -> None:
         ("deadline=soon", "deadline is 'soon'; give"),
     ],
 )
-def test_preemption_settings_that_cannot_work_are_refused(preemption: str, names: str) -> None:
+def test_rejects_contradictory_preemption_settings(preemption: str, names: str) -> None:
     preemption_of().check_deadline_ahead()
     preemption_of("grace_s=0.5", f"deadline={time.time() + 60}").check_deadline_ahead()
     with pytest.raises(UserError, match=f"trainer.preemption.*{names}"):
@@ -341,7 +339,7 @@ def preemption_of(*words: str) -> PreemptionConfig:
     return load_config("sft", [f"trainer.preemption.{word}" for word in words]).trainer.preemption
 
 
-def test_the_environment_names_deadlines_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_deadlines_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     for name in DEADLINE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -359,7 +357,7 @@ def test_the_environment_names_deadlines_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("num_nodes, advice", [(1, ""), (2, "; start the command on every node, with one MASTER_ADDR")])
-def test_nodes_that_do_not_meet_are_a_failure_of_the_launch(num_nodes: int, advice: str) -> None:
+def test_rendezvous_timeout_fails_launch(num_nodes: int, advice: str) -> None:
     failure = rendezvous_failure(num_nodes, RendezvousTimeoutError("2 of 3 came\nand more"))
     told = f"torchrun could not bring the ranks together (2 of 3 came){advice}"
     assert failure.message.startswith(told) and failure.exit_code == 1

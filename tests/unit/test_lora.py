@@ -1,4 +1,4 @@
-"""Adapters that a run goes on with, as docs/guides/sft.md promises of `model.lora_adapter_path`."""
+"""Adapters from `model.lora_adapter_path`, which a run continues to train, as docs/guides/sft.md promises."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def adapters(quickstart: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapters"
 
 
-def test_given_adapters_are_trained_and_nothing_else_is(adapters: Path, quickstart: Path, tmp_path: Path) -> None:
+def test_only_given_adapters_are_trained(adapters: Path, quickstart: Path, tmp_path: Path) -> None:
     overrides = (f"model.lora_adapter_path={adapters}", "optim.lr=1e-2")
     trainer = make_trainer(small_config(quickstart, tmp_path / "run", *overrides))
     before = {name: to_full(tensor).detach().clone() for name, tensor in trainer.model.named_parameters()}
@@ -46,7 +46,7 @@ def test_given_adapters_are_trained_and_nothing_else_is(adapters: Path, quicksta
     assert {name for name in after if not torch.equal(after[name], before[name])} == set(found.values())
 
 
-def test_a_directory_without_adapters_is_refused(quickstart: Path, tmp_path: Path) -> None:
+def test_rejects_directory_without_adapters(quickstart: Path, tmp_path: Path) -> None:
     config = small_config(quickstart, tmp_path / "run", f"model.lora_adapter_path={quickstart}")
     with pytest.raises(UserError, match=r"the LoRA adapters cannot be created: .*model.lora_adapter_path"):
         make_trainer(config)

@@ -1,4 +1,4 @@
-"""The loss in parts is that of the logits, with its gradients, and packed samples do not know of each other."""
+"""The fused loss equals that of the full logits, with its gradients, and packed samples do not affect each other."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def samples() -> list[dict]:
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 5, 300])
-def test_the_loss_in_parts_is_that_of_the_logits(
+def test_fused_loss_equals_loss_of_logits(
     biased: bool, num_tokens: int, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 50 * 97)  # 128 tokens at a time
@@ -89,7 +89,7 @@ def test_the_loss_in_parts_is_that_of_the_logits(
     assert torch.equal(head(hidden), linear(hidden))  # logits again, once nobody asks
 
 
-def test_a_frozen_head_makes_no_gradient_for_its_weights() -> None:
+def test_frozen_head_gets_no_weight_gradient() -> None:
     head = FusedLinearCrossEntropy(nn.Linear(16, 97).requires_grad_(False))
     hidden = torch.randn(1, 4, 16, requires_grad=True)
     with head.computing_loss(torch.tensor([0, 1]), torch.tensor([5, 6])):
@@ -99,7 +99,7 @@ def test_a_frozen_head_makes_no_gradient_for_its_weights() -> None:
         assert not head(hidden).requires_grad
 
 
-def test_the_head_shares_the_models_weights_and_names() -> None:
+def test_fused_head_shares_weights_and_names_of_model() -> None:
     model = model_of("qwen2")
     names = set(model.state_dict())
     head = install_fused_loss(model, by_liger=False, compiles=False)
@@ -108,8 +108,8 @@ def test_the_head_shares_the_models_weights_and_names() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_packed_samples_are_as_if_alone(name: str) -> None:
-    """Logits, loss and gradients; beside them plain attention over padded rows."""
+def test_packed_samples_equal_separate_samples(name: str) -> None:
+    """Logits, loss and gradients, also compared with unpacked attention over padded rows."""
     packed, padded = model_of(name), model_of(name, "sdpa")
     logits = loss_of(packed).logits
     alone = torch.cat([logits(pack([sample])) for sample in samples()], dim=1)
@@ -124,7 +124,7 @@ def test_packed_samples_are_as_if_alone(name: str) -> None:
         assert torch.allclose(one.grad, other.grad, atol=1e-5)
 
 
-def test_a_gpu_gets_larger_chunks_of_logits() -> None:
+def test_gpu_uses_larger_chunks_of_logits() -> None:
     assert chunk_tokens(152_064, on_gpu=False) == 128 and chunk_tokens(152_064, on_gpu=True) == 1765
 
 
@@ -155,9 +155,7 @@ def by_mask(
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_the_kernel_for_variable_lengths_sees_what_sdpa_sees(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_varlen_kernel_equals_sdpa(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 21, 8) for heads in (4, 2, 2))
     arguments = packed_attention.packed_arguments(torch.tensor([7, 5, 9]), "cpu")
@@ -172,7 +170,7 @@ def test_the_kernel_for_variable_lengths_sees_what_sdpa_sees(
     assert torch.allclose(attend(), by_sdpa, atol=1e-6)
 
 
-def test_the_kernel_for_variable_lengths_needs_a_gpu_and_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_kernel_requires_gpu_and_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGPU:
         dtype, shape, is_cuda = torch.bfloat16, (1, 4, 21, 128), True
 
@@ -186,7 +184,7 @@ def test_the_kernel_for_variable_lengths_needs_a_gpu_and_half_precision(monkeypa
         assert packed_attention.has_flash_kernel(query) is False
 
 
-def test_a_model_that_mixes_packed_samples_is_found_out() -> None:
+def test_detects_model_that_mixes_packed_samples() -> None:
     good = loss_of(model_of("qwen2").eval()).logits
     assert why_not_packed(good, 97, torch.float32) is None
 
@@ -213,14 +211,14 @@ def test_a_model_that_mixes_packed_samples_is_found_out() -> None:
         (StableLmConfig(**SMALL), "does not pass the boundaries"),
     ],
 )
-def test_attention_that_cannot_be_packed_is_found_out(config: PretrainedConfig, reason: str) -> None:
+def test_detects_attention_that_cannot_be_packed(config: PretrainedConfig, reason: str) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_SDPA).float().eval()
     assert reason in str(why_not_packed(loss_of(model).logits, 97, torch.float32))
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("name", "attention"), [("stablelm", "sdpa"), ("gemma2", "eager"), ("mamba", "eager")])
-def test_a_model_that_cannot_pack_trains_as_with_packing_off(
+def test_model_that_cannot_pack_trains_as_if_packing_off(
     name: str, attention: str, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = write_family(name, quickstart, tmp_path / name)
@@ -237,7 +235,7 @@ def test_a_model_that_cannot_pack_trains_as_with_packing_off(
         make_trainer(small_config(directory, tmp_path, "data.packing=true"))
 
 
-def test_auto_does_not_take_attention_that_leaves_out_a_part_of_the_model() -> None:
+def test_auto_avoids_attention_that_ignores_part_of_model() -> None:
     config = small_config(Path(), Path())
     found = {
         name: attention_of(config.model, made, "cpu", torch.float32, AutoModelForCausalLM)
@@ -249,7 +247,7 @@ def test_auto_does_not_take_attention_that_leaves_out_a_part_of_the_model() -> N
         attention_of(config.model, Gemma2Config(), "cpu", torch.float32, AutoModelForCausalLM)
 
 
-def test_layers_inside_others_are_sharded_with_them_and_layers_must_be_known() -> None:
+def test_nested_layers_are_sharded_with_their_parents() -> None:
     with torch.device("meta"):
         mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2))
         nameless = AutoModelForCausalLM.from_config(OpenAIGPTConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=2))
@@ -261,7 +259,7 @@ def test_layers_inside_others_are_sharded_with_them_and_layers_must_be_known() -
         layer_classes(nameless, ["Block", "Blok"])
 
 
-def test_a_model_that_changes_its_logits_is_found_out() -> None:
+def test_detects_model_that_transforms_its_logits() -> None:
     model = model_of("qwen2").eval()
     loss = loss_of(model, install_fused_loss(model, by_liger=False, compiles=False))
     assert fused_loss_error(loss.logits, loss, pack(trial_samples(97)[:1])) < 1e-5

@@ -1,4 +1,4 @@
-"""metrics.jsonl and the CSV tables: what survives kills, restarts and odd values."""
+"""metrics.jsonl and the CSV tables: behavior after kills and restarts and with unusual values."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
-def test_rows_come_back_with_step_attempt_and_time(tmp_path):
+def test_rows_keep_step_attempt_and_time(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     write_row(path, attempt=1, step=3, loss=0.5)
     write_row(path, attempt=2, step=2, loss=0.25)
@@ -32,7 +32,7 @@ def test_rows_come_back_with_step_attempt_and_time(tmp_path):
     assert rows[0]["time"] <= rows[1]["time"]
 
 
-def test_non_finite_values_are_strings_in_the_file_and_floats_when_read(tmp_path):
+def test_non_finite_values_round_trip_as_strings(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_row(path, a=math.nan, b=math.inf, c=-math.inf)
 
@@ -44,7 +44,7 @@ def test_non_finite_values_are_strings_in_the_file_and_floats_when_read(tmp_path
     assert math.isnan(row["a"]) and row["b"] == math.inf and row["c"] == -math.inf
 
 
-def test_numpy_and_torch_scalars_become_numbers(tmp_path):
+def test_numpy_and_torch_scalars_are_written_as_numbers(tmp_path):
     import numpy
     import torch
 
@@ -54,7 +54,7 @@ def test_numpy_and_torch_scalars_become_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("metrics", [{"loss": "high"}, {"loss": None}, {"step": 1.0}])
-def test_a_row_that_is_not_numbers_is_refused_and_nothing_is_written(tmp_path, metrics):
+def test_rejects_non_numeric_row_without_writing(tmp_path, metrics):
     file = MetricsFile(tmp_path / "m.jsonl", 1)
     with pytest.raises(UserError):
         file.append(1, metrics)
@@ -74,7 +74,7 @@ TORN = [
 @pytest.mark.parametrize(
     "torn", TORN, ids=["cut", "cut with newline", "zeros", "not UTF-8", "not a row", "not numbers"]
 )
-def test_a_torn_tail_is_cut_with_a_warning(tmp_path, capsys, torn):
+def test_torn_tail_is_truncated_with_warning(tmp_path, capsys, torn):
     path = tmp_path / "metrics.jsonl"
     write_row(path, step=1)
     with open(path, "ab") as file:
@@ -86,7 +86,7 @@ def test_a_torn_tail_is_cut_with_a_warning(tmp_path, capsys, torn):
     assert str(path) in capsys.readouterr().err
 
 
-def test_a_complete_last_line_without_newline_is_kept(tmp_path, capsys):
+def test_complete_last_line_without_newline_is_kept(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     write_row(path, step=1)
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
@@ -95,7 +95,7 @@ def test_a_complete_last_line_without_newline_is_kept(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_an_unreadable_line_in_the_middle_is_left_out_with_its_number(tmp_path, capsys):
+def test_unreadable_line_is_skipped_with_line_number(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     write_row(path, step=1)
     with open(path, "a") as file:
@@ -107,19 +107,19 @@ def test_an_unreadable_line_in_the_middle_is_left_out_with_its_number(tmp_path, 
     assert "line 2" in capsys.readouterr().err
 
 
-def test_a_missing_file_and_a_directory_in_its_place_are_user_errors(tmp_path):
+def test_missing_file_or_directory_raises_user_error(tmp_path):
     with pytest.raises(UserError, match="none.jsonl"):
         read_metrics(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match="cannot write"):
         MetricsFile(tmp_path, 1)
 
 
-def test_a_full_disk_is_a_user_error():
+def test_full_disk_raises_user_error():
     with pytest.raises(UserError, match="No space left"):
         MetricsFile("/dev/full", 1).append(1, {"train/loss": 1.0})
 
 
-def test_training_and_validation_rows_go_to_their_own_tables(tmp_path):
+def test_training_and_validation_rows_go_to_separate_tables(tmp_path):
     history = StepTables(tmp_path)
     history.log_row(MetricsRow(1, 1, 10.0, {"train/loss": 2.0}))
     history.log_row(MetricsRow(2, 1, 11.0, {"train/loss": 1.5, "val/loss": 1.7, "time/val/step_s": 3.0}))
@@ -132,7 +132,7 @@ def test_training_and_validation_rows_go_to_their_own_tables(tmp_path):
     assert [row["system/peak_memory_gib"] for row in validation] == ["", "4.0"]
 
 
-def test_measurements_of_rewards_go_to_the_table_of_validation(tmp_path):
+def test_reward_measurements_go_to_validation_table(tmp_path):
     history = StepTables(tmp_path)
     history.log_row(MetricsRow(1, 1, 10.0, {"train/reward_total_mean": 0.5}))
     history.log_row(MetricsRow(1, 1, 11.0, {"eval/reward_total_mean": 0.25, "time/eval/step_s": 3.0}))
@@ -143,7 +143,7 @@ def test_measurements_of_rewards_go_to_the_table_of_validation(tmp_path):
     assert [(row["eval/reward_total_mean"], row["time/eval/step_s"]) for row in validation] == [("0.25", "3.0")]
 
 
-def test_new_columns_leave_earlier_rows_as_they_were(tmp_path):
+def test_new_columns_leave_earlier_rows_unchanged(tmp_path):
     StepTables(tmp_path).log_row(MetricsRow(1, 1, 10.0, {"train/loss": math.nan}))
     second = StepTables(tmp_path)
     second.log_row(MetricsRow(1, 2, 20.0, {"train/loss": 2.0, "train/grad_norm": 0.5}))
@@ -158,7 +158,7 @@ def test_new_columns_leave_earlier_rows_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize("torn", ["2,1,11.0,1.", "2,1\n", "\0\0\0"])
-def test_a_torn_csv_row_is_cut(tmp_path, capsys, torn):
+def test_torn_csv_row_is_truncated(tmp_path, capsys, torn):
     StepTables(tmp_path).log_row(MetricsRow(1, 1, 10.0, {"train/loss": 2.0}))
     with open(tmp_path / TRAINING_FILE, "a") as file:
         file.write(torn)
@@ -167,14 +167,14 @@ def test_a_torn_csv_row_is_cut(tmp_path, capsys, torn):
     assert TRAINING_FILE in capsys.readouterr().err
 
 
-def test_a_torn_csv_header_begins_a_new_table(tmp_path):
+def test_torn_csv_header_starts_new_table(tmp_path):
     (tmp_path / TRAINING_FILE).write_text("step,attem")
     StepTables(tmp_path).log_row(MetricsRow(1, 1, 10.0, {"train/loss": 2.0}))
     assert [row["train/loss"] for row in read_csv(tmp_path / TRAINING_FILE)] == ["2.0"]
 
 
 @pytest.mark.parametrize("blocked", ["trace", "trace/attempt_2_rank_0.json"])
-def test_a_trace_that_cannot_be_opened_does_not_end_the_run(tmp_path, capsys, blocked):
+def test_unopenable_trace_does_not_stop_run(tmp_path, capsys, blocked):
     if blocked == "trace":
         (tmp_path / blocked).write_text("a file where the directory belongs")
     else:
@@ -184,8 +184,8 @@ def test_a_trace_that_cannot_be_opened_does_not_end_the_run(tmp_path, capsys, bl
     assert capsys.readouterr().err.count("the trace of rank 0 ends here") == 1
 
 
-def test_a_trace_that_the_disk_refuses_ends_alone(tmp_path, capsys):
-    """The run goes on; it is told once."""
+def test_unwritable_trace_does_not_stop_run(tmp_path, capsys):
+    """One message reports it."""
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "attempt_2_rank_0.json").symlink_to("/dev/full")  # its own name counts as an attempt
     trace = TraceFile(tmp_path, 0)

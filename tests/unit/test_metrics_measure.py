@@ -1,4 +1,4 @@
-"""Names, timers, reduction over ranks, and what the console shows."""
+"""Metric names, timers, reduction over ranks, and console output."""
 
 import math
 import sys
@@ -27,11 +27,11 @@ def check_reduction_on_one_of_two_ranks(rank, address_file):
     dist.destroy_process_group()
 
 
-def test_two_ranks_agree_in_float64_whatever_the_order_of_names(tmp_path):
+def test_reduction_is_float64_and_independent_of_name_order(tmp_path):
     mp.spawn(check_reduction_on_one_of_two_ranks, (str(tmp_path / "address"),), nprocs=2)
 
 
-def test_a_world_of_one_gets_its_own_values():
+def test_reduction_on_one_rank_returns_its_values():
     assert reduce_over_ranks(sums={"a": 1}, maxima={"b": -2.0}) == {"a": 1.0, "b": -2.0}
     assert math.isnan(reduce_over_ranks(maxima={"b": math.nan})["b"])
     assert reduce_over_ranks() == {}
@@ -39,7 +39,7 @@ def test_a_world_of_one_gets_its_own_values():
         reduce_over_ranks(sums={"a": 1}, maxima={"a": 1})
 
 
-def test_a_timer_adds_up_parts_until_popped(monkeypatch):
+def test_timer_accumulates_parts_until_popped(monkeypatch):
     timer, clock = StepTimer(), iter([10.0, 11.0, 20.0, 22.0, 30.0, 34.0])
     monkeypatch.setattr(timer, "_now", lambda: next(clock))
     for _ in range(2):
@@ -51,7 +51,7 @@ def test_a_timer_adds_up_parts_until_popped(monkeypatch):
     assert timer.pop() == {}
 
 
-def test_every_metric_is_described_and_an_unknown_one_is_refused():
+def test_metrics_are_described_and_unknown_ones_rejected():
     assert all(metric.unit and metric.meaning.endswith(".") and metric.reduction for metric in METRICS.values())
     assert lookup_metric("train/lr(1e-3)").unit == "1e-3"
     assert lookup_metric("eval/humaneval/timeout_rate") is METRICS["eval/<dataset>/timeout_rate"]
@@ -61,7 +61,7 @@ def test_every_metric_is_described_and_an_unknown_one_is_refused():
         lookup_metric("train/los")
 
 
-def test_console_lines_at_their_turn(capsys):
+def test_console_prints_every_log_every_steps(capsys):
     lines = ConsoleSink(total_steps=25, log_every=10)
     metrics = {"train/loss": 1.23456, "train/lr(1e-3)": 0.02, "throughput/train/tokens_per_s": 12345.6}
     for step in range(1, 26):
@@ -103,7 +103,7 @@ def shown(*rows: MetricsRow, total_steps: int = 2000) -> list[str]:
     ],
     ids=["grpo", "with a reference model", "budget"],
 )
-def test_lines_on_rewards_show_what_is_learnt_and_fit_a_terminal(
+def test_reward_lines_show_parts_and_fit_terminal(
     metrics: dict[str, float], middle: str, step: int, total_steps: int, step_s: float, eta: str
 ) -> None:
     rows = MetricsRow(step - 1, 1, 0.0, metrics), MetricsRow(step, 1, step_s, metrics)
@@ -112,7 +112,7 @@ def test_lines_on_rewards_show_what_is_learnt_and_fit_a_terminal(
     assert line == f"step {step}/{total_steps} | {parts} | ETA {eta}" and len(line) <= 120
 
 
-def test_a_measurement_has_a_line_of_its_own() -> None:
+def test_reward_measurement_gets_separate_line() -> None:
     measured = {
         "eval/reward_total_mean": 0.4, "eval/reward_total_std": 0.1, "eval/near_mean": 0.1, "eval/short_mean": 0.3,
         "eval/seq_completion_len_mean": 53.2, "eval/seq_prompt_len_mean": 9.0, "time/eval/step_s": 12.34,
@@ -130,7 +130,7 @@ def test_a_measurement_has_a_line_of_its_own() -> None:
     assert line == "step 8/2000 | eval reward 0.400 | acc 0.500 | latency 212.5 ms | over budget 3.1%"
 
 
-def test_a_progress_bar_is_drawn_only_on_a_terminal(capsys, monkeypatch):
+def test_progress_bar_is_drawn_only_on_terminal(capsys, monkeypatch):
     for is_terminal in (True, False):
         monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
         bar = ProgressBar(total_steps=10, initial=4)

@@ -19,7 +19,7 @@ def make_recorder(run_dir, *backends, attempt=1, **more):
     return MetricsRecorder(run_dir=run_dir, attempt=attempt, backends=backends, **{**arguments, **more})
 
 
-def test_tensorboard_holds_the_rows_of_both_attempts_at_once(tmp_path):
+def test_tensorboard_contains_rows_of_both_attempts_without_close(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     recorders = [make_recorder(tmp_path, "tensorboard", attempt=attempt) for attempt in (1, 2)]
@@ -37,7 +37,7 @@ def test_tensorboard_holds_the_rows_of_both_attempts_at_once(tmp_path):
         recorder.close()
 
 
-def test_a_tracker_of_verl_keeps_a_file_for_each_attempt(tmp_path, monkeypatch):
+def test_verl_file_tracker_writes_one_file_per_attempt(tmp_path, monkeypatch):
     monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
     for attempt in (1, 2):
         recorder = make_recorder(tmp_path, "file", attempt=attempt)
@@ -48,13 +48,13 @@ def test_a_tracker_of_verl_keeps_a_file_for_each_attempt(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "hint"), [("tensorbord", "'tensorboard'"), ("x", "mlflow.*tensorboard")])
-def test_an_unknown_backend_is_refused_with_what_was_meant(tmp_path, name, hint):
+def test_rejects_unknown_backend_with_suggestion(tmp_path, name, hint):
     with pytest.raises(UserError, match=f"'{name}'.*{hint}"):
         make_recorder(tmp_path / "run", "console", name)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tracker_that_is_not_installed_is_left_out_with_one_warning(tmp_path, capsys, monkeypatch):
+def test_missing_tracker_package_is_skipped_with_one_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "swanlab", None)
     recorder = make_recorder(tmp_path, "swanlab")
     recorder.log(1, {"train/loss": 1.0})
@@ -64,7 +64,7 @@ def test_a_tracker_that_is_not_installed_is_left_out_with_one_warning(tmp_path, 
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
-def test_a_failing_sink_warns_once_and_the_others_go_on(tmp_path, capsys, monkeypatch):
+def test_failing_sink_warns_once_and_others_continue(tmp_path, capsys, monkeypatch):
     calls = []
 
     def fail(self, row):
@@ -82,7 +82,7 @@ def test_a_failing_sink_warns_once_and_the_others_go_on(tmp_path, capsys, monkey
     assert len(shown.out.splitlines()) == 3 and len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_events_and_epochs_outlive_a_sink_that_fails(tmp_path, capsys, monkeypatch):
+def test_failing_sink_does_not_stop_events_and_epochs(tmp_path, capsys, monkeypatch):
     def fail(*_):
         raise RuntimeError("the disk went away")
 
@@ -100,7 +100,7 @@ def test_events_and_epochs_outlive_a_sink_that_fails(tmp_path, capsys, monkeypat
     assert [(each["step"], each["level"]) for each in events] == [(3, "warning"), (4, "alarm")]
 
 
-def test_samples_follow_a_torn_line_and_stop_the_run_where_they_cannot_be_written(tmp_path):
+def test_samples_survive_torn_line_and_raise_if_unwritable(tmp_path):
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "text": "a"}\n{"step": 2, "te')
     recorder = make_recorder(tmp_path, attempt=2)
     recorder.log_samples(2, [{"text": "b"}, {"text": "\u00e9"}])
@@ -115,7 +115,7 @@ def test_samples_follow_a_torn_line_and_stop_the_run_where_they_cannot_be_writte
     refused.close()
 
 
-def test_the_csv_rows_carry_the_time_of_the_record(tmp_path):
+def test_csv_rows_have_time_of_metrics_row(tmp_path):
     recorder = make_recorder(tmp_path)
     recorder.log(1, {"train/loss": 1.0})
     recorder.close()

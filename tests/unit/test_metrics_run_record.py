@@ -1,4 +1,4 @@
-"""run.json over starts, ends, kills and damage."""
+"""run.json across starts, ends, kills and damage."""
 
 import os
 import signal
@@ -31,12 +31,12 @@ def start(record, first_step=0):
     return record.start_attempt(first_step=first_step, world_size=2, total_steps=10)
 
 
-def test_a_run_never_written_is_waiting(tmp_path):
+def test_missing_record_reads_as_waiting(tmp_path):
     run = RunRecord(tmp_path / "nowhere").read()
     assert run["status"] == "waiting" and run["attempts"] == [] and run["project"] is None
 
 
-def test_the_life_of_a_run(tmp_path):
+def test_record_follows_attempts_of_run(tmp_path):
     record = RunRecord(tmp_path / "run")
     record.mark_waiting(project="p", experiment="e", stage="sft", recipe="r", config_digest="d")
     assert record.read()["status"] == "waiting"
@@ -53,7 +53,7 @@ def test_the_life_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(("status", "ends"), [("finished", "finished"), ("stopped", "stopped"), ("failed", "failed")])
-def test_a_refused_launch_gives_a_run_back_the_record_that_it_had(tmp_path, status, ends):
+def test_rejected_launch_restores_previous_record(tmp_path, status, ends):
     RunRecord(tmp_path).mark_waiting(config_digest="old")
     start(RunRecord(tmp_path))
     RunRecord(tmp_path).end_attempt(status, 10, "done")
@@ -70,7 +70,7 @@ def test_a_refused_launch_gives_a_run_back_the_record_that_it_had(tmp_path, stat
         assert ((tmp_path / "run.json").read_text() == before) == (status != "failed")
 
 
-def test_a_run_that_trained_before_it_was_refused_has_failed(tmp_path):
+def test_run_rejected_after_training_has_failed(tmp_path):
     RunRecord(tmp_path).mark_waiting(config_digest="old")
     start(RunRecord(tmp_path))
     RunRecord(tmp_path).end_attempt("finished", 10, "done")
@@ -82,14 +82,14 @@ def test_a_run_that_trained_before_it_was_refused_has_failed(tmp_path):
     assert run["status"] == "failed" and run["attempts"][-1]["exit_reason"] == "the loss is not finite"
 
 
-def test_a_new_run_that_is_refused_has_failed(tmp_path):
+def test_rejected_new_run_has_failed(tmp_path):
     record = RunRecord(tmp_path)
     record.mark_waiting(config_digest="new")
     record.end_refused("row 0 is too long")
     assert record.read()["status"] == "failed" and len(record.read()["attempts"]) == 1
 
 
-def test_a_killed_attempt_is_closed_from_its_metrics(tmp_path):
+def test_killed_attempt_is_closed_from_its_metrics(tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED_RUN, str(tmp_path)], cwd=ROOT, timeout=60)
     assert killed.returncode == -signal.SIGKILL
     record = RunRecord(tmp_path)
@@ -101,7 +101,7 @@ def test_a_killed_attempt_is_closed_from_its_metrics(tmp_path):
     assert abs(datetime.fromisoformat(lost["end"]).timestamp() - last_time) <= 1
 
 
-def test_a_killed_attempt_without_metrics_ends_where_it_began(tmp_path):
+def test_killed_attempt_without_metrics_ends_at_its_start(tmp_path):
     record = RunRecord(tmp_path)
     start(record)
     start(record)
@@ -110,7 +110,7 @@ def test_a_killed_attempt_without_metrics_ends_where_it_began(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["", '{"status": "runn', "[]", '{"status": "running", "attempts": [1]}'])
-def test_a_corrupt_record_is_put_aside_and_numbers_go_on(tmp_path, capsys, damage):
+def test_corrupt_record_is_moved_and_attempt_numbers_continue(tmp_path, capsys, damage):
     (tmp_path / "run.json").write_text(damage)
     MetricsFile(tmp_path / "metrics.jsonl", 4).append(9, {"train/loss": 1.0})
     record = RunRecord(tmp_path)
@@ -122,7 +122,7 @@ def test_a_corrupt_record_is_put_aside_and_numbers_go_on(tmp_path, capsys, damag
     assert record.read()["status"] == "running"
 
 
-def test_the_launcher_fails_a_running_run_once(tmp_path):
+def test_launcher_marks_running_run_failed_once(tmp_path):
     record = RunRecord(tmp_path)
     MetricsFile(tmp_path / "metrics.jsonl", start(record)).append(7, {"train/loss": 1.0})
     assert record.end_if_running("failed", "rank 1 died with exit code 1")
@@ -132,7 +132,7 @@ def test_the_launcher_fails_a_running_run_once(tmp_path):
     assert record.read() == run
 
 
-def test_ranks_that_died_before_training_leave_their_reason(tmp_path):
+def test_ranks_that_died_before_training_record_reason(tmp_path):
     record = RunRecord(tmp_path)
     record.mark_waiting(project="p")
     assert record.end_if_running("failed", "the model cannot be read")
@@ -141,18 +141,18 @@ def test_ranks_that_died_before_training_leave_their_reason(tmp_path):
     assert start(record) == 2
 
 
-def test_an_end_without_an_open_attempt_is_refused(tmp_path):
+def test_rejects_end_without_open_attempt(tmp_path):
     with pytest.raises(UserError, match="no open attempt"):
         RunRecord(tmp_path).end_attempt("finished", 1, "done")
 
 
-def test_reading_a_run_needs_no_torch():
+def test_reading_record_imports_no_torch():
     code = "import sys, verl_ext.metrics.run_record, verl_ext.metrics.registry, verl_ext.metrics.recorder\n"
     code += "assert not {'torch', 'wandb', 'verl', 'tensorboard'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-def test_the_first_start_is_kept_or_that_of_the_first_attempt(tmp_path):
+def test_first_start_defaults_to_first_attempt(tmp_path):
     record = RunRecord(tmp_path)
     assert record.first_start() is None
     start(record)

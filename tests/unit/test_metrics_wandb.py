@@ -40,7 +40,7 @@ def log_attempt(run_dir, attempt, steps):
     recorder.close()
 
 
-def test_two_attempts_without_a_key_are_one_offline_run_and_no_row_is_lost(tmp_path, capsys):
+def test_two_attempts_without_key_share_one_offline_run(tmp_path, capsys):
     run_dir = tmp_path / "run"
     log_attempt(run_dir, 1, [1, 2, 3])
     log_attempt(run_dir, 2, [2, 3])
@@ -53,7 +53,7 @@ def test_two_attempts_without_a_key_are_one_offline_run_and_no_row_is_lost(tmp_p
     assert shown.err == "" and shown.out.count("wandb sync") == 2
 
 
-def test_every_metric_has_global_step_as_its_axis(tmp_path):
+def test_every_metric_uses_global_step_as_axis(tmp_path):
     run = open_wandb_run(project="p", name="n", directory=tmp_path, config={}, group="g", job_type="eval")
     run.log({"global_step": 5, "eval/humaneval/accepted_at_1": 0.5})
     run.finish()
@@ -63,7 +63,7 @@ def test_every_metric_has_global_step_as_its_axis(tmp_path):
     assert (run.group, run.job_type) == ("g", "eval")
 
 
-def test_an_unreachable_server_falls_back_to_offline_with_one_warning(tmp_path, capsys, monkeypatch):
+def test_unreachable_server_falls_back_to_offline_with_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
@@ -73,26 +73,26 @@ def test_an_unreachable_server_falls_back_to_offline_with_one_warning(tmp_path, 
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_chosen_mode_is_respected(tmp_path, monkeypatch):
+def test_respects_wandb_mode(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     run = open_wandb_run(project="p", name="n", directory=tmp_path, config={})
     assert run.disabled
     run.finish()
 
 
-def test_a_missing_package_is_one_warning_and_no_run(tmp_path, capsys, monkeypatch):
+def test_missing_package_warns_once_and_opens_no_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert open_wandb_run(project="p", name="n", directory=tmp_path, config={}) is None
     assert capsys.readouterr().err.count("warning: W&B is off") == 1
 
 
-def test_the_id_is_chosen_once_and_an_empty_file_is_filled(tmp_path):
+def test_run_id_is_persistent_and_replaces_empty_file(tmp_path):
     (tmp_path / RUN_ID_FILE).write_text("\n")
     run_id = persistent_run_id(tmp_path)
     assert run_id and persistent_run_id(tmp_path) == run_id
 
 
-def test_warnings_and_alarms_are_alerts_and_all_events_are_on_record(tmp_path, capsys):
+def test_warnings_and_alarms_become_alerts(tmp_path, capsys):
     recorder = MetricsRecorder(
         run_dir=tmp_path / "run",
         attempt=1,

@@ -1,4 +1,4 @@
-"""A model's directory has the files and the keys that earlier releases of transformers and vLLM read."""
+"""A model directory has the files and keys that earlier releases of transformers and vLLM read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_tokenizer_has_every_file(kind: str, tmp_path: Path) -> None:
+def test_saved_tokenizer_has_every_file(kind: str, tmp_path: Path) -> None:
     tokenizer = of_model(MODELS[kind])
     save_tokenizer(tokenizer, tmp_path)
     written = {path.name for path in tmp_path.iterdir()}
@@ -60,15 +60,15 @@ def test_a_tokenizer_has_every_file(kind: str, tmp_path: Path) -> None:
     assert (loaded.eos_token, loaded.chat_template) == ("<|im_end|>", CHATML)
 
 
-def test_transformers_4_reads_the_tokenizers_configuration(tmp_path: Path) -> None:
-    """It knows no `TokenizersBackend`, and `extra_special_tokens` as a mapping alone."""
+def test_tokenizer_config_is_readable_by_transformers_4(tmp_path: Path) -> None:
+    """transformers 4 does not know `TokenizersBackend`, and accepts `extra_special_tokens` only as a mapping."""
     save_tokenizer(of_model(MODELS["bpe"]), tmp_path)
     content = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert content["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert "extra_special_tokens" not in content and content["additional_special_tokens"] == ["<|im_start|>"]
 
 
-def test_vocabulary_and_merges_alone_give_the_same_tokens(tmp_path: Path) -> None:
+def test_vocabulary_and_merges_reproduce_tokens(tmp_path: Path) -> None:
     tokenizer = of_model(MODELS["bpe"])
     save_tokenizer(tokenizer, tmp_path)
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -77,8 +77,8 @@ def test_vocabulary_and_merges_alone_give_the_same_tokens(tmp_path: Path) -> Non
     assert VOCABULARY["retu"] in backend.encode(TEXT).ids
 
 
-def test_merges_that_no_line_can_hold_are_not_written(tmp_path: Path) -> None:
-    """As those of Gemma, which merges line breaks."""
+def test_merges_with_line_breaks_are_not_written(tmp_path: Path) -> None:
+    """Gemma has such merges."""
     save_tokenizer(of_model(models.BPE(vocab={"\n": 0, "\n\n": 1}, merges=[("\n", "\n")])), tmp_path)
     assert (tmp_path / "vocab.json").exists() and not (tmp_path / "merges.txt").exists()
 
@@ -97,7 +97,7 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
         ("gemma3_text", {"rope_theta": 2e6}, {"rope_theta": 2e6, "rope_local_base_freq": 1e4, "rope_scaling": None}),
     ],
 )
-def test_rotary_embeddings_are_written_in_both_forms(
+def test_rope_settings_are_written_in_old_and_new_form(
     model_type: str, settings: dict, expected: dict, tmp_path: Path
 ) -> None:
     config = AutoConfig.for_model(model_type, **deepcopy(settings))  # which transformers completes in place
@@ -108,7 +108,7 @@ def test_rotary_embeddings_are_written_in_both_forms(
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters
 
 
-def test_rotary_embeddings_of_a_part_are_written_in_both_forms(tmp_path: Path) -> None:
+def test_nested_rope_settings_are_written_in_old_and_new_form(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
     config = AutoConfig.for_model("qwen2_5_vl", text_config={"rope_theta": 3e6, "rope_scaling": dict(rope)})
     save_config(config, tmp_path)
@@ -119,13 +119,13 @@ def test_rotary_embeddings_of_a_part_are_written_in_both_forms(tmp_path: Path) -
     assert loaded.vision_config.to_dict() == config.vision_config.to_dict()
 
 
-def test_embeddings_that_transformers_4_does_not_know_stay_as_they_are() -> None:
+def test_rope_types_unknown_to_transformers_4_are_unchanged() -> None:
     assert earlier_rope_keys({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e6}}) == {}
     assert earlier_rope_keys({"rope_parameters": None}) == earlier_rope_keys({}) == {}
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_a_model_without_all_weights_is_refused(is_tied: bool, tmp_path: Path) -> None:
+def test_rejects_model_with_missing_weights(is_tied: bool, tmp_path: Path) -> None:
     sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
     Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=is_tied)).save_pretrained(tmp_path)
     assert load_whole(AutoModelForCausalLM, str(tmp_path)).config.num_hidden_layers == 2

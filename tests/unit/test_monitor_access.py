@@ -1,4 +1,4 @@
-"""Who may see the page."""
+"""Access control of the monitor."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def ask(token: str | None, kind: str = "http", query: str = "", **headers: str) 
 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
-def test_without_the_token_nothing_is_reached(kind: str) -> None:
+def test_requests_without_token_are_rejected(kind: str) -> None:
     for headers in ({}, {"cookie": f"{COOKIE}=wrong"}, {"host": "localhost:6007"}):
         reached, sent = ask("secret", kind, "token=guess", **headers)
         assert not reached and sent[0].get("status") == 403 or sent[0] == {"type": "websocket.close", "code": 1008}
 
 
-def test_the_token_comes_once_and_stays_as_a_cookie() -> None:
+def test_token_in_url_becomes_cookie() -> None:
     reached, [start] = ask("secret", query="token=secret")
     assert reached
     [cookie] = [value.decode() for name, value in start["headers"] if name == b"set-cookie"]
@@ -62,7 +62,7 @@ def test_the_token_comes_once_and_stays_as_a_cookie() -> None:
     assert reached and start["headers"] == [*HEADERS]  # a wrong word takes nothing away
 
 
-def test_the_token_goes_no_further_than_the_door() -> None:
+def test_token_is_removed_from_query() -> None:
     seen = []
 
     async def page(scope: Any, receive: Any, send: Any) -> None:
@@ -76,7 +76,7 @@ def test_the_token_goes_no_further_than_the_door() -> None:
 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
-def test_pages_of_other_addresses_are_refused(kind: str) -> None:
+def test_rejects_requests_from_other_origins(kind: str) -> None:
     kept = {"cookie": f"{COOKIE}={digest_of('secret')}"}
     for origin in ("http://evil.example", "https://localhost:6007.evil.example", "http://localhost:8000", "null"):
         assert not ask(None, kind, host="localhost:6007", origin=origin)[0], origin
@@ -85,21 +85,21 @@ def test_pages_of_other_addresses_are_refused(kind: str) -> None:
     assert ask("secret", kind, host="monitor.example", origin="https://monitor.example", **kept)[0]
 
 
-def test_any_word_can_be_a_token() -> None:
+def test_token_may_contain_any_character() -> None:
     for token in ("a+b/c==", "a b;c", "密码", "#&?"):
         reached, [start] = ask(token, query=f"token={quote(token, safe='')}")
         [cookie] = [value.decode() for name, value in start["headers"] if name == b"set-cookie"]
         assert reached and ask(token, cookie=cookie.split(";")[0])[0]
 
 
-def test_on_this_machine_alone_other_names_are_refused() -> None:
+def test_loopback_server_rejects_other_host_names() -> None:
     for host in ("localhost:6007", "127.0.0.1:6007", "[::1]:6007", "localhost"):
         assert ask(None, host=host)[0], host
     for host in ("evil.example:6007", "192.168.1.2:6007", ""):
         assert not ask(None, host=host)[0], host
 
 
-def test_another_host_needs_a_token() -> None:
+def test_non_loopback_host_requires_token() -> None:
     assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost") and not is_loopback("0.0.0.0")
     check_token("0.0.0.0", "a longer secret")
     check_token("127.0.0.1", None)
@@ -110,7 +110,7 @@ def test_another_host_needs_a_token() -> None:
         check_token("0.0.0.0", "guess")
 
 
-def test_what_signs_cookies_is_this_user_s_alone(tmp_path: Path) -> None:
+def test_cookie_secret_is_private_to_user(tmp_path: Path) -> None:
     secret = cookie_secret(tmp_path / "monitor.sqlite")
     assert len(secret) == 32 and cookie_secret(tmp_path / "monitor.sqlite") == secret
     assert (tmp_path / "monitor.secret").stat().st_mode & 0o777 == 0o600
@@ -120,7 +120,7 @@ def test_what_signs_cookies_is_this_user_s_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_spreadsheet_computes_nothing_of_the_numbers() -> None:
+def test_csv_cells_are_escaped_against_formulas() -> None:
     for text in ("=1+1", "+1", "-1+cmd|' /C calc'!A0", "@SUM(A1)", "\t=1", "\r=1"):
         assert escape_formula(text) == f"'{text}"
     assert [escape_formula(value) for value in (-1.5, "-Infinity", "a-b", "")] == [-1.5, "-Infinity", "a-b", ""]
@@ -137,7 +137,7 @@ def test_a_spreadsheet_computes_nothing_of_the_numbers() -> None:
         (["plot", ".", "--smoothing", "1"], "below 1"),
     ],
 )
-def test_bad_input_is_one_sentence(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_bad_input_in_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left, socket.create_server(("127.0.0.1", 0)) as taken:
         main([word.format(taken=taken.getsockname()[1]) for word in words])
     shown = capsys.readouterr().err
@@ -152,7 +152,7 @@ def answers(port: int) -> bool:
     return True
 
 
-def test_ctrl_c_is_how_the_monitor_ends(tmp_path: Path) -> None:
+def test_ctrl_c_stops_monitor_cleanly(tmp_path: Path) -> None:
     port = free_port()
     words = ["--root", str(tmp_path), "--port", str(port), "--database", str(tmp_path / "monitor.sqlite")]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What becomes of curves before they are drawn."""
+"""How curves are processed before they are drawn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl_ext.monitor.state import TABS
 from verl_ext.monitor.text import CHINESE, translate
 
 
-def test_few_points_are_drawn_as_they_are() -> None:
+def test_short_curves_are_drawn_unchanged() -> None:
     envelope, rng = CurveEnvelope(), np.random.default_rng(0)
     values = rng.standard_normal(MAX_POINTS)
     envelope.add(np.arange(MAX_POINTS, dtype=float), values)
@@ -30,7 +30,7 @@ def test_few_points_are_drawn_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1_000_000, 7, 4096])
-def test_peaks_of_a_long_curve_survive_in_few_points(at_once: int) -> None:
+def test_downsampling_keeps_peaks(at_once: int) -> None:
     count = 1_000_000 if at_once > 7 else 30_000
     values = np.random.default_rng(1).standard_normal(count)
     values[count // 3], values[count // 2] = 50.0, -60.0
@@ -47,27 +47,27 @@ def test_peaks_of_a_long_curve_survive_in_few_points(at_once: int) -> None:
     assert len(middle) <= MAX_POINTS // 2 + 1 and abs(means.mean()) < 0.05  # of noise, nothing is left
 
 
-def test_values_that_are_no_numbers_are_not_drawn() -> None:
+def test_non_finite_values_are_not_drawn() -> None:
     envelope = CurveEnvelope()
     envelope.add(np.arange(4.0), np.array([1.0, np.nan, np.inf, 2.0]))
     assert envelope.points()[1].tolist() == [1.0, 2.0] and envelope.num_points == 2
 
 
 @pytest.mark.parametrize("epoch", [1e-320, 1e-8])
-def test_an_epoch_that_is_too_small_is_not_used(epoch: float) -> None:
+def test_tiny_epoch_value_is_ignored(epoch: float) -> None:
     curves = RunCurves()
     curves.add([MetricsRow(1 << 50, 1, 1.0, {"train/loss": 1.0, "train/epoch": epoch})], {})
     assert curves.steps_per_epoch is None and RunCurves.load(*curves.dump()).step == 1 << 50
 
 
-def test_memory_does_not_grow() -> None:
+def test_memory_of_curve_is_bounded() -> None:
     envelope = CurveEnvelope()
     for start in range(0, 2_000_000, 50_000):
         envelope.add(np.arange(start, start + 50_000.0), np.ones(50_000))
     assert envelope.segments.nbytes + envelope.pending.nbytes < 1_000_000
 
 
-def test_smoothing_follows_its_definitions() -> None:
+def test_smoothing_matches_definitions() -> None:
     values = np.random.default_rng(2).standard_normal(200)
     past, expected = 0.0, []
     for place, value in enumerate(values, start=1):
@@ -96,7 +96,7 @@ def rows_of(attempt: int, first: int, last: int, seconds: float = 1.0) -> list[M
     return [MetricsRow(step, attempt, step * seconds, {"train/loss": step}) for step in range(first, last + 1)]
 
 
-def test_restarts_begin_where_the_axis_ends() -> None:
+def test_restarts_continue_at_end_of_axis() -> None:
     curves, first_steps = RunCurves(), {1: 0, 2: 20, 4: 31}
     curves.add(rows_of(1, 1, 30), first_steps)
     curves.add(rows_of(2, 21, 25), first_steps)
@@ -110,14 +110,14 @@ def test_restarts_begin_where_the_axis_ends() -> None:
     assert again.envelopes["train/loss"].points()[0].tolist() == [*range(1, 59)] and again.step == 34
 
 
-def test_an_axis_without_a_lost_step_is_that_of_the_steps() -> None:
+def test_axis_without_lost_steps_equals_steps() -> None:
     curves = RunCurves()
     curves.add(rows_of(1, 1, 30), {1: 0, 2: 30})
     curves.add(rows_of(2, 31, 60), {1: 0, 2: 30})
     assert curves.envelopes["train/loss"].points()[0].tolist() == [*range(1, 61)]
 
 
-def test_the_time_left_is_by_the_recent_speed() -> None:
+def test_time_left_uses_recent_speed() -> None:
     curves = RunCurves()
     assert curves.seconds_left(120) is None and curves.step == 0
     curves.add(rows_of(1, 1, 500, seconds=9.0), {})
@@ -129,7 +129,7 @@ def test_the_time_left_is_by_the_recent_speed() -> None:
     assert curves.seconds_left(100) is None  # in no time
 
 
-def test_a_run_has_the_charts_of_its_metrics() -> None:
+def test_charts_depend_on_logged_metrics() -> None:
     sft = ["train/loss", "train/perplexity", "train/grad_norm", "train/lr(1e-3)", "val/loss"]
     names = [chart.name for chart in charts_for(sft)]
     assert names == ["Loss", "Perplexity", "Gradient norm", "Learning rate and its schedule", "Evaluation loss"]
@@ -139,20 +139,20 @@ def test_a_run_has_the_charts_of_its_metrics() -> None:
     assert "Evaluation loss" not in [chart.name for chart in charts_for(["train/loss"])]
 
 
-def test_every_chart_says_what_it_means_in_both_languages() -> None:
+def test_every_chart_has_hint_in_both_languages() -> None:
     for chart in CHARTS:
         (title, hint), (title_zh, hint_zh) = chart.texts("en"), chart.texts("zh")
         assert title.isascii() and hint.isascii() and not title_zh.isascii(), chart.name
         assert len(hint) > 60 and "理想趋势" in hint_zh, chart.name
 
 
-def test_every_word_of_the_page_has_a_translation() -> None:
+def test_every_label_has_translation() -> None:
     assert tuple(PANELS) == TABS
     for word in [*TABS, *FIGURES, *FIGURES.values()]:
         assert word in CHINESE and translate("zh", word) == CHINESE[word] and translate("en", word) == word
 
 
-def test_only_positive_values_have_a_logarithmic_axis() -> None:
+def test_log_axis_requires_positive_values() -> None:
     curves = RunCurves()
     curves.add([MetricsRow(1, 1, 1.0, {"train/loss": 2.0, "train/reward_total_mean": -1.0})], {})
     kinds = {

@@ -1,4 +1,4 @@
-"""The monitor's follower and its database: what they read from the files of runs, and what pages get."""
+"""The monitor's follower and its database: what they read from run files, and what pages get."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def step(follower: RunFollower, path: str = "p/e") -> int:
     return follower.curves(follower.runs[path]).step
 
 
-def test_rows_are_read_once_and_only_whole_ones(root: Path, follower: RunFollower) -> None:
+def test_complete_rows_are_read_once(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 6))
     path = root / "p/e/metrics.jsonl"
@@ -74,7 +74,7 @@ def test_rows_are_read_once_and_only_whole_ones(root: Path, follower: RunFollowe
     assert follower.runs["p/e"].unreadable == 1
 
 
-def test_another_file_in_its_place_is_read_from_its_beginning(root: Path, follower: RunFollower) -> None:
+def test_replaced_metrics_file_is_read_from_start(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 50))
     look(follower)
@@ -86,7 +86,7 @@ def test_another_file_in_its_place_is_read_from_its_beginning(root: Path, follow
     assert step(follower) == 3 and points(follower, "p/e") == ([1, 2, 3], [1, 2, 3])
 
 
-def test_a_run_is_never_written_into(root: Path, follower: RunFollower) -> None:
+def test_run_directory_is_never_modified(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 5))
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in root.rglob("*") if path.is_file()}
@@ -95,7 +95,7 @@ def test_a_run_is_never_written_into(root: Path, follower: RunFollower) -> None:
     assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in root.rglob("*") if path.is_file()}
 
 
-def test_a_restart_of_the_monitor_reads_saved_curves_and_the_rows_behind_them(
+def test_restarted_monitor_reads_saved_curves_and_new_rows(
     root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower_module, "DUMP_ROWS", 64)
@@ -119,9 +119,7 @@ def test_a_restart_of_the_monitor_reads_saved_curves_and_the_rows_behind_them(
     assert saved.load_curves(again.runs["p/e"].id).envelopes["train/loss"].points()[1].tolist() == values
 
 
-def test_a_run_without_new_rows_is_saved_to_its_last_row(
-    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_run_is_saved_to_its_last_row(root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, status in (("finished", "finished"), ("live", "running")):
         write_record(root / "p" / name, status=status)
         write_rows(root / "p" / name, 1, range(1, 50))
@@ -133,7 +131,7 @@ def test_a_run_without_new_rows_is_saved_to_its_last_row(
     assert (saved.step, saved.latest) == (49, {"train/loss": 49.0})
 
 
-def test_curves_are_saved_when_they_leave_memory(
+def test_curves_are_saved_when_evicted_from_memory(
     root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower_module, "MAX_CACHED_RUNS", 2)
@@ -150,9 +148,7 @@ def test_curves_are_saved_when_they_leave_memory(
         assert [each.summary(each.runs[path])[0] for path in paths] == [49] * 5 and len(each._curves) <= 2
 
 
-def test_runs_that_are_logging_stay_in_memory(
-    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_active_runs_stay_in_memory(root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower_module, "MAX_CACHED_RUNS", 2)
     paths = [f"p/{number}" for number in range(5)]
     for path in paths:
@@ -167,7 +163,7 @@ def test_runs_that_are_logging_stay_in_memory(
     assert [each.step for each in curves] == [6] * 5
 
 
-def test_stopping_the_monitor_saves_the_curves(root: Path, follower: RunFollower) -> None:
+def test_stopping_monitor_saves_curves(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 5))
     look(follower)
@@ -186,7 +182,7 @@ def test_curves_of_a_deleted_run_are_not_saved(root: Path, follower: RunFollower
     assert saved._connection.execute("SELECT count(*) FROM curves").fetchone()[0] == 0
 
 
-def test_a_run_that_was_killed_does_not_count_as_running(root: Path, follower: RunFollower) -> None:
+def test_killed_run_does_not_count_as_running(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/live")
     write_rows(root / "p/live", 1, range(1, 5))
     write_record(root / "p/silent")
@@ -204,7 +200,7 @@ def test_a_run_that_was_killed_does_not_count_as_running(root: Path, follower: R
         assert "logged nothing for 29" in str(each.runs["p/silent"].exit_reason)
 
 
-def test_a_run_with_slow_steps_is_live_after_a_restart_of_the_monitor(
+def test_slow_run_is_live_after_monitor_restart(
     root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower_module, "IDLE_S", math.inf)  # so that nothing is saved before the restart
@@ -221,7 +217,7 @@ def test_a_run_with_slow_steps_is_live_after_a_restart_of_the_monitor(
         assert each.runs["p/e"].status == "running" and each.summary(each.runs["p/e"])[0] == 10
 
 
-def test_a_record_of_another_kind_does_not_hide_the_others(root: Path, follower: RunFollower) -> None:
+def test_malformed_record_does_not_hide_other_runs(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     for name, attempts in (("a", None), ("b", [{"attempt": 1}]), ("c", [])):
         (root / name).mkdir()
@@ -239,7 +235,7 @@ def change_attempt(run_dir: Path, **changes: Any) -> None:
     (run_dir / "run.json").write_text(json.dumps(record))
 
 
-def test_a_process_that_cannot_be_looked_up_does_not_hide_the_others(root: Path, follower: RunFollower) -> None:
+def test_invalid_pid_does_not_hide_other_runs(root: Path, follower: RunFollower) -> None:
     for name in ("e", "odd"):
         write_record(root / "p" / name)
         write_rows(root / "p" / name, 1, range(1, 5))
@@ -248,7 +244,7 @@ def test_a_process_that_cannot_be_looked_up_does_not_hide_the_others(root: Path,
     assert {path: run.status for path, run in follower.runs.items()} == {"p/e": "running", "p/odd": "running"}
 
 
-def test_numbers_of_a_record_that_are_not_counts_are_unknown(root: Path, follower: RunFollower) -> None:
+def test_invalid_numbers_in_record_read_as_unknown(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 5))
     record = json.loads((root / "p/e/run.json").read_text())
@@ -259,7 +255,7 @@ def test_numbers_of_a_record_that_are_not_counts_are_unknown(root: Path, followe
     assert [*map(tuple, query(follower, "SELECT first_step, world_size FROM attempts"))] == [(None, None)]
 
 
-def test_two_monitors_may_share_a_database(root: Path, follower: RunFollower) -> None:
+def test_two_monitors_can_share_database(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 5))
     other = RunFollower(follower.database_path, root)
@@ -272,7 +268,7 @@ def test_two_monitors_may_share_a_database(root: Path, follower: RunFollower) ->
         assert step(follower) == step(other) == last and points(follower, "p/e") == points(other, "p/e")
 
 
-def test_rows_that_are_not_written_are_not_drawn(
+def test_rows_not_stored_are_not_drawn(
     root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_record(root / "p/e")
@@ -288,7 +284,7 @@ def test_rows_that_are_not_written_are_not_drawn(
     assert points(follower, "p/e")[0] == [*range(1, 9)]
 
 
-def test_restarts_follow_one_another(root: Path, follower: RunFollower) -> None:
+def test_restarts_are_drawn_one_after_another(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e", a1=0)
     write_rows(root / "p/e", 1, range(1, 31))
     look(follower)
@@ -324,7 +320,7 @@ def test_each_event_is_logged_once(root: Path, follower: RunFollower) -> None:
     assert len(query(follower, "SELECT * FROM events WHERE kind = 'start'")) == 1
 
 
-def test_steps_are_logged_as_often_as_the_run_logs_them(root: Path, follower: RunFollower) -> None:
+def test_steps_are_logged_at_log_every_of_run(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     (root / "p/e/config.yaml").write_text("trainer: {log_every: 4}\n")
     write_rows(root / "p/e", 1, range(1, 11))
@@ -334,7 +330,7 @@ def test_steps_are_logged_as_often_as_the_run_logs_them(root: Path, follower: Ru
 
 
 @pytest.mark.parametrize("config", ["trainer: [1]", "trainer: often", "trainer: {log_every: often}"])
-def test_a_configuration_of_another_kind_does_not_hide_the_rows(config: str, root: Path, follower: RunFollower) -> None:
+def test_invalid_configuration_does_not_hide_rows(config: str, root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     (root / "p/e/config.yaml").write_text(config)
     write_rows(root / "p/e", 1, range(1, 11))
@@ -368,7 +364,7 @@ def test_evaluations_are_read_and_replaced(root: Path, follower: RunFollower) ->
     assert follower.runs["p/e"].accuracy == (0.5, "gsm8k", 80)  # the newest, as the evaluation chooses
 
 
-def test_evaluations_that_did_not_change_are_not_read_again(root: Path, follower: RunFollower) -> None:
+def test_unchanged_evaluations_are_not_reread(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_evaluation(root / "p/e", 4, gsm8k={"accepted_at_1": 0.5, "notes": "x" * (1 << 20)})
     look(follower)
@@ -383,7 +379,7 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_other_files_are_left_alone(root: Path, follower: RunFollower) -> None:
+def test_directories_with_invalid_records_are_ignored(root: Path, follower: RunFollower) -> None:
     for name, text in (("torn", '{"status": "run'), ("list", "[]"), ("other", '{"status": "dancing"}')):
         (root / name).mkdir(parents=True)
         (root / name / "run.json").write_text(text)
@@ -391,7 +387,7 @@ def test_other_files_are_left_alone(root: Path, follower: RunFollower) -> None:
     assert follower.runs == {}
 
 
-def test_csv_has_every_row_and_metric_and_no_formula(root: Path, follower: RunFollower) -> None:
+def test_csv_has_every_row_and_metric_but_no_formula(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 3))
     write_rows(root / "p/e", 1, range(3, 4), **{"=cmd, x": math.inf})
@@ -401,7 +397,7 @@ def test_csv_has_every_row_and_metric_and_no_formula(root: Path, follower: RunFo
     assert lines[1].startswith("1,1,") and lines[1].endswith(",1.0,") and lines[3].endswith(",3.0,Infinity")
 
 
-def test_a_root_that_is_a_run_can_be_downloaded(root: Path, follower: RunFollower) -> None:
+def test_run_at_root_can_be_downloaded(root: Path, follower: RunFollower) -> None:
     write_record(root)
     write_rows(root, 1, range(1, 3))
     look(follower)
@@ -410,7 +406,7 @@ def test_a_root_that_is_a_run_can_be_downloaded(root: Path, follower: RunFollowe
     assert csv_response(follower, "p/e").status_code == 404
 
 
-def test_the_database_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_database_is_in_user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first, second = database_for(tmp_path / "a"), database_for(tmp_path / "b")
     assert first != second and first.is_relative_to(tmp_path / "verl_ext")
@@ -419,14 +415,14 @@ def test_the_database_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.
         MonitorDatabase(tmp_path / "file")
 
 
-def test_a_database_of_another_version_is_emptied(tmp_path: Path) -> None:
+def test_database_of_another_version_is_reset(tmp_path: Path) -> None:
     old = sqlite3.connect(tmp_path / "old.sqlite")
     old.executescript("CREATE TABLE runs (id INTEGER PRIMARY KEY AUTOINCREMENT); PRAGMA user_version=999")
     old.close()
     assert MonitorDatabase(tmp_path / "old.sqlite").runs() == {}
 
 
-def test_the_latest_values_and_the_time_left(root: Path, follower: RunFollower) -> None:
+def test_summary_has_latest_values_and_time_left(root: Path, follower: RunFollower) -> None:
     run_dir = root / "p/e"
     write_record(run_dir, total_steps=200)
     rows = [{"step": step, "attempt": 1, "time": 10.0 * step, "train/loss": 1.0 / step} for step in range(1, 101)]
@@ -439,7 +435,7 @@ def test_the_latest_values_and_the_time_left(root: Path, follower: RunFollower) 
     assert points(follower, "p/e", "val/loss") == ([100], [0.5])
 
 
-def test_values_of_any_kind_leave_the_others_in_order(root: Path, follower: RunFollower) -> None:
+def test_invalid_values_do_not_disturb_other_rows(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     rows: list[dict[str, Any]] = [{"train/loss": float(step)} for step in range(1, 7)]
     rows[2] |= {"time/train/save_s": 1.0, "odd": [1, 2]}
@@ -453,7 +449,7 @@ def test_values_of_any_kind_leave_the_others_in_order(root: Path, follower: RunF
     assert "odd" not in follower.curves(follower.runs["p/e"]).envelopes
 
 
-def test_runs_that_go_or_come_again_leave_nothing_behind(root: Path, follower: RunFollower) -> None:
+def test_deleted_or_recreated_runs_leave_no_old_data(root: Path, follower: RunFollower) -> None:
     run_dir = root / "p/e"
     write_record(run_dir)
     write_rows(run_dir, 1, range(1, 41))
@@ -479,8 +475,8 @@ def test_runs_that_go_or_come_again_leave_nothing_behind(root: Path, follower: R
     assert [count(follower, table) for table in tables] == [0] * 6
 
 
-def test_new_run_never_takes_the_identity_of_a_deleted_one(root: Path, follower: RunFollower) -> None:
-    """Curves in memory and open logs belong to an id."""
+def test_new_run_never_reuses_id_of_deleted_run(root: Path, follower: RunFollower) -> None:
+    """Curves in memory and open logs belong to an ID."""
     write_record(root / "p/old")
     write_rows(root / "p/old", 1, range(1, 51))
     look(follower)
@@ -502,7 +498,7 @@ def test_new_run_never_takes_the_identity_of_a_deleted_one(root: Path, follower:
 
 
 @pytest.mark.parametrize("unreadable", [".", "p", "p/e"])
-def test_directory_that_cannot_be_listed_costs_no_run(
+def test_unlistable_directory_loses_no_run(
     unreadable: str,
     root: Path,
     follower: RunFollower,
@@ -532,7 +528,7 @@ def test_directory_that_cannot_be_listed_costs_no_run(
     assert follower.find_runs() == [ids["q/e"]]
 
 
-def test_root_that_is_gone_for_one_look_costs_no_run(root: Path, follower: RunFollower) -> None:
+def test_briefly_missing_root_loses_no_run(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     look(follower)
     run = follower.runs["p/e"].id
@@ -543,7 +539,7 @@ def test_root_that_is_gone_for_one_look_costs_no_run(root: Path, follower: RunFo
     assert follower.find_runs() == [run]
 
 
-def test_run_that_can_no_longer_be_read_is_shown_as_last_read(root: Path, follower: RunFollower) -> None:
+def test_unreadable_run_is_shown_as_last_read(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 6))
     look(follower)
@@ -552,9 +548,7 @@ def test_run_that_can_no_longer_be_read_is_shown_as_last_read(root: Path, follow
     assert step(follower) == 5 and follower.runs["p/e"].status == "running"
 
 
-def test_one_bad_run_does_not_hide_the_others(
-    root: Path, follower: RunFollower, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_run_does_not_hide_others(root: Path, follower: RunFollower, capsys: pytest.CaptureFixture[str]) -> None:
     write_record(root / "p/good")
     write_rows(root / "p/good", 1, range(1, 4))
     (root / "bad").mkdir()
@@ -587,7 +581,7 @@ def follow_until(is_over: Callable[[], bool], follower: RunFollower) -> None:
     follower.stop()
 
 
-def test_a_run_that_cannot_be_read_does_not_hold_up_the_others(
+def test_failing_read_does_not_block_other_runs(
     idle_follower: RunFollower, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read: list[int] = []
@@ -603,7 +597,7 @@ def test_a_run_that_cannot_be_read_does_not_hold_up_the_others(
     assert capsys.readouterr().err.count("run 1 cannot be followed: OSError: a bad sector") == 1
 
 
-def test_it_looks_again_when_runs_could_not_be_looked_for(
+def test_failed_search_for_runs_is_retried(
     idle_follower: RunFollower, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     looks: list[int] = []

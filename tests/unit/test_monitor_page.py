@@ -1,4 +1,4 @@
-"""The monitor's page and its panels on a simulated client, without a browser."""
+"""The monitor's page and panels on a simulated client, without a browser."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def bytes_read() -> int:
 # The address
 
 
-def test_the_address_keeps_the_state() -> None:
+def test_url_round_trips_page_state() -> None:
     state = PageState(
         run="p/a & b=c,d/é", tab="Samples", runs=("a,b", "c&d"), metrics=("train/lr(1e-3)", "x"), smoothing=0.25,
         log_scale=True, source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
@@ -93,11 +93,11 @@ def test_the_address_keeps_the_state() -> None:
         "x=%ff",
     ],
 )
-def test_an_address_that_makes_no_sense_shows_the_default(query: str) -> None:
+def test_invalid_url_shows_default_state(query: str) -> None:
     assert PageState.from_query(query) == PageState()
 
 
-def test_smoothing_stays_within_its_limits() -> None:
+def test_smoothing_is_clamped_to_limits() -> None:
     assert PageState.from_query("smoothing=7").smoothing == 0.99
     assert PageState.from_query("smoothing=-7").smoothing == 0.0
 
@@ -106,7 +106,7 @@ def test_smoothing_stays_within_its_limits() -> None:
 
 
 @pytest.mark.parametrize("tab", TABS)
-def test_status_follows_the_run_whatever_tab_is_open(
+def test_status_follows_run_on_every_tab(
     tab: str, root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kind in page.PANELS.values():
@@ -125,7 +125,7 @@ def test_status_follows_the_run_whatever_tab_is_open(
     on_client(check)
 
 
-def test_a_page_without_a_run_shows_the_table_and_opens_runs(
+def test_page_without_run_shows_table_and_opens_runs(
     root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_record(root / "q/new", status="failed")
@@ -149,7 +149,7 @@ def test_a_page_without_a_run_shows_the_table_and_opens_runs(
     on_client(check)
 
 
-def test_a_run_that_appears_or_goes_changes_the_page(root: Path, follower: RunFollower) -> None:
+def test_page_follows_appearing_and_deleted_runs(root: Path, follower: RunFollower) -> None:
     async def check(client: Client) -> None:
         shown = MonitorPage(follower, PageState(run="p/new"))
         element(client, "missing")
@@ -166,7 +166,7 @@ def test_a_run_that_appears_or_goes_changes_the_page(root: Path, follower: RunFo
     on_client(check)
 
 
-def test_a_link_to_a_comparison_beside_a_run_keeps_both(root: Path, follower: RunFollower) -> None:
+def test_link_keeps_run_and_comparison(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/new")
     look(follower)
 
@@ -178,7 +178,7 @@ def test_a_link_to_a_comparison_beside_a_run_keeps_both(root: Path, follower: Ru
     on_client(check)
 
 
-def test_a_look_without_news_asks_the_database_nothing(follower: RunFollower) -> None:
+def test_update_without_changes_makes_no_query(follower: RunFollower) -> None:
     async def check(client: Client) -> None:
         shown = MonitorPage(follower, PageState(run="p/old"))
         shown.update_status()
@@ -195,9 +195,7 @@ def test_a_look_without_news_asks_the_database_nothing(follower: RunFollower) ->
 # Panels
 
 
-def test_a_chart_is_drawn_again_only_when_it_changes(
-    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chart_is_redrawn_only_when_changed(root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(root / "p/old", 1, range(6, 7), perplexity=2.0)
     look(follower)
     drawn: list[str] = []
@@ -232,7 +230,7 @@ def test_compare_offers_runs_that_start_while_it_is_open(root: Path, follower: R
     on_client(check)
 
 
-def test_compare_shows_the_keys_in_which_configurations_differ(root: Path, follower: RunFollower) -> None:
+def test_compare_shows_differing_configuration_keys(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/new")
     write_rows(root / "p/new", 1, range(1, 9))
     for name, lr in (("old", 1e-5), ("new", 2e-5)):
@@ -261,7 +259,7 @@ def test_configurations_are_compared_key_by_key() -> None:
     assert short_names(["p/a", "q/a"]) == ["p/a", "q/a"] and short_names(["p", "p/a"]) == ["p", "a"]
 
 
-def test_health_tab_does_not_read_a_growing_run_again_and_again(root: Path, follower: RunFollower) -> None:
+def test_health_tab_does_not_reread_growing_run(root: Path, follower: RunFollower) -> None:
     (root / "p/old/config.yaml").write_text(to_yaml(load_config("sft", [])))
     write_rows(root / "p/old", 1, range(6, 4000))
     size = (root / "p/old/metrics.jsonl").stat().st_size
@@ -279,7 +277,7 @@ def test_health_tab_does_not_read_a_growing_run_again_and_again(root: Path, foll
     on_client(check)
 
 
-def test_samples_of_training_and_of_evaluations_are_found(root: Path) -> None:
+def test_finds_samples_of_training_and_evaluations(root: Path) -> None:
     run_dir = root / "p/old"
     samples = [{"step": step, "prompt": "long " * 9, "reward_total": 0.5, "parts": {"a": 1}} for step in (10, 20)]
     (run_dir / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples) + '{"torn')
@@ -295,7 +293,7 @@ def test_samples_of_training_and_of_evaluations_are_found(root: Path) -> None:
     assert sample_columns(answers) == ["error_type", "problem_id", "answer"]
 
 
-def test_a_sample_with_an_id_can_be_opened(follower: RunFollower) -> None:
+def test_sample_with_id_can_be_opened(follower: RunFollower) -> None:
     async def check(client: Client) -> None:
         panel = panel_of(SamplesPanel, follower, PageState())
         panel._samples = [{"id": f"{name} {'x' * 30}", "answer": name} for name in ("first", "second")]
@@ -309,7 +307,7 @@ def test_a_sample_with_an_id_can_be_opened(follower: RunFollower) -> None:
     on_client(check)
 
 
-def test_the_run_table_is_filled_again_with_new_values(root: Path, follower: RunFollower) -> None:
+def test_run_table_updates_with_new_values(root: Path, follower: RunFollower) -> None:
     async def check(client: Client) -> None:
         panel = panel_of(RunTable, follower, PageState())
         write_rows(root / "p/old", 1, range(6, 7))

@@ -15,18 +15,14 @@ Content = Literal["model", "optimizer", "extra", "hf_model"]
 class ExportConfig:
     """`trainer.checkpoint.export`: the Hugging Face model in each checkpoint."""
 
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
-        "bf16", "dtype of huggingface/; auto uses that of the forward pass"
-    )
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting("bf16", "dtype of huggingface/; auto: the forward pass's")
     every: int | None = setting(
         None,
-        "Steps between exports, a multiple of save_freq; the last step is always exported",
+        "Steps between exports, besides the last; a multiple of save_freq",
         ge=1,
         null="every save",
     )
-    max_shard_gib: float = setting(
-        5.0, "Maximum size of a safetensors file; a larger tensor gets its own file", ge=1e-6
-    )
+    max_shard_gib: float = setting(5.0, "Maximum size of a safetensors file", ge=1e-6)
 
 
 @dataclass(kw_only=True)
@@ -35,19 +31,19 @@ class CheckpointConfig:
 
     save_contents: list[Content] = setting(
         ["model", "optimizer", "extra", "hf_model"],
-        "What to save: model (required), optimizer, extra (schedule, random states), hf_model (huggingface/)",
+        "model is required; extra: schedule and random states; hf_model: huggingface/",
     )
     load_contents: list[Content] = setting(
         "${trainer.checkpoint.save_contents}",
-        "What to load from the checkpoint that the run starts from; the run's own checkpoints are loaded in full",
+        "What to load from the checkpoint that the run starts from",
     )
-    async_save: bool = setting(False, "Write in the background; training waits only for the copy to CPU memory")
+    async_save: bool = setting(False, "Write in the background; training waits only for a copy")
     export: ExportConfig = section(ExportConfig)
-    keep_best: int = setting(1, "Best checkpoints by `best_metric` to keep in addition to the newest", ge=0)
-    best_metric: str = setting("val/loss", "A train/, val/ or eval/ metric of the checkpoint's step")
+    keep_best: int = setting(1, "Best checkpoints to keep as well", ge=0)
+    best_metric: str = setting("val/loss", "train/, val/ or eval/ metric")
     best_mode: Literal["min", "max"] = setting("min", "Whether lower or higher is better")
-    drop_optimizer_of_best: bool = setting(False, "Delete the optimizer shards of checkpoints kept only as best")
-    verify: bool = setting(True, "Verify the digests of all files before resuming")
+    drop_optimizer_of_best: bool = setting(False, "Delete optimizer shards of checkpoints kept only as best")
+    verify: bool = setting(True, "Verify digests before resuming")
 
     def check(self) -> None:
         """A checkpoint has weights."""

@@ -22,34 +22,30 @@ PERCENTILES: tuple[int, ...] = get_args(Percentile)
 class BudgetActorConfig(ActorConfig):
     """`actor` of the budget controller."""
 
-    tier_entropy_weight: float = setting(1.0, "Weight of the tier's part of the entropy", ge=0)
+    tier_entropy_weight: float = setting(1.0, "Weight of the tier's entropy", ge=0)
 
 
 @dataclass(kw_only=True)
 class ControllerConfig:
     """`controller`: the configurations that it can choose, its budgets, and its network."""
 
-    budgets_ms: list[float] = setting(
-        [170.0, 380.0], "Minimum and maximum latency budget; training samples uniformly between them"
-    )
+    budgets_ms: list[float] = setting([170.0, 380.0], "Minimum and maximum latency budget")
     budgets_of_full: list[float] | None = setting(
-        None, "The same as fractions of the full model's latency on this machine; replaces budgets_ms"
+        None, "The same as fractions of the full model's latency; replaces budgets_ms"
     )
-    tier_sizes: list[int] = setting([3, 6, 12], "Image size of each tier: crops for Molmo, pixels for Qwen")
-    min_active: int = setting(12, "Minimum number of active blocks, including block 0", ge=1)
-    max_active: int = setting(16, "Maximum number of active blocks", ge=1)
+    tier_sizes: list[int] = setting([3, 6, 12], "Size of each tier: crops (Molmo), pixels (Qwen)")
+    min_active: int = setting(12, "Fewest active blocks, including block 0", ge=1)
+    max_active: int = setting(16, "Most active blocks", ge=1)
     topk_choices: list[int] = setting(
-        [4, 5, 6, 7, 8], "Experts per token, the released number last; [] for models without experts"
+        [4, 5, 6, 7, 8], "Experts per token, the released number last; [] without experts"
     )
-    hidden: int = setting(256, "Hidden size of the controller", ge=1)
-    dropout: float = setting(0.1, "Dropout of the hidden features during updates", ge=0, le=0.99)
-    importance_file: str | None = setting(
-        None, "Output of `verl_ext.controller.importance`; a new controller prefers important blocks"
-    )
-    init_from: str | None = setting(None, "Controller to start from: best_model.pt, checkpoint_epoch_N.pt or an export")
-    max_new_tokens: int = setting(16, "Maximum tokens of an answer", ge=1)
+    hidden: int = setting(256, "Hidden size", ge=1)
+    dropout: float = setting(0.1, "Dropout during updates", ge=0, le=0.99)
+    importance_file: str | None = setting(None, "Output of `verl_ext.controller.importance`")
+    init_from: str | None = setting(None, "Initial controller: best_model.pt, checkpoint_epoch_N.pt or an export")
+    max_new_tokens: int = setting(16, "Maximum answer tokens", ge=1)
     dtype: Literal["auto", "bf16", "fp32"] = setting("auto", "dtype of the vision-language model")
-    most_encodings: int = setting(256, "Encoded images to cache on the device", ge=1)
+    most_encodings: int = setting(256, "Encoded images to cache", ge=1)
 
     def check(self) -> None:
         """Require ascending tiers, experts and budgets."""
@@ -64,19 +60,15 @@ class ControllerConfig:
 class LatencyConfig:
     """`latency`: where the reward's latency comes from."""
 
-    source: Literal["model", "measured"] = setting(
-        "model", "Latency in the reward: predicted by the latency model (repeatable) or measured"
-    )
+    source: Literal["model", "measured"] = setting("model", "Latency in rewards: the latency model's or measured")
     file: str | None = setting(
         None,
-        "Output of `verl_ext.controller.calibrate`; null uses latency_model.json of the run, created if missing",
+        "Output of `verl_ext.controller.calibrate`; null: the run's latency_model.json",
     )
-    configurations: int = setting(100, "Configurations measured to create latency_model.json", ge=10)
-    repeats: int = setting(9, "Measurements of each configuration", ge=1)
-    percentile: Percentile = setting(50, "Percentile of single-run latencies used by the reward")
-    validation: Literal["same", "measured"] = setting(
-        "same", "Latency in evaluations: the same source as in training, or measured"
-    )
+    configurations: int = setting(100, "Configurations to measure for latency_model.json", ge=10)
+    repeats: int = setting(9, "Measurements of each", ge=1)
+    percentile: Percentile = setting(50, "Percentile of latencies in rewards")
+    validation: Literal["same", "measured"] = setting("same", "Latency in evaluations: as in training, or measured")
 
 
 @dataclass(kw_only=True)
@@ -84,23 +76,23 @@ class BudgetRewardConfig:
     """`reward`: weights of the controller's reward."""
 
     accuracy: float = setting(1.0, "Weight of a correct answer", ge=0)
-    latency_penalty: float = setting(0.5, "Weight of the smooth penalty around the budget", ge=0)
+    latency_penalty: float = setting(0.5, "Weight of the penalty around the budget", ge=0)
     budget_violation: float = setting(10.0, "Weight of the squared excess over the budget", ge=0)
     efficiency: float = setting(0.1, "Weight of the unused fraction of the budget", ge=0)
-    complexity: float = setting(0.05, "Weight of the penalty on the fraction of the model that ran", ge=0)
+    complexity: float = setting(0.05, "Weight of the fraction that ran", ge=0)
 
 
 @dataclass(kw_only=True)
 class SkipSamplingConfig:
     """`configurations`: the configurations that SFT of a vision-language model samples."""
 
-    share: float = setting(0.75, "Fraction of micro-batches that run a sampled configuration", ge=0, le=1)
-    tier_sizes: list[int] = setting([65536, 262144, 1048576], "Maximum image pixels of each tier")
-    tier_weights: list[float] = setting([1.0, 1.0, 1.0], "Sampling weight of each tier", ge=0)
-    lowest_tier_steps: int = setting(0, "Initial steps that use only the lowest tier", ge=0)
-    whole_model_steps: int = setting(0, "Initial steps that run the whole model", ge=0)
-    min_active: int = setting(1, "Minimum number of active blocks in a sampled configuration, including block 0", ge=1)
-    topk_choices: list[int] = setting([], "Experts per token, the released number last; [] for models without experts")
+    share: float = setting(0.75, "Fraction of micro-batches under a sampled configuration", ge=0, le=1)
+    tier_sizes: list[int] = setting([65536, 262144, 1048576], "Image pixels of each tier")
+    tier_weights: list[float] = setting([1.0, 1.0, 1.0], "Weight of each tier", ge=0)
+    lowest_tier_steps: int = setting(0, "Initial steps at the lowest tier", ge=0)
+    whole_model_steps: int = setting(0, "Initial steps with the whole model", ge=0)
+    min_active: int = setting(1, "Fewest active blocks, including block 0", ge=1)
+    topk_choices: list[int] = setting([], "Experts per token, the released number last; [] without experts")
 
     def check(self) -> None:
         """Require ascending tiers and experts, and a weight for each tier."""

@@ -19,18 +19,18 @@ RAW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 class MultiturnConfig:
     """`data.multiturn`: chats instead of prompt and response columns."""
 
-    enable: bool = setting(False, "Read chats instead of prompt and response columns")
-    messages_key: str = setting("messages", "Chat column: a list of messages with role and content")
-    tools_key: str = setting("tools", "Optional column with the tools of a chat, passed to the template")
-    enable_thinking_key: str = setting("enable_thinking", "Optional column that switches the template's thinking mode")
+    enable: bool = setting(False, "Read chats, not prompt and response columns")
+    messages_key: str = setting("messages", "Column of messages with role and content")
+    tools_key: str = setting("tools", "Optional column of tools for the template")
+    enable_thinking_key: str = setting("enable_thinking", "Optional column that sets the thinking mode")
 
 
 @dataclass(kw_only=True)
 class CustomClassConfig:
     """`data.custom_cls`: a custom dataset class."""
 
-    path: str | None = setting(None, "Python file with a custom dataset class", path=True)
-    name: str | None = setting(None, "Name of the custom dataset class")
+    path: str | None = setting(None, "File with a custom dataset class", path=True)
+    name: str | None = setting(None, "Name of that class")
 
 
 @dataclass(kw_only=True)
@@ -39,18 +39,14 @@ class DataConfig:
 
     train_batch_size: int = setting(
         256,
-        "Samples per step over all ranks (grpo: prompts, budget: questions); a multiple of the data-parallel ranks",
+        "Samples per step over all ranks (grpo: prompts, budget: questions)",
         ge=1,
     )
     micro_batch_size: int | None = unused(None, "verl dropped it; set data.micro_batch_size_per_gpu")
-    micro_batch_size_per_gpu: int = setting(
-        4, "Samples per forward pass, also in validation (budget: configurations)", ge=1
-    )
-    num_workers: int = setting(
-        0, "DataLoader workers per rank; 0 suffices, because the data is in memory", ge=0, le=256
-    )
+    micro_batch_size_per_gpu: int = setting(4, "Samples per forward pass (budget: configurations)", ge=1)
+    num_workers: int = setting(0, "DataLoader workers per rank; 0 suffices", ge=0, le=256)
     use_shm: bool = unused(False, "the data is always in memory")
-    max_length: int = setting(1024, "Maximum tokens of a sample", ge=1)
+    max_length: int = setting(1024, "Maximum tokens per sample", ge=1)
 
     def training_files(self) -> list[Path]:
         """The files of the training data on this machine."""
@@ -61,23 +57,19 @@ class DataConfig:
 class TextDataConfig(DataConfig):
     """`data` of the stages that train on text."""
 
-    train_files: str | list[str] = setting(
-        "~/data/gsm8k/train.parquet", "Training data: one or more Parquet, JSON or CSV files"
-    )
+    train_files: str | list[str] = setting("~/data/gsm8k/train.parquet", "Parquet, JSON or CSV files for training")
     val_files: str | list[str] | None = setting(
-        "~/data/gsm8k/test.parquet", "Validation data, likewise; null disables validation"
+        "~/data/gsm8k/test.parquet", "The same for validation; null disables it"
     )
-    train_max_samples: int = setting(-1, "Read only the first training rows", ge=1, also=ALL)
-    val_max_samples: int = setting(-1, "Read only the first validation rows", ge=1, also=ALL)
-    prompt_key: str = setting(
-        "question", "Prompt column (sft: text, ignored with multiturn.enable; grpo: list of messages)"
-    )
+    train_max_samples: int = setting(-1, "First training rows to read", ge=1, also=ALL)
+    val_max_samples: int = setting(-1, "First validation rows to read", ge=1, also=ALL)
+    prompt_key: str = setting("question", "Prompt column (grpo: a list of messages)")
     chat_template: str | None = setting(
         None,
-        "Training template (qwen2.5_training, qwen3_training, smollm2_training, "
-        "smollm3_training), Jinja file or template text; null uses the tokenizer's own",
+        "qwen2.5_training, qwen3_training, smollm2_training, smollm3_training, a Jinja file or its text; "
+        "null uses the tokenizer's",
     )
-    apply_chat_template_kwargs: dict[str, Any] = setting({}, "Additional template arguments, such as enable_thinking")
+    apply_chat_template_kwargs: dict[str, Any] = setting({}, "Template arguments, such as enable_thinking")
 
     def training_files(self) -> list[Path]:
         """See `DataConfig`."""
@@ -98,25 +90,21 @@ class TextDataConfig(DataConfig):
 class ChatDataConfig(TextDataConfig):
     """`data` of SFT."""
 
-    response_key: str = setting("answer", "Response column; ignored with multiturn.enable")
-    prompt_dict_keys: list[str] | None = setting(
-        None, "Keys that select the prompt in a nested column, outermost first"
-    )
-    response_dict_keys: list[str] | None = setting(None, "Keys that select the response, likewise")
+    response_key: str = setting("answer", "Response column")
+    prompt_dict_keys: list[str] | None = setting(None, "Path to the prompt in a nested column")
+    response_dict_keys: list[str] | None = setting(None, "The same for the response")
     multiturn: MultiturnConfig = section(MultiturnConfig)
-    truncation: Literal["error", "left", "right"] = setting(
-        "error", "Refuse longer samples, or truncate them on the left or right"
-    )
-    balance_dp_token: bool = setting(False, "No effect: the loss is always the token mean of the global batch")
+    truncation: Literal["error", "left", "right"] = setting("error", "Refuse longer samples, or truncate one side")
+    balance_dp_token: bool = setting(False, "No effect: the loss is always the global token mean")
     custom_cls: CustomClassConfig = section(CustomClassConfig)
     packing: Literal["auto"] | bool = setting(
         "auto",
-        "Pack the samples of a micro-batch into one row without padding; auto pads if the model does not support it",
+        "One row per micro-batch, without padding; auto pads for models without support",
     )
     max_tokens_per_gpu: int | None = setting(
-        None, "Maximum tokens of a micro-batch", ge=1, null="micro_batch_size_per_gpu * max_length when packing"
+        None, "Maximum tokens per micro-batch", ge=1, null="micro_batch_size_per_gpu * max_length when packing"
     )
-    token_cache: str | None = setting(None, "Cache directory for tokenized data; null uses the user's cache")
+    token_cache: str | None = setting(None, "Cache of tokenized data; null uses the user's")
     num_tokenizers: int | None = setting(None, "Tokenizer processes", ge=1, null="one per core")
 
     @property
@@ -133,10 +121,10 @@ class ChatDataConfig(TextDataConfig):
 class EvaluatedDataConfig(DataConfig):
     """`data` of the stages that evaluate rewards at intervals."""
 
-    eval_split: Literal["test", "train"] = setting("test", "Split used by evaluations")
-    eval_batches: int = setting(1, "Batches of train_batch_size in an evaluation", ge=0, also=ALL)
+    eval_split: Literal["test", "train"] = setting("test", "Evaluated split")
+    eval_batches: int = setting(1, "Batches per evaluation", ge=0, also=ALL)
     eval_every_steps: int = setting(
-        0, "Steps between evaluations; the last step (budget: of each epoch) has one too", ge=1, also=(0, "never")
+        0, "Steps between evaluations, besides the last (budget: of each epoch)", ge=1, also=(0, "never")
     )
 
 
@@ -146,16 +134,14 @@ class PromptDataConfig(EvaluatedDataConfig, TextDataConfig):
 
     train_batch_size: int = setting(
         64,
-        "Samples per step over all ranks (grpo: prompts, budget: questions); a multiple of the data-parallel ranks",
+        "Samples per step over all ranks (grpo: prompts, budget: questions)",
         ge=1,
     )
-    prompt_key: str = setting(
-        "prompt", "Prompt column (sft: text, ignored with multiturn.enable; grpo: list of messages)"
-    )
+    prompt_key: str = setting("prompt", "Prompt column (grpo: a list of messages)")
     max_length: int = unused(1, "prompts and completions have separate limits")
-    max_prompt_length: int = setting(512, "Maximum prompt tokens; longer prompts are refused", ge=1)
-    filter_overlong_prompts: bool = setting(False, "Skip longer prompts instead of refusing them")
-    max_response_length: int = setting(512, "Maximum completion tokens; longer completions are truncated", ge=1)
+    max_prompt_length: int = setting(512, "Maximum prompt tokens", ge=1)
+    filter_overlong_prompts: bool = setting(False, "Skip longer prompts instead of refusing")
+    max_response_length: int = setting(512, "Maximum completion tokens; longer ones are truncated", ge=1)
 
 
 @dataclass(kw_only=True)
@@ -168,10 +154,10 @@ class ImageDataConfig(DataConfig):
     datasets: dict[str, Any] = setting(
         {},
         "NAME: {train: SIZE, val: SIZE, source: FOLDER, metric: vqa or cider, images: FOLDER}; "
-        "without source, the dataset of that name on the hub",
+        "source defaults to NAME on the hub",
     )
-    question_suffix: str = setting("", "Text appended to every question")
-    max_unreadable_images: int = setting(0, "Maximum number of unreadable images, which are skipped", ge=0)
+    question_suffix: str = setting("", "Appended to every question")
+    max_unreadable_images: int = setting(0, "Unreadable images to skip at most", ge=0)
 
     def check(self) -> None:
         """The entries of `data.datasets` are mappings of known keys to allowed values."""
@@ -205,7 +191,7 @@ class ImageDataConfig(DataConfig):
 class ImageChatDataConfig(ImageDataConfig):
     """`data` of the SFT of a vision-language model."""
 
-    questions_per_chat: int = setting(1, "Maximum questions per image in one sequence", ge=1)
+    questions_per_chat: int = setting(1, "Maximum questions per sequence", ge=1)
 
 
 @dataclass(kw_only=True)
@@ -214,16 +200,14 @@ class QuestionDataConfig(ImageDataConfig, EvaluatedDataConfig):
 
     train_batch_size: int = setting(
         8,
-        "Samples per step over all ranks (grpo: prompts, budget: questions); a multiple of the data-parallel ranks",
+        "Samples per step over all ranks (grpo: prompts, budget: questions)",
         ge=1,
     )
-    micro_batch_size_per_gpu: int = setting(
-        64, "Samples per forward pass, also in validation (budget: configurations)", ge=1
-    )
-    eval_batches: int = setting(-1, "Batches of train_batch_size in an evaluation", ge=1, also=ALL)
+    micro_batch_size_per_gpu: int = setting(64, "Samples per forward pass (budget: configurations)", ge=1)
+    eval_batches: int = setting(-1, "Batches per evaluation", ge=1, also=ALL)
     eval_every_steps: int = setting(
         -1,
-        "Steps between evaluations; the last step (budget: of each epoch) has one too",
+        "Steps between evaluations, besides the last (budget: of each epoch)",
         ge=1,
         also=(-1, "the epochs' ends"),
     )

@@ -17,24 +17,22 @@ KLType = Literal[
 class DynamicSamplingConfig:
     """`algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476)."""
 
-    max_rounds: int = setting(0, "Rounds per step that replace groups of equal rewards; 0 disables", ge=0)
+    max_rounds: int = setting(0, "Rounds that replace groups of equal rewards", ge=0)
 
 
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig:
     """`algorithm.rollout_correction`: truncated importance sampling against the engine's probabilities."""
 
-    rollout_is: Literal["token", "sequence"] | None = setting(None, "Level of importance sampling; null disables it")
-    rollout_is_threshold: float = setting(2.0, "Upper limit of importance weights", ge=1e-9)
+    rollout_is: Literal["token", "sequence"] | None = setting(None, "Importance sampling; null disables")
+    rollout_is_threshold: float = setting(2.0, "Maximum importance weight", ge=1e-9)
 
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:
     """`algorithm`: from rewards to advantages."""
 
-    norm_adv_by_std_in_grpo: bool = setting(
-        True, "Divide advantages by the group's standard deviation (GRPO); false is Dr. GRPO"
-    )
+    norm_adv_by_std_in_grpo: bool = setting(True, "Normalize advantages by group; false is Dr. GRPO")
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
 
     # What the step reads and only `TokenAlgorithmConfig` has keys for; without annotation this is no field.
@@ -60,14 +58,12 @@ LOSSES_OF_COVARIANCES = ("clip_cov", "kl_cov")
 class TokenLossConfig:
     """`actor.policy_loss`: a loss of verl's registry and its settings."""
 
-    loss_mode: LossMode = setting("vanilla", "Policy loss, by verl's name; docs/guides/grpo.md compares them")
+    loss_mode: LossMode = setting("vanilla", "Policy loss; see docs/guides/grpo.md")
     clip_cov_ratio: float = setting(0.0002, "Fraction of tokens that clip_cov excludes", gt=0, le=1)
-    clip_cov_lb: float = setting(1.0, "Minimum covariance of tokens that clip_cov excludes")
-    clip_cov_ub: float = setting(5.0, "Maximum covariance of tokens that clip_cov excludes")
-    kl_cov_ratio: float = setting(
-        0.0002, "Fraction of tokens, of highest covariance, that kl_cov penalizes", gt=0, le=1
-    )
-    ppo_kl_coef: float = setting(0.1, "Penalty weight of kl_cov", ge=0)
+    clip_cov_lb: float = setting(1.0, "Their minimum covariance")
+    clip_cov_ub: float = setting(5.0, "Their maximum covariance")
+    kl_cov_ratio: float = setting(0.0002, "Fraction of tokens that kl_cov penalizes", gt=0, le=1)
+    ppo_kl_coef: float = setting(0.1, "Weight of that penalty", ge=0)
 
 
 @dataclass(kw_only=True)
@@ -75,13 +71,13 @@ class ActorConfig:
     """`actor`: the policy loss. A sample of one decision averages the same in every mode."""
 
     ppo_mini_batch_size: int | None = setting(
-        None, "Samples per update over all ranks, a divisor of the batch", ge=1, null="one update per pass"
+        None, "Samples per update over all ranks", ge=1, null="one update per pass"
     )
-    ppo_epochs: int = setting(1, "Passes over the samples of a step", ge=1)
+    ppo_epochs: int = setting(1, "Passes over a step's samples", ge=1)
     clip_ratio_low: float = setting(0.2, "Clip ratios below 1 minus this", ge=0, le=1)
     clip_ratio_high: float = setting(0.2, "Clip ratios above 1 plus this", ge=0)
-    clip_ratio_c: float = setting(3.0, "Clip ratios above this if the advantage is negative (dual clip)", gt=1)
-    entropy_coeff: float = setting(0.0, "Weight of the entropy bonus", ge=0)
+    clip_ratio_c: float = setting(3.0, "Dual clip: maximum ratio if the advantage is negative", gt=1)
+    entropy_coeff: float = setting(0.0, "Entropy bonus", ge=0)
 
     # What the loss reads and only `TokenActorConfig` has keys for; without annotations these are no fields.
     policy_loss, tau_pos, tau_neg = TokenLossConfig(), 1.0, 1.05
@@ -94,18 +90,18 @@ class TokenActorConfig(ActorConfig):
     """`actor` of language models."""
 
     policy_loss: TokenLossConfig = section(TokenLossConfig)
-    tau_pos: float = setting(1.0, "Gate temperature of sapo for positive advantages", gt=0)
-    tau_neg: float = setting(1.05, "Gate temperature of sapo for negative advantages", gt=0)
+    tau_pos: float = setting(1.0, "sapo's temperature, positive advantages", gt=0)
+    tau_neg: float = setting(1.05, "sapo's temperature, negative advantages", gt=0)
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         setting("token-mean", "Aggregation of token losses")
     )
     loss_scale_factor: int | None = setting(  # type: ignore[assignment]  # no key, hence None, in the base class
-        None, "Divisor of seq-mean-token-sum-norm; null uses max_response_length", ge=1
+        None, "Divisor of seq-mean-token-sum-norm; null: max_response_length", ge=1
     )
-    share_prompts: bool = setting(True, "Compute the prompt of a group only once if the model's attention allows it")
-    use_kl_loss: bool = setting(False, "Add the KL divergence from the initial model to the loss")
-    kl_loss_coef: float = setting(0.001, "Weight of the KL loss", ge=0)
-    kl_loss_type: KLType = setting("low_var_kl", "KL estimator; with + it uses the gradient of k2")
+    share_prompts: bool = setting(True, "Compute a group's prompt once if possible")
+    use_kl_loss: bool = setting(False, "KL penalty toward the initial model")
+    kl_loss_coef: float = setting(0.001, "Weight of that penalty", ge=0)
+    kl_loss_type: KLType = setting("low_var_kl", "KL estimator; + uses k2's gradient")
 
     def check(self) -> None:
         """The policy loss can be averaged as wanted."""
@@ -142,31 +138,27 @@ class TokenActorConfig(ActorConfig):
 class GroupConfig:
     """`rollout`: the samples of a prompt."""
 
-    n: int = setting(5, "Group size: samples per prompt", ge=2)
+    n: int = setting(5, "Samples per prompt", ge=2)
 
 
 @dataclass(kw_only=True)
 class RolloutConfig(GroupConfig):
     """`rollout` of language models: generation."""
 
-    engine: Literal["vllm", "hf"] = setting(
-        "vllm", "hf generates with transformers, for models that vLLM does not support"
-    )
-    n: int = setting(8, "Group size: samples per prompt", ge=2)
+    engine: Literal["vllm", "hf"] = setting("vllm", "hf generates with transformers")
+    n: int = setting(8, "Samples per prompt", ge=2)
     temperature: float = setting(1.0, "Sampling temperature", ge=1e-3, le=100)
     top_p: float = setting(1.0, "Nucleus sampling threshold", ge=1e-6, le=1)
-    top_k: int = setting(-1, "Number of most likely tokens to sample from; -1 for all", ge=-1)
+    top_k: int = setting(-1, "Most likely tokens to sample from; -1: all", ge=-1)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
-        "auto", "dtype of vLLM's weights; auto uses bfloat16 on GPUs and float32 on CPUs"
+        "auto", "dtype of vLLM's weights; auto: bfloat16 on GPUs, float32 on CPUs"
     )
     max_num_seqs: int = setting(256, "Concurrent completions per rank", ge=1)
-    tensor_model_parallel_size: int = setting(1, "Ranks that share a vLLM engine", ge=1)
+    tensor_model_parallel_size: int = setting(1, "Ranks per vLLM engine", ge=1)
     gpu_memory_utilization: float = setting(0.5, "Fraction of GPU memory for vLLM", ge=0.01, le=1)
     free_cache_engine: bool = setting(True, "Free vLLM's GPU memory during updates")
-    update_weights_bucket_megabytes: int = setting(
-        512, "Bucket size of weight transfers to vLLM; at most 4 on CPUs", ge=1
-    )
-    vllm: dict[str, Any] = setting({}, "Additional arguments of vllm.LLM")
+    update_weights_bucket_megabytes: int = setting(512, "Bucket of a weight sync; at most 4 on CPUs", ge=1)
+    vllm: dict[str, Any] = setting({}, "Arguments of vllm.LLM")
 
 
 @dataclass(kw_only=True)
@@ -174,20 +166,16 @@ class RewardConfig:
     """`reward`: the reward functions and the judge."""
 
     functions: list[str] = setting(
-        ["reward_correct"], "NAME, path.py:function or package.module:function, each optionally with *WEIGHT"
+        ["reward_correct"], "NAME, path.py:function or package.module:function, with optional *WEIGHT"
     )
-    time_limit_s: float = setting(10.0, "Seconds per call of a custom function before its process is killed", ge=1e-3)
-    length_buffer: int = setting(64, "Tokens before max_response_length over which length_penalty grows", ge=1)
-    num_workers: int | None = setting(
-        None, "Concurrent reward calls per rank; null uses the rank's share of the cores", ge=1
-    )
-    isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting(
-        "auto", "Sandbox of programs; auto uses the first of bwrap and sandlock that works"
-    )
-    packages: list[str] = setting(["numpy"], "Packages that programs may import")
+    time_limit_s: float = setting(10.0, "Time per call of a custom function", ge=1e-3)
+    length_buffer: int = setting(64, "Tokens over which length_penalty grows", ge=1)
+    num_workers: int | None = setting(None, "Concurrent calls per rank; null: the rank's share of the cores", ge=1)
+    isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting("auto", "Sandbox; auto: bwrap, else sandlock")
+    packages: list[str] = setting(["numpy"], "Packages for programs")
     cpu_s: float = setting(5.0, "CPU seconds per test", ge=1e-3)
     wall_s: float = setting(20.0, "Wall-clock seconds per test", ge=1e-3)
-    memory_mb: int = setting(1024, "Total memory of a program's processes", ge=16)
+    memory_mb: int = setting(1024, "Memory of a program's processes", ge=16)
 
     def check(self) -> None:
         """There is a reward."""

@@ -40,7 +40,7 @@ class WrapPolicyConfig:
 
     min_num_params: int = unused(0, "FSDP2 shards by layer class")
     transformer_layer_cls_to_wrap: str | list[str] | None = setting(
-        None, "Layer classes to shard separately; null uses the model's own list"
+        None, "Layer classes to shard; null uses the model's"
     )
 
 
@@ -57,7 +57,7 @@ class FSDPConfig:
 
     model_dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "dtype of the master weights")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
-    cpu_offload: bool = setting(False, "Keep parameters and optimizer state in CPU memory")
+    cpu_offload: bool = setting(False, "Parameters and optimizer state in CPU memory")
     offload_params: bool = unused(False, "set model.fsdp_config.cpu_offload")
 
 
@@ -66,7 +66,7 @@ class GatheringFSDPConfig(FSDPConfig):
     """`model.fsdp_config` of the stages whose updates have several micro-batches of a sharded model."""
 
     keep_gathered: Literal["auto"] | bool = setting(
-        "auto", "Gather weights and reduce gradients once per update; auto does so if they take at most 15 % of memory"
+        "auto", "Gather weights and reduce gradients once per update; auto: if both take at most 15 % of memory"
     )
 
 
@@ -74,25 +74,23 @@ class GatheringFSDPConfig(FSDPConfig):
 class ModelConfig:
     """`model`: what is loaded, and how it runs."""
 
-    partial_pretrain: str | None = setting(None, "Initial model: a directory or a Hugging Face Hub name")
-    use_shm: bool = setting(False, "Copy the model into shared memory before loading it")
+    partial_pretrain: str | None = setting(None, "Initial model: directory or Hub name")
+    use_shm: bool = setting(False, "Load the model through shared memory")
     fsdp_config: FSDPConfig = section(FSDPConfig)
-    external_lib: str | None = setting(
-        None, "Module to import first, for example to register an architecture with transformers"
-    )
-    enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward pass to save memory")
-    trust_remote_code: bool = setting(False, "Run Python code shipped with the model")
-    lora_rank: int = setting(0, "Rank of new LoRA adapters; 0 trains the whole model", ge=0)
-    lora_alpha: int = setting(16, "LoRA scaling factor")
-    lora_adapter_path: str | None = setting(None, "Directory of LoRA adapters to continue training", path=True)
-    target_modules: str | list[str] = setting("all-linear", "Modules that get LoRA adapters: names or all-linear")
-    use_liger: bool = setting(False, "Use Liger kernels, on GPUs also for `fused_loss`; requires liger-kernel")
-    strategy: str = setting("fsdp2", "Sharding strategy; only fsdp2 is supported")
+    external_lib: str | None = setting(None, "Module to import first")
+    enable_gradient_checkpointing: bool = setting(True, "Recompute activations to save memory")
+    trust_remote_code: bool = setting(False, "Run the model's own code")
+    lora_rank: int = setting(0, "LoRA rank; 0 trains the whole model", ge=0)
+    lora_alpha: int = setting(16, "LoRA scaling")
+    lora_adapter_path: str | None = setting(None, "Directory of LoRA adapters to continue", path=True)
+    target_modules: str | list[str] = setting("all-linear", "Modules with adapters")
+    use_liger: bool = setting(False, "Liger kernels, on GPUs also for `fused_loss`")
+    strategy: str = setting("fsdp2", "Sharding strategy; only fsdp2")
     attn_implementation: Attention = setting(
-        "auto", "Attention kernel; auto uses flash-attention if installed and training in bf16 on GPUs, else sdpa"
+        "auto", "Attention kernel; auto: flash-attention if installed, in bf16 on GPUs; else sdpa"
     )
     mixed_precision: Literal["auto", "bf16", "fp32"] = setting(
-        "auto", "dtype of the forward pass; auto uses bf16 where supported (grpo on CPUs: fp32)"
+        "auto", "dtype of the forward pass; auto: bf16 where supported (grpo on CPUs: fp32)"
     )
 
     @property
@@ -113,10 +111,10 @@ class ModelConfig:
 class SFTModelConfig(ModelConfig):
     """`model` of SFT."""
 
-    partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Initial model: a directory or a Hugging Face Hub name")
+    partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Initial model: directory or Hub name")
     fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
-    fused_loss: bool = setting(True, "Compute the loss in chunks, without materializing all logits")
-    compile: bool = setting(False, "Compile each block with torch.compile, which slows down the first steps")
+    fused_loss: bool = setting(True, "Loss in chunks, without all logits")
+    compile: bool = setting(False, "torch.compile for each block; slows down the first steps")
 
 
 @dataclass(kw_only=True)
@@ -126,8 +124,7 @@ class GRPOModelConfig(ModelConfig):
     fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
     sft_run: str | None = setting(
         None,
-        "SFT run directory to start from: its best checkpoint, or the newest if none was "
-        "evaluated (budget: the newest export)",
+        "SFT run to start from: its best checkpoint, else its newest (budget: its newest export)",
     )
 
 
@@ -135,7 +132,7 @@ class GRPOModelConfig(ModelConfig):
 class VLMConfig(ModelConfig):
     """`model` of the stages whose model is a vision-language model."""
 
-    partial_pretrain: str | None = setting(None, "Initial model: a directory or a Hugging Face Hub name")
+    partial_pretrain: str | None = setting(None, "Initial model: directory or Hub name")
     enable_gradient_checkpointing: bool = unused(False, "vision-language models keep their activations")
     lora_rank: int = unused(0, "vision-language models are trained in full")
     lora_alpha: int = unused(16, "vision-language models are trained in full")
@@ -148,9 +145,9 @@ class VLMConfig(ModelConfig):
 class VLMSFTModelConfig(VLMConfig):
     """`model` of SFT of a vision-language model."""
 
-    partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Initial model: a directory or a Hugging Face Hub name")
+    partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Initial model: directory or Hub name")
     fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
-    fused_loss: bool = setting(True, "Compute the loss in chunks, without materializing all logits")
+    fused_loss: bool = setting(True, "Loss in chunks, without all logits")
 
 
 @dataclass(kw_only=True)
@@ -167,17 +164,14 @@ class BudgetModelConfig(VLMConfig):
 
     sft_run: str | None = setting(
         None,
-        "SFT run directory to start from: its best checkpoint, or the newest if none was "
-        "evaluated (budget: the newest export)",
+        "SFT run to start from: its best checkpoint, else its newest (budget: its newest export)",
     )
     fsdp_config: ControllerFSDPConfig = section(ControllerFSDPConfig)
     attn_implementation: Attention = unused("auto", "the vision-language model uses its own")
     external_lib: str | None = unused(None, "set model.adapter for a custom architecture")
-    adapter: str | None = setting(
-        None, "Custom VLMAdapter, path.py:CLASS or package.module:CLASS; null selects one by model type"
-    )
+    adapter: str | None = setting(None, "VLMAdapter, path.py:CLASS or package.module:CLASS; null: by model type")
     mixed_precision: Literal["auto", "bf16", "fp32"] = setting(
-        "fp32", "dtype of the forward pass; auto uses bf16 where supported (grpo on CPUs: fp32)"
+        "fp32", "dtype of the forward pass; auto: bf16 where supported (grpo on CPUs: fp32)"
     )
 
 
@@ -192,12 +186,12 @@ class OptimConfig:
     weight_decay: float = setting(0.01, "Weight decay", ge=0)
     clip_grad: float = setting(1.0, "Maximum gradient norm; inf disables clipping", ge=1e-12, finite=False)
     lr_scheduler: Schedule = setting("cosine", "Schedule after warmup")
-    lr_warmup_steps_ratio: float = setting(0.1, "Warmup as a fraction of the schedule", ge=0, le=1)
-    lr_warmup_steps: int | None = setting(-1, "Warmup steps; 0 or more overrides the ratio", ge=-1)
-    min_lr_ratio: float | None = setting(0.0, "Final learning rate as a fraction of the peak", ge=0, le=1)
+    lr_warmup_steps_ratio: float = setting(0.1, "Warmup, as a fraction of the schedule", ge=0, le=1)
+    lr_warmup_steps: int | None = setting(-1, "Warmup steps; ≥0 overrides the ratio", ge=-1)
+    min_lr_ratio: float | None = setting(0.0, "Final learning rate, as a fraction of the peak", ge=0, le=1)
     num_cycles: float = setting(0.5, "Cosine cycles; 0.5 ends at the minimum", ge=0)
-    total_training_steps: int = setting(-1, "Schedule length in steps; -1 spans all epochs, or the run if longer")
-    override_optimizer_config: dict[str, Any] | None = setting(None, "Additional optimizer arguments")
+    total_training_steps: int = setting(-1, "Schedule length; -1: all epochs, or the run if longer")
+    override_optimizer_config: dict[str, Any] | None = setting(None, "Optimizer arguments")
     lr_scheduler_type: str = unused("constant", "set optim.lr_scheduler")
     warmup_style: str | None = unused(None, "set optim.lr_scheduler")
     _target_: str = unused("verl.workers.config.FSDPOptimizerConfig", "set optim.optimizer and optim.optimizer_impl")
@@ -235,18 +229,16 @@ class PlateauOptimConfig(OptimConfig):
     min_lr_ratio: float = unused(0.0, "the learning rate falls on a plateau")
     num_cycles: float = unused(0.5, "the learning rate falls on a plateau")
     total_training_steps: int = unused(-1, "the learning rate falls on a plateau")
-    plateau_factor: float = setting(0.5, "Learning-rate multiplier on a plateau", ge=1e-6, le=1 - 1e-6)
-    plateau_patience: int = setting(5, "Evaluations without a better reward before the multiplier applies", ge=0)
+    plateau_factor: float = setting(0.5, "Learning-rate factor on a plateau", ge=1e-6, le=1 - 1e-6)
+    plateau_patience: int = setting(5, "Evaluations without progress before it applies", ge=0)
 
 
 @dataclass(kw_only=True)
 class PreemptionConfig:
     """`trainer.preemption`: what the run does when the machine is taken away."""
 
-    grace_s: float = setting(120.0, "Seconds to save after a signal before the ranks are killed", gt=0)
-    deadline: float | str | None = setting(
-        None, "Time of preemption in Unix seconds or ISO 8601; the run saves and stops before it"
-    )
+    grace_s: float = setting(120.0, "Seconds to save after a signal, before the ranks are killed", gt=0)
+    deadline: float | str | None = setting(None, "Time of preemption, in Unix seconds or ISO 8601")
 
     def check(self) -> None:
         """The deadline is a time."""
@@ -306,44 +298,36 @@ class TrainerConfig:
     """`trainer`: the run itself."""
 
     default_local_dir: str = setting(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "The run directory", nonempty=True, path=True
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "Run directory", nonempty=True, path=True
     )
     default_hdfs_dir: str | None = unused(None, "mount the file system and set trainer.default_local_dir")
-    project_name: str = setting("gsm8k-sft", "The project's name in paths and trackers", nonempty=True)
-    experiment_name: str = setting("test", "The run's name in paths and trackers", nonempty=True)
+    project_name: str = setting("gsm8k-sft", "Project name in paths and trackers", nonempty=True)
+    experiment_name: str = setting("test", "Run name in paths and trackers", nonempty=True)
     total_epochs: int = setting(4, "Passes over the data", ge=1)
-    total_training_steps: int | None = setting(
-        None, "Last step; does not shorten the schedule", ge=1, null="all epochs"
-    )
-    logger: list[str] = setting(
-        ["console", "wandb"], "Trackers: console, tensorboard, wandb and others of verl's Tracking"
-    )
+    total_training_steps: int | None = setting(None, "Last step; keeps the schedule", ge=1, null="all epochs")
+    logger: list[str] = setting(["console", "wandb"], "console, tensorboard, wandb and others of verl's Tracking")
     seed: int = setting(42, "Seed of initialization, dropout and data order", ge=0, le=2**31 - 1)
-    save_freq: int = setting(
-        -1, "Steps between checkpoints; -1 saves after the last step only. A stopped run saves too"
-    )
-    test_freq: int = setting(
-        -1, "Steps between validations; -1 validates after the last step only (grpo, budget: set data.eval_every_steps)"
-    )
-    nnodes: int = setting(1, "Nodes; the launcher sets it from NNODES")
-    n_gpus_per_node: int = setting(8, "Ranks per node; the launcher sets it from its first argument")
-    max_ckpt_to_keep: int | None = setting(None, "Number of newest checkpoints to keep", ge=1, null="all")
+    save_freq: int = setting(-1, "Steps between checkpoints; -1: the last step only. A stopped run saves too")
+    test_freq: int = setting(-1, "Steps between validations; -1: the last step only")
+    nnodes: int = setting(1, "Nodes; set by NNODES")
+    n_gpus_per_node: int = setting(8, "Ranks per node; set by the first argument")
+    max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep", ge=1, null="all")
     resume_mode: Literal["auto", "disable", "resume_path"] = setting(
-        "auto", "auto resumes from the newest checkpoint, disable starts at step 0, resume_path uses resume_from_path"
+        "auto", "auto: the newest checkpoint; disable: step 0; resume_path: resume_from_path"
     )
     resume_from_path: str | None = setting(
         None,
-        "A global_step_N directory to start from; with auto, a newer checkpoint of the run takes precedence",
+        "global_step_N to start from; with auto, the run's newer checkpoint takes precedence",
         path=True,
     )
     checkpoint: CheckpointConfig = section(CheckpointConfig)
-    device: Device = setting("auto", "Training device; to use the CPUs of a GPU machine, set CUDA_VISIBLE_DEVICES=''")
-    log_every: int = setting(10, "Steps between console lines; metrics.jsonl records every step", ge=1)
+    device: Device = setting("auto", "Device; for the CPUs of a GPU machine, set CUDA_VISIBLE_DEVICES=''")
+    log_every: int = setting(10, "Steps between console lines", ge=1)
     val_before_train: bool = setting(True, "Validate before the first step")
     max_nonfinite_steps: int = setting(
         3, "Consecutive steps with a non-finite loss or gradient that stop the run", ge=1
     )
-    trace: bool = setting(False, "Write trace/*.json for Perfetto; --trace sets it")
+    trace: bool = setting(False, "Write timelines for Perfetto; set by --trace")
     preemption: PreemptionConfig = section(PreemptionConfig)
 
     @property
@@ -369,7 +353,7 @@ class TrainerConfig:
 class SFTTrainerConfig(TrainerConfig):
     """`trainer` of SFT."""
 
-    deterministic: bool = setting(False, "Use only deterministic kernels for bitwise repeatability on GPUs; slower")
+    deterministic: bool = setting(False, "Deterministic kernels: bitwise repeatable on GPUs, but slower")
 
 
 @dataclass(kw_only=True)
@@ -378,7 +362,7 @@ class RewardTrainerConfig(TrainerConfig):
 
     test_freq: int = setting(
         "${data.eval_every_steps}",
-        "Steps between validations; -1 validates after the last step only (grpo, budget: set data.eval_every_steps)",
+        "Steps between validations; -1: the last step only",
     )
     log_samples_every: int = setting(10, "Steps between sample tables", ge=1, also=(0, "never"))
     samples_per_table: int = setting(8, "Rows of a sample table", ge=1)
@@ -406,12 +390,10 @@ class BudgetTrainerConfig(RewardTrainerConfig):
 class WatchConfig:
     """`eval`: the evaluation of the run's checkpoints."""
 
-    recipe: str | None = setting(
-        None, "A recipe in recipes/eval/ or a file; null uses the default recipe", nonempty=True
-    )
-    watch: bool = setting(False, "Evaluate every checkpoint during training")
+    recipe: str | None = setting(None, "Recipe in recipes/eval/ or a file; null: the default recipe", nonempty=True)
+    watch: bool = setting(False, "Evaluate checkpoints during training")
     devices: int | str | list[int | str] | None = setting(
-        None, "GPUs for eval.watch, such as 7 or [6,7], not used by the ranks; required if GPUs are visible"
+        None, "GPUs for eval.watch, such as [6,7]; required if GPUs are visible"
     )
 
     @property

@@ -66,11 +66,9 @@ from verl_ext.trainer.config import (
 class RunConfig:
     """What every stage has."""
 
-    stage: str = setting("sft", "The stage; set it in the recipe")
-    recipe: str | None = setting(None, "Name of the recipe; the launcher sets it")
-    prepare: list[str] = setting(
-        [], "Arguments of `verl_ext.data.prepare` commands to run first if their output is missing"
-    )
+    stage: str = setting("sft", "Stage; set in the recipe")
+    recipe: str | None = setting(None, "Recipe; set by the launcher")
+    prepare: list[str] = setting([], "`verl_ext.data.prepare` arguments, run if their output is missing")
     data: DataConfig = section(DataConfig)
     model: ModelConfig = section(ModelConfig)
     optim: OptimConfig = section(OptimConfig)
@@ -118,9 +116,9 @@ class SFTConfig(RunConfig):
     model: SFTModelConfig = section(SFTModelConfig)
     trainer: SFTTrainerConfig = section(SFTTrainerConfig)
     ulysses_sequence_parallel_size: int = setting(
-        1, "Ranks that share each sequence; above 1 requires GPUs, flash-attention and use_remove_padding", ge=1
+        1, "Ranks per sequence; above 1 needs GPUs, flash-attention and use_remove_padding", ge=1
     )
-    use_remove_padding: bool = setting(False, "Use verl's forward pass without padding, which Ulysses requires")
+    use_remove_padding: bool = setting(False, "verl's forward pass without padding, for Ulysses")
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -159,7 +157,7 @@ class SFTConfig(RunConfig):
 class VLMSFTConfig(RunConfig):
     """Supervised fine-tuning of a vision-language model in which parts are skipped at random."""
 
-    stage: str = setting("vlm_sft", "The stage; set it in the recipe")
+    stage: str = setting("vlm_sft", "Stage; set in the recipe")
     data: ImageChatDataConfig = section(ImageChatDataConfig)
     model: VLMSFTModelConfig = section(VLMSFTModelConfig)
     eval: VLMWatchConfig = section(VLMWatchConfig)
@@ -192,7 +190,7 @@ class RewardStageConfig(RunConfig):
 class GRPOConfig(RewardStageConfig):
     """GRPO of a language model."""
 
-    stage: str = setting("grpo", "The stage; set it in the recipe")
+    stage: str = setting("grpo", "Stage; set in the recipe")
     data: PromptDataConfig = section(PromptDataConfig)
     model: GRPOModelConfig = section(GRPOModelConfig)
     algorithm: TokenAlgorithmConfig = section(TokenAlgorithmConfig)
@@ -229,7 +227,7 @@ class GRPOConfig(RewardStageConfig):
 class BudgetConfig(RewardStageConfig):
     """GRPO of a budget controller."""
 
-    stage: str = setting("budget", "The stage; set it in the recipe")
+    stage: str = setting("budget", "Stage; set in the recipe")
     data: QuestionDataConfig = section(QuestionDataConfig)
     model: BudgetModelConfig = section(BudgetModelConfig)
     optim: PlateauOptimConfig = section(PlateauOptimConfig)
