@@ -91,7 +91,7 @@ RUN_BY = {
     ),
     r"bash eval_pipeline/run\.sh judge": ("integration/test_eval_run.py::test_answers_from_file_are_judged_in_order"),
     r"bash eval_pipeline/run\.sh check": (
-        "unit/test_launch_evaluation.py::test_a_server_s_model_is_refused_where_somebody_watches_alone"
+        "unit/test_launch_evaluation.py::test_rejects_served_model_only_if_watching"
     ),
     r"bash eval_pipeline/run\.sh adaptive": "unit/test_controller_evaluation.py::test_output_files_are_consistent",
     r"bash eval_pipeline/run\.sh$": "unit/test_commands.py::test_script_help_needs_no_environment",
