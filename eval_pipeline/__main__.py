@@ -21,11 +21,11 @@ from verl_ext.controller.evaluation.command import add_adaptive
 
 
 def build_parser() -> CommandParser:
-    """The commands with their options and help."""
+    """Build the parser with all commands."""
     parser = CommandParser(
         prog=PROGRAM,
-        description="Evaluate checkpoints: vLLM answers problems, a sandbox judges the answers, and the best "
-        "checkpoint is chosen.",
+        description="Evaluate checkpoints: generate answers with vLLM, judge them in a sandbox, and select the best "
+        "checkpoint.",
         examples=[
             f"{PROGRAM} watch checkpoints/rlvr_coding_model/sft_quickstart",
             f"{PROGRAM} run --checkpoint models/mine --recipe humaneval",
@@ -40,12 +40,12 @@ def build_parser() -> CommandParser:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; unlike with argparse alone, `key=value` can be anywhere."""
+    """Parse the command line. Unlike in plain argparse, `key=value` can appear anywhere."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     if "overrides" in arguments:
         words = [*arguments.overrides, *rest]
-        if "directory" in arguments and "=" in arguments.directory:  # an override is in its place
+        if "directory" in arguments and "=" in arguments.directory:  # an override came first
             words.insert(0, arguments.directory)
             arguments.directory = words.pop(next((i for i, word in enumerate(words) if "=" not in word), 0))
         arguments.overrides = [word for word in words if _is_override(word)]
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command.
 
     Args:
-        argv: arguments without the program's name; None takes those of the process.
+        argv: arguments without the program name; None uses `sys.argv[1:]`.
 
     Raises:
         SystemExit: always, with the exit code of the command; 2 after bad input, 75 after a stop signal.

@@ -43,10 +43,10 @@ _CLAIMS = itertools.count(1)
 
 
 class ActiveJob:
-    """One claim of a job by this process, from what is on disk to the last verdict; `close` closes its files.
+    """A job that this process has claimed, from the stored answers to the last verdict. `close` closes its files.
 
     Attributes:
-        claim: number of the claim in this process.
+        claim: sequence number of the claim in this process.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ActiveJob:
         )
         self._submitted: set[BatchId] = set()
         self._retried: set[int] = set()
-        self._losses: Counter[int] = Counter()  # by batch, as a node that dies takes many batches at once
+        self._losses: Counter[int] = Counter()  # by batch, because a dying node loses many batches at once
         self._started: float | None = None
         self._phases: dict[str, float] = defaultdict(float)
         num_done, desc = len(self._store.verdicts), f"{job.checkpoint} {job.dataset}"
@@ -88,7 +88,7 @@ class ActiveJob:
 
     @property
     def has_batches(self) -> bool:
-        """Whether a batch waits for a worker."""
+        """Whether a batch is waiting for a worker."""
         return bool(self._waiting)
 
     @property
@@ -98,7 +98,7 @@ class ActiveJob:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Wall-clock seconds, with those of former claims: of each phase summed over batches, and `active_s` in all.
+        """Wall-clock seconds including previous claims: each phase, summed over batches, and `active_s` in total.
 
         `active_s` starts when the engine is ready, or when stored answers go to the judge.
         """
@@ -108,14 +108,14 @@ class ActiveJob:
 
     @property
     def context(self) -> dict[str, Any]:
-        """How the answers and verdicts were obtained, see `AnswerStore`."""
+        """How the answers and verdicts were obtained; see `AnswerStore`."""
         return self._store.context
 
     def next_batch(self) -> Batch:
         """Take the next batch from the queue."""
         number = self._waiting.popleft()
         requests = self._batches[number]
-        if number in self._retried:  # only the failed answers: the others need not be generated again
+        if number in self._retried:  # generate only the failed answers again
             requests = tuple(request for request in requests if key_of(request) not in self._store.verdicts)
         keys = {key_of(request) for request in requests}
         batch = Batch(
@@ -131,7 +131,7 @@ class ActiveJob:
         return batch
 
     def handle(self, event: Event) -> str | None:
-        """Store what an event brings.
+        """Process an event of one of the job's batches.
 
         Returns:
             Why the attempt failed, or None.
@@ -163,7 +163,7 @@ class ActiveJob:
         return None
 
     def retry_api_errors(self) -> bool:
-        """Queue every `api_error` once more, because it says nothing about the model; only the first call does so.
+        """Re-queue every `api_error`, which says nothing about the model. Only the first call does so.
 
         Returns:
             Whether anything was queued.
@@ -171,7 +171,7 @@ class ActiveJob:
         failed = {key for key, verdict in self._store.verdicts.items() if verdict.error_type == "api_error"}
         if self._retried or not failed:
             return False
-        warn(f"{len(failed)} answers of {self.job} have no verdict (api_error); trying them once more")
+        warn(f"{len(failed)} answers of {self.job} have no verdict (api_error); retrying them once")
         numbers = [number for number, batch in enumerate(self._batches) if not failed.isdisjoint(map(key_of, batch))]
         self._bar.update(-len(failed))
         self._store.drop(failed)
@@ -186,16 +186,16 @@ class ActiveJob:
 
 
 class AnswerStore:
-    """Answers and verdicts of a job on disk, one line each, written as they arrive. A kill loses at most one line.
+    """Stores a job's answers and verdicts on disk as they arrive, one per line. A kill loses at most one line.
 
     Args:
-        directory: of the job; created if missing.
-        answers_digest: of what affects the answers.
-        verdicts_digest: of what affects the verdicts.
+        directory: the job's directory; created if missing.
+        answers_digest: digest of everything that affects the answers.
+        verdicts_digest: digest of everything that affects the verdicts.
 
     Attributes:
-        answers: by key.
-        verdicts: by key.
+        answers: stored answers by key.
+        verdicts: stored verdicts by key.
         context: how they were obtained: the engine's `protocol` for answers, `isolation` for verdicts.
     """
 
@@ -216,7 +216,7 @@ class AnswerStore:
         self._answers, self._verdicts = LineWriter(answers), LineWriter(verdicts)
 
     def _read_context(self, name: str, kind: type, path: Path, rows: dict[AnswerKey, Any]) -> None:
-        """Read how the rows of a file were obtained; without it, they cannot be used and are discarded."""
+        """Read how the rows of a file were obtained. If that is unknown, discard the rows."""
         where = self._context_files[name]
         try:
             value = parse_json(where.read_bytes())
@@ -231,7 +231,7 @@ class AnswerStore:
             replace_file(path, ())
 
     def _drop_orphans(self, path: Path) -> None:
-        """Drop verdicts without an answer, which only a crash of the machine leaves: the answer is generated again."""
+        """Drop verdicts without an answer, which only a machine crash leaves. The answers are generated again."""
         orphans = self.verdicts.keys() - self.answers.keys()
         if orphans:
             self.verdicts = {key: verdict for key, verdict in self.verdicts.items() if key not in orphans}
@@ -253,20 +253,20 @@ class AnswerStore:
             self.answers[key] = answer
 
     def add_verdict(self, key: AnswerKey, verdict: Verdict) -> None:
-        """Store a verdict, unless there is one; raises as `add_answer`."""
+        """Store a verdict, unless there is one. Raises like `add_answer`."""
         if key not in self.verdicts:
             self._verdicts.write(_line(key, verdict))
             self.verdicts[key] = verdict
 
     def add_context(self, context: dict[str, Any]) -> None:
-        """Store how answers and verdicts are obtained; raises as `add_answer`."""
+        """Store how answers and verdicts are obtained. Raises like `add_answer`."""
         for name, value in context.items():
             if name not in self.context or self.context[name] != value:
                 replace_file(self._context_files[name], [json.dumps(value)])
                 self.context[name] = value
 
     def drop(self, keys: Collection[AnswerKey]) -> None:
-        """Forget failed verdicts, and failed answers with them; later ones replace them."""
+        """Forget failed verdicts and the failed answers behind them; new ones will replace them."""
         for key in keys:
             del self.verdicts[key]
             if self.answers[key].error is not None:
@@ -278,12 +278,12 @@ def _line(key: AnswerKey, value: GeneratedAnswer | Verdict) -> str:
 
 
 def read_rows(path: Path, kind: type[T], has_failed: Callable[[T], bool]) -> dict[AnswerKey, T]:
-    """Read the rows of a file by key. Of several with the same key, the first that has not failed counts.
+    """Read the rows of a file by key. If several rows have the same key, the first one that has not failed counts.
 
     Args:
         path: JSON Lines; a missing file is empty, and a torn last line is cut off.
-        kind: dataclass of a row without its key. Rows that do not fit, for example those of another version, are
-            skipped with one warning.
+        kind: dataclass of a row without its key. Rows that do not fit, for example from another version, are skipped
+            with one warning.
         has_failed: whether a later value replaces this one.
     """
     if not path.exists():
@@ -307,7 +307,7 @@ def read_rows(path: Path, kind: type[T], has_failed: Callable[[T], bool]) -> dic
 
 
 def _parse_row(line: bytes) -> dict[str, Any] | None:
-    """A row; None if a kill or a crash tore it."""
+    """Parse a row; None if it was only partly written."""
     try:
         row = parse_json(line)
     except ValueError:

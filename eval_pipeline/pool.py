@@ -1,4 +1,4 @@
-"""Pools of workers: what all pools share, and the processes of one machine."""
+"""Worker pools: the interface that all pools share, and the pool of local processes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from verl_ext.errors import UserError
 from verl_ext.processes import DEVICES, visible_gpus
 
 BATCHES_PER_WORKER = 2
-"""One that the engine generates, and one whose last answers are judged."""
+"""One whose answers the engine generates, and one whose last answers are being judged."""
 EXIT_TIMEOUT_S = 30.0
 """How long a worker may take to end its engine and its judge before it is killed."""
 
 
 class PoolWorker(ABC):
-    """A worker as its pool sees it.
+    """The pool's view of a worker.
 
     Attributes:
-        export: the model that it has loaded or is about to load; None before the first batch.
-        batches: the batches that it works on.
+        export: the model that the worker has loaded or is about to load; None before the first batch.
+        batches: the batches that the worker has not finished.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class PoolWorker(ABC):
         return self.export == export and len(self.batches) < BATCHES_PER_WORKER
 
     def submit(self, batch: Batch) -> None:
-        """Give it a batch."""
+        """Send a batch to the worker."""
         self.export = batch.export
         self.batches[batch.id] = batch
         self._send(batch)
@@ -57,12 +57,12 @@ class PoolWorker(ABC):
         events, death = self._drain()
         for event in events:
             if isinstance(event, BatchLost):
-                warn(f"{event.reason}; its batch is repeated, at most {MAX_LOSSES - 1} times")
+                warn(f"{event.reason}; retrying its batch, at most {MAX_LOSSES - 1} times")
             if isinstance(event, BatchFinished | BatchFailed | BatchLost):
                 self.batches.pop(event.batch, None)
         if death is not None:
             if self.batches:
-                warn(f"{death}; its work is repeated, at most {MAX_LOSSES - 1} times")
+                warn(f"{death}; retrying its work, at most {MAX_LOSSES - 1} times")
             events += [BatchLost(batch, death) for batch in self.batches]
             self.batches.clear()
         return events
@@ -106,10 +106,10 @@ class WorkerPool(ABC):
 
 
 def require_engine(config: EvalConfig) -> None:
-    """Refuse a configuration whose workers on this machine need vLLM if it is not installed.
+    """Refuse a configuration whose workers need vLLM on this machine if vLLM is not installed.
 
     Raises:
-        UserError: it is missing; the message names the command that installs it.
+        UserError: vLLM is missing; the message names the command that installs it.
     """
     if config.executor.kind == "local" and config.engine.kind == "vllm":
         require_package("vllm")
@@ -119,8 +119,8 @@ def assign_gpus(num_workers: int | None, engine: EngineConfig) -> list[str | Non
     """The GPUs of each worker of this machine, in the format of `CUDA_VISIBLE_DEVICES`; None if it needs none.
 
     Args:
-        num_workers: as configured; None takes as many as the GPUs allow, or one on a CPU.
-        engine: has the number of GPUs per worker.
+        num_workers: as configured; None uses as many as the GPUs allow, or one on a CPU.
+        engine: sets the number of GPUs per worker.
 
     Raises:
         UserError: there are not enough GPUs.
@@ -139,7 +139,7 @@ def assign_gpus(num_workers: int | None, engine: EngineConfig) -> list[str | Non
 
 
 class LocalPool(WorkerPool):
-    """Processes of this machine; a worker that died is replaced when it gets its next batch."""
+    """Processes on this machine; a worker that died is replaced when it gets its next batch."""
 
     def __init__(self, config: EvalConfig) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class LocalWorker(PoolWorker):
     """A worker process, started for its first batch.
 
     Attributes:
-        connection: to the process; None while there is no process.
+        connection: connection to the process; None while there is no process.
     """
 
     def __init__(self, config: EvalConfig, devices: str | None) -> None:
@@ -188,7 +188,7 @@ class LocalWorker(PoolWorker):
         ours, theirs = spawn.Pipe()
         process = spawn.Process(target=_serve, args=(theirs, self._config, self._devices))
         resource_tracker.ensure_running()  # started by `process.start`, it would unblock Ctrl-C
-        # blocked in the new process until it ignores Ctrl-C; this process receives it afterwards
+        # the new process inherits the block until it ignores Ctrl-C; this process receives Ctrl-C afterwards
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             process.start()
@@ -224,7 +224,7 @@ class LocalWorker(PoolWorker):
             self.connection.close()
 
     def end(self) -> None:
-        """Wait for the exit of the process, or kill it."""
+        """Wait for the process to exit, or kill it."""
         if self._process is not None:
             self._process.join(EXIT_TIMEOUT_S)
             self._process.kill()
@@ -250,4 +250,4 @@ def _serve(connection: Connection, config: EvalConfig, devices: str | None) -> N
         with suppress(EOFError, OSError):
             while True:
                 threads.submit(worker.run, connection.recv(), emit)
-    os._exit(0)  # nobody needs what is still running
+    os._exit(0)  # nobody needs the results of what is still running

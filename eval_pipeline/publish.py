@@ -47,7 +47,7 @@ class Publisher:
     """Publishes results that have not been published, including those of a process that was killed before it could.
 
     Args:
-        owns_selection: whether the best checkpoint is selected by this configuration, as in `watch`. Otherwise, metric,
+        owns_selection: whether this configuration selects the best checkpoint, as in `watch`. Otherwise, the metric,
             mode and settings of the last selection are kept, if there was one: a side evaluation with other settings
             must not change where the next stage of training starts.
     """
@@ -99,7 +99,7 @@ class Publisher:
             for name, num in model.incomplete.items():
                 warn(
                     f"{label} on {name} is incomplete: {num} answers have no verdict (api_error) and count as wrong; "
-                    f"fix the cause, type `{program('eval')} retry {typed_path(directory.run_dir or directory.root)}`, "
+                    f"fix the cause, run `{program('eval')} retry {typed_path(directory.run_dir or directory.root)}`, "
                     "and evaluate again"
                 )
             print_summary(f"Evaluated: {label}", {"results": typed_path(results)}, table=format_table(model.datasets))
@@ -107,7 +107,7 @@ class Publisher:
         return True
 
     def _merge_results(self, label: str, jobs: Sequence[Job]) -> EvaluatedModel | None:
-        """The finished jobs of a checkpoint with its current weights, as one model; None if there are none."""
+        """Merge the results of a checkpoint's finished jobs with its current weights; None if there are none."""
         files = [self._context.directory.job_result(label, job.dataset) for job in jobs if job.state == "done"]
         models = [read_results(file, f"delete {self._context.jobs.path} to judge everything again") for file in files]
         models = [model for model in models if model.weights == self._context.weights_of(label)]
@@ -129,27 +129,27 @@ class Publisher:
             names = config.tiers.tier1 if selection.dataset is None else [selection.dataset]
             settings = {name: self._context.compared_settings(name) for name in names}
             selected = select_best(evaluated, settings, selection.metric, selection.mode, selection.dataset)
-            why = "no checkpoint has results of the metric that the best one is chosen by"
+            why = "no checkpoint has results for the selection metric"
         else:
             last = read_best_checkpoint(directory.run_dir)
             selected = _select_by_last_rule(evaluated, last, directory.run_dir)
             how = f"{last.metric} on {', '.join(last.datasets)}"
-            why = f"the new results cannot be compared with those that global_step_{last.step} was chosen by ({how})"
+            why = f"the new results cannot be compared with those that selected global_step_{last.step} ({how})"
         if selected is not None:
             write_best_checkpoint(directory.run_dir, selected, evaluated)
             incomplete = [name for name in selected.datasets if name in selected.best.incomplete]
             if incomplete:
                 on = ", ".join(incomplete)
-                warn(f"{selected.best.label} is the best checkpoint by results that are incomplete on {on}")
+                warn(f"{selected.best.label} is the best checkpoint, but its results are incomplete on {on}")
         elif exists and not self._has_warned:
             self._has_warned = True
             warn(f"{why}; {BEST} is unchanged")
 
     def _track(self, label: str) -> bool:
-        """Send published results to W&B, which may take minutes; other processes neither wait nor send them too.
+        """Send published results to W&B, which may take minutes. Other processes neither wait nor send them again.
 
         Returns:
-            Whether nothing is left to send; False while another process is sending, which may fail to.
+            Whether nothing is left to send; False while another process is sending, because it may fail.
         """
         jobs, directory = self._context.jobs, self._context.directory
         published, tracked = jobs.published(label)
@@ -166,7 +166,7 @@ class Publisher:
 def _select_by_last_rule(
     evaluated: Sequence[EvaluatedModel], last: BestCheckpoint, run_dir: Path
 ) -> SelectionResult | None:
-    """Select by the rule of the last selection; None if its checkpoint could not take part, or not on every dataset."""
+    """Select by the rule of the last selection; None if its checkpoint or one of its datasets cannot be compared."""
     if not any(last.metric in result.metrics for model in evaluated for result in model.datasets.values()):
         return None
     selected = select_best(evaluated, last.settings, last.metric, last.mode)
@@ -182,7 +182,7 @@ def _digest(jobs: Sequence[Job]) -> str:
 
 
 def log_to_wandb(directory: EvalDir, model: EvaluatedModel) -> None:
-    """Log a checkpoint's results, always to the same W&B run, even with results on further datasets.
+    """Log a checkpoint's results, always to the same W&B run, even if results on more datasets are added later.
 
     The run `phase1_eval_<label>` is in the training run's project and group. If W&B cannot be used, warn and continue.
 
@@ -192,7 +192,7 @@ def log_to_wandb(directory: EvalDir, model: EvaluatedModel) -> None:
     try:
         if directory.run_dir is not None and not directory.one_model:
             run_id = f"{persistent_run_id(directory.run_dir)}-{model.label}"
-        else:  # results that are kept apart from those of the run
+        else:  # results that are kept apart from the run's
             key = f"{directory.root} {model.label} {model.weights}"
             run_id = hashlib.sha256(key.encode()).hexdigest()[:16]
     except OSError as error:
@@ -220,7 +220,7 @@ def _log(run: Run, model: EvaluatedModel, qa_rows: Mapping[str, Sequence[Mapping
         for name, (low, high) in result.intervals.items():
             row |= {f"eval/{dataset}/{name}_low": low, f"eval/{dataset}/{name}_high": high}
     row |= {f"eval/{dataset}/qa": _table(rows) for dataset, rows in qa_rows.items() if rows}
-    # `global_step` is the axis of every chart, as in training; a model without a step has a row without it
+    # `global_step` is the axis of every chart, as in training; a model without a step has no value on that axis
     run.log(row if model.step is None else {**row, "global_step": model.step})
     run.summary["step"] = model.step
 

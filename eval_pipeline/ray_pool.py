@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-# read when Ray is imported: with a node's death, it prints pages to standard output despite `log_to_driver=False`
+# Read by Ray at import. By default, a node's death prints pages to standard output despite `log_to_driver=False`.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
 import ray
 from ray._private.services import canonicalize_bootstrap_address
@@ -32,7 +32,7 @@ SCALE_S = 2.0
 PATIENCE_S = 60.0
 """How long a worker may wait for resources before the user is warned."""
 MAX_FAILED_STARTS = 3
-"""Workers in a row that may die before they are ready; then something is wrong with the cluster."""
+"""After this many consecutive workers have died before they were ready, the cluster counts as broken."""
 CONNECT_TIMEOUT_S = 10.0
 """How long the head of the cluster may take to accept a connection."""
 
@@ -102,7 +102,7 @@ class RayPool(WorkerPool):
         return events
 
     def _scale(self) -> None:
-        """Start or end workers until there are as many as wanted."""
+        """Start or end workers until the wanted number is reached."""
         self._scaled_at = time.monotonic()
         wanted = self._config.executor.num_workers or capacity(self._gpus)
         idle = sorted((each for each in self._workers if not each.batches), key=lambda each: each.is_ready)
@@ -128,28 +128,28 @@ class RayPool(WorkerPool):
 class RayWorker(PoolWorker):
     """An actor, from the request for its resources to its death.
 
-    One call of `WorkerActor.events` is always in progress; the actor returns it with the next events. With a streaming
-    generator, each event would be an object that can be lost on its own; a lost reply means a lost actor.
+    One call of `WorkerActor.events` is always in progress and returns with the next events. With a streaming generator,
+    each event would be an object that can be lost on its own, whereas a lost reply means a lost actor.
 
     Args:
         gpus: number of GPUs of the actor; with 0, it gets a CPU instead.
 
     Attributes:
-        is_ready: whether it has its resources and can get batches.
-        death: why it died; None while it lives.
+        is_ready: whether the actor has its resources and can get batches.
+        death: why the actor died; None while it is alive.
     """
 
     def __init__(self, config: EvalConfig, gpus: int) -> None:
         super().__init__()
-        # All nodes share the file system of a checkout; Ray fills in the node's PYTHONPATH. A wheel is installed in
-        # the environment of every node.
+        # A checkout is on a file system that all nodes share; Ray fills in the node's PYTHONPATH. A wheel is installed
+        # in the environment of every node.
         path = {"env_vars": {"PYTHONPATH": f"{IMPORT_PATH}{os.pathsep}${{PYTHONPATH}}"}} if IMPORT_PATH else {}
         self._actor = (
             ray.remote(WorkerActor)
             .options(
                 num_cpus=0 if gpus else 1,
                 num_gpus=gpus,
-                max_concurrency=BATCHES_PER_WORKER + 2,  # and one call of `events`, and one of `end`
+                max_concurrency=BATCHES_PER_WORKER + 2,  # plus one call of `events` and one of `end`
                 scheduling_strategy="SPREAD",
                 runtime_env=path,
             )
@@ -180,7 +180,7 @@ class RayWorker(PoolWorker):
                 events += reply.result() or []
         except RayError as error:
             self.death = describe_death(error)
-            self.kill()  # nothing is accepted from an actor that is unreachable for a while
+            self.kill()  # accept nothing more from an actor that is unreachable only for a while
             return events, f"a worker on the Ray cluster died ({self.death})"
         self._runs = [run for run in self._runs if run not in done]
         if self._events in done:
@@ -189,16 +189,16 @@ class RayWorker(PoolWorker):
         return events, None
 
     def end(self) -> Future[Any]:
-        """Ask it to end its engine and its judge; returns what to wait for."""
+        """Ask the actor to end its engine and its judge; returns a future of its reply."""
         return self._actor.end.remote().future()
 
     def kill(self) -> None:
-        """Kill it, or withdraw its request for resources."""
+        """Kill the actor, or withdraw its request for resources."""
         ray.kill(self._actor)
 
 
 class WorkerActor:
-    """A worker on a node of the cluster, whose events are fetched. Ray calls its methods from several threads.
+    """A worker on a cluster node. The pool polls its events, and Ray calls its methods from several threads.
 
     Args:
         environment: variables that the node may lack.
@@ -210,7 +210,7 @@ class WorkerActor:
         self._worker = EvalWorker(config)
 
     def ping(self) -> list[Event]:
-        """Return no events, once the actor has its resources."""
+        """Return an empty list. The reply means that the actor has its resources."""
         return []
 
     def run(self, batch: Batch) -> None:
@@ -243,8 +243,8 @@ def describe_death(error: RayError) -> str:
         return "it cannot be reached"  # the first error after most deaths
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
     if isinstance(error, ActorDiedError) and not error.actor_init_failed:
-        return lines[min(1, len(lines) - 1)].split(". ")[0]  # the first line says only that it died
-    return lines[-1]  # of a traceback
+        return lines[min(1, len(lines) - 1)].split(". ")[0]  # the first line only says that it died
+    return lines[-1]  # the end of a traceback
 
 
 # The cluster
@@ -255,8 +255,8 @@ def connected(address: str | None) -> Iterator[None]:
     """Connect to a Ray cluster during the block.
 
     Args:
-        address: of the cluster's head; None takes `RAY_ADDRESS`, otherwise a cluster on this machine; `local` starts
-            one that ends with the block.
+        address: address of the cluster's head. None uses `RAY_ADDRESS`, or else a cluster on this machine. `local`
+            starts one that ends with the block.
 
     Raises:
         UserError: there is no such cluster.
@@ -294,7 +294,7 @@ def gpus_per_worker(engine: EngineConfig) -> int:
     """How many of the cluster's GPUs a worker needs; 0 on CPUs or with a server.
 
     Raises:
-        UserError: no node has as many.
+        UserError: no node has enough GPUs.
     """
     most = max((_count(node, "GPU") for node in _nodes()), default=0)
     if engine.kind != "vllm" or not most:

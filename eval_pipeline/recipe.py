@@ -1,4 +1,4 @@
-"""Loads evaluation recipes, and derives the digests by which stored answers, verdicts and results are reused."""
+"""Loads evaluation recipes, and computes the digests that identify reusable answers, verdicts and results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_eval_config(name: str | None, overrides: Sequence[str] = ()) -> EvalCon
     """Load and check a recipe: `recipes/eval/<name>.yaml` over the defaults, then `key=value` overrides.
 
     Args:
-        name: of a recipe, or the path of a YAML file; None takes the recipe that `recipes/default.yaml` names.
+        name: name of a recipe, or path of a YAML file; None uses the recipe that `recipes/default.yaml` names.
 
     Raises:
         UserError: an unknown recipe or key, an invalid value, or a secret.
@@ -48,15 +48,15 @@ def load_eval_config(name: str | None, overrides: Sequence[str] = ()) -> EvalCon
 
 
 def config_for_run(recipe: str | None, overrides: Sequence[str], run_dir: Path | None) -> EvalConfig:
-    """Load the given recipe, otherwise that of the training run, otherwise the default.
+    """Load the given recipe, or else the training run's, or else the default.
 
     Args:
-        recipe: name of a recipe; None takes `eval.recipe` of the run.
-        run_dir: of the training run; None for a model without a run.
+        recipe: name of a recipe; None uses `eval.recipe` of the run.
+        run_dir: directory of the training run; None for a model without a run.
 
     Raises:
-        UserError: as `load_eval_config`, or the run asks for a recipe that is a file. A recipe decides where keys are
-            sent and which code runs, and a run's directory may come from someone else, with a recipe in it.
+        UserError: see `load_eval_config`; or the run names a recipe file. A recipe decides where keys are sent and
+            which code runs, and a run's directory, including such a file, may come from someone else.
     """
     if not recipe:
         recipe = read_training_run(run_dir).recipe
@@ -80,7 +80,7 @@ def restrict_datasets(config: EvalConfig, datasets: Collection[str]) -> EvalConf
     tiers = TiersConfig(tier1=tier1, tier2=tier2, tier3=tier3)
     if not tiers.names:
         raise UserError(
-            f"the recipe's tiers name none of the evaluated data sets ({', '.join(sorted(datasets))}); name the recipe "
+            f"the recipe's tiers name none of the evaluated datasets ({', '.join(sorted(datasets))}); name the recipe "
             "of that evaluation with --recipe"
         )
     return replace(config, tiers=tiers)
@@ -96,13 +96,13 @@ def metric_names(num_samples: int) -> list[str]:
 
 
 def _require_metric(metric: str, num_samples: int) -> None:
-    """Refuse a `selection.metric` that no evaluation of the recipe has."""
+    """Refuse a `selection.metric` that no evaluation of the recipe reports."""
     known = metric_names(num_samples)
     if metric not in known:
         near = difflib.get_close_matches(metric, known, n=1)
         few = "; pass_at_<k> needs sampling.num_samples of k or more" if metric.startswith("pass_at_") else ""
         choice = f"did you mean {near[0]!r}?" if near and not few else f"use one of {', '.join(known)}"
-        raise UserError(f"selection.metric is {metric!r}, which no evaluation of this recipe has{few}; {choice}")
+        raise UserError(f"selection.metric is {metric!r}, which no evaluation of this recipe reports{few}; {choice}")
 
 
 @dataclass(frozen=True)
@@ -110,18 +110,18 @@ class EvalDigests:
     """Digests of one checkpoint on one dataset. Stored work is reused only with the same digest."""
 
     model: str
-    """Of the weights."""
+    """Digest of the weights."""
     answers: str
-    """Of everything that affects the answers."""
+    """Digest of everything that affects the answers."""
     verdicts: str
-    """Of everything that affects the verdicts, the answers included."""
+    """Digest of everything that affects the verdicts, including the answers."""
 
     @staticmethod
     def of(identity: Any, problems: str, config: EvalConfig, packages: Mapping[str, str]) -> EvalDigests:
         """Compute the digests. The JSON behind them must not change, or every finished evaluation would run again.
 
         Args:
-            identity: of the weights, from `EvalCheckpoint.identity`.
+            identity: identity of the weights, from `EvalCheckpoint.identity`.
             problems: digest of the dataset's problems.
             packages: versions of the packages that programs may import.
         """

@@ -44,11 +44,11 @@ class Task:
     checkpoint: EvalCheckpoint
     dataset: str
     digest: str
-    """Of the job with this process's settings; this process does not run it with other settings."""
+    """Digest of the job with this process's settings. This process does not run the job with other settings."""
 
     @property
     def key(self) -> JobKey:
-        """Of the job."""
+        """Key of the job."""
         return self.checkpoint.label, self.dataset
 
 
@@ -56,7 +56,7 @@ class TaskSource(Protocol):
     """Says which jobs are wanted; the list may change while they run."""
 
     def poll(self) -> Sequence[Task]:
-        """The jobs that are wanted now, the most urgent first; jobs that have ended are included."""
+        """The jobs that are wanted now, the most urgent first, including jobs that have ended."""
 
     @property
     def exhausted(self) -> bool:
@@ -101,7 +101,7 @@ def open_pool(config: EvalConfig) -> WorkerPool:
 
 
 class JobRunner:
-    """Runs jobs on a pool of workers. It alone writes claims and job files, so that workers need no locks.
+    """Runs jobs on a pool of workers. Only the runner writes claims and job files, so workers need no locks.
 
     Args:
         pool: the workers; the caller closes it.
@@ -182,7 +182,7 @@ class JobRunner:
                 warn(f"another process has taken over {job.job}; it writes the same results")
 
     def _record_seconds(self) -> None:
-        """Store the time spent on active jobs; drops those that another process has taken over."""
+        """Store the time spent on active jobs; drop those that another process has taken over."""
         if time.monotonic() - self._recorded >= HEARTBEAT_S:
             self._recorded = time.monotonic()
             for job in list(self._active.values()):
@@ -259,7 +259,7 @@ def write_job_result(context: EvalContext, active: ActiveJob) -> None:
     write_qa_log(directory, job.dataset, judged, config.qa_per_error_type)
     source = asdict(config.sources[job.dataset])
     if source["sample"] is None:
-        del source["sample"]  # evaluations from before this field lack it, and a report would show a difference
+        del source["sample"]  # older evaluations lack this field, and a report would show a difference
     result = DatasetResult(
         metrics=summarize(judged, elapsed_s=seconds["active_s"]),
         intervals=rate_intervals(judged),
@@ -317,7 +317,7 @@ class EvalContext:
         return self._problem_digests[dataset]
 
     def compared_settings(self, dataset: str) -> dict[str, Any]:
-        """The part of the protocol that must be equal for results to be compared."""
+        """The part of the protocol that must be equal for results to be comparable."""
         return {
             "sampling": asdict(self.config.sampling),
             "limits": asdict(self.config.judge.limits),
@@ -364,7 +364,7 @@ class EvalContext:
         return digests
 
     def _packages_of_result(self, label: str, dataset: str) -> dict[str, str]:
-        """Versions of packages in the last result; empty without a readable one, which is then judged again."""
+        """Package versions of the last result; empty if it cannot be read, so that the job is judged again."""
         try:
             last = read_results(self.directory.job_result(label, dataset), "judge again")
             return dict(last.datasets[dataset].protocol["packages"])
@@ -372,14 +372,14 @@ class EvalContext:
             return {}
 
     def _drop_results_of_other_weights(self, label: str) -> None:
-        """Remove the results of a checkpoint that was trained again; they would count until the new ones are there."""
+        """Remove the results of a checkpoint that was trained again, so that they do not count in the meantime."""
         directory = self.directory.results_of(label)
         if not (directory / METRICS_FILE).exists():
             return
         try:
             if read_evaluation(directory).weights == self._weights[label]:
                 return
-            warn(f"the results in {directory} belong to other weights than {label} has now; evaluating it again")
+            warn(f"the weights of {label} have changed since the results in {directory}; evaluating it again")
         except UserError as error:
             warn(str(error))
         for name in (METRICS_FILE, SUMMARY_FILE):
@@ -387,7 +387,7 @@ class EvalContext:
         self.jobs.mark_published(label, "")
 
     def weights_of(self, label: str) -> str:
-        """Digest of the weights that a checkpoint has now."""
+        """Digest of a checkpoint's current weights."""
         return self._weights[label]
 
     def open_job(self, job: Job, checkpoint: EvalCheckpoint) -> ActiveJob:

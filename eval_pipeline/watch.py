@@ -19,7 +19,7 @@ from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RUN_FILE, load_run
 
 MAX_NAMED = 5
-"""Failed evaluations that the summary names at most."""
+"""Maximum number of failed evaluations that the summary names."""
 _WAITING = {
     "waiting": "the run in {run_dir} has not been started yet; waiting for its first checkpoint (Ctrl-C ends this)",
     "stopped": "the run was stopped; waiting for it to resume (Ctrl-C ends this)",
@@ -32,7 +32,7 @@ def watch_run(context: EvalContext, recipe: str | None = None) -> int:
     """Evaluate the checkpoints of a training run until it has finished and nothing is left.
 
     Args:
-        recipe: `--recipe` as typed, which the next commands need too.
+        recipe: `--recipe` as typed, for the suggested next commands.
 
     Returns:
         0, or 1 if a job failed or there was no checkpoint to evaluate.
@@ -41,7 +41,7 @@ def watch_run(context: EvalContext, recipe: str | None = None) -> int:
         UserError: the run's record or a dataset cannot be read, or no job can run.
     """
     if not context.config.tiers.names:
-        raise UserError("the recipe's tiers name no data set, so there is nothing to evaluate; set tiers.tier1")
+        raise UserError("the recipe's tiers name no dataset, so there is nothing to evaluate; set tiers.tier1")
     require_engine(context.config)
     run_dir, results = typed_path(context.directory.of_run), typed_path(context.directory.root)
     print_line(f"Watching {run_dir} until the run has finished. Results go to {results}.")
@@ -52,8 +52,8 @@ def watch_run(context: EvalContext, recipe: str | None = None) -> int:
         warn("the run has finished without a checkpoint that can be evaluated; set trainer.save_freq and export.every")
     elif not (context.directory.of_run / BEST).exists():
         selection = context.config.selection
-        on = "the data sets of tiers.tier1" if selection.dataset is None else selection.dataset
-        warn(f"no best checkpoint was chosen, because none has results of {selection.metric} on {on}")
+        on = "the datasets of tiers.tier1" if selection.dataset is None else selection.dataset
+        warn(f"no best checkpoint was selected, because none has results for {selection.metric} on {on}")
     failed = [job for job in context.jobs.jobs() if job.state == "failed" and job.key in watcher.wanted]
     _print_summary(context, failed, len(watcher.wanted), ["--recipe", recipe] if recipe else [])
     return int(not watcher.wanted or bool(failed))
@@ -77,7 +77,7 @@ def evaluate_checkpoint(context: EvalContext, checkpoint: EvalCheckpoint, tier: 
         )
     tasks = context.add_jobs(checkpoint, tier)
     if not tasks:
-        raise UserError(f"the recipe's tiers up to {tier} name no data set; set tiers.tier{tier}")
+        raise UserError(f"the recipe's tiers up to {tier} name no dataset; set tiers.tier{tier}")
     keys = [task.key for task in tasks]
     context.jobs.retry(only=keys)
     if any(job.key in keys and job.state != "done" for job in context.jobs.jobs()):
@@ -126,7 +126,7 @@ class RunWatcher:
 
     Attributes:
         exhausted: see `TaskSource`.
-        wanted: keys of all jobs that were wanted so far.
+        wanted: keys of all jobs wanted so far.
     """
 
     def __init__(self, context: EvalContext, publisher: Publisher) -> None:
@@ -154,7 +154,7 @@ class RunWatcher:
         return self._tasks
 
     def _scan(self) -> None:
-        has_finished = self.has_finished()  # first, so that no checkpoint committed after the scan is missed
+        has_finished = self.has_finished()  # read before the scan, so that no later checkpoint is missed
         checkpoints = self._scanner.checkpoints()
         self._want([*self._add_jobs(checkpoints), *self._removed_tasks(checkpoints)])
         self._fail_removed()
@@ -167,7 +167,7 @@ class RunWatcher:
             self.exhausted = not self._context.unfinished(self._tasks)
 
     def has_finished(self) -> bool:
-        """Whether no further checkpoint will come; warns when the run waits for somebody to start or resume it.
+        """Whether no further checkpoint will come; warns if the run must be started or resumed first.
 
         Raises:
             UserError: the record cannot be read.
@@ -215,7 +215,7 @@ class RunWatcher:
         return running + done
 
     def _fail_removed(self) -> None:
-        """Fail the jobs of checkpoints that are missing for the second time: a file system may err once."""
+        """Fail the jobs of checkpoints that are missing in two consecutive scans, because a file system may err."""
         steps = {job.checkpoint: _step_of(job.checkpoint) for job in self._context.jobs.jobs()}
         missing = {
             label

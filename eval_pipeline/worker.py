@@ -19,7 +19,7 @@ from eval_pipeline.problems.problem import Problem
 from verl_ext.errors import UserError, one_line
 
 AnswerKey = tuple[str, int]
-"""Problem and index of the answer to it."""
+"""Problem and sample index of the answer."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +33,29 @@ class BatchId:
     claim: int
     """Number of the claim in this process."""
     number: int
-    """Of the batch in its job, from 0."""
+    """Index of the batch in its job, from 0."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Answers that the engine generates together, always the same ones.
+    """A fixed set of answers that the engine generates together.
 
     The composition of a batch affects the last bits of logits. After a kill, the whole batch is therefore generated
-    again, but answers that were stored are kept.
+    again, but stored answers are kept.
     """
 
     id: BatchId
     export: Path | None
     """Model directory; None if a server has the model."""
     problems: dict[str, Problem]
-    """Those of the requests, by `problem_id`."""
+    """The problems of the requests, by `problem_id`."""
     requests: tuple[GenerateRequest, ...]
     """In the order in which the engine gets them."""
     sampling: SamplingConfig
     answers: dict[AnswerKey, GeneratedAnswer] = field(default_factory=dict)
     """Stored answers."""
     judged: frozenset[AnswerKey] = frozenset()
-    """Answers that need no verdict."""
+    """Answers that already have a verdict."""
 
     @property
     def needs_engine(self) -> bool:
@@ -85,7 +85,7 @@ def split_into_batches(
 
 @dataclass(frozen=True)
 class BatchStarted:
-    """What answers and verdicts depend on; precedes the first of them, so that a kill cannot separate the two."""
+    """The context of the answers and verdicts that follow. It comes first, so that a kill cannot lose it."""
 
     batch: BatchId
     context: dict[str, object]
@@ -128,12 +128,12 @@ class BatchFailed:
 
 
 MAX_LOSSES = 3
-"""Workers that may die with one batch before its job fails, because the batch may be what kills them."""
+"""A job fails after this many workers have died with one of its batches, because the batch may be what kills them."""
 
 
 @dataclass(frozen=True)
 class BatchLost:
-    """A worker or its engine died with a batch, for this reason; another one can do it right away."""
+    """A worker or its engine died while running a batch; another worker can run it immediately."""
 
     batch: BatchId
     reason: str
@@ -200,7 +200,7 @@ class EvalWorker:
             emit(BatchFailed(batch.id, str(error)))
         except _EngineLost as error:
             emit(BatchLost(batch.id, str(error)))
-        except Exception as error:  # the job must fail, whatever it is; the worker can run other batches
+        except Exception as error:  # any error fails the job, but the worker can run other batches
             emit(BatchFailed(batch.id, one_line(error)))
 
     def _run(self, batch: Batch, emit: Emit) -> dict[str, float]:
@@ -233,8 +233,8 @@ class EvalWorker:
                         pending.submit(key, answer)
             except EngineDied as error:
                 if self._config.engine.kind == "vllm":
-                    raise _EngineLost(" ".join(str(error).split())) from error  # the last lines of its log too
-                raise  # a server is not restarted by us, so the job has to back off
+                    raise _EngineLost(" ".join(str(error).split())) from error  # with the last lines of the log
+                raise  # we do not restart servers, so the job must back off
         except BaseException:
             self._close_engine()  # the next batch starts a new one
             raise
@@ -260,7 +260,7 @@ class EvalWorker:
 
 
 class _EngineLost(Exception):
-    """vLLM died while it generated; a new process can do the batch."""
+    """vLLM died during generation; a new process can run the batch."""
 
 
 class _PendingVerdicts:

@@ -1,4 +1,4 @@
-"""The interface of inference engines: vLLM in a child process, or a running server with the OpenAI protocol."""
+"""The interface of inference engines: vLLM in a child process, or a running OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class GeneratedAnswer:
     num_tokens: int
     """New tokens, including the end-of-turn token."""
     truncated: bool
-    """Truncated at the token limit or at the model's context length."""
+    """Whether the token limit or the model's context length cut it off."""
     error: str | None = None
     """Why there is no answer; None if there is one."""
 
     @staticmethod
     def failed(reason: str) -> GeneratedAnswer:
-        """An answer with an error, caused by the prompt."""
+        """An answer with an error that the prompt caused."""
         return GeneratedAnswer("", 0, False, error=reason)
 
 
@@ -55,7 +55,7 @@ class ServedModel:
     id: str
     """The name used in requests."""
     root: str | None
-    """The directory or the name on the hub that was loaded. vLLM's server reports it, OpenAI's does not."""
+    """The directory or Hub name that the server loaded. vLLM's server reports it, OpenAI's does not."""
     max_model_len: int | None
     """Tokens of prompt and answer together. vLLM's server reports it."""
 
@@ -74,7 +74,7 @@ class ServedModel:
         )
 
     def is_loaded_from(self, export: Path) -> bool:
-        """Whether the server says that it loaded this directory; a relative path could start anywhere."""
+        """Whether the server reports that it loaded this directory. Relative paths are ambiguous and never match."""
         named = [Path(name) for name in (self.id, self.root) if name is not None]
         return any(path.is_absolute() and path.resolve() == export.resolve() for path in named)
 
@@ -117,7 +117,7 @@ class Engine(ABC):
 
         Args:
             requests: in the order in which the engine starts them.
-            sampling: sampling parameters; `num_samples` is ignored, as each request is one answer.
+            sampling: sampling parameters; `num_samples` is ignored, because each request is for one answer.
 
         Yields:
             Each request with its answer, once finished. If the prompt causes an error, the answer has an `error`.
@@ -128,7 +128,7 @@ class Engine(ABC):
 
 
 def request_seed(request: GenerateRequest, sampling: SamplingConfig) -> int | None:
-    """The seed of one answer, whichever engine generates it, with whatever other requests.
+    """The seed of one answer, independent of the engine and of other requests.
 
     Returns:
         31 bits, which every server accepts; None for a greedy answer.

@@ -1,4 +1,4 @@
-"""A running server with the OpenAI chat completions protocol. The client is imported on use."""
+"""A running server with OpenAI's chat completions API. The client is imported on use."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 10.0
 """How long a server may take to accept a connection, or to list its models."""
 NUM_RETRIES = 6
-"""Of a busy server (408, 409, 429), a failing one (5xx) or a lost connection, by the client: 0.5 s to 8 s apart, or as
-long as the server asks for, up to two minutes."""
+"""Retries by the client if the server is busy (408, 409, 429) or fails (5xx), or the connection is lost: 0.5 s to 8 s
+apart, or as long as the server asks for, up to two minutes."""
 NUM_LISTED = 10
-"""Models that a message names at most."""
+"""Maximum number of models that a message names."""
 CONTROL_PROMPT = GenerateRequest("", "What is 1 + 1?")
 """A prompt that any working server can answer."""
 REFUSALS = (400, 413, 422)
@@ -91,7 +91,7 @@ class OpenAIEngine(Engine):
                 loop.run_until_complete(loop.shutdown_asyncgens())
                 loop.close()
 
-        # in a thread, so that a caller who takes long between two answers does not let requests run into their limit
+        # in a thread, so that requests do not time out while the caller is busy between two answers
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         try:
@@ -133,7 +133,7 @@ class OpenAIEngine(Engine):
 
 
 class ServerSession:
-    """Requests one model for answers, and attributes failures to the prompt or to the server.
+    """Requests answers from one model, and attributes failures to the prompt or to the server.
 
     Args:
         model: its name on the server.
@@ -146,7 +146,7 @@ class ServerSession:
     async def answer(self, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig) -> GeneratedAnswer:
         """Request an answer.
 
-        An answer with an `error` is kept, so there is one only if the prompt is at fault: the server refuses it, or
+        An answer with an `error` is final, so it is returned only if the prompt is at fault: the server refuses it, or
         fails on it repeatedly but answers another prompt before and afterwards.
 
         Raises:
@@ -165,7 +165,7 @@ class ServerSession:
                     return await self._attribute_failure(error, client.with_options(max_retries=0), request, sampling)
         except TimeoutError as error:
             raise EngineDied(
-                f"{url} does not answer (no answer within engine.timeout_s={timeout_s:g} seconds, retries included); "
+                f"{url} does not answer (no answer within engine.timeout_s={timeout_s:g} seconds, including retries); "
                 "raise it for slow models"
             ) from error
         except (openai.APIError, ValueError) as error:
@@ -175,7 +175,7 @@ class ServerSession:
     async def _attribute_failure(
         self, error: Exception, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig
     ) -> GeneratedAnswer:
-        """The request's answer after all, or one that says why there is none; raises if the server is at fault."""
+        """Return the answer if a retry succeeds, or the error if the prompt is at fault; raise if the server is."""
         import openai
 
         if _status(error) in REFUSALS:
@@ -219,7 +219,7 @@ class ServerSession:
 def _answer_from(completion: ChatCompletion) -> GeneratedAnswer:
     from openai.types.chat import ChatCompletion
 
-    # the client returns any page that a proxy may send instead
+    # the client accepts any page that a proxy may send instead
     if not isinstance(completion, ChatCompletion) or not completion.choices or completion.usage is None:
         raise ValueError("the server's reply lacks an answer or its token count")
     choice, num_tokens = completion.choices[0], completion.usage.completion_tokens
@@ -274,7 +274,7 @@ def _list_models(config: EngineConfig) -> list[ServedModel]:
     url, key = config.base_url, _api_key(config)
     try:
         with openai.OpenAI(base_url=url, api_key=key or "EMPTY", timeout=CONNECT_TIMEOUT_S, max_retries=2) as client:
-            # parsed here, because the client takes any page for a list of models
+            # parsed here, because the client accepts any page as a list of models
             reply = client.models.with_raw_response.list()
             return [ServedModel.from_entry(entry) for entry in json.loads(reply.text)["data"]]
     except openai.APIConnectionError as error:
@@ -298,7 +298,5 @@ def _api_key(config: EngineConfig) -> str:
     """The server's key; empty if none is set."""
     key = os.environ.get(config.api_key_env, "").strip()  # a key read from a file ends with a newline
     if not key.isascii() or not key.isprintable():
-        raise UserError(
-            f"the variable {config.api_key_env} holds characters that no key has; store the key alone in it"
-        )
+        raise UserError(f"the variable {config.api_key_env} holds characters that no key has; store only the key in it")
     return key

@@ -1,6 +1,6 @@
-"""vLLM in a child process: its parent's side, and the messages between the two.
+"""vLLM in a child process: the parent's side, and the messages between parent and child.
 
-vLLM runs in a process of its own so that its death costs one batch, and the parent stays small enough to fork judges.
+vLLM runs in a separate process, so that its death costs one batch and the parent stays small enough to fork judges.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from verl_ext.paths import python_path
 POLL_S = 1.0
 """How often a silent child is checked."""
 KILL_TIMEOUT_S = 30.0
-"""How long to wait for a killed child; one that waits for a broken device or disk may never end."""
+"""How long to wait for a killed child, which may never end if it is blocked on a broken device or disk."""
 EXIT_TIMEOUT_S = 15.0
 """How long a child may take to exit by itself."""
 DEATH_TIMEOUT_S = 2.0
-"""How long it may take if it has closed the connection, which happens shortly before its end."""
+"""How long a child that has closed the connection may take to exit."""
 NUM_LOG_LINES = 12
 _HUB_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy")
 """Secrets that loading a model may need."""
@@ -79,7 +79,7 @@ class ModelLoaded:
 
 
 FinishedAnswer = tuple[int, GeneratedAnswer]
-"""An answer, with the index of its request in `Generate`. An empty list of answers says that a step was completed."""
+"""An answer, with the index of its request in `Generate`. An empty list of answers means that a step was completed."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class VllmEngine(Engine):
     """A model in a child process, which stays loaded between calls of `answers`.
 
     Greedy answers to the same list of requests are identical bit for bit on one machine with the same settings: all
-    requests are added before the first step, in order, and the prefix cache is empty at the start. Another list may
+    requests are added before the first step, in order, and the prefix cache is empty at the start. A different list may
     change logits by about 1e-6 in float32, and more in bfloat16, which changes an answer if two tokens are about
     equally likely.
 
@@ -147,7 +147,7 @@ class VllmChild:
     """The child process, its connection and its output.
 
     Args:
-        timeout_s: how long the child may be silent once its model is loaded; then it hangs.
+        timeout_s: a child that is silent for this long after loading its model counts as hung.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -156,8 +156,8 @@ class VllmChild:
         _set_send_timeout(self._connection, timeout_s)
         self._log = tempfile.TemporaryFile()
         command = [sys.executable, "-m", "eval_pipeline.engines.vllm_process", str(theirs.fileno()), str(os.getpid())]
-        # Native libraries write to standard output, so all output goes to the log. In a session of its own, the child
-        # gets no Ctrl-C and no hang-up, and everything that vLLM starts can be killed with it.
+        # Native libraries write to standard output, so all output goes to the log. The child has its own session, so
+        # that it gets no Ctrl-C and no hang-up, and everything that vLLM starts can be killed with it.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -176,7 +176,7 @@ class VllmChild:
 
     @property
     def is_open(self) -> bool:
-        """Whether `end` was not called."""
+        """Whether the connection is open; `end` closes it."""
         return not self._connection.closed
 
     def send(self, message: Any) -> None:
@@ -201,7 +201,7 @@ class VllmChild:
         Raises:
             EngineDied: the child is dead, or was silent for too long.
         """
-        # polls are counted instead of the clock, which continues while a scheduler suspends both processes
+        # count polls instead of reading the clock, which continues while a scheduler suspends both processes
         poll_s, silent_s = min(POLL_S, self._timeout_s), 0.0
         try:
             while not self._connection.poll(poll_s):
@@ -223,7 +223,7 @@ class VllmChild:
             self._log.close()
 
     def _end_within(self, seconds: float) -> None:
-        with self._ending:  # the thread that closes the child and the one that reads from it may both end it
+        with self._ending:  # the closing thread and the reading thread may both end the child
             if self._process.returncode is not None:
                 return
             deadline = time.monotonic() + seconds
@@ -231,7 +231,7 @@ class VllmChild:
                 time.sleep(0.02)
             # vLLM's workers exit by themselves, then Python's resource tracker, which frees their shared memory
             psutil.wait_procs(self._session_members(), max(0.0, deadline - time.monotonic()))
-            # before the child is reaped, so that its number cannot belong to another process
+            # kill before reaping, so that the process id cannot belong to another process
             os.killpg(self.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILL_TIMEOUT_S)
@@ -272,7 +272,7 @@ class VllmChild:
 
 
 def _set_send_timeout(connection: Connection, seconds: float) -> None:
-    """Have a send without progress for this long fail with `BlockingIOError`."""
+    """Make a send that makes no progress for this long fail with `BlockingIOError`."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         whole = int(seconds)
         timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))

@@ -1,4 +1,4 @@
-"""The child process that holds vLLM; `vllm_engine.py` starts it. Importing this module does not import vLLM."""
+"""The child process that runs vLLM; `vllm_engine.py` starts it. Importing this module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 1.0
 """Interval of heartbeats; shorter if the owner's time limit is less than four times this."""
 CPU_NICENESS = 5
-"""Niceness on a CPU, so that a training on the same cores and the judge have priority. Not more, because a checkpoint
-that waits for long may be rotated away before it is evaluated."""
+"""Niceness on a CPU, so that the judge and training on the same cores have priority. With a higher value, rotation
+might remove checkpoints before they are evaluated."""
 
 
 def main(descriptor: int, owner: int) -> None:
     """Load a model and generate until the owner closes the connection or dies.
 
     Args:
-        descriptor: of the connection to the owner.
-        owner: process id.
+        descriptor: file descriptor of the connection to the owner.
+        owner: process id of the owner.
     """
     os.set_inheritable(descriptor, False)
     for number in STOP_SIGNALS:
@@ -101,7 +101,7 @@ def _generate(connection: Connection, model: VllmModel, work: Generate, heartbea
     started = last_sent = time.monotonic()
     steps = model.generate(work.requests, work.sampling)
     for finished in steps:
-        # not in a thread: an empty list means that a step was completed
+        # not in a thread, because even an empty list must mean that a step was completed
         if finished or time.monotonic() - last_sent >= heartbeat_s:
             connection.send(finished)
             last_sent = time.monotonic()
@@ -136,7 +136,7 @@ class VllmModel:
             self._llm = LLM(**vllm_arguments(config, model, on_gpu=device != "cpu"))
         except UserError:
             raise
-        except Exception as error:  # vLLM, transformers and safetensors have no exception in common
+        except Exception as error:  # vLLM, transformers and safetensors share no exception class
             traceback.print_exc(file=sys.stderr)
             raise UserError(
                 f"vLLM cannot load {model} ({_reason(error)}); fix the model or the engine settings"
@@ -174,7 +174,7 @@ class VllmModel:
         """Answer every request.
 
         Yields:
-            After each added request, and then after each step of the engine, the answers finished in it; requests that
+            A list of finished answers after each added request, and then after each step of the engine. Requests that
             cannot be answered come first. Closing the generator aborts the rest.
         """
         engine = self._llm.llm_engine
@@ -190,7 +190,7 @@ class VllmModel:
             engine.abort_request([str(index) for index in range(len(requests))])
 
     def _add(self, index: int, request: GenerateRequest, sampling: SamplingConfig) -> GeneratedAnswer | None:
-        """Add a request to the engine; returns the answer if there can be none."""
+        """Add a request to the engine; returns a failed answer if the request cannot be answered."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -198,7 +198,7 @@ class VllmModel:
         tokens = self._tokenize(request.messages)
         if len(tokens) >= limit:
             return GeneratedAnswer.failed(
-                f"the prompt has {len(tokens)} tokens and the model takes {limit}, answer included"
+                f"the prompt has {len(tokens)} tokens, but the model takes {limit} including the answer"
             )
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -229,9 +229,9 @@ def _answer_from(output: RequestOutput) -> GeneratedAnswer:
 
 
 def _lower_priority() -> None:
-    """Let other processes on the same cores go first: this thread, the threads that it starts, and the session.
+    """Lower the priority of this thread, the threads that it starts, and the session.
 
-    If the kernel shares processor time among sessions first, niceness counts only within one (sched(7), autogroup).
+    If the kernel divides CPU time among sessions first, niceness counts only within a session (sched(7), autogroup).
     """
     os.nice(CPU_NICENESS)
     with suppress(OSError):  # the kernel has no autogroups, or the file cannot be written, which only costs speed
@@ -246,8 +246,8 @@ def vllm_arguments(config: EngineConfig, model: str, on_gpu: bool) -> dict[str, 
         on_gpu: whether vLLM runs on a GPU.
 
     Raises:
-        UserError: an unknown argument, a dtype that vLLM does not support for the model, or a model that needs code of
-            its own.
+        UserError: an argument is unknown, vLLM does not support the dtype for the model, or the model needs custom
+            code.
     """
     from vllm import EngineArgs
 
@@ -261,7 +261,7 @@ def vllm_arguments(config: EngineConfig, model: str, on_gpu: bool) -> dict[str, 
         "enforce_eager": not on_gpu,
         "seed": 0,
         "use_tqdm_on_load": False,
-        # vLLM 0.12 rewinds a request's random state after a part of its prompt, which a CPU generator does not support
+        # vLLM 0.12 rewinds a request's random state after each prompt chunk, which a CPU generator does not support
         "enable_chunked_prefill": None if on_gpu else False,
         **config.vllm,
         "model": model,
@@ -270,21 +270,21 @@ def vllm_arguments(config: EngineConfig, model: str, on_gpu: bool) -> dict[str, 
         "tensor_parallel_size": config.tensor_parallel_size,
     }
     arguments = safe_vllm_arguments(wanted)
-    # vLLM's own reading of the configuration knows every way to specify a length, including scaled positions
+    # vLLM's own parser knows every way to specify a length, including scaled positions
     model_config = EngineArgs(**arguments).create_model_config()
     dtype = pick_vllm_dtype(config.dtype, on_gpu, model_config.hf_text_config.dtype)
     if not on_gpu and "linear_attention" in (getattr(model_config.hf_text_config, "layer_types", None) or ()):
         if config.dtype not in ("auto", "bfloat16"):
             raise UserError(
-                f"vLLM computes linear attention, which {model} has, in bfloat16 alone on a CPU; set engine.dtype=auto"
+                f"{model} has linear attention, which vLLM computes only in bfloat16 on a CPU; set engine.dtype=auto"
             )
         dtype = "bfloat16"
-        arguments = {"enable_prefix_caching": False, **arguments}  # for states it needs chunked prefill
+        arguments = {"enable_prefix_caching": False, **arguments}  # caching states needs chunked prefill
     return {**arguments, "dtype": dtype, "max_model_len": min(model_config.max_model_len, config.max_model_len)}
 
 
 def _reason(error: Exception) -> str:
-    """vLLM's complaint, in one line."""
+    """vLLM's error message in one line."""
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):
@@ -297,7 +297,7 @@ def _reason(error: Exception) -> str:
 if __name__ == "__main__":
     words = child_process_args(
         "eval_pipeline.engines.vllm_process",
-        "Holds vLLM for an evaluation.",
+        "Runs vLLM for an evaluation.",
         f"{program('eval')} run --checkpoint models/mine",
         "descriptor",
         "owner",

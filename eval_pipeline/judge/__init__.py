@@ -1,4 +1,4 @@
-"""Runs and judges untrusted programs, each in a sandbox; the verdict is made outside of it.
+"""Runs untrusted programs, each in a sandbox, and judges them from outside the sandbox.
 
 with JudgeClient() as judge:
     verdict = judge.submit(Submission(program, FunctionTests("f", ("assert f(1) == 2",)))).result()

@@ -59,7 +59,7 @@ def is_right(answer: str, reference: str) -> bool:
 
     Args:
         answer: the model's whole text.
-        reference: a number as the data set writes it, or a formula for `math_verify`.
+        reference: a number as the dataset writes it, or a formula for `math_verify`.
     """
     text = _plain_text(answer)
     scaled = _scaled_text(text)

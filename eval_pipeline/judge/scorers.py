@@ -20,22 +20,22 @@ RUNS_ANSWERS = frozenset(
         "string_insertion",
     }
 )  # fmt: skip
-"""Data sets whose scorer evaluates the answer or the entry as Python, directly or by sympy. Neither may run here."""
+"""Datasets whose scorer evaluates the answer or the entry as Python, directly or by sympy. Neither may run here."""
 NEEDS = {"zebra_puzzles": "pycosat"}
-"""A package without wheels, which one data set needs, and which reasoning_gym imports for all of them."""
+"""A package without wheels, which one dataset needs, and which reasoning_gym imports for all of them."""
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @cache
 def require_scorer(task: str) -> None:
-    """Refuse a data set that reasoning_gym does not have, or whose scorer would run what a model wrote.
+    """Refuse a dataset that reasoning_gym does not have, or whose scorer would run what a model wrote.
 
     Raises:
         UserError: why, and what to do instead.
     """
     known = _gym().factory.DATASETS
     if task not in known:
-        raise UserError(f"reasoning_gym has no data set {task!r}; use one of {', '.join(sorted(known))}")
+        raise UserError(f"reasoning_gym has no dataset {task!r}; use one of {', '.join(sorted(known))}")
     if task in RUNS_ANSWERS:
         raise UserError(f"the scorer of {task} runs answers or entries as Python, unprotected; use another task")
     if task in NEEDS and not hasattr(sys.modules.get(NEEDS[task]), "__file__"):
@@ -47,8 +47,8 @@ def score(answer: str, task: str, entry: str) -> float:
 
     Args:
         answer: a model's whole text; see `final_answer`.
-        task: name of the data set.
-        entry: the data set's entry as JSON.
+        task: name of the dataset.
+        entry: the dataset's entry as JSON.
 
     Raises:
         UserError: see `require_scorer`.

@@ -63,7 +63,7 @@ def main() -> None:
     [words] = child_process_args(
         "eval_pipeline.judge.server",
         "Owns the sandboxes that programs are judged in.",
-        f"{program('judge')} --dataset humaneval --answers answers.jsonl --output verdicts.jsonl",
+        f"{program('judge')} --dataset human-eval --answers answers.jsonl --output verdicts.jsonl",
         "options",
     )
     options = json.loads(words)

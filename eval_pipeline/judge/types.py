@@ -55,10 +55,10 @@ class ReferenceAnswer:
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """An entry of a data set of reasoning_gym, whose own scorer must give an answer 1."""
+    """An entry of a dataset of reasoning_gym, whose own scorer must give an answer 1."""
 
     task: str
-    """Name of the data set, such as needle_haystack."""
+    """Name of the dataset, such as needle_haystack."""
     entry: str
     """The entry as JSON: `question`, `answer` and `metadata`."""
 

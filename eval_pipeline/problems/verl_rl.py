@@ -67,7 +67,7 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
 
     A mapping, or its JSON, with `entry_point` and `tests` (a list of Python sources; optionally `preamble` and
     `code_prompt`) describes a function; one with `inputs` and `outputs` (verl's format for code; optionally
-    `tolerance`) a program; one with `reasoning_gym` and `entry` an entry of that data set. Any other text or number is
+    `tolerance`) a program; one with `reasoning_gym` and `entry` an entry of that dataset. Any other text or number is
     the correct answer itself; a JSON string stands for its content.
 
     Raises:

@@ -104,7 +104,7 @@ def _compare(
     if not comparisons:
         raise UserError(
             f"{baseline.label} was evaluated on {', '.join(baseline.datasets) or 'nothing'} and {best.label} on "
-            f"{', '.join(best.datasets) or 'nothing'}; evaluate both on a common data set"
+            f"{', '.join(best.datasets) or 'nothing'}; evaluate both on a common dataset"
         )
     return comparisons
 
@@ -161,7 +161,7 @@ def _caveats(
     if num_checkpoints > 1 and chosen_on:
         yield (
             f"The checkpoint was selected by its results on {_listed(chosen_on)}. Its lead there is therefore biased "
-            "upwards and p is too small; other data sets have no such bias."
+            "upwards and p is too small; other datasets have no such bias."
         )
     differing = [name for name in comparisons if _conditions(baseline, name) != _conditions(best, name)]
     if differing:

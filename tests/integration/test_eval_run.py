@@ -265,7 +265,7 @@ BAD_INPUT = [
     (("run", "--checkpoint", "{model}", "sampling.max_token=3"), "did you mean 'sampling.max_tokens'?"),
     (("run", "--checkpoint", "{model}", "--limit", "0"), "is not a whole number of 1 or more"),
     (("run", "--checkpoint", "{model}", "--output", "{root}/bad.jsonl"), "cannot use the ledger"),
-    (("run", "--checkpoint", "{model}", "tiers.tier1=[]"), "name no data set"),
+    (("run", "--checkpoint", "{model}", "tiers.tier1=[]"), "name no dataset"),
     (("watch", "{root}/none"), "is not a directory"),
     (("status", "{root}"), "holds no evaluation"),
     (("retry", "{root}/none"), "holds no evaluation"),
@@ -343,7 +343,7 @@ def test_answers_from_file_are_judged_in_order(judging: tuple[str, ...], tmp_pat
     [
         ('{"problem_id": "add", "answer": "x"}\n{"problem_id": "ad", "answer": "x"}', "line 2: .* no problem 'ad'"),
         ('{"problem_id": "add", "answer": "x"}\n{"problem_id": "add"', "line 2 is not JSON"),
-        ('{"problem_id": "add"}', "line 1 lacks `problem_id` or `answer` as text"),
+        ('{"problem_id": "add"}', "line 1 lacks `problem_id` or a text `answer`"),
         ('{"problem_id": "add", "answer": 3}', "line 1 lacks `problem_id` or `answer`"),
         ("[]", "line 1 lacks `problem_id` or `answer`"),
         ("\n\n", "holds no answers"),
@@ -369,4 +369,4 @@ def test_rejects_unknown_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     with pytest.raises(SystemExit) as end:
         main(["judge", "--dataset", "none", "--answers", str(tmp_path / "a"), "--output", str(tmp_path / "b")])
-    assert_one_error(end.value.code, *capsys.readouterr(), "no data set 'none'")
+    assert_one_error(end.value.code, *capsys.readouterr(), "no dataset 'none'")

@@ -91,7 +91,7 @@ def killed_early(run_dir: Path) -> None:
         (
             killed_in_the_middle_of_a_save,
             *(2, 4, 1),
-            [("tracker", "is empty"), ("global_step_6", "optim_world_size_2_rank_1.pt is cut short")],
+            [("tracker", "is empty"), ("global_step_6", "optim_world_size_2_rank_1.pt is truncated")],
         ),
         (killed_early, 1, 2, 0, []),
     ],

@@ -18,16 +18,10 @@ MOST_FILES = {
     "Start of SFT": 25,
     "One step of SFT": 4,
     "One step of GRPO": 13,
-    "One step of the budget controller": 17,
     "One evaluated checkpoint": 18,
     "One judged answer": 20,
     "One save": 8,
     "One resume": 8,
-    "One row of metrics": 5,
-    "Rules in the loop": 8,
-    "A plan": 6,
-    "An evaluation of a controller": 7,
-    "From a line of metrics.jsonl to a drawn point": 7,
 }
 
 

@@ -83,20 +83,20 @@ def test_verify_lists_damage_and_exits_1(run_dir: Path) -> None:
     output = checkpoint_command("verify", run_dir)
     *lines, last = output.splitlines()
     assert [line.partition(":")[0] for line in lines] == [f"global_step_{n}" for n in (40, 30, 20, 10)]
-    assert last == "Verified: 4 of 4 checkpoints are whole"
-    assert output.count("every digest is right") == 4
+    assert last == "Verified: 4 of 4 checkpoints are undamaged"
+    assert output.count("every digest is correct") == 4
     model = run_dir / "global_step_30" / NAMES[0]
     flipped = bytearray(model.read_bytes())
     flipped[0] ^= 1
     model.write_bytes(flipped)  # of the same size, so that only the digest differs
     output = checkpoint_command("verify", run_dir, code=1)
     assert "global_step_30: damaged or incomplete\n  " + NAMES[0] + " has the digest " in output
-    assert output.count("every digest is right") == 3 and output.endswith("Verified: 3 of 4 checkpoints are whole\n")
+    assert output.count("every digest is correct") == 3 and "Verified: 3 of 4 checkpoints" in output
     assert checkpoint_command("verify", run_dir, "--step", 10, 40).count("\n") == 3
     (run_dir / "global_step_50").mkdir()
     assert "never completed" in checkpoint_command("verify", run_dir, "--step", 50, code=1)
     os.rename(run_dir / "global_step_10", run_dir / "global_step_11")
-    assert "manifest is that of step 10" in checkpoint_command("verify", run_dir, "--step", 11, code=1)
+    assert "manifest belongs to step 10" in checkpoint_command("verify", run_dir, "--step", 11, code=1)
 
 
 def test_prune_follows_configuration_and_options(run_dir: Path) -> None:
@@ -137,7 +137,7 @@ def test_prune_removes_leftovers_of_interrupted_saves(run_dir: Path) -> None:
     entries = {entry["step"] for entry in json.loads(checkpoint_command("ls", run_dir, "--json"))}
     assert entries == {5, 20, 40, 45, 50}
     checkpoint_command("prune", run_dir, "--step", 20, "--yes")
-    assert len(list(run_dir.glob("global_step_*"))) == 4  # --step names all that goes
+    assert len(list(run_dir.glob("global_step_*"))) == 4  # --step does not remove leftovers
     told = checkpoint_command("prune", run_dir, "--dry-run")
     assert all(name in told for name in names) and "This frees 2.9 KiB" in told
     told = checkpoint_command("prune", run_dir, "--yes")
@@ -154,7 +154,7 @@ def test_prune_drops_optimizer_of_best_checkpoint(run_dir: Path) -> None:
     )
     save(run_dir, 50)  # now 20 is kept only as the best
     assert "rotation would drop its optimizer" in checkpoint_command("ls", run_dir)
-    assert "global_step_20, its optimizer alone" in checkpoint_command("prune", run_dir, "--yes")
+    assert "global_step_20 (optimizer only)" in checkpoint_command("prune", run_dir, "--yes")
     assert kept(run_dir) == [20, 30, 40, 50]
     assert Manifest.read(run_dir / "global_step_20").dropped == ("optimizer",)
     assert "complete, without optimizer" in checkpoint_command("ls", run_dir)
@@ -166,11 +166,11 @@ def test_prune_by_step_rejects_held_checkpoints_with_fix(run_dir: Path) -> None:
     keep.touch()
     choice.write_text('{"step": 20}')
     assert f"delete {keep} first" in checkpoint_command("prune", run_dir, "--step", 30, 10, "--yes", code=2)
-    assert f"is what {choice} names" in checkpoint_command("prune", run_dir, "--step", 20, "--yes", code=2)
+    assert f"{choice} names global_step_20" in checkpoint_command("prune", run_dir, "--step", 20, "--yes", code=2)
     assert "would resume from" in checkpoint_command("prune", run_dir, "--step", 40, "--yes", code=2)
     with hold_lease(run_dir / "global_step_30"):
         message = checkpoint_command("prune", run_dir, "--step", 30, "--yes", code=2)
-    assert f"is read by process {os.getpid()}" in message
+    assert f"is being read by process {os.getpid()}" in message
     assert kept(run_dir) == [10, 20, 30, 40]
     keep.unlink()
     checkpoint_command("prune", run_dir, "--step", 10, 30, "--yes")
@@ -224,8 +224,8 @@ def test_bad_input_prints_one_sentence_and_exits_2(run_dir: Path, tmp_path_facto
         "is not a directory": ("ls", empty / "none"),
         "holds no checkpoint": ("verify", empty),
         "is a checkpoint; name the directory of its run": ("prune", run_dir / "global_step_10"),
-        "no checkpoint of step 11; there are 40, 30, 20, 10": ("verify", run_dir, "--step", 11),
-        "--step names all that goes": ("prune", run_dir, "--step", 10, "--keep-best", 1),
+        "no checkpoint of step 11; available steps: 40, 30, 20, 10": ("verify", run_dir, "--step", 11),
+        "--step cannot be combined": ("prune", run_dir, "--step", 10, "--keep-best", 1),
         "'0' is not a whole number of 1 or more": ("prune", run_dir, "--max-to-keep", 0),
     }
     for message, words in cases.items():

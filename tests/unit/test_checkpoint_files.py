@@ -81,7 +81,7 @@ def test_stale_tracker_is_ignored_unless_edited_by_user(tmp_path: Path) -> None:
     os.utime(tracker, (saved - 5, saved - 5))  # as the save of step 10 left it
     found, warnings = find(tmp_path)
     assert found == newer
-    assert "global_step_20 was completed after it" in warnings[0]
+    assert "global_step_20 was completed later" in warnings[0]
     os.utime(tracker, (saved + 5, saved + 5))  # as a user's editor left it
     assert find(tmp_path) == (older, [])
 

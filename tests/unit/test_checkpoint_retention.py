@@ -156,7 +156,7 @@ def test_failed_removal_warns_and_others_are_removed(tmp_path: Path) -> None:
     removed = rotate(tmp_path, *retention(1), 3, warnings.append)
     assert [path.name for path in removed] == ["global_step_2"]
     assert kept(tmp_path) == [1, 3]
-    assert any("global_step_1 could not be removed" in warning for warning in warnings)
+    assert any("global_step_1 could not be cleaned up" in warning for warning in warnings)
 
 
 def test_interrupted_removal_is_finished(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_lease_taken_after_planning_is_respected(tmp_path: Path) -> None:
     with hold_lease(tmp_path / "global_step_2"):
         assert apply_plan(plan, warnings.append) == [tmp_path / "global_step_1"]
     assert kept(tmp_path) == [2, 3]
-    assert f"stays for now, because leased by process {os.getpid()}" in warnings[0]
+    assert f"is kept for now, because leased by process {os.getpid()}" in warnings[0]
 
 
 def test_lease_is_live_until_expired_or_holder_dead(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ def test_complete_verl_checkpoint_is_found_and_described(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda path: cut(path / "optim_world_size_2_rank_1.pt", 0.5), "optim_world_size_2_rank_1.pt is cut short"),
-        (lambda path: cut(path / "data.pt", 0), "data.pt is cut short"),
+        (lambda path: cut(path / "optim_world_size_2_rank_1.pt", 0.5), "optim_world_size_2_rank_1.pt is truncated"),
+        (lambda path: cut(path / "data.pt", 0), "data.pt is truncated"),
         (lambda path: (path / "model_world_size_2_rank_1.pt").unlink(), "model_world_size_2_rank_1.pt is missing"),
         (remove_data_and_optimizer, "it has no data.pt, which verl writes last"),
         (keep_only_extra_state_of_rank_0, "model_world_size_2_rank_0.pt is missing"),
@@ -105,7 +105,7 @@ def test_newer_verl_save_precedes_stale_tracker(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("10")
     os.utime(tmp_path / TRACKER, (2, 2))  # verl was killed between data.pt and the tracker
     found, warnings = find(tmp_path)
-    assert found == newer and "global_step_20 was completed after it" in warnings[0]
+    assert found == newer and "global_step_20 was completed later" in warnings[0]
 
 
 def test_verl_checkpoint_without_optimizer_needs_model_only_load(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_commands_label_verl_checkpoints(tmp_path: Path) -> None:
     lines = {line.split()[0]: line for line in checkpoint_command("ls", tmp_path).splitlines()}
     assert "complete, written by verl itself  " in lines["10"] and lines["10"].endswith("verl itself wrote it")
     assert "complete, written by verl itself, without optimizer, without extra" in lines["20"]
-    assert "incomplete, written by verl itself: its file data.pt is cut short" in lines["30"]
+    assert "incomplete, written by verl itself: its file data.pt is truncated" in lines["30"]
     assert [entry["written_by_verl"] for entry in json.loads(checkpoint_command("ls", tmp_path, "--json"))] == [
         True,
         True,
@@ -160,7 +160,7 @@ def test_commands_label_verl_checkpoints(tmp_path: Path) -> None:
         True,
     ]
     verified = checkpoint_command("verify", tmp_path, code=1)
-    assert "global_step_10: complete, 9 files" in verified and "but every checksum is right" in verified
+    assert "global_step_10: complete, 9 files" in verified and "but every checksum is correct" in verified
     assert "global_step_30: damaged or incomplete\n  data.pt is damaged (File is not a zip file)" in verified
     checkpoint_command("prune", tmp_path, "--max-to-keep", 1, "--yes")
     assert kept(tmp_path) == [10, 15, 20, 30]
@@ -182,7 +182,7 @@ def test_export_needs_model_configuration(tmp_path: Path) -> None:
     checkpoint = save_as_verl(tmp_path, 10)
     shutil.rmtree(checkpoint / "huggingface")
     message = checkpoint_command("export", tmp_path, "--output", tmp_path / "model", code=2)
-    assert "has no huggingface/config.json; copy it there" in message
+    assert "has no huggingface/config.json; copy it and the tokenizer" in message
 
 
 def test_renamed_verl_checkpoint_is_rejected(tmp_path: Path) -> None:

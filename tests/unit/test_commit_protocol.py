@@ -90,7 +90,7 @@ def test_save_removes_leftovers_then_checks_space(
     trainer.checkpoint_manager.wait()
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
     free_while_clean = 1000
-    with pytest.raises(UserError, match=r"^global_step_2 cannot be saved: it takes .*, then run the same command"):
+    with pytest.raises(UserError, match=r"^global_step_2 cannot be saved: it needs .*, then run the same command"):
         trainer.save_checkpoint(2)
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
     assert why_incomplete(tmp_path / "global_step_1") is None
@@ -128,7 +128,7 @@ def test_manifest_drops_optimizer_before_files_are_deleted(tmp_path: Path, monke
         patch.setattr(Path, "unlink", refuse)
         rotate(tmp_path, *retention(1, keep_best=1, drop_optimizer_of_best=True), 2, warnings.append)
     best = tmp_path / "global_step_1"
-    assert "global_step_1 could not be removed" in warnings[0]
+    assert "global_step_1 could not be cleaned up" in warnings[0]
     assert all((best / name).exists() for name in OPTIMIZER)
     assert Manifest.read(best).dropped == ("optimizer",) and why_incomplete(best) is None
 
@@ -153,4 +153,4 @@ def test_crash_during_export_leaves_checkpoint_without_export(tmp_path: Path, mo
     rebuild_export(checkpoint, None, "bf16", 1.0)
     assert weights in Manifest.read(checkpoint).files and why_incomplete(checkpoint) is None
     write_manifest(checkpoint, replace(Manifest.read(checkpoint), step=2))
-    assert why_incomplete(checkpoint) == "its manifest is that of step 2"
+    assert why_incomplete(checkpoint) == "its manifest belongs to step 2"

@@ -128,7 +128,7 @@ def test_error_in_recipe_file_names_the_file(tmp_path: Path) -> None:
         ("trainer.seed", -1, "whole number from 0 to 2147483647"),
         ("data.num_workers", -1, "whole number from 0 to 256"),
         ("trainer.default_local_dir", " ", "is empty"),
-        ("trainer.experiment_name", "", "is empty; give the run's name"),
+        ("trainer.experiment_name", "", r"is empty; set it \(Run name"),
         ("trainer.default_hdfs_dir", "hdfs://x", "has no effect"),
         ("optim.lr_scheduler_type", "cosine", "set optim.lr_scheduler"),
         ("trainer.checkpoint.save_contents", ["optimizer"], "lacks 'model'"),
@@ -230,7 +230,7 @@ def test_data_and_model_are_checked_before_torchrun(quickstart: Path, tmp_path: 
         f"data.train_files={tmp_path}/chats.txt": r"not a readable parquet file.*\.parquet, \.jsonl",
         "data.multiturn.messages_key=chat": "no column 'chat'.*its columns are messages",
         "data.multiturn.enable=false": "no column 'question'",
-        "data.train_batch_size=501": "fewer than one global batch",
+        "data.train_batch_size=501": "fewer than one global batch of 501; set data.train_batch_size=496$",
         "data.train_files=[]": "is empty",
     }.items():
         with pytest.raises(UserError, match=names):
@@ -242,6 +242,28 @@ def test_data_and_model_are_checked_before_torchrun(quickstart: Path, tmp_path: 
     }.items():
         with pytest.raises(UserError, match=names):
             check_model(with_data(quickstart, f"model.partial_pretrain={path}"))
+
+
+@pytest.mark.parametrize(
+    ("batch", "mini_batch", "ranks", "fix"),
+    [
+        (512, 512, 3, "set data.train_batch_size=498 actor.ppo_mini_batch_size=498"),
+        (512, 128, 2, "set data.train_batch_size=384"),
+        (512, None, 3, "set data.train_batch_size=498"),
+        (1024, None, 512, "give at least 512, one per data-parallel rank, and set data.train_batch_size=512"),
+    ],
+)
+def test_small_data_set_error_suggests_working_values(
+    quickstart: Path, batch: int, mini_batch: int | None, ranks: int, fix: str
+) -> None:
+    words = [f"data.train_files={quickstart}/train.parquet", "data.val_files=[]", "data.eval_every_steps=0"]
+    config = with_batches(load_config("grpo", words), batch, mini_batch)
+    config.data.prompt_key, config.trainer.n_gpus_per_node = "messages", ranks
+    with pytest.raises(UserError) as refused:
+        check_data(config)
+    assert str(refused.value).endswith(f"fewer than one global batch of {batch}; {fix}")
+    with_batches(config, *(int(each) for each in re.findall(r"=(\d+)", fix)), *([mini_batch] * (fix.count("=") < 2)))
+    config.check_ranks(ranks)
 
 
 HUB_NAMES = ("gpt2", "Qwen/Qwen2.5-0.5B", "distil-bert_base.v1")

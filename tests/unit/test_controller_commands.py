@@ -122,7 +122,7 @@ def test_scores_of_another_model_are_rejected(saved: Path, tmp_path: Path) -> No
         other.model.model.language_model.embed_tokens.weight[0, 0] += 1
     save_importance(path, measure_importance(other, [question(0)]), other)
     assert set(load_importance(path, other)) == {1, 2, 3}
-    with pytest.raises(UserError, match="is of another model"):
+    with pytest.raises(UserError, match="belongs to another model"):
         load_importance(path, adapter)
     path.write_text(json.dumps({str(block): 1.0 for block in range(1, 7)}))
     with pytest.raises(UserError, match="scores of 6 blocks, and this model has 4"):

@@ -285,7 +285,7 @@ def hang(release: threading.Event) -> Reply:
 def test_timeout_includes_retries(server: Server) -> None:
     release = threading.Event()
     server.reply = lambda body: hang(release)
-    with pytest.raises(EngineDied, match="engine.timeout_s=0.5 seconds, retries included"):
+    with pytest.raises(EngineDied, match="engine.timeout_s=0.5 seconds, including retries"):
         ask(server, [REQUEST], timeout_s=0.5)
     release.set()
     assert len(server.asked) == 1

@@ -159,7 +159,7 @@ def test_run_evaluates_datasets_up_to_given_tier(
     (tmp_path / "none.yaml").write_text("datasets: {}\n")
     with pytest.raises(SystemExit, match="2"):
         main([*words, *([] if tier is None else ["--tier", tier])])
-    assert f"tiers up to {tier or 1} name no data set; set tiers.tier{tier or 1}" in capsys.readouterr().err
+    assert f"tiers up to {tier or 1} name no dataset; set tiers.tier{tier or 1}" in capsys.readouterr().err
 
 
 def test_limit_samples_each_dataset_and_is_reported(
@@ -209,7 +209,7 @@ def test_incomplete_result_is_marked_and_evaluated_again(tmp_path: Path, capsys:
         for path in (context.directory.results_of("step_10") / "metrics.json", run_dir / "best_checkpoint.json"):
             assert json.loads(path.read_text())["incomplete"] == missing
         said = capsys.readouterr().err
-        assert ("few is incomplete: 1 answers" in said) == ("best checkpoint by results" in said) == bool(missing)
+        assert ("few is incomplete: 1 answers" in said) == ("best checkpoint, but its results" in said) == bool(missing)
         with pytest.raises(SystemExit, match="0"):
             main(["retry", str(run_dir)])
         assert publisher.publish([task]) == set()
@@ -293,7 +293,7 @@ def test_failed_evaluations_are_reported_at_end(
     context = context_of(tmp_path, "max_attempts=1", "tier2_every=1")
     assert watch_run(context) == 1
     printed = capsys.readouterr()
-    assert "no best checkpoint was chosen" in printed.err
+    assert "no best checkpoint was selected" in printed.err
     lines = printed.out.splitlines()
     assert "Finished: evaluation of run" in lines
     [failed] = [line.split() for line in lines if line.startswith("  failed ")]

@@ -201,7 +201,7 @@ def test_bad_row_is_rejected_with_line_and_key(tmp_path: Path, format: str, row:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "apps"}, "format of the data set d is 'apps'; use one of quickstart, humaneval"),
+        ({"format": "apps"}, "format of the dataset d is 'apps'; use one of quickstart, humaneval"),
         ({"path": "none.jsonl"}, "cannot read the problems file .*none.jsonl"),
         ({"path": "none.parquet"}, "cannot read the problems file .*none.parquet"),
         ({"limit": 0}, "limit is 0"),

@@ -168,9 +168,9 @@ def test_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("wandb=${batch_size}", "wandb is 64; it must be true or false"),
         ("selection.metric=exec_succes_rate", "did you mean 'exec_success_rate'?"),
         ("selection.metric=accuracy", "use one of num_problems, exec_success_rate, "),
-        ("selection.metric='<rate>_low'", "which no evaluation of this recipe has"),
+        ("selection.metric='<rate>_low'", "which no evaluation of this recipe reports"),
         ("selection.metric=pass_at_5", "pass_at_<k> needs sampling.num_samples of k or more"),
-        ("selection.metric=num_samples", "which no evaluation of this recipe has"),
+        ("selection.metric=num_samples", "which no evaluation of this recipe reports"),
         ("selection.metric=cost_per_solved_tokens", "set selection.mode=min"),
     ],
 )
@@ -295,7 +295,7 @@ def test_recipe_can_be_restricted_to_datasets() -> None:
     assert recipe.datasets_up_to(3) == [("mbpp", 1), ("humaneval", 3)]
     chosen_by_another = load_eval_config("phase1", ["selection.dataset=mbpp"])
     assert restrict_datasets(chosen_by_another, {"humaneval"}).datasets_up_to(3) == [("humaneval", 3)]
-    with pytest.raises(UserError, match="none of the evaluated data sets .gone.; .* --recipe"):
+    with pytest.raises(UserError, match="none of the evaluated datasets .gone.; .* --recipe"):
         restrict_datasets(recipe, {"gone"})
 
 

@@ -169,7 +169,7 @@ def test_report_names_different_settings(tmp_path: Path, monkeypatch: pytest.Mon
 def test_incomparable_models_are_rejected(tmp_path: Path) -> None:
     evaluate(tmp_path / "a", None, 0.2, "x")
     evaluate(tmp_path / "a", 10, 0.8, "y")
-    with pytest.raises(UserError, match="evaluate both on a common data set"):
+    with pytest.raises(UserError, match="evaluate both on a common dataset"):
         report(tmp_path / "a", [])
     evaluate(tmp_path / "b", None, 0.2, "x")
     evaluate(tmp_path / "b", 10, 0.8, "x", problems=39)

@@ -264,8 +264,8 @@ def test_lost_batch_is_retried_with_message(capsys: pytest.CaptureFixture[str]) 
     lost = [BatchLost(batches[0].id, "vLLM died"), BatchLost(batches[1].id, "the process died")]
     assert worker.receive() == lost and worker.has_room_for(Path("other"))
     told = capsys.readouterr().err
-    assert "vLLM died; its batch is repeated, at most 2 times" in told
-    assert "the process died; its work is repeated, at most 2 times" in told
+    assert "vLLM died; retrying its batch, at most 2 times" in told
+    assert "the process died; retrying its work, at most 2 times" in told
 
 
 class ScriptedWorker(PoolWorker):

@@ -47,7 +47,7 @@ def test_missing_answer_is_api_error(judge: Judge, tmp_path: Path) -> None:
 def test_rejects_non_text_answer(judge: Judge) -> None:
     """The message names the line and the keys."""
     code, error = judge([RIGHT, {"problem_id": "p", "answer": 5}])
-    assert code == 2 and "line 2" in error and "`problem_id` or `answer`" in error
+    assert code == 2 and "line 2" in error and "`problem_id` or a text `answer`" in error
 
 
 def test_rejects_unknown_id_with_suggestion(judge: Judge, tmp_path: Path) -> None:

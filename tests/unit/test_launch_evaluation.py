@@ -179,7 +179,7 @@ def test_accepts_valid_recipe(recipe: Path) -> None:
         ("datasets: {d: {format: quickstart, path: MINE}}", "mine.yaml, line 1"),
         ("datasets: {d: {format: quick, path: org/name}}", "datasets.d.format is 'quick'"),
         ("selection: {metric: accuracy}", "selection.metric is 'accuracy'"),
-        ("tiers: {tier1: []}", "name no data set"),
+        ("tiers: {tier1: []}", "name no dataset"),
         ("batch_sizes: 3", "batch_size"),
         (
             "engine: {kind: openai, base_url: 'http://localhost:1/v1'}",

@@ -1,4 +1,4 @@
-"""Data of the user's in JSON or CSV: where it is converted to, what is validated on, and what is prepared beside it."""
+"""The user's data in JSON or CSV: where it is converted to, what is used for validation, and what else is prepared."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ def conversions(config: RunConfig) -> list[list[str]]:
         (["data.val_files={val}"], "converted"),
     ],
 )
-def test_validation_set(repository: Path, words: list[str], validates: str | None) -> None:
-    """It is taken from the training data unless it is given where they are: on the command line, or in the recipe."""
+def test_validation_data_default_to_split_of_training_data(
+    repository: Path, words: list[str], validates: str | None
+) -> None:
+    """Unless the command line or the recipe names validation data for the user's files."""
     train, val = write(repository / "mine.jsonl"), write(repository / "held out.jsonl")
     data = f"data:\n  train_files: {train}\n  multiturn: {{enable: true}}\n"
     (repository / "r.yaml").write_text(data)
@@ -87,9 +89,7 @@ def test_validation_set(repository: Path, words: list[str], validates: str | Non
     assert config.data.multiturn.enable and not (repository / "data").exists(), "nothing is written yet"
 
 
-def test_files_are_converted_once_and_again_when_they_change(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_converted_once_and_again_after_changes(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(repository / "mine.jsonl")
     words = (f"data.train_files={path}", "model.partial_pretrain=elsewhere", "eval.recipe=humaneval")
     first = launched(*words)
@@ -108,7 +108,7 @@ def test_files_are_converted_once_and_again_when_they_change(
     assert not Path("data/quickstart").exists()
 
 
-def test_a_converted_file_is_read_only_if_its_size_or_time_changed(repository: Path) -> None:
+def test_converted_file_is_reread_only_if_size_or_time_changed(repository: Path) -> None:
     def converted() -> str:
         """What another process reads."""
         words = [sys.executable, "-m", "verl_ext.launch", "sft", "--print-config", "data.train_files=mine.jsonl"]
@@ -125,7 +125,7 @@ def test_a_converted_file_is_read_only_if_its_size_or_time_changed(repository: P
     assert converted() != first
 
 
-def test_several_files_with_columns_of_the_users(repository: Path) -> None:
+def test_converts_several_files_with_custom_columns(repository: Path) -> None:
     write(repository / "a.jsonl", [{"ask": "a", "say": "r"}, {"ask": "b", "say": "r"}])
     (repository / "b.csv").write_text("ask,say\nc,r\n")
     config = launched("data.train_files=[a.jsonl,b.csv]", "data.prompt_key=ask", "data.response_key=say")
@@ -134,8 +134,8 @@ def test_several_files_with_columns_of_the_users(repository: Path) -> None:
     assert json.loads(Path(config.data.train_files).with_name("prepared.json").read_text())["counts"]["read"] == 3
 
 
-def test_parquet_beside_json_keeps_its_place_or_is_converted_too(repository: Path) -> None:
-    """Where the parquet file has a question and an answer, its columns are not those of the converted file."""
+def test_parquet_next_to_json_is_used_directly_or_converted(repository: Path) -> None:
+    """If the parquet file has question and answer columns, these differ from the columns of the converted file."""
     write(repository / "mine.jsonl")
     words = ("data.train_files=p.parquet", "data.val_files=mine.jsonl")
     assert launched(*words).data.train_files == "p.parquet"
@@ -147,7 +147,7 @@ def test_parquet_beside_json_keeps_its_place_or_is_converted_too(repository: Pat
         launched(*words, "data.multiturn.enable=false", "data.prompt_dict_keys=[a]")
 
 
-def test_prompts_of_the_stage_grpo(repository: Path) -> None:
+def test_converts_prompts_for_grpo(repository: Path) -> None:
     path = write(repository / "mine.jsonl", [{"ask": row["prompt"], "answer": row["answer"]} for row in PROMPTS])
     config = launched(f"data.train_files={path}", "data.prompt_key=ask", stage="grpo")
     [words] = conversions(config)
@@ -156,9 +156,7 @@ def test_prompts_of_the_stage_grpo(repository: Path) -> None:
     assert is_prepared(words) and Path(config.data.val_files).is_file()
 
 
-def test_a_file_is_also_looked_for_where_the_command_was_typed(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_also_searched_in_caller_directory(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(repository.parent))
     path = write(repository.parent / "mine.jsonl")
     [words] = conversions(launched("data.train_files=mine.jsonl"))
@@ -181,10 +179,10 @@ def test_a_file_is_also_looked_for_where_the_command_was_typed(
         (["recipe=budget_vlm"], ["vqa"]),
     ],
 )
-def test_only_what_is_used_is_prepared(
+def test_only_used_data_are_prepared(
     repository: Path, words: list[str], names: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The recipes gsm8k and quickstart make what their evaluation asks."""
+    """The recipes gsm8k and quickstart also prepare what their evaluation needs."""
     config = launched(*(word.format(train=write(repository / "mine.jsonl")) for word in words))
     needed = needed_commands(config)
     assert [command.split()[0] for command in needed] == names
@@ -192,7 +190,7 @@ def test_only_what_is_used_is_prepared(
     assert all(command in printed for command in config.prepare if command not in needed)
 
 
-def test_every_recipe_uses_what_it_prepares() -> None:
+def test_every_recipe_uses_all_it_prepares() -> None:
     for path in sorted((ROOT / "recipes").glob("[sg]*/*.yaml")):
         config = launched(f"recipe={path}", stage=path.parent.name)
         assert needed_commands(config) == list(config.prepare), path

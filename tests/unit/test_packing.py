@@ -1,4 +1,4 @@
-"""Who shares a forward pass with whom: every sample once, within the budget, and as much for each rank."""
+"""Assignment of samples to micro-batches: every sample once, within the token budget, and balanced over ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def all_rows(shares: RankMicroBatches) -> list[int]:
     return sorted(row for share in shares for group in share for row in group)
 
 
-def test_first_fit_decreasing_fills_bins_in_the_order_of_length() -> None:
+def test_first_fit_decreasing_fills_bins_by_length() -> None:
     assert first_fit_decreasing(np.array([4, 8, 1, 4, 2, 1]), 10) == [[1, 4], [0, 3, 2, 5]]
     assert first_fit_decreasing(np.array([12, 3]), 10) == [[0], [1]]  # too long for any: alone
 
 
-def test_first_fit_decreasing_is_near_the_fewest_bins_there_can_be() -> None:
+def test_first_fit_decreasing_is_near_optimal() -> None:
     lengths = lengths_like_code(2000)
     bins = first_fit_decreasing(lengths, 2048)
     assert sorted(sum(bins, [])) == list(range(2000))
@@ -37,14 +37,14 @@ def test_first_fit_decreasing_is_near_the_fewest_bins_there_can_be() -> None:
     assert len(bins) <= 1.01 * lengths.sum() / 2048 + 1
 
 
-def test_filling_evenly_leaves_no_bin_empty() -> None:
+def test_fill_evenly_leaves_no_bin_empty() -> None:
     bins = fill_evenly(np.array([100.0, 1.0, 1.0, 1.0]), 4)
     assert sorted(map(len, bins)) == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("budget", [1024, 2048, 8192])
-def test_packed_shares_keep_the_budget_and_leave_no_rank_waiting(num_ranks: int, budget: int) -> None:
+def test_packed_shares_keep_budget_and_balance_ranks(num_ranks: int, budget: int) -> None:
     lengths = lengths_like_code(4000)
     plan = MicroBatchPlan(lengths, packs=True, max_tokens=budget)
     rows = np.random.default_rng(1).permutation(4000)[:256].tolist()
@@ -60,7 +60,7 @@ def test_packed_shares_keep_the_budget_and_leave_no_rank_waiting(num_ranks: int,
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_padded_shares_put_like_lengths_together(num_ranks: int) -> None:
+def test_padded_shares_group_similar_lengths(num_ranks: int) -> None:
     lengths = lengths_like_code(512)
     rows: Sequence[int] = range(512)
     of_size = MicroBatchPlan(lengths, packs=False, max_tokens=1 << 40, max_samples=8).assign(rows, num_ranks)
@@ -74,7 +74,7 @@ def test_padded_shares_put_like_lengths_together(num_ranks: int) -> None:
     assert max(lengths[group].max() * len(group) for share in of_tokens for group in share) <= 4096
 
 
-def test_samples_longer_than_the_budget_are_alone() -> None:
+def test_samples_longer_than_budget_are_alone() -> None:
     for packs in (True, False):
         plan = MicroBatchPlan(np.array([50, 60, 70, 80]), packs, max_tokens=10)
         assert plan.assign(range(4), 2) == [[[3], [0]], [[2], [1]]]
@@ -82,7 +82,7 @@ def test_samples_longer_than_the_budget_are_alone() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("long", [[1200], [1001, 3000, 1200]])
-def test_samples_longer_than_the_budget_leave_the_others_packed(long: list[int], num_ranks: int) -> None:
+def test_samples_longer_than_budget_leave_others_packed(long: list[int], num_ranks: int) -> None:
     lengths = np.array([*long, *([10] * (128 - len(long)))])
     shares = MicroBatchPlan(lengths, packs=True, max_tokens=1000).assign(range(128), num_ranks)
     assert all_rows(shares) == list(range(128))
@@ -92,7 +92,7 @@ def test_samples_longer_than_the_budget_leave_the_others_packed(long: list[int],
     assert len(groups) <= len(long) + 2 + num_ranks - 1  # 1,280 tokens need two micro-batches
 
 
-def test_one_long_sample_weighs_more_than_short_ones_of_as_many_tokens() -> None:
+def test_long_sample_costs_more_than_short_ones_of_equal_tokens() -> None:
     lengths = np.array([4096, *([256] * 16), *([256] * 4)])
     shares = MicroBatchPlan(lengths, True, 8192, quadratic=attention_share(512)).assign(range(21), 2)
     with_long = next(share[0] for share in shares if 0 in share[0])

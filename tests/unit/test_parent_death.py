@@ -26,7 +26,7 @@ child.wait()
 """
 
 
-def test_a_child_does_not_outlive_its_parent() -> None:
+def test_child_does_not_outlive_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
@@ -36,8 +36,8 @@ def test_a_child_does_not_outlive_its_parent() -> None:
     wait_gone([child])
 
 
-def test_a_rank_whose_launcher_died_while_it_started_ends_at_once() -> None:
-    """It has another parent by then; it must not look for the configuration, nor wait for other ranks."""
+def test_rank_exits_if_launcher_died_during_its_start() -> None:
+    """By then it has another parent; it must neither read the configuration nor wait for other ranks."""
     environment = {**os.environ, LAUNCHER_PID: str(os.getpid() + 1)}
     command = [sys.executable, "-m", "verl_ext.trainer", "missing.yaml"]
     rank = subprocess.run(command, env=environment, capture_output=True, text=True)

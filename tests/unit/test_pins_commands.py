@@ -1,4 +1,4 @@
-"""Every command has its recorded words: sub-commands, options with their defaults, and exit codes.
+"""Every command has its recorded sub-commands, options with their defaults, and exit codes.
 
 `PINS_WRITE=1 bash tests/run.sh unit tests/unit/test_pins_commands.py` records them again, and fails.
 
@@ -71,7 +71,7 @@ def described(page: str) -> dict[str, Any]:
     }
 
 
-def test_the_words_of_every_command() -> None:
+def test_command_lines_match_record() -> None:
     pages = dict(zip(COMMANDS, run_modules([[*command.split(), "--help"] for command in COMMANDS])))
     parts = [
         f"{command} {name}"
@@ -82,5 +82,5 @@ def test_the_words_of_every_command() -> None:
     check_pin("commands.json", {command: described(page) for command, page in pages.items()})
 
 
-def test_the_exit_codes_that_schedulers_rely_on() -> None:
+def test_exit_codes_match_record() -> None:
     assert exit_codes() == {"bad input": 2, "health rule": 3, "stop signal": 75}

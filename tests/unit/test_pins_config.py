@@ -47,11 +47,11 @@ def differ(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_defaults_of_a_stage(printed: dict[str, dict[str, Any]], stage: str) -> None:
+def test_stage_defaults_match_record(printed: dict[str, dict[str, Any]], stage: str) -> None:
     check_pin(f"config/{stage}.json", printed[f"stage {stage}"])
 
 
-def test_what_each_recipe_changes(printed: dict[str, dict[str, Any]]) -> None:
+def test_recipe_changes_match_record(printed: dict[str, dict[str, Any]]) -> None:
     recipes = {name: content for name, content in printed.items() if "/" in name}
     found = {
         name: {"stage": content["stage"], **changes(content, printed[f"stage {content['stage']}"])}
@@ -60,12 +60,12 @@ def test_what_each_recipe_changes(printed: dict[str, dict[str, Any]]) -> None:
     check_pin("config/recipes.json", found)
 
 
-def test_the_recipe_of_a_command_that_names_none(printed: dict[str, dict[str, Any]]) -> None:
+def test_default_recipe_is_quickstart(printed: dict[str, dict[str, Any]]) -> None:
     for command in ("sft", "grpo"):
         assert printed[command] == printed[f"{command}/quickstart"]
 
 
-def test_the_configuration_of_each_evaluation(tmp_path: Path) -> None:
+def test_evaluation_configurations_match_record(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("{}\n")
     defaults = flat(evaluation_config(str(tmp_path / "empty.yaml")))
     recipes = {name: changes(flat(evaluation_config(name)), defaults) for name in recipes_of("eval")}

@@ -1,4 +1,4 @@
-"""Digests and seeds by which runs, evaluations and caches are found again have their recorded values.
+"""Digests and seeds that identify runs, evaluations and caches have their recorded values.
 
 Another value makes a resumed run another one, has every evaluation begin again, or makes kept files useless.
 
@@ -81,7 +81,7 @@ def releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "__version__", "0.20.0")
 
 
-def test_the_digest_of_each_recipes_configuration() -> None:
+def test_config_digests_match_record() -> None:
     found = {
         f"{command}/{name}": config_digest_of(command, f"recipe={name}")
         for command in ("sft", "grpo")
@@ -90,7 +90,7 @@ def test_the_digest_of_each_recipes_configuration() -> None:
     check_pin("digests/config.json", found)
 
 
-def test_the_digests_of_each_evaluation(tmp_path: Path) -> None:
+def test_evaluation_digests_match_record(tmp_path: Path) -> None:
     """Of one model; `test_evaluation_digests_are_stable_across_releases` has those of the quickstart."""
     checkpoint = make_export(tmp_path / "run" / "global_step_3" / "huggingface").parent
     files = {"huggingface/model.safetensors": {"bytes": 1, "xxh3_128": "0" * 32}, "model.pt": {"bytes": 2}}
@@ -100,7 +100,7 @@ def test_the_digests_of_each_evaluation(tmp_path: Path) -> None:
     check_pin("digests/evaluation.json", {name: evaluation_digests(name, checkpoint) for name in names})
 
 
-def test_the_digest_of_the_problems_of_each_format(tmp_path: Path) -> None:
+def test_problem_digests_match_record(tmp_path: Path) -> None:
     found = {}
     for format, row in PROBLEMS.items():
         path = tmp_path / f"{format}.jsonl"
@@ -109,13 +109,13 @@ def test_the_digest_of_the_problems_of_each_format(tmp_path: Path) -> None:
     check_pin("digests/problems.json", found)
 
 
-def test_the_digest_of_training_data() -> None:
+def test_training_data_digest_matches_record() -> None:
     names = (INPUTS / "chats.parquet", INPUTS / "prompts.parquet")
     assert training_data_digest_of(*names) == "dd1d18dab63b781f96ba2c36124b19bd"
 
 
 @pytest.mark.usefixtures("releases")
-def test_the_key_of_cached_tokens(tokenizer: Any, tmp_path: Path) -> None:
+def test_token_cache_key_matches_record(tokenizer: Any, tmp_path: Path) -> None:
     words = (
         *(f"data.train_files={INPUTS}/chats.parquet", "data.val_files=null", f"data.token_cache={tmp_path}"),
         *("data.multiturn.enable=true", "data.max_length=64"),
@@ -128,12 +128,12 @@ def test_the_key_of_cached_tokens(tokenizer: Any, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_the_ids_of_prompts(tokenizer: Any) -> None:
+def test_prompt_ids_match_record(tokenizer: Any) -> None:
     found = sample_ids({"train_files": INPUTS / "prompts.parquet", "val_files": "null"}, tokenizer)
     assert found == ["named/1", "prompts/1", "named/1#2"]
 
 
-def test_the_directories_of_converted_files() -> None:
+def test_conversion_directories_match_record() -> None:
     commands = [
         ["verl_ext.launch", command, "--print-config", f"data.train_files={(INPUTS / name).relative_to(ROOT)}"]
         for command, name in (("sft", "chats.jsonl"), ("grpo", "prompts.jsonl"))
@@ -142,13 +142,13 @@ def test_the_directories_of_converted_files() -> None:
     assert found == ["data/chats-fa7ddbabe0ea", "data/prompts-940a8aa53127"]
 
 
-def test_the_seeds_of_samples() -> None:
+def test_sample_seeds_match_record() -> None:
     assert [completion_seed(42, step, "named/1", number) for step, number in ((1, 0), (1, 1), (2, 0))] == COMPLETIONS
     assert [answer_seed("HumanEval/1", sample, seed) for sample, seed in ((0, 0), (1, 0), (0, 7))] == ANSWERS
     assert [round(number, 9) for number in token_numbers(7, 3)] == NUMBERS
 
 
-def test_the_fingerprint_of_a_model() -> None:
+def test_model_fingerprint_matches_record() -> None:
     import torch
 
     model = torch.nn.Linear(3, 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from tests.helpers.pins import check_pin, metric_units
 
 
-def test_the_names_and_units_of_all_metrics() -> None:
+def test_metric_names_and_units_match_record() -> None:
     rows = metric_units()
     assert len(rows) == len(dict(rows)), "a metric has two entries"
     check_pin("metrics.json", dict(rows))

@@ -1,4 +1,4 @@
-"""Times, the rollout engine, advice, and the command with its tables."""
+"""The planner's times, rollout engine, advice, and the command with its tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plan_7b(*overrides: str, gpus: int = 8, recipe: str = "qwen2.5_coder_7b", co
     return make_plan(config, SHAPE_7B, Cluster(H100, gpus, 8), ALL)
 
 
-def test_a_collective_inside_a_node_and_between_nodes() -> None:
+def test_collective_time_within_and_between_nodes() -> None:
     exact = replace(H100, link_share=1.0, latency=0.0)
     assert Cluster(exact, 1, 8).collective_s(1e9) == 0
     assert Cluster(exact, 8, 8).collective_s(9e9) == pytest.approx(9e9 * 7 / 8 / 450e9)
@@ -48,7 +48,7 @@ def test_a_collective_inside_a_node_and_between_nodes() -> None:
     assert Cluster(H100, 64, 8).collective_s(8) > 63 * H100.latency
 
 
-def test_compute_is_six_operations_a_parameter_and_eight_with_checkpointing() -> None:
+def test_compute_is_six_flops_per_parameter_or_eight_checkpointed() -> None:
     plain = plan_7b("model.enable_gradient_checkpointing=false", "data.max_length=1")
     tokens = 128
     expected = 6 * SHAPE_7B.matmul_numel * tokens
@@ -61,26 +61,26 @@ def test_compute_is_six_operations_a_parameter_and_eight_with_checkpointing() ->
     assert 1.30 < checkpointed < 1.34
 
 
-def test_sdpa_with_a_mask_skips_no_pairs() -> None:
+def test_masked_sdpa_computes_all_pairs() -> None:
     padded, alone = plan_7b().time.model_flops, plan_7b("data.micro_batch_size_per_gpu=1").time.model_flops
     assert padded - alone == pytest.approx(3 * 4 * 28 * 3584 * 128 * 4096 * 2048)
     packed = plan_7b("data.packing=true").time.model_flops
     assert packed == plan_7b("model.attn_implementation=flash_attention_2").time.model_flops == alone
 
 
-def test_communication_hides_behind_compute_until_there_is_too_little_of_it() -> None:
+def test_communication_overlaps_with_compute_until_it_dominates() -> None:
     assert plan_7b().time.bound_by == "compute"
     small = plan_7b("data.max_length=64", "data.micro_batch_size_per_gpu=1", gpus=64)
     assert small.time.bound_by == "communication" and "the network" in small.bound_by
 
 
-def test_weights_that_stay_gathered_save_communication() -> None:
+def test_gathered_weights_save_communication() -> None:
     short = ("data.max_length=64", "data.micro_batch_size_per_gpu=1")
     usual, kept = plan_7b(*short).time, plan_7b(*short, "model.fsdp_config.keep_gathered=true").time
     assert kept.parts["communication"] + kept.hidden_s < (usual.parts["communication"] + usual.hidden_s) / 10
 
 
-def test_the_memory_of_the_7b_grpo_recipe() -> None:
+def test_memory_of_7b_grpo_recipe_matches_hand_calculation() -> None:
     plan = plan_7b(recipe="qwen2.5_coder_7b_code", command="grpo")
     rollout = plan.memory.phases["rollout"]
     assert rollout["engine weights"] == 2 * SHAPE_7B.numel
@@ -89,7 +89,7 @@ def test_the_memory_of_the_7b_grpo_recipe() -> None:
     assert set(plan.time.parts) == {"generation", "weights to the engine", "compute", "communication", "optimizer"}
 
 
-def test_an_engine_that_does_not_sleep_is_there_in_the_update() -> None:
+def test_engine_without_sleep_occupies_memory_in_update() -> None:
     asleep = plan_7b(recipe="qwen2.5_coder_7b_code", command="grpo")
     awake = plan_7b("rollout.free_cache_engine=false", recipe="qwen2.5_coder_7b_code", command="grpo")
     phase = "loss, backward"
@@ -106,7 +106,7 @@ def test_advice_names_settings_that_fit() -> None:
     assert suggest_fix(tiny).startswith("no setting that the plan knows makes it fit")
 
 
-def test_advice_for_grpo_begins_with_the_engine() -> None:
+def test_advice_for_grpo_starts_with_engine() -> None:
     awake = ("rollout.free_cache_engine=false", "rollout.gpu_memory_utilization=0.75")
     plan = plan_7b(*awake, recipe="qwen2.5_coder_7b_code", command="grpo")
     assert not plan.fits
@@ -127,7 +127,7 @@ def test_engine_without_room_for_its_weights_does_not_fit() -> None:
     assert plan_7b("rollout.gpu_memory_utilization=0.25", **GRPO).fits
 
 
-def test_engine_has_room_for_one_sequence_of_the_longest_length() -> None:
+def test_engine_needs_room_for_longest_sequence() -> None:
     """15.23 GB of weights and 57,344 bytes per token; 0.2 of the GPU is 16 GB."""
     fits = plan_7b("rollout.gpu_memory_utilization=0.2", "data.max_response_length=10000", **GRPO)
     short = plan_7b("rollout.gpu_memory_utilization=0.2", "data.max_response_length=12000", **GRPO)
@@ -142,13 +142,13 @@ def test_ranks_that_share_an_engine_share_its_weights() -> None:
     assert all(settings.keys() >= room.keys() for settings, _ in candidate_fixes(large))
 
 
-def test_transformers_and_cpus_have_no_share_to_fill() -> None:
+def test_transformers_and_cpus_ignore_memory_utilization() -> None:
     assert plan_7b("rollout.gpu_memory_utilization=0.15", "rollout.engine=hf", **GRPO).fits
     config = plan_7b("rollout.gpu_memory_utilization=0.15", **GRPO).config
     assert not make_plan(config, SHAPE_7B, Cluster(HARDWARE["cpu"], 8, 8), ALL).shortage
 
 
-def test_advice_for_an_engine_keeps_its_room() -> None:
+def test_advice_for_engine_keeps_its_memory() -> None:
     plan = plan_7b("rollout.gpu_memory_utilization=0.15", "data.micro_batch_size_per_gpu=32", **GRPO)
     told = suggest_fix(plan)
     assert "rollout.gpu_memory_utilization=0.25 and data.micro_batch_size_per_gpu=8 it takes" in told
@@ -158,14 +158,14 @@ CHECKPOINTS = json.loads((ROOT / "benchmarks/results/checkpoint_2cpu_disk.json")
 SMALL = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 
 
-def test_a_checkpoint_takes_what_was_measured_on_the_disk() -> None:
+def test_predicted_checkpoint_size_matches_measurement() -> None:
     shape = shape_of(Qwen2Config(**SMALL, num_key_value_heads=4, vocab_size=32000, tie_word_embeddings=False))
     assert shape.numel == CHECKPOINTS["parameters"]
     disk = make_plan(plan_7b().config, shape, Cluster(HARDWARE["cpu"], 2, 2), ALL).disk
     assert disk.checkpoint_bytes / GIB == pytest.approx(CHECKPOINTS["saves"]["sync"]["gib"], rel=1e-3)
 
 
-def test_the_disk_holds_what_the_configuration_saves_and_keeps() -> None:
+def test_disk_usage_follows_save_and_retention_settings() -> None:
     numel, keep = SHAPE_7B.numel, ("trainer.save_freq=100", "trainer.max_ckpt_to_keep=3")
     disk = plan_7b(*keep, "trainer.checkpoint.keep_best=2").disk
     assert disk.parts == {"weights": 4 * numel, "optimizer": 8 * numel, "export": 2 * numel}
@@ -188,12 +188,12 @@ def test_the_disk_holds_what_the_configuration_saves_and_keeps() -> None:
         (["trainer.save_freq=10", "trainer.max_ckpt_to_keep=1", "trainer.total_training_steps=35"], 3),
     ],
 )
-def test_how_many_checkpoints_exist_at_a_time(overrides: list[str], number: int | None) -> None:
+def test_predicts_maximum_number_of_checkpoints(overrides: list[str], number: int | None) -> None:
     disk = plan_7b(*overrides).disk
     assert disk.max_checkpoints == number and (disk.total_bytes is None) == (number is None)
 
 
-def test_a_save_takes_as_long_as_the_disk_needs_for_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_time_follows_disk_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe=qwen2.5_coder_7b", "disk_gbps=2.5", "trainer.max_ckpt_to_keep=2", "trainer.save_freq=10"]
     main([*words, "--json"])
     [found] = json.loads(capsys.readouterr().out)
@@ -211,18 +211,18 @@ def test_a_save_takes_as_long_as_the_disk_needs_for_its_bytes(capsys: pytest.Cap
     assert "in the background" in text and "keeps all, so this much is added every 10 steps" in text
 
 
-def test_without_a_bandwidth_the_disk_is_storage_at_ten_gigabits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_disk_bandwidth_is_ten_gigabits(capsys: pytest.CaptureFixture[str]) -> None:
     main(["recipe=qwen2.5_coder_7b", "--json"])
     assert json.loads(capsys.readouterr().out)[0]["disk_gbps"] == DISK_GBPS == 1.0
 
 
-def test_the_largest_micro_batch_fits_and_twice_that_does_not() -> None:
+def test_largest_micro_batch_fits_and_twice_that_does_not() -> None:
     best = largest_that_fits(plan_7b("data.train_batch_size=1024"))
     size = best.config.data.micro_batch_size_per_gpu
     assert best.fits and not plan_7b("data.train_batch_size=1024", f"data.micro_batch_size_per_gpu={2 * size}").fits
 
 
-def test_the_command_tells_and_its_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_output_and_exit_code_say_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=qwen2.5_coder_7b", "gpus=8"]) == 0
     told = capsys.readouterr().out
     assert "7,615,616,512 parameters" in told and "its dimensions are built in" in told and "It fits." in told
@@ -232,7 +232,7 @@ def test_the_command_tells_and_its_exit_code_says_whether_it_fits(capsys: pytest
     assert sum(found["memory_bytes"][found["peak"]].values()) == pytest.approx(found["peak_bytes"])
 
 
-def test_the_command_refuses_an_engine_without_room(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_engine_without_room(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe=qwen2.5_coder_7b_code", "gpus=8", "rollout.gpu_memory_utilization=0.15"]
     assert main(words) == 1
     told = capsys.readouterr().out
@@ -259,7 +259,7 @@ def test_the_command_refuses_an_engine_without_room(capsys: pytest.CaptureFixtur
         (["data.max_length=0"], "error: data.max_length is 0; it must be a whole number of at least 1"),
     ],
 )
-def test_bad_input_is_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_bad_input_in_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 2
@@ -267,7 +267,7 @@ def test_bad_input_is_one_sentence(words: list[str], says: str, capsys: pytest.C
     assert error.startswith(says) and error.count("\n") == 1
 
 
-def test_a_model_of_another_kind_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_unsupported_model_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     GPT2Config(n_layer=1, n_embd=8, n_head=1).save_pretrained(tmp_path)
     with pytest.raises(SystemExit) as left:
         main(["recipe=quickstart", "gpus=2", f"model.partial_pretrain={tmp_path}"])
@@ -284,12 +284,12 @@ EXAMPLES = re.findall(
 )
 
 
-def test_the_page_has_its_examples() -> None:
+def test_docs_page_has_expected_examples() -> None:
     assert len(EXAMPLES) == PAGE.count("-m verl_ext.plan ") and {bool(table) for *_, table in EXAMPLES} == {True, False}
 
 
 @pytest.mark.parametrize(("words", "text", "table"), EXAMPLES, ids=range(len(EXAMPLES)))
-def test_outputs_of_the_page_are_what_its_commands_print(
+def test_documented_outputs_match_commands(
     words: str, text: str, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(shlex.split(words.replace("\\\n", " ")))
@@ -303,18 +303,16 @@ def test_outputs_of_the_page_are_what_its_commands_print(
 RESULTS = json.loads((ROOT / "benchmarks/results/plan_2cpu.json").read_text())
 
 
-def test_the_table_of_measurements_has_the_recorded_ones() -> None:
+def test_documented_measurements_match_record() -> None:
     page = (ROOT / "docs/design/memory_model.md").read_text()
     [table] = re.findall(r"^\| setting \|.*\n\|[-| ]+\n((?:\|.*\n)+)", page, re.MULTILINE)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert rows == [
         [
             name,
-            found["peak_moment"],
             f"{found['predicted_gib']:.2f}",
             f"{found['resident_gib']:.2f}",
             f"{found['resident_error']:+.1%}",
-            f"{found['tensors_gib']:.2f}",
             f"{found['tensors_error']:+.1%}",
         ]
         for name, found in RESULTS["settings"].items()
@@ -322,7 +320,7 @@ def test_the_table_of_measurements_has_the_recorded_ones() -> None:
 
 
 @pytest.mark.parametrize("name", RESULTS["settings"])
-def test_recorded_measurements_are_within_the_target_of_what_is_predicted_today(name: str) -> None:
+def test_recorded_measurements_are_within_target_of_prediction(name: str) -> None:
     found, setting = RESULTS["settings"][name], SETTINGS[name]
     plan = predicted(setting, sft_config(setting, "data", "model", "run"), found["loss_share"])
     assert plan.memory.peak_bytes / GIB == pytest.approx(found["predicted_gib"])

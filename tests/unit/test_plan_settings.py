@@ -1,4 +1,4 @@
-"""From configurations to a rank's step: micro-batches, token budgets, GRPO's updates, and what is refused."""
+"""From configuration to one rank's step: micro-batches, token budgets, GRPO updates, and rejected settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def workload(*overrides: str, gpus: int = 8, lengths: DataLengths = DataLengths(
     return workload_of(config(*overrides, **which), 7_615_616_512, gpus, HARDWARE["h100"], lengths)
 
 
-def test_the_7b_recipe_on_eight_gpus() -> None:
+def test_workload_of_7b_recipe_on_eight_gpus() -> None:
     work = workload()
     assert (work.samples, work.rows, work.row_tokens, work.num_micro_batches) == (128, 2, 4096, 8)
     assert (work.master_bytes, work.compute_bytes, work.reduce_bytes) == (4, 2, 4)
@@ -38,12 +38,12 @@ def test_the_7b_recipe_on_eight_gpus() -> None:
     assert work.logit_tokens == work.loss_tokens == 8192
 
 
-def test_a_rank_with_less_than_a_micro_batch_has_what_there_is() -> None:
+def test_rank_with_less_than_micro_batch_processes_remainder() -> None:
     work = workload(gpus=128)
     assert (work.rows, work.num_micro_batches, work.attention) == (1, 1, "causal")
 
 
-def test_a_token_budget_counts_tokens_not_samples() -> None:
+def test_token_budget_counts_tokens_not_samples() -> None:
     work = workload("data.max_tokens_per_gpu=16384", lengths=DataLengths(mean=1024))
     assert (work.rows, work.num_micro_batches) == (4, 1)
     packed = workload("data.packing=true", "data.max_tokens_per_gpu=8192")
@@ -52,22 +52,22 @@ def test_a_token_budget_counts_tokens_not_samples() -> None:
     assert workload("data.packing=true", "model.mixed_precision=fp32").attention == "packed"
 
 
-def test_a_budget_below_the_longest_sample_holds_one_of_it() -> None:
+def test_budget_below_longest_sample_holds_one_sample() -> None:
     work = workload("data.max_tokens_per_gpu=100")
     assert (work.rows, work.row_tokens) == (1, 4096)
 
 
-def test_packing_without_a_budget_joins_the_rows() -> None:
+def test_packing_without_budget_joins_rows() -> None:
     work = workload("data.packing=true")
     assert (work.rows, work.row_tokens, work.num_micro_batches) == (1, 8192, 8)
 
 
-def test_switches_that_the_configuration_has() -> None:
+def test_workload_reads_switches_of_configuration() -> None:
     work = workload("model.fused_loss=true", "model.fsdp_config.keep_gathered=true")
     assert work.fused_loss and work.keeps_gathered
 
 
-def test_weights_stay_gathered_by_themselves_where_they_are_small() -> None:
+def test_auto_keeps_small_weights_gathered() -> None:
     settings = config()
     settings.model.fsdp_config.keep_gathered = "auto"
     # 6 bytes a parameter, in 15 % of 80 GB
@@ -87,15 +87,13 @@ def test_weights_stay_gathered_by_themselves_where_they_are_small() -> None:
         ("{foreach: true}", "cpu", "foreach"),
     ],
 )
-def test_the_optimizer_is_implemented_as_asked_or_as_torch_takes_it(
-    arguments: str, hardware: str, expected: str
-) -> None:
+def test_optimizer_implementation_is_as_set_or_torch_default(arguments: str, hardware: str, expected: str) -> None:
     settings = config(f"optim.override_optimizer_config={arguments}")
     work = workload_of(settings, 7_615_616_512, 8, HARDWARE[hardware], DataLengths())
     assert work.optimizer_implementation == expected
 
 
-def test_a_share_of_the_tokens_is_learnt() -> None:
+def test_loss_share_scales_loss_tokens() -> None:
     assert workload(lengths=DataLengths(loss_share=0.5)).loss_tokens == 4096
 
 
@@ -113,19 +111,19 @@ def test_grpo_counts_completions_and_updates() -> None:
         (["ulysses_sequence_parallel_size=2", "use_remove_padding=true"], 8, "ulysses_sequence_parallel_size=1"),
     ],
 )
-def test_what_the_plan_cannot_do_is_refused(overrides: list[str], gpus: int, says: str) -> None:
+def test_rejects_unsupported_settings(overrides: list[str], gpus: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
         workload(*overrides, gpus=gpus)
 
 
-def test_other_stages_and_lengths_that_cannot_be_are_refused() -> None:
+def test_rejects_other_stages_and_impossible_lengths() -> None:
     with pytest.raises(UserError, match="covers the stages sft and grpo, not vlm_sft"):
         require_formulas(load_config("sft", ["recipe=budget_vlm"]))
     with pytest.raises(UserError, match="mean_length=5000 is more than the longest sample of 4096"):
         workload(lengths=DataLengths(mean=5000))
 
 
-def test_words_are_settings_or_overrides() -> None:
+def test_parses_settings_and_overrides() -> None:
     words = ["recipe=qwen2.5_coder_7b", "gpus=8,64", "mfu=0.5", "hardware=h200", "mean_length=700", "optim.lr=1"]
     options, overrides = PlanOptions.parse(words)
     assert options.gpus == [8, 64] and options.mfu == 0.5 and options.hardware == "h200"
@@ -143,12 +141,12 @@ def test_words_are_settings_or_overrides() -> None:
         (["recipe=gsm8k", "stage=grpo"], "grpo"),
     ],
 )
-def test_the_stage_is_that_of_the_recipe_or_the_given_one(words: list[str], stage: str) -> None:
+def test_stage_defaults_to_that_of_recipe(words: list[str], stage: str) -> None:
     options, overrides = PlanOptions.parse(words)
     assert stage_of(options.stage, overrides) == stage
 
 
-def test_hardware_has_a_description_for_every_name() -> None:
+def test_hardware_option_lists_every_name() -> None:
     assert keys(PlanOptions)["hardware"].takes == "h100, h200, a100 or cpu"
     assert list(HARDWARE) == ["h100", "h200", "a100", "cpu"]
 
@@ -167,7 +165,7 @@ def test_hardware_has_a_description_for_every_name() -> None:
         ("stage=eval", "sets 'stage' to 'eval', but it must be sft or grpo"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(word: str, says: str) -> None:
+def test_rejects_invalid_options(word: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         PlanOptions.parse([word])
 
@@ -178,7 +176,7 @@ def without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_a_network")
-def test_model_of_the_home_directory_and_of_the_cache(
+def test_finds_model_in_home_directory_and_hub_cache(
     quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -191,7 +189,7 @@ def test_model_of_the_home_directory_and_of_the_cache(
 
 
 @pytest.mark.usefixtures("without_a_network")
-def test_dimensions_are_built_in_where_the_hub_cannot_be_reached() -> None:
+def test_builtin_dimensions_are_used_offline() -> None:
     found, notes = find_model(config())
     assert (found.hidden_size, found.num_hidden_layers, found.vocab_size) == (3584, 28, 152064)
     assert notes == ["Qwen/Qwen2.5-Coder-7B-Instruct cannot be read here; its dimensions are built in"]
@@ -201,7 +199,7 @@ def test_dimensions_are_built_in_where_the_hub_cannot_be_reached() -> None:
         find_model(config("model.partial_pretrain=data/none/model", recipe="quickstart"))
 
 
-def test_the_model_of_a_run_is_that_of_its_recipe() -> None:
+def test_model_of_sft_run_is_that_of_its_recipe() -> None:
     name, notes = named_model(config(recipe="gsm8k", command="grpo"))
     assert name == "Qwen/Qwen2.5-1.5B-Instruct" and "recipe=gsm8k" in notes[0]
     with pytest.raises(UserError, match="set model.partial_pretrain"):

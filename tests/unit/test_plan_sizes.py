@@ -1,4 +1,4 @@
-"""What the plan counts: parameters, tensors that autograd keeps, shards, and what each switch adds or takes away."""
+"""What the planner counts: parameters, tensors that autograd keeps, shards, and the effect of each switch."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ BF16 = {"compute_bytes": 2, "reduce_bytes": 4}
         ("data/smollm2_135m", 134_515_008),
     ],
 )
-def test_parameters_of_known_models(name: str, numel: int) -> None:
+def test_parameter_counts_match_known_models(name: str, numel: int) -> None:
     assert built_in(name).numel == numel
 
 
-def test_groups_are_those_that_verl_wraps() -> None:
+def test_parameter_groups_match_verl_wrapping() -> None:
     apart, tied = small_shape(), small_shape(tied=True)
     assert apart.embedding.numel == 128 * 64 and apart.root.numel == 128 * 64 + 64
     assert tied.embedding.numel == 0 and tied.root.numel == apart.root.numel
     assert apart.groups == [apart.root, apart.embedding, apart.layer, apart.layer]
 
 
-def test_a_shard_is_rounded_up_by_rows() -> None:
+def test_shards_are_rounded_up_by_rows() -> None:
     assert ParameterGroup(((5, 3), (4,))).shard_numel(4) == 2 * 3 + 1
     assert ParameterGroup(((5, 3), (4,))).shard_numel(1) == 19
 
@@ -88,7 +88,7 @@ def test_a_shard_is_rounded_up_by_rows() -> None:
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig, Qwen3Config])
-def test_a_layer_keeps_what_autograd_keeps(kind: Any, dtype: torch.dtype, is_padded: bool) -> None:
+def test_layer_activations_match_autograd(kind: Any, dtype: torch.dtype, is_padded: bool) -> None:
     config = kind(**DIMENSIONS, attn_implementation="sdpa")
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     hidden = torch.randn(2, 32, 64, dtype=dtype, requires_grad=True) * 1
@@ -111,7 +111,7 @@ def test_a_layer_keeps_what_autograd_keeps(kind: Any, dtype: torch.dtype, is_pad
     assert memory.layer_bytes(shape_of(config), settings) == pytest.approx(measured, rel=0.01)
 
 
-def test_sharded_state_is_sixteen_bytes_a_parameter() -> None:
+def test_sharded_state_is_twenty_bytes_per_parameter() -> None:
     shape = built_in("Qwen/Qwen2.5-Coder-7B-Instruct")
     at_update = UpdatePhases(shape, work(**BF16), 8, is_gpu=True).all()["optimizer"]
     state = at_update["weights"] + at_update["gradients"] + at_update["optimizer"]
@@ -119,7 +119,7 @@ def test_sharded_state_is_sixteen_bytes_a_parameter() -> None:
     assert state == pytest.approx((4 + 4 + 8 + 4) * shape.numel / 8)
 
 
-def test_the_optimizer_adds_what_its_implementation_holds_at_a_time() -> None:
+def test_optimizer_implementation_adds_temporary_memory() -> None:
     shape = built_in("Qwen/Qwen2.5-Coder-7B-Instruct")
     held = {}
     for implementation in ("foreach", "for-loop", "fused"):
@@ -130,7 +130,7 @@ def test_the_optimizer_adds_what_its_implementation_holds_at_a_time() -> None:
     assert held["for-loop"] - held["fused"] == 2 * 4 * shape.vocab * shape.hidden / 8
 
 
-def test_more_ranks_hold_less() -> None:
+def test_peak_memory_falls_with_number_of_ranks() -> None:
     shape = built_in("Qwen/Qwen2.5-1.5B-Instruct")
     sizes = [peak(shape, ranks, **BF16) for ranks in (2, 8, 64, 512)]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
@@ -140,13 +140,13 @@ def peak(shape: ModelShape | None = None, ranks: int = 2, **settings: Any) -> fl
     return StepMemory(UpdatePhases(shape or small_shape(), work(**settings), ranks, True).all()).peak_bytes
 
 
-def test_a_larger_micro_batch_holds_more_and_checkpointing_less() -> None:
+def test_micro_batch_size_raises_and_checkpointing_lowers_memory() -> None:
     many = {"rows": 64, "logit_tokens": 2048, "loss_tokens": 2048}
     assert peak(**many) > peak()
     assert peak(**many, checkpointing=True) < peak(**many)
 
 
-def test_a_fused_loss_needs_the_logits_of_a_chunk() -> None:
+def test_fused_loss_holds_logits_of_one_chunk() -> None:
     shape = built_in("Qwen/Qwen2.5-1.5B-Instruct")
     whole = work(logit_tokens=8192, loss_tokens=8192, **BF16)
     fused = replace(whole, fused_loss=True)
@@ -160,7 +160,7 @@ def test_a_fused_loss_needs_the_logits_of_a_chunk() -> None:
     assert more == 4 * output + 2 * output  # added up in fp32, and a chunk's part in bf16
 
 
-def test_weights_that_stay_gathered_are_held_whole_with_their_gradients() -> None:
+def test_gathered_weights_and_gradients_are_held_in_full() -> None:
     shape = small_shape()
     phases = UpdatePhases(shape, work(keeps_gathered=True, num_micro_batches=2), 2, True).all()
     assert phases["loss, forward"]["communication"] == phases["loss, forward"]["gradients"] == 4 * shape.numel

@@ -1,4 +1,4 @@
-"""Plugins: found by name, loaded only when named, and refused in one sentence."""
+"""Plugins are found by name, loaded only when named, and rejected with a one-line message."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("text", ["mine.py:Thing", "package.mine:Thing"])
-def test_code_is_run_when_it_is_loaded_and_not_when_it_is_named(mine: Path, text: str) -> None:
+def test_plugin_code_runs_on_load_not_on_parse(mine: Path, text: str) -> None:
     plugin = Plugin.parse(text, "the.key")
     assert not list(mine.rglob("was_run")) and plugin.name == "Thing"
     assert plugin.load()().value == 7
     assert list(mine.rglob("was_run"))
 
 
-def test_a_file_of_the_repository_is_found_from_elsewhere(mine: Path) -> None:
+def test_repository_file_is_found_from_other_directory(mine: Path) -> None:
     plugin = Plugin.parse("examples/new_health_rule/memory.py:RULES", "health.rules")
     assert plugin.is_file and [each.name for each in plugin.load()] == ["memory_growing"]
 
@@ -92,7 +92,7 @@ def test_a_file_of_the_repository_is_found_from_elsewhere(mine: Path) -> None:
         ("../mine:Thing", "is not found"),
     ],
 )
-def test_what_is_not_there_is_refused_when_it_is_named(mine: Path, text: str, says: str) -> None:
+def test_rejects_missing_plugin_on_parse(mine: Path, text: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         Plugin.parse(text, "the.key")
 
@@ -104,13 +104,13 @@ def test_what_is_not_there_is_refused_when_it_is_named(mine: Path, text: str, sa
         ("mine.py:Thin", "the.key: .*mine.py has no 'Thin'; it has .*Thing"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_sentence(mine: Path, text: str, says: str) -> None:
+def test_rejects_unloadable_plugin_in_one_line(mine: Path, text: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:
         Plugin.parse(text, "the.key").load()
     assert "\n" not in str(refused.value)
 
 
-def test_a_reward_in_the_rank_that_fails_costs_its_sample_alone(mine: Path) -> None:
+def test_failing_reward_affects_only_its_sample(mine: Path) -> None:
     environment = TextEnvironment(replace(REWARD, functions=["package.mine:score*0.5", "reward_format"]), MAX_TOKENS, 1)
     good, raised, nan = rewards_of(environment, [sample(text, "") for text in ("good", "raise", "nan")])
     environment.close()
@@ -161,7 +161,7 @@ def refused_part(mine: Path) -> None:
     ("use", "says"),
     [
         (refused_number, "reward.functions names package.mine:number, which is not a function"),
-        (refused_format, "the format of the data set d is 'mine.py:number', which is not a function"),
+        (refused_format, "the format of the dataset d is 'mine.py:number', which is not a function"),
         (refused_row, "line 1: mine.py:parse failed .KeyError: 'what'.; correct the row or the function"),
         (refused_problem, "line 1: mine.py:parse returned NoneType instead of a Problem with tests"),
         (refused_list, "health.rules: .*mine.py:number is not a list of rules"),
@@ -174,7 +174,7 @@ def refused_part(mine: Path) -> None:
         (refused_part, "model.adapter names .*adapter.py:Partial, which lacks blocks, decode, encode"),
     ],
 )
-def test_what_is_of_another_kind_is_refused(mine: Path, use: Callable[[Path], None], says: str) -> None:
+def test_rejects_plugin_of_wrong_kind(mine: Path, use: Callable[[Path], None], says: str) -> None:
     with pytest.raises(UserError, match=says):
         use(mine)
 
@@ -211,8 +211,8 @@ def made(record): return Problem("p7", "Write f.", eval(record.fields["tests"]))
         ("ReferenceAnswer(' ')", "reference answer is ' '"),
     ],
 )
-def test_tests_that_no_answer_can_be_judged_by_are_refused(mine: Path, tests: str, says: str) -> None:
-    """The judge server would end with most of them."""
+def test_rejects_malformed_tests_of_problem_plugin(mine: Path, tests: str, says: str) -> None:
+    """Most of them would crash the judge server."""
     (mine / "made.py").write_text(PROBLEMS_FILE)
     with pytest.raises(UserError, match=f"line 1: made.py:made returned the problem 'p7', .*{says}.*; correct the row"):
         problems_of(mine, "made.py:made", json.dumps({"tests": tests}))
@@ -226,14 +226,14 @@ def test_tests_that_no_answer_can_be_judged_by_are_refused(mine: Path, tests: st
         "ReferenceAnswer('42')",
     ],
 )
-def test_tests_of_every_kind_are_taken(mine: Path, tests: str) -> None:
+def test_accepts_tests_of_every_kind(mine: Path, tests: str) -> None:
     (mine / "made.py").write_text(PROBLEMS_FILE)
     [problem] = problems_of(mine, "made.py:made", json.dumps({"tests": tests}))
     assert type(problem.tests).__name__ == tests.partition("(")[0]
 
 
-def test_a_format_of_an_earlier_release_still_works(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It imports the tests from `problems.problem`, under their names of then; a warning names the new one."""
+def test_format_plugin_of_earlier_release_still_works(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It imports the tests from `problems.problem` under their former names; a warning gives the new name."""
     (mine / "made.py").write_text(
         "from eval_pipeline.problems.problem import Case, Problem, ProgramTests\n"
         "from eval_pipeline.problems.record import Record\n"
@@ -245,7 +245,7 @@ def test_a_format_of_an_earlier_release_still_works(mine: Path, capsys: pytest.C
     assert "Case is now called ProgramCase" in capsys.readouterr().err
 
 
-def test_a_rule_that_fails_is_a_notice_and_keeps_no_other_from_its_work(mine: Path) -> None:
+def test_failing_rule_becomes_notice(mine: Path) -> None:
     rules = load_rules(["rules.py:RULES"], "health.rules")
     assert [each.name for each in rules] == [*(each.name for each in RULES), "always_fails", "returns_text"]
     fails, untyped = (run_alone(each) for each in rules[-2:])

@@ -1,4 +1,4 @@
-"""The number type of the forward pass: chosen once for a run, and the same on every rank."""
+"""The dtype of the forward pass: chosen once for a run, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def record(tmp_path: Path, value: str | None) -> None:
     ("text", "has_units"),
     [(WITH_UNITS, True), ("processor : 0\nflags : amx_bf16\n", True), (WITHOUT, False), ("Features : bf16\n", False)],
 )
-def test_bf16_units_are_among_the_processors_flags(cpuinfo: Path, text: str, has_units: bool) -> None:
+def test_detects_bf16_units_in_cpu_flags(cpuinfo: Path, text: str, has_units: bool) -> None:
     cpuinfo.write_text(text)
     assert has_bf16_units() == has_units
 
 
-def test_without_its_description_a_processor_has_none(cpuinfo: Path) -> None:
+def test_missing_cpuinfo_means_no_bf16_units(cpuinfo: Path) -> None:
     cpuinfo.unlink()
     assert not has_bf16_units()
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_chats_are_learnt_in_bf16_where_the_processor_has_units(cpuinfo: Path, tmp_path: Path) -> None:
+def test_auto_uses_bf16_for_sft_on_cpus_with_bf16_units(cpuinfo: Path, tmp_path: Path) -> None:
     assert settled(tmp_path) == torch.float32
     cpuinfo.write_text(WITH_UNITS)
     assert settled(tmp_path) == torch.bfloat16
@@ -59,13 +59,13 @@ def test_chats_are_learnt_in_bf16_where_the_processor_has_units(cpuinfo: Path, t
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_ranks_agree_on_the_least_capable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_agree_on_least_capable_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device, "gather_results", lambda function: [True, False])
     assert settled(tmp_path) == torch.float32
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_resumed_run_keeps_its_precision_on_another_processor(
+def test_resumed_run_keeps_precision_on_other_cpu(
     cpuinfo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record(tmp_path, "bf16")
@@ -78,7 +78,7 @@ def test_a_resumed_run_keeps_its_precision_on_another_processor(
 
 
 @pytest.mark.usefixtures("one_rank", "cpuinfo")
-def test_the_trainer_computes_and_records_what_is_settled(quickstart: Path, tmp_path: Path) -> None:
+def test_trainer_uses_and_records_chosen_precision(quickstart: Path, tmp_path: Path) -> None:
     record(tmp_path, "bf16")
     trainer = make_trainer(small_config(quickstart, tmp_path / "run", "model.mixed_precision=auto"))
     assert trainer.token_loss.precision == torch.bfloat16

@@ -1,4 +1,4 @@
-"""One item ahead: the same items, made while the one before is worked on, and errors where they belong."""
+"""Prefetching one item: the same items, produced while the previous one is processed, and errors at the right item."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from verl_ext.data.batching import Prefetcher
 
 
-def test_the_items_are_the_same_each_time() -> None:
+def test_prefetcher_yields_same_items_each_time() -> None:
     batches = Prefetcher(range(5))
     assert list(batches) == list(batches) == [0, 1, 2, 3, 4]
     assert list(Prefetcher([])) == []
 
 
-def test_the_next_item_is_made_while_this_one_is_worked_on() -> None:
+def test_next_item_is_produced_in_background() -> None:
     made = [threading.Event(), threading.Event(), threading.Event()]
 
     def items() -> Iterator[int]:
@@ -31,7 +31,7 @@ def test_the_next_item_is_made_while_this_one_is_worked_on() -> None:
     batches.close()
 
 
-def test_an_error_comes_when_its_item_is_asked_for() -> None:
+def test_error_is_raised_when_its_item_is_requested() -> None:
     def items() -> Iterator[int]:
         yield 1
         raise ValueError("row 7")

@@ -1,4 +1,4 @@
-"""`chat`: formats, checks, duplicates, exclusion, the split and what parquet must not alter."""
+"""`chat`: formats, checks, duplicates, exclusion, the split, and values that parquet must not alter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_chat(tmp_path: Path, rows: list[Any], *options: str) -> tuple[list[Row],
     return train, val, json.loads((output / "prepared.json").read_text())["counts"]
 
 
-def test_messages_and_pairs_give_the_same_rows(tmp_path: Path) -> None:
+def test_messages_and_pairs_give_same_rows(tmp_path: Path) -> None:
     pairs = [{"question": f"q{index}", "answer": "yes", "topic": index} for index in range(100)]
     chats = [{"conversations": chat(f"q{index}"), "topic": index} for index in range(100)]
     train, val, counts = run_chat(tmp_path, pairs)
@@ -42,7 +42,7 @@ def test_messages_and_pairs_give_the_same_rows(tmp_path: Path) -> None:
     assert counts["chars_max"] == len("q99yes")
 
 
-def test_named_columns_go_before_the_usual_ones(tmp_path: Path) -> None:
+def test_named_columns_override_defaults(tmp_path: Path) -> None:
     rows = [{"prompt": "no", "ask": f"q{index}", "say": "yes", "messages": chat("no")} for index in range(3)]
     named = ("--prompt-key", "ask", "--response-key", "say")
     with pytest.raises(UserError, match="'prompt'.*--metadata prompt"):
@@ -62,7 +62,7 @@ def test_parquet_and_jsonl_are_read_together(tmp_path: Path) -> None:
     assert {row["extra"] for row in rows} == {1, None}
 
 
-def test_duplicates_are_dropped_but_not_other_answers(tmp_path: Path) -> None:
+def test_drops_duplicates_but_keeps_different_answers(tmp_path: Path) -> None:
     rows = [{"messages": chat("a")}, {"messages": chat("a")}, {"messages": chat("a", "no")}, {"messages": chat("b")}]
     train, val, counts = run_chat(tmp_path, rows)
     assert len(train + val) == 3
@@ -78,7 +78,7 @@ def test_excluded_ids_are_dropped(tmp_path: Path, text: str) -> None:
     assert counts["excluded"] == 2
 
 
-def test_exclusion_without_ids_is_refused(tmp_path: Path) -> None:
+def test_rejects_exclusion_without_ids(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("1\n")
     rows = [{"messages": chat(f"q{index}"), "id": index} for index in range(10)]
     with pytest.raises(UserError, match="problem_id"):
@@ -95,7 +95,7 @@ def test_exclusion_without_ids_is_refused(tmp_path: Path) -> None:
         pytest.param('{"a":' * 100_000, "line 1 is no JSON object", id="nested"),
     ],
 )
-def test_a_list_of_ids_that_says_nothing_is_refused(tmp_path: Path, content: str | None, reason: str) -> None:
+def test_rejects_invalid_list_of_ids(tmp_path: Path, content: str | None, reason: str) -> None:
     if content is not None:
         (tmp_path / "held.txt").write_text(content)
     rows = [{"messages": chat(f"q{index}"), "problem_id": index} for index in range(10)]
@@ -103,7 +103,7 @@ def test_a_list_of_ids_that_says_nothing_is_refused(tmp_path: Path, content: str
         run_chat(tmp_path, rows, "--exclude", str(tmp_path / "held.txt"))
 
 
-def test_lengths_are_those_of_a_tokenizer_that_is_given(quickstart: Path, tmp_path: Path) -> None:
+def test_lengths_are_counted_with_given_tokenizer(quickstart: Path, tmp_path: Path) -> None:
     rows = [{"messages": chat(f"q{index}")} for index in range(10)]
     counts = run_chat(tmp_path, rows, "--tokenizer", str(quickstart / "model"))[2]
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
@@ -139,7 +139,7 @@ def tokenizer_with(quickstart: Path, directory: Path, template: str) -> Path:
     return directory / "tokenizer"
 
 
-def test_a_row_that_the_template_refuses_is_named_or_skipped(quickstart: Path, tmp_path: Path) -> None:
+def test_row_rejected_by_template_is_reported_or_skipped(quickstart: Path, tmp_path: Path) -> None:
     tokenizer = tokenizer_with(quickstart, tmp_path, NO_SYSTEM)
     rows = [{"messages": chat(f"q{index}")} for index in range(4)]
     rows[2]["messages"] = [{"role": "system", "content": "S"}, *rows[2]["messages"]]
@@ -149,8 +149,8 @@ def test_a_row_that_the_template_refuses_is_named_or_skipped(quickstart: Path, t
     assert len(train + val) == 3 and counts["bad"] == 1
 
 
-def test_lengths_of_calls_are_those_of_training(quickstart: Path, tmp_path: Path) -> None:
-    """Both from a file and from what was made of it, whose tools and arguments are JSON text."""
+def test_lengths_of_tool_calls_match_training(quickstart: Path, tmp_path: Path) -> None:
+    """Both from the source file and from the converted one, whose tools and arguments are JSON text."""
     tokenizer = tokenizer_with(quickstart, tmp_path, TOOLS)
     rows = []
     for name in ("x", "y", "z"):
@@ -204,8 +204,8 @@ def test_changed_input_is_prepared_again(tmp_path: Path, capsys: pytest.CaptureF
         [{"role": "user", "content": "q"}],
     ],
 )
-def test_what_is_prepared_can_be_trained_on(turns: list[Row], quickstart: Path, tmp_path: Path) -> None:
-    """And what cannot be prepared cannot be trained on either."""
+def test_prepared_rows_are_exactly_those_training_accepts(turns: list[Row], quickstart: Path, tmp_path: Path) -> None:
+    """Rows that preparation rejects are also rejected by training."""
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
     tokenizer.chat_template = TOOLS + "{# reasoning_content #}"
     try:
@@ -217,7 +217,7 @@ def test_what_is_prepared_can_be_trained_on(turns: list[Row], quickstart: Path, 
         assert len(dataset_of([row], tokenizer, tmp_path)) == 1
 
 
-def test_ids_may_stand_in_another_column(tmp_path: Path) -> None:
+def test_ids_may_be_in_another_column(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text('{"name": "n3"}\n')
     rows = [{"messages": chat("q", str(index)), "name": f"n{index // 5}"} for index in range(50)]
     options = ("--exclude", str(tmp_path / "held.txt"), "--id-key", "name", "--val-fraction", "0.2")
@@ -226,7 +226,7 @@ def test_ids_may_stand_in_another_column(tmp_path: Path) -> None:
     assert val and not {row["name"] for row in train} & {row["name"] for row in val}
 
 
-def test_answers_to_one_problem_stay_on_one_side(tmp_path: Path) -> None:
+def test_answers_to_one_problem_stay_in_one_split(tmp_path: Path) -> None:
     rows = [{"messages": chat("q", str(index)), "problem_id": index // 5} for index in range(100)]
     train, val, _ = run_chat(tmp_path, rows, "--val-fraction", "0.1")
     assert len(val) == 10
@@ -245,7 +245,7 @@ def test_answers_to_one_problem_stay_on_one_side(tmp_path: Path) -> None:
         ({"text": "x"}, "'messages' is missing"),
     ],
 )
-def test_a_bad_row_is_named_or_skipped(tmp_path: Path, bad: Any, reason: str) -> None:
+def test_bad_row_is_reported_or_skipped(tmp_path: Path, bad: Any, reason: str) -> None:
     rows = [{"messages": chat("a")}, bad, {"messages": chat("b")}]
     with pytest.raises(UserError, match=rf"in\.jsonl row 2.*{reason}"):
         run_chat(tmp_path, rows)
@@ -254,13 +254,13 @@ def test_a_bad_row_is_named_or_skipped(tmp_path: Path, bad: Any, reason: str) ->
     assert counts["bad"] == 1
 
 
-def test_a_call_of_a_tool_needs_no_text(tmp_path: Path) -> None:
+def test_tool_call_needs_no_text(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     train, val, _ = run_chat(tmp_path, [{"messages": [chat(f"q{index}")[0], call]} for index in range(2)])
     assert train[0]["messages"][1]["tool_calls"][0]["function"]["name"] == "f"
 
 
-def test_tools_of_different_shape_are_kept_as_text(tmp_path: Path) -> None:
+def test_tools_of_different_schema_are_stored_as_text(tmp_path: Path) -> None:
     tools = [[{"name": "f", "parameters": {name: {"type": "string"}}}] for name in ("x", "y")]
     rows = [{"messages": chat(f"q{index}"), "tools": tools[index % 2]} for index in range(4)]
     train, val, _ = run_chat(tmp_path, rows)
@@ -269,14 +269,14 @@ def test_tools_of_different_shape_are_kept_as_text(tmp_path: Path) -> None:
     assert run_chat(tmp_path, same, "--force")[0][0]["tools"] == tools[0]
 
 
-def test_a_file_that_is_no_parquet_is_a_user_error(tmp_path: Path) -> None:
+def test_invalid_parquet_raises_user_error(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("text")
     with pytest.raises(UserError, match=r"x\.parquet"):
         prepare(["chat", "--input", str(tmp_path / "x.parquet"), "--output", str(tmp_path / "out")])
 
 
-def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
-    """The rows that are left out would be lost."""
+def test_rejects_overwriting_input(tmp_path: Path) -> None:
+    """Otherwise the rows that are left out would be lost."""
     path = tmp_path / "train.parquet"
     write_parquet(path, [{"messages": chat(f"q{index}")} for index in range(4)])
     before = path.read_bytes()
@@ -285,7 +285,7 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_lengths_are_told_by_some_that_occur() -> None:
+def test_length_percentiles_are_observed_values() -> None:
     lengths = [10, 1, 3, 2, 9, 5, 4, 8, 7, 6]
     assert length_percentiles(lengths, "chars") == {"chars_p50": 5, "chars_p90": 9, "chars_p99": 10, "chars_max": 10}
     assert set(length_percentiles([4], "chars").values()) == {4} and length_percentiles([], "chars") == {}
@@ -293,7 +293,7 @@ def test_lengths_are_told_by_some_that_occur() -> None:
 
 
 @pytest.mark.parametrize("line", ['{"prompt": "\\ud800", "response": "x"}', "[" * 100_000, '{"prompt": '])
-def test_hostile_lines_are_bad_rows_and_a_byte_order_mark_is_none(line: str, tmp_path: Path) -> None:
+def test_hostile_lines_are_bad_rows_but_bom_is_accepted(line: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     good = [json.dumps({"prompt": f"p{index}", "response": "r"}) for index in range(2)]
     path.write_text("\n".join([*good, line]), encoding="utf-8-sig")
@@ -368,7 +368,7 @@ CALLED = {"type": "function", "function": {"name": "f", "arguments": json.dumps(
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": CALL}]}]}, "OpenAI", None),
     ],
 )  # fmt: skip
-def test_layouts(
+def test_converts_known_layouts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], row: Row, layout: str, messages: list[Row] | None
 ) -> None:
     [found] = converted(tmp_path, "in.jsonl", json.dumps(row))
@@ -406,7 +406,7 @@ PAIR = {"prompt": "p", "response": "r"}
         ('{"prompt": "p", "prompt": "q", "response": "r"}', "'prompt' occurs twice"),
     ],
 )
-def test_a_row_of_which_text_would_be_lost_is_refused(tmp_path: Path, row: Row | str, reason: str) -> None:
+def test_rejects_row_whose_text_would_be_lost(tmp_path: Path, row: Row | str, reason: str) -> None:
     lines = [json.dumps(PAIR), row if isinstance(row, str) else json.dumps(row)]
     for name, content in {"in.jsonl": "\n".join(lines), "in.json": f"[{','.join(lines)}]"}.items():
         with pytest.raises(UserError, match=rf"{name} row 2: .*{reason}"):
@@ -423,12 +423,12 @@ def test_a_row_of_which_text_would_be_lost_is_refused(tmp_path: Path, row: Row |
         ("in.tsv", "prompt\tresponse\np\tr\nq\tr\n"),
     ],
 )
-def test_forms_of_files(tmp_path: Path, name: str, content: str) -> None:
+def test_reads_supported_file_formats(tmp_path: Path, name: str, content: str) -> None:
     assert [row["messages"][0]["content"] for row in converted(tmp_path, name, content)] == ["p", "q"]
 
 
-def test_text_is_kept_as_it_is(tmp_path: Path) -> None:
-    """Neither the line breaks of Unicode nor numbers in CSV nor long fields are changed."""
+def test_text_is_kept_verbatim(tmp_path: Path) -> None:
+    """Unicode line breaks, numbers in CSV and long fields are unchanged."""
     text = "a\u2028b\u2029c\x85d"
     [row] = converted(tmp_path, "in.jsonl", json.dumps({**PAIR, "prompt": text}, ensure_ascii=False))
     assert row["messages"][0]["content"] == text and row["converted_from"] == "in.jsonl row 1"
@@ -457,18 +457,18 @@ def test_text_is_kept_as_it_is(tmp_path: Path) -> None:
         ("in.json", '{"data": []}', "row 1: no conversation"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, content: str | bytes, reason: str) -> None:
+def test_rejects_unreadable_file(tmp_path: Path, name: str, content: str | bytes, reason: str) -> None:
     with pytest.raises(UserError, match=f"{name}.*{reason}"):
         converted(tmp_path, name, content)
 
 
-def test_one_row_is_not_split(tmp_path: Path) -> None:
+def test_single_row_cannot_be_split(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="data.val_files=null"):
         run_chat(tmp_path, [PAIR])
     assert len(converted(tmp_path, "in.jsonl", json.dumps(PAIR))) == 1
 
 
-def test_a_column_that_becomes_text_may_hold_dates(tmp_path: Path) -> None:
+def test_column_stored_as_text_may_contain_dates(tmp_path: Path) -> None:
     write_parquet(tmp_path / "dated.parquet", [{**PAIR, "meta": {"created": datetime(2024, 1, 2)}}])
     write_jsonl(tmp_path / "in.jsonl", [{**PAIR, "prompt": "q", "meta": {}}])
     files = [str(tmp_path / name) for name in ("dated.parquet", "in.jsonl")]
@@ -477,7 +477,7 @@ def test_a_column_that_becomes_text_may_hold_dates(tmp_path: Path) -> None:
     assert [row["meta"] for row in rows] == ['{"created": "2024-01-02 00:00:00"}', "{}"]
 
 
-def test_further_columns_may_mix_types_and_be_empty(tmp_path: Path) -> None:
+def test_extra_columns_may_mix_types_and_be_empty(tmp_path: Path) -> None:
     rows = [{**PAIR, "id": 1, "meta": {}}, {**PAIR, "prompt": "q", "id": "a", "meta": None}]
     found = converted(tmp_path, "in.jsonl", "\n".join(map(json.dumps, rows)))
     assert [(row["id"], row["meta"]) for row in found] == [("1", "{}"), ("a", None)]

@@ -1,4 +1,4 @@
-"""The preparation command: stamp, atomic files, exit codes, and a light start."""
+"""The preparation command: stamp, atomic writes, exit codes, and light imports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_prepared_only_with_the_same_arguments_version_and_files(
+def test_is_prepared_requires_same_arguments_version_and_files(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not is_prepared(arguments)
@@ -48,7 +48,7 @@ def test_prepared_only_with_the_same_arguments_version_and_files(
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "[" * 100_000, "{}"])
-def test_a_damaged_stamp_is_none(content: str, arguments: list[str], tmp_path: Path) -> None:
+def test_damaged_stamp_counts_as_missing(content: str, arguments: list[str], tmp_path: Path) -> None:
     """The command runs again."""
     prepare(arguments)
     (tmp_path / "out" / STAMP_NAME).write_text(content)
@@ -56,7 +56,7 @@ def test_a_damaged_stamp_is_none(content: str, arguments: list[str], tmp_path: P
 
 
 @pytest.mark.parametrize("states", [None, 3, {"": None}, {"": [1]}, {"": [1, 2, 3]}, {"": [1, 2, "no digits"]}])
-def test_a_stamp_whose_digests_are_damaged_is_none(states: object, arguments: list[str], tmp_path: Path) -> None:
+def test_stamp_with_damaged_digests_counts_as_missing(states: object, arguments: list[str], tmp_path: Path) -> None:
     prepare(arguments)
     stamp = tmp_path / "out" / STAMP_NAME
     content = json.loads(stamp.read_text())
@@ -73,7 +73,7 @@ def rewrite(path: Path, old: str, new: str) -> None:
     assert path.stat().st_size == before.st_size
 
 
-def test_an_input_is_read_only_if_its_size_or_time_changed(arguments: list[str], tmp_path: Path) -> None:
+def test_input_is_reread_only_if_size_or_time_changed(arguments: list[str], tmp_path: Path) -> None:
     source, stamp = tmp_path / "in.jsonl", tmp_path / "out" / STAMP_NAME
     digest = file_state(source).digest
     assert "Prepared: " in run_command(*arguments).stdout
@@ -94,8 +94,8 @@ def test_an_input_is_read_only_if_its_size_or_time_changed(arguments: list[str],
 
 
 @pytest.mark.parametrize("output", ["out", "."])
-def test_a_directory_changes_with_the_content_of_its_files(output: str, tmp_path: Path) -> None:
-    """Not with their times, nor with what is written there, or with files that cannot be read."""
+def test_directory_input_changes_with_content_of_files(output: str, tmp_path: Path) -> None:
+    """Not with their times, nor with the command's own output or unreadable files."""
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "1 + 2?", "answer": "It is 3.\\n#### 3"}\n')
     words = ["gsm8k", "--source", str(tmp_path), "--output", str(tmp_path / output)]
@@ -117,7 +117,7 @@ def test_a_directory_changes_with_the_content_of_its_files(output: str, tmp_path
     assert " changed since" in run_command(*words).stdout
 
 
-def test_a_second_run_does_nothing_unless_forced(
+def test_second_run_does_nothing_unless_forced(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(arguments)
@@ -131,7 +131,7 @@ def test_a_second_run_does_nothing_unless_forced(
     assert is_prepared(arguments)
 
 
-def test_a_preparation_that_fails_leaves_no_stamp(arguments: list[str], tmp_path: Path) -> None:
+def test_failed_preparation_leaves_no_stamp(arguments: list[str], tmp_path: Path) -> None:
     prepare(arguments)
     (tmp_path / "in.jsonl").write_text("no json\n")
     with pytest.raises(UserError, match="row 1"):
@@ -139,21 +139,21 @@ def test_a_preparation_that_fails_leaves_no_stamp(arguments: list[str], tmp_path
     assert not is_prepared(arguments)
 
 
-def test_a_preparation_that_is_refused_leaves_no_directory(arguments: list[str], tmp_path: Path) -> None:
+def test_rejected_preparation_leaves_no_directory(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("no json\n")
     with pytest.raises(UserError, match="row 1"):
         prepare(arguments)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_stamp_cut_short_is_no_stamp(arguments: list[str], tmp_path: Path) -> None:
+def test_truncated_stamp_counts_as_missing(arguments: list[str], tmp_path: Path) -> None:
     prepare(arguments)
     stamp = tmp_path / "out" / "prepared.json"
     stamp.write_text(stamp.read_text()[:30])
     assert not is_prepared(arguments)
 
 
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+def test_interrupted_write_keeps_old_file(tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.write_text("old")
     with pytest.raises(KeyboardInterrupt), staged_file(target) as temporary:
@@ -163,13 +163,13 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_an_output_below_a_file_is_a_user_error(arguments: list[str], tmp_path: Path) -> None:
+def test_output_below_file_raises_user_error(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(UserError, match="cannot create the directory"):
         prepare(arguments)
 
 
-def test_a_full_disk_is_a_user_error(arguments: list[str], tmp_path: Path) -> None:
+def test_full_disk_raises_user_error(arguments: list[str], tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         (disk / "out").mkdir()
         fill(disk)
@@ -187,7 +187,7 @@ def test_a_full_disk_is_a_user_error(arguments: list[str], tmp_path: Path) -> No
         ["chat", "--input", "x", "--output", "x", "--val-fraction", "2"],
     ],
 )
-def test_a_mistake_ends_with_exit_code_2_and_no_traceback(words: list[str]) -> None:
+def test_mistake_exits_with_2_and_no_traceback(words: list[str]) -> None:
     result = run_command(*words)
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
@@ -206,7 +206,7 @@ def test_help_shows_an_example_that_parses(
     assert not is_prepared(example.partition(" exit codes:")[0].split())
 
 
-def test_is_prepared_imports_nothing_heavy() -> None:
+def test_is_prepared_imports_no_heavy_packages() -> None:
     code = (
         "import sys; from verl_ext.data.prepare import is_prepared\n"
         "is_prepared(['quickstart', '--output', 'nowhere'])\n"
@@ -217,7 +217,7 @@ def test_is_prepared_imports_nothing_heavy() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_quickstart_writes_a_model_that_measures_its_own_data(tmp_path: Path) -> None:
+def test_quickstart_model_fits_its_data(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     arguments = ["quickstart", "--samples", "500", "--output", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""`prompts`: rows in JSON and CSV become verl's RL format without losing types or columns."""
+"""`prompts`: rows in JSON and CSV are converted to verl's RL format without losing types or columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def converted(tmp_path: Path, rows: list[Row], *options: str, name: str = "train
     return [row for _, row in read_parquet(output / f"{name}.parquet")]
 
 
-def test_a_row_in_verls_format_and_one_in_short(tmp_path: Path) -> None:
+def test_converts_full_and_short_rows(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q"}]
     full = {"prompt": turns, "reward_model": {"ground_truth": "1"}, "data_source": "here", "extra_info": {"level": 2}}
     short = {"prompt": "q", "answer": "1", "level": 2, "system": "s"}
@@ -55,16 +55,14 @@ def test_a_row_in_verls_format_and_one_in_short(tmp_path: Path) -> None:
         ([True, 1], ["true", "1"]),
     ],
 )
-def test_answers_keep_their_type_where_the_file_has_one(
-    tmp_path: Path, answers: list[Any], expected: list[Any]
-) -> None:
+def test_answers_keep_type_of_file(tmp_path: Path, answers: list[Any], expected: list[Any]) -> None:
     for column in ("answer", "ground_truth"):
         rows = converted(tmp_path, [{"prompt": f"q{index}", column: answer} for index, answer in enumerate(answers)])
         found = [row["reward_model"]["ground_truth"] for row in rows]
         assert found == expected and list(map(type, found)) == list(map(type, expected))
 
 
-def test_prompts_without_an_answer_and_columns_of_every_kind(tmp_path: Path) -> None:
+def test_accepts_prompts_without_answer_and_mixed_columns(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "a": {}, "b": [1, "x"], "c": None}, {"prompt": "p", "a": {"d": 1}, "b": [2], "c": 0.5}]
     found = converted(tmp_path, rows)
     assert all(row.get("reward_model") is None for row in found)
@@ -72,7 +70,7 @@ def test_prompts_without_an_answer_and_columns_of_every_kind(tmp_path: Path) -> 
     assert [row["extra_info"]["c"] for row in found] == [None, 0.5]
 
 
-def test_an_object_with_a_date_is_kept_as_text(tmp_path: Path) -> None:
+def test_object_with_date_is_stored_as_text(tmp_path: Path) -> None:
     write_parquet(tmp_path / "mine.parquet", [{"prompt": "q", "meta": {"created": datetime(2024, 1, 2)}}])
     words = ["--input", str(tmp_path / "mine.parquet"), "--output", str(tmp_path / "out"), "--val-fraction", "0"]
     prepare(["prompts", *words])
@@ -94,7 +92,7 @@ def test_an_object_with_a_date_is_kept_as_text(tmp_path: Path) -> None:
         ({"prompt": "q", "level": 1, "extra_info": {"level": 2}}, "'level'"),
     ],
 )
-def test_a_bad_row_is_named_or_skipped(tmp_path: Path, row: Row, reason: str) -> None:
+def test_bad_row_is_reported_or_skipped(tmp_path: Path, row: Row, reason: str) -> None:
     rows = [{"prompt": "good", "answer": "1"}, row]
     with pytest.raises(UserError, match=rf"mine\.jsonl row 2: .*{reason}"):
         converted(tmp_path, rows)
@@ -110,7 +108,7 @@ def test_a_bad_row_is_named_or_skipped(tmp_path: Path, row: Row, reason: str) ->
         ([None, "42"], "path.py:function"),
     ],
 )
-def test_the_next_command_has_a_reward_that_fits(
+def test_next_command_has_matching_reward(
     tmp_path: Path, answers: list[Any], reward: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.jsonl"
@@ -120,7 +118,7 @@ def test_the_next_command_has_a_reward_that_fits(
     assert {f"reward.functions=[{reward}]", "recipe=custom", "model.partial_pretrain=MODEL"} <= {*words}
 
 
-def test_the_same_prompt_stays_on_one_side(tmp_path: Path) -> None:
+def test_same_prompt_stays_in_one_split(tmp_path: Path) -> None:
     rows = [{"question": f"q{index % 5}", "answer": index} for index in range(50)]
     options = ("--prompt-key", "question", "--val-fraction", "0.2")
     sides = [

@@ -1,4 +1,4 @@
-"""The quickstart task: its families, what is held out, its tokenizer and its model."""
+"""The quickstart task: function families, held-out problems, tokenizer and model."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def num_failed(code: str, tests: list[str]) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_the_solution_does_what_was_worked_out_by_hand(family: FunctionFamily) -> None:
+def test_solution_matches_hand_computed_value(family: FunctionFamily) -> None:
     parameters, expression, value = BY_HAND[family.name]
     namespace: dict[str, Any] = {}
     exec(family.solution(parameters), namespace)
@@ -80,7 +80,7 @@ def test_the_solution_does_what_was_worked_out_by_hand(family: FunctionFamily) -
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_tests_accept_the_solution_and_find_the_mistake(family: FunctionFamily) -> None:
+def test_tests_accept_solution_and_detect_mistake(family: FunctionFamily) -> None:
     generator = random.Random(0)
     for _ in range(40):
         parameters = family.sample(generator)
@@ -93,13 +93,13 @@ def test_tests_accept_the_solution_and_find_the_mistake(family: FunctionFamily) 
 
 @pytest.mark.parametrize("family", BUGGY_FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("bound", [2, 998, 999])
-def test_the_mistake_runs_at_the_bounds_of_the_parameters(family: FunctionFamily, bound: int) -> None:
+def test_mistake_is_detected_at_parameter_bounds(family: FunctionFamily, bound: int) -> None:
     parameters = {"a": 2, "b": 99} if "b" in family.sample(random.Random(0)) else {"k": bound}
     problem = to_problem(family, parameters)
     assert num_failed(family.buggy_solution(parameters) or "", problem["tests"]) > 0
 
 
-def test_no_problem_is_on_two_sides(dataset: QuickstartData) -> None:
+def test_no_problem_is_in_two_splits(dataset: QuickstartData) -> None:
     held_ids = {problem_id(family, parameters) for family, parameters in dataset.held_out}
     held_prompts = {family.prompt(parameters) for family, parameters in dataset.held_out}
     assert len(held_ids) == len(held_prompts) == len(dataset.held_out) == 180
@@ -109,7 +109,7 @@ def test_no_problem_is_on_two_sides(dataset: QuickstartData) -> None:
     assert not held_prompts & {row["messages"][0]["content"] for row in dataset.train + dataset.val}
 
 
-def test_sizes_and_the_share_of_mistakes(dataset: QuickstartData) -> None:
+def test_dataset_has_expected_sizes_and_share_of_mistakes(dataset: QuickstartData) -> None:
     assert (len(dataset.train), len(dataset.val)) == (1500, 30)
     buggy = {family.name for family in BUGGY_FAMILIES}
     answers = [row for row in dataset.train if row["family"] in buggy]
@@ -125,12 +125,12 @@ def has_mistake(row: Row) -> bool:
     return row["messages"][1]["content"] != family.solution(parameters)
 
 
-def test_the_same_seed_gives_the_same_data(dataset: QuickstartData) -> None:
+def test_same_seed_gives_same_data(dataset: QuickstartData) -> None:
     assert sample_quickstart(1500, seed=3).train == dataset.train
     assert sample_quickstart(1500, seed=4).train != dataset.train
 
 
-def test_the_tokenizer_splits_digits_and_ends_turns(dataset: QuickstartData) -> None:
+def test_tokenizer_splits_digits_and_ends_turns(dataset: QuickstartData) -> None:
     tokenizer = train_tokenizer([row["messages"] for row in dataset.train])
     assert tokenizer.tokenize("add_8375") == [*tokenizer.tokenize("add_"), "8", "3", "7", "5"]
     text = "def f(x):\n    return x + 12  # ä"
@@ -143,7 +143,7 @@ def test_the_tokenizer_splits_digits_and_ends_turns(dataset: QuickstartData) -> 
     assert len(tokenizer) <= 1000
 
 
-def test_the_model_fits_the_tokenizer_and_its_seed(dataset: QuickstartData) -> None:
+def test_model_matches_tokenizer_and_seed(dataset: QuickstartData) -> None:
     tokenizer = train_tokenizer([row["messages"] for row in dataset.train])
     first, again, other = (build_model(tokenizer, seed) for seed in (0, 0, 1))
     assert 1_500_000 < first.num_parameters() < 2_500_000

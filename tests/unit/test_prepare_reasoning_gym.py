@@ -1,4 +1,4 @@
-"""`prepare reasoning_gym`: problems of its data sets, and its scorers as judges."""
+"""`prepare reasoning_gym`: problems of its datasets, and its scorers as judges."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def needles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_prompts_have_solved_examples_and_held_out_questions_are_not_trained(needles: Path) -> None:
+def test_prompts_have_examples_and_splits_are_disjoint(needles: Path) -> None:
     train, val = (pd.read_parquet(needles / f"{split}.parquet") for split in ("train", "val"))
     assert (len(train), len(val)) == (40, 20)
     for row in (train.iloc[0], val.iloc[0]):
@@ -41,14 +41,14 @@ def test_prompts_have_solved_examples_and_held_out_questions_are_not_trained(nee
     assert all(3 <= question.count(". ") <= 5 for question in questions[0])
 
 
-def test_few_distinct_questions_leave_fewer_rows(tmp_path: Path) -> None:
+def test_few_distinct_questions_give_fewer_rows(tmp_path: Path) -> None:
     prepare(["reasoning_gym", "--task", "coin_flip", "--set", "min_trials=3", "max_trials=3", "--train", "0"]
             + ["--val", "100000", "--shots", "0", "--output", str(tmp_path)])  # fmt: skip
     assert 0 < len(pd.read_parquet(tmp_path / "val.parquet")) < 100_000
     assert not (tmp_path / "train.parquet").exists()
 
 
-def test_an_evaluation_asks_all_turns_and_the_scorer_judges(needles: Path) -> None:
+def test_evaluation_sends_all_turns_and_scorer_judges(needles: Path) -> None:
     problems = load_problems(DatasetSource("needles", "verl", str(needles / "val.parquet")))
     problem = problems[0]
     request = GenerateRequest(problem.problem_id, problem.prompt, 0, problem.earlier)
@@ -63,19 +63,19 @@ def test_an_evaluation_asks_all_turns_and_the_scorer_judges(needles: Path) -> No
     assert verdicts[3].message == "the scorer of needle_haystack gives it 0"
 
 
-def test_earlier_turns_are_part_of_what_is_asked() -> None:
+def test_earlier_turns_change_problem_digest() -> None:
     tests = ScoredAnswer("gcd", '{"answer": "1"}')
     plain, after = Problem("p", "Go.", tests), Problem("p", "Go.", tests, earlier=(("system", "Be brief."),))
     assert problems_digest([plain]) != problems_digest([after])
 
 
-def test_as_many_lines_are_scored_as_the_reference_has() -> None:
+def test_scores_as_many_lines_as_reference_has() -> None:
     assert final_answer("\n Ann \nSam", "Bob") == "Ann"
     assert final_answer("1 2\n3 4\n5 6", "9 9\n9 9") == "1 2\n3 4"
     assert final_answer("no <answer>Ann</answer> but <answer>\nBob\n</answer>", "Bob") == "Bob"
 
 
-def test_a_scorer_that_cannot_read_an_answer_gives_nothing() -> None:
+def test_failing_scorer_gives_no_full_score() -> None:
     entry = json.dumps({"question": "q", "answer": "A B", "metadata": {}})
     assert score("x" * 1000, "syllogism", entry) < 1
     assert score("?", "rotate_matrix", entry) == 0
@@ -84,20 +84,20 @@ def test_a_scorer_that_cannot_read_an_answer_gives_nothing() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--task", "needle"], "has no data set 'needle'; use one of ab, "),
+        (["--task", "needle"], "has no dataset 'needle'; use one of ab, "),
         (["--task", "countdown"], "runs answers or entries as Python"),
         (["--task", "gcd", "--set", "min_numbers"], "--set has 'min_numbers'; write KEY=VALUE"),
         (["--task", "gcd", "--set", "numbers=3"], "cannot make gcd with these settings .*numbers.*correct --set"),
         (["--task", "gcd", "--set", "min_numbers=9", "max_numbers=3"], "cannot make gcd with these settings"),
     ],
 )
-def test_bad_input_is_one_sentence(words: list[str], says: str, tmp_path: Path) -> None:
+def test_rejects_bad_input(words: list[str], says: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=says):
         prepare(["reasoning_gym", *words, "--output", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_evaluation_refuses_a_scorer_that_would_run_answers(tmp_path: Path) -> None:
+def test_evaluation_rejects_scorer_that_would_run_answers(tmp_path: Path) -> None:
     truth = json.dumps({"reasoning_gym": "countdown", "entry": {"question": "q", "answer": "1", "metadata": {}}})
     row = {"prompt": "q", "reward_model": {"ground_truth": truth}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
@@ -105,7 +105,7 @@ def test_an_evaluation_refuses_a_scorer_that_would_run_answers(tmp_path: Path) -
         load_problems(DatasetSource("mine", "verl", str(tmp_path / "rows.jsonl")))
 
 
-def test_scorers_that_would_run_an_answer_or_an_entry_are_known() -> None:
+def test_scorers_that_run_answers_or_entries_are_listed() -> None:
     import inspect
 
     import reasoning_gym

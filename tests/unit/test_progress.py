@@ -1,4 +1,4 @@
-"""One bar for all long work: with the time left on a terminal, none elsewhere."""
+"""One progress bar for all long work, with the time left, on terminals only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl_ext.console import progress_bar, staged_progress
 
 
 @pytest.mark.parametrize(("is_terminal", "show"), [(True, True), (True, False), (False, True)])
-def test_a_bar_is_drawn_on_a_terminal_alone(
+def test_bar_is_drawn_only_on_terminal(
     is_terminal: bool, show: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
@@ -29,7 +29,7 @@ def test_a_bar_is_drawn_on_a_terminal_alone(
         assert shown.err == ""
 
 
-def test_parts_move_the_bar_by_what_they_are_expected_to_take(
+def test_parts_advance_bar_by_expected_duration(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -43,7 +43,7 @@ def test_parts_move_the_bar_by_what_they_are_expected_to_take(
 @pytest.mark.parametrize(
     ("is_terminal", "rank", "is_drawn"), [(True, "0", True), (True, "1", False), (False, "0", False)]
 )
-def test_transformers_draws_its_bars_as_we_do(
+def test_transformers_bars_follow_same_rules(
     is_terminal: bool,
     rank: str,
     is_drawn: bool,
@@ -64,7 +64,7 @@ def test_transformers_draws_its_bars_as_we_do(
     assert not are_progress_bars_disabled()  # those of downloads
 
 
-def test_bars_of_transformers_cost_no_import() -> None:
+def test_configuring_transformers_bars_imports_nothing() -> None:
     code = "import sys, verl_ext.console, eval_pipeline; print('transformers' in sys.modules, 'tqdm' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False False"

@@ -1,4 +1,4 @@
-"""What a rank makes of signals, also while its main thread is inside one long call."""
+"""How a rank handles signals, including while its main thread is inside one long call."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def ask(process: subprocess.Popen[str], word: str) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
-def test_before_anything_is_to_be_saved_a_signal_ends_a_rank(number: signal.Signals, start: object) -> None:
+def test_signal_before_training_ends_rank(number: signal.Signals, start: object) -> None:
     process = start("start", ENDLESS)
     assert ask(process, "busy") == "busy"
     process.send_signal(number)
     assert process.wait(timeout=60) == -number
 
 
-def test_two_signals_at_once_are_one_request_also_during_a_long_call(start: object) -> None:
+def test_two_signals_during_long_call_are_one_request(start: object) -> None:
     process = start("arm", ABOUT_THREE_SECONDS)
     assert ask(process, "busy") == "busy"
     process.send_signal(signal.SIGUSR1)
@@ -73,7 +73,7 @@ def test_two_signals_at_once_are_one_request_also_during_a_long_call(start: obje
     assert process.poll() is None
 
 
-def test_a_rank_is_asked_once_however_often_it_is_signalled(start: object) -> None:
+def test_repeated_signals_to_rank_are_one_request(start: object) -> None:
     process = start("arm", ABOUT_THREE_SECONDS)
     process.send_signal(signal.SIGTERM)
     assert ask(process, "wait") == "SIGTERM"

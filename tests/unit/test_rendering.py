@@ -1,4 +1,4 @@
-"""A chat template is a program: one that fails or never ends is refused, whatever it raises."""
+"""A chat template is a program: one that fails or never ends is rejected, whatever it raises."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def template_of(text: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_that_does_not_end_is_refused_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_endless_template_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RENDER_S", 0.2)
     started = time.process_time()
     first, *others = template_of(ENDLESS[name]).encode([CHAT] * 50, [{}] * 50)
@@ -53,14 +53,14 @@ def test_a_template_that_does_not_end_is_refused_once(name: str, monkeypatch: py
         ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "SyntaxError"),
     ],
 )
-def test_whatever_a_template_raises_the_row_is_refused(text: str, names: str) -> None:
+def test_rejects_row_whatever_template_raises(text: str, names: str) -> None:
     [refused] = template_of(text).encode([CHAT], [{}])
     assert isinstance(refused, UserError) and names in str(refused)
     with pytest.raises(TemplateError, match=names):
         template_of(text).render(CHAT)
 
 
-def test_a_template_whose_constants_take_for_ever_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_template_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RENDER_S", 0.2)
     with pytest.raises(UserError, match="data.chat_template cannot be compiled"):
         parse_chat_template(ENDLESS["constant"])
@@ -75,7 +75,7 @@ def busy(seconds: float) -> None:
         sum(range(10_000))  # a clock that is read all the time takes the system's time, which does not count
 
 
-def test_time_of_native_threads_is_not_the_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_of_native_threads_is_not_charged_to_template(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RENDER_S", 0.3)
 
     def work() -> None:
@@ -98,7 +98,7 @@ def test_time_of_native_threads_is_not_the_templates(monkeypatch: pytest.MonkeyP
         while_another_works(5)
 
 
-def test_time_is_counted_for_each_rendering_and_in_the_main_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_applies_per_rendering_in_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RENDER_S", 0.3)
     for _ in range(3):
         with rendering():

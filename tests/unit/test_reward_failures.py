@@ -1,4 +1,4 @@
-"""Reward functions that cannot be called or fail: what the launcher refuses, and what stops a run."""
+"""Reward functions that cannot be called or that fail: what the launcher rejects, and what stops a run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def mine(tmp_path: Path) -> Path:
         ({"score": 3, "accuracy": 1}, 3.0),
     ],
 )
-def test_what_is_a_number(value: Any, score: float) -> None:
+def test_accepts_numeric_score(value: Any, score: float) -> None:
     assert score_of(value) == score
 
 
@@ -81,7 +81,7 @@ def test_what_is_a_number(value: Any, score: float) -> None:
         ({"score": "1"}, "'1'"),
     ],
 )
-def test_what_is_not_a_number(value: Any, shown: str) -> None:
+def test_rejects_non_numeric_score(value: Any, shown: str) -> None:
     with pytest.raises(RewardError) as failed:
         score_of(value)
     assert shown in failed.value.failure.reason and not failed.value.failure.traceback
@@ -98,12 +98,12 @@ ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
         ("god", "has no 'god'"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_refused(mine: Path, name: str, says: str) -> None:
+def test_rejects_function_that_cannot_be_called(mine: Path, name: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         UserFunction(Plugin("reward.functions", str(mine), name))
 
 
-def test_a_function_for_verl_that_is_named_by_module_is_refused(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_verl_style_function_named_by_module(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(mine.parent)
     with pytest.raises(UserError, match=r"one argument, a RewardedAnswer.*path\.py:function"):
         UserFunction(Plugin("reward.functions", "mine", "good"))
@@ -130,7 +130,7 @@ def check_rewards_of(config: GRPOConfig) -> None:
     check_reward_functions(config.reward, config.data)
 
 
-def test_functions_that_work_are_let_through(mine: Path, rows: Path) -> None:
+def test_accepts_working_functions(mine: Path, rows: Path) -> None:
     ours = [f"{mine}:{name}" for name in ("good", "open_ended", "sees_truth", "slow_at_first", "reads_input")]
     check_rewards_of(config_of(rows, *ours, "reward_correct", "tag_count_reward"))
 
@@ -145,7 +145,7 @@ def test_functions_that_work_are_let_through(mine: Path, rows: Path) -> None:
         ("wrong_names", "has the parameters"),
     ],
 )
-def test_functions_that_fail_on_a_row_are_refused(
+def test_rejects_functions_that_fail_on_a_row(
     mine: Path, rows: Path, name: str, says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError, match=says) as refused:
@@ -156,13 +156,13 @@ def test_functions_that_fail_on_a_row_are_refused(
 
 
 @pytest.mark.parametrize(("code", "says"), [("import sys; sys.exit(4)", "exits"), ("import os; os._exit(4)", "ended")])
-def test_a_file_that_ends_its_process_is_refused(rows: Path, tmp_path: Path, code: str, says: str) -> None:
+def test_rejects_file_that_ends_its_process(rows: Path, tmp_path: Path, code: str, says: str) -> None:
     (tmp_path / "leaves.py").write_text(code)
     with pytest.raises(UserError, match=f"leaves.py.*{says}"):
         check_rewards_of(config_of(rows, f"{tmp_path}/leaves.py:f"))
 
 
-def test_a_file_that_hangs_is_refused(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_file_that_hangs(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl_ext.grpo.rewards.process_pool.START_S", 0.2)
     (tmp_path / "hangs.py").write_text("import time; time.sleep(1000)")
     with pytest.raises(UserError, match=r"hangs.py.*more than 0\.2 s"):
@@ -182,7 +182,7 @@ def test_a_file_that_hangs_is_refused(rows: Path, tmp_path: Path, monkeypatch: p
         ("reward_model", [{"ground_truth": "72"}, {"ground_truth": '{"tests": ["a'}], "row 1 .*not valid JSON"),
     ],
 )
-def test_rows_without_what_a_reward_needs_are_refused(
+def test_rejects_rows_without_columns_a_reward_needs(
     rows: Path, column: str, values: list[Any] | None, says: str
 ) -> None:
     frame = pd.read_parquet(rows).drop(columns=column)
@@ -195,7 +195,7 @@ def test_rows_without_what_a_reward_needs_are_refused(
 
 
 @pytest.mark.parametrize("column", ["reward_model", "extra_info"])
-def test_a_column_of_text_is_refused_in_files_that_are_only_read(rows: Path, column: str) -> None:
+def test_rejects_text_column_in_files_that_are_only_read(rows: Path, column: str) -> None:
     text = rows.with_name("text.parquet")
     pd.read_parquet(rows).assign(**{column: ["{}"] * 2}).to_parquet(text)
     config = config_of(rows, "reward_correct")
@@ -217,7 +217,7 @@ def test_a_column_of_text_is_refused_in_files_that_are_only_read(rows: Path, col
         ("$1,072.50", "reward_correct", None, False),
     ],
 )
-def test_ground_truths_that_would_give_zeros(
+def test_rejects_or_warns_about_ground_truths_that_give_zeros(
     rows: Path, truth: str, reward: str, refused: str | None, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     frame = pd.read_parquet(rows)
@@ -228,7 +228,7 @@ def test_ground_truths_that_would_give_zeros(
     assert ("<answer>" in capsys.readouterr().err) == warned
 
 
-def test_a_refused_row_is_named_by_the_file_that_it_was_converted_from(rows: Path) -> None:
+def test_rejected_row_is_reported_with_its_source_file(rows: Path) -> None:
     frame = pd.read_parquet(rows)
     frame["reward_model"] = [{"ground_truth": truth} for truth in ("72", '{"entry_point": "f"')]
     frame.assign(converted_from=["mine.jsonl row 1", "mine.jsonl row 2"]).to_parquet(rows)
@@ -255,7 +255,7 @@ def guard(one_rank: None) -> RewardGuard:
     return RewardGuard(["far", "near"], lambda sample: f"an answer to {sample.prompt.sample_id}", "cpu")
 
 
-def test_a_failing_function_is_reported_once(guard: RewardGuard, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_function_is_reported_once(guard: RewardGuard, capsys: pytest.CaptureFixture[str]) -> None:
     check(guard, 1, [None, None])
     for step in (2, 3):
         check(guard, step, [None, RAISED, RAISED])
@@ -265,12 +265,12 @@ def test_a_failing_function_is_reported_once(guard: RewardGuard, capsys: pytest.
 
 
 @pytest.mark.parametrize("failures", [[RAISED, RAISED], [TIMED_OUT, RAISED]])
-def test_a_function_that_fails_on_every_sample_stops_the_run(guard: RewardGuard, failures: list[RewardFailure]) -> None:
+def test_function_failing_on_every_sample_stops_run(guard: RewardGuard, failures: list[RewardFailure]) -> None:
     with pytest.raises(UserError, match="step 1: the reward near failed on all 2 samples .ValueError|too long"):
         check(guard, 1, failures)
 
 
-def test_time_outs_alone_stop_the_run_after_some_steps_in_a_row(guard: RewardGuard) -> None:
+def test_timeouts_stop_run_after_consecutive_steps(guard: RewardGuard) -> None:
     for step in range(1, TIMED_OUT_STEPS):
         check(guard, step, [TIMED_OUT] * 2)
     check(guard, TIMED_OUT_STEPS, [TIMED_OUT, None])  # not in a row
@@ -280,6 +280,8 @@ def test_time_outs_alone_stop_the_run_after_some_steps_in_a_row(guard: RewardGua
         check(guard, 9, [TIMED_OUT] * 2)
 
 
-def test_a_measurement_reports_and_stops_nothing(guard: RewardGuard, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_reports_failures_without_stopping_run(
+    guard: RewardGuard, capsys: pytest.CaptureFixture[str]
+) -> None:
     guard.report("evaluation at step 0", [rewarded({"near": RAISED})])
     assert "evaluation at step 0: the reward near failed on 1 of 1 samples" in capsys.readouterr().err

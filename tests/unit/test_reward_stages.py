@@ -1,4 +1,4 @@
-"""The trainers of the stages that learn from rewards, built and run on one rank: what their keys come to."""
+"""The trainers of the stages that learn from rewards, built and run on one rank: the effect of their keys."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def controlled(tmp_path: Path) -> BudgetTrainer:
     return trainer_of(load_config("grpo", [*words, *OF_ANY_RUN, *CONTROLLER, *LEARNING]))
 
 
-def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetTrainer) -> None:
+def test_budget_trainer_follows_configuration(controlled: BudgetTrainer) -> None:
     knobs, loss = controlled.model_config, controlled.step.actor
     assert (knobs.hidden, knobs.vlm["tier_sizes"], knobs.vlm["max_new_tokens"]) == (24, list(TIERS), 3)
     assert (knobs.space.min_active, knobs.space.max_active, knobs.space.topk_choices) == (2, 3, (1, 2, 4))
@@ -80,7 +80,7 @@ def test_what_a_controller_chooses_from_and_how_it_learns(controlled: BudgetTrai
     assert list(vars(controlled.config.reward).values()) == [2, 3, 4, 5, 6]
 
 
-def test_as_many_encodings_are_kept_as_are_wanted(controlled: BudgetTrainer) -> None:
+def test_encoding_cache_keeps_configured_number(controlled: BudgetTrainer) -> None:
     places = list(product(controlled.train_dataset.samples, range(len(TIERS))))
     first = controlled.runner.encoded(*places[0])
     for place in places[1:5]:
@@ -91,7 +91,7 @@ def test_as_many_encodings_are_kept_as_are_wanted(controlled: BudgetTrainer) -> 
     assert controlled.runner.encoded(*places[0]) is not first
 
 
-def test_the_tiers_part_of_the_bonus_has_its_weight(controlled: BudgetTrainer) -> None:
+def test_tier_term_of_entropy_bonus_is_weighted(controlled: BudgetTrainer) -> None:
     controlled.fsdp_model.eval()  # no dropout
     trajectories = controlled.step.rollout(prompts_of([controlled.train_dataset[0]]), 1, 2)
     batch = controlled.policy.collate(trajectories)
@@ -114,7 +114,7 @@ def test_the_tiers_part_of_the_bonus_has_its_weight(controlled: BudgetTrainer) -
         ("budgets_of_full", [0.55, 2.0], r"controller.budgets_of_full begins at 0.55 \(11.0 ms\).*at 0.63 or more"),
     ],
 )
-def test_the_lowest_budget_has_time_for_the_decision(
+def test_rejects_budget_below_decision_time(
     key: str, budgets: list[float], says: str | None, controlled: BudgetTrainer
 ) -> None:
     weights = {part: dict.fromkeys(names, 0.0) for part, names in FEATURES.items()}
@@ -127,7 +127,7 @@ def test_the_lowest_budget_has_time_for_the_decision(
         controlled.require_reachable_budgets()
 
 
-def test_a_measurement_may_measure_what_training_computes(controlled: BudgetTrainer) -> None:
+def test_validation_may_use_latency_of_training(controlled: BudgetTrainer) -> None:
     measured = [controlled.validate()["eval/latency_ms_mean"] for _ in range(2)]
     assert measured[0] != measured[1]
     controlled.config.latency.validation = "same"
@@ -136,7 +136,9 @@ def test_a_measurement_may_measure_what_training_computes(controlled: BudgetTrai
 
 
 @pytest.mark.parametrize(("split", "count", "batches"), [("test", -1, 1), ("train", -1, 2), ("train", 1, 1)])
-def test_what_is_measured(split: Literal["test", "train"], count: int, batches: int, controlled: BudgetTrainer) -> None:
+def test_evaluation_uses_configured_split_and_batches(
+    split: Literal["test", "train"], count: int, batches: int, controlled: BudgetTrainer
+) -> None:
     controlled.config.data.eval_split, controlled.config.data.eval_batches = split, count
     prompts = controlled.eval_batches()
     assert len(prompts) == batches
@@ -144,8 +146,8 @@ def test_what_is_measured(split: Literal["test", "train"], count: int, batches: 
     assert all(prompt.sample_id.startswith(prefix) for batch in prompts for prompt in batch)
 
 
-def test_replacement_prompts_do_not_depend_on_the_interpreter(controlled: BudgetTrainer) -> None:
-    """They are a function of seed and step by a digest of ours; none is of the step's batch or of another round."""
+def test_replacement_prompts_do_not_depend_on_interpreter(controlled: BudgetTrainer) -> None:
+    """They are a function of seed and step via a digest of ours; none is of the step's batch or of another round."""
     controlled.rows_of_step = {2}
 
     def rows(step: int) -> list[int]:
@@ -158,13 +160,13 @@ def test_replacement_prompts_do_not_depend_on_the_interpreter(controlled: Budget
     assert found == [[0, 1, 3], [0, 3, 1], [3, 0, 1], [1, 3, 0]]
 
 
-def test_tables_of_samples_have_as_many_rows_as_are_wanted(controlled: BudgetTrainer) -> None:
+def test_sample_tables_have_configured_number_of_rows(controlled: BudgetTrainer) -> None:
     controlled.fit()
     rows = [json.loads(line) for line in (controlled.run_dir / SAMPLES_FILE).read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 1, 1, 2, 2, 2]
 
 
-def test_prompts_are_shared_where_that_is_wanted(quickstart: Path, tmp_path: Path) -> None:
+def test_prompts_are_shared_only_if_configured(quickstart: Path, tmp_path: Path) -> None:
     words = [f"data.train_files={quickstart}/prompts.parquet", "data.val_files=null", "data.eval_every_steps=0"]
     words += [f"model.partial_pretrain={quickstart}/model", f"trainer.default_local_dir={tmp_path}", *OF_ANY_RUN]
     words += ["data.max_response_length=4", "reward.length_buffer=4"]  # so short that sharing is cheaper

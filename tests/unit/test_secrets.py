@@ -1,4 +1,4 @@
-"""Keys and passwords: refused in configurations, repeated in no message, handed to no process that needs none."""
+"""Secrets are rejected in configurations, masked in messages, and kept from processes that do not need them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("planted")
-def test_a_training_refuses_secrets_and_does_not_repeat_them(words: str, why: str) -> None:
+def test_training_rejects_secrets_without_repeating_them(words: str, why: str) -> None:
     with pytest.raises(UserError) as refused:
         load_config("sft", [words])
     assert why in str(refused.value) and "environment variable" in str(refused.value)
@@ -62,7 +62,7 @@ def test_a_training_refuses_secrets_and_does_not_repeat_them(words: str, why: st
 
 
 @pytest.mark.usefixtures("planted")
-def test_an_evaluation_refuses_secrets_and_does_not_repeat_them() -> None:
+def test_evaluation_rejects_secrets_without_repeating_them() -> None:
     for words in (f"engine.vllm.hf_token={KEY}", f"engine.vllm.download_dir='{PROXY}'", f"engine.model={KEY}"):
         with pytest.raises(UserError, match="a configuration ends up in files") as refused:
             load_eval_config("quickstart", [words])
@@ -73,7 +73,7 @@ def test_an_evaluation_refuses_secrets_and_does_not_repeat_them() -> None:
     "words", [f"engine.api_key={KEY} and", f"+model.password=[{KEY}", f"data.max_length='{PROXY}'", f"optim.lr={KEY}"]
 )
 @pytest.mark.usefixtures("planted")
-def test_messages_on_what_was_typed_do_not_repeat_it(words: str) -> None:
+def test_error_messages_mask_typed_secrets(words: str) -> None:
     with pytest.raises(UserError) as refused:
         load_config("sft", [words])
     assert "PLANTED" not in str(refused.value)
@@ -81,7 +81,7 @@ def test_messages_on_what_was_typed_do_not_repeat_it(words: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_no_setting_of_ours_is_taken_for_a_secret(recipe: Path) -> None:
+def test_shipped_settings_are_not_taken_for_secrets(recipe: Path) -> None:
     require_no_secrets(yaml.safe_load(recipe.read_text()))
     if recipe.parent.name != "eval":
         config = load_config(recipe.parent.name, [f"recipe={recipe}"])
@@ -97,14 +97,14 @@ def _names(value: dict, prefix: str) -> list[str]:
     ]
 
 
-def test_an_environment_without_secrets() -> None:
+def test_secrets_are_removed_from_environment() -> None:
     kept = {"PATH": "/bin", "TOKENIZERS_PARALLELISM": "true", "KEYBOARD": "de", "HF_TOKEN": KEY, "MONKEY": "m"}
     gone = {"WANDB_API_KEY": KEY, "aws_secret_access_key": KEY, "DB_PASSWORD": KEY, "all_proxy": PROXY}
     assert without_secrets({**kept, **gone}, keep=("HF_TOKEN",)) == kept
 
 
 @pytest.mark.usefixtures("planted")
-def test_the_process_of_vllm_gets_no_key_but_the_hub_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_process_gets_no_secret_but_hub_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_needed")
     child = VllmChild(1.0)
     path, environment = Path(f"/proc/{child.pid}/environ"), b""
@@ -116,7 +116,7 @@ def test_the_process_of_vllm_gets_no_key_but_the_hub_s(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("isolation", ["bwrap", "sandlock"])
 @pytest.mark.usefixtures("planted")
-def test_answers_see_no_key_of_any_process(isolation: str) -> None:
+def test_answers_see_no_secret_of_any_process(isolation: str) -> None:
     with serving(isolation, 1, ResourceLimits(cpu_s=5, wall_s=20)) as server:
         assert b"PLANTED" not in Path(f"/proc/{server._process.pid}/environ").read_bytes()
         looked = server.submit(Submission(LOOK_AROUND, ProgramTests((ProgramCase("", "not seen\n"),)))).result(

@@ -1,4 +1,4 @@
-"""Settings of packing and of token budgets that cannot work are refused."""
+"""Settings of packing and token budgets that cannot work are rejected."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from verl_ext.trainer.stages import load_config
         ("model.fsdp_config.keep_gathered=sometimes", "must be auto, true or false"),
     ],
 )
-def test_what_cannot_work_is_refused(override: str, says: str) -> None:
+def test_rejects_settings_that_cannot_work(override: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         load_config("sft", [override])
 
 
-def test_packing_is_refused_with_eager_attention_only_where_it_is_asked_for() -> None:
+def test_rejects_eager_attention_only_with_explicit_packing() -> None:
     load_config("sft", ["model.attn_implementation=eager"])
     with pytest.raises(UserError, match="data.packing=true .*model.attn_implementation=eager"):
         load_config("sft", ["model.attn_implementation=eager", "data.packing=true"])

@@ -1,4 +1,4 @@
-"""Where the seconds of a start go, and imports without the garbage collector."""
+"""Startup timing, and imports without the garbage collector."""
 
 import gc
 import subprocess
@@ -14,7 +14,7 @@ from verl_ext.metrics.timing import StartupTimer, process_start
 from verl_ext.processes import defer_gc
 
 
-def test_parts_add_up_over_two_processes(tmp_path):
+def test_startup_parts_add_up_over_two_processes(tmp_path):
     launcher, rank = StartupTimer(), StartupTimer()
     launcher.begin(10.0)
     launcher.mark("launcher", 11.0)
@@ -28,14 +28,14 @@ def test_parts_add_up_over_two_processes(tmp_path):
     assert rank.take() == {}
 
 
-def test_nothing_is_counted_where_no_command_started(tmp_path):
+def test_nothing_is_timed_without_saved_start(tmp_path):
     startup = StartupTimer()
     startup.load(tmp_path)
     startup.mark("model")
     assert startup.take() == {}
 
 
-def test_a_process_knows_when_it_was_made():
+def test_process_start_is_known():
     code = "from verl_ext.metrics.timing import process_start; print(process_start())"
     before = time.perf_counter()
     started = float(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True).stdout)
@@ -43,7 +43,7 @@ def test_a_process_knows_when_it_was_made():
     assert process_start() < before
 
 
-def test_the_collector_rests_while_modules_are_imported_and_only_then():
+def test_gc_is_disabled_only_during_imports():
     frozen = gc.get_freeze_count()
     try:
         with defer_gc():
@@ -56,7 +56,7 @@ def test_the_collector_rests_while_modules_are_imported_and_only_then():
         gc.unfreeze()
 
 
-def test_a_collector_that_is_off_stays_off():
+def test_disabled_gc_stays_disabled():
     gc.disable()
     try:
         with defer_gc():
@@ -66,7 +66,7 @@ def test_a_collector_that_is_off_stays_off():
         gc.enable()
 
 
-def test_the_benchmark_reads_what_a_run_records():
+def test_benchmark_reads_recorded_startup_parts():
     rows = [
         {"time": 107.0, "val/loss": 6.0},
         {"time": 108.0, "train/loss": 6.0},
@@ -78,7 +78,7 @@ def test_the_benchmark_reads_what_a_run_records():
     assert {f"time/start/{name}" for name in parts} - {"time/start/outside_s"} <= START.keys()
 
 
-def test_the_launcher_imports_nothing_of_other_stages():
+def test_launcher_imports_no_code_of_other_stages():
     code = (
         "import sys, verl_ext.launch.preflight, verl_ext.launch.run, verl_ext.health.__main__\n"
         "unwanted = {'torch', 'scipy', 'verl_ext.grpo.rewards.check', 'verl_ext.data.image_questions'}\n"
@@ -88,7 +88,7 @@ def test_the_launcher_imports_nothing_of_other_stages():
     assert done.stdout.strip() == "[]"
 
 
-def test_a_configuration_is_printed_without_what_only_a_launch_needs():
+def test_print_config_imports_no_launch_code():
     code = (
         "import sys\nfrom verl_ext.launch.__main__ import launch, parse_arguments\n"
         "from verl_ext.processes import StopSignals\n"

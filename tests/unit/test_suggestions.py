@@ -1,4 +1,4 @@
-"""What mistyped keys, options and commands are taken for, and that every suggestion exists."""
+"""Suggestions for mistyped keys, options and commands, and that every suggestion exists."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ GRPO = {
     ("stage", "typed", "meant"),
     [("sft", *item) for item in SFT.items()] + [("grpo", *item) for item in GRPO.items()],
 )
-def test_a_key_of_another_program(stage: str, typed: str, meant: str | None) -> None:
+def test_suggests_key_for_key_of_another_program(stage: str, typed: str, meant: str | None) -> None:
     assert meant_key(typed, known_keys(stage, [])) == meant
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_suggested_key_is_one_of_the_stage(stage: str) -> None:
+def test_every_suggested_key_belongs_to_stage(stage: str) -> None:
     known = {name for name, key in keys(STAGES[stage].root).items() if not key.setting.unused}
     suggested = {name: meant_key(name, known) for name in KEYS}
     assert {key for key in suggested.values() if key is not None} <= known
 
 
-def test_every_target_of_the_table_of_keys_exists_somewhere() -> None:
+def test_every_suggested_key_exists() -> None:
     everywhere = {key for stage in STAGES.values() for key in keys(stage.root)} | keys(PlanOptions).keys()
     everywhere |= {"sampling.n", "sampling.max_tokens"}  # of an evaluation
     assert {key for targets in KEYS.values() for key in targets} <= everywhere
@@ -90,7 +90,7 @@ def programs() -> list[CommandParser]:
     return [*(module.build_parser() for module in modules), build_prepare_parser(), make_parser("sft")]
 
 
-def test_every_target_of_the_other_tables_exists_somewhere() -> None:
+def test_every_suggested_command_and_option_exists() -> None:
     commands = {name for program in programs() for name in program._commands()}
     assert {name for names in COMMANDS.values() for name in names} <= commands
     every = [*programs(), *(child for program in programs() for child in dict(program._commands() or {}).values())]
@@ -113,13 +113,13 @@ def test_every_target_of_the_other_tables_exists_somewhere() -> None:
         (["2", "--print_config"], "--print-config?"),
     ],
 )
-def test_a_word_of_a_training_command(words: list[str], meant: str) -> None:
+def test_suggests_training_argument(words: list[str], meant: str) -> None:
     with pytest.raises(UserError) as refusal:
         parse_arguments(["sft", *words])
     assert f"did you mean {meant}" in str(refusal.value)
 
 
-def test_the_keys_are_those_of_the_recipes_stage() -> None:
+def test_suggests_keys_of_recipe_stage() -> None:
     with pytest.raises(UserError, match="controller.max_new_tokens=8"):
         parse_arguments(["grpo", "2", "recipe=budget_controller", "--max_new_tokens", "8"])
     with pytest.raises(UserError, match="the number of ranks as the first word"):
@@ -147,19 +147,19 @@ def test_the_keys_are_those_of_the_recipes_stage() -> None:
         (["verl_ext.monitor", "plt", "x"], "'plot'"),
     ],
 )
-def test_a_word_of_another_command(words: Sequence[str], meant: str) -> None:
+def test_suggests_command_argument(words: Sequence[str], meant: str) -> None:
     [program] = [parser for parser in programs() if parser.prog.split()[-1] == words[0]]
     with pytest.raises(UserError) as refusal:
         program.parse_args(words[1:])
     assert f"did you mean {meant}?" in str(refusal.value)
 
 
-def test_a_run_where_a_command_belongs() -> None:
+def test_run_directory_in_place_of_command_is_explained() -> None:
     with pytest.raises(UserError, match="name a command before 'checkpoints/x'; take one of ls, verify"):
         verl_ext.checkpoint.__main__.build_parser().parse_args(["checkpoints/x"])
 
 
-def test_a_value_that_looks_like_no_option_is_left_alone() -> None:
+def test_values_resembling_options_are_accepted() -> None:
     parser = CommandParser(prog="x", description="", examples=[])
     parser.add_argument("--n", type=float)
     parser.add_argument("rest", nargs="*")
@@ -169,12 +169,12 @@ def test_a_value_that_looks_like_no_option_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("word", "meant"), [("num_gpus=8", "gpus=8"), ("hardwere=h100", "hardware=h100"), ("gpu=a100", "hardware=a100")]
 )
-def test_a_setting_of_the_plan(word: str, meant: str) -> None:
+def test_suggests_planner_setting(word: str, meant: str) -> None:
     with pytest.raises(UserError, match=f"did you mean {meant}"):
         PlanOptions.parse([word])
     assert {"gpus", "optim.lr"} <= {*known_words([])}
 
 
-def test_a_key_of_an_evaluation() -> None:
+def test_suggests_evaluation_key() -> None:
     with pytest.raises(UserError, match="did you mean 'sampling.max_tokens'"):
         load_eval_config("humaneval", ["max_new_tokens=5"])

@@ -1,4 +1,4 @@
-"""What commands print at their end has one form, and names what exists and what works."""
+"""Commands end with a summary of one form, which names existing files and working commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl_ext.launch.report import next_after_evaluation, next_commands, print_r
 from verl_ext.trainer.stages import RunConfig, load_config
 
 
-def test_a_summary_is_what_was_done_then_facts_then_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_has_result_facts_and_next_commands(capsys: pytest.CaptureFixture[str]) -> None:
     print_summary("Done: it", {"short": 1, "left out": None, "a name that is longer": "x"}, ["ls", "a b"], table="1\n2")
     assert capsys.readouterr().out == (
         "Done: it\n  1\n  2\n  short                 1\n  a name that is longer x\nNext: ls 'a b'\n"
@@ -25,13 +25,13 @@ def test_a_summary_is_what_was_done_then_facts_then_what_to_type(capsys: pytest.
     assert capsys.readouterr().out == "Next: ls\n      cat b\n"
 
 
-def test_cells_of_a_table_stand_below_each_other_and_lines_end_with_a_letter() -> None:
+def test_text_table_aligns_columns_without_trailing_space() -> None:
     assert text_table([["a", "long", "c"], ["wide", "b", ""]]) == "a     long  c\nwide  b"
     with pytest.raises(ValueError, match="shorter"):
         text_table([["a", "b"], ["a"]])
 
 
-def test_a_path_is_as_it_can_be_typed_where_the_command_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_typed_path_is_relative_to_caller_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(ROOT))
     assert typed_path(ROOT / "checkpoints/a/b") == "checkpoints/a/b"
     assert typed_path(tmp_path) == str(tmp_path)
@@ -80,15 +80,13 @@ RUN = "checkpoints/rlvr_coding_model"
     ],
 )
 @pytest.mark.usefixtures("typed_in_the_repository")
-def test_the_next_commands_are_an_evaluation_and_the_stage_that_builds_on_the_run(
-    words: list[str], commands: list[str]
-) -> None:
+def test_next_commands_are_evaluation_and_following_stage(words: list[str], commands: list[str]) -> None:
     commands = [f"bash eval_pipeline/run.sh {text}" if text.startswith("watch") else text for text in commands]
     assert shown(next_commands(finished(*words))) == commands
 
 
 @pytest.mark.usefixtures("typed_in_the_repository")
-def test_a_run_that_was_evaluated_while_it_trained_is_compared_next(tmp_path: Path) -> None:
+def test_run_evaluated_while_training_suggests_report(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     config = finished("eval.watch=true", f"model.partial_pretrain={tmp_path}")
     [report, grpo] = shown(next_after_evaluation(config))
@@ -112,7 +110,7 @@ def run(tmp_path: Path) -> RunConfig:
     return finished(f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=mine")
 
 
-def test_a_finished_run_tells_what_was_learnt_without_what_an_attempt_overtook(
+def test_summary_of_run_ignores_overtaken_attempts(
     run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [(1, 1, 4.0), (2, 1, 3.0), (3, 1, 99.0), (3, 2, 2.0)]
@@ -130,7 +128,7 @@ def test_a_finished_run_tells_what_was_learnt_without_what_an_attempt_overtook(
     assert shown_rows["last checkpoint"] == f"{tmp_path}/global_step_5"  # the tracker's, not the highest
 
 
-def test_a_run_without_weights_says_why_and_how_to_export_them(
+def test_summary_of_run_without_export_says_how_to_export(
     run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export = f"-m verl_ext.checkpoint export {tmp_path}/global_step_5"
@@ -145,7 +143,7 @@ def test_a_run_without_weights_says_why_and_how_to_export_them(
 
 
 @pytest.mark.usefixtures("typed_in_the_repository")
-def test_a_run_with_weights_shows_them_and_the_next_commands_unless_an_evaluation_is_under_way(
+def test_summary_shows_export_and_next_commands_unless_watching(
     run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "global_step_5/huggingface/model.safetensors").touch()

@@ -1,4 +1,4 @@
-"""Chats are tokenised once: kept by what the tokens depend on, and made anew when any of it changes."""
+"""Chats are tokenized once: cached by everything the tokens depend on, and tokenized again if any of it changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def same(one: ChatDataset, other: ChatDataset) -> bool:
     return all(np.array_equal(getattr(one.tokens, name), getattr(other.tokens, name)) for name in vars(one.tokens))
 
 
-def test_what_was_kept_is_what_was_made(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_tokens_equal_fresh_tokens(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = dataset(quickstart, None)
     first = dataset(quickstart, tmp_path)
     monkeypatch.setattr(chats, "tokenize", None)  # the second time nothing is tokenised
@@ -50,16 +50,14 @@ def test_what_was_kept_is_what_was_made(quickstart: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("change", ["data.max_length=40", "data.apply_chat_template_kwargs={thinking: true}"])
-def test_other_settings_are_kept_apart(change: str, quickstart: Path, tmp_path: Path) -> None:
+def test_other_settings_get_separate_cache_entries(change: str, quickstart: Path, tmp_path: Path) -> None:
     dataset(quickstart, tmp_path, "data.truncation=right")
     dataset(quickstart, tmp_path, "data.truncation=right", change)
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_run_of_a_template_that_asks_for_the_date_has_that_of_its_first_start(
-    quickstart: Path, tmp_path: Path
-) -> None:
-    """Also where the tokens are made again on a later day, and runs of other days are kept apart."""
+def test_dated_template_uses_date_of_first_start(quickstart: Path, tmp_path: Path) -> None:
+    """Also when the chats are tokenized again on a later day; runs of other days get separate cache entries."""
     (tmp_path / "dated.jinja").write_text(
         "{{ strftime_now('%d %b %Y') }}\n{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
         "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -83,7 +81,7 @@ def test_a_run_of_a_template_that_asks_for_the_date_has_that_of_its_first_start(
     assert pickle.loads(pickle.dumps(several)).template.kwargs["strftime_now"]("%d") == "04"
 
 
-def test_other_content_under_the_same_name_is_tokenised(quickstart: Path, tmp_path: Path) -> None:
+def test_changed_file_of_same_name_is_tokenized_again(quickstart: Path, tmp_path: Path) -> None:
     file, cache = tmp_path / "chats.parquet", tmp_path / "cache"
     rows = pd.read_parquet(quickstart / "train.parquet")
     rows.head(20).to_parquet(file)
@@ -94,7 +92,7 @@ def test_other_content_under_the_same_name_is_tokenised(quickstart: Path, tmp_pa
     assert len(dataset(quickstart, cache, file=file, max_samples=5)) == 5
 
 
-def test_a_damaged_file_is_made_anew(quickstart: Path, tmp_path: Path) -> None:
+def test_damaged_cache_file_is_rebuilt(quickstart: Path, tmp_path: Path) -> None:
     whole = dataset(quickstart, None)
     dataset(quickstart, tmp_path)
     [kept] = tmp_path.iterdir()
@@ -103,8 +101,8 @@ def test_a_damaged_file_is_made_anew(quickstart: Path, tmp_path: Path) -> None:
     assert kept.stat().st_size > 1000
 
 
-def test_damaged_pages_are_the_users_to_mend(quickstart: Path, tmp_path: Path) -> None:
-    """The launcher reads the end of the file alone."""
+def test_damaged_parquet_pages_raise_user_error(quickstart: Path, tmp_path: Path) -> None:
+    """The launcher reads only the end of the file."""
     damaged = bytearray((quickstart / "train.parquet").read_bytes())
     damaged[100:900] = bytes(byte ^ 0xFF for byte in damaged[100:900])
     (tmp_path / "damaged.parquet").write_bytes(damaged)
@@ -112,7 +110,7 @@ def test_damaged_pages_are_the_users_to_mend(quickstart: Path, tmp_path: Path) -
         dataset(quickstart, None, file=tmp_path / "damaged.parquet")
 
 
-def test_a_directory_that_cannot_be_written_costs_the_cache_alone(
+def test_unwritable_cache_directory_only_disables_cache(
     quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -121,7 +119,7 @@ def test_a_directory_that_cannot_be_written_costs_the_cache_alone(
 
 
 @pytest.mark.parametrize("free_kib", [0, 20])
-def test_a_full_disk_costs_the_cache_alone(
+def test_full_disk_only_disables_cache(
     free_kib: int, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = dataset(quickstart, None)
@@ -138,7 +136,7 @@ def test_a_full_disk_costs_the_cache_alone(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_what_killed_processes_left_is_removed(quickstart: Path, tmp_path: Path) -> None:
+def test_temporary_files_of_killed_processes_are_removed(quickstart: Path, tmp_path: Path) -> None:
     abandoned, in_use = (tmp_path / f"key.arrow.{number}.tmp" for number in (1, 2))
     for path in (abandoned, in_use):
         path.write_text("half")
@@ -165,7 +163,9 @@ def one_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_pool")
-def test_several_processes_make_the_same(quickstart: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_several_tokenizer_processes_give_same_result(
+    quickstart: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(chats, "MIN_PER_PROCESS", 100)
     monkeypatch.setattr(chats, "CHUNK", 60)
     assert same(dataset(quickstart, None, "data.num_tokenizers=2"), dataset(quickstart, None, "data.num_tokenizers=1"))

@@ -1,4 +1,4 @@
-"""What verl 0.7.0's trainer gets wrong, shown on the stock class, beside ours on the same model and data."""
+"""Faults of verl 0.7.0's trainer, shown on the stock class and compared with ours on the same model and data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def first_batch(trainer: SFTTrainer) -> TokenBatch:
     return batch
 
 
-def test_the_gradient_norm_is_logged(ours: SFTTrainer, stock: FSDPSFTTrainer) -> None:
+def test_gradient_norm_is_logged(ours: SFTTrainer, stock: FSDPSFTTrainer) -> None:
     assert "train/grad_norm" not in stock.training_step(stock_batch(ours))
     metrics = ours.training_step(first_batch(ours))
     assert 0 < metrics["train/grad_norm"] < 100
@@ -66,7 +66,7 @@ def poison(model: torch.nn.Module) -> None:
         model.model.norm.weight.fill_(float("nan"))
 
 
-def test_a_skipped_update_leaves_the_learning_rate_alone(ours: SFTTrainer, stock: FSDPSFTTrainer) -> None:
+def test_skipped_update_does_not_advance_learning_rate(ours: SFTTrainer, stock: FSDPSFTTrainer) -> None:
     poison(stock.model)
     stock.training_step(stock_batch(ours))
     assert stock.lr_scheduler.last_epoch == 1  # the optimizer was skipped, the schedule was not
@@ -78,7 +78,7 @@ def test_a_skipped_update_leaves_the_learning_rate_alone(ours: SFTTrainer, stock
     assert torch.equal(before, ours.fsdp_model.lm_head.weight.full_tensor())
 
 
-def test_three_steps_without_a_finite_loss_stop_the_run(ours: SFTTrainer) -> None:
+def test_three_non_finite_losses_stop_run(ours: SFTTrainer) -> None:
     poison(ours.fsdp_model)
     with pytest.raises(UserError, match=r"3 steps in a row, the last at step 3; .*train.parquet rows \d+, \d+") as stop:
         ours.fit()
@@ -114,7 +114,7 @@ def test_verls_validation_drops_samples(
     assert isinstance(trainer.train_dataloader, Prefetcher)  # one thread, whose batches are in memory anyway
 
 
-def test_a_validation_does_not_need_the_models_directory(quickstart: Path, tmp_path: Path) -> None:
+def test_validation_does_not_need_model_directory(quickstart: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(quickstart / "model", model)
     trainer = make_trainer(small_config(quickstart, tmp_path, f"model.partial_pretrain={model}"))
@@ -123,7 +123,7 @@ def test_a_validation_does_not_need_the_models_directory(quickstart: Path, tmp_p
     assert trainer.validate()["val/loss"] == before
 
 
-def test_verl_insists_on_flash_attention(stock: FSDPSFTTrainer) -> None:
+def test_verl_requires_flash_attention(stock: FSDPSFTTrainer) -> None:
     stock.lora = False
     with pytest.raises(ImportError, match="FlashAttention2"):
         stock._build_model_optimizer()

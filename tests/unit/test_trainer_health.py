@@ -1,4 +1,4 @@
-"""The health rules of an attempt: what they say goes on record, and a rule that fails costs no run."""
+"""Health rules during an attempt: their findings are recorded, and a failing rule does not stop the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def events(run_dir: Path) -> list[str]:
     return [json.loads(line)["name"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_what_a_rule_finds_is_on_record_and_may_stop_the_run(tmp_path: Path) -> None:
+def test_finding_is_recorded_and_may_stop_run(tmp_path: Path) -> None:
     with attempt_in(tmp_path, "health.stop_on=[initial_loss]") as attempt:
         for step in range(1, 6):
             assert attempt.stop_rule is None
@@ -36,7 +36,7 @@ def test_what_a_rule_finds_is_on_record_and_may_stop_the_run(tmp_path: Path) -> 
     assert events(tmp_path) == ["initial_loss"]
 
 
-def test_a_rule_that_fails_costs_the_rules_and_not_the_run(
+def test_failing_rule_disables_rules_but_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with attempt_in(tmp_path) as attempt:
@@ -47,14 +47,14 @@ def test_a_rule_that_fails_costs_the_rules_and_not_the_run(
     assert capsys.readouterr().err.count("the health rules are off from step 1 on: ZeroDivisionError") == 1
 
 
-def test_without_the_rules_nothing_is_said(tmp_path: Path) -> None:
+def test_disabled_rules_record_nothing(tmp_path: Path) -> None:
     with attempt_in(tmp_path, "health.enabled=false") as attempt:
         for step in range(1, 9):
             attempt.log(step, {"train/loss": 9.0})
     assert events(tmp_path) == []
 
 
-def test_a_second_attempt_knows_what_the_first_one_said(tmp_path: Path) -> None:
+def test_second_attempt_does_not_repeat_findings(tmp_path: Path) -> None:
     with attempt_in(tmp_path) as attempt:
         for step in range(1, 9):
             attempt.log(step, {"train/loss": 9.0})
@@ -65,7 +65,7 @@ def test_a_second_attempt_knows_what_the_first_one_said(tmp_path: Path) -> None:
     assert events(tmp_path) == ["initial_loss"]
 
 
-def test_untrained_weights_may_begin_at_random_guessing_and_not_above_it(tmp_path: Path) -> None:
+def test_untrained_weights_may_start_at_random_loss(tmp_path: Path) -> None:
     RunRecord(tmp_path).mark_waiting(untrained_loss=6.2)
     with attempt_in(tmp_path) as attempt:
         for step in range(1, 9):
@@ -79,7 +79,7 @@ def test_untrained_weights_may_begin_at_random_guessing_and_not_above_it(tmp_pat
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_trackers_that_were_closed_are_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_closed_trackers_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     if fails:
         monkeypatch.setattr(ConsoleSink, "close", lambda self, exit_code: 1 / 0)
     with attempt_in(tmp_path, "trainer.logger=[console]") as attempt:

@@ -1,4 +1,4 @@
-"""The templates that are shipped for training, beside the chats of their families written out by hand."""
+"""The shipped training templates, compared with the chats of their model families written out by hand."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase, name: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_and_mask_are_those_of_the_chat_written_out(case: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_tokens_and_mask_match_written_out_chat(case: str, tokenizer: PreTrainedTokenizerBase) -> None:
     name, chat, columns, pieces = CASES[case]
     template = template_of(tokenizer, name)
     assert template.render(chat, **columns) == "".join(text for text, _ in pieces)
@@ -220,10 +220,8 @@ def test_tokens_and_mask_are_those_of_the_chat_written_out(case: str, tokenizer:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_turn_is_what_follows_its_prompt_whatever_comes_later(
-    case: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """A model that is asked with the beginning of a chat sees what it was trained on, also without the marks."""
+def test_each_turn_follows_its_generation_prompt(case: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A model prompted with the beginning of a chat sees what it was trained on, also without generation marks."""
     name, chat, columns, pieces = CASES[case]
     template = template_of(tokenizer, name)
     whole = template.render(chat, **columns)
@@ -250,16 +248,14 @@ def test_each_turn_is_what_follows_its_prompt_whatever_comes_later(
         ("smollm3_training", [*PLAIN, system("later")], {}, "the role system"),
     ],
 )
-def test_what_a_family_would_lose_is_refused(
+def test_rejects_content_that_family_would_drop(
     name: str, chat: list, columns: dict, says: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     [refused] = template_of(tokenizer, name).encode([chat], [columns])
     assert isinstance(refused, UserError) and says in str(refused)
 
 
-def test_a_chat_that_loses_its_reasoning_is_refused_with_the_template_that_keeps_it(
-    quickstart: Path, tmp_path: Path
-) -> None:
+def test_rejects_lost_reasoning_and_suggests_template(quickstart: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
     tokenizer.chat_template = QWEN3_ITSELF
     rows = [{"messages": [{**turn, "tool_calls": None} for turn in THINKING[:2] + THINKING[4:]]}]
@@ -271,7 +267,7 @@ def test_a_chat_that_loses_its_reasoning_is_refused_with_the_template_that_keeps
     assert learned == f"<think>\nso\n\nand so\n</think>\n\none<|im_end|>{EMPTY}three<|im_end|>"
 
 
-def test_a_template_is_named_by_a_file_or_a_name_that_the_launcher_checks(quickstart: Path, tmp_path: Path) -> None:
+def test_template_is_file_or_name_checked_by_launcher(quickstart: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
     path.write_text("{{ messages }}")
     assert read_chat_template(str(path)) == read_chat_template("{{ messages }}")
@@ -290,7 +286,7 @@ def test_a_template_is_named_by_a_file_or_a_name_that_the_launcher_checks(quicks
 @pytest.mark.parametrize(
     ("own", "exported"), [(QWEN3_ITSELF, QWEN3_ITSELF), (None, "smollm2_training"), (QWEN3_ITSELF, "smollm2_training")]
 )
-def test_exports_keep_the_models_own_template_unless_it_prompts_differently(
+def test_exports_keep_model_template_unless_prompts_differ(
     own: str | None, exported: str, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Path(shutil.copytree(quickstart / "model", tmp_path / "model"))

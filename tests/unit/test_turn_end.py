@@ -1,4 +1,4 @@
-"""A model that was trained to end its turns is made to stop there by whoever loads its export."""
+"""A model trained to end its turns stops there with any loader of its export."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def base_model(quickstart: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("lora", [(), ("model.lora_rank=4",)])
-def test_an_export_stops_where_its_training_data_end_turns(
+def test_export_stops_at_turn_end_of_training_data(
     lora: tuple[str, ...], base_model: Path, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small_config(quickstart, tmp_path, EXPORT, *lora, f"model.partial_pretrain={base_model}")
@@ -49,7 +49,7 @@ def test_an_export_stops_where_its_training_data_end_turns(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_model_that_stops_there_already_is_left_alone(
+def test_model_with_matching_eos_is_unchanged(
     quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make_trainer(small_config(quickstart, tmp_path))
@@ -58,7 +58,9 @@ def test_a_model_that_stops_there_already_is_left_alone(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_turns_without_an_end_are_told(quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warns_about_turns_without_end_token(
+    quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}Bot:"
@@ -70,7 +72,7 @@ def test_turns_without_an_end_are_told(quickstart: Path, tmp_path: Path, capsys:
     assert "no turn ends with a stop token" in capsys.readouterr().err
 
 
-def test_the_last_learnt_token_of_each_sample_is_counted(quickstart: Path, tmp_path: Path) -> None:
+def test_counts_last_loss_token_of_each_sample(quickstart: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
     rows = [{"messages": CHAT[:2]}, {"messages": CHAT}, {"messages": CHAT[:2]}]
     whole = dataset_of(rows, tokenizer, tmp_path).final_tokens()

@@ -1,4 +1,4 @@
-"""Checkpoints and runs of somebody else: nothing in them is run, and no path in them leads elsewhere."""
+"""Checkpoints and runs from others: none of their code runs, and none of their paths leads elsewhere."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_shards_run_no_code(kind: str, tmp_path: Path, marker: Path) -> None:
     assert marker.exists()  # it was a bomb
 
 
-def test_what_verl_saves_is_loaded(tmp_path: Path) -> None:
+def test_shards_saved_by_verl_are_loaded(tmp_path: Path) -> None:
     rng = {"cpu": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
     groups = [{"betas": OmegaConf.create([0.9, 0.95]), "lr": 1e-3, "params": [0]}]
     states: dict[str, Any] = {EXTRA: {"rng": rng}, OPTIMIZER: {"state": {}, "param_groups": groups}}
@@ -86,7 +86,7 @@ def test_what_verl_saves_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["/etc/passwd", "../other/config.json", "huggingface/../../x"])
-def test_a_manifest_names_files_of_the_checkpoint_alone(file: str, tmp_path: Path) -> None:
+def test_manifest_names_only_files_of_checkpoint(file: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "global_step_1"
     checkpoint.mkdir()
     text = Manifest(1, 1, "", {file: {"bytes": 1}}).to_json()
@@ -94,7 +94,7 @@ def test_a_manifest_names_files_of_the_checkpoint_alone(file: str, tmp_path: Pat
     assert "which is not in the checkpoint" in (why_incomplete(checkpoint) or "")
 
 
-def test_an_index_names_files_beside_it_alone(tmp_path: Path) -> None:
+def test_index_names_only_files_in_its_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for name in ("/etc/passwd", "../secret.safetensors"):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
@@ -102,7 +102,7 @@ def test_an_index_names_files_beside_it_alone(tmp_path: Path) -> None:
             check_export(tmp_path)
 
 
-def test_an_export_takes_no_file_from_outside_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_copies_no_file_from_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     secret = tmp_path / "secret.json"
     secret.write_text(json.dumps({"auths": SECRET}))
     source = tmp_path / "global_step_1" / "huggingface"
@@ -113,15 +113,15 @@ def test_an_export_takes_no_file_from_outside_along(tmp_path: Path, capsys: pyte
     (tmp_path / "out").mkdir()
     copy_small_files(source, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"merges.txt", "vocab.json"}
-    assert "tokenizer.json is a link to something outside" in capsys.readouterr().err
+    assert "tokenizer.json, a link that leaves the checkpoint" in capsys.readouterr().err
     (source / "config.json").symlink_to(secret)
     torch.save({"w": torch.zeros(2)}, source.parent / shard_name(MODEL, 1, 0))
-    with pytest.raises(UserError, match="is a link to something outside of the checkpoint"):
+    with pytest.raises(UserError, match="is a link that leaves the checkpoint"):
         write_weights(source.parent, tmp_path / "out", "bf16", 1.0, lambda num_bytes: None)
 
 
 @pytest.mark.parametrize("name", ["/tmp/planted", "../../planted", "global_step_1/../../planted", "planted"])
-def test_the_best_checkpoint_is_one_of_the_run(name: str, tmp_path: Path) -> None:
+def test_best_checkpoint_must_belong_to_run(name: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "project" / "run"
     for place in (run_dir / name / "huggingface", run_dir / "global_step_1"):
         place.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def test_the_best_checkpoint_is_one_of_the_run(name: str, tmp_path: Path) -> Non
         best_export(run_dir)
 
 
-def test_a_run_s_configuration_reads_nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_of_run_reads_nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
     (tmp_path / "config.yaml").write_text(
         "trainer: {project_name: '${oc.env:HF_TOKEN}', max_ckpt_to_keep: '${oc.env:HF_TOKEN}'}\n"
@@ -142,7 +142,7 @@ def test_a_run_s_configuration_reads_nothing_of_this_machine(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("name", ["planted.yaml", "../../planted", "/tmp/planted", "run/planted"])
-def test_a_run_s_configuration_names_no_recipe_file(name: str, tmp_path: Path) -> None:
+def test_config_of_run_names_no_recipe_file(name: str, tmp_path: Path) -> None:
     (tmp_path / "planted.yaml").write_text("engine: {kind: openai, base_url: 'http://elsewhere.example'}\n")
     (tmp_path / "config.yaml").write_text(json.dumps({"eval": {"recipe": name}}))
     with pytest.raises(UserError, match=f"add --recipe {name}"):
@@ -151,7 +151,7 @@ def test_a_run_s_configuration_names_no_recipe_file(name: str, tmp_path: Path) -
     assert list(config_for_run(None, [], tmp_path).datasets) == ["quickstart"]
 
 
-def test_code_that_a_configuration_asks_for_by_itself_is_refused(tmp_path: Path, marker: Path) -> None:
+def test_rejects_code_requested_by_model_config(tmp_path: Path, marker: Path) -> None:
     code = write_code(tmp_path / "code", marker)
     detector = {"model_type": "planted", "_name_or_path": str(code)}
     asking = {"model_type": "lightglue", "trust_remote_code": True, "keypoint_detector_config": detector}
@@ -172,7 +172,7 @@ def test_code_that_a_configuration_asks_for_by_itself_is_refused(tmp_path: Path,
     require_no_remote_code(str(model), trusted=True)
 
 
-def test_a_model_s_own_classes_are_left_alone(tmp_path: Path, marker: Path) -> None:
+def test_custom_model_classes_are_not_imported(tmp_path: Path, marker: Path) -> None:
     model = write_code(tmp_path / "model", marker)
     (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["planted.Planted", None]}}))
     config = load_config("sft", [f"model.partial_pretrain={model}"])
@@ -183,7 +183,7 @@ def test_a_model_s_own_classes_are_left_alone(tmp_path: Path, marker: Path) -> N
     assert not marker.exists()
 
 
-def test_an_export_of_a_controller_does_not_decide_what_code_is_run(tmp_path: Path, marker: Path) -> None:
+def test_controller_export_cannot_enable_code(tmp_path: Path, marker: Path) -> None:
     export = write_controller(tmp_path / "controller", write_model(tmp_path / "vlm"))
     planted = write_code(tmp_path / "code", marker)
     content = json.loads((export / "config.json").read_text())
@@ -200,7 +200,7 @@ def test_an_export_of_a_controller_does_not_decide_what_code_is_run(tmp_path: Pa
 
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("command", ["calibrate", "importance", "adaptive"])
-def test_a_command_runs_a_model_s_code_on_request_alone(
+def test_command_runs_model_code_only_on_request(
     command: str, trusted: bool, tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted = str(write_code(tmp_path / "code", marker))
@@ -217,7 +217,7 @@ def test_a_command_runs_a_model_s_code_on_request_alone(
     assert left.value.code == 2 and marker.exists() is trusted
 
 
-def test_shared_memory_of_others_is_not_used(tmp_path: Path) -> None:
+def test_rejects_shared_memory_directory_of_others(tmp_path: Path) -> None:
     own, theirs, link = tmp_path / "own", tmp_path / "theirs", tmp_path / "link"
     require_own(own)
     require_own(own)

@@ -1,4 +1,4 @@
-"""Data of somebody else: images from one folder and in known formats, and words that no terminal obeys."""
+"""Data from others: images from one folder and in known formats, and text without terminal control codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(folder: Path, image: object) -> ImageQuestionDataset:
     return ImageQuestionDataset({"mine": QuestionSource(source=str(folder))}, "train")
 
 
-def test_images_are_read_from_their_folder_alone(tmp_path: Path) -> None:
+def test_images_are_read_only_from_their_folder(tmp_path: Path) -> None:
     private = tmp_path / "private.png"
     private.write_bytes(encoded("png"))
     folder = tmp_path / "data"
@@ -46,14 +46,14 @@ def test_images_are_read_from_their_folder_alone(tmp_path: Path) -> None:
     assert read(folder, "images/own.png")[0]["sample"].load_image().size == (8, 6)
 
 
-def test_an_image_that_never_ends_is_not_begun(tmp_path: Path) -> None:
+def test_rejects_image_that_is_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     os.mkfifo(tmp_path / "data" / "pipe.png")
     with pytest.raises(UserError, match="is not a file"):
         read(tmp_path / "data", "pipe.png")
 
 
-def test_formats_that_other_programs_read_are_refused(tmp_path: Path) -> None:
+def test_rejects_image_formats_read_by_other_programs(tmp_path: Path) -> None:
     postscript = encoded("eps")
     assert Image.open(io.BytesIO(postscript)).format == "EPS"  # which Pillow hands on to Ghostscript
     with pytest.raises(UserError, match="cannot identify image file"):
@@ -62,7 +62,7 @@ def test_formats_that_other_programs_read_are_refused(tmp_path: Path) -> None:
         assert len(read(tmp_path / "data", {"bytes": encoded(kind), "path": None})) == 1
 
 
-def test_a_terminal_obeys_no_words_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_control_codes_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "a\x1b[2Jb\rc\x9b31m\td\ne"
     print_line(hostile)
     print_line(hostile, sys.stderr)

@@ -1,4 +1,4 @@
-"""verl's own configuration: every key of it exists in SFT, with verl's default unless listed here."""
+"""verl's own configuration: every key exists in SFT, with verl's default unless listed here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def leaves(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield key, value
 
 
-def test_keys_and_defaults_are_verls() -> None:
+def test_sft_keys_and_defaults_match_verl() -> None:
     spec = importlib.util.find_spec("verl")
     assert spec is not None and spec.submodule_search_locations
     directory = Path(spec.submodule_search_locations[0]) / "trainer/config"

@@ -1,4 +1,4 @@
-"""Everything of verl that the product uses is in the installed release; each name that is not is told with its user."""
+"""Every name of verl that the product uses exists in the installed release; a missing one is reported with its user."""
 
 from __future__ import annotations
 
@@ -85,18 +85,18 @@ def has_module(name: str) -> bool:
         return False
 
 
-def test_uses_of_every_kind_are_found() -> None:
+def test_finds_every_kind_of_use() -> None:
     found = {(module, name) for module, name, _ in USES}
     assert ("verl.utils.fsdp_utils", "apply_fsdp2") in found
     assert ("verl.models.transformers.monkey_patch", "apply_monkey_patch") in found, "inside a function"
     assert ("verl.trainer.fsdp_sft_trainer", "create_sft_dataset") in found, "by the name of a module"
 
 
-def test_one_module_of_the_product_imports_verl() -> None:
+def test_only_verl_api_imports_verl() -> None:
     assert {file for _, _, file in USES if not file.startswith("benchmarks")} == {"verl_ext/verl_api.py"}
 
 
-def test_importing_them_prints_nothing() -> None:
+def test_importing_verl_modules_prints_nothing() -> None:
     modules = sorted({module for module, _, file in USES if not file.startswith("benchmarks")})
     code = "\n".join(f"import {module}" for module in ("verl_ext", *modules))
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -143,13 +143,13 @@ def names_in(folder: str, base: str) -> set[str]:
         (FSDPCheckpointManager, OF_THE_MANAGER, "verl_ext/checkpoint"),
     ],
 )
-def test_verls_classes_have_what_ours_override_and_read(cls: type, listed: set[str], folder: str) -> None:
+def test_verl_classes_have_overridden_and_read_names(cls: type, listed: set[str], folder: str) -> None:
     for name in sorted(listed - names_of(cls)):
         require(False, f"{cls.__name__}.{name}", folder)
     assert names_in(folder, cls.__name__) & names_of(cls) == listed, "the list above is not what the code uses"
 
 
-def test_each_method_of_verls_trainer_is_overridden_used_or_unused_by_name() -> None:
+def test_each_verl_trainer_method_is_accounted_for() -> None:
     methods = {name for name, value in vars(FSDPSFTTrainer).items() if callable(value)}
     assert methods == (OF_THE_TRAINER & methods) | UNUSED_OF_THE_TRAINER
     assert not UNUSED_OF_THE_TRAINER & names_in("verl_ext/trainer", "FSDPSFTTrainer")

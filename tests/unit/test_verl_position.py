@@ -1,4 +1,4 @@
-"""From any position of verl's own loader, this pipeline's sampler continues with the next batch."""
+"""From any position of verl's data loader, this pipeline's sampler continues with the next batch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def state_after_verl(
 
 
 @pytest.mark.parametrize(("num_samples", "batch_size", "ranks"), [(37, 8, 2), (24, 6, 3), (9, 4, 1)])
-def test_the_next_batch_is_the_one_that_verl_would_have_taken(num_samples: int, batch_size: int, ranks: int) -> None:
+def test_next_batch_equals_next_batch_of_verl(num_samples: int, batch_size: int, ranks: int) -> None:
     taken = list(OfVerl(num_samples, batch_size, ranks).epochs(3))
     batches = [batch for batch, _ in taken]
     assert batches[: len(batches) // 3] != batches[len(batches) // 3 : 2 * len(batches) // 3]
@@ -72,7 +72,7 @@ def test_the_next_batch_is_the_one_that_verl_would_have_taken(num_samples: int, 
                 assert remaining(saved, num_samples, batch_size, own_ranks, left) == batches[step:]
 
 
-def test_another_batch_size_goes_on_where_it_divides_what_was_seen() -> None:
+def test_other_batch_size_resumes_if_it_divides_samples_seen() -> None:
     taken = list(OfVerl(40, 8, 2).epochs(2))
     state, doubt = state_after_verl(taken[6][1], 7, 40, 4, 2)  # 2 of 5 batches into the second epoch
     assert (state["epoch"], state["samples_seen"], doubt) == (1, 16, None)
@@ -83,14 +83,14 @@ def test_another_batch_size_goes_on_where_it_divides_what_was_seen() -> None:
         GlobalBatchSampler(40, 10, 0, 1, seed=42).load_state_dict(state)
 
 
-def test_other_data_are_noticed_where_the_steps_tell() -> None:
+def test_other_data_are_detected_from_step_count() -> None:
     taken = list(OfVerl(40, 8, 2).epochs(2))
     state, doubt = state_after_verl(taken[6][1], 7, 48, 8, 2)  # 6 batches an epoch by now
     assert (state["epoch"], state["samples_seen"]) == (1, 8)
     assert "2 batches of 8 samples into an epoch, which contradicts step 7 on 48 samples" in str(doubt)
 
 
-def test_a_seed_that_another_run_has_is_still_refused() -> None:
+def test_rejects_seed_of_another_run() -> None:
     sampler = GlobalBatchSampler(40, 8, 0, 1, seed=42)
     sampler.load_state_dict(state_after_verl({}, 3, 40, 8, 2)[0])
     with pytest.raises(UserError, match="seed=42, this run has 1"):

@@ -1,4 +1,4 @@
-"""The number type in which vLLM computes."""
+"""The dtype that vLLM computes in."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from verl_ext.vllm_setup import pick_vllm_dtype
 
 
 @pytest.mark.parametrize("flags, quick", [("fpu avx512_bf16 sse", "bfloat16"), ("fpu sse", "float32")])
-def test_auto_is_bfloat16_where_that_is_quick(flags: str, quick: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_bfloat16_where_hardware_supports_it(flags: str, quick: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda path: f"flags : {flags}\n")
     for stored in (torch.bfloat16, torch.float16, None):
         assert pick_vllm_dtype("auto", False, stored) == quick
         assert pick_vllm_dtype("auto", True, stored) == "bfloat16"
 
 
-def test_auto_computes_float32_weights_as_they_are_on_a_cpu() -> None:
+def test_auto_keeps_float32_weights_on_cpu() -> None:
     assert pick_vllm_dtype("auto", False, torch.float32) == "float32"
     assert pick_vllm_dtype("auto", True, torch.float32) == "bfloat16"
 
 
 @pytest.mark.parametrize("wanted", ["float16", "bfloat16", "float32"])
-def test_a_type_that_was_asked_for_is_taken(wanted: str) -> None:
+def test_explicit_dtype_is_used(wanted: str) -> None:
     assert pick_vllm_dtype(wanted, False, torch.float32) == pick_vllm_dtype(wanted, True, torch.bfloat16) == wanted

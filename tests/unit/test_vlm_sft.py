@@ -1,4 +1,4 @@
-"""Chats about images as a vision-language model learns from them."""
+"""Chats about images in the training of a vision-language model."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_questions_about_one_image_share_a_chat() -> None:
     assert dataset.describe([2]) == "mine/5" and len(ImageChatDataset(samples)) == 4
 
 
-def test_the_answer_of_most_references_is_learnt() -> None:
+def test_most_frequent_reference_is_trained_on() -> None:
     asked = replace(question(0), references=("no", "yes", "yes", "no", "maybe"))
     assert ImageChat((asked,)).answers == ["no"]
     assert ImageChat((replace(asked, references=("no", "yes", "yes")),)).answers == ["yes"]
 
 
 @pytest.mark.parametrize("tier", [0, 1, 2])
-def test_a_chat_is_what_the_model_is_asked_and_its_answer(tier: int) -> None:
+def test_chat_is_generation_prompt_and_answer(tier: int) -> None:
     adapter = adapter_for(MODEL, PROCESSOR, TIERS)
     asked = adapter.inputs(question(4).load_image(), question(4).question, tier)
     made = batcher().at([{"chat": ImageChat((question(4),))}], tier)
@@ -80,7 +80,7 @@ def test_a_chat_is_what_the_model_is_asked_and_its_answer(tier: int) -> None:
         torch.testing.assert_close(logits, adapter.prefill(asked).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_later_turns_are_as_the_template_writes_them() -> None:
+def test_later_turns_match_chat_template() -> None:
     chat = ImageChat(tuple(of_one_image(1, 2)))
     made = batcher().at([{"chat": chat}, {"chat": ImageChat((question(7),))}], 2)
     assert made["attention_mask"].sum(1).tolist()[0] == made["input_ids"].shape[1] > made["attention_mask"][1].sum()
@@ -94,7 +94,7 @@ def test_later_turns_are_as_the_template_writes_them() -> None:
     assert made["loss_mask"][1].sum() == 2
 
 
-def test_a_template_gets_the_date_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_gets_given_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PROCESSOR, "chat_template", "{{ strftime_now('%d %b %Y') }}" + vlms.TEMPLATE)
     dated = replace(batcher(), now=datetime(2020, 7, 4, 9, 30))
     tokens, _ = dated.tokens(ImageChat((question(4),)), 1)
@@ -108,9 +108,7 @@ def test_a_template_gets_the_date_that_is_asked_for(monkeypatch: pytest.MonkeyPa
         ("{{ raise_exception('no questions') }}", "refuses mine/1 .*no questions"),
     ],
 )
-def test_a_template_that_fails_or_does_not_end_is_refused(
-    template: str, names: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejects_failing_or_endless_template(template: str, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "RENDER_S", 0.2)
     monkeypatch.setattr(PROCESSOR, "chat_template", template)
     with pytest.raises(UserError, match=names):
@@ -125,10 +123,10 @@ TRIMMING = vlms.TEMPLATE.replace("{{ part.text }}", "{{ part.text | trim }}")
 
 
 @pytest.mark.parametrize(("template", "answer"), [(REWRITING, "red"), (TRIMMING, " red")])
-def test_a_template_that_rewrites_earlier_turns_is_refused(
+def test_rejects_template_that_rewrites_earlier_turns(
     template: str, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would repeat the whole chat before the second answer, and learn the first one twice."""
+    """It would repeat the whole chat before the second answer, and compute loss on the first answer twice."""
     first, second = of_one_image(1, 2)
     chat = ImageChat((replace(first, references=(answer,)), second))
     batcher().check([chat])
@@ -140,7 +138,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(
         batcher().check([ImageChat((first, second))])
 
 
-def test_chats_are_grouped_in_their_order() -> None:
+def test_chats_are_grouped_in_order() -> None:
     samples = [{"chat": ImageChat((question(number),)), "row": number} for number in range(12)]
     batch = batcher(size=5)(samples)
     assert [len(group) for group in batch.groups] == [5, 5, 2] and batch.rows == list(range(12))
@@ -158,7 +156,7 @@ def trainer_at(step: int, recipe: Path, *overrides: str) -> VLMSFTTrainer:
     return trainer
 
 
-def test_tiers_and_configurations_belong_to_step_and_micro_batch(recipe: Path) -> None:
+def test_tiers_and_configurations_depend_on_step_and_micro_batch(recipe: Path) -> None:
     overrides = ("configurations.lowest_tier_steps=3", "configurations.whole_model_steps=5")
     draws = {
         step: [(each.tier(n), each.configuration(n)) for n in range(3)]
@@ -190,14 +188,14 @@ def config_of(recipe: Path, *overrides: str) -> VLMSFTConfig:
     return config
 
 
-def test_a_recipe_without_validation_is_fine(recipe: Path) -> None:
+def test_accepts_recipe_without_validation(recipe: Path) -> None:
     config = config_of(recipe)
     check_settings(config)
     check_questions(config, ("train",))
     assert config.stage == "vlm_sft"
 
 
-def test_as_many_questions_share_a_chat_as_are_wanted(recipe: Path, tmp_path: Path) -> None:
+def test_questions_per_chat_sets_chat_length(recipe: Path, tmp_path: Path) -> None:
     rows = [row(number) | {"image": row(0)["image"]} for number in range(6)]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "questions/train.parquet")
     config = config_of(recipe, "data.questions_per_chat=3", "data.train_batch_size=2")
@@ -226,13 +224,13 @@ def test_as_many_questions_share_a_chat_as_are_wanted(recipe: Path, tmp_path: Pa
         ("data.datasets.tiny.train=0", "there is no question for train"),
     ],
 )
-def test_what_cannot_work_is_refused(override: str, message: str, recipe: Path) -> None:
+def test_rejects_settings_that_cannot_work(override: str, message: str, recipe: Path) -> None:
     with pytest.raises(UserError, match=message):
         check_questions(config_of(recipe, override), ("train",))
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_validation_step_sees_the_images(recipe: Path, tmp_path: Path) -> None:
+def test_validation_step_sees_images(recipe: Path, tmp_path: Path) -> None:
     config = config_of(
         recipe,
         f"model.partial_pretrain={vlms.write_model(tmp_path / 'model')}",

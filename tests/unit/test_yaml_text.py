@@ -1,4 +1,4 @@
-"""YAML files with aliases: what they stand for is bounded, wherever a file is read."""
+"""YAML files with aliases: their expansion is bounded, wherever a file is read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("reader", READERS)
-def test_a_file_that_cannot_be_built_is_refused_at_once(reader: str, bad: str, tmp_path: Path) -> None:
+def test_rejects_yaml_that_cannot_be_expanded(reader: str, bad: str, tmp_path: Path) -> None:
     path = tmp_path / "some.yaml"
     text, names = BAD[bad]
     path.write_text(text)
@@ -39,7 +39,7 @@ def test_a_file_that_cannot_be_built_is_refused_at_once(reader: str, bad: str, t
         READERS[reader](path)
 
 
-def test_aliases_of_ordinary_files_work(tmp_path: Path) -> None:
+def test_aliases_of_ordinary_files_are_expanded(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("defaults: &defaults {lr: 1}\nothers: [*defaults, *defaults]\nmerged: {<<: *defaults, more: 2}\n")
     assert load_yaml(path) == {

@@ -19,12 +19,12 @@ SHOWN = 20
 
 
 def build_parser() -> CommandParser:
-    """Options and help of every command."""
+    """The parser with all commands."""
     parser = CommandParser(
         prog=program("checkpoint"),
-        description="Look at the checkpoints of a run, check them, export, remove and compare them.",
+        description="List, verify, export, remove and compare the checkpoints of a run.",
         examples=[f"{program('checkpoint')} ls checkpoints/rlvr_coding_model/sft_quickstart"],
-        exit_codes={"0": "done", "1": "something is damaged, differs or was not removed", **FAILURES},
+        exit_codes={"0": "done", "1": "a checkpoint is damaged, differs or was not removed", **FAILURES},
     )
     commands = add_commands(parser)
     add_ls(commands)
@@ -38,7 +38,7 @@ def build_parser() -> CommandParser:
 def add_run_command(
     commands: Commands, name: str, text: str, run: Callable[[argparse.Namespace], int], example: str, **settings: Any
 ) -> CommandParser:
-    """Add a command with the argument RUN_DIR; returns its parser, for further arguments.
+    """Add a command with the argument RUN_DIR and return its parser, for further arguments.
 
     Args:
         run: called with the arguments; returns the exit code.
@@ -55,8 +55,8 @@ def add_run_command(
 def add_ls(commands: Commands) -> None:
     """Add `ls`."""
     text = (
-        "List the checkpoints of a run. Shows for each, the newest first, its size, the number of ranks that wrote it, "
-        "whether it is complete, its metrics, and why rotation by the run's config.yaml would keep it or not."
+        "List the checkpoints of a run, newest first. Shows the size, the number of ranks, whether the checkpoint is "
+        "complete, its metrics, and why rotation with the settings in the run's config.yaml keeps or removes it."
     )
     parser = add_run_command(commands, "ls", text, ls, "")
     parser.add_argument("--json", action="store_true", help="print a JSON list for scripts")
@@ -65,8 +65,8 @@ def add_ls(commands: Commands) -> None:
 def add_verify(commands: Commands) -> None:
     """Add `verify`."""
     text = (
-        "Compare every file of a run's checkpoints with its digest. Reads all of them or those of the steps named, "
-        "lists the damaged files, and exits with 1 if a checkpoint is damaged or incomplete."
+        "Compare every file of a run's checkpoints with its digest. Lists the damaged files, and exits with 1 if a "
+        "checkpoint is damaged or incomplete. --step limits the check to some checkpoints."
     )
     exit_codes = {"0": "every checkpoint is complete", "1": "one is damaged or incomplete", **FAILURES}
     parser = add_run_command(commands, "verify", text, verify, "--step 600 750", exit_codes=exit_codes)
@@ -76,9 +76,9 @@ def add_verify(commands: Commands) -> None:
 def add_export(commands: Commands) -> None:
     """Add `export`."""
     text = (
-        "Make the Hugging Face model of a checkpoint from its shards. Needs no GPU and no process group, merges LoRA "
-        "adapters, and keeps one tensor in memory at a time; shards that verl itself wrote serve too. RUN_DIR may also "
-        "be a checkpoint, a global_step_N directory."
+        "Export a checkpoint's shards as a Hugging Face model. Needs no GPU and no process group, merges LoRA "
+        "adapters, and keeps one tensor in memory at a time. Also reads shards that verl itself wrote. RUN_DIR may "
+        "also be a checkpoint (a global_step_N directory)."
     )
 
     def run(arguments: argparse.Namespace) -> int:
@@ -87,35 +87,37 @@ def add_export(commands: Commands) -> None:
         return export(arguments)
 
     parser = add_run_command(commands, "export", text, run, "--step 750 --output models/mine")
-    parser.add_argument("--step", type=IntArg(0), help="the checkpoint (default: the newest complete one)")
+    parser.add_argument("--step", type=IntArg(0), help="checkpoint to export (default: the newest complete one)")
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="number type (default: that of the run's own exports)"
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the weights (default: as in the run's own exports)"
     )
-    parser.add_argument("--max-shard-gib", type=FloatArg(), default=5.0, metavar="G", help="of one file (default: 5)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="a new directory (default: into the checkpoint)")
+    parser.add_argument(
+        "--max-shard-gib", type=FloatArg(), default=5.0, metavar="G", help="maximum size of a file (default: 5)"
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="a new directory (default: in the checkpoint)")
 
 
 def add_prune(commands: Commands) -> None:
     """Add `prune`."""
     text = (
         "Remove checkpoints of a run that is not training. Without --step, removes the checkpoints that the rotation "
-        "settings in the run's config.yaml do not keep, and what interrupted saves and removals left behind. Lists "
+        "settings in the run's config.yaml do not keep, and the leftovers of interrupted saves and removals. Lists "
         "what will be removed and how much space that frees, and asks for confirmation."
     )
-    exit_codes = {"0": "done", "1": "something that was to go is still there", **FAILURES}
+    exit_codes = {"0": "done", "1": "a removal failed or was not confirmed", **FAILURES}
     parser = add_run_command(commands, "prune", text, prune, "--dry-run", exit_codes=exit_codes)
-    parser.add_argument("--step", type=IntArg(0), nargs="+", help="the checkpoints of these steps, no others")
-    parser.add_argument("--max-to-keep", type=IntArg(), metavar="K", help="in place of trainer.max_ckpt_to_keep")
-    parser.add_argument("--keep-best", type=IntArg(0), metavar="K", help="in place of trainer.checkpoint.keep_best")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--step", type=IntArg(0), nargs="+", help="remove only the checkpoints of these steps")
+    parser.add_argument("--max-to-keep", type=IntArg(), metavar="K", help="override trainer.max_ckpt_to_keep")
+    parser.add_argument("--keep-best", type=IntArg(0), metavar="K", help="override trainer.checkpoint.keep_best")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
 def add_diff(commands: Commands) -> None:
     """Add `diff`."""
     text = (
-        "Compare two checkpoints tensor by tensor. They may be of different runs and numbers of ranks; one tensor of "
-        "each is in memory at a time. Exits with 1 if anything differs, as diff does."
+        "Compare two checkpoints tensor by tensor. They may come from different runs and numbers of ranks. Only one "
+        "tensor of each is in memory at a time. Exits with 1 if anything differs, like diff."
     )
     exit_codes = {"0": "nothing differs", "1": "a tensor differs", **FAILURES}
 
@@ -142,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return arguments.run(arguments)
         except OSError as error:
-            raise UserError(f"the file system refused: {error}; make the run's directory accessible") from error
+            raise UserError(f"file system error: {error}; make the run's directory accessible") from error
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`diff`: compares the tensors of two checkpoints, whatever the number of ranks that wrote each."""
+"""`diff`: compares the tensors of two checkpoints, which may have different numbers of ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Difference:
     """Result of comparing one tensor.
 
     Attributes:
-        name: of the tensor; optimizer state is `optim.<index of the parameter>.<entry>`.
-        largest: largest absolute difference of two elements.
+        name: name of the tensor; optimizer state is named `optim.<parameter index>.<entry>`.
+        largest: largest absolute difference between corresponding elements.
         relative: `largest` divided by the largest absolute element of the first tensor.
-        what: how they differ, in words; empty if they are equal bit for bit.
+        what: description of the difference; empty if the tensors are equal bit for bit.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Difference:
 
 
 def diff(arguments: argparse.Namespace, max_shown: int) -> int:
-    """Print the differences, the largest first and without --all at most `max_shown`; returns 1 if there are any."""
+    """Print the differences, largest first, at most `max_shown` without --all. Return 1 if there are any."""
     first, second = (_resolve(arguments.run_dir, word) for word in arguments.pair)
     kinds = (MODEL, OPTIMIZER) if arguments.optimizer else (MODEL,)
     total = sum(tensor.num_bytes for kind in kinds for tensor in _tensors(first, kind).values())
@@ -66,11 +66,11 @@ def _resolve(run_dir: Path, word: str) -> Path:
 
 
 def compare(first: Path, second: Path, kinds: Sequence[str], progress: Callable[[int], None]) -> Iterator[Difference]:
-    """Compare the tensors of two checkpoints, with one of each in memory at a time.
+    """Compare the tensors of two checkpoints, with one tensor of each in memory at a time.
 
     Args:
-        kinds: of shards, MODEL and OPTIMIZER.
-        progress: called with the number of bytes of the first checkpoint that were compared.
+        kinds: kinds of shards to compare, MODEL or OPTIMIZER.
+        progress: called with the size of each compared tensor of the first checkpoint, in bytes.
     """
     for kind in kinds:
         one, other = _tensors(first, kind), _tensors(second, kind)
@@ -80,7 +80,7 @@ def compare(first: Path, second: Path, kinds: Sequence[str], progress: Callable[
 
 
 def _tensors(checkpoint: Path, kind: str) -> dict[str, SavedTensor]:
-    """Every tensor of one kind of shard by a readable name."""
+    """All tensors of one kind of shard, by readable name."""
     files = ShardFiles(checkpoint, kind)
     content: dict[Any, Any] = files.content(0)
     if kind == MODEL:
@@ -94,13 +94,13 @@ def _tensors(checkpoint: Path, kind: str) -> dict[str, SavedTensor]:
 
 
 def _compare_tensors(name: str, first: SavedTensor | None, second: SavedTensor | None) -> Difference:
-    """How two tensors differ; None is a missing one."""
+    """Compare two tensors; None stands for a missing tensor."""
     if first is None or second is None:
         return Difference(name, math.inf, math.inf, f"only in {'B' if first is None else 'A'}")
     if first.shape != second.shape:
         return Difference(name, math.inf, math.inf, f"{tuple(first.shape)} against {tuple(second.shape)}")
     one, other = first.full(), second.full()
-    bits, other_bits = (tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))  # in which NaN equals NaN
+    bits, other_bits = (tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))  # as bytes, NaN equals NaN
     if one.dtype == other.dtype and torch.equal(bits, other_bits):
         return Difference(name)
     gap = (one.double() - other.double()).abs().max().item()

@@ -1,4 +1,4 @@
-"""The configuration of checkpoints. Key names are verl's where verl has the key."""
+"""Configuration of checkpoints. Keys that verl has keep verl's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Content = Literal["model", "optimizer", "extra", "hf_model"]
 
 @dataclass(kw_only=True)
 class ExportConfig:
-    """`trainer.checkpoint.export`: the Hugging Face model in each checkpoint."""
+    """`trainer.checkpoint.export`: the Hugging Face model in a checkpoint."""
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting("bf16", "dtype of huggingface/; auto: the forward pass's")
     every: int | None = setting(
@@ -46,7 +46,7 @@ class CheckpointConfig:
     verify: bool = setting(True, "Verify digests before resuming")
 
     def check(self) -> None:
-        """A checkpoint has weights."""
+        """Refuse checkpoints without weights."""
         if "model" not in self.save_contents:
             raise UserError(
                 "trainer.checkpoint.save_contents lacks 'model'; a checkpoint without weights cannot be resumed"

@@ -1,6 +1,6 @@
-"""`huggingface/` in a checkpoint: every rank writes its own rows straight into the safetensors files.
+"""`huggingface/` in a checkpoint: every rank writes its own rows directly into the safetensors files.
 
-The format is the length of the header in 8 bytes, a JSON header, and the bytes of the tensors
+A file consists of the header's length in 8 bytes, a JSON header, and the bytes of the tensors
 (https://github.com/huggingface/safetensors#format). The library's own writer needs all tensors of a file in memory.
 """
 
@@ -41,22 +41,22 @@ INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsLayout:
-    """The files of an export and the place of each tensor in them.
+    """The files of an export and the position of each tensor in them.
 
     Attributes:
-        tensors: shape and number type by tensor name, as tensors without memory.
-        headers: the bytes before the tensors, by file.
-        sizes: bytes by file.
-        offsets: file, and first byte in it, by tensor name.
+        tensors: meta tensors with the shape and dtype to store, by name.
+        headers: the bytes before the tensors, by file name.
+        sizes: size in bytes, by file name.
+        offsets: file name and offset in that file in bytes, by tensor name.
         index: content of INDEX; None for a single file.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], max_shard_bytes: int) -> None:
-        """Place the tensors.
+        """Assign the tensors to files.
 
         Args:
-            tensors: on the meta device.
-            max_shard_bytes: largest size of the tensors of one file; a larger tensor has a file for itself.
+            tensors: tensors on the meta device, by name.
+            max_shard_bytes: maximum size of the tensors in a file; a larger tensor gets its own file.
         """
         split = split_state_dict_into_shards_factory(
             tensors,
@@ -78,11 +78,11 @@ class SafetensorsLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files together."""
+        """Total size of the files."""
         return sum(self.sizes.values())
 
     def _place(self, file: str, names: list[str]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without which transformers refuses the file
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
         starts, position = {}, 0
         for name in sorted(names, key=lambda name: -self.tensors[name].itemsize):  # keeps every tensor aligned
             tensor, starts[name] = self.tensors[name], position
@@ -99,12 +99,12 @@ class SafetensorsLayout:
 def layout_of(
     tensors: list[ExportedTensor], state: Mapping[str, torch.Tensor], dtype: torch.dtype, max_shard_gib: float
 ) -> SafetensorsLayout:
-    """The files of an export.
+    """Compute the layout of an export.
 
     Args:
-        state: the model's tensors by source name; only their whole shapes and types are used.
-        dtype: of floating-point tensors on the disk.
-        max_shard_gib: largest size of one file, GiB.
+        state: the model's tensors by source name; only their full shapes and dtypes are used.
+        dtype: dtype in which floating-point tensors are stored.
+        max_shard_gib: maximum size of a file, in GiB.
     """
     empty = {}
     for tensor in tensors:
@@ -118,10 +118,10 @@ def layout_of(
 
 
 def create_files(directory: Path, layout: SafetensorsLayout) -> None:
-    """Create the files of an export with their headers and in their full size.
+    """Create the files of an export with their headers and at their full size.
 
-    One process does it before any writes rows. If a file grew while several nodes wrote, a network file system could
-    fill a page that one of them has cached with zeros over what another one wrote there.
+    One process calls this before any process writes rows. If several nodes extended a file while writing, a node on a
+    network file system could overwrite another node's data with zeros from a stale cached page.
     """
     for name, header in layout.headers.items():
         with write_errors(directory / name), open(directory / name, "wb") as file:
@@ -130,12 +130,12 @@ def create_files(directory: Path, layout: SafetensorsLayout) -> None:
 
 
 class ExportWriter:
-    """Writes rows of tensors to their places in the files of an export; several processes can do so at once.
+    """Writes rows of tensors into the files of an export; several processes can write at the same time.
 
     Leaving the context flushes the files to disk.
 
     Args:
-        directory: with the files of `create_files`.
+        directory: directory with the files that `create_files` created.
     """
 
     def __init__(self, directory: Path, layout: SafetensorsLayout) -> None:
@@ -155,11 +155,11 @@ class ExportWriter:
                 os.close(file)
 
     def write_rows(self, name: str, start: int, rows: torch.Tensor) -> None:
-        """Write rows of one tensor.
+        """Write consecutive rows of a tensor.
 
         Args:
             start: index of the first row.
-            rows: (rows, ...) of the tensor, on any device, in any floating-point type.
+            rows: (rows, ...), on any device and of any floating-point dtype.
         """
         tensor, (file, offset) = self.layout.tensors[name], self.layout.offsets[name]
         values = rows.detach().to(dtype=tensor.dtype).cpu().contiguous()
@@ -178,9 +178,9 @@ class ExportedWeights:
     """The weights of one export.
 
     Attributes:
-        tensors: to export.
-        layout: of the files.
-        factors: whole A and B of every LoRA adapter, by name.
+        tensors: tensors to export.
+        layout: layout of the files.
+        factors: full matrices A and B of every LoRA adapter, by name.
     """
 
     tensors: list[ExportedTensor]
@@ -188,11 +188,11 @@ class ExportedWeights:
     factors: Mapping[str, torch.Tensor]
 
     def write_local_rows(self, directory: Path, state: Mapping[str, torch.Tensor], rank: int) -> None:
-        """Write what this rank holds of a sharded model; all ranks together write the whole export.
+        """Write this rank's rows of a sharded model; together, the ranks write the whole export.
 
         Args:
-            directory: with the files of `create_files`.
-            rank: rank 0 writes the tensors that are not sharded.
+            directory: directory with the files that `create_files` created.
+            rank: this rank; rank 0 also writes the tensors that are not sharded.
         """
         with ExportWriter(directory, self.layout) as writer:
             for source, of_source in groupby(self.tensors, key=lambda tensor: tensor.source):
@@ -208,7 +208,7 @@ class ExportedWeights:
 
 
 class HuggingFaceExport:
-    """The `huggingface/` directories of a run's checkpoints; constructed by all ranks together."""
+    """Prepares the `huggingface/` directories of a run's checkpoints; all ranks construct it together."""
 
     def __init__(
         self,
@@ -224,11 +224,11 @@ class HuggingFaceExport:
         """Find the tensors to export; collective.
 
         Args:
-            last_step: of the run, which is always exported.
+            last_step: last step of the run, which is always exported.
             is_main: true on rank 0, which writes the small files.
 
         Raises:
-            UserError: it exports weights, with adapters that cannot be merged.
+            UserError: weights are to be exported, but the model has adapters that cannot be merged.
         """
         self.config, self.dtype, self.last_step, self.with_weights = config, dtype, last_step, with_weights
         self.tensors = on_rank_zero(lambda: self._exportable(model))
@@ -237,7 +237,7 @@ class HuggingFaceExport:
         )
 
     def _exportable(self, model: PreTrainedModel | PeftModel) -> list[ExportedTensor]:
-        """The tensors to export, also if this run does not, because `export_plan.json` lists them for later."""
+        """The tensors to export; needed even if this run exports nothing, because `export_plan.json` lists them."""
         try:
             return exported_tensors(model)
         except UserError:
@@ -246,7 +246,7 @@ class HuggingFaceExport:
             return []
 
     def at(self, step: int, state: Mapping[str, torch.Tensor]) -> ExportedWeights | None:
-        """What to export of this rank's state at a step, None for nothing; gathers the LoRA factors, so collective."""
+        """The weights to export at a step, or None; collective, because it gathers the LoRA factors."""
         is_due = self.config.every is None or step % self.config.every == 0 or step == self.last_step
         if not self.with_weights or not is_due:
             return None
@@ -257,7 +257,7 @@ class HuggingFaceExport:
         return ExportedWeights(self.tensors, layout, factors)
 
     def small_files(self, weights: ExportedWeights | None) -> dict[str, bytes]:
-        """All files but the weights: content by path relative to the checkpoint."""
+        """Content of all files except the weights, by path relative to the checkpoint."""
         files = dict(self._small_files)
         if self.tensors:
             files[PLAN] = plan_to_json(self.tensors).encode()
@@ -269,7 +269,7 @@ class HuggingFaceExport:
 def config_and_tokenizer_files(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> dict[str, bytes]:
-    """Configuration, generation settings, tokenizer and the model's own code: content by path in the checkpoint."""
+    """Configuration, generation settings, tokenizer and custom code of a model, by path relative to the checkpoint."""
     base = unwrap_peft(model)
     config = copy.deepcopy(base.config)
     config.dtype = dtype
@@ -279,7 +279,7 @@ def config_and_tokenizer_files(
         if getattr(config, "auto_map", None):
             custom_object_save(base, root, config=config)
         if base.can_generate():
-            # to_json_string instead of save_pretrained, which refuses some generation configs that models ship with
+            # not save_pretrained, which refuses some generation configs that models ship with
             (root / "generation_config.json").write_text(base.generation_config.to_json_string())
         save_tokenizer(tokenizer, root)
         found = sorted(path for path in root.rglob("*") if path.is_file())

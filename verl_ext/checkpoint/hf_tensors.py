@@ -1,6 +1,6 @@
-"""Which tensors a Hugging Face export has, and from which tensors of the sharded model each is computed.
+"""The tensors of a Hugging Face export, and how each is computed from the tensors of the sharded model.
 
-Weight sync to rollout engines uses the same tensors.
+Weight sync to rollout engines sends the same tensors.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ UNMERGEABLE = ("lora_magnitude_vector", "lora_embedding_", ".lora_bias")
 
 @dataclass(frozen=True)
 class LoraMerge:
-    """A LoRA adapter that is merged into a weight.
+    """A LoRA adapter to merge into a weight.
 
     Attributes:
-        down: name of A, (rank, in).
-        up: name of B, (out, rank).
+        down: name of matrix A, (rank, in).
+        up: name of matrix B, (out, rank).
         scaling: factor of B A.
         transposed: whether the weight is stored as (in, out).
-        num_experts: number of experts of a weight (num_experts, out, in), whose factors are stacked like those of
-            peft's `ParamWrapper`; None for a single matrix.
+        num_experts: number of experts for a weight (num_experts, out, in), with A and B stacked as in peft's
+            `ParamWrapper`; None for a single matrix.
     """
 
     down: str
@@ -47,7 +47,7 @@ class LoraMerge:
     num_experts: int | None = None
 
     def delta(self, factors: Mapping[str, torch.Tensor], start: int, end: int) -> torch.Tensor:
-        """Rows of scale · B A, which the adapter adds to its weight; Hu et al. 2021, arXiv:2106.09685."""
+        """Rows `start` to `end` (exclusive) of scaling · B A; Hu et al. 2021, arXiv:2106.09685."""
         down, up = factors[self.down].float(), factors[self.up].float()
         if self.num_experts is not None:
             down = down.unflatten(0, (self.num_experts, -1))[start:end]  # (rows, rank, in)
@@ -60,14 +60,15 @@ class LoraMerge:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Where an exported tensor is in a tensor of the model, such as one expert's weight in that of all experts.
+    """The part of a model's tensor that is exported as its own tensor, such as one expert's weight.
 
     Attributes:
-        row: first row of the model's tensor that contains it.
-        num_rows: number of its rows, each within one row of the model's tensor; None if all of it is within one row.
-        shape: within one row.
-        stride: within one row, in elements.
-        offset: within one row, in elements.
+        row: first row of the model's tensor that contains the slice.
+        num_rows: number of rows of the slice, each within one row of the model's tensor; None if the whole slice is
+            within one row.
+        shape: shape within one row.
+        stride: stride within one row, in elements.
+        offset: offset within one row, in elements.
     """
 
     row: int
@@ -78,7 +79,7 @@ class TensorSlice:
 
     @staticmethod
     def of(view: torch.Tensor, tensor: torch.Tensor) -> TensorSlice | None:
-        """The slice that is a view of a contiguous tensor; None if a row of the view spans rows of the tensor."""
+        """The slice for a view of a contiguous tensor; None if a row of the view spans several rows of the tensor."""
         row, offset = divmod(int(view.storage_offset()), tensor.stride(0))
         shape, stride = tuple(view.shape), tuple(view.stride())
         if stride[:1] == tensor.stride()[:1]:
@@ -89,24 +90,24 @@ class TensorSlice:
 
     @property
     def end(self) -> int:
-        """The row after the last one that contains it."""
+        """The row after the last row that contains the slice."""
         return self.row + (1 if self.num_rows is None else self.num_rows)
 
     def fits(self, shape: torch.Size) -> bool:
-        """Whether it is inside of a tensor of this shape."""
+        """Whether the slice is inside a tensor of this shape."""
         last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
         is_inside = len(shape) > 0 and self.end <= shape[0] and last < shape[1:].numel()
         return is_inside and min(self.row, self.offset, *self.shape, *self.stride) >= 0
 
     def of_rows(self, rows: torch.Tensor, start: int) -> tuple[int, torch.Tensor]:
-        """What some rows of the model's tensor contain of it.
+        """Extract the slice's part of some rows of the model's tensor.
 
         Args:
-            rows: of the model's tensor.
-            start: index of the first of them.
+            rows: rows of the model's tensor.
+            start: index of the first of these rows.
 
         Returns:
-            Index of the first row in the exported tensor, and its rows, possibly none.
+            Index of the first extracted row in the exported tensor, and the rows, possibly none.
         """
         first, last = max(self.row, start), min(self.end, start + len(rows))
         chosen = rows[first - start : max(first, last) - start].contiguous()
@@ -119,13 +120,13 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """One tensor of the export. The names of all attributes appear in `export_plan.json`.
+    """One tensor of the export. `export_plan.json` uses the attribute names as keys.
 
     Attributes:
-        name: in the export.
+        name: name in the export.
         source: name of the tensor in the sharded model's state.
-        adapter: merged into it; None without one.
-        part: slice of the source; None if it is all of it.
+        adapter: adapter to merge into the tensor, if any.
+        part: slice of the source; None for the whole source.
     """
 
     name: str
@@ -134,7 +135,7 @@ class ExportedTensor:
     part: TensorSlice | None = None
 
     def shape(self, source: torch.Size) -> tuple[int, ...]:
-        """Shape in the export, given that of the source."""
+        """Shape in the export, given the shape of the source."""
         if self.part is None:
             return tuple(source)
         return self.part.shape if self.part.num_rows is None else (self.part.num_rows, *self.part.shape)
@@ -147,7 +148,7 @@ class ExportedTensor:
 def merge_rows(
     adapter: LoraMerge | None, rows: torch.Tensor, factors: Mapping[str, torch.Tensor], start: int, end: int
 ) -> torch.Tensor:
-    """Rows `start` to before `end` of a weight with its adapter, whose whole A and B are in `factors`, added."""
+    """Add the adapter to rows `start` to `end` (exclusive) of its weight; `factors` holds its full A and B."""
     return rows if adapter is None else rows + adapter.delta(factors, start, end).to(rows)
 
 
@@ -155,9 +156,9 @@ def merge_rows(
 
 
 def exported_tensors(model: PreTrainedModel | PeftModel) -> list[ExportedTensor]:
-    """The tensors of a model's export, those of `save_pretrained`; tied tensors are left to the loader.
+    """The tensors to export, the same as those of `save_pretrained`; the loader restores tied tensors.
 
-    Call it on rank 0, which loaded the model from files and knows the names in them; see `_file_tensors`.
+    Call this on rank 0, which loaded the model from files and knows the tensor names in them; see `_file_tensors`.
 
     Raises:
         UserError: the model has adapters that cannot be merged.
@@ -175,7 +176,7 @@ def exported_tensors(model: PreTrainedModel | PeftModel) -> list[ExportedTensor]
         name, adapter = plain_name(source), _adapter_of(source, layers)
         if name in tied and (adapter is not None or ".modules_to_save." in source):
             raise UserError(
-                f"{name} is trained by itself but tied to the embeddings, so an export cannot hold both; remove it "
+                f"{name} is trained separately but tied to the embeddings, so an export cannot hold both; remove it "
                 "from the adapters, or set trainer.checkpoint.save_contents=[model,optimizer,extra] to save without an "
                 "export"
             )
@@ -190,25 +191,26 @@ def exported_tensors(model: PreTrainedModel | PeftModel) -> list[ExportedTensor]
 
 
 def unwrap_peft(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """The model inside of peft's wrapper, if it has one."""
+    """The model without peft's wrapper."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _file_tensors(
     model: PreTrainedModel, state: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, TensorSlice | None]]:
-    """Into which tensors of its files transformers splits a model's tensors.
+    """Find how transformers splits a model's tensors into the tensors in its files.
 
-    Since transformers 5, a model's tensors can differ from those in its files: the weights of all experts of a layer
-    are one tensor. `save_pretrained` applies `revert_weight_conversion`; here it is applied to tensors without memory.
+    Since transformers 5, a model's tensors can differ from those in its files: in memory, one tensor holds the weights
+    of all experts of a layer. `save_pretrained` applies `revert_weight_conversion`; this applies it to meta tensors.
 
     Args:
-        model: without adapters. A model loaded from files knows how they were converted; others follow the default.
-        state: its tensors; only their shapes are used.
+        model: model without adapters. If it was loaded from files, it knows how they were converted; otherwise the
+            default conversion applies.
+        state: the model's tensors; only their shapes are used.
 
     Returns:
-        By the model's name, the names in its files, each with its slice of the tensor, or None for all of it. A tensor
-        that cannot be split into slices keeps its name and is whole; transformers loads that too.
+        For each tensor of the model, the names in the files with their slices; None stands for the whole tensor. A
+        tensor that cannot be split into slices stays whole under its own name, which transformers can load too.
     """
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
     names = {id(tensor): name for name, tensor in empty.items()}
@@ -228,7 +230,7 @@ def _file_tensors(
 
 
 class _NoCopies(TorchFunctionMode):
-    """Keeps a slice a view when it is made contiguous; the view tells where in its tensor the slice is."""
+    """Makes `contiguous` return the view itself, so that a slice's position in its tensor stays known."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -237,17 +239,17 @@ class _NoCopies(TorchFunctionMode):
 
 
 def plain_name(source: str) -> str | None:
-    """The name of a tensor without peft's wrapping; None for one that is not exported."""
+    """The name of a tensor without peft's prefixes; None if the tensor is not exported."""
     if ".lora_" in source or ".original_module." in source:
         return None
     head, trained, tail = source.removeprefix("base_model.model.").partition(".modules_to_save.")
     name = f"{head}.{tail.partition('.')[2]}" if trained else head  # without the adapter's name
-    return re.sub(r"(\.base_layer)+\.", ".", name)  # one for each adapter of a module that has several
+    return re.sub(r"(\.base_layer)+\.", ".", name)  # nested once per adapter of a module
 
 
 def _adapter_of(source: str, layers: Mapping[str, Any]) -> LoraMerge | None:
     """The active adapter of a weight, given peft's layers by name."""
-    # a layer of experts is wrapped once for each of its parameters, inside out
+    # peft wraps a layer of experts once for each of its parameters, from the inside out
     owner, _, parameter = source.rpartition(".")
     while owner.endswith(".base_layer"):
         owner = owner.removesuffix(".base_layer")
@@ -261,7 +263,7 @@ def _adapter_of(source: str, layers: Mapping[str, Any]) -> LoraMerge | None:
     down, up = (f"{owner}.lora_{part}.{active}.weight" for part in "AB")
     scaling = float(layer.scaling[active])
     if isinstance(layer, ParamWrapper) and layer.get_param().dim() == 3:
-        is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # few experts of transformers have it
+        is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # only some expert layers have it
         return LoraMerge(down, up, scaling, is_transposed, layer.num_experts)
     return LoraMerge(down, up, scaling, bool(layer.fan_in_fan_out))
 
@@ -270,17 +272,17 @@ def _adapter_of(source: str, layers: Mapping[str, Any]) -> LoraMerge | None:
 
 
 def plan_to_json(tensors: list[ExportedTensor]) -> str:
-    """The text of `export_plan.json`, with which an export can be written from the shards alone."""
+    """The text of `export_plan.json`, which allows an export from the shards alone."""
     return json.dumps({"format": 2, "weights": [asdict(tensor) for tensor in tensors]}, indent=1) + "\n"
 
 
 def read_plan(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> list[ExportedTensor]:
-    """The export plan of a checkpoint, given the state of one of its ranks.
+    """Read the export plan of a checkpoint, given the model state of one rank.
 
-    A checkpoint that verl wrote has no plan: all its tensors are exported, tied ones once.
+    A checkpoint that verl wrote has no plan; all its tensors are exported, tied tensors once.
 
     Raises:
-        UserError: it has adapters and no plan, or the plan cannot be read.
+        UserError: the plan cannot be read, or the checkpoint has adapters but no plan.
     """
     path = checkpoint / PLAN
     if path.is_file():
@@ -288,12 +290,12 @@ def read_plan(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> list[Expor
             return [_planned(entry, state) for entry in parse_json(path.read_bytes())["weights"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path} cannot be read ({first_line_of(error)}); restore it, or take another checkpoint"
+                f"{path} cannot be read ({first_line_of(error)}); restore it, or use another checkpoint"
             ) from error
     if any(".lora_" in name for name in state):
         raise UserError(
-            f"{checkpoint} has LoRA adapters and no {PLAN} that says how to merge them; "
-            "take a checkpoint that this pipeline wrote"
+            f"{checkpoint} has LoRA adapters but no {PLAN}, which describes how to merge them; "
+            "use a checkpoint that this pipeline wrote"
         )
     pointers = {name: to_local(tensor).data_ptr() for name, tensor in state.items()}
     first_name = {pointer: name for name, pointer in reversed(pointers.items())}
@@ -301,10 +303,10 @@ def read_plan(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> list[Expor
 
 
 def _planned(entry: dict[str, Any], state: Mapping[str, torch.Tensor]) -> ExportedTensor:
-    """An entry of a plan; format 1 has no slices."""
+    """Parse an entry of a plan; format 1 has no slices."""
     adapter, part = (entry.get(name) for name in ("adapter", "part"))
     if part is not None:
         part = TensorSlice(part["row"], part["num_rows"], tuple(part["shape"]), tuple(part["stride"]), part["offset"])
         if not part.fits(state[entry["source"]].shape):
-            raise ValueError(f"{entry['name']} is not inside of {entry['source']}")
+            raise ValueError(f"{entry['name']} is not inside {entry['source']}")
     return ExportedTensor(entry["name"], entry["source"], LoraMerge(**adapter) if adapter else None, part)

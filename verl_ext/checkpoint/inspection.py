@@ -1,6 +1,6 @@
-"""What a run directory holds: the commands `ls` and `verify`, and what all commands need to find checkpoints.
+"""The commands `ls` and `verify`, and functions that find the checkpoints of a run for all commands.
 
-Needs no torch, so that these commands answer at once.
+Does not import torch, so that these commands start quickly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RETENTION = ("keep_best", "best_metric", "best_mode", "drop_optimizer_of_best")
 
 
 def require_run_dir(path: Path) -> Path:
-    """Return a directory that holds a checkpoint, or leftovers of one; refuse any other."""
+    """Return `path` if it holds checkpoints or leftovers of interrupted saves; refuse it otherwise."""
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; name the directory of a run")
     if step_of(path.resolve()) is not None:
@@ -54,12 +54,12 @@ def require_run_dir(path: Path) -> Path:
 
 
 def require_steps(run_dir: Path, steps: list[int]) -> list[Path]:
-    """The directories of these steps, complete or not, each once; refuse steps that do not exist."""
+    """The checkpoint directories of these steps without duplicates, complete or not; refuse unknown steps."""
     known = {step_of(path): path for path in list_checkpoints(run_dir)}
     missing = [str(step) for step in steps if step not in known]
     if missing:
         available = ", ".join(map(str, known)) or "none"
-        raise UserError(f"{run_dir} has no checkpoint of step {', '.join(missing)}; there are {available}")
+        raise UserError(f"{run_dir} has no checkpoint of step {', '.join(missing)}; available steps: {available}")
     return [known[step] for step in dict.fromkeys(steps)]
 
 
@@ -72,13 +72,13 @@ def newest_resumable(run_dir: Path) -> Path | None:
 
 
 def current_step(run_dir: Path) -> int:
-    """The step that the run is at, by its checkpoints; 0 if none can be resumed."""
+    """The step of the checkpoint that the run would resume from; 0 if there is none."""
     newest = newest_resumable(run_dir)
     return 0 if newest is None else step_of(newest) or 0
 
 
 def read_retention(run_dir: Path) -> tuple[int | None, CheckpointConfig]:
-    """The settings of rotation in a run's `config.yaml`; without them, everything is kept.
+    """The rotation settings in a run's `config.yaml`; without the file, everything is kept.
 
     Returns:
         `trainer.max_ckpt_to_keep`, and `trainer.checkpoint`, of which only the keys in `RETENTION` are read.
@@ -113,13 +113,13 @@ def _section(path: Path, values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def size_on_disk(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory; files that vanish in the meantime do not count."""
+    """Size in bytes of a file, or of all files in a directory tree; files that vanish meanwhile do not count."""
     total = path.lstat().st_size if path.is_file() else 0
     for folder, _, names in os.walk(path):
         for name in names:
             try:
                 total += os.lstat(os.path.join(folder, name)).st_size
-            except FileNotFoundError:  # a training removes what it no longer keeps
+            except FileNotFoundError:  # removed by rotation of a running training
                 continue
     return total
 
@@ -129,7 +129,7 @@ def size_on_disk(path: Path) -> int:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A directory that is a checkpoint or looks like one; `problem` says why one without a manifest is not complete."""
+    """A checkpoint or a leftover of one; if it is incomplete, `manifest` is None and `problem` gives the reason."""
 
     path: Path
     step: int
@@ -143,7 +143,7 @@ class CheckpointInfo:
 
     @property
     def state(self) -> str:
-        """Complete, or why not, in words."""
+        """Text for the column "state": complete, or why not."""
         writer = ", written by verl itself" if self.by_verl else ""
         if self.problem is not None or self.manifest is None:
             return f"incomplete{writer}: {self.problem}"
@@ -151,7 +151,7 @@ class CheckpointInfo:
 
     @property
     def retention(self) -> str:
-        """What rotation does with it and why, in words."""
+        """Text for the column "kept because": what rotation does with the checkpoint, and why."""
         stripped = ["rotation would drop its optimizer"] if self.loses_optimizer else []
         if self.goes_next and self.manifest is None:
             return "the next start, save or prune removes it"
@@ -159,7 +159,7 @@ class CheckpointInfo:
 
 
 def ls(arguments: argparse.Namespace) -> int:
-    """Print the table, or the JSON list."""
+    """Print the checkpoints as a table or as a JSON list."""
     run_dir = require_run_dir(arguments.run_dir)
     max_to_keep, config = read_retention(run_dir)
     checkpoints = list_all(run_dir, max_to_keep, config)
@@ -171,7 +171,7 @@ def ls(arguments: argparse.Namespace) -> int:
 
 
 def list_all(run_dir: Path, max_to_keep: int | None, config: CheckpointConfig) -> list[CheckpointInfo]:
-    """Checkpoints and leftovers of a run, the highest step first."""
+    """Checkpoints and leftovers of a run, highest step first."""
     plan = plan_rotation(run_dir, max_to_keep, config, current_step(run_dir))
     checkpoints = [_checkpoint(path, plan) for path in list_checkpoints(run_dir)]
     found = [each for each in checkpoints if each is not None] + [_leftover(path) for path in find_leftovers(run_dir)]
@@ -179,7 +179,7 @@ def list_all(run_dir: Path, max_to_keep: int | None, config: CheckpointConfig) -
 
 
 def _checkpoint(path: Path, plan: RotationPlan) -> CheckpointInfo | None:
-    """One checkpoint; None if a training has removed it in the meantime."""
+    """Describe a checkpoint; None if rotation has removed it meanwhile."""
     step, num_bytes, by_verl = step_of(path) or 0, size_on_disk(path), is_verl_checkpoint(path)
     try:
         manifest = read_complete(path)
@@ -250,36 +250,36 @@ def _local_time(manifest: Manifest | None) -> str:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Read the checkpoints and print a line for each; returns 1 if one is damaged or incomplete."""
+    """Verify the checkpoints and print a line for each. Return 1 if any is damaged or incomplete."""
     run_dir = require_run_dir(arguments.run_dir)
     checkpoints = require_steps(run_dir, arguments.step) if arguments.step else list_checkpoints(run_dir)
     if not checkpoints:
-        raise UserError(f"{run_dir} holds only what saves and removals left behind; there is nothing to verify")
+        raise UserError(f"{run_dir} holds only leftovers of saves and removals; there is nothing to verify")
     complete = complete_checkpoints(run_dir)
     num_bytes = sum(complete[path].num_bytes for path in checkpoints if path in complete)
     num_read, num_undamaged = len(checkpoints), 0
     with progress_bar(total=num_bytes, desc="reading", unit="B") as bar:
         for path in checkpoints:
             manifest, problems = _examine(path, bar.update)
-            if problems and not path.exists():  # a training has removed it
-                _print_above(bar, f"{path.name}: removed while it was read")
+            if problems and not path.exists():  # removed by rotation of a running training
+                _print_above(bar, f"{path.name}: removed while it was being read")
                 num_read -= 1
                 continue
             num_undamaged += not problems
             lines = [f"{path.name}: {_verdict(path, manifest, problems)}", *(f"  {line}" for line in problems)]
             _print_above(bar, "\n".join(lines))
-    print_summary(f"Verified: {num_undamaged} of {num_read} checkpoints are whole")
+    print_summary(f"Verified: {num_undamaged} of {num_read} checkpoints are undamaged")
     return 0 if num_undamaged == num_read else 1
 
 
 def _examine(checkpoint: Path, progress: Callable[[int], None]) -> tuple[Manifest | None, list[str]]:
-    """The manifest of a checkpoint and what is wrong with it, one line for each damaged file."""
+    """The manifest of a checkpoint, and its problems, one line for each damaged file."""
     try:
         manifest = Manifest.read(checkpoint)
         damaged = damaged_files(checkpoint, progress=progress)
     except ValueError as error:
         return None, [str(error)]
-    problem = why_incomplete(checkpoint)  # digests do not reveal the manifest of another step
+    problem = why_incomplete(checkpoint)  # digests do not detect a manifest of another step
     return manifest, [f"{name} {what}" for name, what in damaged.items()] or ([problem] if problem else [])
 
 
@@ -292,5 +292,5 @@ def _verdict(checkpoint: Path, manifest: Manifest | None, problems: list[str]) -
     if problems or manifest is None:
         return "damaged or incomplete"
     by_verl = is_verl_checkpoint(checkpoint)
-    basis = "verl keeps no digests, but every checksum is right" if by_verl else "every digest is right"
+    basis = "verl keeps no digests, but every checksum is correct" if by_verl else "every digest is correct"
     return f"complete, {len(manifest.files)} files, {format_bytes(manifest.num_bytes)}, {basis}"

@@ -1,4 +1,4 @@
-"""A reader's lease on a checkpoint, which rotation respects and which expires by itself. Standard library only."""
+"""Leases: a reader keeps rotation from removing a checkpoint. Leases expire on their own. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from verl_ext.files import LATEST, parse_json, replace_file
 from verl_ext.processes import is_alive, pid_namespace
 
 DEFAULT_SECONDS = 900.0
-"""How long a lease outlives a holder that died on another machine; the holder renews it three times as often."""
+"""Lifetime of a lease whose holder died on another machine. Live holders renew at a third of this interval."""
 
 
 @contextmanager
 def hold_lease(checkpoint: Path, seconds: float = DEFAULT_SECONDS) -> Iterator[None]:
-    """Keep a checkpoint from being removed while this process reads it; one lease per process and checkpoint.
+    """Protect a checkpoint from rotation while this process reads it; one lease per process and checkpoint.
 
     Args:
         checkpoint: an existing `global_step_N` directory.
-        seconds: the lease expires this long after the last renewal; a background thread renews it until the end.
+        seconds: time from the last renewal to the expiry; a background thread renews the lease inside the context.
 
     Raises:
-        OSError: no file can be written into the directory; `FileNotFoundError` if the checkpoint is gone.
+        OSError: the lease cannot be written; `FileNotFoundError` if the checkpoint does not exist.
     """
     path = checkpoint / f"lease.{socket.gethostname()}.{os.getpid()}.json"
     _write(path, seconds)
@@ -45,10 +45,10 @@ def hold_lease(checkpoint: Path, seconds: float = DEFAULT_SECONDS) -> Iterator[N
 
 
 def lease_holders(checkpoint: Path) -> list[str]:
-    """The processes that read a checkpoint now, each as text such as `process 12 on host0`.
+    """The processes that hold a lease on a checkpoint, each as text such as `process 12 on host0`.
 
-    Expired leases do not count, nor do those of a dead process of this machine. A file that cannot be read as a lease
-    counts until it is older than `DEFAULT_SECONDS`.
+    Expired leases and leases of dead processes on this machine do not count. An unreadable lease file counts until it
+    is older than `DEFAULT_SECONDS`.
     """
     holders = (_live_holder(path) for path in sorted(checkpoint.glob("lease.*.json")))
     return [holder for holder in holders if holder is not None]
@@ -77,8 +77,8 @@ def _renew(path: Path, seconds: float, ended: threading.Event) -> None:
 def _release(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
-    except OSError as error:  # no reason to fail after the work is done
-        warn(f"{path} could not be deleted ({error.strerror}); it expires by itself")
+    except OSError as error:  # the work is done, so do not fail
+        warn(f"{path} could not be deleted ({error.strerror}); it expires on its own")
 
 
 def _live_holder(path: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""Loads a checkpoint that any number of ranks wrote into this rank's part of the model and the optimizer."""
+"""Loads this rank's part of the model and the optimizer from a checkpoint of any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from verl_ext.distributed import local_rows, to_local
 from verl_ext.errors import UserError
 
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
-"""In the name of a tensor that belongs to one expert of a mixture."""
+"""Matches the name of a tensor that belongs to a single expert of a mixture-of-experts layer."""
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-"""Hyperparameters of torch's optimizers that select the implementation: this machine's, not the checkpoint's."""
+"""Hyperparameters that select the implementation of torch's optimizers; the values of this run apply, not the saved."""
 OptimizerState = dict[int, dict[str, SavedTensor]]
-"""Saved state by position of the parameter in the optimizer, and by name."""
+"""Saved state by the parameter's index in the optimizer, then by name."""
 
 
 # The model
@@ -32,10 +32,10 @@ OptimizerState = dict[int, dict[str, SavedTensor]]
 
 @torch.no_grad()
 def load_model(model: torch.nn.Module, checkpoint: Path) -> None:
-    """Copy this rank's rows into each parameter of a model that is sharded with FSDP2, one tensor at a time.
+    """Load this rank's rows of every tensor into a model sharded with FSDP2, one tensor at a time.
 
     Raises:
-        UserError: the checkpoint is of another model.
+        UserError: the checkpoint belongs to another model.
     """
     files = ShardFiles(checkpoint, MODEL)
     state = model.state_dict()
@@ -44,8 +44,8 @@ def load_model(model: torch.nn.Module, checkpoint: Path) -> None:
         saved = files.tensor(name)
         if saved.shape != tensor.shape:
             raise UserError(
-                f"{checkpoint} is of another model: its {name} is {tuple(saved.shape)}, this run's is "
-                f"{tuple(tensor.shape)}; restore the model's configuration or give another trainer.experiment_name"
+                f"{checkpoint} belongs to another model: its {name} is {tuple(saved.shape)}, this run's is "
+                f"{tuple(tensor.shape)}; restore the model's configuration or set another trainer.experiment_name"
             )
         saved.copy_rows(*local_rows(tensor), to_local(tensor))
 
@@ -55,15 +55,15 @@ def _require_same_names(saved: set[str], expected: set[str], checkpoint: Path) -
         return
     if any(ONE_EXPERT.search(name) for name in saved - expected):
         raise UserError(
-            f"{checkpoint} has a tensor for each expert, as transformers 4 had; the installed release has one for "
-            "all experts of a layer, so the optimizer's state does not fit. Start another run from the weights, "
-            f"by model.partial_pretrain={checkpoint / EXPORT} and another trainer.experiment_name"
+            f"{checkpoint} has a tensor for each expert, as in transformers 4; the installed release has one tensor "
+            "for all experts of a layer, so the optimizer state does not fit. Start another run from the weights with "
+            f"model.partial_pretrain={checkpoint / EXPORT} and another trainer.experiment_name"
         )
     missing, extra = sorted(expected - saved), sorted(saved - expected)
     difference = f"it lacks {missing[0]}" if missing else f"it has {extra[0]}, which this run does not have"
     raise UserError(
-        f"{checkpoint} is of another model: {difference} ({len(missing)} tensors missing, {len(extra)} too many); "
-        "restore the model section of the configuration or give another trainer.experiment_name"
+        f"{checkpoint} belongs to another model: {difference} ({len(missing)} tensors missing, {len(extra)} extra); "
+        "restore the model section of the configuration or set another trainer.experiment_name"
     )
 
 
@@ -75,12 +75,12 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, che
     """Load the optimizer's parameter groups and this rank's rows of its state.
 
     Args:
-        model: whose parameters it trains.
-        optimizer: over the same parameters as when it was saved, in the same order.
+        model: the model that the optimizer trains.
+        optimizer: optimizer with the same parameters in the same order as the saved one.
         checkpoint: a complete `global_step_N`.
 
     Raises:
-        UserError: the checkpoint has no optimizer state, or that of another optimizer.
+        UserError: the checkpoint has no optimizer state, or the state of another optimizer.
     """
     files = ShardFiles(checkpoint, OPTIMIZER)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -89,8 +89,8 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, che
         for index, entry in _saved_state(model, optimizer, parameters, files).items()
     }
     own_groups, saved_groups = optimizer.state_dict()["param_groups"], files.content(0)["param_groups"]
-    # Checkpoints of verl do not name their optimizer. Another version of the same one may have dropped hyperparameters
-    # or added some, but not both.
+    # verl's checkpoints do not name their optimizer. Another version of the same optimizer may have dropped or added
+    # hyperparameters, but not both.
     dropped, added = saved_groups[0].keys() - own_groups[0].keys(), own_groups[0].keys() - saved_groups[0].keys()
     if dropped and added:
         names = f"with {', '.join(sorted(dropped))}, but this run's has {', '.join(sorted(added))} instead"
@@ -103,7 +103,7 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, che
 def _saved_state(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], files: ShardFiles
 ) -> OptimizerState:
-    """The saved state of the optimizer's parameters; refuses that of other parameters."""
+    """The saved state of the optimizer's parameters; refuses a state of other parameters."""
     saved = files.content(0)
     groups = optimizer.param_groups, saved["param_groups"]
     sizes, saved_sizes = ([len(group["params"]) for group in each] for each in groups)
@@ -114,20 +114,20 @@ def _saved_state(
         state = _verl_state(model, parameters, files, saved_sizes[0])
     if state is None:
         raise UserError(
-            f"the optimizer of {files.directory} has parameter groups of {saved_sizes} tensors, this run's of {sizes}; "
-            "restore the optim and model sections of the configuration, or load only the weights, by "
+            f"the optimizer of {files.directory} has parameter groups of {saved_sizes} tensors, not of {sizes}; "
+            "restore the optim and model sections of the configuration, or load only the weights with "
             f"trainer.resume_from_path={files.directory} and trainer.checkpoint.load_contents=[model]"
         )
     return state
 
 
 def _tensors_at(files: ShardFiles, index: int) -> dict[str, SavedTensor]:
-    """The saved state of the parameter at a position, by name; empty for a frozen one."""
+    """The saved state of a parameter by name; empty for a frozen parameter."""
     return {name: files.tensor("state", index, name) for name in files.content(0)["state"].get(index, ())}
 
 
 def _local_state(saved: SavedTensor, parameter: torch.Tensor) -> Any:
-    """This rank's part of one entry of a parameter's state, placed like the parameter."""
+    """This rank's part of one entry of a parameter's state, with the parameter's placement."""
     first = saved.piece(0)
     if not isinstance(first, torch.Tensor):
         return first
@@ -136,24 +136,24 @@ def _local_state(saved: SavedTensor, parameter: torch.Tensor) -> Any:
         saved.copy_rows(*local_rows(target), to_local(target))
         return target
     if first.numel() == 1:
-        return first.clone()  # the step count, the same on every rank
+        return first.clone()  # the step count, equal on every rank
     if saved.files.world_size != dist.get_world_size():
         raise UserError(
             f"the optimizer keeps {'.'.join(map(str, saved.keys))} separately on each rank, so {saved.files.directory} "
-            f"resumes only on its own number of ranks; start {saved.files.world_size} ranks"
+            f"resumes only on the same number of ranks; start {saved.files.world_size} ranks"
         )
     return saved.piece(dist.get_rank()).clone()
 
 
 # Optimizers that verl saved
 #
-# verl gives its optimizer the frozen parameters too. With FSDP1 the optimizer has one parameter for each unit, which is
-# a block, or everything outside of the blocks: the unit's tensors concatenated to one vector and cut into equal pieces,
-# one for each rank.
+# verl's optimizer also has the frozen parameters. With FSDP1, it has one flat parameter for each unit: the unit's
+# tensors concatenated to a vector and split evenly over the ranks. Each block is a unit, and so is everything outside
+# the blocks.
 
 
 class FlatParameterSlice(SavedTensor):
-    """A tensor that begins at the element `offset` of the flat parameter of a unit of FSDP1."""
+    """A tensor that starts at element `offset` of the flat parameter of an FSDP1 unit."""
 
     def __init__(self, files: ShardFiles, keys: tuple, offset: int, shape: torch.Size) -> None:
         super().__init__(files, keys)
@@ -177,16 +177,16 @@ class FlatParameterSlice(SavedTensor):
 def _verl_state(
     model: PreTrainedModel, trained: Sequence[torch.Tensor], files: ShardFiles, num_saved: int
 ) -> OptimizerState | None:
-    """The state that verl's optimizer, which has one group, saved of the trained parameters.
+    """The state of the trained parameters in a checkpoint of verl's optimizer, which has one group.
 
     Args:
-        model: sharded with FSDP2.
+        model: model sharded with FSDP2.
         trained: parameters of this run's optimizer, in its order.
-        files: of verl's optimizer.
-        num_saved: number of its parameters.
+        files: optimizer shards that verl saved.
+        num_saved: number of parameters of verl's optimizer.
 
     Returns:
-        None if it had other parameters.
+        The state by index in `trained`; None if verl's optimizer had other parameters.
     """
     parameters = list(model.parameters())
     if num_saved == len(parameters):
@@ -200,7 +200,7 @@ def _verl_state(
 
 
 def _fsdp1_units(model: PreTrainedModel) -> list[list[torch.Tensor]]:
-    """The parameters of each unit of FSDP1, in the order of its optimizer."""
+    """The parameters of each FSDP1 unit, in the order of verl's optimizer."""
     classes = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if classes & {base.__name__ for base in type(module).__mro__}]
     unit_of = {id(parameter): index for index, block in enumerate(blocks, start=1) for parameter in block.parameters()}
@@ -211,7 +211,7 @@ def _fsdp1_units(model: PreTrainedModel) -> list[list[torch.Tensor]]:
 
 
 def _fits(files: ShardFiles, index: int, unit: Sequence[torch.Tensor]) -> bool:
-    """Whether the pieces of a flat parameter are as long as the unit's tensors require."""
+    """Whether the pieces of a flat parameter have the length that the unit's tensors require."""
     length = sum(parameter.numel() for parameter in unit)
     pieces = [value for value in files.content(0)["state"].get(index, {}).values() if value.dim()]
     return all(piece.dim() == 1 and piece.numel() == -(-length // files.world_size) for piece in pieces)
@@ -220,7 +220,7 @@ def _fits(files: ShardFiles, index: int, unit: Sequence[torch.Tensor]) -> bool:
 def _unit_state(
     files: ShardFiles, index: int, unit: Sequence[torch.Tensor]
 ) -> list[tuple[int, dict[str, SavedTensor]]]:
-    """The id of each parameter of a unit, and its saved state by name."""
+    """The id of each parameter of a unit, with its saved state by name."""
     found, offset = [], 0
     for parameter in unit:
         entry = _tensors_at(files, index)
@@ -236,10 +236,9 @@ def _unit_state(
 
 
 def derived_seed(seed: int, step: int, stream: int) -> int:
-    """Seed of a rank's random numbers after the number of ranks changed.
+    """Random seed of a rank after the number of ranks changed, since the saved states belong to the old ranks.
 
-    It depends only on the run's seed, the step and the data-parallel rank, so that the same change gives the same
-    numbers. The saved random states belong to ranks that no longer exist.
+    It depends only on the run's seed, the step and the data-parallel rank, so the same change is reproducible.
     """
     return int(np.random.SeedSequence([seed, step, stream]).generate_state(1)[0])
 

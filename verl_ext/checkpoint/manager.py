@@ -1,4 +1,4 @@
-"""verl's checkpoint manager with crash-safe saves, saving in the background, and loading on any number of ranks."""
+"""verl's checkpoint manager with crash-safe saves, background saves, and loading on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from verl_ext.processes import quiet_stdout
 from verl_ext.verl_api import FSDPCheckpointManager, PrecisionType, get_device_name
 
 EXPECTED_BYTES_PER_S = 0.5e9
-"""Of all ranks together, before a save was measured; a modest disk."""
+"""Assumed write speed of all ranks together until a save has been measured; a slow disk."""
 
 
 class CheckpointManager(FSDPCheckpointManager):
-    """Saves by the protocol of `verl_ext.checkpoint.save`, and loads what any number of ranks wrote.
+    """Saves checkpoints with the protocol of `verl_ext.checkpoint.save`, and loads them on any number of ranks.
 
     Attributes:
         data_state: position in the data, saved with the next checkpoint.
@@ -49,14 +49,14 @@ class CheckpointManager(FSDPCheckpointManager):
         optimizer_name: str = "",
         **kwargs: Any,
     ) -> None:
-        """Prepare exports and a process group for saves; collective.
+        """Prepare exports and create a process group for saves; collective.
 
         Args:
-            compute_dtype: number type of the forward pass, for exports with `export.dtype=auto`.
-            last_step: of the run, which always has an export.
+            compute_dtype: dtype of the forward pass, for exports with `export.dtype=auto`.
+            last_step: last step of the run, which is always exported.
             seed: the run's `trainer.seed`.
-            stream: identifies this rank's random numbers; ranks that share a sequence have the same.
-            optimizer_name: class of the optimizer with its module, for the manifest.
+            stream: identifies this rank's random numbers; ranks that share a sequence have the same stream.
+            optimizer_name: qualified class name of the optimizer, for the manifest.
             kwargs: `model`, `optimizer`, `lr_scheduler` and `processing_class`, as in verl's manager.
 
         Raises:
@@ -79,7 +79,7 @@ class CheckpointManager(FSDPCheckpointManager):
             is_main=self.rank == 0,
         )
         self._stager = CpuStager()
-        # a group for saves alone, so that saves in the background and training never wait for each other's collectives
+        # a separate group, so that background saves and training never wait for each other's collectives
         with quiet_stdout():
             self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._background: Future[float] | None = None
@@ -89,7 +89,7 @@ class CheckpointManager(FSDPCheckpointManager):
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        """Save a checkpoint, or start to, and then remove those that it makes superfluous; collective.
+        """Save a checkpoint, or start a background save, and then rotate old checkpoints; collective.
 
         Args:
             local_path: the final directory, `.../global_step_N`.
@@ -98,7 +98,7 @@ class CheckpointManager(FSDPCheckpointManager):
             max_ckpt_to_keep: number of newest checkpoints to keep; None keeps all.
 
         Raises:
-            UserError: it could not be saved; in the background, the previous one could not.
+            UserError: this save failed, or the previous background save failed.
         """
         self.wait()
         state = self._state()
@@ -128,7 +128,7 @@ class CheckpointManager(FSDPCheckpointManager):
             self._background = _start(lambda: _finish(writer, writer.write(staged)))
         else:
             seconds = writer.write(state)
-            # rotation takes as long as a good part of writing, and nothing has to wait for it
+            # rotation can take nearly as long as writing, and nothing has to wait for it
             self._background = _start(lambda: _finish(writer, seconds))
 
     @property
@@ -140,21 +140,21 @@ class CheckpointManager(FSDPCheckpointManager):
         """Wait for the last save and the rotation after it.
 
         Returns:
-            Seconds that writing took; None if nothing was saved since the last call.
+            Write time in seconds; None if nothing was saved since the last call.
 
         Raises:
-            UserError: it failed; raised on every rank.
+            UserError: the save failed; raised on every rank.
         """
         background, self._background = self._background, None
         return None if background is None else background.result()
 
     def expected_save_s(self) -> float:
-        """Estimated seconds of the first save: the model, AdamW's two moments, and an export of half the size."""
+        """Estimated duration of the first save, in seconds: model, AdamW's two moments, and a half-size export."""
         own_bytes = bytes_of(self.model.state_dict())
         return 3.5 * own_bytes * self.world_size / EXPECTED_BYTES_PER_S
 
     def _state(self) -> dict[str, Any]:
-        """What this rank saves, by kind of shard; the tensors are those of the training."""
+        """The state that this rank saves, by kind of shard; the tensors are not copied."""
         state: dict[str, Any] = {}
         if self.should_save_model:
             state[MODEL] = self.model.state_dict()
@@ -165,7 +165,7 @@ class CheckpointManager(FSDPCheckpointManager):
         return state
 
     def _shared_files(self, weights: ExportedWeights | None) -> dict[str, Any]:
-        """Content by relative path of the files that rank 0 writes for all."""
+        """Content of the files that rank 0 writes for all ranks, by relative path."""
         return {
             **self._export.small_files(weights),
             FSDP_CONFIG: json.dumps({"FSDP_version": 2, "world_size": self.world_size}).encode(),
@@ -177,15 +177,15 @@ class CheckpointManager(FSDPCheckpointManager):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load a checkpoint that any number of ranks wrote; collective.
+        """Load a checkpoint of any number of ranks; collective.
 
         Args:
             local_path: a complete `global_step_N`.
             hdfs_path: unused, as in verl.
-            del_local_after_load: unused, because nothing is copied before it is loaded.
+            del_local_after_load: unused, because loading makes no local copy.
 
         Raises:
-            UserError: it does not fit this run.
+            UserError: the checkpoint does not fit this run.
         """
         on_every_rank(lambda: self._load(Path(local_path)))
 
@@ -199,12 +199,12 @@ class CheckpointManager(FSDPCheckpointManager):
             self._load_extra(checkpoint)
 
     def _load_extra(self, checkpoint: Path) -> None:
-        """Load the schedule, and the random states if ranks and device are the same; otherwise `reseed`."""
+        """Load the schedule, and the random states if ranks and device type are the same; otherwise `reseed`."""
         files = ShardFiles(checkpoint, EXTRA)
         same_ranks = files.world_size == self.world_size
         extra = files.content(self.rank if same_ranks else 0)
         self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        if not self.should_load_optimizer:  # a new optimizer, which has the learning rate of the first step
+        if not self.should_load_optimizer:  # a new optimizer starts with the learning rate of the first step
             for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr()):
                 group["lr"] = rate
         if same_ranks and get_device_name() in extra["rng"]:  # states of a GPU include that of the CPU
@@ -213,7 +213,7 @@ class CheckpointManager(FSDPCheckpointManager):
             reseed(self.seed, Manifest.read(checkpoint).step, self.stream)
 
     def load_data_state(self, local_path: str) -> dict[str, Any]:
-        """The position in the data that was saved with a checkpoint; empty if verl was killed before it wrote it."""
+        """The data position saved with a checkpoint; empty if verl was killed before writing it."""
         path = Path(local_path) / DATA_STATE
         return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
 
@@ -224,9 +224,9 @@ def _finish(writer: CheckpointWriter, seconds: float) -> float:
 
 
 def _start(work: Callable[[], float]) -> Future[float]:
-    """Run `work` in a daemon thread: a rank that crashes must not stay alive for a thread that waits for other ranks.
+    """Run `work` in a daemon thread, so that a crashed rank does not stay alive waiting for other ranks.
 
-    The threads of an executor are no daemons.
+    Executor threads are not daemon threads.
     """
     future: Future[float] = Future()
 
@@ -241,7 +241,7 @@ def _start(work: Callable[[], float]) -> Future[float]:
 
 
 class CpuStager:
-    """Copies nested state into CPU memory, which the next copy reuses, so that training can go on during a save."""
+    """Copies nested state to CPU memory, so that training continues during a save. The next copy reuses the memory."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -249,7 +249,7 @@ class CpuStager:
 
     @torch.no_grad()
     def stage(self, state: Any) -> Any:
-        """A copy of `state` with tensors in CPU memory; it overwrites the previous copy.
+        """Copy `state` with its tensors in CPU memory, overwriting the previous copy.
 
         Args:
             state: nested dictionaries, lists and tuples; only tensors are copied.
@@ -262,7 +262,7 @@ class CpuStager:
 
     def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, DTensor):
-            # the constructor, because from_local would move the copy back to the mesh's device
+            # not from_local, which would move the copy back to the mesh's device
             return DTensor(self._copy_tensor(value._local_tensor, path), value._spec, requires_grad=False)
         if isinstance(value, torch.Tensor):
             return self._copy_tensor(value, path)
@@ -274,7 +274,7 @@ class CpuStager:
 
     def _copy_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
         source = (tensor.data_ptr(), tensor.shape)
-        if source in self._seen:  # tied weights stay one tensor
+        if source in self._seen:  # tied weights remain one tensor
             return self._seen[source]
         buffer = self._buffers.get(path)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:

@@ -1,10 +1,10 @@
-"""The format of a checkpoint directory: file names, the manifest, and whether the directory is complete and undamaged.
+"""The format of a checkpoint directory: file names, the manifest, and checks for completeness and damage.
 
-Checkpoints that verl itself wrote have no manifest; one is derived from their files. verl writes straight into
+Checkpoints that verl itself wrote have no manifest; one is derived from their files. verl writes directly into
 `global_step_N`, in this order: each rank's shards, rank 0's `huggingface/` and `fsdp_config.json`, `data.pt`, and then
 the tracker.
 
-Needs no torch, because the launcher, `health` and the monitor read checkpoints too.
+Does not import torch, because the launcher, `health` and the monitor read checkpoints too.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ KINDS = MODEL, OPTIMIZER, EXTRA = ("model", "optim", "extra_state")
 DROPPED_OPTIMIZER = "optimizer"
 """Entry in `Manifest.dropped` of a checkpoint without optimizer shards."""
 MAX_DIGITS = 18
-"""Most digits of a number in a tracker or a manifest; a longer number is damage and cannot be part of a name."""
+"""Maximum number of digits in a tracker or a manifest; a longer number means damage and is no valid step."""
 CHUNK_BYTES = 16 << 20
 _SHARD = re.compile(rf"({'|'.join(KINDS)})_world_size_(\d+)_rank_(\d+)\.pt")
 
 FileEntry = dict[str, Any]
-"""`bytes`, the size of a file, and `xxh3_128`, its digest."""
+"""Size (`bytes`) and digest (`xxh3_128`) of a file."""
 
 
 # File names
@@ -57,19 +57,19 @@ def step_of(directory: Path) -> int | None:
 
 
 def shard_name(kind: str, world_size: int, rank: int) -> str:
-    """verl's file name for what one rank saves."""
+    """verl's file name for a rank's shard."""
     return f"{kind}_world_size_{world_size}_rank_{rank}.pt"
 
 
 def shards_of(checkpoint: Path, *kinds: str) -> dict[Path, tuple[str, int, int]]:
-    """Paths of all shards of these kinds (of any kind by default), each with its kind, world size and rank."""
+    """Kind, world size and rank of all shards of these kinds (by default all kinds), by path."""
     matches = {path: _SHARD.fullmatch(path.name) for path in checkpoint.glob("*_world_size_*_rank_*.pt")}
     found = {path: (match[1], int(match[2]), int(match[3])) for path, match in matches.items() if match}
     return {path: shard for path, shard in found.items() if shard[0] in (kinds or KINDS)}
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Every `global_step_N` directory of a run, complete or not, the newest first."""
+    """Every `global_step_N` directory of a run, complete or not, newest first."""
     if not run_dir.is_dir():
         return []
     found = [path for path in run_dir.iterdir() if path.is_dir() and step_of(path) is not None]
@@ -81,18 +81,18 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of `manifest.json`, which is written when all other files of a checkpoint are complete.
+    """Content of `manifest.json`, which is written after all other files of a checkpoint.
 
     Attributes:
-        step: optimizer steps done.
-        world_size: ranks that wrote the shards.
+        step: number of completed optimizer steps.
+        world_size: number of ranks that wrote the shards.
         config_digest: digest of the run's configuration.
         files: size and digest by relative path.
         metrics: metrics of this step by name.
-        dropped: contents that were removed after the save; `DROPPED_OPTIMIZER` or nothing.
-        time: of the save, in seconds since 1970.
-        optimizer: class whose state the shards hold, such as torch.optim.AdamW; empty if unknown.
-        export_dtype: bf16, fp16 or fp32, the number type of the run's own exports; empty if unknown.
+        dropped: contents that the checkpoint lacks, such as `DROPPED_OPTIMIZER`.
+        time: time of the save, in seconds since 1970.
+        optimizer: class of the saved optimizer, such as torch.optim.AdamW; empty if unknown.
+        export_dtype: dtype of the run's own exports: bf16, fp16 or fp32; empty if unknown.
     """
 
     step: int
@@ -107,7 +107,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the checkpoint."""
+        """Size of the checkpoint in bytes."""
         return sum(entry["bytes"] for entry in self.files.values())
 
     def with_files(self, files: dict[str, FileEntry]) -> Manifest:
@@ -121,10 +121,10 @@ class Manifest:
 
     @staticmethod
     def read(directory: Path) -> Manifest:
-        """Read a checkpoint's manifest, or derive that of a checkpoint that verl wrote.
+        """Read a checkpoint's manifest, or derive it if verl wrote the checkpoint.
 
         Raises:
-            ValueError: it is missing or malformed; the message says which.
+            ValueError: the manifest is missing or malformed; the message gives the reason.
         """
         if is_verl_checkpoint(directory):
             try:
@@ -142,7 +142,7 @@ class Manifest:
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
-    """A manifest from its JSON, which may be damaged.
+    """Build a manifest from parsed JSON, which may be damaged.
 
     Raises:
         KeyError, TypeError, AttributeError, OverflowError, ValueError: a key is missing or its value is invalid.
@@ -154,10 +154,10 @@ def _parse(content: dict[str, Any]) -> Manifest:
         raise ValueError("dropped is not a list of names")
     if not 0 <= time < LATEST:
         raise ValueError(f"time is {time!r}, not a time in seconds since 1970")
-    for name in content["files"]:  # none may lead out of the checkpoint
+    for name in content["files"]:  # no file may be outside the checkpoint
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"it names the file {name}, which is not in the checkpoint")
-        if b"\0" in os.fsencode(name):  # which refuses the other characters that no name can have
+        if b"\0" in os.fsencode(name):  # fsencode refuses all other invalid characters
             raise ValueError(f"{name!r} is not a valid file name")
     return Manifest(
         step=_whole_number(content, "step"),
@@ -183,7 +183,7 @@ def _whole_number(content: dict[str, Any], key: str) -> int:
 
 
 def why_incomplete(directory: Path) -> str | None:
-    """Why a directory is not a complete checkpoint; None if it is one."""
+    """The reason why a directory is not a complete checkpoint; None if it is."""
     try:
         read_complete(directory)
     except ValueError as error:
@@ -192,24 +192,24 @@ def why_incomplete(directory: Path) -> str | None:
 
 
 def has_export(checkpoint: Path) -> bool:
-    """Whether `huggingface/` has weights; configuration and tokenizer are there in any case."""
+    """Whether `huggingface/` holds weights; it always holds the configuration and the tokenizer."""
     return any((checkpoint / EXPORT).glob("*.safetensors"))
 
 
 def read_complete(directory: Path) -> Manifest:
-    """Read the manifest of a complete checkpoint, once, because a rotation may remove it at any moment.
+    """Read the manifest of a complete checkpoint. Reads it only once, because rotation may remove it at any time.
 
     Raises:
-        ValueError: the checkpoint is not complete; the message says why.
+        ValueError: the checkpoint is not complete; the message gives the reason.
     """
     by_verl = is_verl_checkpoint(directory)
     if by_verl and step_of(directory) is None:
-        raise ValueError("its name is not global_step_N, from which the number of steps that verl had done is read")
+        raise ValueError("its name is not global_step_N, so the number of steps that verl completed is unknown")
     if by_verl and (problem := _why_verl_incomplete(directory)):
         raise ValueError(problem)
     manifest = Manifest.read(directory)
     if manifest.step != step_of(directory):
-        raise ValueError(f"its manifest is that of step {manifest.step}")
+        raise ValueError(f"its manifest belongs to step {manifest.step}")
     for name, entry in {} if by_verl else manifest.files.items():
         try:
             size = (directory / name).stat().st_size
@@ -221,7 +221,7 @@ def read_complete(directory: Path) -> Manifest:
 
 
 def complete_checkpoints(run_dir: Path) -> dict[Path, Manifest]:
-    """The complete checkpoints of a run with their manifests, the newest first."""
+    """The complete checkpoints of a run with their manifests, newest first."""
     found = {}
     for path in list_checkpoints(run_dir):
         with suppress(ValueError):
@@ -230,7 +230,7 @@ def complete_checkpoints(run_dir: Path) -> dict[Path, Manifest]:
 
 
 def committed_steps(run_dir: Path) -> list[int]:
-    """Steps of a run's checkpoints that have a manifest, the newest first; their files are not checked."""
+    """Steps of a run's checkpoints that have a manifest, newest first; their files are not checked."""
     return [step_of(path) or 0 for path in list_checkpoints(run_dir) if (path / MANIFEST).is_file()]
 
 
@@ -238,7 +238,7 @@ def committed_steps(run_dir: Path) -> list[int]:
 
 
 def read_tracker(run_dir: Path) -> tuple[Path | None, str | None]:
-    """The checkpoint that the tracker names, or else what is wrong with the tracker."""
+    """The checkpoint that the tracker names, or a description of what is wrong with the tracker."""
     path = run_dir / TRACKER
     if not path.is_file():
         return None, "is missing"
@@ -253,7 +253,7 @@ def read_tracker(run_dir: Path) -> tuple[Path | None, str | None]:
 
 
 def write_tracker(run_dir: Path, step: int) -> None:
-    """Name a step in the tracker, as the plain integer that verl's own tools read."""
+    """Write a step to the tracker, as the plain integer that verl's own tools read."""
     replace_file(run_dir / TRACKER, [str(step)])
 
 
@@ -263,18 +263,18 @@ def write_tracker(run_dir: Path, step: int) -> None:
 def damaged_files(
     checkpoint: Path, names: Iterable[str] | None = None, progress: Callable[[int], None] = ignore_progress
 ) -> dict[str, str]:
-    """Read files of a checkpoint and find those that are not what was saved.
+    """Read files of a checkpoint and find the damaged ones.
 
-    Files are compared with the digests of the manifest. verl keeps no digests, but the files of `torch.save` contain
+    Compares the files with the digests in the manifest. verl keeps no digests, but files of `torch.save` contain
     checksums.
 
     Args:
         checkpoint: a `global_step_N` directory.
-        names: relative paths of the files to read; None reads all that the manifest lists.
-        progress: called with the number of bytes of each piece that was read.
+        names: relative paths of the files to read; None reads all files in the manifest.
+        progress: called with the size of each chunk that was read, in bytes.
 
     Returns:
-        What is wrong by relative path; only damaged files are in it.
+        A description of the damage for each damaged file, by relative path.
 
     Raises:
         ValueError: the manifest is missing or malformed.
@@ -299,7 +299,7 @@ def _damage(path: Path, entry: FileEntry, progress: Callable[[int], None]) -> st
         digest = file_digest(path, progress)
     except FileNotFoundError:
         return "is missing"
-    except OSError as error:  # such as that of a failing disk
+    except OSError as error:  # such as a failing disk
         return f"cannot be read ({error.strerror})"
     return None if digest == entry.get("xxh3_128") else f"has the digest {digest} instead of {entry.get('xxh3_128')}"
 
@@ -315,7 +315,7 @@ def _archive_damage(archive: Path, progress: Callable[[int], None]) -> str | Non
     except FileNotFoundError:
         return "is missing"
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:
-        return f"is damaged ({error})"  # a flipped bit may also claim a compression or an encryption
+        return f"is damaged ({error})"  # a flipped bit can also indicate compression or encryption
     return None
 
 
@@ -323,12 +323,12 @@ def _archive_damage(archive: Path, progress: Callable[[int], None]) -> str | Non
 
 
 def is_verl_checkpoint(checkpoint: Path) -> bool:
-    """Whether verl itself wrote, or began to write, a `global_step_N`; fast for checkpoints of this pipeline."""
+    """Whether verl itself wrote, or started to write, a `global_step_N`; fast for checkpoints of this pipeline."""
     return not any((checkpoint / name).exists() for name in OURS) and bool(shards_of(checkpoint))
 
 
 def _verl_manifest(checkpoint: Path) -> dict[str, Any]:
-    """What a manifest would say: sizes without digests, no metrics."""
+    """Derive a manifest from the files: sizes without digests, no metrics."""
     archives = [path for path in checkpoint.glob("*.pt") if path.is_file()]
     others = [checkpoint / FSDP_CONFIG, *(checkpoint / EXPORT).rglob("*")]
     shards = shards_of(checkpoint).values()
@@ -347,7 +347,7 @@ def _verl_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _why_verl_incomplete(checkpoint: Path) -> str | None:
-    """Why a checkpoint that verl wrote is not complete, as far as can be seen without reading all of it."""
+    """Why a checkpoint that verl wrote is not complete, as far as can be determined without reading all of it."""
     ranks: dict[str, set[int]] = defaultdict(set)
     shards = shards_of(checkpoint).values()
     for kind, _, rank in shards:
@@ -361,6 +361,6 @@ def _why_verl_incomplete(checkpoint: Path) -> str | None:
         for rank in sorted(set(range(world_sizes[0])) - ranks[kind]):
             return f"its file {shard_name(kind, world_sizes[0], rank)} is missing"
     if not (checkpoint / DATA_STATE).exists() and len(ranks) < len(KINDS):
-        return f"it has no {DATA_STATE}, which verl writes last, so its save was cut short"
+        return f"it has no {DATA_STATE}, which verl writes last, so the save was interrupted"
     cut = next((path.name for path in sorted(checkpoint.glob("*.pt")) if not zipfile.is_zipfile(path)), None)
-    return None if cut is None else f"its file {cut} is cut short"
+    return None if cut is None else f"its file {cut} is truncated"

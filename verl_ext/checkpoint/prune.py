@@ -1,4 +1,4 @@
-"""`prune`: removes checkpoints by the rules of rotation, or by their steps."""
+"""`prune`: removes checkpoints by the rotation rules or by step."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from verl_ext.files import format_bytes, hold_run_lock
 
 
 def prune(arguments: argparse.Namespace) -> int:
-    """Print what will be removed, ask, and remove it; returns 1 if something of it remains."""
+    """Print what will be removed, ask for confirmation, and remove it. Return 1 if anything remains."""
     run_dir = require_run_dir(arguments.run_dir)
     with nullcontext(True) if arguments.dry_run else hold_run_lock(run_dir) as is_alone:
         plan = _plan(run_dir, arguments)
         leftovers = [*find_leftovers(run_dir), *find_temporary_files(run_dir)] if arguments.step is None else []
-        if not is_alone:  # without locks, what looks like a leftover may be a save in progress
+        if not is_alone:  # without a lock, an apparent leftover may be a save in progress
             leftovers = []
         if not plan.remove and not plan.strip and not leftovers:
-            print_line("Nothing to remove; `ls` says what keeps each checkpoint.")
+            print_line("Nothing to remove; `ls` shows why each checkpoint is kept.")
             return 0
         print_line(_describe(plan, leftovers, run_dir))
         if arguments.dry_run:
@@ -55,7 +55,7 @@ def prune(arguments: argparse.Namespace) -> int:
 def _plan(run_dir: Path, arguments: argparse.Namespace) -> RotationPlan:
     if arguments.step is not None:
         if arguments.max_to_keep is not None or arguments.keep_best is not None:
-            raise UserError("--step names all that goes; remove --max-to-keep and --keep-best, or --step")
+            raise UserError("--step cannot be combined with --max-to-keep or --keep-best; remove one of them")
         chosen = require_steps(run_dir, arguments.step)
         _require_free(run_dir, chosen)
         return RotationPlan({}, remove=chosen, strip=[])
@@ -71,7 +71,7 @@ def _require_free(run_dir: Path, checkpoints: list[Path]) -> None:
     """Refuse the whole request if one of the checkpoints is held.
 
     Raises:
-        UserError: which one, by what, and how to release it.
+        UserError: the message says which checkpoint is held, by what, and how to release it.
     """
     newest = newest_resumable(run_dir)
     chosen, problem = read_best_file(run_dir)
@@ -81,28 +81,28 @@ def _require_free(run_dir: Path, checkpoints: list[Path]) -> None:
         if (path / KEEP).exists():
             raise UserError(f"{path.name} holds a file '{KEEP}'; delete {path / KEEP} first")
         if holders := lease_holders(path):
-            raise UserError(f"{path.name} is read by {', '.join(holders)}; wait for it or stop it")
+            raise UserError(f"{path.name} is being read by {', '.join(holders)}; wait for it or stop it")
         if path == chosen:
-            raise UserError(f"{path.name} is what {run_dir / BEST} names; choose another there, or delete it, first")
+            raise UserError(f"{run_dir / BEST} names {path.name}; first name another checkpoint in it, or delete it")
         if path == newest:
             raise UserError(
-                f"{path.name} is what the run would resume from; save a newer one first, "
+                f"the run would resume from {path.name}; save a newer checkpoint first, "
                 f"or delete {run_dir} to give up the run"
             )
 
 
 def _describe(plan: RotationPlan, leftovers: list[Path], run_dir: Path) -> str:
-    sizes = {f"{path.relative_to(run_dir)}, left by an interruption": size_on_disk(path) for path in leftovers}
+    sizes = {f"{path.relative_to(run_dir)} (leftover)": size_on_disk(path) for path in leftovers}
     sizes |= {path.name: size_on_disk(path) for path in plan.remove}
     for path in plan.strip:
-        sizes[f"{path.name}, its optimizer alone"] = sum(map(size_on_disk, shards_of(path, OPTIMIZER)))
+        sizes[f"{path.name} (optimizer only)"] = sum(map(size_on_disk, shards_of(path, OPTIMIZER)))
     lines = [f"  {name}: {format_bytes(size)}" for name, size in sizes.items()]
     return "\n".join(["To be removed:", *lines, f"This frees {format_bytes(sum(sizes.values()))}."])
 
 
 def _confirmed() -> bool:
     if not sys.stdin.isatty():
-        raise UserError("prune needs a confirmation, but standard input is not a terminal; pass --yes to remove them")
+        raise UserError("prune needs confirmation, but standard input is not a terminal; pass --yes to confirm")
     print_line("Remove them? [y/N] ", end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

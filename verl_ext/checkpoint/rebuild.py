@@ -35,16 +35,16 @@ from verl_ext.files import ignore_progress, parse_json, replace_file, sync_direc
 from verl_ext.verl_api import PrecisionType
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes of shards that were read; each is read once for its digest and once to export it."""
+"""Called with the number of shard bytes read. Each shard is read twice: for its digest and for the export."""
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Number types by their names in a model's configuration."""
+"""Short dtype names by their names in a model's configuration."""
 
 
 # The command
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Write the export and print where it is."""
+    """Write the export and print its path."""
     checkpoint = _choose(arguments.run_dir, arguments.step)
     dtype = arguments.dtype or export_dtype_of(checkpoint)
     num_bytes = sum(path.stat().st_size for path in shards_of(checkpoint, MODEL))
@@ -52,7 +52,7 @@ def export(arguments: argparse.Namespace) -> int:
     with progress_bar(total=total, desc="exporting", unit="B") as bar:
         target = rebuild_export(checkpoint, arguments.output, dtype, arguments.max_shard_gib, bar.update)
     then = [*typed_command("eval"), "run", "--checkpoint", typed_path(target)]
-    print_summary(f"Exported: {checkpoint.name}", {"model": target, "number type": dtype}, then)
+    print_summary(f"Exported: {checkpoint.name}", {"model": target, "dtype": dtype}, then)
     return 0
 
 
@@ -65,15 +65,15 @@ def _choose(run_dir: Path, step: int | None) -> Path:
         return require_steps(run_dir, [step])[0]
     newest = newest_resumable(run_dir)
     if newest is None:
-        raise UserError(f"{run_dir} holds no complete checkpoint; name one whose model shards are whole with --step N")
+        raise UserError(f"{run_dir} holds no complete checkpoint; use --step N to name one with all model shards")
     return newest
 
 
 def export_dtype_of(checkpoint: Path) -> str:
-    """The number type of the run's own exports, which every save records in the manifest.
+    """The dtype of the run's own exports, which every save records in the manifest.
 
-    A checkpoint of an earlier version has it only in `huggingface/config.json`, until a manual export changes that. The
-    number type is bf16 if the checkpoint has neither, or verl wrote it.
+    Checkpoints of earlier versions have it only in `huggingface/config.json`, where a manual export overwrites it. The
+    default is bf16, also for checkpoints that verl wrote.
     """
     if is_verl_checkpoint(checkpoint):
         return "bf16"
@@ -101,9 +101,9 @@ def rebuild_export(
     """Write the Hugging Face model of a checkpoint, and return its directory.
 
     Args:
-        output: a directory that does not exist yet; None puts the weights into the checkpoint's own `huggingface/`.
+        output: a directory that does not exist yet; None writes the weights to the checkpoint's own `huggingface/`.
         dtype: bf16, fp16 or fp32.
-        max_shard_gib: largest size of one file, GiB.
+        max_shard_gib: maximum size of a file, in GiB.
         progress: see `Progress`.
 
     Raises:
@@ -142,23 +142,23 @@ def require_undamaged_shards(checkpoint: Path, progress: Progress) -> None:
     except ValueError as error:
         problems = [str(error)]
     if problems:
-        raise UserError(f"{checkpoint} cannot be exported: {problems[0]}; take another checkpoint")
+        raise UserError(f"{checkpoint} cannot be exported: {problems[0]}; use another checkpoint")
 
 
 def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: float, progress: Progress) -> None:
-    """Write the safetensors files, their index, and the configuration with the new number type."""
+    """Write the safetensors files, their index, and the configuration with the new dtype."""
     torch_dtype = PrecisionType.to_dtype(dtype)
     own = checkpoint / EXPORT / "config.json"
     if _leads_out(own, checkpoint):
-        raise UserError(f"{own} is a link to something outside of the checkpoint; put the file itself there")
+        raise UserError(f"{own} is a link that leaves the checkpoint; replace it with a copy of the file")
     try:
         config = parse_json(own.read_bytes())
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         raise UserError(
-            f"{checkpoint} has no {EXPORT}/config.json; copy it there, and the tokenizer, from the model that the run "
-            "started from"
+            f"{checkpoint} has no {EXPORT}/config.json; copy it and the tokenizer from the model that the run started "
+            "from"
         ) from None
     except ValueError as error:
         raise UserError(
@@ -175,7 +175,7 @@ def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: 
 def export_from_shards(
     checkpoint: Path, directory: Path, dtype: torch.dtype, max_shard_gib: float, progress: Progress
 ) -> SafetensorsLayout:
-    """Write the weights of an export into a directory, in one process and with one tensor in memory."""
+    """Write the weights of an export to a directory, with one tensor in memory at a time."""
     files = ShardFiles(checkpoint, MODEL)
     state = files.content(0)
     tensors = read_plan(checkpoint, state)
@@ -194,13 +194,13 @@ def export_from_shards(
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Copy the tokenizer and the like to an export elsewhere; files that the target has already stay.
+    """Copy the tokenizer and similar files to an export elsewhere, without overwriting files.
 
-    A link that leads out of the checkpoint is skipped: exports are made to be shared, and such a file may be private.
+    Skips links that leave the checkpoint: exports are often shared, and the linked file may be private.
     """
     for path in source.rglob("*"):
         if _leads_out(path, source.parent):
-            warn(f"{path} is a link to something outside of the checkpoint and is skipped")
+            warn(f"skipping {path}, a link that leaves the checkpoint")
             continue
         copy = target / path.relative_to(source)
         if path.is_file() and not copy.exists() and not _is_weights(path.name):
@@ -209,12 +209,12 @@ def copy_small_files(source: Path, target: Path) -> None:
 
 
 def _leads_out(path: Path, checkpoint: Path) -> bool:
-    """Whether a path in a checkpoint is a link to something outside of it."""
+    """Whether a path in a checkpoint is a link that leaves the checkpoint."""
     return not path.resolve().is_relative_to(checkpoint.resolve())
 
 
 def _move_into_checkpoint(checkpoint: Path, partial: Path) -> None:
-    """Move new weights into `huggingface/`; after a crash in between, the checkpoint is complete without an export."""
+    """Move new weights into `huggingface/`; a crash in between leaves a complete checkpoint without an export."""
     target = checkpoint / EXPORT
     entries = {f"{EXPORT}/{path.name}": sync_and_digest(path) for path in sorted(partial.iterdir())}
     manifest = Manifest.read(checkpoint) if (checkpoint / MANIFEST).exists() else None
@@ -237,5 +237,5 @@ def _move_into_checkpoint(checkpoint: Path, partial: Path) -> None:
 
 
 def _is_weights(name: str) -> bool:
-    """Whether a file of `huggingface/` holds weights or their index."""
+    """Whether a file in `huggingface/` holds weights or their index."""
     return name.endswith(".safetensors") or name == INDEX

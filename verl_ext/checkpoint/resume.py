@@ -1,6 +1,6 @@
-"""Which checkpoint a run resumes from, and what it loads of it.
+"""Which checkpoint a run resumes from, and what it loads.
 
-Importing this needs no torch, because the launcher looks for the checkpoint before torchrun starts.
+Importing this module does not import torch, because the launcher looks for the checkpoint before torchrun starts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Warn = Callable[[str], None]
 
 
 class ResumeConfig(Protocol):
-    """The keys of the section `trainer` that decide where a run resumes; properties, so that any subtype fits."""
+    """The `trainer` keys that determine where a run resumes; properties, so that any subtype fits."""
 
     @property
     def run_dir(self) -> Path: ...
@@ -53,7 +53,7 @@ class ResumeConfig(Protocol):
 
 
 def agree_on_checkpoint(config: ResumeConfig, optimizer: str) -> Path | None:
-    """Choose the newest checkpoint whose files are what was saved, and print it in verl's words; collective.
+    """Choose the newest undamaged checkpoint, and print it in verl's words; collective.
 
     Raises:
         UserError: see `find_checkpoint` and `require_same_optimizer`.
@@ -62,7 +62,7 @@ def agree_on_checkpoint(config: ResumeConfig, optimizer: str) -> Path | None:
 
     with_optimizer = "optimizer" in config.checkpoint.load_contents
     damaged: dict[Path, str] = {}
-    warn_once = cache(warn)  # after each damaged checkpoint, the search meets the same problems again
+    warn_once = cache(warn)  # the search restarts after each damaged checkpoint
 
     def find() -> Path | None:
         return find_checkpoint(
@@ -93,7 +93,7 @@ def agree_on_checkpoint(config: ResumeConfig, optimizer: str) -> Path | None:
 
 
 def agree_on_contents(checkpoint: Path, config: ResumeConfig, optimizer: str) -> list[str]:
-    """What to load of a checkpoint, see `contents_to_load`; rank 0 prints deviations from the default; collective."""
+    """Choose what to load from a checkpoint; rank 0 prints deviations from the default; collective."""
     from verl_ext.distributed import on_rank_zero
 
     def choose() -> list[str]:
@@ -103,7 +103,7 @@ def agree_on_contents(checkpoint: Path, config: ResumeConfig, optimizer: str) ->
         if contents != asked:
             print_line(
                 f"Loading {loaded} from {checkpoint.name}, which this run saved; to load only "
-                f"trainer.checkpoint.load_contents=[{','.join(asked)}] of it, name it in trainer.resume_from_path",
+                f"trainer.checkpoint.load_contents=[{','.join(asked)}], name it in trainer.resume_from_path",
                 sys.__stdout__,
             )
         elif not set(CONTENTS) <= set(asked):
@@ -116,7 +116,7 @@ def agree_on_contents(checkpoint: Path, config: ResumeConfig, optimizer: str) ->
 
 
 def verify_on_all_ranks(checkpoint: Path) -> dict[str, str]:
-    """What is wrong by relative path, of the files that a resume loads; each rank reads some of them; collective."""
+    """Damage to the files that a resume loads, by relative path; each rank reads some files; collective."""
     import torch.distributed as dist
 
     from verl_ext.distributed import gather_results
@@ -132,7 +132,7 @@ def verify_on_all_ranks(checkpoint: Path) -> dict[str, str]:
 
 
 def _catch_up_tracker(checkpoint: Path, run_dir: Path) -> None:
-    """Point the tracker to a newer checkpoint; if it is the run's last one, no later save would do it."""
+    """Update a tracker that is behind the checkpoint; after the run's last checkpoint, no later save would do so."""
     tracked, step = read_tracker(run_dir)[0], step_of(checkpoint) or 0
     if checkpoint.parent == run_dir and (tracked is None or (step_of(tracked) or 0) < step):
         write_tracker(run_dir, step)
@@ -150,14 +150,14 @@ def find_checkpoint(
     with_optimizer: bool = True,
     damaged: Mapping[Path, str] = MappingProxyType({}),
 ) -> Path | None:
-    """The checkpoint to resume from.
+    """Find the checkpoint to resume from.
 
     Args:
         resume_mode: auto, disable or resume_path, as in verl.
-        resume_from_path: a `global_step_N` directory to start from; in mode auto, a newer one of the run itself takes
-            precedence.
-        warn: called with a sentence if the newest checkpoint cannot be resumed or the tracker is wrong.
-        damaged: checkpoints that are known to be damaged, and why.
+        resume_from_path: a `global_step_N` directory to start from; in mode auto, a newer checkpoint of the run itself
+            takes precedence.
+        warn: called with a message if the newest checkpoint cannot be resumed or the tracker is wrong.
+        damaged: checkpoints that are known to be damaged, with the reason.
 
     Returns:
         A complete checkpoint, or None to start at step 0.
@@ -182,13 +182,13 @@ def find_checkpoint(
         if problem := why_not(path):
             raise UserError(f"trainer.resume_from_path {path} cannot be resumed: {problem}; name another checkpoint")
         own = _newest_complete(run_dir, warn, why_not) if resume_mode == "auto" else None
-        # a restart must not lose what the run has done since it started from that path
+        # a restart must not lose the steps since the run started from that path
         return own if own is not None and (step_of(own) or 0) > (step_of(path) or 0) else path
     return _newest_complete(run_dir, warn, why_not)
 
 
 def _why_no_optimizer(path: Path, manifest: Manifest) -> str | None:
-    """Why a complete checkpoint lacks its optimizer; None if it has it."""
+    """Why a complete checkpoint lacks the optimizer; None if it has one."""
     if DROPPED_OPTIMIZER not in manifest.dropped:
         return None
     if is_verl_checkpoint(path):
@@ -197,7 +197,7 @@ def _why_no_optimizer(path: Path, manifest: Manifest) -> str | None:
 
 
 def _newest_complete(run_dir: Path, warn: Warn, why_not: Callable[[Path], str | None]) -> Path | None:
-    """The tracker's checkpoint if it can be resumed, otherwise the newest that can; see `find_checkpoint`."""
+    """The first checkpoint that can be resumed, in order of preference; see `find_checkpoint`."""
     candidates = list_checkpoints(run_dir)
     if not candidates:
         return None
@@ -215,23 +215,23 @@ def _newest_complete(run_dir: Path, warn: Warn, why_not: Callable[[Path], str | 
 
 
 def _by_preference(run_dir: Path, candidates: list[Path], warn: Warn) -> list[Path]:
-    """Those completed after the tracker was last written, then the tracker's, then the others, the newest first."""
+    """Checkpoints completed after the tracker was written, then the tracker's, then the others, newest first."""
     tracked, tracker_problem = read_tracker(run_dir)
     if tracker_problem:
         warn(f"the tracker file {tracker_problem}; looking for the newest complete checkpoint instead")
     if tracked is None:
         return candidates
-    # A crash can happen between renaming a checkpoint and replacing the tracker. A tracker that was edited by hand is
-    # younger than every checkpoint, and so is the tracker of a later run in the same directory.
+    # A crash between the rename of a checkpoint and the update of the tracker leaves an older tracker. A tracker that
+    # was edited by hand or written by a later run in the same directory is newer than every checkpoint.
     written = (run_dir / TRACKER).stat().st_mtime
     later = [p for p in candidates if (step_of(p) or 0) > (step_of(tracked) or 0) and _time_of_save(p) > written]
     if later and why_incomplete(later[0]) is None:
-        warn(f"the tracker names {tracked.name}, but {later[0].name} was completed after it; resuming from that")
+        warn(f"the tracker names {tracked.name}, but {later[0].name} was completed later; resuming from that")
     return [*later, tracked, *(path for path in candidates if path != tracked and path not in later)]
 
 
 def _time_of_save(path: Path) -> float:
-    """When a checkpoint was saved, in seconds since 1970; 0 without a readable manifest."""
+    """Time of a checkpoint's save, in seconds since 1970; 0 without a readable manifest."""
     try:
         return Manifest.read(path).time
     except ValueError:
@@ -242,14 +242,14 @@ def _time_of_save(path: Path) -> float:
 
 
 def contents_to_load(checkpoint: Path, config: ResumeConfig, optimizer: str) -> list[str]:
-    """What to load of a checkpoint.
+    """Choose what to load from a checkpoint.
 
-    `load_contents` is for the checkpoint that a run starts from. A requeued run has the same setting, but must not drop
-    the optimizer state that it has saved since. Therefore everything is loaded of a checkpoint that the run itself
-    saved with this optimizer, unless `resume_from_path` names it.
+    `load_contents` applies to the checkpoint that a run starts from. A requeued run has the same setting, but must not
+    drop the optimizer state that it has saved since. Therefore a checkpoint that the run itself saved with this
+    optimizer is loaded in full, unless `resume_from_path` names it.
 
     Raises:
-        ValueError: its manifest cannot be read.
+        ValueError: the manifest cannot be read.
     """
     asked: list[str] = [*config.checkpoint.load_contents]
     manifest = Manifest.read(checkpoint)
@@ -261,9 +261,9 @@ def contents_to_load(checkpoint: Path, config: ResumeConfig, optimizer: str) -> 
 
 
 def require_same_optimizer(checkpoint: Path, optimizer: str) -> None:
-    """Refuse to load the state of one optimizer into another.
+    """Refuse to load the state of another optimizer.
 
-    Older checkpoints do not name their optimizer; `load_optimizer` compares their hyperparameters.
+    Older checkpoints do not name their optimizer; `load_optimizer` compares the hyperparameters instead.
 
     Raises:
         UserError: another optimizer saved the checkpoint.
@@ -274,9 +274,8 @@ def require_same_optimizer(checkpoint: Path, optimizer: str) -> None:
 
 
 def another_optimizer(checkpoint: Path, how: str) -> UserError:
-    """Why the state of an optimizer cannot be loaded, and how to continue."""
+    """The error for a state of another optimizer; `how` completes "holds the optimizer state"."""
     return UserError(
         f"{checkpoint} holds the optimizer state {how}; restore the optim section of the configuration, or set "
-        "trainer.checkpoint.load_contents=[model] to load only the weights and start a new optimizer and schedule, "
-        "which later starts resume"
+        "trainer.checkpoint.load_contents=[model] to load only the weights and start a new optimizer and schedule"
     )

@@ -1,6 +1,6 @@
-"""Which checkpoints stay and why, and the removal of the others. Decided from the disk, so restarts change nothing.
+"""Decides which checkpoints to keep, and removes the others. Decisions depend only on files, so restarts are safe.
 
-Needs no torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from verl_ext.files import TEMPORARY, parse_json, replace_file
 
 Warn = Callable[[str], None]
 REMOVING = ".removing"
-"""Suffix of a checkpoint while it is removed."""
+"""Suffix of a checkpoint that is being removed."""
 REPLACED = re.compile(
     rf"(run\.json|config\.yaml|{re.escape(BEST)}|{re.escape(TRACKER)}|{re.escape(MANIFEST)}|lease\..+\.json"
     rf"|(training|validation)_history\.csv|wandb_run_id\.txt|(best_model|checkpoint_epoch_\d+)\.pt)"
@@ -44,7 +44,7 @@ REPLACED = re.compile(
 """Temporary names of files that are replaced atomically in a run directory and its checkpoints."""
 EVALUATION = "eval"
 REPLACED_BY_EVALUATION = re.compile(rf".+\.(json|jsonl|md|npz|png){re.escape(TEMPORARY)}")
-"""The same for files below `eval/`, whose names contain data sets and digests."""
+"""The same for files in `eval/`, whose names contain data sets and digests."""
 
 
 # Reasons to keep a checkpoint
@@ -53,17 +53,17 @@ REPLACED_BY_EVALUATION = re.compile(rf".+\.(json|jsonl|md|npz|png){re.escape(TEM
 def reasons_to_keep(
     run_dir: Path, max_to_keep: int | None, config: CheckpointConfig, step: int
 ) -> dict[Path, list[str]]:
-    """Every complete checkpoint, the newest first, with the reasons to keep it; one without reasons can go.
+    """The reasons to keep each complete checkpoint, newest first; without reasons, it can be removed.
 
     Args:
-        run_dir: holds `global_step_N` directories.
+        run_dir: directory that holds `global_step_N` directories.
         max_to_keep: number of newest checkpoints to keep; None keeps all.
-        config: which checkpoints are the best ones to keep.
-        step: the run's step. Checkpoints of later steps are those of an earlier run in the same directory, which was
-            restarted with `resume_mode=disable`; they count as older than all others.
+        config: defines the best checkpoints to keep.
+        step: the run's step. Checkpoints of later steps belong to an earlier run in the same directory, before a
+            restart with `resume_mode=disable`; they count as older than all others.
     """
     found = complete_checkpoints(run_dir)
-    # a stable sort: both groups stay in order, the newest first
+    # the sort is stable, so both groups stay in order, newest first
     checkpoints = dict(sorted(found.items(), key=lambda item: (step_of(item[0]) or 0) > step))
     by_verl = [path for path in checkpoints if is_verl_checkpoint(path)]  # never removed, and not counted
     own = [path for path in checkpoints if path not in by_verl]
@@ -73,13 +73,13 @@ def reasons_to_keep(
         ("verl itself wrote it", by_verl),
         (_best_reason(config), _best(checkpoints, config)),
         (f"{BEST} names it", () if chosen is None else (chosen,)),
-        (f"{BEST} {problem}", checkpoints if problem else ()),  # it may name any of them
+        (f"{BEST} {problem}", checkpoints if problem else ()),  # it may name any checkpoint
     ]
     return {path: [why for why, kept in rules if path in kept] + _holds_inside(path) for path in checkpoints}
 
 
 def read_best_file(run_dir: Path) -> tuple[Path | None, str | None]:
-    """The checkpoint that `best_checkpoint.json` names, if any, and what is wrong with a file that names none."""
+    """The checkpoint that `best_checkpoint.json` names, if any, and the problem if the file cannot be used."""
     try:
         step = parse_json((run_dir / BEST).read_bytes())["step"]
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def read_best_file(run_dir: Path) -> tuple[Path | None, str | None]:
 
 
 def why_held(checkpoint: Path) -> list[str]:
-    """What holds a checkpoint at any age: a file `keep` in it, a reader's lease, `best_checkpoint.json`."""
+    """What protects a checkpoint at any age: a file `keep` in it, a reader's lease, or `best_checkpoint.json`."""
     chosen, problem = read_best_file(checkpoint.parent)
     named = [f"{BEST} names it"] if checkpoint == chosen else []
     return _holds_inside(checkpoint) + named + ([f"{BEST} {problem}"] if problem else [])
@@ -112,7 +112,7 @@ def finite_metric(manifest: Manifest, name: str) -> float | None:
 
 
 def _best(checkpoints: dict[Path, Manifest], config: CheckpointConfig) -> list[Path]:
-    """The best `keep_best`; of equal ones the newer."""
+    """The `keep_best` best checkpoints; the newer one wins a tie."""
     values = {path: finite_metric(manifest, config.best_metric) for path, manifest in checkpoints.items()}
     measured = {path: value for path, value in values.items() if value is not None}
     sign = 1 if config.best_mode == "min" else -1
@@ -135,9 +135,9 @@ class RotationPlan:
     """What a rotation will do.
 
     Attributes:
-        reasons: every complete checkpoint, the newest first, and why it is kept.
-        remove: the oldest first.
-        strip: checkpoints whose optimizer shards are removed.
+        reasons: reasons to keep each complete checkpoint, newest first.
+        remove: checkpoints to remove, oldest first.
+        strip: checkpoints whose optimizer shards to remove.
     """
 
     reasons: dict[Path, list[str]]
@@ -146,13 +146,13 @@ class RotationPlan:
 
 
 def rotate(run_dir: Path, max_to_keep: int | None, config: CheckpointConfig, step: int, warn: Warn) -> list[Path]:
-    """Remove leftovers of interrupted saves and removals, and the checkpoints that nothing keeps; returns the latter.
+    """Remove leftovers and the checkpoints that there is no reason to keep; return the removed checkpoints.
 
-    Only the process that saves may call it, and only while no save is in progress, because it removes every `*.tmp`.
+    Only the process that saves may call this, and only while no save is in progress, because it removes every `*.tmp`.
 
     Args:
         run_dir, max_to_keep, config, step: see `reasons_to_keep`.
-        warn: called with a sentence for what cannot be removed.
+        warn: called with a message for each failed removal.
     """
     remove_leftovers(run_dir, warn)
     _, problem = read_best_file(run_dir)
@@ -162,7 +162,7 @@ def rotate(run_dir: Path, max_to_keep: int | None, config: CheckpointConfig, ste
 
 
 def plan_rotation(run_dir: Path, max_to_keep: int | None, config: CheckpointConfig, step: int) -> RotationPlan:
-    """Decide without touching anything; the arguments are those of `rotate`."""
+    """Decide what `rotate` would do, without changing anything; takes the arguments of `rotate`."""
     reasons = reasons_to_keep(run_dir, max_to_keep, config, step)
     remove = [path for path, why in reversed(reasons.items()) if not why]
     only_best = [_best_reason(config)] if config.drop_optimizer_of_best else None
@@ -171,18 +171,17 @@ def plan_rotation(run_dir: Path, max_to_keep: int | None, config: CheckpointConf
 
 
 def apply_plan(plan: RotationPlan, warn: Warn) -> list[Path]:
-    """Carry out a plan, with a warning for what fails, and return the checkpoints that were removed."""
+    """Carry out a plan, warn of failures, and return the removed checkpoints."""
     removed = [path for path in plan.remove if _is_free(path, warn) and _attempt(remove_tree, path, warn)]
-    for path in plan.strip:  # last: it writes a manifest, and on a full disk there is only now room for it
+    for path in plan.strip:  # last, because it writes a manifest, which a full disk has room for only now
         _attempt(drop_optimizer, path, warn)
     return removed
 
 
 def drop_optimizer(checkpoint: Path) -> None:
-    """Delete the optimizer's shards; what remains is a complete checkpoint whose manifest says what it lacks.
+    """Delete the optimizer shards; the checkpoint stays complete, and its manifest says what was dropped.
 
-    The manifest is replaced first. A crash in between leaves files that it does not list, which the next rotation
-    deletes.
+    The manifest is replaced first. A crash in between leaves unlisted files, which the next rotation deletes.
 
     Raises:
         OSError: the manifest cannot be replaced or a shard cannot be deleted.
@@ -207,10 +206,10 @@ def _has_optimizer_to_drop(checkpoint: Path, is_only_best: bool) -> bool:
 
 
 def _is_free(checkpoint: Path, warn: Warn) -> bool:
-    # checked again, because removing the ones before it may have taken minutes
+    # check again, because the removals before this one may have taken minutes
     holds = why_held(checkpoint)
     if holds:
-        warn(f"{checkpoint} stays for now, because {' and '.join(holds)}")
+        warn(f"{checkpoint} is kept for now, because {' and '.join(holds)}")
     return not holds
 
 
@@ -218,7 +217,7 @@ def _attempt(action: Callable[[Path], None], path: Path, warn: Warn) -> bool:
     try:
         action(path)
     except (OSError, ValueError) as error:
-        warn(f"what is superfluous in {path} could not be removed ({error}); it stays on the disk")
+        warn(f"{path} could not be cleaned up ({error}); it stays on the disk")
         return False
     return True
 
@@ -227,14 +226,14 @@ def _attempt(action: Callable[[Path], None], path: Path, warn: Warn) -> bool:
 
 
 def remove_tree(path: Path) -> None:
-    """Rename, then delete, so that a crash in between leaves nothing that looks like a checkpoint."""
+    """Rename and then delete, so that a crash in between leaves nothing that looks like a checkpoint."""
     doomed = removal_name(path)
     os.rename(path, doomed)
     shutil.rmtree(doomed)
 
 
 def removal_name(path: Path) -> Path:
-    """The name of a directory while it is removed, after deleting what an earlier removal left there."""
+    """The name of a directory during its removal; deletes the leftovers of an earlier removal there."""
     doomed = path.with_name(f"{path.name}{REMOVING}")
     if doomed.exists():
         shutil.rmtree(doomed)
@@ -242,7 +241,7 @@ def removal_name(path: Path) -> Path:
 
 
 def remove_leftovers(run_dir: Path, warn: Warn) -> None:
-    """Remove what interrupted saves and removals left behind; the conditions are those of `rotate`."""
+    """Remove leftovers of interrupted saves and removals, under the conditions of `rotate`."""
     for path in find_leftovers(run_dir):
         _attempt(shutil.rmtree, path, warn)
     for path in find_temporary_files(run_dir):
@@ -255,7 +254,7 @@ def find_leftovers(run_dir: Path) -> list[Path]:
 
 
 def find_temporary_files(run_dir: Path) -> list[Path]:
-    """Temporary files of processes that were killed before the rename; those of a live process are younger."""
+    """Temporary files of processes that were killed before the rename. Skips recent files of live processes."""
     found = [*sorted(run_dir.glob(f"*{TEMPORARY}")), *sorted(run_dir.glob(f"global_step_*/*{TEMPORARY}"))]
     found = [path for path in found if REPLACED.fullmatch(path.name)]
     for folder, _, names in os.walk(run_dir / EVALUATION):

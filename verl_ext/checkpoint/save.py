@@ -1,15 +1,15 @@
-"""Saving a checkpoint: `CheckpointWriter` and `commit_directory` are the crash-safety protocol.
+"""Saving a checkpoint: `CheckpointWriter` and `commit_directory` implement the crash-safety protocol.
 
 1.  Rank 0 removes leftovers, checks the free space, and creates `global_step_N.tmp`.
-2.  Every rank writes its files there. Digests are computed from the data in memory, so they also reveal what the disk
-    changed. Every file is on disk before the rank reports.
+2.  Every rank writes its files there. Digests are computed from the data in memory, so they also detect corruption by
+    the disk. A rank reports only after all its files are on disk.
 3.  Rank 0 writes the manifest, which makes the directory complete, and flushes the directories.
-4.  A checkpoint that has the name `global_step_N` already is renamed.
-5.  `global_step_N.tmp` is renamed to `global_step_N`. This is the commit.
-6.  The tracker names the checkpoint.
-7.  Rotation removes what is no longer kept.
+4.  Rank 0 renames an existing `global_step_N`.
+5.  Rank 0 renames `global_step_N.tmp` to `global_step_N`. This is the commit.
+6.  Rank 0 writes the step to the tracker.
+7.  Rotation removes old checkpoints.
 
-A failure before the commit leaves all earlier checkpoints as they were, and is raised on every rank.
+A failure before the commit leaves all earlier checkpoints unchanged, and is raised on every rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from verl_ext.errors import UserError
 from verl_ext.files import GIB, TEMPORARY, file_digest, free_bytes, replace_file, sync_directory, write_errors
 
 MARGIN = 1.05
-"""Room for small files, and for what others write to the same disk in the meantime."""
+"""Allowance for small files and for other writes to the same disk."""
 
 
 @dataclass
@@ -57,14 +57,14 @@ class CheckpointWriter:
 
     Attributes:
         final: `.../global_step_N`.
-        rank: of this process.
-        manifest: complete except for the files.
-        weights: of `huggingface/`; None without an export.
-        shared_files: content by relative path of the files that rank 0 writes for all; bytes as they are, anything else
-            with `torch.save`.
+        rank: rank of this process.
+        manifest: manifest without its list of files.
+        weights: weights for `huggingface/`; None without an export.
+        shared_files: content of the files that rank 0 writes for all ranks, by relative path; bytes are written
+            unchanged, anything else with `torch.save`.
         max_to_keep: number of newest checkpoints that rotation keeps; None keeps all.
-        config: which others rotation keeps.
-        group: all ranks; only saves use it.
+        config: defines the other checkpoints that rotation keeps.
+        group: process group of all ranks that only saves use.
     """
 
     final: Path
@@ -78,11 +78,11 @@ class CheckpointWriter:
 
     @property
     def temporary(self) -> Path:
-        """Where the checkpoint is until it is complete."""
+        """The directory of the checkpoint until the commit."""
         return self.final.with_name(f"{self.final.name}{TEMPORARY}")
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Make room to save the state and create the directory; collective.
+        """Remove leftovers, check the free space, and create the directory; collective.
 
         Raises:
             UserError: there is not enough space, or the directory cannot be created.
@@ -106,10 +106,10 @@ class CheckpointWriter:
             raise self._aborted(error) from error
 
     def write(self, state: dict[str, Any]) -> float:
-        """Write what this rank saves, by kind of shard, and commit; collective.
+        """Write this rank's state, given by kind of shard, and commit; collective.
 
         Returns:
-            Seconds that it took.
+            Duration in seconds.
 
         Raises:
             UserError: a file could not be written; the unfinished checkpoint has been removed.
@@ -118,12 +118,12 @@ class CheckpointWriter:
         try:
             written = gather_results(lambda: self._write_own_files(state), self.group)  # step 2, and a barrier
             on_rank_zero(lambda: self._commit(written), self.group)  # steps 3 to 6
-        except UserError as error:  # raised on every rank, so all of them are alive
+        except UserError as error:  # raised on every rank, so all ranks are alive
             raise self._aborted(error) from error
         return time.perf_counter() - start
 
     def rotate(self) -> None:  # step 7
-        """Remove the checkpoints that nothing keeps any longer, and warn if the next one will not fit."""
+        """Remove old checkpoints, and warn if the next checkpoint will not fit on the disk."""
         if self.rank > 0:
             return
         run_dir = self.final.parent
@@ -131,10 +131,10 @@ class CheckpointWriter:
             rotate(run_dir, self.max_to_keep, self.config, self.manifest.step, warn)
             warn_if_next_will_not_fit(run_dir, Manifest.read(self.final).num_bytes)
         except (OSError, ValueError) as error:  # the checkpoint is safe, and the next rotation tries again
-            warn(f"superfluous checkpoints of {run_dir} could not be removed ({error}); they stay on the disk")
+            warn(f"old checkpoints in {run_dir} could not be removed ({error}); they stay on the disk")
 
     def _write_own_files(self, state: dict[str, Any]) -> dict[str, FileEntry]:
-        """This rank's shards, its rows of the export and, on rank 0, the shared files; entries by relative path."""
+        """Write this rank's shards and rows of the export, and on rank 0 the shared files; return their entries."""
         entries = {}
         with FileWriter() as files:
             for kind, content in state.items():
@@ -148,7 +148,7 @@ class CheckpointWriter:
         return entries
 
     def _commit(self, written: list[dict[str, FileEntry]]) -> None:
-        """Make the files of all ranks a checkpoint; on rank 0."""
+        """Commit the files of all ranks as a checkpoint; called on rank 0."""
         files = {name: entry for entries in written for name, entry in entries.items()}
         for name in self.weights.layout.headers if self.weights else ():  # several ranks wrote them
             files[f"{EXPORT}/{name}"] = sync_and_digest(self.temporary / EXPORT / name)
@@ -156,18 +156,18 @@ class CheckpointWriter:
             commit_directory(self.temporary, self.final, self.manifest.with_files(files))
 
     def _aborted(self, error: UserError) -> UserError:
-        """Remove the unfinished directory, to free its space, and return the error to raise; collective."""
+        """Remove the unfinished directory to free its space, and return the error to raise; collective."""
 
         def discard() -> None:
             try:
                 if self.temporary.is_dir():
                     remove_tree(self.temporary)
             except OSError as failure:
-                warn(f"{self.temporary} could not be removed ({failure.strerror}); it is not a checkpoint, delete it")
+                warn(f"{self.temporary} could not be removed ({failure.strerror}); it is not a checkpoint; delete it")
 
         on_rank_zero(discard, self.group)
         return UserError(
-            f"{self.final.name} cannot be saved: {error}, then run the same command again, which resumes from the last "
+            f"{self.final.name} cannot be saved: {error}, then run the same command again to resume from the last "
             "complete checkpoint"
         )
 
@@ -176,14 +176,14 @@ class CheckpointWriter:
 
 
 def commit_directory(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Make a directory, whose files are all on disk, the checkpoint `final`.
+    """Turn a directory, whose files are all on disk, into the checkpoint `final`.
 
-    A checkpoint of an earlier run that has the name makes way: one that is held or that verl wrote is renamed to
-    `..._formerly_TIME`, any other is left for rotation to delete.
+    An existing checkpoint with that name is renamed first: to `..._formerly_TIME` if it is protected or verl wrote it,
+    otherwise to a name that rotation deletes.
 
     Raises:
-        OSError: before the rename; a checkpoint that made way then has its name again. Or after it, if the tracker
-            cannot be replaced.
+        OSError: the commit failed and an existing checkpoint has its old name again, or the tracker cannot be replaced
+            after the commit.
     """
     write_manifest(temporary, manifest)  # step 3
     former = _set_former_aside(final) if final.exists() else None  # step 4
@@ -198,17 +198,17 @@ def commit_directory(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the list of a checkpoint's files, which makes it complete, and flush its directories to disk."""
+    """Write the manifest, which makes a checkpoint complete, and flush the directories to disk."""
     replace_file(directory / MANIFEST, [manifest.to_json()])
     for path in [directory, *(child for child in directory.rglob("*") if child.is_dir())]:
         sync_directory(path)
 
 
 def _set_former_aside(final: Path) -> Path:
-    """Rename the checkpoint that has a name already; returns its new name."""
+    """Rename an existing checkpoint out of the way, and return its new path."""
     is_kept = is_verl_checkpoint(final) or bool(why_held(final))
     former = _former_name(final) if is_kept else removal_name(final)
-    if read_best_file(final.parent)[0] == final:  # otherwise it would name the new one, which nobody chose
+    if read_best_file(final.parent)[0] == final:  # the file must not name the new checkpoint
         os.rename(final.parent / BEST, _former_name(final.parent / BEST))
     os.rename(final, former)
     return former
@@ -222,7 +222,7 @@ def _former_name(path: Path) -> Path:
 
 
 def bytes_of(state: Any) -> int:
-    """Bytes of the tensors in nested state that this rank holds; tied ones count once, as they are saved once."""
+    """Bytes of this rank's tensors in nested state; tied tensors count once, because they are saved once."""
     sizes = {(part.data_ptr(), part.shape): part.numel() * part.element_size() for part in _local_tensors(state)}
     return sum(sizes.values())
 
@@ -236,22 +236,22 @@ def _local_tensors(state: Any) -> Iterator[torch.Tensor]:
 
 
 def require_space(directory: Path, num_bytes: int) -> None:
-    """Refuse a save of so many bytes if it cannot fit."""
+    """Refuse a save that does not fit on the disk."""
     free = free_bytes(directory)
     if free < num_bytes:
         raise UserError(
-            f"it takes {num_bytes / GIB:.2f} GiB and {directory} has {free / GIB:.2f} GiB free; make room or lower "
-            "trainer.max_ckpt_to_keep"
+            f"it needs {num_bytes / GIB:.2f} GiB, but {directory} has {free / GIB:.2f} GiB free; free some space or "
+            "lower trainer.max_ckpt_to_keep"
         )
 
 
 def warn_if_next_will_not_fit(directory: Path, num_bytes: int) -> None:
-    """Warn one save ahead if there is no room for another checkpoint of this size."""
+    """Warn in advance if there is not enough space for another checkpoint of this size."""
     free = free_bytes(directory)
     if free < num_bytes * MARGIN:
         warn(
-            f"the next checkpoint takes about {num_bytes / GIB:.2f} GiB and {directory} has {free / GIB:.2f} GiB free, "
-            "so it will fail; make room before it is due"
+            f"the next checkpoint will fail: it needs about {num_bytes / GIB:.2f} GiB, but {directory} has "
+            f"{free / GIB:.2f} GiB free; free some space before it is due"
         )
 
 
@@ -259,7 +259,7 @@ def warn_if_next_will_not_fit(directory: Path, num_bytes: int) -> None:
 
 
 class DigestingFile:
-    """A new file that is written front to back; the digest is that of the data, not of what the disk made of it."""
+    """A new file that is written sequentially; its digest is computed from the data in memory."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb", buffering=0)
@@ -268,7 +268,7 @@ class DigestingFile:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Append anything with a buffer; torch calls this for every tensor."""
+        """Append an object that supports the buffer protocol; torch calls this for every tensor."""
         view = memoryview(data).cast("B")
         self._digest.update(view)
         self._num_bytes += len(view)
@@ -277,10 +277,10 @@ class DigestingFile:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
-            self.error = error  # torch reports a failed write as a corrupt position; this is the reason
+            self.error = error  # torch hides the reason and reports a corrupt position
             raise
         count = self._num_bytes - self._num_started
-        if count >= CHUNK_BYTES:  # have the kernel start to write to the disk now, so that little is left for the end
+        if count >= CHUNK_BYTES:  # start writeback now, so that the final fsync is short
             os.posix_fadvise(self._file.fileno(), self._num_started, count, os.POSIX_FADV_DONTNEED)
             self._num_started = self._num_bytes
         return len(view)
@@ -290,21 +290,21 @@ class DigestingFile:
 
     @property
     def entry(self) -> FileEntry:
-        """Size and digest of what was written so far."""
+        """Size and digest of the data written so far."""
         return {"bytes": self._num_bytes, "xxh3_128": self._digest.hexdigest()}
 
     def close(self, sync: bool) -> None:
-        """Close the file, with `sync` when all of it is on disk."""
+        """Close the file; `sync` flushes it to disk first."""
         with self._file:
             if sync:
                 os.fsync(self._file.fileno())
 
 
 class FileWriter:
-    """Writes files, and flushes each to disk while the next ones are written; leaving the context waits for all.
+    """Writes files, and flushes them to disk in the background; leaving the context waits for all flushes.
 
     Raises:
-        UserError: on writing a file or on leaving; names the file and the reason.
+        UserError: a write or a flush failed; the message names the file and the reason.
     """
 
     def __init__(self) -> None:
@@ -325,9 +325,9 @@ class FileWriter:
         return self._write(path, lambda file: file.write(content))
 
     def write_object(self, path: Path, content: Any) -> FileEntry:
-        """Write a file with `torch.save`, in one pass and without torch's own slow checksum."""
+        """Write a file with `torch.save`, in one pass and without torch's slow checksum."""
         with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # torch adds it at run time
-            # torch's type is a complete IO, but it uses only `write` and `flush`
+            # torch's annotation asks for a complete IO, but torch only uses `write` and `flush`
             return self._write(path, lambda file: torch.save(content, file))  # type: ignore[arg-type]
 
     def _write(self, path: Path, fill: Callable[[DigestingFile], object]) -> FileEntry:
@@ -345,7 +345,7 @@ class FileWriter:
 
 
 def sync_and_digest(path: Path) -> FileEntry:
-    """Flush a file that several ranks wrote to disk, and read it for its digest."""
+    """Flush a file to disk, and read it to compute its digest."""
     with write_errors(path), path.open("rb") as file:
         os.fsync(file.fileno())
         return {"bytes": os.fstat(file.fileno()).st_size, "xxh3_128": file_digest(path)}

@@ -1,6 +1,6 @@
-"""Reads the shards that any number of ranks wrote: memory-mapped, row by row, without a process group.
+"""Reads the shards of any number of ranks: memory-mapped, by rows, without a process group.
 
-A checkpoint may come from somebody else, so no code in a shard is run.
+A checkpoint may come from an untrusted source, so no code in a shard is run.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from verl_ext.errors import UserError
 # Untrusted files
 
 _RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
-"""What unpickles an array; its module has another name in NumPy 2."""
+"""The function that unpickles an array; its module was renamed in NumPy 2."""
 ALLOWED = (
     # random states
     *((_RECONSTRUCT, "numpy.core.multiarray._reconstruct"), (_RECONSTRUCT, "numpy._core.multiarray._reconstruct")),
     *(np.ndarray, np.dtype, type(np.dtype(np.uint32))),
-    # optimizers: verl passes betas to them as the containers of OmegaConf
+    # optimizers: verl passes betas as OmegaConf containers
     *(DictConfig, ListConfig, AnyNode, Metadata, ContainerMetadata, defaultdict, dict, list, int),
     (typing.Any, "typing.Any"),
 )
-"""What verl's shards contain besides tensors and plain values; creating any of it has no side effects."""
+"""Types in verl's shards besides tensors and plain values; creating them has no side effects."""
 
 
 def load_shard(path: Path) -> Any:
-    """Load what one rank saved; its tensors are mapped into memory and read on access.
+    """Load a shard; its tensors are memory-mapped and read on access.
 
     Raises:
-        UserError: it contains anything that could run code, or is not a file of `torch.save`.
+        UserError: the file contains objects that could run code, or is not a file of `torch.save`.
     """
     with safe_globals(list(ALLOWED)), _without_mesh_warnings():
         try:
@@ -57,7 +57,7 @@ def load_shard(path: Path) -> Any:
             if not unsafe:
                 raise UserError(f"{path} cannot be read; it is damaged, or not a file of torch.save") from error
             raise UserError(
-                f"{path} is not loaded, because it names {', '.join(sorted(unsafe))}, which may run code; take another "
+                f"{path} is not loaded, because it names {', '.join(sorted(unsafe))}, which may run code; use another "
                 "checkpoint, or, if you trust this one, allow them with torch.serialization.add_safe_globals in the "
                 "module that model.external_lib names"
             ) from error
@@ -65,7 +65,7 @@ def load_shard(path: Path) -> Any:
 
 @contextmanager
 def _without_mesh_warnings() -> Iterator[None]:
-    """Silence torch's warning for each process group that a shard names and this process does not have."""
+    """Silence torch's warnings about process groups that a shard names but this process does not have."""
     logger = logging.getLogger("torch.distributed.device_mesh")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -79,7 +79,7 @@ def _without_mesh_warnings() -> Iterator[None]:
 
 
 class ShardFiles:
-    """The shards of one kind in a checkpoint, each opened when it is first needed."""
+    """The shards of one kind in a checkpoint, each opened on first use."""
 
     def __init__(self, directory: Path, kind: str) -> None:
         """Find the shards of a kind (MODEL, OPTIMIZER or EXTRA); refuse a checkpoint without all of them."""
@@ -87,33 +87,33 @@ class ShardFiles:
         found = shards_of(directory, kind).values()
         sizes = {world_size for _, world_size, _ in found}
         if not found:
-            raise UserError(f"{directory} holds no {kind} shards; trainer.checkpoint.load_contents says what is loaded")
+            raise UserError(f"{directory} holds no {kind} shards; check trainer.checkpoint.load_contents")
         if len(sizes) != 1 or len(found) != max(sizes):
             raise UserError(
-                f"{directory} holds {len(found)} {kind} shards of {sorted(sizes)} ranks; restore the others"
+                f"{directory} holds {len(found)} {kind} shards of {sorted(sizes)} ranks; restore the missing ones"
             )
         self.world_size = sizes.pop()
         self._contents: dict[int, Any] = {}
 
     def content(self, rank: int) -> Any:
-        """What one rank saved; see `load_shard`."""
+        """The content of a rank's shard; see `load_shard`."""
         if rank not in self._contents:
             self._contents[rank] = load_shard(self.directory / shard_name(self.kind, self.world_size, rank))
         return self._contents[rank]
 
     def tensor(self, *keys: Any) -> SavedTensor:
-        """The tensor under nested keys, over the shards of all ranks."""
+        """The tensor under nested keys, across the shards of all ranks."""
         return SavedTensor(self, keys)
 
 
 class SavedTensor:
-    """One tensor over the shards of all ranks; `keys` are its nested keys in each of them."""
+    """A tensor across the shards of all ranks; `keys` are its nested keys in each shard."""
 
     def __init__(self, files: ShardFiles, keys: tuple[Any, ...]) -> None:
         self.files, self.keys = files, keys
 
     def piece(self, rank: int) -> torch.Tensor:
-        """What one rank saved of it."""
+        """The part of the tensor that a rank saved."""
         value = self.files.content(rank)
         for key in self.keys:
             value = value[key]
@@ -121,7 +121,7 @@ class SavedTensor:
 
     @cached_property
     def sharded(self) -> bool:
-        """Whether each rank saved some rows; otherwise rank 0's copy is read."""
+        """Whether the ranks saved different rows; otherwise rank 0's copy is read."""
         return is_sharded(self.piece(0))
 
     @property
@@ -131,16 +131,16 @@ class SavedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number type on the disk."""
+        """The dtype in the file."""
         return self.piece(0).dtype
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole tensor."""
+        """Size of the whole tensor in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def copy_rows(self, start: int, end: int, target: torch.Tensor) -> None:
-        """Copy rows from `start` to before `end` into `target` (end - start, ...); no other rows are read."""
+        """Copy rows `start` to `end` (exclusive) into `target` (end - start, ...); no other rows are read."""
         if not self.sharded:
             source = self.piece(0)
             target.copy_(source[start:end] if source.dim() else source)
@@ -152,7 +152,7 @@ class SavedTensor:
                 target[low - start : high - start].copy_(to_local(self.piece(rank))[low - first : high - first])
 
     def full(self) -> torch.Tensor:
-        """All of it, in new memory."""
+        """The whole tensor in newly allocated memory."""
         target = torch.empty(self.shape, dtype=self.dtype)
         self.copy_rows(0, self.shape[0] if target.dim() else 1, target)
         return target

@@ -313,7 +313,7 @@ def check_value(key: Key, value: Any) -> None:
     if not key.fits(value):
         raise UserError(f"{name} is {shown}; it must be {key.takes}")
     if says.nonempty and not str(value).strip():
-        raise UserError(f"{name} is empty; give {says.doc[0].lower()}{says.doc[1:]}")
+        raise UserError(f"{name} is empty; set it ({says.doc})")
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, int) and item > LARGEST and not says.allows(item):
             raise UserError(f"{name} is {shown}; it must be at most {LARGEST}{key.exceptions}")

@@ -152,7 +152,8 @@ def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
         raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
     if not path.is_file():
         raise UserError(
-            f"data.{key} names {path.absolute()}, which is not a file; correct the path or prepare the data"
+            f"data.{key} names {path.absolute()}, which is not a file; create it, or set data.{key} to your data "
+            "(docs/start/your_data.md)"
         )
     metadata = _read_metadata(path)
     known = metadata.schema.to_arrow_schema().names

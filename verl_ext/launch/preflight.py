@@ -290,8 +290,20 @@ def check_data(config: SFTConfig | GRPOConfig) -> None:
     if rows_used < config.data.train_batch_size:
         raise UserError(
             f"the training set has {rows_used} rows, fewer than one global batch of {config.data.train_batch_size}; "
-            f"set data.train_batch_size to {rows_used} or less"
+            f"{_smaller_batch(config, rows_used)}"
         )
+
+
+def _smaller_batch(config: SFTConfig | GRPOConfig, num_rows: int) -> str:
+    """How to train on fewer rows than a global batch: settings that also divide over the ranks."""
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node // config.sequence_parallel_size
+    if num_rows < ranks:
+        return f"give at least {ranks}, one per data-parallel rank, and set data.train_batch_size={ranks}"
+    mini_batch = config.actor.ppo_mini_batch_size if isinstance(config, GRPOConfig) else None
+    divisor = ranks if mini_batch is None or mini_batch > num_rows else mini_batch
+    batch = num_rows // divisor * divisor
+    also = f" actor.ppo_mini_batch_size={batch}" if mini_batch is not None and mini_batch > num_rows else ""
+    return f"set data.train_batch_size={batch}{also}"
 
 
 def check_prompts_and_rewards(config: GRPOConfig, has_model: bool, has_data: bool) -> None:

@@ -1,3 +1,3 @@
-"""The models of the plugin: by module in this folder, the name of its class."""
+"""The models of the plugin: the class name by module in this folder."""
 
 AVAILABLE_MODELS = {"budget_controller": "BudgetControllerModel"}

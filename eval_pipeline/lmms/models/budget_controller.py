@@ -1,4 +1,4 @@
-"""The model class for lmms-eval, which only this module of the product imports."""
+"""The model class for lmms-eval. Only this module imports lmms-eval."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BudgetControllerModel(lmms):
     """`--model budget_controller`: answers each request with the part of the model that the controller chooses.
 
     Args:
-        arguments: `--model_args`, see `LmmsModelArgs`, and what lmms-eval adds.
+        arguments: `--model_args` (see `LmmsModelArgs`), and arguments that lmms-eval adds.
 
     Raises:
         UserError: an argument is invalid, or the controller or its model cannot be loaded.
@@ -35,7 +35,7 @@ class BudgetControllerModel(lmms):
     def loglikelihood(self, requests: list[Instance]) -> NoReturn:
         """Refused with a `UserError`."""
         raise UserError(
-            "budget_controller generates text and gives no likelihoods, which tasks of output_type loglikelihood and "
+            "budget_controller generates text and returns no likelihoods, which tasks of output_type loglikelihood and "
             "multiple_choice need; choose tasks of output_type generate_until"
         )
 
