@@ -19,7 +19,7 @@ from verl_ext.data.prepare import prepare
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the benchmarks train on, with the quickstart's chats and model."""
+    """The benchmarks' training data, with the quickstart's chats and model."""
     path = tmp_path_factory.mktemp("inputs")
     prepare(["quickstart", "--output", str(path / "chats"), "--samples", "500"])
     (path / "model").symlink_to(path / "chats/model")

@@ -23,7 +23,7 @@ MEASURED = ("time/", "throughput/", "system/", "train/time(s)", "weights/sync_s"
 
 @contextlib.contextmanager
 def starting(start: str) -> Iterator[None]:
-    """Start the one command of the block like this."""
+    """Start the command of the block in this way."""
     pids: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm, "on_start", [*warm.on_start, pids.append])
@@ -37,7 +37,7 @@ def starting(start: str) -> Iterator[None]:
 
 
 def computed(run: TrainingRun) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl` without times and what depends on them."""
+    """The rows of `metrics.jsonl` without times and values derived from them."""
     rows = [
         {name: value for name, value in row.items() if name != "time" and not name.startswith(MEASURED)}
         for row in run.rows()
@@ -46,7 +46,7 @@ def computed(run: TrainingRun) -> list[dict[str, Any]]:
 
 
 def assert_all_same(runs: Mapping[str, TrainingRun], last_step: int) -> None:
-    """Run a command in each way to start it; metrics and the last checkpoint are the same."""
+    """Run a command with each way to start; assert equal metrics and last checkpoint."""
     for start, run in runs.items():
         with starting(start):
             run.finish()

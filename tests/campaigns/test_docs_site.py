@@ -38,7 +38,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def site(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site. A strict build fails at a broken link or anchor, and at a page that docs/README.md lacks."""
+    """The built site. A strict build fails on a broken link or anchor, or a page missing from docs/README.md."""
     directory = tmp_path_factory.mktemp("site")
     command = [python, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -75,4 +75,4 @@ def test_links_resolve_and_links_out_of_docs_become_text(site: Path) -> None:
             for address in re.findall(r'href="([^"#:?]+)["#]', page.read_text()):
                 assert (page.parent / address).exists(), (page, address)
     outside = re.findall(r"\]\(\.\./\.\./[^)]+\)", "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md")))
-    assert outside  # there are some to turn into text
+    assert outside  # the test needs some

@@ -21,7 +21,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("has_been_asked", [True, False])
 def test_hanging_process_is_killed(has_been_asked: bool, export: Path) -> None:
-    # more than fits into the connection while nobody reads from it
+    # more than the connection buffers
     many = [GenerateRequest(f"p{i}", f"{i} " + "x" * 400) for i in range(4000)]
     with open_engine(EngineConfig(dtype="float32", timeout_s=4), export) as engine:
         [child] = vllm_processes(psutil.Process())

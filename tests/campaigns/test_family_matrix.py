@@ -33,7 +33,7 @@ def model(support: Support, quickstart: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def trained(model: Path, quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[SFTRun, str]:
-    """A finished run of two steps, and what it wrote to standard error."""
+    """A finished run of two steps, and its standard error."""
     run = sft_run(model, quickstart, tmp_path_factory.mktemp("trained") / "run")
     return run, run.finish().stderr
 
@@ -56,7 +56,7 @@ def validations(run: SFTRun) -> list[float]:
 
 
 def assert_learns_and_exports(run: SFTRun, quickstart: Path, directory: Path) -> None:
-    """A finished run has learnt, and the next run that starts from its export finds the same loss."""
+    """Assert that a finished run has learnt, and that a run starting from its export has the same loss."""
     before, after = validations(run)
     assert after < before
     second = sft_run(export_of(run), quickstart, directory / "second")
@@ -79,7 +79,7 @@ def test_unsupported_packing_is_reported_or_rejected(
 
 
 def assert_refused(run: TrainingRun, remedy: str) -> None:
-    """The command ends with one sentence, which says what to do instead."""
+    """Assert that the command fails with one line that says what to do instead."""
     result = run.start()
     [error] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.returncode == 2 and remedy in error and "Traceback" not in result.stderr, result.stderr
@@ -102,12 +102,12 @@ def test_vllm_gives_greedy_answers_of_transformers(
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["problem_id"]: row["answer"] for row in read_lines(tmp_path / "output/qa_logs/few_qa.jsonl")}
     answers = [rows[f"p{number}"] for number in range(len(PROMPTS))]
-    # vLLM leaves out bytes that are no whole character yet
+    # vLLM omits bytes of incomplete characters
     assert answers == [answer.rstrip("\ufffd") for answer in greedy_answers(export_of(trained[0]), dtype)]
 
 
 def greedy_answers(export: Path, dtype: str) -> list[str]:
-    """What transformers answers to `PROMPTS`."""
+    """The answers of transformers to `PROMPTS`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(export)

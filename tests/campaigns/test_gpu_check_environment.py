@@ -1,4 +1,4 @@
-"""Campaign: the GPU check where its page says that it runs, with the wheels that the page has collected.
+"""Campaign: the GPU check in its documented environment, with the wheels collected as the page describes.
 
 The environment is created with uv (7 GB, a few minutes); VERL_EXT_GPU_CHECK_PYTHON names an interpreter that has the
 packages already.
@@ -27,7 +27,7 @@ def uv(*words: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Python 3.12 with what the machine has."""
+    """Python 3.12 with the packages of the GPU machine."""
     if named := os.environ.get("VERL_EXT_GPU_CHECK_PYTHON"):
         return named
     if shutil.which("uv") is None:

@@ -24,12 +24,13 @@ def test_killed_judges_change_no_metric(seed: int, grpo_run: GRPORun, quickstart
         [{name: value for name, value in row.items() if name.startswith(kinds)} for row in each.rows()]
         for each in (grpo_run, run)
     )
-    expected, found = ([row for row in rows if row] for rows in (expected, found))  # a save's row comes when it is done
+    # the row of a save is written when it completes
+    expected, found = ([row for row in rows if row] for rows in (expected, found))
     assert found == expected and not any(row.get("train/samples_without_reward") for row in found)
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *facts: str) -> None:
-    """A command ended with exit code 2 and one error message that has these facts."""
+    """Assert that a command ended with exit code 2 and one error message with these facts."""
     printed = done.stdout + done.stderr
     assert done.returncode == 2 and "Traceback" not in printed, printed
     [error] = [line for line in printed.splitlines() if line.startswith("error: ")]

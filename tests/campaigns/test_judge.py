@@ -30,7 +30,7 @@ from tests.helpers.judge import (
 
 @pytest.fixture(scope="module", params=["sandlock", "rlimits"])
 def server_on_host(request: pytest.FixtureRequest) -> Iterator[JudgeClient]:
-    """A server at each level without namespaces, of which no process may be left at the end."""
+    """A server at each level without namespaces; no process of it may remain at the end."""
     with serving(request.param, 2, HOSTILE_LIMITS) as server:
         yield server
     assert until_settled(server, most=0) == 0

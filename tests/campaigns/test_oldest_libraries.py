@@ -28,7 +28,7 @@ UNIT_TESTS = (
 
 
 def with_oldest(requirements: Path) -> str:
-    """The lines of a file of requirements, with the oldest releases in the place of the pinned ones."""
+    """The lines of a requirements file, with the oldest releases instead of the pinned ones."""
     lines = [line for line in requirements.read_text().splitlines() if not line.startswith(LEFT_OUT)]
     for name, release in OLDEST.items():
         lines = [re.sub(rf"^{name}==.*", f"{name}=={release}.*", line) for line in lines]
@@ -37,7 +37,7 @@ def with_oldest(requirements: Path) -> str:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter that has the oldest libraries."""
+    """An interpreter with the oldest supported libraries."""
     if named := os.environ.get("VERL_EXT_OLDEST_PYTHON"):
         return named
     if shutil.which("uv") is None:

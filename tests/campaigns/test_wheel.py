@@ -43,7 +43,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the user is."""
+    """The user's current directory."""
     return tmp_path_factory.mktemp("user")
 
 
@@ -53,7 +53,7 @@ def run(program: Path, place: Path, *words: str) -> subprocess.CompletedProcess[
     return subprocess.run(["verl-ext", *words], cwd=place, env=environment, capture_output=True, text=True)
 
 
-# One story: each test begins where the one before has ended
+# One sequence: each test continues where the previous one ended
 
 
 def test_training_before_setup_names_setup(program: Path, place: Path) -> None:

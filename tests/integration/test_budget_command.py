@@ -26,7 +26,7 @@ def budget_run_of(inputs: Path, run_dir: Path, *overrides: str, num_ranks: int =
 
 
 def learned(run: TrainingRun) -> dict[tuple[int, str], float]:
-    """The metrics of each step's last row that do not depend on the machine's speed."""
+    """The metrics of each step's last row that are independent of the machine's speed."""
     found: dict[tuple[int, str], float] = {}
     for row in run.rows():
         found |= {(row["step"], name): value for name, value in row.items() if name.startswith(("train/", "eval/"))}
@@ -84,7 +84,7 @@ def test_reward_terms_are_logged(budget_run: RecipeRun) -> None:
         total = sum(metrics[step, f"train/reward_{part}_mean"] for part in parts)
         assert metrics[step, "train/reward_total_mean"] == pytest.approx(total, abs=1e-9)
         assert metrics[step, "train/num_configs"] == 2 * GROUP and 60 <= metrics[step, "train/budget_ms_mean"] <= 200
-        # dropout is on in the update, and not where configurations are drawn
+        # dropout is on in the update, but off when configurations are sampled
         assert metrics[step, "train/ratio_deviation_max"] < 0.01 and metrics[step, "train/grad_norm"] > 0
     rows = [row for row in budget_run.rows() if "train/loss" in row]
     assert len(rows) == NUM_EPOCHS * STEPS_PER_EPOCH

@@ -33,7 +33,7 @@ def damage_newest_two(run_dir: Path) -> None:
 
 
 def copy_without_manifest(run_dir: Path) -> None:
-    """The tracker names a directory into which everything but the manifest was copied."""
+    """Copy a checkpoint without its manifest, and make the tracker name the copy."""
     shutil.copytree(run_dir / "global_step_4", run_dir / "global_step_5", ignore=shutil.ignore_patterns("manifest*"))
     (run_dir / TRACKER).write_text("5")
 

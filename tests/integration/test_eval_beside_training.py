@@ -25,7 +25,7 @@ def test_every_checkpoint_is_evaluated_despite_killed_watcher(watched_run: SFTRu
 
 @pytest.fixture
 def run(quickstart: Path, few_problems: Path, tmp_path: Path) -> SFTRun:
-    """A run as `watched_run`, which has not been started."""
+    """A run with the settings of `watched_run` that has not been started."""
     watch = ("eval.watch=true", f"eval.recipe={few_problems}", "trainer.max_ckpt_to_keep=9")
     run = SFTRun(quickstart, tmp_path / "run", *watch)
     run.imports = "vllm"
@@ -35,7 +35,7 @@ def run(quickstart: Path, few_problems: Path, tmp_path: Path) -> SFTRun:
 def test_restarted_finished_run_evaluates_nothing(run: SFTRun, watched_run: SFTRun) -> None:
     shutil.copytree(watched_run.run_dir, run.run_dir)
     metrics = {path: path.stat().st_mtime_ns for path in run.run_dir.glob("eval/eval_step_*/metrics.json")}
-    run.finish()  # in a new directory it is another run, which resumes at its last step
+    run.finish()  # a new directory is a different run, which resumes at the last step
     again = run.finish()
     assert "This run is finished" in again.stdout and len(run.attempts()) == 2
     assert len(metrics) == 3 and {path: path.stat().st_mtime_ns for path in metrics} == metrics

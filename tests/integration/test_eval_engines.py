@@ -119,7 +119,7 @@ def test_death_of_process_is_reported(export: Path) -> None:
         [child] = vllm_processes(owner.process)
         child.kill()
         assert "SIGKILL, possibly out of memory" in owner.line()
-        assert "SIGKILL" in owner.line()  # to every further call
+        assert "SIGKILL" in owner.line()  # also on every further call
 
 
 def test_hanging_process_is_killed(export: Path) -> None:
@@ -223,7 +223,7 @@ def test_vllm_runs_model_code_only_on_request(arguments: dict[str, Any]) -> None
 
 @pytest.fixture(scope="module")
 def server(export: Path) -> Iterator[str]:
-    """URL of vLLM's own server, which ends with the module."""
+    """URL of vLLM's own server, which runs until the module ends."""
     port = free_port()
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -46,7 +46,7 @@ def recipe_for(address: str) -> EvalConfig:
 
 
 def poll_until(condition: Callable[[], bool], executor: RayPool) -> None:
-    """Let the executor look after its workers until the condition holds."""
+    """Poll the executor until the condition holds."""
 
     def holds() -> bool:
         assert not executor.events(0.2)
@@ -132,7 +132,7 @@ def test_work_of_killed_node_is_repeated_on_another(
         on_node[:] = family_of(psutil.Process(raylet.process.pid))
         return run.num_answers > 0 and count_of("vllm_process", on_node) > 0
 
-    # with two workers requested, the lost one is replaced on the node that is left
+    # of the two requested workers, the lost one is replaced on the remaining node
     with RayEvaluation(inputs, tmp_path / "out", cluster, "executor.num_workers=2") as run:
         run.wait_until(is_at_work)
         assert any(map(is_worker, on_node))

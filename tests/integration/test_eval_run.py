@@ -282,7 +282,7 @@ def assert_one_error(code: object, stdout: str, stderr: str, message: str) -> No
 
 @pytest.fixture
 def bad_names(setup: Setup, tmp_path: Path) -> dict[str, str]:
-    """What the words of `BAD_INPUT` refer to."""
+    """The placeholders of `BAD_INPUT`."""
     (tmp_path / "bad.jsonl").write_text("{}")
     return {"root": str(tmp_path), "model": str(setup.random)}
 

@@ -22,7 +22,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def words(recipe: Path, port: int, *further: str) -> tuple[str | Path, ...]:
-    """The command, which writes to `place` in the directory of the recipe."""
+    """The command, which writes to `place` next to the recipe."""
     engine = ("engine.kind=openai", f"engine.base_url=http://127.0.0.1:{port}/v1")
     return ("run", "--recipe", recipe, "--output", recipe.parent / "place", "--no-wandb", *engine, *further)
 
@@ -36,7 +36,7 @@ def test_evaluation_survives_server_restart(recipe: Path, tmp_path: Path) -> Non
     patience = ("engine.timeout_s=2", "engine.concurrency=1", "max_attempts=12", "backoff_s=0.5")
     with serving(num_answers=3, text=f"{ANSWER}\nfirst life") as (server, port):
         with started(log, *words(recipe, port, *patience)) as run:
-            server.wait()  # it has killed itself
+            server.wait()  # it kills itself
             [job] = wait_until(lambda: [job for job in jobs(place) if job.attempts >= 1], run)
             assert f"http://127.0.0.1:{port}/v1" in job.error
             with serving(port=port, text=f"{ANSWER}\nsecond life"):

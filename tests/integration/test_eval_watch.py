@@ -116,7 +116,7 @@ def test_two_watchers_do_each_job_once(followed: Followed) -> None:
     assert names == ["step_10", "step_20", "step_20", "step_30"]  # 20 again with its third tier
     assert all("\n  best checkpoint global_step_20, by " in log for log in followed.logs)
     for path in followed.run_dir.glob("eval/eval_*/work/*/*.jsonl"):
-        # what is no answer or no verdict is tried once more
+        # failed answers and verdicts are retried once
         rows = [row for row in read_lines(path) if not row.get("error", row.get("error_type") == "api_error")]
         keys = [row["problem_id"] for row in rows]
         assert keys and len(set(keys)) == len(keys), path
@@ -167,7 +167,7 @@ def test_watching_an_evaluated_run_again_does_nothing(followed: Followed) -> Non
 
 @pytest.fixture
 def copy(followed: Followed, tmp_path: Path) -> Path:
-    """A copy of the evaluated run, to be evaluated with other settings: it has all answers, so no engine is needed."""
+    """A copy of the evaluated run for evaluation with other settings; it has all answers, so no engine is needed."""
     return shutil.copytree(followed.run_dir, tmp_path / "run")
 
 

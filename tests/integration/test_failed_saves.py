@@ -26,7 +26,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def unprivileged() -> tuple[str, ...]:
-    """Words before a command that make the modes of directories count for root, too."""
+    """A command prefix that makes directory modes apply to root, too."""
     if os.geteuid() != 0:
         return ()
     words = ("setpriv", "--bounding-set=-dac_override", "--")

@@ -51,7 +51,7 @@ class StockRun:
 
 @pytest.fixture(scope="module")
 def stock(quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> StockRun:
-    """verl's own command on two ranks, to its end, in new processes."""
+    """A complete run of verl's own command on two ranks, in new processes."""
     directory = tmp_path_factory.mktemp("stock")
     files = [f"data.{split}_files={quickstart}/{split}.parquet" for split in ("train", "val")]
     words = [*files, f"model.partial_pretrain={quickstart}/model", *WORDS]
@@ -71,7 +71,7 @@ def stock(quickstart: Path, tmp_path_factory: pytest.TempPathFactory) -> StockRu
     return StockRun(directory / "sft", words, losses, rates)
 
 
-def killed_in_the_middle_of_a_save(run_dir: Path) -> None:
+def killed_during_save(run_dir: Path) -> None:
     shutil.rmtree(run_dir / "global_step_8")
     (run_dir / "global_step_6/data.pt").unlink()
     with (run_dir / "global_step_6/optim_world_size_2_rank_1.pt").open("rb+") as file:
@@ -89,7 +89,7 @@ def killed_early(run_dir: Path) -> None:
     ("kill", "ranks", "step", "epoch", "warnings"),
     [
         (
-            killed_in_the_middle_of_a_save,
+            killed_during_save,
             *(2, 4, 1),
             [("tracker", "is empty"), ("global_step_6", "optim_world_size_2_rank_1.pt is truncated")],
         ),
@@ -131,6 +131,6 @@ def test_verl_run_resumes_with_same_arguments(
 
 
 def digests(checkpoint: Path) -> dict[str, str]:
-    """Of each file by its name."""
+    """The digest of each file by name."""
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
     return {str(path.relative_to(checkpoint)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -35,7 +35,7 @@ EVALUATED = (
 
 
 def by_step(run: TrainingRun) -> dict[int, dict[str, Any]]:
-    """All metrics of each step, the last attempt's."""
+    """All metrics of each step, from its last attempt."""
     rows: dict[int, dict[str, Any]] = {}
     for row in run.rows():
         rows.setdefault(row["step"], {}).update(row)
@@ -54,7 +54,7 @@ def test_every_specified_metric_is_logged(grpo_run: GRPORun, shared: Path) -> No
         assert row["train/reward_total_mean"] == pytest.approx(total, abs=1e-6)
         assert row["train/ratio_deviation_max"] < 1e-5
         assert row["weights/version"] == step - 1 and row["weights/sync_s"] > 0
-        # a validation after the step before has sent the weights already
+        # a validation after the previous step has already sent the weights
         assert (row["weights/bytes"] > 1e6) == (step % 2 == 0)
     assert any(rows[step]["train/grad_norm"] > 0 for step in rows if step)
     assert not [name for step in (0, 2, 4) for name in EVALUATED if name not in rows[step]]

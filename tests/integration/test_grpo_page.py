@@ -37,6 +37,6 @@ def test_example_trains_and_prints_documented_output(quickstart: Path, tmp_path:
 
 
 def form_of(output: str) -> set[str]:
-    """The lines on steps without their numbers, and without the time left, which the page omits."""
+    """The step lines without numbers, and without the ETA, which the page omits."""
     lines = (line.partition(" | ETA")[0] for line in STEPS.findall(output))
     return {re.sub(r"-?\d[\d.,]*(e-\d+)?", "0", line) for line in lines}

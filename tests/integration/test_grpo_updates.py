@@ -1,4 +1,4 @@
-"""The updates of a step follow the formulas, for any number of ranks, micro-batches and rows of a forward pass."""
+"""The updates of a step match a float64 reference for any number of ranks, micro-batches and rows per forward pass."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def updated_on(
 
 
 def change(parameters: dict[str, Any]) -> torch.Tensor:
-    """The difference that the updates made, all parameters in one vector."""
+    """The change of all parameters by the updates, as one vector."""
     import torch
 
     from tests.helpers.grpo_reference import make_model

@@ -14,8 +14,8 @@ SICK = ("health.stop_on=[initial_loss]", "health.every=1", "trainer.save_freq=-1
 STOPPED_AT = 5
 
 
-def trained_a_little(model: Path, copy: Path) -> Path:
-    """A copy of an untrained model whose norms are no longer as initialization made them."""
+def slightly_trained(model: Path, copy: Path) -> Path:
+    """A copy of an untrained model whose norm weights differ from their initial values."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(model, copy)
@@ -28,7 +28,7 @@ def trained_a_little(model: Path, copy: Path) -> Path:
 def test_health_rule_stops_run_and_same_command_resumes(quickstart: Path, sft_run: SFTRun, tmp_path: Path) -> None:
     assert not (sft_run.run_dir / "events.jsonl").exists()  # it began from weights that were never trained
     assert sft_run.losses()[1] > 5 and sft_run.record()["untrained_loss"] > 5
-    model = trained_a_little(quickstart / "model", tmp_path / "model")
+    model = slightly_trained(quickstart / "model", tmp_path / "model")
     run_dir = tmp_path / "run"
     run = SFTRun(quickstart, run_dir, f"model.partial_pretrain={model}", *SICK)
     stopped = run.start()

@@ -37,7 +37,7 @@ PROGRAMS = ("daemon that goes on printing", "leaves a stopped child")
 
 @pytest.fixture(scope="module", params=["sandlock", "rlimits"])
 def server(request: pytest.FixtureRequest) -> Iterator[JudgeClient]:
-    """A server at each of these levels, of which no process may be left at the end."""
+    """A server at each of these levels; no process of it may remain at the end."""
     with serving(request.param, 2, HOSTILE_LIMITS) as server:
         yield server
     assert until_settled(server, most=0) == 0

@@ -127,7 +127,7 @@ def test_live_run_updates_open_page(page: Page, root: Path, quickstart: Path, tm
 
 
 def assert_losses(page: Page, run: SFTRun, num_steps: int) -> None:
-    """The last line of the chart has the losses of the run so far, unsmoothed."""
+    """Assert that the last line of the chart has the run's unsmoothed losses so far."""
     losses = list(run.losses().values())
     assert [value for _, value in series(page, "Loss")[-1]["data"]] == pytest.approx(losses, rel=1e-5)
     assert len(losses) == num_steps

@@ -13,7 +13,7 @@ from tests.helpers.commands import script_run
 
 def test_run_on_json_and_csv_resumes_on_same_rows(quickstart: Path, tmp_path: Path) -> None:
     rows = [{"instruction": f"Write f{i}.", "input": "", "output": f"def f{i}(): pass"} for i in range(40)]
-    rows[0]["input"] = str(tmp_path)  # other sessions' files have other digests
+    rows[0]["input"] = str(tmp_path)  # files of other test sessions have other digests
     (tmp_path / "mine.json").write_text(json.dumps(rows))
     (tmp_path / "more.csv").write_text("prompt,response\n" + "".join(f"Write g{i}.,g{i}\n" for i in range(10)))
     words = (

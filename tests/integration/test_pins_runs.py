@@ -58,7 +58,7 @@ WORK_FILES = (
 
 
 def names_in(directory: Path) -> set[str]:
-    """Names of what a directory holds, without checkpoints, and without the leases of those who read one."""
+    """Names of files in a directory, without checkpoints and without readers' leases."""
     return {path.name for path in directory.iterdir() if not path.name.startswith(("global_step_", "lease."))}
 
 
@@ -71,7 +71,7 @@ def keys_of(rows: Iterable[dict[str, Any]]) -> set[str]:
 
 
 def key_paths(content: dict[str, Any]) -> set[str]:
-    """Keys of a flat mapping, and behind `[]` those of the mappings in its lists."""
+    """Keys of a flat mapping, and those of mappings in its lists after `[]`."""
     found = set()
     for key, value in content.items():
         items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
@@ -136,7 +136,7 @@ def check_checkpoint(checkpoint: Path, num_ranks: int, *, further: Iterable[str]
 
 
 def check_pickled_names(run: TrainingRun) -> None:
-    """No file has the name of a module of ours in it, which a move would make unreadable."""
+    """No pickle names one of our modules, because moving the module would make it unreadable."""
     paths = list(run.run_dir.rglob("*.pt"))
     assert paths
     for path in paths:

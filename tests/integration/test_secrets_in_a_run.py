@@ -1,6 +1,6 @@
 """Secrets in the environment of training, evaluation and monitor reach no output, file or command line.
 
-All of it starts cold: environments and command lines of processes are its subject.
+Everything starts cold, because the test inspects environments and command lines of processes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def refusing() -> Iterator[int]:
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Watched:
-    """With the environment of a user who has every key, and caches below `tmp_path`."""
+    """Commands with every secret in their environment, and caches below `tmp_path`."""
     caches = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
     (tmp_path / "tmp").mkdir()
     offline = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path / "tmp")}

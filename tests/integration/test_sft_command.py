@@ -90,7 +90,7 @@ def test_export_is_the_trained_model_in_bf16(whole: tuple[SFTRun, str]) -> None:
 
 
 def kill_after_step(run: SFTRun, step: int) -> int:
-    """SIGKILL the launcher once a step is logged; the step of the last checkpoint."""
+    """SIGKILL the launcher once a step is logged; returns the step of the last checkpoint."""
     with run.started() as process:
         wait_until(lambda: run.last_logged() >= step, process)
         assert sorted(ranks_of(process.pid)) == [0, 1]
@@ -100,9 +100,9 @@ def kill_after_step(run: SFTRun, step: int) -> int:
 
 def test_killed_run_resumes_with_identical_losses(whole: tuple[SFTRun, str], quickstart: Path, tmp_path: Path) -> None:
     run = SFTRun(quickstart, tmp_path, *OPTIONS, cold=True)
-    first = kill_after_step(run, 5)  # in general from the checkpoint at 4, the end of an epoch
+    first = kill_after_step(run, 5)  # usually resumes from the checkpoint at step 4, the end of an epoch
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "att')  # as a crash in the middle of a line leaves it
+        file.write('{"step": 7, "att')  # as a crash in the middle of a write leaves it
     assert "sft), killed, step" in python("verl_ext.health", tmp_path).stdout
     second = kill_after_step(run, first + 3)
     result = run.finish()

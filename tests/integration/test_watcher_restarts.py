@@ -37,7 +37,7 @@ def watchers_of(config: SFTConfig) -> list[psutil.Process]:
 
 
 def next_watcher(config: SFTConfig, killed: set[int]) -> psutil.Process:
-    """Wait for a watcher that is not one of those that were killed."""
+    """Wait for a watcher other than the killed ones."""
     return wait_until(lambda: [each for each in watchers_of(config) if each.pid not in killed])[0]
 
 

@@ -17,7 +17,7 @@ SAVED_AT = 2
 
 
 def finished(num_ranks: int, quickstart: Path, run_dir: Path, *overrides: str) -> SFTRun:
-    """Train to the end on this many ranks, without dropout, whose random numbers belong to the ranks."""
+    """Train to the end on this many ranks, without dropout, because its random numbers depend on the rank."""
     keep_all = "trainer.max_ckpt_to_keep=null"
     run = SFTRun(quickstart, run_dir, keep_all, *overrides, num_ranks=num_ranks, dropout=False)
     run.finish()

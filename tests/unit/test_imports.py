@@ -37,7 +37,7 @@ BESIDE -= COMMANDS
 
 @cache
 def imported_modules(path: Path) -> set[str]:
-    """Everything that a file imports, also inside functions; of our own packages the modules themselves."""
+    """All imports of a file, including those inside functions; for the product's packages, the modules."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -57,7 +57,7 @@ def is_in(module: str, package: str) -> bool:
 
 
 def folder_of(module: str) -> str:
-    """The innermost folder with a row that a module is in; of a command or a module beside the folders its name."""
+    """The innermost documented folder of a module; for a command or a top-level module, its name."""
     if command := next((each for each in COMMANDS if is_in(module, each)), None):
         return command
     folders = [folder for folder in ROWS if is_in(module, package_of(folder))]
@@ -65,7 +65,7 @@ def folder_of(module: str) -> str:
 
 
 def imports_of(folder: str) -> set[str]:
-    """What the modules of a folder import of our own from outside the folder."""
+    """The product's modules outside a folder that its modules import."""
     paths = [path for name, path in MODULES.items() if folder_of(name) == folder]
     ours = {name for path in paths for name in imported_modules(path) if name in MODULES}
     return {name for name in ours if folder_of(name) != folder} - {"verl_ext"}
@@ -159,7 +159,7 @@ def parsed_tests() -> dict[Path, ast.Module]:
 
 
 def outside_helpers() -> dict[Path, ast.Module]:
-    """Without helpers and without programs that tests start."""
+    """Test files without helpers and without programs that tests start."""
     return {
         path: tree for path, tree in parsed_tests().items() if path.parent.name not in ("helpers", "ranks", "faults")
     }
@@ -170,7 +170,7 @@ def place(path: Path, node: ast.AST) -> str:
 
 
 def names_of(node: ast.AST) -> set[str]:
-    """The modules that an import statement names; with `from a import b` also `a.b`, which may be one."""
+    """The modules that an import statement names; for `from a import b` also `a.b`, which may be a module."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     if isinstance(node, ast.ImportFrom) and node.module:
@@ -190,7 +190,7 @@ def at_import(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def starts_a_training(node: ast.AST) -> bool:
-    """Whether it is a command: a list of words, among them `bash` and one of the two scripts."""
+    """Whether a node is a training command: a list of words with `bash` and one of the two scripts."""
     if not isinstance(node, ast.List | ast.Tuple):
         return False
     texts = [part.value for each in node.elts for part in ast.walk(each) if isinstance(part, ast.Constant)]

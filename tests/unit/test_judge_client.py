@@ -58,7 +58,7 @@ def test_killed_server_is_replaced(isolation: str) -> None:
     assert until_settled(server, most=0) == 0
 
 
-def kill_until_it_fails(server: JudgeClient, waiting: Future) -> None:
+def kill_until_submission_fails(server: JudgeClient, waiting: Future) -> None:
     """Kill every process of a server that a submission waits for."""
     while not waiting.done():
         process = server._process
@@ -188,7 +188,7 @@ def test_repeatedly_dying_server_raises_error(isolation: str) -> None:
     """Pending submissions fail; the next one gets a new server."""
     with JudgeClient(judge_config(isolation, num_workers=1)) as server:
         waiting = start_sleeper(server)
-        kill_until_it_fails(server, waiting)
+        kill_until_submission_fails(server, waiting)
         with pytest.raises(JudgeServerError, match="died 5 times.*signal 9|did not start.*-9"):
             waiting.result()
         [verdict] = server.judge_all([RIGHT], progress=False)
@@ -201,7 +201,7 @@ def test_answer_killing_server_keeps_other_verdicts() -> None:
     with JudgeClient(judge_config("rlimits", num_workers=1)) as server, ThreadPoolExecutor(1) as threads:
         judging = threads.submit(server.judge_all, [RIGHT, SLEEPER, RIGHT], progress=False)
         wait_until(lambda: server._pending.keys() == {2, 3})  # all are submitted, and the first is judged
-        kill_until_it_fails(server, server._pending[2].future)
+        kill_until_submission_fails(server, server._pending[2].future)
         assert [verdict.error_type for verdict in judging.result(timeout=300)] == ["success", "api_error", "api_error"]
 
 

@@ -19,7 +19,7 @@ Judge = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Judge:
-    """Runs the command on one problem, unless the arguments name others; returns exit code and standard error."""
+    """Run the command on one problem by default; returns exit code and standard error."""
 
     def judge(answers: list[dict], *arguments: str) -> tuple[int, str]:
         (tmp_path / "problems.jsonl").write_text(json.dumps(PROBLEM) + "\n")

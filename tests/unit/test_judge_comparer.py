@@ -115,7 +115,7 @@ LONG = "0.5 1 x\n" * 2**15
 
 @pytest.fixture
 def comparer() -> Iterator[Comparer]:
-    """One that ends with its test."""
+    """A comparer that is closed after the test."""
     comparer = Comparer()
     yield comparer
     comparer.close()

@@ -22,7 +22,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def tree() -> Iterator[Path]:
-    """A directory that any user can reach, which belongs to nobody where the tests run as root."""
+    """A directory that any user can reach, owned by `nobody` if the tests run as root."""
     path = Path(tempfile.mkdtemp(dir="/dev/shm"))  # where removing thousands of directories is fast
     if os.geteuid() == 0:
         os.chown(path, NOBODY, NOBODY)
@@ -31,8 +31,8 @@ def tree() -> Iterator[Path]:
         remove_tree(str(path))
 
 
-def without_root(work: Callable[[], None]) -> bool:
-    """Run something in a process that is not root, which ignores modes; returns whether it succeeded."""
+def run_as_non_root(work: Callable[[], None]) -> bool:
+    """Run a function in a non-root process, because root ignores modes; returns whether it succeeded."""
     if (pid := os.fork()) == 0:
         try:
             if os.geteuid() == 0:
@@ -47,7 +47,7 @@ def without_root(work: Callable[[], None]) -> bool:
 
 
 def fill(tree: Path) -> None:
-    """Nest directories deeper than Python recurses, with files and links, and take away rights to them."""
+    """Nest directories deeper than Python's recursion limit, with files and links, and remove permissions."""
     fd = os.open(tree, os.O_RDONLY)
     for number in range(DEEP):
         os.mkdir("nested", dir_fd=fd)
@@ -65,15 +65,15 @@ def fill(tree: Path) -> None:
 
 def test_removes_directories_of_any_depth_and_mode(tree: Path) -> None:
     """As a non-root owner; links are not followed."""
-    assert without_root(lambda: fill(tree))
-    assert without_root(lambda: remove_tree(str(tree)))
+    assert run_as_non_root(lambda: fill(tree))
+    assert run_as_non_root(lambda: remove_tree(str(tree)))
     assert not tree.exists() and Path("/etc/passwd").exists()
 
 
 def test_usage_counts_each_file_once(tree: Path) -> None:
     """Every file and directory counts, and the blocks of each file once."""
     assert directory_usage(str(tree)) == directory_usage(str(tree / "missing")) == (0, 0)
-    assert without_root(lambda: fill(tree))
+    assert run_as_non_root(lambda: fill(tree))
     assert directory_usage(str(tree)) == (FILLED, 0)
     (tree / "file").write_bytes(bytes(1 << 20))
     os.link(tree / "file", tree / "same")
@@ -88,7 +88,7 @@ def test_usage_stops_counting_beyond_limit(tree: Path, monkeypatch: pytest.Monke
         (tree / str(number)).touch()
     assert directory_usage(str(tree))[0] == 4
     monkeypatch.undo()
-    assert without_root(lambda: fill(tree))
+    assert run_as_non_root(lambda: fill(tree))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
     try:

@@ -59,7 +59,7 @@ PROGRAMS = {
 
 
 def verdicts_at(level: IsolationLevel) -> dict[str, Verdict]:
-    """The verdicts on all programs by the error type that each deserves."""
+    """The verdicts on all programs by expected error type."""
     worker = JudgeWorker(level, SharedGate())
     verdicts = {}
     for expected, program in PROGRAMS.items():
@@ -72,7 +72,7 @@ def verdicts_at(level: IsolationLevel) -> dict[str, Verdict]:
 
 @pytest.fixture(scope="module")
 def verdicts() -> list[dict[str, Verdict]]:
-    """Of all levels, which judge at the same time."""
+    """The verdicts of all levels, which run concurrently."""
     with ThreadPoolExecutor(len(LEVELS)) as threads:
         return list(threads.map(verdicts_at, LEVELS))
 
@@ -88,7 +88,7 @@ def test_every_isolation_level_judges_correctly(number: int, verdicts: list[dict
 
 @pytest.fixture(scope="module", params=["bwrap", "sandlock", "rlimits"])
 def worker(request: pytest.FixtureRequest) -> Iterator[JudgeWorker]:
-    """A worker in this process, at each level by its name."""
+    """A worker in this process, once per isolation level."""
     levels = candidate_levels(request.param)
     if not levels:
         pytest.skip(f"{request.param} is not installed")

@@ -438,7 +438,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def judged() -> Iterator[Callable[[str], Verdict]]:
-    """The verdict on a case, of a server at any level."""
+    """The verdict on a case, from a server at any isolation level."""
     with JudgeClient(judge_config(num_workers=2)) as server:
         yield submit_all(server, {name: (function(*case[:2]), LIMITS) for name, case in CASES.items()})
 

@@ -33,7 +33,7 @@ ANSWERS = {
 
 @pytest.fixture(scope="module", params=LEVELS)
 def verdict(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Verdict]]:
-    """The verdict on a case, of a server at each level with NumPy."""
+    """The verdict on a case, from a server with NumPy at each isolation level."""
     submissions = {name: function(program, test) for name, (program, test) in ANSWERS.items()}
     submissions |= {"program": script(IN_PROGRAMS, ("", "2")), "another": function(IMPORTS_ANOTHER, "assert f(1) == 1")}
     with serving(request.param, 2, LIMITS, ("numpy",)) as server:

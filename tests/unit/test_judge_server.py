@@ -17,7 +17,7 @@ from tests.helpers.processes import wait_until
 
 
 class FailingWorker:
-    """Fails where it is asked to, with an error that the judge does not expect, and in its clean-up."""
+    """A worker that fails on request, with an error that the judge does not expect, and again in its clean-up."""
 
     num_made = 0
 
@@ -25,7 +25,7 @@ class FailingWorker:
         type(self).num_made += 1
 
     def judge(self, submission: Submission, limits: ResourceLimits) -> Verdict:
-        """Fail, or judge it right."""
+        """Fail, or return a successful verdict."""
         if submission.program == "fail":
             raise RecursionError("too deep")
         return Verdict("success", 1, 1)

@@ -25,7 +25,7 @@ sys.path.remove(str(INSIDE))
 
 
 def refuse(*_: Any) -> Any:
-    """No object may stay behind."""
+    """Reject any object that would need a handle."""
     raise AssertionError("it became a handle")
 
 
@@ -40,13 +40,13 @@ def sent(value: Any) -> Any:
 
 
 class Colour(enum.IntEnum):
-    """An int with a name."""
+    """An int subclass."""
 
     RED = 3
 
 
 class Text(str):
-    """A string that lies."""
+    """A string that claims to equal everything."""
 
     def __eq__(self, other: object) -> bool:
         """To everything."""

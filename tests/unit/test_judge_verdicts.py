@@ -31,7 +31,7 @@ FUNCTIONS = {
     "raises an assertion": ("def f(x): assert False", "runtime_error"),
     "an assertion of its own": ("class E(AssertionError): pass\ndef f(x): raise E", "runtime_error"),
     "leaves": ("import sys\ndef f(x): sys.exit(0)", "runtime_error"),
-    "leaves at import": ("import sys\nsys.exit(0)", "runtime_error"),
+    "exits at import": ("import sys\nsys.exit(0)", "runtime_error"),
     "ends the process": ("import os\ndef f(x): os._exit(0)", "runtime_error"),
     "nothing": ("", "syntax_error"),
     "defines nothing": ("x = 1", "runtime_error"),
@@ -164,7 +164,7 @@ OTHERS: dict[str, tuple[Submission, ResourceLimits]] = {
 
 
 def submissions() -> dict[str, tuple[Submission, ResourceLimits]]:
-    """Every case of this file under a name of its own."""
+    """Every case of this file by a unique name."""
     kinds = (("function", function, FUNCTIONS), ("script", script, SCRIPTS))
     return OTHERS | {
         f"{kind} {name}": (make(program), SHORT if expected == "timeout" else LIMITS)
@@ -178,14 +178,14 @@ Judged = Callable[[str], Verdict]
 
 @pytest.fixture(scope="module", params=LEVELS)
 def server(request: pytest.FixtureRequest) -> Iterator[JudgeClient]:
-    """A server at each level."""
+    """A server at each isolation level."""
     with serving(request.param, 8, LIMITS) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def judged(server: JudgeClient) -> Judged:
-    """The verdict on a case; all cases are judged at the same time."""
+    """The verdict on a case; all cases are judged concurrently."""
     return submit_all(server, submissions())
 
 

@@ -14,7 +14,7 @@ RIGHT = GeneratedAnswer("```python\ndef f(x):\n    return x + 1\n```", num_token
 
 
 def batch(number: int) -> Batch:
-    """An answer that has yet to be judged."""
+    """A batch with one answer that is not yet judged."""
     id_ = BatchId(claim=1, number=number)
     return Batch(id_, None, {"p": PROBLEM}, (), SamplingConfig(), answers={("p", 0): RIGHT})
 

@@ -159,8 +159,8 @@ def check_all(config: RunConfig) -> None:
     check_inputs(config)
 
 
-def words_of_a_launch(quickstart: Path, run_dir: Path) -> list[str]:
-    """Of an SFT run that could begin."""
+def launch_arguments(quickstart: Path, run_dir: Path) -> list[str]:
+    """The arguments of a valid SFT launch."""
     files = [f"data.train_files={quickstart}/train.parquet", f"data.val_files={quickstart}/val.parquet"]
     model = f"model.partial_pretrain={quickstart}/model"
     return ["sft", "2", "prepare=[]", f"trainer.default_local_dir={run_dir}", model, *files]
@@ -172,7 +172,7 @@ def test_rejects_mistakes_before_preparing_or_writing(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", without("liger_kernel", "flash_attn", "torch_npu"))
     with pytest.raises(UserError, match=MISTAKES[mistake]):
-        check_config(configure(parse_arguments([*words_of_a_launch(quickstart, tmp_path / "run"), mistake])))
+        check_config(configure(parse_arguments([*launch_arguments(quickstart, tmp_path / "run"), mistake])))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -263,7 +263,7 @@ def test_prepared_model_is_checked_after_preparation(
 
 
 def test_rejects_directory_in_place_of_file(quickstart: Path, tmp_path: Path) -> None:
-    config = configure(parse_arguments(words_of_a_launch(quickstart, tmp_path / "run")))
+    config = configure(parse_arguments(launch_arguments(quickstart, tmp_path / "run")))
     for name, other in {"config.yaml": "a file", "sft_history.csv": "a file", "trace": "a directory"}.items():
         path = tmp_path / "run" / name
         path.parent.mkdir(exist_ok=True)
@@ -289,14 +289,14 @@ def test_rejects_model_with_invalid_files(
 ) -> None:
     model = Path(shutil.copytree(quickstart / "model", tmp_path / "model"))
     (model / name).write_text(content)
-    words = [*words_of_a_launch(quickstart, tmp_path / "run"), f"model.partial_pretrain={model}"]
+    words = [*launch_arguments(quickstart, tmp_path / "run"), f"model.partial_pretrain={model}"]
     config = configure(parse_arguments([*words, f"model.trust_remote_code={trusted}"]))
     with pytest.raises(UserError, match=f"{model}/{name}.* {names}"):
         check_inputs(config)
 
 
 def test_rejects_prepare_command_with_unclosed_quote(quickstart: Path, tmp_path: Path) -> None:
-    words = [*words_of_a_launch(quickstart, tmp_path / "run"), "prepare=['quickstart --output \"data']"]
+    words = [*launch_arguments(quickstart, tmp_path / "run"), "prepare=['quickstart --output \"data']"]
     with pytest.raises(UserError, match="quickstart --output .* is malformed .*quotation"):
         needed_commands(configure(parse_arguments(words)))
 
@@ -308,7 +308,7 @@ def without(*modules: str) -> Callable[..., Any]:
 
 
 def test_checks_write_nothing(quickstart: Path, tmp_path: Path) -> None:
-    words = words_of_a_launch(quickstart, tmp_path / "deep/run")
+    words = launch_arguments(quickstart, tmp_path / "deep/run")
     template = "data.chat_template='{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% endfor %}'"
     optimizer = ["optim.optimizer=SGD", "optim.override_optimizer_config={momentum: 0.9}"]
     check_all(configure(parse_arguments([*words, template, *optimizer, "trainer.logger=[console,file,mlflow]"])))
@@ -329,7 +329,7 @@ def test_model_is_checked_before_torchrun(damage: dict[str, Any], says: str, qui
     for name, content in damage.items():
         (model / name).write_text(json.dumps(content))
     (model / "chat_template.jinja").unlink(missing_ok=True)
-    words = [*words_of_a_launch(quickstart, tmp_path / "run"), f"model.partial_pretrain={model}"]
+    words = [*launch_arguments(quickstart, tmp_path / "run"), f"model.partial_pretrain={model}"]
     with pytest.raises(UserError, match=says):
         check_all(configure(parse_arguments(words)))
 
@@ -385,7 +385,7 @@ def test_resumed_run_keeps_first_start_of_its_checkpoint(quickstart: Path, tmp_p
     former, run_dir = datetime(2026, 7, 4, 9, 30), tmp_path / "run"
 
     def started(*words: str) -> datetime:
-        return former_start(configure(parse_arguments([*words_of_a_launch(quickstart, run_dir), *words])))[0]
+        return former_start(configure(parse_arguments([*launch_arguments(quickstart, run_dir), *words])))[0]
 
     RunRecord(tmp_path / "other").mark_waiting(first_start=former.isoformat())
     RunRecord(run_dir).mark_waiting(first_start=former.isoformat())
@@ -403,7 +403,7 @@ def test_resumed_run_keeps_precision_of_its_checkpoint(quickstart: Path, tmp_pat
     run_dir = tmp_path / "run"
 
     def recorded(*words: str) -> str | None:
-        return former_start(configure(parse_arguments([*words_of_a_launch(quickstart, run_dir), *words])))[1]
+        return former_start(configure(parse_arguments([*launch_arguments(quickstart, run_dir), *words])))[1]
 
     RunRecord(run_dir).mark_waiting(precision="bf16")
     assert recorded() is None, "a run that starts at step 0 chooses again"

@@ -147,8 +147,8 @@ def watched(recipe: Path | str, *overrides: str) -> RunConfig:
 
 
 @pytest.fixture(autouse=True)
-def found_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the scripts set it."""
+def importable_from_any_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the package importable from any directory, as the scripts do."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 

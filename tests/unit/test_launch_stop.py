@@ -43,7 +43,7 @@ TERM = HandledStop(signal.SIGTERM)
 
 @pytest.fixture
 def signals() -> Iterator[StopSignals]:
-    """Listening in this process until the test ends."""
+    """Stop signals that are handled in this process until the test ends."""
     before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
     listening = StopSignals()
     listening.install()
@@ -52,7 +52,7 @@ def signals() -> Iterator[StopSignals]:
         signal.signal(number, handler)
 
 
-def wait_for_a_signal(seconds: float = 60) -> None:
+def wait_for_signal(seconds: float = 60) -> None:
     """Return only if no signal handler raises."""
     threading.Event().wait(seconds)
 
@@ -61,10 +61,10 @@ def test_signal_is_recorded_and_raised_only_where_allowed(signals: StopSignals) 
     with pytest.raises(StopRequest, match=signal.SIGUSR1.name):
         with signals.raising():
             os.kill(os.getpid(), signal.SIGUSR1)
-            wait_for_a_signal()
+            wait_for_signal()
     os.kill(os.getpid(), signal.SIGTERM)
     assert signals.received == [signal.SIGUSR1, signal.SIGTERM]
-    with pytest.raises(StopRequest):  # it was asked before
+    with pytest.raises(StopRequest):  # the request was made before
         with signals.raising():
             pytest.fail("the work must not begin")
 
@@ -76,7 +76,7 @@ def test_signal_is_deferred_while_torch_is_imported(signals: StopSignals) -> Non
             with hold_stop_signals():
                 os.kill(os.getpid(), signal.SIGUSR1)
                 os.kill(os.getpid(), signal.SIGTERM)
-                wait_for_a_signal(0.1)
+                wait_for_signal(0.1)
                 ran.append("import")
             pytest.fail("the work after the import must not begin")
     assert ran and signals.received[0] is signal.SIGUSR1
@@ -136,14 +136,14 @@ def test_stop_request_wrapped_in_other_exception_is_raised(signals: StopSignals)
         with signals.raising():
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
-                wait_for_a_signal()
+                wait_for_signal()
             except StopRequest as request:
                 raise RuntimeError("Error calling __set_name__") from request
     with pytest.raises(SystemExit) as left:
         with clean_exit():
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
-                wait_for_a_signal()
+                wait_for_signal()
             except StopRequest as request:
                 raise RuntimeError("Error calling __set_name__") from request
     assert left.value.code == STOPPED_EXIT_CODE
@@ -187,7 +187,7 @@ def test_closed_terminal_is_no_error(tmp_path: Path) -> None:
 
 @dataclass
 class Ended:
-    """What torch records of a rank."""
+    """What torch records about a failed rank."""
 
     exitcode: int
     message: str | dict = ""
@@ -232,7 +232,7 @@ CRASH = Failure("rank 0 failed", 1)
 
 
 def run(outcomes: list[Outcome], progress: list[object], restarts: int) -> tuple[Outcome, list[str], int]:
-    """The last outcome, what was announced, and the number of attempts that were left."""
+    """Run with restarts; returns the last outcome, the announcements, and the number of attempts left."""
     left, seen, announced = list(outcomes), iter(progress), []
     last = run_with_restarts(
         lambda: left.pop(0),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 @pytest.fixture
 def adapters(quickstart: Path, tmp_path: Path) -> Path:
-    """Adapters of the small model that change what it computes."""
+    """Adapters that change the output of the small model."""
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(quickstart / "model"),
         LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"]),

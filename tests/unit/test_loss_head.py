@@ -59,7 +59,7 @@ def loss_of(model: nn.Module, head: FusedLinearCrossEntropy | None = None) -> To
 
 
 def samples() -> list[dict]:
-    """With different parts that are learnt, one of which is nothing."""
+    """Samples with loss on different parts, one of them without any loss tokens."""
     made = [{**sample, "row": row} for row, sample in enumerate(trial_samples(97))]
     made[0]["loss_mask"][:3] = 0
     made[1]["loss_mask"][:] = 0
@@ -87,7 +87,7 @@ def test_fused_loss_equals_loss_of_logits(
     got = [hidden.grad, *(parameter.grad for parameter in linear.parameters())]
     for gradient, expected in zip(got, wanted, strict=True):
         assert torch.allclose(gradient, expected, atol=1e-4)
-    assert torch.equal(head(hidden), linear(hidden))  # logits again, once nobody asks
+    assert torch.equal(head(hidden), linear(hidden))  # outside the context it returns logits again
 
 
 def test_frozen_head_gets_no_weight_gradient() -> None:
@@ -142,7 +142,7 @@ def by_mask(
     window_size: tuple[int, int],
     **settings: bool,
 ) -> torch.Tensor:
-    """What torch's kernel for variable lengths computes, by a mask over the row."""
+    """The result of torch's variable-length kernel, computed with a mask over the row."""
     assert borders is key_borders and longest == longest_key == int(borders.diff().max())
     assert settings == packed_attention.GROUPED_HEADS and query.shape[1] == 2 * key.shape[1]
     position = torch.arange(len(query))

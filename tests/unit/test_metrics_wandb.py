@@ -14,7 +14,7 @@ from verl_ext.metrics.wandb_sink import RUN_ID_FILE, open_wandb_run, persistent_
 
 @pytest.fixture(autouse=True)
 def no_key(monkeypatch, tmp_path):
-    """A machine on which nobody ever configured W&B."""
+    """A machine on which W&B was never configured."""
     for variable in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))

@@ -28,8 +28,8 @@ LETTERS = sorted({*pre_tokenizers.ByteLevel.alphabet()})
 NAMES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"}
 
 
-def of_model(model: Any) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes whose end of turn is not in the model's vocabulary."""
+def byte_tokenizer(model: Any) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer whose end-of-turn token is not in the model's vocabulary."""
     backend = Tokenizer(model)
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
@@ -47,7 +47,7 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_saved_tokenizer_has_every_file(kind: str, tmp_path: Path) -> None:
-    tokenizer = of_model(MODELS[kind])
+    tokenizer = byte_tokenizer(MODELS[kind])
     save_tokenizer(tokenizer, tmp_path)
     written = {path.name for path in tmp_path.iterdir()}
     assert written >= NAMES and ("merges.txt" in written) == (kind == "bpe")
@@ -62,14 +62,14 @@ def test_saved_tokenizer_has_every_file(kind: str, tmp_path: Path) -> None:
 
 def test_tokenizer_config_is_readable_by_transformers_4(tmp_path: Path) -> None:
     """transformers 4 does not know `TokenizersBackend`, and accepts `extra_special_tokens` only as a mapping."""
-    save_tokenizer(of_model(MODELS["bpe"]), tmp_path)
+    save_tokenizer(byte_tokenizer(MODELS["bpe"]), tmp_path)
     content = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert content["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert "extra_special_tokens" not in content and content["additional_special_tokens"] == ["<|im_start|>"]
 
 
 def test_vocabulary_and_merges_reproduce_tokens(tmp_path: Path) -> None:
-    tokenizer = of_model(MODELS["bpe"])
+    tokenizer = byte_tokenizer(MODELS["bpe"])
     save_tokenizer(tokenizer, tmp_path)
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     backend.model = models.BPE.from_file(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
@@ -79,7 +79,7 @@ def test_vocabulary_and_merges_reproduce_tokens(tmp_path: Path) -> None:
 
 def test_merges_with_line_breaks_are_not_written(tmp_path: Path) -> None:
     """Gemma has such merges."""
-    save_tokenizer(of_model(models.BPE(vocab={"\n": 0, "\n\n": 1}, merges=[("\n", "\n")])), tmp_path)
+    save_tokenizer(byte_tokenizer(models.BPE(vocab={"\n": 0, "\n\n": 1}, merges=[("\n", "\n")])), tmp_path)
     assert (tmp_path / "vocab.json").exists() and not (tmp_path / "merges.txt").exists()
 
 

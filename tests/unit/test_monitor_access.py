@@ -23,7 +23,7 @@ from verl_ext.monitor.server import cookie_secret, escape_formula
 
 
 def ask(token: str | None, kind: str = "http", query: str = "", **headers: str) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether the page was reached, and what was sent."""
+    """Send a request; returns whether it reached the page, and the messages sent back."""
     reached, sent = [], []
 
     async def page(scope: Any, receive: Any, send: Any) -> None:
@@ -59,7 +59,7 @@ def test_token_in_url_becomes_cookie() -> None:
     kept = f'x={{"a": [1]}}; {COOKIE}={digest_of("secret")}'
     assert ask("secret", "websocket", cookie=kept)[0]
     reached, [start] = ask("secret", query="token=wrong", cookie=kept)
-    assert reached and start["headers"] == [*HEADERS]  # a wrong word takes nothing away
+    assert reached and start["headers"] == [*HEADERS]  # a wrong token does not revoke the cookie
 
 
 def test_token_is_removed_from_query() -> None:

@@ -46,7 +46,7 @@ def count(follower: RunFollower, table: str) -> int:
 
 
 def points(follower: RunFollower, path: str, metric: str = "train/loss") -> tuple[list[float], list[float]]:
-    """What a page draws of a metric."""
+    """The points that a page draws for a metric."""
     x, values = follower.curves(follower.runs[path]).envelopes[metric].points()
     return x.tolist(), values.tolist()
 
@@ -375,7 +375,7 @@ def test_unchanged_evaluations_are_not_reread(root: Path, follower: RunFollower)
 
 
 def bytes_read() -> int:
-    """By this process until now."""
+    """Bytes read by this process so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -566,7 +566,7 @@ def test_bad_run_does_not_hide_others(root: Path, follower: RunFollower, capsys:
 
 @pytest.fixture
 def idle_follower(follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> RunFollower:
-    """Of two runs that never have anything more."""
+    """A follower of two runs without new rows."""
     monkeypatch.setattr(follower, "find_runs", lambda: [1, 2])
     monkeypatch.setattr(follower._database, "live_runs", lambda: [1, 2])
     monkeypatch.setattr(follower, "read_new_rows", lambda run: False)
@@ -574,7 +574,7 @@ def idle_follower(follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> Run
 
 
 def follow_until(is_over: Callable[[], bool], follower: RunFollower) -> None:
-    """Let it look until something holds."""
+    """Run the follower until a condition holds."""
     follower.start()
     wait_until(is_over)
     assert follower.is_alive()

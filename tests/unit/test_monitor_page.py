@@ -25,7 +25,7 @@ from verl_ext.trainer.stages import load_config
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """With one live run of five steps, `p/old`."""
+    """A root directory with one live run of five steps, `p/old`."""
     root = tmp_path / "checkpoints"
     write_record(root / "p/old")
     write_rows(root / "p/old", 1, range(1, 6))
@@ -57,12 +57,12 @@ def element(client: Client, name: str) -> Any:
 
 
 def panel_of(kind: type[Panel], follower: RunFollower, state: PageState) -> Any:
-    """A panel whose changes of the state reach the state alone."""
+    """A panel whose state changes are not passed to a page."""
     return kind(follower, state, lambda push=True, **changes: vars(state).update(changes))
 
 
 def bytes_read() -> int:
-    """By this process until now."""
+    """Bytes read by this process so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

@@ -31,7 +31,7 @@ def write(path: Path, rows: list[dict[str, object]] = CHATS) -> Path:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory that relative paths count from."""
+    """The directory that relative paths are resolved against."""
     (tmp_path / "repository").mkdir()
     monkeypatch.chdir(tmp_path / "repository")
     return tmp_path / "repository"
@@ -110,7 +110,7 @@ def test_files_are_converted_once_and_again_after_changes(repository: Path, caps
 
 def test_converted_file_is_reread_only_if_size_or_time_changed(repository: Path) -> None:
     def converted() -> str:
-        """What another process reads."""
+        """The configuration that another process prints."""
         words = [sys.executable, "-m", "verl_ext.launch", "sft", "--print-config", "data.train_files=mine.jsonl"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         return run(words, env=environment, text=True, capture_output=True, check=True).stdout

@@ -52,7 +52,7 @@ def run(installed: Path, cwd: Path, *words: str, missing: tuple[str, ...] = ()) 
 
     Args:
         installed: the wheel's files.
-        cwd: where the user is.
+        cwd: the user's current directory.
         words: what the user typed.
         missing: packages that are hidden from it and from its children.
     """
@@ -220,7 +220,7 @@ def test_require_package_rejects_only_missing_packages(monkeypatch: pytest.Monke
 
 
 class Environment:
-    """Installed distributions, what they require, and the words of every installation."""
+    """Fake installed distributions, their requirements, and the arguments of every installation."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
         self.versions = {name.replace("_", "-"): version for name, version in versions.items()}

@@ -26,7 +26,7 @@ def all_rows(shares: RankMicroBatches) -> list[int]:
 
 def test_first_fit_decreasing_fills_bins_by_length() -> None:
     assert first_fit_decreasing(np.array([4, 8, 1, 4, 2, 1]), 10) == [[1, 4], [0, 3, 2, 5]]
-    assert first_fit_decreasing(np.array([12, 3]), 10) == [[0], [1]]  # too long for any: alone
+    assert first_fit_decreasing(np.array([12, 3]), 10) == [[0], [1]]  # too long for any bin: alone
 
 
 def test_first_fit_decreasing_is_near_optimal() -> None:
@@ -53,7 +53,7 @@ def test_packed_shares_keep_budget_and_balance_ranks(num_ranks: int, budget: int
     assert len({len(share) for share in shares}) == 1
     tokens = tokens_of(lengths, shares)
     assert tokens.max() <= budget
-    at_once = tokens.max(axis=0).sum() / tokens.mean(axis=0).sum()  # what the slowest take over what all take
+    at_once = tokens.max(axis=0).sum() / tokens.mean(axis=0).sum()  # time of the slowest rank relative to the mean
     assert at_once < 1.03
     fewest = -(-lengths[rows].sum() // budget)
     assert tokens.size <= -(-fewest // num_ranks) * num_ranks + num_ranks

@@ -2,8 +2,8 @@
 
 `PINS_WRITE=1 bash tests/run.sh unit tests/unit/test_pins_commands.py` records them again, and fails.
 
-`tests/data/pins/commands.json` has what --help shows, without its prose. Of an argument without `--` only the place is
-recorded.
+`tests/data/pins/commands.json` has what --help shows, without its prose. Positional arguments are recorded only by
+their position.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sections_of(page: str) -> dict[str, list[str]]:
 
 
 def entries_of(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """What is typed and its text, on one line, for each entry of a section."""
+    """For each entry of a section, its name and its text on one line."""
     typed, text = "", ""
     for line in (*lines, "  end"):
         if found := ENTRY.match(line):
@@ -50,7 +50,7 @@ def entries_of(lines: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def option_of(typed: str, text: str) -> str:
-    """An option's names, then its choices or VALUE if it takes one, and `= DEFAULT` if that is no prose."""
+    """An option's names, its choices or VALUE if it takes one, and `= DEFAULT` unless the default is prose."""
     names = [word.partition(" ")[0] for word in re.split(r", (?=-)", typed)]
     value = typed.rpartition(names[-1])[2].strip()
     shown = value if value.startswith("{") else "VALUE" if value else ""
@@ -62,7 +62,7 @@ def option_of(typed: str, text: str) -> str:
 
 
 def described(page: str) -> dict[str, Any]:
-    """The words of a command."""
+    """The sub-commands, options and arguments of a command."""
     sections = sections_of(page)
     return {
         "options": sorted(option_of(*entry) for entry in entries_of(sections["options"])),

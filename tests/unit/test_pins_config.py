@@ -22,7 +22,7 @@ STAGES = {"sft": "sft", "vlm_sft": "sft", "grpo": "grpo", "budget": "grpo"}
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What --print-config prints: of `stage STAGE` for the defaults, of `COMMAND` alone, and of `COMMAND/RECIPE`."""
+    """The output of --print-config by `stage STAGE` (the defaults), `COMMAND`, and `COMMAND/RECIPE`."""
     directory, words = tmp_path_factory.mktemp("recipes"), {}
     for stage, command in STAGES.items():
         (directory / stage).mkdir()
@@ -37,7 +37,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 def changes(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The keys that differ from the defaults; a key that is gone is `(removed)`, unless it was an empty mapping."""
+    """The keys that differ from the defaults; a removed key is `(removed)`, unless it was an empty mapping."""
     changed = {key: value for key, value in content.items() if key not in defaults or differ(value, defaults[key])}
     return changed | {key: "(removed)" for key, value in defaults.items() if key not in content and value != {}}
 

@@ -1,6 +1,6 @@
 """Digests and seeds that identify runs, evaluations and caches have their recorded values.
 
-Another value makes a resumed run another one, has every evaluation begin again, or makes kept files useless.
+A changed value breaks resuming runs, restarts every evaluation, or invalidates cached files.
 
 `PINS_WRITE=1 bash tests/run.sh unit tests/unit/test_pins_digests.py` records `tests/data/pins/digests/` again, and
 fails. The literals below are to be edited by hand. `tests/data/pins/inputs/` is never written again: its bytes count.
@@ -60,7 +60,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """A tokenizer of ten words, which no release of a library trains in another way."""
+    """A tokenizer of ten words, which does not depend on library releases."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -73,7 +73,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The releases of libraries that are part of a key, as recorded."""
+    """Set the library releases that are part of a cache key to the recorded ones."""
     import tokenizers
     import transformers
 

@@ -29,7 +29,7 @@ SHAPE_7B = shape_of(AutoConfig.for_model(**BUILT_IN["Qwen/Qwen2.5-Coder-7B-Instr
 
 
 @pytest.fixture(autouse=True)
-def without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_shape, "hub_answers", lambda: False)
 
 

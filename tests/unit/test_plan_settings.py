@@ -171,11 +171,11 @@ def test_rejects_invalid_options(word: str, says: str) -> None:
 
 
 @pytest.fixture
-def without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_shape, "hub_answers", lambda: False)
 
 
-@pytest.mark.usefixtures("without_a_network")
+@pytest.mark.usefixtures("no_network")
 def test_finds_model_in_home_directory_and_hub_cache(
     quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +188,7 @@ def test_finds_model_in_home_directory_and_hub_cache(
     assert find_model(config("model.partial_pretrain=gpt2"))[0].hidden_size == expected
 
 
-@pytest.mark.usefixtures("without_a_network")
+@pytest.mark.usefixtures("no_network")
 def test_builtin_dimensions_are_used_offline() -> None:
     found, notes = find_model(config())
     assert (found.hidden_size, found.num_hidden_layers, found.vocab_size) == (3584, 28, 152064)

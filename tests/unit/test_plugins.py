@@ -53,7 +53,7 @@ class Partial(VLMAdapter): pass
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files above, where the command was typed, and `package.mine` to be imported."""
+    """The caller's directory with the files above, and `package.mine`, which can be imported."""
     (tmp_path / "package").mkdir()
     for name, text in {
         "mine": FILE,

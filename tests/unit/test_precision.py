@@ -19,7 +19,7 @@ WITH_UNITS, WITHOUT = "flags\t\t: fpu avx512f avx512_bf16 amx_tile\n", "flags\t\
 
 @pytest.fixture
 def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that tells what the processor has; one without bf16 units."""
+    """A `/proc/cpuinfo` of a processor without bf16 units."""
     path = tmp_path / "cpuinfo"
     path.write_text(WITHOUT)
     monkeypatch.setattr(processes, "CPUINFO", path)

@@ -66,7 +66,7 @@ def test_stamp_with_damaged_digests_counts_as_missing(states: object, arguments:
 
 
 def rewrite(path: Path, old: str, new: str) -> None:
-    """Change a file in a way that its size and modification time do not show."""
+    """Change a file without changing its size and modification time."""
     before = path.stat()
     path.write_text(path.read_text().replace(old, new))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -59,7 +59,7 @@ def dataset() -> QuickstartData:
 
 
 def num_failed(code: str, tests: list[str]) -> int:
-    """Count the failed assertions; any other exception goes on to the test."""
+    """Count the failed assertions; any other exception propagates to the test."""
     namespace: dict[str, Any] = {}
     exec(code, namespace)
     failed = 0

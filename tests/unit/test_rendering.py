@@ -83,7 +83,7 @@ def test_time_of_native_threads_is_not_charged_to_template(monkeypatch: pytest.M
         while time.thread_time() < end:  # without the interpreter's lock, as threads of tokenizers and BLAS do
             hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
 
-    def while_another_works(seconds: float) -> None:
+    def render_while_thread_works(seconds: float) -> None:
         thread = threading.Thread(target=work)
         thread.start()
         try:
@@ -93,9 +93,9 @@ def test_time_of_native_threads_is_not_charged_to_template(monkeypatch: pytest.M
         finally:
             thread.join()
 
-    while_another_works(0.05)
+    render_while_thread_works(0.05)
     with pytest.raises(EndlessTemplate):
-        while_another_works(5)
+        render_while_thread_works(5)
 
 
 def test_time_limit_applies_per_rendering_in_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,14 +103,14 @@ def test_time_limit_applies_per_rendering_in_main_thread(monkeypatch: pytest.Mon
     for _ in range(3):
         with rendering():
             busy(0.15)
-    busy(0.4)  # nothing counts any more
+    busy(0.4)  # time outside a rendering is not counted
     with pytest.raises(EndlessTemplate), rendering():
         busy(5)
 
-    def in_a_thread() -> None:
+    def render_in_thread() -> None:
         with rendering():
             pass
 
-    thread = threading.Thread(target=in_a_thread)
+    thread = threading.Thread(target=render_in_thread)
     thread.start()
     thread.join()

@@ -118,7 +118,7 @@ def config_of(data: Path, *functions: str) -> GRPOConfig:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """Two rows of GSM8K's kind."""
+    """Two rows in the format of GSM8K."""
     frame = pd.DataFrame({"prompt": [[{"role": "user", "content": "6 * 12?"}]] * 2, "data_source": ["here"] * 2})
     frame["reward_model"] = [{"style": "rule", "ground_truth": "72"}] * 2
     frame["extra_info"] = [{"index": 3}] * 2
@@ -240,7 +240,7 @@ RAISED, TIMED_OUT = RewardFailure("ValueError: no good", "Traceback: here"), Rew
 
 
 def check(guard: RewardGuard, step: int, failures: Sequence[RewardFailure | None]) -> None:
-    """A step whose samples have these failures of the reward `near`, while `far` never fails."""
+    """Check a step in which the reward `near` has these failures and `far` never fails."""
     guard.check(step, [rewarded({} if each is None else {"near": each}) for each in failures])
 
 

@@ -44,7 +44,7 @@ WEIGHTS = {"accuracy": 2, "latency_penalty": 3, "budget_violation": 4, "efficien
 
 
 def trainer_of(config: RunConfig) -> GRPOTrainer:
-    """The trainer of a configuration, as a rank builds it."""
+    """The trainer that a rank builds for a configuration."""
     torch.manual_seed(config.trainer.seed)
     device_name = settle_device(config)
     tokenizer, stage = load_tokenizer(config), STAGES[config.stage]
@@ -55,7 +55,7 @@ def trainer_of(config: RunConfig) -> GRPOTrainer:
 
 @pytest.fixture
 def controlled(tmp_path: Path) -> BudgetTrainer:
-    """Of a controller whose every key has another value than its default."""
+    """A budget trainer whose keys all differ from their defaults."""
     model, questions = write_model(tmp_path / "model"), write_questions(tmp_path / "questions", 4, 2)
     name = fingerprint(load_adapter(str(model), TIERS, dtype=torch.bfloat16).model)
     latency = LatencyModel({part: dict.fromkeys(keys, 0.01) for part, keys in FEATURES.items()}, 1.0, "none", name)

@@ -36,7 +36,7 @@ print('seen' if b'PLANTED' in text else 'not seen')
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys in the environment, as users have them."""
+    """Secrets in the environment, as users have them."""
     for name in ("OPENAI_API_KEY", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, KEY)
     monkeypatch.setenv("FTP_PROXY", PROXY)

@@ -84,7 +84,7 @@ def test_every_suggested_key_exists() -> None:
 
 
 def programs() -> list[CommandParser]:
-    """Those with commands or options of their own."""
+    """The parsers with their own sub-commands or options."""
     modules = (eval_pipeline.__main__, verl_ext.checkpoint.__main__, verl_ext.health.__main__)
     modules = (*modules, verl_ext.monitor.__main__, verl_ext.plan.__main__)
     return [*(module.build_parser() for module in modules), build_prepare_parser(), make_parser("sft")]

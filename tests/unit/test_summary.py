@@ -40,7 +40,7 @@ def test_typed_path_is_relative_to_caller_directory(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def typed_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+def caller_in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(ROOT))
     monkeypatch.chdir(ROOT)
 
@@ -79,13 +79,13 @@ RUN = "checkpoints/rlvr_coding_model"
         ),
     ],
 )
-@pytest.mark.usefixtures("typed_in_the_repository")
+@pytest.mark.usefixtures("caller_in_repository")
 def test_next_commands_are_evaluation_and_following_stage(words: list[str], commands: list[str]) -> None:
     commands = [f"bash eval_pipeline/run.sh {text}" if text.startswith("watch") else text for text in commands]
     assert shown(next_commands(finished(*words))) == commands
 
 
-@pytest.mark.usefixtures("typed_in_the_repository")
+@pytest.mark.usefixtures("caller_in_repository")
 def test_run_evaluated_while_training_suggests_report(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     config = finished("eval.watch=true", f"model.partial_pretrain={tmp_path}")
@@ -103,7 +103,7 @@ def rows_of(output: str) -> dict[str, str]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    """Of a run directory with a checkpoint of step 5 and, of a former run, of step 30."""
+    """A run whose directory has a checkpoint of step 5, and one of step 30 from an earlier run."""
     for step in (5, 30):
         (tmp_path / f"global_step_{step}/huggingface").mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
@@ -142,7 +142,7 @@ def test_summary_of_run_without_export_says_how_to_export(
     assert "save_contents lacks hf_model" in rows_of(output)["Hugging Face"] and output.endswith(f"{export}\n")
 
 
-@pytest.mark.usefixtures("typed_in_the_repository")
+@pytest.mark.usefixtures("caller_in_repository")
 def test_summary_shows_export_and_next_commands_unless_watching(
     run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

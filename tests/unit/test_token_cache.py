@@ -41,7 +41,7 @@ def same(one: ChatDataset, other: ChatDataset) -> bool:
 def test_cached_tokens_equal_fresh_tokens(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = dataset(quickstart, None)
     first = dataset(quickstart, tmp_path)
-    monkeypatch.setattr(chats, "tokenize", None)  # the second time nothing is tokenised
+    monkeypatch.setattr(chats, "tokenize", None)  # the second time nothing is tokenized
     again = dataset(quickstart, tmp_path)
     assert same(made, first) and same(made, again)
     assert again.describe([3]).endswith("train.parquet rows 3")
@@ -148,7 +148,7 @@ def test_temporary_files_of_killed_processes_are_removed(quickstart: Path, tmp_p
 
 @pytest.fixture
 def one_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One pool for all data sets of a test with the same settings, because its processes take seconds to start."""
+    """Share one pool among all datasets of a test, because its processes take seconds to start."""
     pools: list[ProcessPoolExecutor] = []
 
     def shared(*arguments: Any) -> AbstractContextManager[ProcessPoolExecutor]:

@@ -29,7 +29,7 @@ def ours(quickstart: Path, tmp_path: Path) -> SFTTrainer:
 
 @pytest.fixture
 def stock(ours: SFTTrainer, quickstart: Path) -> FSDPSFTTrainer:
-    """verl's class with a model it can run on a CPU; its constructor insists on flash-attention."""
+    """verl's class with a model it can run on a CPU; its constructor requires flash-attention."""
     trainer = object.__new__(FSDPSFTTrainer)
     trainer.config = OmegaConf.create(as_dict(ours.config))
     trainer.device_name, trainer.use_remove_padding = "cpu", False
@@ -106,7 +106,7 @@ def test_verls_validation_drops_samples(
     trainer = make_trainer(few)
     stock.config.data.micro_batch_size_per_gpu = 4
     stock._build_dataloader(ours.train_dataset, trainer.val_dataset)
-    assert len(stock.val_dataloader) == 0  # torch.stack of nothing is what its fit then dies of
+    assert len(stock.val_dataloader) == 0  # its fit then crashes in torch.stack of an empty list
     assert stock.train_dataloader.num_workers == 8
     assert stock.train_dataloader.pin_memory
     counted = int(sum(trainer.val_dataset[i]["loss_mask"][1:].sum() for i in range(3)))

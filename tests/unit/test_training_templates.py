@@ -70,7 +70,7 @@ def turn(role: str, text: str) -> Pieces:
 
 
 def answer(text: str, prompt: str = "") -> Pieces:
-    """An assistant turn, with what the generation prompt has behind the line that opens it."""
+    """An assistant turn, including what the generation prompt appends to the opening line."""
     return [(f"<|im_start|>assistant\n{prompt}", False), (f"{text}<|im_end|>", True), ("\n", False)]
 
 
@@ -198,7 +198,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], Pieces]] = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    """A token for each byte, so that tokens of texts in a row are those of the texts."""
+    """A byte-level tokenizer, so that the tokens of concatenated texts are the concatenated tokens."""
     return make_tokenizer()
 
 

@@ -22,7 +22,7 @@ EXPORT = "trainer.checkpoint.save_contents=[model,hf_model]"
 
 @pytest.fixture
 def base_model(quickstart: Path, tmp_path: Path) -> Path:
-    """The quickstart's model as Qwen2.5's base models are: text ends with another token than turns do."""
+    """The quickstart's model in the form of Qwen2.5's base models: text and turns end with different tokens."""
     model = tmp_path / "base_model"
     shutil.copytree(quickstart / "model", model)
     for name, key, value in (

@@ -36,7 +36,7 @@ SECRET = "hf_PLANTED0123456789"
 
 
 class Bomb:
-    """Pickled, it makes a file where it is loaded."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -47,14 +47,14 @@ class Bomb:
 
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What planted code makes."""
+    """The directory that planted code creates."""
     # bytecode counts as that of a source of the same size and second, such as the planted code of the test before
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path / "planted"
 
 
 def write_code(directory: Path, marker: Path, **config: Any) -> Path:
-    """A model's directory with code of its own, named in its configuration."""
+    """Write a model directory with custom code that its configuration names."""
     directory.mkdir(exist_ok=True)
     code = f"import os\nos.makedirs({str(marker)!r}, exist_ok=True)\nfrom transformers import LlamaConfig as Planted\n"
     (directory / "planted.py").write_text(code)
@@ -71,7 +71,7 @@ def test_shards_run_no_code(kind: str, tmp_path: Path, marker: Path) -> None:
         ShardFiles(tmp_path, kind).content(0)
     assert not marker.exists()
     torch.load(tmp_path / shard_name(kind, 1, 0), weights_only=False)
-    assert marker.exists()  # it was a bomb
+    assert marker.exists()  # the payload works
 
 
 def test_shards_saved_by_verl_are_loaded(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def encoded(kind: str) -> bytes:
 
 
 def read(folder: Path, image: object) -> ImageQuestionDataset:
-    """The questions of a folder whose one row has this image."""
+    """The questions of a folder with one row that has this image."""
     folder.mkdir(exist_ok=True)
     rows = [{"image": image, "question": "?", "answers": "x"}]
     parquet.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")

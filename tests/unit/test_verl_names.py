@@ -104,7 +104,7 @@ def test_importing_verl_modules_prints_nothing() -> None:
 
 
 def names_of(cls: type) -> set[str]:
-    """Methods of a class and its bases in verl, and attributes that their constructors set."""
+    """Methods of a verl class and its bases, and attributes that their constructors set."""
     bases = [base for base in cls.__mro__ if is_verls(base.__module__)]
     methods = {name for base in bases for name in vars(base)}
     return methods | {name for base in bases for name in attributes(tree_of(base.__init__), ast.Store)}
@@ -115,13 +115,13 @@ def tree_of(function: Any) -> ast.AST:
 
 
 def attributes(node: ast.AST, context: type) -> set[str]:
-    """Names of `self.NAME` that are written, or read."""
+    """Attributes of `self` that are written, or read."""
     found = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, context))
     return {each.attr for each in found if isinstance(each.value, ast.Name) and each.value.id == "self"}
 
 
 def names_in(folder: str, base: str) -> set[str]:
-    """Methods of our classes that derive from a class of verl, and what of `self` they read."""
+    """Methods of our subclasses of a verl class, and the attributes of `self` that they read."""
     nodes = [node for path in (ROOT / folder).glob("*.py") for node in ast.parse(path.read_text()).body]
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     derived: set[str] = set()

@@ -15,7 +15,7 @@ Batches = list[set[int]]
 
 
 class OfVerl:
-    """The training loaders of all ranks, made as verl 0.7.0 makes them, with fewer workers."""
+    """The training loaders of all ranks, built as verl 0.7.0 builds them, with fewer workers."""
 
     def __init__(self, num_samples: int, batch_size: int, ranks: int) -> None:
         samples = range(num_samples)
@@ -27,7 +27,7 @@ class OfVerl:
         self.loaders = [StatefulDataLoader(samples, sampler=sampler, **arguments) for sampler in self.samplers]
 
     def epochs(self, number: int) -> Iterator[tuple[set[int], dict]]:
-        """Each global batch, and what verl saves with a checkpoint behind it."""
+        """Yield each global batch and the loader state that verl saves after it."""
         for epoch in range(number):
             for sampler in self.samplers:
                 sampler.set_epoch(epoch)
@@ -47,7 +47,7 @@ def remaining(state: dict, num_samples: int, batch_size: int, ranks: int, number
             for sampler in samplers:
                 sampler.advance()
             state = samplers[0].state_dict()
-    for sampler in samplers:  # what it saves goes on in the same order
+    for sampler in samplers:  # its saved state resumes in the same order
         sampler.load_state_dict(state)
     return found[:number]
 
@@ -64,7 +64,7 @@ def test_next_batch_equals_next_batch_of_verl(num_samples: int, batch_size: int,
     batches = [batch for batch, _ in taken]
     assert batches[: len(batches) // 3] != batches[len(batches) // 3 : 2 * len(batches) // 3]
     for step, (_, loader_state) in enumerate(taken[:-1], start=1):  # the end of an epoch among them
-        for state in (loader_state, {}):  # without data.pt the step alone says it
+        for state in (loader_state, {}):  # without data.pt the position follows from the step
             saved, doubt = state_after_verl(state, step, num_samples, batch_size, ranks)
             assert doubt is None
             for own_ranks in (1, ranks):

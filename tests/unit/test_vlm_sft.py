@@ -39,12 +39,12 @@ def batcher(size: int = 2) -> ImageChatCollator:
     return ImageChatCollator(PROCESSOR, size, TIERS, PROCESSOR.tokenizer.eos_token_id)
 
 
-def of_one_image(*numbers: int) -> list[ImageQuestion]:
+def questions_on_one_image(*numbers: int) -> list[ImageQuestion]:
     return [replace(question(number), image=question(0).image) for number in numbers]
 
 
 def test_questions_about_one_image_share_a_chat() -> None:
-    samples = [*of_one_image(0, 1), question(5), *of_one_image(2)]
+    samples = [*questions_on_one_image(0, 1), question(5), *questions_on_one_image(2)]
     dataset = ImageChatDataset(samples, questions_per_chat=2)
     assert [[each.question for each in chat.questions] for chat in dataset.chats] == [
         ["what is 0 ?", "what is 1 ?"],
@@ -81,7 +81,7 @@ def test_chat_is_generation_prompt_and_answer(tier: int) -> None:
 
 
 def test_later_turns_match_chat_template() -> None:
-    chat = ImageChat(tuple(of_one_image(1, 2)))
+    chat = ImageChat(tuple(questions_on_one_image(1, 2)))
     made = batcher().at([{"chat": chat}, {"chat": ImageChat((question(7),))}], 2)
     assert made["attention_mask"].sum(1).tolist()[0] == made["input_ids"].shape[1] > made["attention_mask"][1].sum()
     said = PROCESSOR.tokenizer.decode(made["input_ids"][0])
@@ -112,7 +112,7 @@ def test_rejects_failing_or_endless_template(template: str, names: str, monkeypa
     monkeypatch.setattr(rendering, "RENDER_S", 0.2)
     monkeypatch.setattr(PROCESSOR, "chat_template", template)
     with pytest.raises(UserError, match=names):
-        batcher().check([ImageChat(tuple(of_one_image(1, 2)))])
+        batcher().check([ImageChat(tuple(questions_on_one_image(1, 2)))])
 
 
 REWRITING = vlms.TEMPLATE.replace(
@@ -127,7 +127,7 @@ def test_rejects_template_that_rewrites_earlier_turns(
     template: str, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would repeat the whole chat before the second answer, and compute loss on the first answer twice."""
-    first, second = of_one_image(1, 2)
+    first, second = questions_on_one_image(1, 2)
     chat = ImageChat((replace(first, references=(answer,)), second))
     batcher().check([chat])
     monkeypatch.setattr(PROCESSOR, "chat_template", template)
@@ -149,7 +149,7 @@ def test_chats_are_grouped_in_order() -> None:
 
 
 def trainer_at(step: int, recipe: Path, *overrides: str) -> VLMSFTTrainer:
-    """As much of a trainer as draws what a micro-batch runs."""
+    """The part of a trainer that samples tier and configuration of a micro-batch."""
     trainer = VLMSFTTrainer.__new__(VLMSFTTrainer)
     trainer.config, trainer.global_step = config_of(recipe, *overrides), step
     trainer.space = ConfigurationSpace(("low", "medium", "high"), 4, 1, 4)
