@@ -116,7 +116,9 @@ RUN_BY = {
     r"python -m verl_ext\.data\.prepare smollm2": (
         "campaigns/test_smollm2.py::test_example_in_grpo_docs_raises_reward"
     ),
-    r"python -m verl_ext\.data\.prepare chat": "unit/test_prepare_chat.py::test_prepared_rows_are_exactly_those_training_accepts",
+    r"python -m verl_ext\.data\.prepare chat": (
+        "unit/test_prepare_chat.py::test_prepared_rows_are_exactly_those_training_accepts"
+    ),
     r"python -m verl_ext\.data\.prepare prompts": "unit/test_docs_commands.py::test_json_examples_are_converted",
     r"python -m verl_ext\.data\.prepare problems": (
         "unit/test_examples.py::test_example_problem_format_gives_grpo_prompts"
