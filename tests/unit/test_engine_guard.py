@@ -58,7 +58,7 @@ def test_engine_with_trained_weights_passes() -> None:
 
 def test_engine_with_other_weights_stops_run() -> None:
     policy = policy_of(OtherEngine(0.05))
-    with pytest.raises(UserError, match=r"step 1: the engine's log-probabilities differ .* \(more than 0.01\)"):
+    with pytest.raises(UserError, match=r"step 1: the engine's log-probabilities differ .* \(limit: 0.01\)"):
         check_steps(EngineGuard(policy, FLOAT32_GAP, 4, "cpu"), policy, [1])
 
 

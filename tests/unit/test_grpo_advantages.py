@@ -65,5 +65,5 @@ def test_no_rewards_give_zero_advantages() -> None:
 
 def test_group_of_one_is_rejected() -> None:
     """Its advantage would be the raw reward."""
-    with pytest.raises(AssertionError, match="one sample"):
+    with pytest.raises(AssertionError, match="at least two samples"):
         group_advantages([1.0, 2.0, 3.0], 1, True)

@@ -169,7 +169,7 @@ def test_resumed_run_keeps_its_initial_model(quickstart: Path, tmp_path: Path) -
         assert lease_holders(sft_run / "global_step_10") and not lease_holders(sft_run / "global_step_20")
     assert not lease_holders(sft_run / "global_step_10")
     shutil.rmtree(sft_run / "global_step_10")
-    with pytest.raises(UserError, match="which is gone"):
+    with pytest.raises(UserError, match="which no longer exists"):
         settled(quickstart, tmp_path)
 
 
@@ -185,7 +185,7 @@ def test_restart_keeps_hub_model_and_home_directory_model(
     assert settled(quickstart, tmp_path).model.partial_pretrain == model
     (tmp_path / "model").unlink()
     if model.startswith("~"):
-        with pytest.raises(UserError, match="which is gone"):
+        with pytest.raises(UserError, match="which no longer exists"):
             settled(quickstart, tmp_path)
 
 

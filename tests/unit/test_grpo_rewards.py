@@ -139,9 +139,9 @@ def test_reward_entries_are_parsed(tmp_path: Path) -> None:
         (["code_tests*nan"], "not a number"),
         (["code_tests", "code_tests*2"], "twice"),
         (["other=nowhere.py:score"], "does not exist"),
-        (["nowhere.py:reward_correct"], "is taken"),
-        (["adv=nowhere.py:score"], "is taken"),
-        (["a-b=nowhere.py:score"], "cannot be the name"),
+        (["nowhere.py:reward_correct"], "or is reserved"),
+        (["adv=nowhere.py:score"], "or is reserved"),
+        (["a-b=nowhere.py:score"], "not a valid metric name"),
         (["nowhere.py:score"], "does not exist"),
     ],
 )

@@ -154,7 +154,7 @@ def test_endless_episode_raises() -> None:
         def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:
             return lambda: StepResult(observation=0)
 
-    with pytest.raises(AssertionError, match="no reward in the last of its rounds"):
+    with pytest.raises(AssertionError, match="gives a reward in its last round"):
         step_of(Bandit(6), Endless()).rollout(prompts(0), 1, GROUP)
 
 

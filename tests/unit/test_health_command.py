@@ -62,11 +62,11 @@ def test_file_problems_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     (run_dir / "global_step_300/huggingface/model.safetensors").write_bytes(b"x")
     code, levels = run_health(run_dir, capsys)
     assert code == 1
-    assert levels["every checkpoint is complete, huggingface/ too"] == "alarm"
-    assert levels["the expected checkpoints are there"] == "alarm"
+    assert levels["every checkpoint is complete, including huggingface/"] == "alarm"
+    assert levels["the expected checkpoints exist"] == "alarm"
     assert levels["all steps are done"] == "alarm"
-    assert levels["no NCCL timeout, no lack of memory"] == "warning"
-    assert levels["latest_checkpointed_iteration.txt names the newest"] == "ok"  # of those that are complete
+    assert levels["no NCCL timeout, not out of memory"] == "warning"
+    assert levels["latest_checkpointed_iteration.txt names the newest checkpoint"] == "ok"  # of those that are complete
 
 
 def test_outdated_tracker_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_outdated_tracker_is_reported(tmp_path: Path, capsys: pytest.CaptureFixt
     write_checkpoint(run_dir, 200)
     (run_dir / "latest_checkpointed_iteration.txt").write_text("200")
     code, levels = run_health(run_dir, capsys)
-    assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest"] == "warning"
+    assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest checkpoint"] == "warning"
 
 
 def make_silent(run_dir: Path, seconds: float) -> None:
@@ -110,7 +110,7 @@ def test_silent_run_is_reported_as_killed(tmp_path: Path, capsys: pytest.Capture
     assert main([str(run_dir)]) == 1
     shown = capsys.readouterr().out
     assert shown.startswith("p/e (sft), killed, step 300\n")
-    assert "it has logged nothing for 36" in shown and "start the same command again" in shown
+    assert "it has logged nothing for 36" in shown and "run the same command again" in shown
 
 
 def test_silence_limit_grows_with_step_and_validation_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,25 +171,25 @@ def test_missing_checkpoints_are_reported(
     write_checkpoint(run_dir, 100)
     change_config(run_dir, "trainer.save_freq", 100)
     change_config(run_dir, "trainer.max_ckpt_to_keep", newest)
-    assert run_health(run_dir, capsys)[1]["the expected checkpoints are there"] == level
+    assert run_health(run_dir, capsys)[1]["the expected checkpoints exist"] == level
     assert main([str(run_dir)]) == 0
-    assert ("global_step_200 should be kept too" in capsys.readouterr().out) == (level == "warning")
+    assert ("global_step_200 should be kept, too" in capsys.readouterr().out) == (level == "warning")
     write_checkpoint(run_dir, 200)
-    assert run_health(run_dir, capsys)[1]["the expected checkpoints are there"] == "ok"
+    assert run_health(run_dir, capsys)[1]["the expected checkpoints exist"] == "ok"
 
 
 def test_checkpoints_before_last_attempt_are_not_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
     change_config(run_dir, "trainer.save_freq", 100)
     change_attempt(run_dir, first_step=200)  # which may have had another save_freq before
-    assert run_health(run_dir, capsys)[1]["the expected checkpoints are there"] == "ok"
+    assert run_health(run_dir, capsys)[1]["the expected checkpoints exist"] == "ok"
 
 
 @pytest.mark.parametrize(("every", "level"), [(None, "warning"), (200, "ok"), (100, "warning")])
 def test_missing_exports_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int | None, level: str
 ) -> None:
-    point = "every checkpoint is complete, huggingface/ too"
+    point = "every checkpoint is complete, including huggingface/"
     run_dir = write_run(tmp_path, "a textbook run")
     write_checkpoint(run_dir, 100)
     shutil.rmtree(run_dir / "global_step_100/huggingface")
@@ -233,17 +233,17 @@ def test_missing_or_uneven_checkpoints_are_reported(tmp_path: Path, capsys: pyte
         Manifest(200, 1, "", {"huggingface/model.safetensors": {"bytes": 640}}).to_json()
     )
     code, levels = run_health(run_dir, capsys)
-    assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest"] == "warning"
-    assert levels["the sizes of the checkpoints are alike"] == "notice"
+    assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest checkpoint"] == "warning"
+    assert levels["checkpoints have similar sizes"] == "notice"
     shutil.rmtree(run_dir / "global_step_300")
     code, levels = run_health(run_dir, capsys)
-    assert code == 1 and levels["the expected checkpoints are there"] == "alarm"
+    assert code == 1 and levels["the expected checkpoints exist"] == "alarm"
     shutil.rmtree(run_dir / "global_step_200")
     code, levels = run_health(run_dir, capsys)
-    assert code == 1 and levels["the expected checkpoints are there"] == "alarm"
+    assert code == 1 and levels["the expected checkpoints exist"] == "alarm"
     assert (
-        levels["the sizes of the checkpoints are alike"]
-        is levels["every checkpoint is complete, huggingface/ too"]
+        levels["checkpoints have similar sizes"]
+        is levels["every checkpoint is complete, including huggingface/"]
         is None
     )
 
@@ -256,7 +256,7 @@ def test_thresholds_come_from_run_configuration(tmp_path: Path, capsys: pytest.C
     assert run_health(run_dir, capsys)[1]["initial_loss"] == "warning"
     config.health.limits = {"of_another_version": 1}
     OmegaConf.save(config, run_dir / "config.yaml")
-    assert refused(run_dir, capsys).startswith("error: health.limits of config.yaml is of another version")
+    assert refused(run_dir, capsys).startswith("error: health.limits in config.yaml is from another version")
 
 
 def test_directory_that_is_no_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

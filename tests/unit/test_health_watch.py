@@ -158,7 +158,7 @@ def test_threshold_is_set_by_name() -> None:
     ("override", "says"),
     [
         ("health.stop_on=[overfiting]", "take overfitting"),
-        ("health.stop_on=[violation_high]", "no rule of this stage"),
+        ("health.stop_on=[violation_high]", "not a rule of this stage"),
         ("health.every=0", "whole number of at least 1"),
         ("health.limits.window=300", "from 3 to 256"),
         ("health.limits.grad_norm_alarm=-1", "above 0"),

@@ -352,7 +352,9 @@ def test_rejects_more_ranks_than_gpus(ranks: int, visible: str, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a torch for CPUs does not see them
     check_components(config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match=f"{ranks} ranks need {ranks} GPUs, and {len(visible.split(','))} can be used"):
+    with pytest.raises(
+        UserError, match=f"{ranks} ranks need {ranks} GPUs, but only {len(visible.split(','))} can be used"
+    ):
         check_components(config)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks))))
     check_components(config)
