@@ -69,7 +69,7 @@ def test_7b_recipe_has_specified_hyperparameters() -> None:
         ("+trainer.seed.x=1", "not a configuration key"),
         ("recipe=quickstrt", "did you mean recipe=quickstart"),
         ("a b=", "not an override of the form key=value"),
-        ("data.train_files=~/it's/a b", "'data.train_files=.*quote its value inside the quotes of the shell"),
+        ("data.train_files=~/it's/a b", "'data.train_files=.*quote the value inside shell quotes"),
         ("data.train_files=glob(*)", "'data.train_files=.* sweeps over values"),
     ],
 )

@@ -86,7 +86,7 @@ def test_dataset_sizes_limit_rows(tmp_path: Path) -> None:
     for (one, two), wanted in sizes.items():
         sources = {"text_vqa": QuestionSource(one, 0, folder), "okvqa": QuestionSource(two, 0, other)}
         assert len(ImageQuestionDataset(sources, "train")) == wanted
-    with pytest.raises(UserError, match=r"no question is left for val; give data.datasets.NAME.val a size"):
+    with pytest.raises(UserError, match=r"no question is left for val; set data.datasets.NAME.val to a size"):
         ImageQuestionDataset(sources, "val")
 
 
