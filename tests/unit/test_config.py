@@ -298,7 +298,7 @@ def test_invalid_hub_name_is_rejected_when_offline(name: str, monkeypatch: pytes
         check_named(name)
 
 
-def test_hub_names_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_are_distinguished_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("local", "models/local"):
         Path(name).mkdir(parents=True)
