@@ -48,7 +48,7 @@ def test_collective_time_within_and_between_nodes() -> None:
     assert Cluster(H100, 64, 8).collective_s(8) > 63 * H100.latency
 
 
-def test_compute_is_six_flops_per_parameter_or_eight_checkpointed() -> None:
+def test_compute_is_six_flops_per_parameter_eight_checkpointed() -> None:
     plain = plan_7b("model.enable_gradient_checkpointing=false", "data.max_length=1")
     tokens = 128
     expected = 6 * SHAPE_7B.matmul_numel * tokens
