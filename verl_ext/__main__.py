@@ -15,7 +15,7 @@ from verl_ext.paths import CALLER_VARIABLE, PROGRAM_VARIABLE, python_path
 
 
 def build_parser(program: str) -> CommandParser:
-    """The list of commands; each parses its own words."""
+    """The parser with the list of commands; each command parses its own arguments."""
     parser = CommandParser(
         prog=program,
         description="Post-training on verl 0.7.0 for preemptible machines: SFT, GRPO and evaluation. Run directories "
@@ -35,7 +35,7 @@ def build_parser(program: str) -> CommandParser:
 
 
 def main() -> NoReturn:
-    """Replace this process by the command; without one, print help or refuse the words.
+    """Replace this process with the command; without a known command, print help or refuse the arguments.
 
     Raises:
         SystemExit: 0 after --help, 2 for an unknown command.
@@ -48,7 +48,7 @@ def main() -> NoReturn:
 
 
 def typed_program() -> str:
-    """How the user typed this script: its name if the shell finds it by that, otherwise its path."""
+    """How the user typed this script: its name if it is on PATH, otherwise its path."""
     typed = sys.argv[0]
     if typed.endswith("__main__.py"):
         return "python -m verl_ext"
@@ -59,8 +59,8 @@ def typed_program() -> str:
 def start(name: str, words: list[str], program: str) -> NoReturn:
     """Become the process that `python -m` would start for the command.
 
-    PYTHONSAFEPATH keeps it and its children from importing modules of the current directory, where a user may have a
-    checkout of another version, or a file with the name of a library.
+    PYTHONSAFEPATH keeps the command and its children from importing modules from the current directory, which may hold
+    a checkout of another version, or a file with the name of a library.
     """
     command = COMMANDS[name]
     environment = {

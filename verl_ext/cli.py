@@ -1,4 +1,4 @@
-"""What every command line has: help with examples, errors in one sentence, and a clean end at Ctrl-C."""
+"""Common parts of all command lines: help with examples, one-sentence errors, and a clean exit on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from verl_ext.suggestions import RANKS, meant_command, meant_key, meant_option
 
 FAILURES = {"2": "bad input; the message says how to fix it", "75": "stopped by a signal, such as Ctrl-C"}
 EXIT_CODES = {"0": "done", **FAILURES}
-"""Exit codes of a command without others."""
+"""Default exit codes of a command."""
 _OPTION = re.compile(r"--?[^\W\d][^\s]*")
 """An option, but not a negative number or text with a space."""
 WIDTH = 110
 """Maximum characters of a line of help."""
 GRACE_S = 30.0
-"""How long a command may take to end after a stop signal; after that, another one kills it."""
+"""Time that a command may take to end after a stop signal; after that, another signal kills it."""
 Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 
 
@@ -38,10 +38,10 @@ class CommandParser(argparse.ArgumentParser):
 
     Args:
         prog: the command as the user types it, up to its arguments.
-        description: what it does, in paragraphs.
+        description: description of the command, in paragraphs.
         examples: complete commands, at least one.
-        notes: further paragraphs after the examples; one with an indented line is not refilled.
-        exit_codes: meaning of each.
+        notes: further paragraphs after the examples; paragraphs with an indented line keep their line breaks.
+        exit_codes: meaning of each exit code.
         keys: returns the keys that can be set as key=value, given the words typed; None if there are no such keys.
     """
 
@@ -63,13 +63,13 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a `UserError` that says what is wrong with the words typed."""
+        """Raise a `UserError` with the message and a reference to --help."""
         raise UserError(f"{message}{' See' if message.endswith('?') else '; see'} `{self.prog} --help`")
 
     def parse_known_args(  # type: ignore[override]  # argparse has overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Like argparse, but refuse an unknown option first, with the option that was probably meant."""
+        """Like argparse, but refuse an unknown option first, and suggest the option that was probably meant."""
         words = sys.argv[1:] if args is None else list(args)
         for place, word in enumerate(words):
             if word == "--" or word in self._commands():  # what follows is not an option, or belongs to another parser
@@ -103,7 +103,7 @@ class CommandParser(argparse.ArgumentParser):
         self.error(f"there is no option {name}{hint}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Like argparse, which calls it for a value with `choices`, but with suggestions for an unknown command."""
+        """Check a value with `choices` like argparse, but with suggestions for an unknown command."""
         if not isinstance(action, argparse._SubParsersAction) or value in action.choices:
             super()._check_value(action, value)
             return
@@ -120,10 +120,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def child_process_args(module: str, text: str, started_by: str, *names: str) -> list[str]:
-    """Arguments of a process that another command starts, which its `--help` says.
+    """Parse the arguments of a process that another command starts; its `--help` says so.
 
     Raises:
-        SystemExit: after --help, and with code 2 if words are missing.
+        SystemExit: after --help, or with code 2 if arguments are missing.
     """
     description = f"{text} Other commands start this process; users do not need it."
     parser = CommandParser(prog=f"python -m {module}", description=description, examples=[started_by])
@@ -134,7 +134,7 @@ def child_process_args(module: str, text: str, started_by: str, *names: str) -> 
 
 
 def add_commands(parser: CommandParser, *, required: bool = True) -> Commands:
-    """What `add_command` adds to; the command typed becomes the argument `command`."""
+    """Create the object that `add_command` adds to; the argument `command` holds the command typed."""
     return parser.add_subparsers(
         dest="command",
         required=required,
@@ -145,13 +145,13 @@ def add_commands(parser: CommandParser, *, required: bool = True) -> Commands:
 
 
 def add_command(commands: Commands, name: str, text: str, **settings: Any) -> CommandParser:
-    """Add a command with the settings of `CommandParser`; the first sentence of `text` is its line in the list."""
+    """Add a command with the settings of `CommandParser`; the first sentence of `text` is its summary in the list."""
     summary = text.partition(". ")[0].rstrip(".")
     return commands.add_parser(name, help=summary[0].lower() + summary[1:], description=text, **settings)
 
 
 def definitions(rows: Mapping[str, str]) -> str:
-    """Words and their meanings, in two columns."""
+    """Format words and their meanings in two columns."""
     indent = max(map(len, rows)) + 4
     return "\n".join(
         textwrap.fill(meaning, _width(), initial_indent=f"  {word}".ljust(indent), subsequent_indent=" " * indent)
@@ -161,11 +161,11 @@ def definitions(rows: Mapping[str, str]) -> str:
 
 @contextmanager
 def clean_exit(typed_again: str = "starts over") -> Iterator[None]:
-    """Context of a command's `main`: neither bad input nor a request to stop leaves a traceback.
+    """Context of a command's `main`: bad input and stop requests exit without a traceback.
 
-    The first stop signal raises `StopRequest`, once. Repeats are the same request until the process exits, because
-    schedulers signal twice. A second Ctrl-C kills as usual, and so does any signal after `GRACE_S`. The message says
-    what the same command does when it is `typed_again`.
+    The first stop signal raises `StopRequest`, once. Repeats count as the same request until the process exits, because
+    schedulers signal twice. A second Ctrl-C kills the process as usual, and so does any signal after `GRACE_S`.
+    `typed_again` says what the same command does next time, for the message.
 
     Raises:
         SystemExit: 2 after a `UserError`, 75 after a stop signal.
@@ -185,12 +185,12 @@ def clean_exit(typed_again: str = "starts over") -> Iterator[None]:
                 signals.uninstall()
 
 
-# Argument types: a mistake is reported before any work begins
+# Argument types, which report mistakes before any work begins
 
 
 @dataclass(frozen=True)
 class IntArg:
-    """The type of an argument that is a whole number, at least `least` and, if it is given, at most `most`."""
+    """Type of an argument that is a whole number of at least `least` and, if given, at most `most`."""
 
     least: int = 1
     most: int | None = None
@@ -206,7 +206,7 @@ class IntArg:
 
 @dataclass(frozen=True)
 class FloatArg:
-    """The type of an argument that is a number above one bound and below another; `closed` allows the bounds too."""
+    """Type of an argument that is a number between two bounds; `closed` includes the bounds."""
 
     above: float = 0.0
     below: float = math.inf
@@ -226,12 +226,12 @@ class FloatArg:
 
 
 def output_file(text: str) -> Path:
-    """The type of an argument that names a file to write; one that cannot be written is refused before the work."""
+    """Type of an argument that names an output file; refuses files that cannot be written."""
     path = Path(text).expanduser()
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"'{text}' is a directory; name a file")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"'{text}' cannot be written; name a file in a directory that is there")
+        raise argparse.ArgumentTypeError(f"'{text}' cannot be written; name a file in an existing directory")
     return path
 
 
@@ -239,7 +239,7 @@ def output_file(text: str) -> Path:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Fills paragraphs, keeps indented ones, and shows every default."""
+    """Wraps paragraphs except indented ones, and shows all defaults."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=_width())

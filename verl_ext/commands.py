@@ -1,6 +1,6 @@
 """The commands of the product, and how a user types them: `verl-ext sft`, `bash run_sft.sh` or `python -m ...`.
 
-Standard library only, so that --help is instant.
+Standard library only, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SET_UP_SEPARATELY = {"verl": "verl", "vllm": "vLLM"}
 
 @dataclass(frozen=True)
 class Command:
-    """One command of the console script.
+    """A command of the console script.
 
     Attributes:
-        summary: its line in `verl-ext --help`.
-        module: what `python -m` runs.
-        words: come before the user's words.
-        script: the shell script of the repository that runs the same; None if there is none.
+        summary: line in `verl-ext --help`.
+        module: module that `python -m` runs.
+        words: arguments before the user's arguments.
+        script: shell script of the repository for the same command, if any.
     """
 
     summary: str
@@ -52,7 +52,7 @@ COMMANDS = {
 
 
 def program(name: str) -> str:
-    """A command of `COMMANDS` as help and messages show it."""
+    """The command line of a command of `COMMANDS`, for help and messages."""
     command = COMMANDS[name]
     if _uses_console_script():
         return f"{os.environ.get(PROGRAM_VARIABLE, CONSOLE_SCRIPT)} {name}"
@@ -61,7 +61,7 @@ def program(name: str) -> str:
 
 
 def typed_command(name: str) -> list[str]:
-    """The words that start a command of `COMMANDS` from the directory in which the user is."""
+    """The words that start a command of `COMMANDS` from the user's current directory."""
     command = COMMANDS[name]
     if _uses_console_script():
         return [*shlex.split(os.environ.get(PROGRAM_VARIABLE, CONSOLE_SCRIPT)), name]
@@ -71,10 +71,10 @@ def typed_command(name: str) -> list[str]:
 
 
 def require_package(module: str) -> None:
-    """Refuse to begin without a package of `SET_UP_SEPARATELY`; imports nothing.
+    """Refuse to start without a package of `SET_UP_SEPARATELY`, without importing it.
 
     Raises:
-        UserError: it is missing; the message names the command that installs it.
+        UserError: the package is missing; the message names the command that installs it.
     """
     if importlib.util.find_spec(module) is None:
         raise UserError(missing_package(module))

@@ -1,8 +1,7 @@
-"""What keeps verl 0.7.0 working on today's libraries; each repair names the release that made it necessary.
+"""Patches that keep verl 0.7.0 working with current libraries; each names the release that made it necessary.
 
-verl's files stay as released. `verl_ext/__init__.py` calls `repair_imports`: each repair is applied when the module
-that needs it is imported, and costs nothing in a command that does not import it. A script that imports verl first
-imports `verl_ext` before it.
+verl's files are not modified. `verl_ext/__init__.py` calls `repair_imports`, which applies each patch when the module
+that needs it is imported, so commands that do not import it pay nothing. Scripts must import `verl_ext` before verl.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from verl_ext.console import restrict_transformers_bars
 
 
 def restore_transformers_names() -> None:
-    """Give transformers what verl expects there.
+    """Restore names in transformers that verl expects.
 
     - transformers 5.0 removed `AutoModelForVision2Seq` in favor of `AutoModelForImageTextToText`. The property is on
       the module's class, because transformers replaces its own module while it is being imported.
-    - transformers 5.0 removed the default of `tie_word_embeddings`, which `apply_fsdp2` asks of every model.
+    - transformers 5.0 removed the default of `tie_word_embeddings`, which `apply_fsdp2` reads from every model.
     """
     import transformers
     from transformers.utils.import_utils import _LazyModule
@@ -34,14 +33,14 @@ def restore_transformers_names() -> None:
 
 
 def hide_trl(import_utils: ModuleType) -> None:
-    """trl 0.29 removed `AutoModelForCausalLMWithValueHead`, which `apply_monkey_patch` imports where there is trl."""
+    """trl 0.29 removed `AutoModelForCausalLMWithValueHead`, which `apply_monkey_patch` imports if trl is installed."""
     import_utils.is_trl_available = lambda: False  # type: ignore[attr-defined]
 
 
 def count_tokens(chat_template: ModuleType) -> None:
-    """transformers 5.0 has `apply_chat_template` return a mapping, of which verl's datasets take the length.
+    """In transformers 5.0, `apply_chat_template` returns a mapping, whose length verl's datasets would use.
 
-    They would drop and mask two tokens, as many as the mapping has keys, in place of the template's own.
+    They would drop and mask two tokens, the number of keys in the mapping, instead of the template's own tokens.
     """
     for name in ("initialize_system_prompt", "extract_system_prompt_and_generation"):
         setattr(chat_template, name, _with_lists(getattr(chat_template, name)))
@@ -57,7 +56,7 @@ def _with_lists(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def list_layer_classes(fsdp_utils: ModuleType) -> None:
-    """transformers 5.0 made `_no_split_modules` a set, of which `apply_fsdp2` takes the first item."""
+    """transformers 5.0 made `_no_split_modules` a set, but `apply_fsdp2` takes its first item."""
     apply_fsdp2 = fsdp_utils.apply_fsdp2
 
     @functools.wraps(apply_fsdp2)
@@ -72,23 +71,23 @@ BEFORE: dict[str, Callable[[], None]] = {
     "verl": restore_transformers_names,
     "transformers.modeling_utils": restrict_transformers_bars,
 }
-"""What is done before a module is executed."""
+"""Patches to apply before a module is executed."""
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "verl.utils.import_utils": hide_trl,
     "verl.utils.chat_template": count_tokens,
     "verl.utils.fsdp_utils": list_layer_classes,
 }
-"""What is done with a module of verl after it has been executed."""
+"""Patches to apply to a module of verl after it has been executed."""
 
 
 class RepairingFinder:
-    """Finds the modules that need a repair as the other finders do, and has them repaired when executed."""
+    """Finds the modules that need a patch through the other finders, and patches them when they are executed."""
 
     @classmethod
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's spec; None for all other modules, which leaves them to the other finders."""
+        """The spec of a module that needs a patch; None leaves other modules to the other finders."""
         if name not in BEFORE and name not in AFTER:
             return None
         finders = [finder for finder in sys.meta_path if finder is not cls]
@@ -111,6 +110,6 @@ def _with_repairs(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType
 
 
 def repair_imports() -> None:
-    """Have the repairs applied to what is imported from now on."""
+    """Apply the patches to future imports."""
     if RepairingFinder not in sys.meta_path:
         sys.meta_path.insert(0, RepairingFinder)

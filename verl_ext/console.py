@@ -1,4 +1,4 @@
-"""Everything that is printed for people: lines, warnings, progress bars, tables and the summary at the end."""
+"""Console output for users: lines, warnings, progress bars, tables and summaries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters except tabs and newlines, and surrogates (from names that are not UTF-8), which no stream encodes.
 """
 _write_errors: list[OSError] = []
-"""Why standard output could not be written. A reader that closed the pipe is not an error."""
+"""Errors of writing to standard output. A reader that closes the pipe is not an error."""
 
 
 # Lines
@@ -33,9 +33,9 @@ _write_errors: list[OSError] = []
 def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
     """Print a line to standard output or another stream, and flush it.
 
-    If the stream cannot be written, this line and all later ones are dropped. A hang-up (SIGHUP) closes the terminal
-    while the run still has to be saved, and a full disk under a log file is no reason to lose training steps. Control
-    characters are escaped, because the text may hold file names and model output.
+    If the stream cannot be written, this line and all later lines are dropped: after a hang-up (SIGHUP), the run must
+    still be saved without a terminal, and a full disk under a log file must not cost training steps. Control characters
+    are escaped, because the text may contain file names and model output.
     """
     _print(printable(text) + end, sys.stdout if stream is None else stream)
 
@@ -61,24 +61,24 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 def warn(message: str) -> None:
-    """Print a warning to standard error: in one sentence what is wrong and what happens instead."""
+    """Print a warning to standard error; the message says what is wrong and what happens instead."""
     print_line(f"warning: {message}", sys.stderr)
 
 
 def make_streams_blocking() -> None:
-    """Make stdout and stderr blocking, for libraries and child processes too, so that a slow reader loses nothing.
+    """Make stdout and stderr blocking, also for libraries and child processes, so that a slow reader loses nothing.
 
-    Without buffering (PYTHONUNBUFFERED), Python silently drops what a full non-blocking pipe does not accept. Any
-    process that shares the pipe can make it non-blocking again, so `print_line` calls this each time.
+    Without buffering (PYTHONUNBUFFERED), Python silently drops output that a full non-blocking pipe does not accept.
+    Any process that shares the pipe can make it non-blocking again, so `print_line` calls this each time.
     """
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None and not stream.closed:
-            with suppress(OSError):  # printing reports what is wrong with the descriptor
+            with suppress(OSError):  # printing reports problems of the descriptor
                 os.set_blocking(stream.fileno(), True)
 
 
 def output_error() -> OSError | None:
-    """Flush standard output; returns the first error that lost output, if there was one."""
+    """Flush standard output, and return the first error that lost output, if any."""
     if sys.stdout is not None:
         make_streams_blocking()
         try:
@@ -99,7 +99,7 @@ def _discard_output(stream: TextIO, error: OSError) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with control characters as escapes, so that it cannot move the cursor or fake a line."""
+    """Escape the control characters in a text, so that it cannot move the cursor or fake a line."""
     return _CONTROLS.sub(lambda found: _escape(ord(found[0])), text)
 
 
@@ -113,12 +113,12 @@ def _escape(code: int) -> str:
 def progress_bar(
     items: Iterable[Item] | None = None, *, desc: str, unit: str, show: bool = True, **settings: Any
 ) -> tqdm[Item]:
-    """A tqdm bar on standard error if that is a terminal; log files get none.
+    """A tqdm progress bar on standard error, shown only on a terminal.
 
     Args:
-        items: what to iterate over; None for a bar that is advanced by `update`.
-        desc: what is being done, such as `tokenizing`.
-        unit: what is counted, in the plural, such as `chats`; `B` counts bytes.
+        items: items to iterate over; None for a bar that `update` advances.
+        desc: description of the work, such as `tokenizing`.
+        unit: unit of the count in the plural, such as `chats`; `B` counts bytes.
         show: whether this process shows the bar.
         settings: other arguments of tqdm, such as `total`, `initial` and `leave`.
     """
@@ -134,7 +134,7 @@ def progress_bar(
 
 @contextmanager
 def staged_progress(expected_s: Mapping[str, float]) -> Iterator[Callable[[str], None]]:
-    """A bar over several stages that report no progress of their own, of which each takes about `expected_s` seconds.
+    """A bar over several stages without progress reports; each takes about `expected_s` seconds.
 
     Yields:
         A function to call with the name of each stage when it begins.
@@ -154,9 +154,9 @@ def staged_progress(expected_s: Mapping[str, float]) -> Iterator[Callable[[str],
 
 
 def restrict_transformers_bars() -> None:
-    """Have transformers show its bars on rank 0 only, and only if standard error is a terminal.
+    """Make transformers show its progress bars only on rank 0, and only if standard error is a terminal.
 
-    transformers shows a bar for each model that it loads or saves. Download bars belong to huggingface_hub and stay.
+    transformers shows a bar for each model that it loads or saves. Download bars of huggingface_hub are not affected.
     """
     from transformers.utils import logging
 
@@ -171,7 +171,7 @@ def _rank_zero_bar(factory: Callable[..., Any], args: tuple[Any, ...], settings:
 # Summaries and tables
 
 NAME_WIDTH = 15
-"""Columns of a name in a summary, unless one of its names is longer."""
+"""Minimum width of the names in a summary."""
 NEXT = "Next: "
 
 
@@ -181,9 +181,9 @@ def print_summary(
     """Print what a command did, its results and paths, and the next command.
 
     Args:
-        done: what was done, such as `Finished: my_run (sft)`.
-        rows: facts by name, in order; None values are skipped.
-        next_words: the next command to run, if there is one.
+        done: text of the first line, such as `Finished: my_run (sft)`.
+        rows: values by name, in order; None values are skipped.
+        next_words: the next command to run, if any.
         table: lines to print before the rows.
     """
     shown = {name: value for name, value in (rows or {}).items() if value is not None}
@@ -195,16 +195,16 @@ def print_summary(
 
 
 def print_next(commands: Sequence[Sequence[object]]) -> None:
-    """Print the next commands to run, one per line; empty ones are skipped."""
+    """Print the next commands to run, one per line; empty commands are skipped."""
     typed = [shlex.join(map(str, words)) for words in commands if words]
     if typed:
         print_line(NEXT + f"\n{' ' * len(NEXT)}".join(typed))
 
 
 def typed_path(path: str | Path) -> str:
-    """A path as a user types it: relative for paths inside the directory that the command was typed in.
+    """A path as a user types it: relative inside the directory in which the command was typed, otherwise absolute.
 
-    A shell script that was typed outside the repository changes to it. Then paths are absolute, which works everywhere.
+    Paths are also absolute if a shell script was typed outside the repository, because the script changes to it.
     """
     absolute, here = Path(path).absolute(), Path.cwd()
     if caller_directory().resolve() == here and absolute.is_relative_to(here):
@@ -213,7 +213,7 @@ def typed_path(path: str | Path) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """At least one row of cells, all of the same length, in aligned columns, two spaces apart."""
+    """Format at least one row of cells in aligned columns, two spaces apart; all rows have the same length."""
     return "\n".join(aligned_rows(rows))
 
 

@@ -19,7 +19,7 @@ from verl_ext.errors import UserError
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""Long enough for one rank to write a large export to a slow disk while the others wait at the barrier."""
+"""Long enough for a rank to write a large export to a slow disk while the others wait at the barrier."""
 
 
 # Functions on some or all ranks
@@ -29,19 +29,19 @@ def gather_results(function: Callable[[], T], group: ProcessGroup | None = None)
     """Run `function` on every rank and return all results in rank order; collective.
 
     Args:
-        function: can raise; its result must be picklable.
-        group: the ranks; None means all.
+        function: may raise; its result must be picklable.
+        group: group of the ranks; None means all ranks.
 
     Raises:
-        UserError: a rank raised one; the first rank's is raised on all.
-        RuntimeError: a rank raised anything else; the message holds its traceback.
+        UserError: a rank raised a `UserError`; the first one is raised on all ranks.
+        RuntimeError: a rank raised another exception; the message contains its traceback.
     """
     outcome: tuple[Any, str, str] = (None, "", "")
     try:
         outcome = (function(), "", "")
     except UserError as error:
         outcome = (None, "user", str(error))
-    except Exception:  # the others wait in the gathering below, so it must reach them whatever it is
+    except Exception:  # the other ranks wait in all_gather_object, so any exception must reach them
         outcome = (None, "crash", traceback.format_exc())
     outcomes: list[tuple[Any, str, str]] = [(None, "", "")] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
@@ -61,14 +61,14 @@ def on_every_rank(function: Callable[[], T]) -> T:
 
 
 def local_rank_zero_first(function: Callable[[], T]) -> T:
-    """Like `on_every_rank`, but each node's first rank finishes before its others begin, which find its files."""
+    """Like `on_every_rank`, but on each node, the first rank finishes before the others start and find its files."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     result = on_every_rank(lambda: function() if is_first else None)
     return on_every_rank(lambda: cast("T", result) if is_first else function())
 
 
 def on_rank_zero(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
-    """Rank 0's result of `function`, on every rank; its failure is raised on every rank too."""
+    """Run `function` on rank 0 and return its result on every rank; its failure is raised on every rank."""
     is_zero = dist.get_rank(group) == 0
     return cast("T", gather_results(lambda: function() if is_zero else None, group)[0])
 
@@ -84,13 +84,13 @@ def reduce_over_ranks(
 ) -> dict[str, float]:
     """Reduce each rank's values in float64, with at most one collective for the sums and one for the maxima.
 
-    Every rank must call this with the same names. Without an initialized process group, this rank's own values are
-    returned. A token-weighted mean is the quotient of two of the sums.
+    Every rank must call this with the same names. Without an initialized process group, returns this rank's own values.
+    A token-weighted mean is the quotient of two sums.
 
     Args:
         sums: values to add over the ranks, by name.
-        maxima: values to take the maximum of, by name; NaN on any rank gives NaN.
-        device: of the tensors; must suit the backend (a CUDA device for NCCL).
+        maxima: values whose maximum to take over the ranks, by name; NaN on any rank gives NaN.
+        device: device of the tensors; must match the backend (a CUDA device for NCCL).
 
     Returns:
         The reduced values by name, the same on every rank.
@@ -98,7 +98,7 @@ def reduce_over_ranks(
     # sorted, because ranks may have filled their dictionaries in different orders
     sums, maxima = dict(sorted((sums or {}).items())), dict(sorted((maxima or {}).items()))
     assert not sums.keys() & maxima.keys(), "a name is either summed or maximized"
-    # backends disagree on the maximum of NaN and a number, so NaN travels as a flag with each value
+    # backends disagree on the maximum of NaN and a number, so each value has a flag for NaN
     flags = [float(math.isnan(value)) for value in maxima.values()]
     numbers = [-math.inf if flag else value for value, flag in zip(maxima.values(), flags)]
     summed = _all_reduce([*sums.values()], dist.ReduceOp.SUM, device)
@@ -120,7 +120,7 @@ def _all_reduce(values: Sequence[float], operation: Any, device: torch.device | 
 
 
 def init_process_group(device_name: str) -> None:
-    """Join the ranks that torchrun started; gloo for CPU tensors, NCCL or HCCL for the accelerator's."""
+    """Join the ranks that torchrun started, with gloo for CPU tensors and NCCL or HCCL for accelerator tensors."""
     backends = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
     if device_name != "cpu":
         getattr(torch, device_name).set_device(int(os.environ["LOCAL_RANK"]))
@@ -128,7 +128,7 @@ def init_process_group(device_name: str) -> None:
 
 
 def build_meshes(device_name: str, sequence_parallel_size: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """The mesh of all ranks that FSDP2 shards over, and the (dp, sp) mesh of Ulysses."""
+    """The mesh of all ranks for FSDP2, and the (dp, sp) mesh for Ulysses sequence parallelism."""
     world_size = dist.get_world_size()
     flat = init_device_mesh(device_name, (world_size,), mesh_dim_names=("fsdp",))
     shape = (world_size // sequence_parallel_size, sequence_parallel_size)
@@ -139,13 +139,13 @@ def build_meshes(device_name: str, sequence_parallel_size: int) -> tuple[DeviceM
 
 
 def shard_rows(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """First row, and the one after the last, of a rank's part of a tensor that FSDP2 sharded along its first axis."""
+    """Row range (end exclusive) of a rank's part of a tensor that FSDP2 sharded along its first axis."""
     chunk = -(-num_rows // num_ranks)
     return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
-    """First row, and the one after the last, that this rank holds of a tensor."""
+    """Row range (end exclusive) of this rank's part of a tensor."""
     num_rows = tensor.shape[0] if tensor.dim() else 1
     if not is_sharded(tensor):
         return 0, num_rows
@@ -158,21 +158,21 @@ def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether each rank holds some rows of a tensor.
 
     Raises:
-        UserError: it is sharded along another axis than FSDP2 does by default.
+        UserError: the tensor is not sharded along the first axis, as FSDP2 does by default.
     """
     if not isinstance(tensor, DTensor) or tensor.placements == (Replicate(),):
         return False
     if tensor.placements != (Shard(0),):
-        raise UserError(f"a tensor is placed as {tensor.placements}; only FSDP2's sharding of the first axis is read")
+        raise UserError(f"a tensor has placements {tensor.placements}; only sharding of the first axis is supported")
     return True
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor, as a plain tensor that shares its memory."""
+    """This process's part of a tensor, as a plain tensor that shares its memory."""
     with torch.no_grad():  # otherwise to_local is a view that autograd tracks
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def to_full(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a sharded tensor, on every rank; collective."""
+    """The full tensor of a sharded tensor, on every rank; collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""The exceptions for bad input and for a stop on all ranks, and the signals and exit codes that commands agree on."""
+"""The exceptions for bad input and for a stop on all ranks, and the signals and exit codes common to all commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNHEALTHY_EXIT_CODE = 3
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals that make a launcher or a rank save and stop."""
 SAME_REQUEST_S = 1.0
-"""A SIGINT requests an immediate stop if another SIGINT arrived longer ago than this; other repeats do nothing."""
+"""A SIGINT requests an immediate stop if an earlier SIGINT arrived more than this ago; other repeats do nothing."""
 
 
 class UserError(Exception):
@@ -37,7 +37,7 @@ class Stop(Exception):
 
 
 def first_line_of(error: Exception) -> str:
-    """First line of a library's message, without the full stop; of an `OSError`, only the reason."""
+    """First line of a library's message without the period; for an `OSError`, only the reason."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (said.strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
@@ -49,13 +49,13 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Print a `UserError` without a traceback and leave with exit code 2; every command's `main` runs inside.
+    """Print a `UserError` without a traceback and exit with code 2; every command's `main` runs in this context.
 
     Raises:
-        SystemExit: with code 2; or with 1 where all went well, but standard output could not be written.
+        SystemExit: with code 2, or with code 1 if only writing to standard output failed.
     """
     try:
-        if sys.stdout is None:  # the next file that is opened would receive what libraries print
+        if sys.stdout is None:  # the next opened file would receive the output of libraries
             raise UserError("standard output is closed; redirect it to a file or to /dev/null")
         make_streams_blocking()
         yield

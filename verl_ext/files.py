@@ -1,4 +1,4 @@
-"""Files that survive a crash, and reading files that may be damaged: replacement, lines, locks and digests."""
+"""Crash-safe writing and reading of files that may be damaged: replacement, lines, locks and digests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEMPORARY = ".tmp"
 """Suffix of a file or directory that is not complete yet."""
 GIB = 1 << 30
 LATEST = 1e11
-"""Upper bound of times in seconds since 1970 (year 5138); a later time is damage and may not convert to a date."""
+"""Upper bound of times in seconds since 1970 (year 5138); a later time means damage and may not convert to a date."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _DIGEST_CHUNK_BYTES = 1 << 22
 _BLOCK_BYTES = 64 * 1024
@@ -47,7 +47,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary name to write to; the file is renamed to `path` at the end of the block.
 
     Raises:
-        OSError: it cannot be renamed. After any failure, the temporary file is removed.
+        OSError: the file cannot be renamed. After any failure, the temporary file is removed.
     """
     temporary = path.with_name(f"{path.name}{TEMPORARY}")
     try:
@@ -60,7 +60,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush a directory's entries to disk; without it, a power loss can undo a rename."""
+    """Flush a directory's entries to disk; without this, a power loss can undo a rename."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,10 +70,10 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn a failure of the file system into one sentence that names the file, `path` by default, and the reason.
+    """Turn an `OSError` into a `UserError` that names the file, `path` by default, and the reason.
 
     Raises:
-        UserError: in place of an `OSError`.
+        UserError: a file could not be written.
     """
     try:
         yield
@@ -86,14 +86,14 @@ def write_errors(path: Path) -> Iterator[None]:
 # Documents that may be damaged or written by someone else
 
 MAX_YAML_VALUES = 100_000
-"""Values in a YAML file with aliases, where each alias counts as what it expands to."""
+"""Maximum number of values in a YAML file after aliases are expanded."""
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON document.
 
     Raises:
-        ValueError: it is not JSON, or is nested too deeply.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text)
@@ -102,14 +102,14 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def yaml_text(path: Path) -> str:
-    """The text of a YAML file whose aliases expand to a bounded number of values.
+    """Read a YAML file, and refuse it if its aliases expand to too many values.
 
-    Ten lines of aliases of aliases can expand to billions of values, which a parser would build one by one.
+    Ten lines of nested aliases can expand to billions of values, which a parser would build one by one.
 
     Raises:
         OSError: the file cannot be read.
-        UnicodeDecodeError: it is not UTF-8.
-        yaml.YAMLError: it is malformed, or its aliases expand to too many values.
+        UnicodeDecodeError: the file is not UTF-8.
+        yaml.YAMLError: the file is malformed, or its aliases expand to too many values.
     """
     import yaml  # here, because few users of this module read YAML
 
@@ -139,7 +139,7 @@ def yaml_text(path: Path) -> str:
 
 
 class LineWriter:
-    """Appends lines. Each one reaches the operating system before `write` returns, so a kill cannot lose it."""
+    """Appends lines. Each line reaches the operating system before `write` returns, so a kill cannot lose it."""
 
     def __init__(self, path: Path) -> None:
         """Open `path` for appending; create it if it is missing.
@@ -151,7 +151,7 @@ class LineWriter:
 
     @classmethod
     def reopen(cls, path: Path, is_complete: Callable[[bytes], bool]) -> LineWriter:
-        """Open `path` for appending whole lines, whatever a kill or a crash left at its end; see `drop_torn_tail`.
+        """Open `path` for appending, after repairing its end if a kill or a crash left it torn; see `drop_torn_tail`.
 
         Raises:
             OSError: the file cannot be read, repaired or opened.
@@ -162,7 +162,7 @@ class LineWriter:
         return cls(path)
 
     def write(self, line: str) -> None:
-        """Append one line, which is given without its newline.
+        """Append a line, given without its newline.
 
         Raises:
             OSError: the disk is full or gone; part of the line may have been written.
@@ -177,13 +177,13 @@ class LineWriter:
 
 
 def drop_torn_tail(path: Path, is_complete: Callable[[bytes], bool]) -> None:
-    """Cut the lines that a kill or a crash left incomplete at the end of `path`, with a warning.
+    """Remove incomplete lines that a kill or a crash left at the end of `path`, with a warning.
 
     Args:
-        is_complete: gets a line with its newline, if there is one.
+        is_complete: receives a line with its newline, if any.
 
     Raises:
-        OSError: the file cannot be read or cut.
+        OSError: the file cannot be read or truncated.
     """
     with open(path, "r+b") as file:
         size = end = file.seek(0, 2)
@@ -198,7 +198,7 @@ def drop_torn_tail(path: Path, is_complete: Callable[[bytes], bool]) -> None:
 
 
 def _end_with_newline(path: Path) -> None:
-    """Add the newline that the last line of `path` lacks, if it lacks one."""
+    """Add a newline to the end of `path` if it is missing."""
     with open(path, "r+b") as file:
         size = file.seek(0, 2)
         if size and _read_between(file, size - 1, size) != b"\n":
@@ -206,7 +206,7 @@ def _end_with_newline(path: Path) -> None:
 
 
 def _start_of_last_line(file: BinaryIO, end: int) -> int:
-    # backwards in blocks: the file of a long run is far larger than its last line
+    # read blocks backwards, because the file of a long run is far larger than its last line
     stop = end - 1  # the byte at `end - 1` may be the line's own newline
     while stop > 0:
         start = max(0, stop - _BLOCK_BYTES)
@@ -230,7 +230,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def lock_file(file: TextIO, *, wait: bool) -> bool | None:
-    """Lock a file that is open for writing; the kernel releases the lock when it is closed or the process dies.
+    """Lock a file that is open for writing; the kernel releases the lock when the file is closed or the process dies.
 
     Returns:
         Whether the file is locked; None, with a warning, if the file system has no locks (Lustre mounted without flock,
@@ -250,10 +250,10 @@ def lock_file(file: TextIO, *, wait: bool) -> bool | None:
 
 @contextmanager
 def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of a file, which is created if it is missing; without `wait`, another holder keeps it.
+    """Hold the lock of a file, which is created if necessary; without `wait`, do not wait for another holder.
 
     Yields:
-        Whether this process may work: it holds the lock, or the file system has none.
+        Whether this process may continue: it holds the lock, or the file system does not support locks.
 
     Raises:
         UserError: the file cannot be created.
@@ -266,15 +266,15 @@ def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 @contextmanager
 def hold_run_lock(run_dir: Path) -> Iterator[bool]:
-    """Hold `run.lock` of a run directory; the file names the holder while there is one.
+    """Hold `run.lock` of a run directory; the file names the current holder.
 
-    A disk without space for the name, or even for the file, does not prevent it: `prune` has to make space there.
+    This works even on a disk without space for the name or the file, because `prune` must be able to free space there.
 
     Yields:
-        Whether no other launch can be at work; False if the file system has no locks, see `lock_file`.
+        Whether this is certainly the only launch; False if the file system does not support locks, see `lock_file`.
 
     Raises:
-        UserError: another live launch holds it, or the file cannot be written.
+        UserError: another live launch holds the lock, or the file cannot be written.
     """
     path = run_dir / RUN_LOCK
     try:
@@ -282,7 +282,7 @@ def hold_run_lock(run_dir: Path) -> Iterator[bool]:
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise _refused(path, error) from error
-        # there is no file, so no launch holds it
+        # without the file, no launch can hold the lock
         warn(f"{path} cannot be created ({error.strerror}), so the run is not locked; start no launch there")
         yield True
         return
@@ -298,11 +298,11 @@ def hold_run_lock(run_dir: Path) -> Iterator[bool]:
         try:
             yield locked is True
         finally:
-            _write_holder(file, "")  # before the kernel releases it, so that the next holder's name is not lost
+            _write_holder(file, "")  # before the release, so that the next holder's name is not lost
 
 
 def _write_holder(file: TextIO, name: str) -> None:
-    """Write who holds the lock, past the buffer of `file`; on a full disk the lock holds without a name."""
+    """Write the lock's holder without buffering; on a full disk, the lock has no name."""
     try:
         os.ftruncate(file.fileno(), 0)
         os.write(file.fileno(), name.encode())
@@ -332,11 +332,11 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def ignore_progress(num_bytes: int) -> None:
-    """Callback for those who need no progress."""
+    """Progress callback that does nothing."""
 
 
 def file_digest(path: Path, progress: Callable[[int], None] = ignore_progress) -> str:
-    """The XXH3-128 digest of a file, in hexadecimal; `progress` gets the number of bytes of each piece that was read.
+    """The XXH3-128 digest of a file, in hexadecimal; calls `progress` with the size of each chunk in bytes.
 
     Raises:
         OSError: the file cannot be read.
@@ -352,5 +352,5 @@ def file_digest(path: Path, progress: Callable[[int], None] = ignore_progress) -
 
 
 def user_cache_dir() -> Path:
-    """Directory for files that can be deleted at any time and are then created again; `XDG_CACHE_HOME` moves it."""
+    """Cache directory, in `XDG_CACHE_HOME` or `~/.cache`; its files can be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_ext"

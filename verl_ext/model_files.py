@@ -1,4 +1,4 @@
-"""A model's files: checked, loaded without unwanted code, and written so that earlier libraries read them."""
+"""Checks a model's files, loads them without unwanted code, and writes files that earlier libraries can read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 EARLIER_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-"""Of rotary embeddings, in transformers 4.57."""
+"""Types of rotary embeddings in transformers 4.57."""
 EARLIER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
-"""By model type, the former names of its keys."""
+"""Former names of keys, by model type."""
 _ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 """Keys that can name an attention function on the hub."""
 _FIX = "remove that key from it, or set trust_remote_code=true if you trust its author"
 
 
 def load_whole(loader: Any, path: str, **arguments: Any) -> Any:
-    """`from_pretrained` of a class of transformers, which only warns of missing weights and initializes them randomly.
+    """Call `from_pretrained`, and refuse missing weights, which transformers would only initialize randomly.
 
     Raises:
         UserError: weights are missing.
@@ -40,7 +40,7 @@ def load_whole(loader: Any, path: str, **arguments: Any) -> Any:
 
 
 def save_config(config: PreTrainedConfig, directory: Path) -> None:
-    """Write `config.json` with rotary embeddings in both forms: `rope_parameters`, and `rope_theta` and the like.
+    """Write `config.json` with rotary embeddings in both formats: `rope_parameters`, and `rope_theta` etc.
 
     transformers 4 ignores `rope_parameters` and would silently use defaults.
     """
@@ -60,7 +60,7 @@ def _add_earlier_rope_keys(content: dict[str, Any], config: dict[str, Any]) -> N
 
 
 def earlier_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers 4 reads of a model or its part instead of `rope_parameters`; empty for types unknown to it."""
+    """The keys that transformers 4 reads instead of `rope_parameters`; empty for types that it does not know."""
     rope = config.get("rope_parameters") or {}
     of_window = rope.get("sliding_attention")
     if of_window is not None:  # Gemma 3: two kinds of layers
@@ -81,7 +81,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, director
     """Write a tokenizer or a processor, and the files that transformers 5 no longer writes.
 
     These are `special_tokens_map.json`, `vocab.json`, `merges.txt` for BPE, and `added_tokens.json` if the vocabulary
-    lacks some tokens. `tokenizer_config.json` also gets the names that transformers 4 knows.
+    lacks some tokens. `tokenizer_config.json` uses the names that transformers 4 knows.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -128,7 +128,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def check_model_files(model: str, trusted: bool) -> None:
-    """Refuse a `model.partial_pretrain` that cannot be loaded; a hub name is left to transformers, unless offline.
+    """Refuse a `model.partial_pretrain` that cannot be loaded; transformers checks hub names unless offline.
 
     Raises:
         UserError: files are missing or damaged, or the model would run code.
@@ -144,7 +144,7 @@ def check_model_files(model: str, trusted: bool) -> None:
         )
     if not (path / "config.json").is_file():
         raise UserError(
-            f"{path.absolute()} holds no config.json, so it is no Hugging Face model; correct model.partial_pretrain"
+            f"{path.absolute()} has no config.json, so it is not a Hugging Face model; correct model.partial_pretrain"
         )
     content = read_json(path / "config.json")
     require_all_weights(path)
@@ -155,7 +155,7 @@ def check_model_files(model: str, trusted: bool) -> None:
 def is_hub_name(model: str) -> bool:
     """Whether `model.partial_pretrain` is a name on the model hub, `MODEL` or `OWNER/MODEL`, and not a path.
 
-    A name is a path if it exists, or if its parent directory exists or is one that the pipeline creates.
+    A name is a path if the path or its parent directory exists, or if the pipeline creates the parent directory.
     """
     if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?", model, re.ASCII) or Path(model).exists():
         return False
@@ -164,14 +164,14 @@ def is_hub_name(model: str) -> bool:
 
 
 def require_cached_if_offline(model: str) -> None:
-    """Refuse a hub name that transformers could not load, as HF_HUB_OFFLINE is set and its cache lacks the model."""
+    """Refuse a hub name that cannot be loaded because HF_HUB_OFFLINE is set and the cache lacks the model."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if not constants.HF_HUB_OFFLINE:
         return
     try:
         is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
-    except ValueError:  # the hub has no such names
+    except ValueError:  # not a valid hub name
         is_cached = False
     if not is_cached:
         raise UserError(
@@ -181,7 +181,7 @@ def require_cached_if_offline(model: str) -> None:
 
 
 def require_all_weights(model: Path) -> None:
-    """Refuse a model's directory that lacks a file of its index of weights, as after an interrupted download."""
+    """Refuse a model's directory that lacks a file of its weight index, for example after an interrupted download."""
     for index in model.glob("*.index.json"):
         weight_map = read_json(index).get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -195,22 +195,22 @@ def require_all_weights(model: Path) -> None:
 
 
 def require_chat_template(model: str) -> None:
-    """Refuse a local model whose tokenizer has no chat template, as those of base models often have not."""
+    """Refuse a local model whose tokenizer has no chat template, which is common for base models."""
     path = Path(model).expanduser()
     settings = path / "tokenizer_config.json"
     has_file = (path / "chat_template.jinja").is_file() or any(path.glob("additional_chat_templates/*.jinja"))
     if settings.is_file() and not has_file and not read_json(settings).get("chat_template"):
         raise UserError(
-            f"the tokenizer of {path.absolute()} has no chat template; set data.chat_template to a Jinja file, or take "
+            f"the tokenizer of {path.absolute()} has no chat template; set data.chat_template to a Jinja file, or use "
             "the instruct variant of the model"
         )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of one of a model's JSON files.
+    """Read a JSON file of a model.
 
     Raises:
-        UserError: it is not a JSON object.
+        UserError: the file is not a JSON object.
     """
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
@@ -226,12 +226,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def untrained_loss(model: str) -> float | None:
     """Loss of random guessing, for a model directory whose weights were never trained.
 
-    Initialization sets the vectors of a transformer (norms and biases) to 0 or 1, and the first optimizer step moves
-    them. So the weights are untrained if every vector in their files still is what initialization made it.
+    Initialization sets the vectors of a transformer (norms and biases) to 0 or 1, and the first optimizer step changes
+    them. So the weights are untrained if every vector in the files still has its initial value.
 
     Returns:
-        The logarithm of the vocabulary's size, in nats per token; None for trained weights, and where the weights are
-        not in a local directory, not in safetensors files, or without vectors.
+        The logarithm of the vocabulary size, in nats per token; None if the weights are trained, are not in a local
+        directory or in safetensors files, or have no vectors.
     """
     directory = Path(model).expanduser()
     files = sorted(directory.glob("*.safetensors"))
@@ -253,47 +253,47 @@ def untrained_loss(model: str) -> float | None:
         config = json.loads((directory / "config.json").read_text())
         vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     except (SafetensorError, OSError, ValueError, AttributeError):
-        return None  # the ranks, which load the whole model, say what is wrong with it
+        return None  # the ranks load the whole model and report the problem
     return math.log(vocabulary) if num_vectors and vocabulary else None
 
 
-# Code of the model's own
+# Custom code of models
 
 
 def require_no_remote_code(name: str, trusted: bool, local_files_only: bool = False) -> None:
     """Refuse a model whose `config.json` would make transformers run code that the user did not enable.
 
-    With `trust_remote_code=False`, transformers 4.57 ignored the model's own classes but not what these keys name:
-    `trust_remote_code` in a configuration (CVE-2026-5241), and an attention function on the hub (CVE-2026-4372).
-    transformers 5 no longer follows the first, and accepts the second from verified organizations only. The check holds
-    whatever a release does.
+    With `trust_remote_code=False`, transformers 4.57 ignored custom classes but followed two keys: `trust_remote_code`
+    in a configuration (CVE-2026-5241), and an attention function on the hub (CVE-2026-4372). transformers 5 no longer
+    follows the first, and accepts the second only from verified organizations. The check does not depend on the
+    release.
 
     Args:
         name: a directory, or a name on the hub.
-        local_files_only: whether to stay off the hub.
+        local_files_only: whether to avoid the hub.
 
     Raises:
-        UserError: it would.
+        UserError: the configuration would run code.
     """
     if not trusted:
         require_no_remote_code_in(name, config_of(name, local_files_only))
 
 
 def require_no_remote_code_in(name: str, content: Mapping[str, Any]) -> None:
-    """Like `require_no_remote_code`, for a configuration that was read already.
+    """Like `require_no_remote_code`, for a configuration that has already been read.
 
     Raises:
-        UserError: it would make transformers run code.
+        UserError: the configuration would make transformers run code.
     """
     for key, value in config_entries(content):
         if key == "trust_remote_code" and value:
-            raise UserError(f"{name} asks by itself for code to be run (trust_remote_code in its config.json); {_FIX}")
+            raise UserError(f"{name} requests to run custom code (trust_remote_code in its config.json); {_FIX}")
         if key in _ATTENTION and "/" in str(value):
-            raise UserError(f"{name} asks for attention code from the hub ({key} in its config.json); {_FIX}")
+            raise UserError(f"{name} requests attention code from the hub ({key} in its config.json); {_FIX}")
 
 
 def config_of(name: str, local_files_only: bool = False) -> dict[str, Any]:
-    """What transformers reads as the model's configuration; empty if there is none, which the loader reports."""
+    """The model's configuration as transformers reads it; empty if it is missing, which the loader reports."""
     from transformers import PretrainedConfig
 
     try:
@@ -303,7 +303,7 @@ def config_of(name: str, local_files_only: bool = False) -> dict[str, Any]:
 
 
 def config_entries(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every key with its value, at any depth."""
+    """All keys with their values, at any depth."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield key, item

@@ -1,6 +1,6 @@
-"""Where the package, its data files and the user are, in a checkout of the repository and installed from a wheel.
+"""Paths of the package, its data files and the user, in a checkout of the repository and in an installed wheel.
 
-Standard library only, so that --help is instant.
+Standard library only, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import site
 from pathlib import Path
 
 PROGRAM_VARIABLE = "VERL_EXT_PROGRAM"
-"""Environment variable of a command that was started by the console script: how the user typed that script."""
+"""Environment variable that the console script sets for its commands: how the user typed the script."""
 CALLER_VARIABLE = "VERL_EXT_CALLED_FROM"
-"""Environment variable that the shell scripts set, because they change to the repository."""
+"""Environment variable with the caller's directory, set because the shell scripts change to the repository."""
 _PACKAGE = Path(__file__).resolve().parent
 PACKAGES = _PACKAGE.parent
 """The directory that contains `verl_ext` and `eval_pipeline`."""
@@ -22,7 +22,7 @@ RECIPES = (CHECKOUT or _PACKAGE) / "recipes"
 REQUIREMENTS = (CHECKOUT or _PACKAGE) / "requirements"
 _SITE = {Path(each).resolve() for each in (*site.getsitepackages(), site.getusersitepackages())}
 IMPORT_PATH = "" if PACKAGES in _SITE else str(PACKAGES)
-"""What a child process needs on PYTHONPATH to import the package; empty if its interpreter finds it anyway."""
+"""Entry of PYTHONPATH that a child process needs to import the package; empty if the package is installed."""
 
 
 def python_path() -> str:
@@ -36,8 +36,8 @@ def caller_directory() -> Path:
 
 
 def base_directory() -> Path:
-    """The directory that `data/` and `checkpoints/` of recipes are relative to.
+    """The directory that contains the recipes' `data/` and `checkpoints/`.
 
-    The shell scripts and `python -m` work in the repository. The console script works where the user is.
+    The shell scripts and `python -m` use the repository. The console script uses the current directory.
     """
     return Path.cwd() if CHECKOUT is None or PROGRAM_VARIABLE in os.environ else CHECKOUT

@@ -1,7 +1,7 @@
 """User code that a recipe or a command names as `path.py:NAME` or `package.module:NAME`.
 
-It is loaded only because a recipe or command names it, never because a run or an export contains it. A file is loaded
-by itself: what it imports must be installed or on PYTHONPATH.
+It is loaded only if a recipe or command names it, never because a run or an export contains it. A file is loaded on its
+own: its imports must be installed or on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 @dataclass(frozen=True)
 class Plugin:
-    """A function, class or list of the user's; its file or module exists.
+    """A user-defined function, class or list in an existing file or module.
 
     Attributes:
-        key: the setting or option that names it, for messages.
-        location: absolute path of its file, or dotted name of its module.
-        name: of the function, class or list.
+        key: the setting or option that names the plugin, for messages.
+        location: absolute path of the file, or dotted name of the module.
+        name: name of the function, class or list.
     """
 
     key: str
@@ -40,12 +40,12 @@ class Plugin:
 
     @classmethod
     def parse(cls, text: str, key: str) -> Plugin:
-        """Read `LOCATION:NAME`; runs nothing except the packages that contain a module.
+        """Parse `LOCATION:NAME`; runs no code except the packages that contain a module.
 
-        A relative path is looked up from where the command was typed and from the repository.
+        A relative path is resolved in the directory where the command was typed, then in the repository.
 
         Raises:
-            UserError: it has another form, or there is no such file or module.
+            UserError: the text has another form, or the file or module does not exist.
         """
         location, _, name = text.rpartition(":")
         if not location or not name.isidentifier():
@@ -68,11 +68,11 @@ class Plugin:
         """Import the file or module and return the named object.
 
         Raises:
-            UserError: the code cannot be run, or has nothing of this name.
+            UserError: the code fails, or does not define the name.
         """
         try:
             module = load_file(Path(self.location)) if self.is_file else importlib.import_module(self.location)
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # user code can raise anything
             raise UserError(
                 f"{self.key} names {self.location}, which cannot be loaded ({one_line(error)}); fix it"
             ) from error
@@ -96,7 +96,7 @@ def find_file(text: str, key: str) -> Path:
 
 
 def is_module(name: str) -> bool:
-    """Whether a module of this dotted name exists; imports only the packages that contain it."""
+    """Whether a module with this dotted name exists; imports only the packages that contain it."""
     try:
         return _DOTTED.fullmatch(name) is not None and importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # a package above it is missing or broken
@@ -109,6 +109,6 @@ def load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the file exists and ends with .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module

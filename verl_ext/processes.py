@@ -1,6 +1,6 @@
-"""One mechanism for each concern of a process: stop signals, the death of its parent, liveness, a quiet start.
+"""Process management: stop signals, ending with the parent, liveness checks, and a quiet start.
 
-Imports the standard library and modules that do the same.
+Imports only the standard library and modules that do the same.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class StopRequest(BaseException):
     """The process was asked to stop; like KeyboardInterrupt, no `except Exception` catches it.
 
     Attributes:
-        signal: what asked.
-        handled: set by code that catches the request and ends as asked, so that it is not raised again.
+        signal: the signal that requested the stop.
+        handled: set by code that catches the request and stops, so that the request is not raised again.
     """
 
     def __init__(self, number: int) -> None:
@@ -43,7 +43,7 @@ class StopRequest(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """75, which schedulers requeue; 131 for SIGQUIT, as for ranks that it ends."""
+        """75, which schedulers requeue; 131 for SIGQUIT, the same as for ranks that SIGQUIT ends."""
         return 128 + self.signal if self.signal is signal.SIGQUIT else STOPPED_EXIT_CODE
 
 
@@ -59,9 +59,9 @@ class StopSignals:
             one; None if the caller handles `immediate` itself.
 
     Attributes:
-        received: every signal so far.
-        immediate: the signal that asked to stop immediately: a SIGQUIT, or a SIGINT more than `SAME_REQUEST_S` after
-            another one. None if there was none.
+        received: all signals so far.
+        immediate: the signal that requested an immediate stop, if any: a SIGQUIT, or a SIGINT more than
+            `SAME_REQUEST_S` after another SIGINT.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StopSignals:
         self._former: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
-        """Begin to listen; a signal that the parent had us ignore (nohup) stays ignored."""
+        """Install the handlers; signals that the parent set to be ignored (nohup) stay ignored."""
         for number in self._listened:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._handle)
@@ -87,23 +87,23 @@ class StopSignals:
             signal.signal(number, handler)
 
     def ignore(self) -> None:
-        """Ignore signals while Python exits: it restores the default actions, so a repeat would kill the process."""
+        """Ignore signals while Python exits, because Python restores default actions and a repeat would kill it."""
         for number in self._listened:
             signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """For work that can be dropped anywhere: a signal ends it, also one that came before.
+        """Context for work that can be interrupted anywhere, also by a signal that was received before.
 
         Raises:
-            StopRequest: at the first signal; later ones are only noted.
+            StopRequest: at the first signal; later signals are only recorded.
         """
         self._raises = True
         try:
             self._raise_if_asked()  # after the line above, so that no signal falls between the two
             yield
         except Exception:
-            self._raise_if_asked()  # what an import or a library turns a request into
+            self._raise_if_asked()  # an import or a library may have replaced the request by this error
             raise
         finally:
             self._raises = False
@@ -138,36 +138,36 @@ class StopSignals:
 # Parents and other processes
 
 LAUNCHER_PID = "VERL_EXT_LAUNCHER_PID"
-"""Environment variable of the ranks: the process whose children they are."""
+"""Environment variable of the ranks with the process id of their launcher."""
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _LIBC = ctypes.CDLL(None)  # loaded here, because between fork and exec another thread may hold the loader's lock
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when the thread that forked it ends; callable between fork and exec."""
+    """Make the kernel signal this process when the thread that forked it ends; callable between fork and exec."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; distinguishes it from a later one with the same number.
+    """Start time of a process in clock ticks since boot, which distinguishes it from a later process with the same id.
 
     Returns:
-        Field 22 of proc_pid_stat(5); None if there is no such process, or a zombie.
+        Field 22 of proc_pid_stat(5); None if the process does not exist or is a zombie.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()  # behind the name, which may contain anything
+            fields = file.read().rpartition(")")[2].split()  # after the name, which may contain anything
     except OSError:
         return None
     return None if fields[0] == "Z" else int(fields[19])
 
 
 def is_alive(pid: int, started: int | None = None) -> bool:
-    """Whether a process runs, of any user; a mount of /proc with hidepid hides those of others.
+    """Whether a process of any user runs, even if /proc is mounted with hidepid.
 
     Args:
-        pid: its number.
-        started: its `start_ticks`; None accepts any process of this number.
+        pid: process id.
+        started: `start_ticks` of the process; None accepts any process with this id.
     """
     if (ticks := start_ticks(pid)) is not None:
         return started is None or ticks == started
@@ -183,7 +183,7 @@ def is_alive(pid: int, started: int | None = None) -> bool:
 
 
 def pid_namespace() -> int:
-    """Identifies the numbering of processes; containers can share a host name and number their processes alike."""
+    """Identifier of the PID namespace; containers can share a host name and use the same process ids."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
@@ -206,12 +206,12 @@ OURS = ("verl_ext", "eval_pipeline", "benchmarks", "tests")
 
 
 def begin_quietly() -> None:
-    """If `python -m` is starting a command: neither Ctrl-C nor a missing package leaves a traceback.
+    """Suppress tracebacks of Ctrl-C and missing packages while `python -m` starts a command.
 
-    Imports take a moment, with torch seconds, and a Ctrl-C then simply ends the process. Nobody types the command of a
-    rank of torchrun; its tracebacks stay.
+    Imports take time, with torch several seconds, and a Ctrl-C during imports simply ends the process. Ranks of
+    torchrun keep their tracebacks, because no user types their command.
     """
-    is_typed = sys.argv[:1] == ["-m"]  # what Python sets while it looks for the module to run
+    is_typed = sys.argv[:1] == ["-m"]  # set by Python while it looks for the module to run
     if not is_typed or "TORCHELASTIC_RUN_ID" in os.environ:
         return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -240,10 +240,10 @@ def _report_missing_package(kind: type[BaseException], error: BaseException, tra
 
 @contextmanager
 def hold_stop_signals() -> Iterator[None]:
-    """Deliver stop signals only after an import of torch, whose C code prints an exception that a handler raises."""
+    """Delay stop signals until torch is imported, because its C code would print exceptions that handlers raise."""
     held: list[int] = []
     former = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
-    for number, handler in former.items():  # a signal mask would not do: another thread could take the signal
+    for number, handler in former.items():  # with a signal mask, another thread could receive the signal
         if handler is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: held.append(number))
     try:
@@ -260,7 +260,7 @@ def defer_gc() -> Iterator[None]:
     """Disable the garbage collector during imports at the start of a process.
 
     Modules create hundreds of thousands of objects that live as long as the process. The collector would traverse them
-    again and again, which took a fifth of a rank's import time. Afterwards it ignores the objects created by then.
+    repeatedly, which took a fifth of a rank's import time. Afterwards, the collector ignores these objects.
     """
     if not gc.isenabled():  # the caller has decided otherwise
         yield
@@ -275,7 +275,7 @@ def defer_gc() -> Iterator[None]:
 
 @contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Drop what is written to file descriptor 1, where gloo greets every peer of every group."""
+    """Drop output to file descriptor 1, where gloo prints a message for every peer of every group."""
     sys.stdout.flush()
     kept = os.dup(1)
     with open(os.devnull, "w") as null:
@@ -295,12 +295,12 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def cpu_name() -> str:
-    """The CPU's model name; empty if Linux does not know it."""
+    """The CPU's model name; empty if unknown."""
     return _from_cpuinfo("model name")
 
 
 def cpu_flags() -> set[str]:
-    """The CPU's instruction set extensions, as Linux names them; empty if it does not know them."""
+    """The CPU's instruction set extensions, with Linux's names; empty if unknown."""
     return set(_from_cpuinfo("flags|Features").split())  # on x86 and on Arm
 
 
@@ -313,7 +313,7 @@ def _from_cpuinfo(field: str) -> str:
 
 
 def listed_gpus() -> list[str]:
-    """Ids of all NVIDIA GPUs of this machine by number; empty if there is no nvidia-smi."""
+    """UUIDs of all NVIDIA GPUs of this machine, by index; empty without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     output = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
@@ -321,7 +321,7 @@ def listed_gpus() -> list[str]:
 
 
 def visible_gpus(listed: Sequence[str] | None = None) -> list[str]:
-    """Numbers or ids of the GPUs that child processes can use, in CUDA's order; `listed` are those of `listed_gpus`."""
+    """Indices or ids of the GPUs that child processes can use, in CUDA's order; `listed` comes from `listed_gpus`."""
     visible = os.environ.get(DEVICES)
     if visible is None:
         return [str(index) for index in range(len(listed_gpus() if listed is None else listed))]

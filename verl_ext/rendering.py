@@ -1,4 +1,4 @@
-"""Runs chat templates safely: a template is a program from a model's files, and may raise anything or never end."""
+"""Runs chat templates safely: a template is a program in a model's files, and may raise anything or never terminate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from verl_ext.errors import UserError, one_line
 
 RENDER_S = 5.0
-"""Processor time allowed for one rendering; a chat of 100,000 tokens takes some hundredths of a second."""
+"""Maximum CPU time of a rendering; a chat of 100,000 tokens takes a few hundredths of a second."""
 
 
 class EndlessTemplate(UserError):
@@ -20,11 +20,10 @@ class EndlessTemplate(UserError):
 
 
 class rendering:  # noqa: N801 - reads like a function, as contextlib's do; a generator would take longer than the timer
-    """Limits the time and the exceptions of one rendering of a chat template; costs about 2 µs.
+    """Limits the CPU time and the exceptions of a rendering; costs about 2 µs.
 
-    The limit applies to the main thread, the only one that handles signals and the only one that renders. The timer
-    counts the time of all threads, including native ones of libraries, so it is restarted until this thread alone has
-    used its time.
+    The limit applies to the main thread, the only thread that handles signals and renders. The timer counts the time of
+    all threads, including native threads of libraries, so it is restarted until this thread alone has used its time.
 
     Raises:
         EndlessTemplate: the rendering took longer than `RENDER_S`.
@@ -54,7 +53,7 @@ class rendering:  # noqa: N801 - reads like a function, as contextlib's do; a ge
 
 
 class _TimeUp(BaseException):
-    """Not an `Exception`, because Jinja's optimizer drops those that constant expressions raise."""
+    """Not an `Exception`, because Jinja's optimizer drops exceptions of constant expressions."""
 
 
 def _raise_if_time_is_up(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Suggestions for mistyped keys, options and commands, including the names that other programs use for them."""
+"""Suggestions for mistyped keys, options and commands, including their names in other programs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 
 RANKS = "trainer.n_gpus_per_node"
-"""The number of ranks, which is the first word of a command instead of a key."""
+"""Key of the number of ranks, which is the first argument of a command instead."""
 _SHORT_NUM_RANKS = ("-n", "-np", "-g")
 
 
 def _by_name(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Words of ours by each name that other programs have for them; both are separated by spaces."""
+    """Our words by their names in other programs; both are separated by spaces."""
     return {name: tuple(ours.split()) for ours, others in names.items() for name in others.split()}
 
 
@@ -70,7 +70,7 @@ KEYS = _by_name(
         "hardware": "gpu",
     }
 )
-"""Names in TRL, the HF Trainer, torchrun and verl's PPO, and the keys they mean; the first that a command has."""
+"""Keys by their names in TRL, the HF Trainer, torchrun and verl's PPO; the first key that a command has is used."""
 OPTIONS = _by_name(
     {
         "recipe": "config c",
@@ -84,7 +84,7 @@ OPTIONS = _by_name(
         "val-fraction": "val_split",
     }
 )
-"""Names of options in other programs, and the options they mean; the first that the command has."""
+"""Options by their names in other programs; the first option that the command has is used."""
 COMMANDS = _by_name(
     {
         "ls status": "list show info",
@@ -104,9 +104,9 @@ COMMANDS = _by_name(
         "plot": "charts graph",
     }
 )
-"""Names of commands in other programs, and the commands they mean; the first that the program has."""
+"""Commands by their names in other programs; the first command that the program has is used."""
 CUTOFF = 0.7
-"""Minimum similarity of two words, from 0 to 1, for one to be a typo of the other."""
+"""Minimum similarity of two words, from 0 to 1, to count one as a typo of the other."""
 
 
 def meant_key(typed: str, known: Collection[str]) -> str | None:
@@ -133,7 +133,7 @@ def meant_key(typed: str, known: Collection[str]) -> str | None:
 
 
 def meant_option(typed: str, known: Iterable[str]) -> str | None:
-    """The option that was probably meant by one without its value; None if none is similar."""
+    """The option that was probably meant, given an option without its value; None if none is similar."""
     options = {_plain(option): option for option in known if option.startswith("--")}
     other = _first([_plain(each) for each in OPTIONS.get(_plain(typed), ())], options)
     return options[other] if other is not None else _nearest(_plain(typed), options)
@@ -145,7 +145,7 @@ def meant_command(typed: str, known: Collection[str]) -> str | None:
 
 
 def _plain(word: str) -> str:
-    """In lower case, without leading dashes, words joined by underscores."""
+    """Convert to lowercase with underscores, without leading dashes."""
     return word.lstrip("-").replace("-", "_").lower()
 
 

@@ -1,6 +1,6 @@
 """The names of verl 0.7.0 that the product uses; no other module of it imports verl.
 
-docs/design/verl.md says what each is used for, and where it is in a later release.
+docs/design/verl.md lists the use of each name, and its place in later releases.
 """
 
 # ruff: noqa: F401 - other modules import these names

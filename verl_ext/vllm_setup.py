@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 AUTO_MAP = "auto_map"
-"""Key of a configuration that names the model's own classes, each with its file."""
+"""Key of a model configuration that names custom classes and their files."""
 _EVERYWHERE = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    # one process: nothing of the engine outlives it, and vLLM schedules alike each time
+    # one process: no engine process outlives it, and vLLM's scheduling is reproducible
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 _ON_CPU = {
@@ -29,17 +29,17 @@ _ON_CPU = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Linux's names of bfloat16 units, on x86 and on Arm."""
+"""CPU flags for bfloat16 instructions, on x86 and on Arm."""
 
 
 def prepare_vllm_environment() -> str:
-    """Set the environment variables that vLLM reads when it is imported; returns the GPU's name, or `cpu`.
+    """Set the environment variables that vLLM reads at import, and return the GPU's name, or `cpu`.
 
-    The user's values stay.
+    Values that the user has set are kept.
     """
     import torch
 
-    # it warns of a missing CUDA toolkit, which a machine without GPUs does not need
+    # silence the warning about a missing CUDA toolkit, which a machine without GPUs does not need
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     on_gpu = torch.cuda.device_count() > 0
     for name, value in (_EVERYWHERE if on_gpu else {**_EVERYWHERE, **_ON_CPU}).items():
@@ -48,13 +48,13 @@ def prepare_vllm_environment() -> str:
 
 
 def pick_vllm_dtype(wanted: str, on_gpu: bool, stored: torch.dtype | None) -> str:
-    """The number type of vLLM's weights.
+    """Choose the dtype of vLLM's weights.
 
     Args:
-        wanted: a type; or `auto`, which is bfloat16 if the machine is fast at it, otherwise float32.
+        wanted: a dtype, or `auto` for bfloat16 if the machine supports it in hardware, otherwise float32.
         on_gpu: whether vLLM will run on a GPU.
-        stored: the model's own type. On a CPU, `auto` keeps float32, so that an export of a model trained in float32 is
-            evaluated as it was trained: for a model trained by GRPO, bfloat16 changed 8 of the first 16 greedy answers.
+        stored: the dtype in the model's files. On a CPU, `auto` keeps float32, so that a model trained in float32 is
+            evaluated in float32: after GRPO, bfloat16 changed 8 of the first 16 greedy answers of a model.
     """
     if wanted != "auto":
         return wanted
@@ -67,13 +67,13 @@ def pick_vllm_dtype(wanted: str, on_gpu: bool, stored: torch.dtype | None) -> st
 
 
 def safe_vllm_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of vllm.LLM with which it runs no code of the model's own unless `trust_remote_code` is set.
+    """Change arguments of vllm.LLM so that it runs no custom code of a model unless `trust_remote_code` is set.
 
-    vLLM below 0.14 imports what `auto_map` names whatever `trust_remote_code` says (CVE-2026-22807, CVE-2026-4944), so
-    it gets a configuration without that key.
+    vLLM before 0.14 imports the classes in `auto_map` regardless of `trust_remote_code` (CVE-2026-22807,
+    CVE-2026-4944), so it gets a configuration without that key.
 
     Raises:
-        UserError: the model asks for code in another way, or has an `auto_map` while the user sets `hf_overrides`.
+        UserError: the model requests code in another way, or has an `auto_map` while the user sets `hf_overrides`.
     """
     if arguments.get("trust_remote_code"):
         return arguments
@@ -84,14 +84,14 @@ def safe_vllm_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments
     if arguments.get("hf_overrides"):
         raise UserError(
-            f"{name} brings code of its own (auto_map in its config.json), which vLLM runs unasked if hf_overrides is "
-            "set; remove hf_overrides, or set trust_remote_code=true if you trust its author"
+            f"{name} has custom code (auto_map in its config.json), which vLLM would run without permission if "
+            "hf_overrides is set; remove hf_overrides, or set trust_remote_code=true if you trust its author"
         )
     return {**arguments, "hf_overrides": drop_auto_map}
 
 
 def drop_auto_map(config: PretrainedConfig) -> PretrainedConfig:
-    """Remove names of code from a configuration and its parts, in place."""
+    """Remove `auto_map` from a configuration and its parts, in place."""
     from transformers import PretrainedConfig
 
     vars(config).pop(AUTO_MAP, None)

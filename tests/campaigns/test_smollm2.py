@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.helpers.commands import TrainingRun, python, script_run
+from tests.helpers.commands import TrainingRun, python
 from tests.helpers.docs import GRPOExample, link_repository
 
 
@@ -58,15 +58,16 @@ def test_recipes_train(tmp_path: Path) -> None:
     source = "gsm8k --source gsm8k --style think"
     prompts = f"{source} --task rl --output data/gsm8k_rl"
     one_step = ("trainer.total_training_steps=1", "data.val_max_samples=2", "trainer.logger=[console]")
+    few = ("data.train_batch_size=2", "data.micro_batch_size_per_gpu=2", "rollout.n=2", "data.eval_batches=1")
     for script, recipe, *overrides in (
         ("run_sft.sh", "smollm2_135m"),
         ("run_sft.sh", "smollm2_gsm8k", f"prepare=[{source} --output data/gsm8k_sft, {prompts}]"),
-        ("run_grpo.sh", "smollm2_gsm8k", f"prepare=[{prompts}]", "rollout.n=2"),
-        ("run_grpo.sh", "smollm2_reasoning", "rollout.n=2"),
+        ("run_grpo.sh", "smollm2_gsm8k", f"prepare=[{prompts}]", *few),
+        ("run_grpo.sh", "smollm2_reasoning", *few),
     ):
         stage = script.removeprefix("run_").removesuffix(".sh")
         run_dir = repository / f"checkpoints/rlvr_coding_model/{stage}_{recipe}"
-        run = script_run(script, 1, run_dir, f"recipe={recipe}", *one_step, *overrides, cwd=repository)
+        run = TrainingRun(["bash", script, "1", f"recipe={recipe}", *one_step, *overrides], run_dir, cwd=repository)
         run.finish()
         assert run.record()["status"] == "finished" and run.last_logged() == 1
         assert (run_dir / "global_step_1/huggingface/model.safetensors").is_file()

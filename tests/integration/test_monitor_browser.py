@@ -221,7 +221,7 @@ def test_back_reload_and_links_restore_state_from_url(page: Page, address: str) 
 def test_chart_hints_exist_in_both_languages(page: Page) -> None:
     choose(page, "project/restarted")
     page.get_by_test_id("hint Loss").hover()
-    page.get_by_text("It falls quickly at first").wait_for()
+    page.get_by_text("It should fall quickly at first").wait_for()
     page.get_by_test_id("language").get_by_text("中文").click()
     page.get_by_text("损失曲线").wait_for()
     page.get_by_test_id("hint Loss").hover()

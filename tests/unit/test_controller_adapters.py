@@ -215,7 +215,7 @@ def test_generation_equals_transformers() -> None:
 def test_adapter_of_earlier_release_gets_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
     FORMER.load()
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: the adapter Idefics3Adapter has methods by names that the next release drops; ")
+    assert line.startswith("warning: the adapter Idefics3Adapter has method names that the next release removes; ")
     assert "skip is now skipped_block" in line and "go_on is now decode" in line
     Plugin.parse("examples/new_adapter/idefics3.py:Idefics3Adapter", "--adapter").load()
     assert capsys.readouterr().err == ""

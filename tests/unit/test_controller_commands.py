@@ -174,7 +174,7 @@ def test_version_1_fingerprints_are_accepted_with_one_warning(
     assert len(told) == len(sources)
     assert all(f"warning: {each} was written by an earlier" in line for each, line in zip(sources, told))
     for folder in ("blocks", "experts"):
-        with pytest.raises(UserError, match="the controller was trained for another model than"):
+        with pytest.raises(UserError, match="the controller was trained for a model other than"):
             load_controller(tmp_path / folder)[1].runner("cpu", torch.float32)
 
 
@@ -264,5 +264,5 @@ def test_bad_arguments_print_one_sentence(more: list[str], message: str, run: Ru
 
 
 def test_directory_without_model_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="vision-language model .* cannot be loaded .*give the directory of one"):
+    with pytest.raises(UserError, match="vision-language model .* cannot be loaded .*give a model.s directory"):
         load_adapter(str(tmp_path), SIZES)

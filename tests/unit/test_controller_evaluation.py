@@ -232,7 +232,7 @@ def test_measured_latencies_include_decision(
     deciding = arrays["deciding_ms"]
     assert (deciding[..., 0] >= deciding[..., 1:].sum(-1) - 1e-9).all() and (deciding > 0).all()
     shown = capsys.readouterr()
-    assert "trained for 30 to 60 ms, and not for 1e+06, 2e+06" in shown.err and "controller - lookup table" in shown.out
+    assert "trained for 30 to 60 ms, not for 1e+06, 2e+06" in shown.err and "controller - lookup table" in shown.out
     check_wandb(tiny / "run", content)
 
 
@@ -277,22 +277,22 @@ def test_export_without_run_takes_questions_from_folder(tiny: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("checkpoint", "options", "message"),
     [
-        ("model", (), "has no budget controller's export"),
-        ("data", (), "has no budget controller's export"),
-        ("nowhere", (), "has no budget controller's export"),
+        ("model", (), "has no export of a budget controller"),
+        ("data", (), "has no export of a budget controller"),
+        ("nowhere", (), "has no export of a budget controller"),
         (
             "run",
             ("--latency", "model", "--budgets", "1e-3"),
-            "--budgets begins at 0.001 ms, but the cheapest configuration and the decision for it",
+            "--budgets starts at 0.001 ms, but the cheapest configuration and the decision for it",
         ),
         ("run", ("--questions", "{tiny}/model"), r"has no train\*.parquet"),
-        ("run", ("--vlm", "{tiny}/other"), "was trained for another model than"),
+        ("run", ("--vlm", "{tiny}/other"), "was trained for a model other than"),
         ("run", ("--vlm", "{tiny}/nowhere"), "cannot be loaded"),
-        ("alone", (), "no questions are named; give --questions"),
+        ("alone", (), "no questions are given; set --questions"),
         ("alone", ("--questions", "{tiny}/data", "--latency", "model"), "is not a latency model"),
         ("misfit", ("--latency", "model"), "was fitted on another model"),
-        ("hesitant", ("--latency", "model"), "--budgets begins at 30 ms, .* and the decision for it take 10"),
-        ("foreign", (), "no configuration of the stage budget"),
+        ("hesitant", ("--latency", "model"), "the default of --budgets starts at 30 ms, .* for it take 10"),
+        ("foreign", (), "not a configuration of the stage budget"),
     ],
 )
 def test_bad_input_prints_one_sentence(

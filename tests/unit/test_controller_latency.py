@@ -111,7 +111,7 @@ def test_latency_model_without_scatter_rejects_percentile(tmp_path: Path) -> Non
     LatencyModel(TRUTH, 1.0, "a machine", fingerprint(vlm)).save(tmp_path / "old.json")
     assert ModelledLatency.load(tmp_path / "old.json", adapter).deciding_ms == 0
     with pytest.raises(
-        UserError, match="old.json does not say how far single runs are from its predictions; create it again"
+        UserError, match="old.json does not record how far single runs are from its predictions; create it again"
     ):
         ModelledLatency.load(tmp_path / "old.json", adapter, 95)
 

@@ -83,15 +83,15 @@ def test_arguments_parsed_by_lmms_eval_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({}, "lacks pretrained and budget_ms; give them in --model_args"),
+        ({}, "needs pretrained and budget_ms; set them in --model_args"),
         ({"pretrained": "x"}, "lacks budget_ms"),
         ({"pretrained": "x", "budget_ms": "fast"}, "budget_ms=fast must be a number"),
         ({"pretrained": "x", "budget_ms": True}, "must be a number"),
         ({"pretrained": "x", "budget_ms": 0}, "above 0"),
         ({"pretrained": "x", "budget_ms": float("nan")}, "above 0"),
         ({"pretrained": "x", "budget_ms": 1, "budgets": 3, "dtype": "x"}, "has no argument budgets, dtype; it has pre"),
-        ({"pretrained": "x", "budget_ms": 1, "batch_size": 8}, "leave --batch_size at 1"),
-        ({"pretrained": "x", "budget_ms": 1, "batch_size": "auto", "max_batch_size": 4}, "leave --batch_size at 1"),
+        ({"pretrained": "x", "budget_ms": 1, "batch_size": 8}, "set --batch_size to 1"),
+        ({"pretrained": "x", "budget_ms": 1, "batch_size": "auto", "max_batch_size": 4}, "set --batch_size to 1"),
     ],
 )
 def test_bad_arguments_are_rejected(words: dict[str, Any], message: str) -> None:
@@ -177,7 +177,7 @@ def test_ignored_settings_are_reported_once_per_task(export: Path, capsys: pytes
     other = responder(export)
     other.respond([asked(number, **{**kept, "max_new_tokens": 16, "top_p": 0.9}) for number in range(2)], DOCUMENTS)
     shown = capsys.readouterr().err
-    assert shown.count("warning: cards asks for max_new_tokens=16, top_p=0.9, which has no effect") == 1
+    assert shown.count("warning: cards sets max_new_tokens=16, top_p=0.9, which has no effect") == 1
 
 
 def test_warm_up_runs_once(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_warm_up_runs_once(export: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_budget_outside_training_range_gets_warning(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
     responder(export, budget_ms=61.0)
-    assert "warning: the controller was trained for 30 to 60 ms, and not for 61" in capsys.readouterr().err
+    assert "warning: the controller was trained for 30 to 60 ms, not for 61" in capsys.readouterr().err
 
 
 def test_multiple_processes_are_rejected(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_non_empty_log_is_rejected(export: Path, tmp_path: Path) -> None:
 
 
 def test_directory_without_controller_is_rejected(export: Path) -> None:
-    with pytest.raises(UserError, match="has no budget controller's export"):
+    with pytest.raises(UserError, match="has no export of a budget controller"):
         responder(export.parent / "model")
     with pytest.raises(UserError, match="cannot be loaded"):
         LmmsResponder(LmmsModelArgs(export, 40.0, vlm=str(export.parent / "nowhere")))

@@ -45,7 +45,7 @@ NOT_RUN = {
 """Commands that no test runs, by their beginning, with the reason."""
 RUN_BY = {
     r"bash run_sft\.sh .*--show-samples": "unit/test_launch.py::test_show_samples_marks_tokens_in_loss",
-    r"bash run_(sft|grpo)\.sh .*--print-config": "unit/test_pins_config.py::test_what_each_recipe_changes",
+    r"bash run_(sft|grpo)\.sh .*--print-config": "unit/test_pins_config.py::test_recipe_changes_match_record",
     r"bash run_sft\.sh .*eval\.watch=true.*": (
         "integration/test_eval_beside_training.py::test_every_checkpoint_is_evaluated_despite_killed_watcher"
     ),
@@ -88,17 +88,15 @@ RUN_BY = {
         "integration/test_eval_run.py::test_report_compares_best_checkpoint_with_base_model"
     ),
     r"bash eval_pipeline/run\.sh judge --recipe examples/": (
-        "unit/test_examples.py::test_the_problem_format_is_loaded_and_judged"
+        "unit/test_examples.py::test_example_problem_format_is_loaded_and_judged"
     ),
     r"bash eval_pipeline/run\.sh judge": ("integration/test_eval_run.py::test_answers_from_file_are_judged_in_order"),
-    r"bash eval_pipeline/run\.sh check": (
-        "unit/test_launch_evaluation.py::test_a_server_s_model_is_refused_where_somebody_watches_alone"
-    ),
+    r"bash eval_pipeline/run\.sh check": ("unit/test_launch_evaluation.py::test_rejects_served_model_only_if_watching"),
     r"bash eval_pipeline/run\.sh adaptive": "unit/test_controller_evaluation.py::test_output_files_are_consistent",
     r"bash eval_pipeline/run\.sh$": "unit/test_commands.py::test_script_help_needs_no_environment",
     r"python -m verl_ext\.monitor( --host|$)": ("integration/test_monitor_browser.py::test_other_machines_need_token"),
     r"python -m verl_ext\.monitor plot": "integration/test_monitor_browser.py::test_plot_writes_every_chart",
-    r"python -m verl_ext\.plan": "unit/test_plan_command.py::test_outputs_of_the_page_are_what_its_commands_print",
+    r"python -m verl_ext\.plan": "unit/test_plan_command.py::test_documented_outputs_match_commands",
     r"python -m verl_ext\.health .*--own-rules": (
         "integration/test_examples.py::test_example_recipe_trains_and_its_rule_is_known"
     ),
@@ -119,13 +117,15 @@ RUN_BY = {
     r"python -m verl_ext\.data\.prepare smollm2": (
         "campaigns/test_smollm2.py::test_example_in_grpo_docs_raises_reward"
     ),
-    r"python -m verl_ext\.data\.prepare chat": "unit/test_prepare_chat.py::test_what_is_prepared_can_be_trained_on",
+    r"python -m verl_ext\.data\.prepare chat": (
+        "unit/test_prepare_chat.py::test_prepared_rows_are_exactly_those_training_accepts"
+    ),
     r"python -m verl_ext\.data\.prepare prompts": "unit/test_docs_commands.py::test_json_examples_are_converted",
     r"python -m verl_ext\.data\.prepare problems": (
-        "unit/test_examples.py::test_the_problem_format_becomes_prompts_for_grpo"
+        "unit/test_examples.py::test_example_problem_format_gives_grpo_prompts"
     ),
     r"python -m verl_ext\.data\.prepare reasoning_gym": (
-        "unit/test_prepare_reasoning_gym.py::test_prompts_have_solved_examples_and_held_out_questions_are_not_trained"
+        "unit/test_prepare_reasoning_gym.py::test_prompts_have_examples_and_splits_are_disjoint"
     ),
     r"python -m verl_ext\.controller\.calibrate": (
         "unit/test_controller_commands.py::test_calibration_records_its_quality"
@@ -207,7 +207,7 @@ TYPED = [(page, words) for page, words in COMMANDS if page != "cluster.md"]
 
 
 @pytest.mark.parametrize(("page", "words"), TYPED, ids=[" ".join(words)[:60] for _, words in TYPED])
-def test_command_is_understood(page: str, words: list[str]) -> None:
+def test_documented_command_parses(page: str, words: list[str]) -> None:
     program, *rest = words
     if program == "verl-ext" and rest != ["NAME"]:
         command = PRODUCT[rest[0]]

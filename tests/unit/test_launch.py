@@ -323,7 +323,7 @@ def test_checks_write_nothing(quickstart: Path, tmp_path: Path) -> None:
         ({"tokenizer_config.json": {}}, "has no chat template"),
         ({"tokenizer_config.json": []}, "is not a JSON object"),
         ({"model.safetensors.index.json": {"weight_map": {"a": "model-1.safetensors"}}}, "lacks model-1.safetensors"),
-        ({"config.json": {"trust_remote_code": True}}, "asks by itself for code to be run"),
+        ({"config.json": {"trust_remote_code": True}}, "requests to run custom code"),
     ],
 )
 def test_model_is_checked_before_torchrun(damage: dict[str, Any], says: str, quickstart: Path, tmp_path: Path) -> None:
@@ -354,7 +354,9 @@ def test_rejects_more_ranks_than_gpus(ranks: int, visible: str, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a torch for CPUs does not see them
     check_components(config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match=f"{ranks} ranks need {ranks} GPUs, and {len(visible.split(','))} can be used"):
+    with pytest.raises(
+        UserError, match=f"{ranks} ranks need {ranks} GPUs, but only {len(visible.split(','))} can be used"
+    ):
         check_components(config)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks))))
     check_components(config)

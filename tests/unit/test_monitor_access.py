@@ -129,10 +129,10 @@ def test_csv_cells_are_escaped_against_formulas() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--root", "no/such/directory"], "give --root"),
+        (["--root", "no/such/directory"], "set --root"),
         (["--root", ".", "--host", "0.0.0.0"], "--token"),
         (["--root", ".", "--port", "99999"], "'99999' is not a whole number from 1 to 65535"),
-        (["--root", ".", "--port", "{taken}"], "cannot be had (Address already in use"),
+        (["--root", ".", "--port", "{taken}"], "cannot be used (Address already in use"),
         (["plot", "."], "give a run directory"),
         (["plot", ".", "--smoothing", "1"], "below 1"),
     ],

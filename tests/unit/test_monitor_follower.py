@@ -610,4 +610,4 @@ def test_failed_search_for_runs_is_retried(
 
     monkeypatch.setattr(idle_follower._database, "live_runs", live_runs)
     follow_until(lambda: len(looks) >= 5, idle_follower)
-    assert capsys.readouterr().err.count("runs cannot be looked for: OSError: the database is locked") == 1
+    assert capsys.readouterr().err.count("cannot search for runs: OSError: the database is locked") == 1

@@ -99,7 +99,7 @@ def test_files_are_converted_once_and_again_after_changes(repository: Path, caps
     assert Path(first.data.train_files).is_file() and Path(first.data.val_files).is_file()
     again = launched(*words)
     assert again == first
-    assert f"{path} is read from {first.data.train_files}" in capsys.readouterr().out
+    assert f"{path} was already converted to {first.data.train_files}" in capsys.readouterr().out
     run_commands(needed_commands(again))
     assert "Preparing" not in capsys.readouterr().out
     write(path, CHATS[:3])

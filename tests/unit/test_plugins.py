@@ -165,10 +165,10 @@ def refused_part(mine: Path) -> None:
         (refused_row, "line 1: mine.py:parse failed .KeyError: 'what'.; correct the row or the function"),
         (refused_problem, "line 1: mine.py:parse returned NoneType instead of a Problem with tests"),
         (refused_list, "health.rules: .*mine.py:number is not a list of rules"),
-        (refused_name, "health.rules: there are two rules loss_rising"),
+        (refused_name, "health.rules: two rules are named loss_rising"),
         (
             refused_stage,
-            "health.rules: the rule for_no_stage is for the stages sfft; take some of budget, grpo, sft, vlm_sft",
+            "health.rules: the rule for_no_stage is for the stages sfft; use some of budget, grpo, sft, vlm_sft",
         ),
         (refused_class, "model.adapter names .*mine.py:Thing, which is not a VLMAdapter"),
         (refused_part, "model.adapter names .*adapter.py:Partial, which lacks blocks, decode, encode"),

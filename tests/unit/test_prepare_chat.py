@@ -90,9 +90,9 @@ def test_rejects_exclusion_without_ids(tmp_path: Path) -> None:
     [
         (None, "cannot read --exclude"),
         ("\n \n", "holds no id; remove the option"),
-        ('{"id": 3}\n', "line 1 is no JSON object with 'problem_id'"),
-        ("7\n{broken\n", "line 2 is no JSON object"),
-        pytest.param('{"a":' * 100_000, "line 1 is no JSON object", id="nested"),
+        ('{"id": 3}\n', "line 1 is not a JSON object with 'problem_id'"),
+        ("7\n{broken\n", "line 2 is not a JSON object"),
+        pytest.param('{"a":' * 100_000, "line 1 is not a JSON object", id="nested"),
     ],
 )
 def test_rejects_invalid_list_of_ids(tmp_path: Path, content: str | None, reason: str) -> None:
@@ -114,7 +114,7 @@ def test_lengths_are_counted_with_given_tokenizer(quickstart: Path, tmp_path: Pa
     (tmp_path / "empty").mkdir()
     for name, reason in {
         "none": "is not a directory",
-        "empty": "no tokenizer that loads",
+        "empty": "cannot be loaded",
         "bare": "no chat template",
     }.items():
         with pytest.raises(UserError, match=reason):
@@ -387,15 +387,15 @@ PAIR = {"prompt": "p", "response": "r"}
     ("row", "reason"),
     [
         ({**PAIR, "response_2": "other"}, r"'response_2'.*--metadata response_2"),
-        ({**PAIR, "images": [{"path": "x.png"}]}, "images, and only text"),
-        ({**PAIR, "image": "x.png"}, "image, and only text"),
+        ({**PAIR, "images": [{"path": "x.png"}]}, "images, but only text"),
+        ({**PAIR, "image": "x.png"}, "image, but only text"),
         ({**PAIR, "rejected": [USER, ASSISTANT]}, "'rejected'"),
         ({**PAIR, "messages": [USER, ASSISTANT]}, "'messages'"),
         ({**PAIR, "system": "s", "system_prompt": "t"}, "'system' differs"),
         ({"prompt": "p", "response": 4}, "int.*quotes"),
         ({"prompt": "p"}, "'response' is missing"),
         ({"instruction": "i", "output": "o"}, r"Alpaca layout \(instruction, output\).*prompt/response"),
-        ({"messages": [USER, ASSISTANT]}, "OpenAI layout.*prompt/response.*file of their own"),
+        ({"messages": [USER, ASSISTANT]}, "OpenAI layout.*prompt/response.*separate file"),
         ({"prompt": [USER, {"role": "user", "content": [{"type": "image_url"}]}], "response": "r"}, "'image_url'"),
         ({"prompt": [SYSTEM, {**SYSTEM, "role": "developer"}, USER], "response": "r"}, "both system and developer"),
         ({"prompt": "p", "response": [{**ASSISTANT, "weight": 0}]}, "'weight'; drop the row"),

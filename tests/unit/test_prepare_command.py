@@ -173,7 +173,7 @@ def test_full_disk_raises_user_error(arguments: list[str], tmp_path: Path) -> No
     with small_disk(tmp_path / "disk") as disk:
         (disk / "out").mkdir()
         fill(disk)
-        with pytest.raises(UserError, match=r"cannot write into .*disk/out \(.*No space left on device\)"):
+        with pytest.raises(UserError, match=r"cannot write to .*disk/out \(.*No space left on device\)"):
             prepare([*arguments[:-1], str(disk / "out")])
         assert list((disk / "out").iterdir()) == []
 

@@ -87,8 +87,8 @@ def test_failing_scorer_gives_no_full_score() -> None:
         (["--task", "needle"], "has no dataset 'needle'; use one of ab, "),
         (["--task", "countdown"], "runs answers or entries as Python"),
         (["--task", "gcd", "--set", "min_numbers"], "--set has 'min_numbers'; write KEY=VALUE"),
-        (["--task", "gcd", "--set", "numbers=3"], "cannot make gcd with these settings .*numbers.*correct --set"),
-        (["--task", "gcd", "--set", "min_numbers=9", "max_numbers=3"], "cannot make gcd with these settings"),
+        (["--task", "gcd", "--set", "numbers=3"], "cannot create gcd with these settings .*numbers.*correct --set"),
+        (["--task", "gcd", "--set", "min_numbers=9", "max_numbers=3"], "cannot create gcd with these settings"),
     ],
 )
 def test_rejects_bad_input(words: list[str], says: str, tmp_path: Path) -> None:

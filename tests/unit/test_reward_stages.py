@@ -109,9 +109,9 @@ def test_tier_term_of_entropy_bonus_is_weighted(controlled: BudgetTrainer) -> No
     [
         ("budgets_ms", [12.1, 40.0], None),
         # between what the configuration takes and what it takes with the decision
-        ("budgets_ms", [11.0, 40.0], r"controller.budgets_ms begins at 11 ms, .*12.0 ms; begin at 12.6 ms or more"),
+        ("budgets_ms", [11.0, 40.0], r"controller.budgets_ms starts at 11 ms, .*12.0 ms; start at 12.6 ms or more"),
         # the whole model takes 20 ms
-        ("budgets_of_full", [0.55, 2.0], r"controller.budgets_of_full begins at 0.55 \(11.0 ms\).*at 0.63 or more"),
+        ("budgets_of_full", [0.55, 2.0], r"controller.budgets_of_full starts at 0.55 \(11.0 ms\).*at 0.63 or more"),
     ],
 )
 def test_rejects_budget_below_decision_time(

@@ -64,7 +64,7 @@ def test_training_rejects_secrets_without_repeating_them(words: str, why: str) -
 @pytest.mark.usefixtures("planted")
 def test_evaluation_rejects_secrets_without_repeating_them() -> None:
     for words in (f"engine.vllm.hf_token={KEY}", f"engine.vllm.download_dir='{PROXY}'", f"engine.model={KEY}"):
-        with pytest.raises(UserError, match="a configuration ends up in files") as refused:
+        with pytest.raises(UserError, match="configurations are written to files") as refused:
             load_eval_config("quickstart", [words])
         assert "PLANTED" not in str(refused.value)
 

@@ -122,7 +122,7 @@ def test_suggests_training_argument(words: list[str], meant: str) -> None:
 def test_suggests_keys_of_recipe_stage() -> None:
     with pytest.raises(UserError, match="controller.max_new_tokens=8"):
         parse_arguments(["grpo", "2", "recipe=budget_controller", "--max_new_tokens", "8"])
-    with pytest.raises(UserError, match="the number of ranks as the first word"):
+    with pytest.raises(UserError, match="the number of ranks as the first argument"):
         load_config("sft", ["num_gpus=2"])
 
 

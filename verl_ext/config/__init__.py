@@ -1,1 +1,1 @@
-"""From a recipe and a command line to one resolved configuration, checked before anything heavy is imported."""
+"""Resolves a recipe and a command line to one configuration, and checks it before heavy imports."""

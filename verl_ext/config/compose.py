@@ -1,4 +1,4 @@
-"""From defaults, a recipe and the command line to a typed configuration; what comes later wins."""
+"""Composes defaults, a recipe and the command line into a typed configuration; later sources take precedence."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _PATH = re.compile(
     r"""(?P<quoted>'[^']*'|"[^"]*")|"""
     r"""(?P<before>[=\[,] *|: +)(?P<path>(?:~|\.{0,2}/)(?:[^'",\[\]{}]*[^\s'",\[\]{}])?) *"""
 )
-"""A path from the root, a home or the working directory that is a value, or an item of a list or mapping of values."""
+"""A path that starts with `/`, `~`, `./` or `../` and is a value, or an item of a list or mapping of values."""
 
 
 class Composer:
     """Collects values by key and builds the configuration.
 
     Args:
-        others: roots of other stages; a key of theirs is accepted with their default, and has no effect.
-        extensible: whether `+key=value` adds keys that the root does not have.
+        others: roots of other stages; their keys are accepted with their default value, without effect.
+        extensible: whether `+key=value` may add keys that the root does not have.
     """
 
     def __init__(self, root: type, others: Iterable[type] = (), extensible: bool = True) -> None:
@@ -49,8 +49,8 @@ class Composer:
         """Set the nested keys of a recipe.
 
         Args:
-            source: names it in messages.
-            adds: whether unknown keys are added, as a run's own configuration has those that `+key=value` added.
+            source: name of the recipe in messages.
+            adds: whether to add unknown keys; a run's saved configuration has keys that `+key=value` added.
         """
         for name, value in self._leaves(content, ""):
             if adds and name not in self._others and self._is_free(name):
@@ -75,10 +75,10 @@ class Composer:
         return cast("dict[str, Any]", OmegaConf.to_container(self._values, resolve=False))
 
     def build(self, source: str) -> Any:
-        """The configuration with every interpolation resolved; `source` names the recipe's file in messages.
+        """Resolve all interpolations and build the configuration; `source` names the recipe's file in messages.
 
         Raises:
-            UserError: an interpolation without a target, a secret, or a value that cannot work.
+            UserError: an interpolation has no target, or a value is invalid or a secret.
         """
         try:
             values = cast("dict[str, Any]", OmegaConf.to_container(self._values, resolve=True))
@@ -98,17 +98,17 @@ class Composer:
             if other is None:
                 raise UserError(f"{source} sets '{name}', which is not a configuration key; {self._suggestion(name)}")
             if value != other.default:
-                raise UserError(f"{name} has no effect in this stage; leave it out")
+                raise UserError(f"{name} has no effect in this stage; remove it")
             return
         if key.is_list and isinstance(value, str) and "${" not in value:
-            value = [value]  # trainer.logger=console, as verl's users write it
+            value = [value]  # as in verl's common trainer.logger=console
         check_type(key, value, source)
         OmegaConf.update(self._values, name, value, merge=key.is_open)
 
     def _suggestion(self, name: str) -> str:
         meant = meant_key(name, [each for each, key in self._keys.items() if not key.setting.unused])
         if meant == RANKS:
-            return "give the number of ranks as the first word of the command"
+            return "pass the number of ranks as the first argument of the command"
         if meant is not None:
             return f"did you mean '{meant}'?"
         sections = ", ".join(dict.fromkeys(each.partition(".")[0] for each in self._keys))
@@ -116,7 +116,7 @@ class Composer:
         return f"known keys begin with {sections}{how_to_add}"
 
     def _is_free(self, name: str) -> bool:
-        """Whether a key can be added: neither it nor one above or below it exists."""
+        """Whether a key can be added: neither the key nor a parent or child of it exists."""
         return self._extensible and not any(
             f"{name}.".startswith(f"{known}.") or known.startswith(f"{name}.") for known in self._keys
         )
@@ -125,7 +125,7 @@ class Composer:
         return any(key.is_open and name.startswith(f"{known}.") for known, key in self._keys.items())
 
     def keys_set_by(self, words: Iterable[str]) -> set[str]:
-        """The dotted keys of overrides, those inside a mapping too."""
+        """The dotted keys that overrides set, including keys inside a mapping."""
         found = set()
         for text in words:
             override = parse_override(text)
@@ -144,18 +144,18 @@ class Composer:
 
 
 def check_type(key: Key, value: Any, source: str) -> None:
-    """Refuse a value of another type than the key's.
+    """Refuse a value that does not have the key's type.
 
     Interpolations are checked when they are resolved, and keys without effect by `check_value`.
 
     Raises:
-        UserError: the source, the key, and what the key takes.
+        UserError: the value has the wrong type; the message names the source, the key, and the allowed values.
     """
     if (isinstance(value, str) and "${" in value) or key.fits(value) or key.setting.unused:
         return
     if value is None:
         raise UserError(
-            f"{source} sets '{key.name}' to null, but it needs a value; leave it out for the default {key.default!r}"
+            f"{source} sets '{key.name}' to null, but it needs a value; remove it to use the default {key.default!r}"
         )
     raise UserError(
         f"{source} sets '{key.name}' to {key.shown(value)}, but it must be {key.takes} (like the default, "
@@ -167,23 +167,23 @@ def check_type(key: Key, value: Any, source: str) -> None:
 
 
 def parse_override(text: str) -> Override:
-    """An override of the command line.
+    """Parse an override of the command line.
 
     Raises:
-        UserError: it is none.
+        UserError: the text is not an override.
     """
     parser = OverridesParser.create()
     try:
         override = parser.parse_override(text)
     except HydraException as error:
-        try:  # Hydra takes ~, parentheses and letters beyond ASCII in quotes only, and behind `key=` no shell expands ~
+        try:  # Hydra allows ~, parentheses and non-ASCII letters only in quotes, and no shell expands ~ after `key=`
             override = parser.parse_override(_PATH.sub(_quoted, text))
         except HydraException:
-            shown = masked(text)  # with a secret in it, the parser's words are not shown either: they repeat it
+            shown = masked(text)  # if it holds a secret, omit the parser's message too, which repeats it
             why = f" ({first_line_of(error)})" if shown == text else ""
             raise UserError(
-                f"'{shown}' is not an override of the form key=value{why}; correct it, or quote its value inside the "
-                "quotes of the shell, as in \"key='value'\""
+                f"'{shown}' is not an override of the form key=value{why}; correct it, or quote the value inside "
+                "shell quotes, as in \"key='value'\""
             ) from error
     if not override.key_or_group:
         raise UserError(f"'{text}' is not an override of the form key=value; name the key")
@@ -195,13 +195,13 @@ def _quoted(found: re.Match[str]) -> str:
 
 
 def value_set_by(override: Override, text: str) -> Any:
-    """The value that an override sets; `key=a,b`, Hydra's sweep over values, is the list of them here."""
+    """The value that an override sets; `key=a,b`, a sweep in Hydra, is treated as a list."""
     if override.is_delete():
         return None
     if not override.is_sweep_override():
         return override.value()
     if not override.is_choice_sweep() or override.value_type == ValueType.GLOB_CHOICE_SWEEP:
-        raise UserError(f"'{masked(text)}' sweeps over values, but one run has one; give one value, or a list [a, b]")
+        raise UserError(f"'{masked(text)}' is a sweep, but a run takes one value; give one value, or a list [a, b]")
     items = override.sweep_iterator(Transformer.identity)
     return [item.text if isinstance(item, QuotedString) else item for item in items]
 
@@ -210,14 +210,14 @@ def value_set_by(override: Override, text: str) -> Any:
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Read a recipe; interpolations stay text.
+    """Read a recipe without resolving its interpolations.
 
     Raises:
-        UserError: it is not a YAML mapping.
+        UserError: the file is not a YAML mapping.
     """
     try:
         content = OmegaConf.load(StringIO(yaml_text(path)))
-    except Exception as error:  # PyYAML and OmegaConf each have their own hierarchy for a malformed file
+    except Exception as error:  # PyYAML and OmegaConf raise errors of separate hierarchies
         raise UserError(f"{path} is not valid YAML ({' '.join(str(error).split())}); correct it") from error
     if not isinstance(content, DictConfig):
         raise UserError(f"{path} must hold a YAML mapping of configuration keys")

@@ -1,4 +1,4 @@
-"""Finds recipes: `recipes/<stage>/<name>.yaml`, or any YAML file. Standard library only, so that --help is instant."""
+"""Finds recipes: `recipes/<stage>/<name>.yaml`, or any YAML file. Standard library only, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ from verl_ext.paths import RECIPES, caller_directory
 
 
 def find_recipe(stage: str, name: str | None, key: str = "recipe") -> Path:
-    """Path of a recipe.
+    """Find the path of a recipe.
 
     Args:
-        stage: folder below `recipes/`.
+        stage: folder in `recipes/`.
         name: a recipe's name, a path to a YAML file, or None for the stage's default.
-        key: the setting that names it, for messages.
+        key: the setting that names the recipe, for messages.
 
     Raises:
-        UserError: no such recipe; the message lists those there are.
+        UserError: the recipe does not exist; the message lists the available ones.
     """
     name = name or default_recipe(stage)
     path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else RECIPES / stage / f"{name}.yaml"
-    if not path.is_absolute():  # the scripts change to the repository; a recipe is looked for where the user stood too
+    if not path.is_absolute():  # the scripts change to the repository; also search the caller's directory
         path = path if path.is_file() else caller_directory() / path
     if not path.is_file():
         known = sorted(recipe_summaries(stage))
         guess = difflib.get_close_matches(name, known, n=1)
-        hint = (
-            f"did you mean {key}={guess[0]}?" if guess else f"take one of {', '.join(known)} or a path to a YAML file"
-        )
+        hint = f"did you mean {key}={guess[0]}?" if guess else f"use one of {', '.join(known)} or a path to a YAML file"
         raise UserError(f"there is no recipe '{name}' for the stage {stage}; {hint}")
     return path
 
 
 def default_recipe(stage: str) -> str:
-    """The recipe that `recipes/default.yaml` names for the stage; the file holds plain `stage: name` lines."""
+    """The stage's default recipe from `recipes/default.yaml`, which consists of `stage: name` lines."""
     path = RECIPES / "default.yaml"
     found = re.search(rf"^{re.escape(stage)}:\s*([^\s#]+)", path.read_text() if path.is_file() else "", re.MULTILINE)
     if not found:
@@ -45,6 +43,6 @@ def default_recipe(stage: str) -> str:
 
 
 def recipe_summaries(stage: str) -> dict[str, str]:
-    """Name to one-line description (the file's first comment line) of every recipe of a stage."""
+    """One-line descriptions (first comment lines of the files) of a stage's recipes, by name."""
     paths = sorted((RECIPES / stage).glob("*.yaml"))
     return {path.stem: path.read_text().partition("\n")[0].lstrip("# ") for path in paths}

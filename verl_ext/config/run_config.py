@@ -1,4 +1,4 @@
-"""The `config.yaml` of a run: read as data, since it may be somebody else's, and identified by a digest."""
+"""The `config.yaml` of a run: reads it as data only, since it may be untrusted, and identifies it by a digest."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ NOT_IDENTITY = (
     "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device", "trainer.log_every", "data.num_workers",
     "trainer.preemption", "trainer.checkpoint.async_save", "trainer.checkpoint.verify", "eval", "health",
 )  # fmt: skip
-"""Where a run happens, on how many processes, and how it is monitored does not change its identity."""
+"""Keys that do not change a run's identity: where it runs, on how many processes, and how it is monitored."""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Nested values of a run's resolved configuration.
+    """Read a run's resolved configuration as nested values.
 
     Raises:
-        UserError: it cannot be read, is not a YAML mapping, or has an interpolation, which could read this machine's
-            environment, as in `${oc.env:HF_TOKEN}`, and which a resolved configuration does not have.
+        UserError: the file cannot be read, is not a YAML mapping, or has an interpolation. A resolved configuration has
+            none, and an interpolation could read this machine's environment, as in `${oc.env:HF_TOKEN}`.
     """
     try:
         config = OmegaConf.load(StringIO(yaml_text(path)))
         values = OmegaConf.to_container(config, resolve=False)
         texts = [text for text in itertools.chain.from_iterable(leaves(values)) if isinstance(text, str)]
     except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
-        # ValueError: no UTF-8, or a huge number
+        # ValueError: invalid UTF-8, or a huge number
         why = "it is nested too deeply" if isinstance(error, RecursionError) else first_line_of(error)
         raise UserError(f"{path} cannot be read ({why}); correct it, or work on a copy of it") from error
     if not isinstance(config, DictConfig):
@@ -48,7 +48,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def config_digest(values: Mapping[str, Any]) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of nested values without the keys of `NOT_IDENTITY`."""
+    """First 16 hexadecimal digits of the SHA-256 of nested values, without the keys in `NOT_IDENTITY`."""
     copy = OmegaConf.create(dict(values))
     for key in NOT_IDENTITY:
         OmegaConf.update(copy, key, None)

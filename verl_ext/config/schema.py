@@ -1,7 +1,7 @@
 """Typed configuration: a dataclass field gives a key its default, type, limits, choices and description.
 
-A component's dataclass is next to the code that reads it, and a stage's root is composed of components
-(`verl_ext.trainer.stages`). Everything else follows from the fields: errors, suggestions, `--print-config` and
+Each component defines its dataclass next to the code that reads it, and a stage's root is composed of components
+(`verl_ext.trainer.stages`). Everything else is derived from the fields: errors, suggestions, `--print-config` and
 `docs/reference/configuration.md`. This module imports no component.
 """
 
@@ -21,28 +21,28 @@ from verl_ext.config.secrets import HIDDEN, masked
 from verl_ext.errors import UserError
 
 LARGEST = 2**31 - 1
-"""Upper bound for whole numbers without one of their own: products of two counts must fit into 64 bits."""
+"""Default upper bound for integers: products of two counts must fit into 64 bits."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a field says beyond its type and default.
+    """Properties of a key beyond its type and default.
 
     Attributes:
-        doc: description for users, one sentence without a period; of an unused key, what to set instead.
-        ge: lowest value.
-        gt: bound that the value must exceed.
-        le: highest value.
-        lt: bound that the value must stay below.
-        also: a value outside the limits that is valid, and what it means, such as `(-1, "all")`.
+        doc: description for users, one sentence without a period; for an unused key, what to set instead.
+        ge: minimum.
+        gt: exclusive lower bound.
+        le: maximum.
+        lt: exclusive upper bound.
+        also: a valid value outside the limits with its meaning, such as `(-1, "all")`.
         null: meaning of null, such as "all".
         finite: whether infinity is refused.
         nonempty: whether empty text is refused.
         path: whether `~` is expanded.
         quoted: whether text that looks like a number must be in quotes.
-        hidden: whether messages omit the value, which may be a key.
-        unused: whether the key exists only for verl's recipes, so that only the default is valid.
+        hidden: whether messages omit the value, which may be a secret.
+        unused: whether the key exists only for compatibility with verl's recipes; only the default is valid.
     """
 
     doc: str
@@ -60,7 +60,7 @@ class Setting:
     unused: bool = False
 
     def allows(self, value: Any) -> bool:
-        """Whether a number is within the limits; anything else is."""
+        """Whether a number is within the limits; other values always are."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return True
         if self.also is not None and value == self.also[0]:
@@ -77,7 +77,7 @@ class Setting:
 
     @property
     def limits(self) -> str:
-        """The limits in words, such as `of at least 1`; empty if there are none."""
+        """The limits as text, such as `of at least 1`; empty without limits."""
         if self.ge is not None and self.le is not None:
             return f"from {self.ge:.10g} to {self.le:.10g}"
         bounds = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
@@ -86,7 +86,7 @@ class Setting:
 
 
 def setting(default: Any, doc: str, **limits: Any) -> Any:
-    """A key of a recipe.
+    """Declare a configuration key.
 
     Args:
         default: value, or text with an interpolation such as `${data.eval_every_steps}`.
@@ -100,24 +100,24 @@ def setting(default: Any, doc: str, **limits: Any) -> Any:
 
 
 def unused(default: Any, instead: str) -> Any:
-    """A key that has no effect in this stage: any value but the default is refused, with what to do instead."""
+    """Declare a key without effect in this stage; any value but the default is refused with the advice `instead`."""
     return setting(default, instead, unused=True)
 
 
 def section(component: type[T], **defaults: Any) -> T:
-    """A component inside another one; `defaults` replace some of the component's."""
+    """Declare a nested component; `defaults` override some of its defaults."""
     return field(default_factory=lambda: component(**copy.deepcopy(defaults)))
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a root.
+    """A key of a root.
 
     Attributes:
-        name: dotted.
-        hint: type of its values.
-        default: value, maybe with an interpolation.
-        setting: what its field says.
+        name: dotted name.
+        hint: type annotation.
+        default: default value, possibly with an interpolation.
+        setting: properties of the key.
     """
 
     name: str
@@ -127,17 +127,17 @@ class Key:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is a mapping in which users add keys of their own."""
+        """Whether the key is a mapping to which users can add keys."""
         return _is_mapping(self.hint)
 
     @property
     def is_list(self) -> bool:
-        """Whether a single value stands for a list of one."""
+        """Whether the key is a list, for which a single value is accepted too."""
         return get_origin(self.hint) is list
 
     @property
     def takes(self) -> str:
-        """What it takes, in words, such as `a whole number of at least 1, or null for all`."""
+        """The allowed values as text, such as `a whole number of at least 1, or null for all`."""
         words = [word for each in _members(self.hint) if each is not types.NoneType for word in _words(each)]
         if not words:
             return "null"
@@ -147,7 +147,7 @@ class Key:
 
     @property
     def exceptions(self) -> str:
-        """Values outside the limits that are valid, as the end of a sentence."""
+        """The valid values outside the limits, as the end of a sentence."""
         found = []
         if self.setting.also is not None:
             value, meaning = self.setting.also
@@ -157,16 +157,16 @@ class Key:
         return "".join(f", or {each}" for each in found)
 
     def fits(self, value: Any) -> bool:
-        """Whether a value is of its type."""
+        """Whether a value has the key's type."""
         return fits(value, self.hint, self.setting.quoted)
 
     def shown(self, value: Any) -> str:
-        """A value for messages, without the secrets that it may hold."""
+        """A value as text for messages, with secrets masked."""
         return HIDDEN if self.setting.hidden else masked(f"{self.name}={value!r}").partition("=")[2]
 
 
 def keys(root: type) -> dict[str, Key]:
-    """Every key of a root by its dotted name, in the order of the fields."""
+    """All keys of a root by dotted name, in field order."""
     return dict(_keys(root))
 
 
@@ -189,10 +189,10 @@ def _walk(defaults: Any, prefix: str) -> Iterator[Key]:
 
 
 def fits(value: Any, hint: Any, quoted: bool = False) -> bool:
-    """Whether a value from YAML or the command line is of a field's type.
+    """Whether a value from YAML or the command line has a field's type.
 
     Args:
-        quoted: whether a number is refused where text is wanted.
+        quoted: whether to refuse a number where text is expected.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -215,7 +215,7 @@ def fits(value: Any, hint: Any, quoted: bool = False) -> bool:
 
 
 def as_text(value: Any, hint: Any) -> Any:
-    """The value with scalars as text where the hint wants text: `experiment_name=2024` names a run."""
+    """Convert numbers to text where the hint expects text, as in `experiment_name=2024`."""
     members = _members(hint)
     if isinstance(value, list):
         items = [get_args(each)[0] for each in members if get_origin(each) is list]
@@ -236,7 +236,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _words(hint: Any) -> list[str]:
-    """Alternatives that a type without None has."""
+    """The alternatives of a type without None, as text."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return list(map(_yaml, arguments))
@@ -266,22 +266,22 @@ def _is_mapping(hint: Any) -> bool:
 
 
 def build(root: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass of resolved nested values, checked from the leaves up.
+    """Build the dataclass from resolved nested values, and check it from the leaves up.
 
     A key that was added with `+` becomes an attribute of its section.
 
     Args:
-        values: nested; every field has one.
+        values: nested values for every field.
 
     Raises:
-        UserError: a value of the wrong type or outside its limits, or values that contradict each other, by the
-            `check` method of a component.
+        UserError: a value has the wrong type or is outside its limits, or a component's `check` method refuses values
+            that contradict each other.
     """
     return _build(root(), values, "", keys(root))
 
 
 def _build(built: Any, values: Mapping[str, Any], prefix: str, known: Mapping[str, Key]) -> Any:
-    """Set the values of a component that has its defaults."""
+    """Replace the defaults of a component with `values`."""
     names = [each.name for each in fields(built)]
     for name in names:
         key = known.get(f"{prefix}{name}")
@@ -289,7 +289,7 @@ def _build(built: Any, values: Mapping[str, Any], prefix: str, known: Mapping[st
             _build(getattr(built, name), values[name], f"{prefix}{name}.", known)
         else:
             value = as_text(values[name], key.hint)
-            expanded = expand_home(key.name, value)  # refuses the home directory of nobody, in any key
+            expanded = expand_home(key.name, value)  # refuses the home of an unknown user in any key
             value = expanded if key.setting.path else value
             check_value(key, value)
             setattr(built, name, value)
@@ -301,10 +301,10 @@ def _build(built: Any, values: Mapping[str, Any], prefix: str, known: Mapping[st
 
 
 def check_value(key: Key, value: Any) -> None:
-    """Refuse a value that its key cannot have.
+    """Refuse an invalid value of a key.
 
     Raises:
-        UserError: the key, the value, and what the key takes.
+        UserError: the value is invalid; the message names the key, the value, and the allowed values.
     """
     name, says = key.name, key.setting
     if says.unused and value != key.default:
@@ -324,7 +324,7 @@ def check_value(key: Key, value: Any) -> None:
 
 
 def flat(section: Any) -> dict[str, Any]:
-    """Values of a component by dotted key; mappings stay whole."""
+    """Values of a component by dotted key; mappings are not flattened."""
     found: dict[str, Any] = {}
     for name, value in vars(section).items():
         if is_dataclass(value):
@@ -353,14 +353,14 @@ def set_at(section: Any, name: str, value: Any) -> None:
 
 
 def to_yaml(section: Any) -> str:
-    """The YAML of a component's values."""
-    from omegaconf import OmegaConf  # processes that only import a component, such as the judge's, do without
+    """The values of a component as YAML."""
+    from omegaconf import OmegaConf  # here, because processes such as the judge's do not need it
 
     return OmegaConf.to_yaml(OmegaConf.create(as_dict(section)))
 
 
 def expand_home(name: str, value: Any) -> Any:
-    """A path, or a list of paths, with `~` replaced by the home directory; anything else as it is.
+    """Replace `~` with the home directory in a path or a list of paths; return other values unchanged.
 
     Raises:
         UserError: a path begins with `~NAME/`, and this machine has no user of that name.
@@ -372,12 +372,12 @@ def expand_home(name: str, value: Any) -> Any:
     expanded = os.path.expanduser(value)
     if expanded.startswith("~"):
         user, _, rest = value.partition("/")
-        raise UserError(f"{name} is '{value}', but there is no user {user[1:]}; write ~/{rest} or the whole path")
+        raise UserError(f"{name} is '{value}', but there is no user {user[1:]}; write ~/{rest} or the absolute path")
     return expanded
 
 
 def as_dict(section: Any) -> dict[str, Any]:
-    """Plain nested values of a component, added keys included."""
+    """Plain nested values of a component, including added keys."""
     return {
         name: as_dict(value) if is_dataclass(value) else copy.deepcopy(value) for name, value in vars(section).items()
     }

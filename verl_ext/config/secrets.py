@@ -1,4 +1,4 @@
-"""Keys and passwords: kept out of configurations, which are written to files and shown, and from who needs none."""
+"""Keeps keys and passwords out of configurations, messages, and the environments of processes that need none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl_ext.errors import UserError
 
 HIDDEN = "***"
 _OF_VARIABLES = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
-# not every `token` and `key` of a configuration: most count tokens, or name columns
+# not every `token` and `key`, because most settings with these words count tokens or name columns
 _OF_SETTINGS = re.compile(
     r"(^|[._])((api|access|private|secret)_?key|secret|password|passwd|credentials?|(api|access|auth|hf)_?token)$"
     r"|(^|\.)token$",
@@ -19,17 +19,17 @@ _OF_SETTINGS = re.compile(
 )
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]+(?=@)")
 _SHORTEST = 12
-"""Characters of a variable's value that is looked for: a shorter one may be an ordinary word."""
+"""Minimum length of a variable's value to search for: a shorter value may be an ordinary word."""
 
 
 def require_no_secrets(settings: Mapping[str, Any]) -> None:
-    """Refuse a configuration with a key or a password in it; the message does not repeat it.
+    """Refuse a configuration that holds a key or a password; the message does not repeat the secret.
 
     Args:
-        settings: value by dotted key; a value may be nested.
+        settings: values by dotted key; values may be nested.
 
     Raises:
-        UserError: which setting, and where its value belongs.
+        UserError: a setting holds a secret; the message names the setting and where the secret belongs.
     """
     for key, value in leaves(settings):
         if not isinstance(value, str):
@@ -43,13 +43,13 @@ def require_no_secrets(settings: Mapping[str, Any]) -> None:
         else:
             continue
         raise UserError(
-            f"{key} {why}, and a configuration ends up in files and logs; leave it out and put the secret into an "
+            f"{key} {why}, but configurations are written to files and logs; remove it and put the secret into an "
             "environment variable: WANDB_API_KEY, HF_TOKEN, HTTPS_PROXY, or the one that engine.api_key_env names"
         )
 
 
 def masked(text: str) -> str:
-    """A text to show, such as a user's `key=value`, without the secrets that it may hold."""
+    """Mask the secrets in a text, such as a user's `key=value`, before it is shown."""
     key, equals, _ = text.partition("=")
     if equals and _OF_SETTINGS.search(key):
         return f"{key}={HIDDEN}"
@@ -59,10 +59,10 @@ def masked(text: str) -> str:
 
 
 def without_secrets(environment: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
-    """An environment for a process that has no use for keys: none by their names, and no address with a password.
+    """Remove variables that hold keys, judging by their names, or addresses with a password from an environment.
 
     Args:
-        keep: names that stay whatever they are.
+        keep: names of variables to keep in any case.
     """
     return {
         name: value
@@ -78,7 +78,7 @@ def _secrets() -> list[tuple[str, str]]:
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value at any depth of mappings and lists, with the dotted key that leads to it."""
+    """All values at any depth of mappings and lists, each with its dotted key."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from leaves(item, f"{key}.{name}" if key else str(name))

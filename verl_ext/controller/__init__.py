@@ -1,1 +1,1 @@
-"""The budget controller: how much of a vision-language model to run within a latency budget."""
+"""The budget controller, which decides how much of a vision-language model runs within a latency budget."""

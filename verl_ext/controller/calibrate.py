@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 TEXT = """Fit the latency model on this machine.
 
-Runs random configurations, each on one of the questions, in several passes over all of them, and takes the median of
-each, so that a slow period of the machine affects all of them. The model is fitted on four fifths of them, and R
-squared of the total latency is printed for the last fifth. The command also measures how far single runs are from the
-predictions, and how long a decision of the controller takes. Run it on an idle machine."""
+Runs random configurations, each on a random question, in several passes and takes the median of each configuration, so
+that a slow period of the machine affects all of them equally. Fits the model on four fifths of the configurations and
+prints R squared of the total latency on the rest. Also measures how far single runs deviate from the predictions, and
+how long a decision of the controller takes. Run it on an idle machine."""
 EXAMPLE_INPUTS = "--model data/vqa/model --questions data/vqa/questions --tier-sizes 2304 9216 20736"
 
 
 def model_parser(name: str, text: str, example: str) -> CommandParser:
-    """The parser of a command that measures a model: the arguments that `load_inputs` reads, and `--output`.
+    """Build the parser of a command that measures a model, with the arguments of `load_inputs` and `--output`.
 
     Args:
-        name: of the command's module.
-        text: what the command does.
-        example: what follows `EXAMPLE_INPUTS` in the command's example.
+        name: name of the command's module.
+        text: description of the command.
+        example: arguments after `EXAMPLE_INPUTS` in the example.
     """
     program = f"python -m verl_ext.controller.{name}"
     parser = CommandParser(prog=program, description=text, examples=[f"{program} {EXAMPLE_INPUTS} {example}"])
@@ -49,7 +49,7 @@ def model_parser(name: str, text: str, example: str) -> CommandParser:
         type=IntArg(),
         nargs="+",
         required=True,
-        help="image size of each tier: crops for Molmo, such as 3 6 12; pixels for Qwen",
+        help="image size of each tier: crops for Molmo, such as 3 6 12, or pixels for Qwen",
     )
     parser.add_argument("--questions", metavar="FOLDER", required=True, help="folder with train*.parquet")
     parser.add_argument("--num-questions", type=IntArg(), default=32, help="number of questions to measure on")
@@ -58,7 +58,7 @@ def model_parser(name: str, text: str, example: str) -> CommandParser:
 
 
 def load_inputs(arguments: argparse.Namespace) -> tuple[VLMAdapter, list[ImageQuestion]]:
-    """The model, on a GPU and in bfloat16 if there is one, and the questions to measure on."""
+    """Load the model, in bfloat16 on a GPU if there is one, and the questions to measure on."""
     from verl_ext.controller.vlm import default_device, load_adapter  # here, as torch takes seconds to import
     from verl_ext.data.config import QuestionSource
     from verl_ext.data.image_questions import ImageQuestionDataset
@@ -77,13 +77,13 @@ def load_inputs(arguments: argparse.Namespace) -> tuple[VLMAdapter, list[ImageQu
 
 
 def build_parser() -> CommandParser:
-    """The options."""
+    """The parser with all options."""
     parser = model_parser("calibrate", TEXT, "--topk-choices 1 2 4 --output latency.json")
-    parser.add_argument("--min-active", type=IntArg(), default=1, help="fewest blocks that run")
+    parser.add_argument("--min-active", type=IntArg(), default=1, help="minimum number of active blocks")
     parser.add_argument("--topk-choices", type=IntArg(), nargs="*", default=[], help="numbers of experts, ascending")
-    parser.add_argument("--max-new-tokens", type=IntArg(), default=16, help="longest answer in tokens")
+    parser.add_argument("--max-new-tokens", type=IntArg(), default=16, help="maximum answer tokens")
     parser.add_argument("--configurations", type=IntArg(10), default=200, help="number of configurations to run")
-    parser.add_argument("--repeats", type=IntArg(), default=9, help="passes over them; the medians count")
+    parser.add_argument("--repeats", type=IntArg(), default=9, help="runs of each configuration; the median counts")
     parser.add_argument("--hidden", type=IntArg(), default=256, help="width of the controller")
     return parser
 

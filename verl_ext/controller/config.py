@@ -1,4 +1,4 @@
-"""The configuration of the budget controller and of its vision-language model, and constants that need no torch."""
+"""Configuration of the budget controller and its vision-language model, and constants that do not need torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BudgetActorConfig(ActorConfig):
 
 @dataclass(kw_only=True)
 class ControllerConfig:
-    """`controller`: the configurations that it can choose, its budgets, and its network."""
+    """`controller`: the controller's possible configurations, its budgets, and its network."""
 
     budgets_ms: list[float] = setting([170.0, 380.0], "Minimum and maximum latency budget")
     budgets_of_full: list[float] | None = setting(
@@ -48,7 +48,7 @@ class ControllerConfig:
     most_encodings: int = setting(256, "Encoded images to cache", ge=1)
 
     def check(self) -> None:
-        """Require ascending tiers, experts and budgets."""
+        """Refuse tiers, experts and budgets that are not ascending."""
         require_ascending("controller.tier_sizes", self.tier_sizes)
         require_ascending("controller.topk_choices", self.topk_choices, may_be_empty=True)
         require_budgets("controller.budgets_ms", self.budgets_ms, "numbers of milliseconds")
@@ -58,7 +58,7 @@ class ControllerConfig:
 
 @dataclass(kw_only=True)
 class LatencyConfig:
-    """`latency`: where the reward's latency comes from."""
+    """`latency`: the source of latencies in rewards."""
 
     source: Literal["model", "measured"] = setting("model", "Latency in rewards: the latency model's or measured")
     file: str | None = setting(
@@ -84,7 +84,7 @@ class BudgetRewardConfig:
 
 @dataclass(kw_only=True)
 class SkipSamplingConfig:
-    """`configurations`: the configurations that SFT of a vision-language model samples."""
+    """`configurations`: the configurations that SFT of a vision-language model samples from."""
 
     share: float = setting(0.75, "Fraction of micro-batches under a sampled configuration", ge=0, le=1)
     tier_sizes: list[int] = setting([65536, 262144, 1048576], "Image pixels of each tier")
@@ -95,13 +95,13 @@ class SkipSamplingConfig:
     topk_choices: list[int] = setting([], "Experts per token, the released number last; [] without experts")
 
     def check(self) -> None:
-        """Require ascending tiers and experts, and a weight for each tier."""
+        """Refuse tiers and experts that are not ascending, and tiers without a weight."""
         require_ascending("configurations.tier_sizes", self.tier_sizes)
         require_ascending("configurations.topk_choices", self.topk_choices, may_be_empty=True)
         if len(self.tier_weights) != len(self.tier_sizes) or not 0 < sum(self.tier_weights) < math.inf:
             raise UserError(
-                f"configurations.tier_weights={self.tier_weights} must be a number of 0 or more for each of the tiers "
-                f"{self.tier_sizes}, not all of them 0"
+                f"configurations.tier_weights={self.tier_weights} must have a number of at least 0 for each of the "
+                f"tiers {self.tier_sizes}, not all of them 0"
             )
 
 

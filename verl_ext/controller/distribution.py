@@ -11,30 +11,30 @@ import torch
 from verl_ext.controller.space import Configuration, ConfigurationSpace
 
 LOG_ZERO = -1e30
-"""Stands for log 0, but stays a number when it is subtracted from itself."""
+"""Finite value for log 0, so that differences are not NaN."""
 
 
 class BlockMaskDistribution:
     """P(mask) = exp(sum of the logits of its blocks) / Z over all masks with `fewest` to `most` blocks; exact.
 
     This is the conditional Bernoulli distribution (Chen, Dempster and Liu, "Weighted finite population sampling to
-    maximize entropy", Biometrika 81, 1994) with a range of sizes instead of a single one. Z and everything else come
-    from one table over (block, number of blocks chosen before it), in O(blocks * most) per row. The tables are in
-    double precision for logits of any precision.
+    maximize entropy", Biometrika 81, 1994) for a range of sizes instead of a single size. All quantities are computed
+    from a table over (block, number of blocks chosen before it), in O(blocks * most) per row. The table is in double
+    precision for logits of any precision.
 
     Args:
-        logits: (batch, blocks), of the blocks that may be skipped, which exclude the model's block 0.
-        fewest: lowest number of these blocks that run.
-        most: highest number of these blocks that run.
+        logits: (batch, blocks), logits of the blocks that may be skipped, without the model's block 0.
+        fewest: minimum number of these blocks that run.
+        most: maximum number of these blocks that run.
     """
 
     def __init__(self, logits: torch.Tensor, fewest: int, most: int) -> None:
         self.logits, self.num_blocks = logits.double(), logits.shape[1]
         self.fewest, self.most = fewest, most
 
-    @cached_property  # the mode, which is all that a deployed controller needs, does without
+    @cached_property  # a deployed controller needs only the mode, which does not use the tables
     def _tables(self) -> list[torch.Tensor]:
-        """[i][:, c]: log of the sum over the blocks from i on, with c chosen before them; the last column is log 0."""
+        """[i][:, c]: log of the sum over blocks i and later, with c chosen before them; the last column is log 0."""
         end = self.logits.new_full((len(self.logits), self.most + 2), LOG_ZERO)
         end[:, self.fewest : self.most + 1] = 0.0
         tables = [end]
@@ -48,13 +48,13 @@ class BlockMaskDistribution:
         """Log-probability of each mask, (batch,), in double precision.
 
         Args:
-            masks: (batch, blocks), bool; each must have an allowed number of blocks.
+            masks: (batch, blocks), bool; each must have an allowed number of active blocks.
         """
         log_z = self._tables[0][:, 0]
         return (self.logits * masks).sum(-1) - log_z
 
     def _log_prob_of_block(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of running and skipping block i, each (batch, most + 1) by the number chosen before."""
+        """Log-probabilities of running and of skipping block i, each (batch, most + 1) by the number chosen before."""
         here, after = self._tables[i][:, :-1], self._tables[i + 1]
         reachable = here > LOG_ZERO / 2
         run = torch.where(reachable, self.logits[:, i, None] + after[:, 1:] - here, LOG_ZERO)
@@ -62,7 +62,7 @@ class BlockMaskDistribution:
         return run, skip
 
     def sample(self, uniforms: torch.Tensor) -> torch.Tensor:
-        """Masks (batch, blocks), bool, chosen block by block with exact probabilities.
+        """Sample masks (batch, blocks), bool, block by block with exact probabilities.
 
         Args:
             uniforms: (batch, blocks), a random number in [0, 1) for each decision.
@@ -84,7 +84,7 @@ class BlockMaskDistribution:
         """Entropy in nats, (batch,), with gradient.
 
         Args:
-            entropy_of_active: (batch, blocks), entropy of the other decisions about a block if it runs.
+            entropy_of_active: (batch, blocks), entropy of the further decisions about each block that runs.
         """
         extra = torch.zeros_like(self.logits) if entropy_of_active is None else entropy_of_active.double()
         expected = torch.zeros_like(self._tables[-1][:, :-1])
@@ -98,7 +98,7 @@ class BlockMaskDistribution:
 
 @dataclass(frozen=True)
 class Choices:
-    """The configurations chosen for a batch, as tensors.
+    """The configurations of a batch, as tensors.
 
     Attributes:
         tiers: (batch,), indices into the space's tiers.
@@ -120,7 +120,7 @@ class Choices:
 
     @classmethod
     def of(cls, configurations: Sequence[Configuration], space: ConfigurationSpace) -> Choices:
-        """The tensors of some configurations, on the CPU.
+        """Convert configurations to tensors on the CPU.
 
         Raises:
             ValueError: a number of experts is not among the space's `topk_choices`.
@@ -139,8 +139,8 @@ class ConfigurationDistribution:
     Args:
         tier_logits: (batch, tiers).
         block_logits: (batch, blocks - 1).
-        block_topk_logits: (batch, blocks, choices); those of block 0, whose top-k is fixed, are ignored. The last
-            dimension is 0 for a model without experts.
+        block_topk_logits: (batch, blocks, choices); block 0 is ignored, because its top-k is fixed. The last dimension
+            is 0 for a model without experts.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ConfigurationDistribution:
         self._topk = block_topk_logits[:, 1:].double().log_softmax(-1) if space.topk_choices else None
 
     def log_prob(self, choices: Choices) -> torch.Tensor:
-        """Log-probability of each row's choice, (batch,), in double precision, with gradient."""
+        """Log-probability of each row's configuration, (batch,), in double precision, with gradient."""
         log_prob = self._tiers.gather(1, choices.tiers[:, None])[:, 0] + self._masks.log_prob(choices.masks)
         if self._topk is None:
             return log_prob
@@ -163,11 +163,10 @@ class ConfigurationDistribution:
         return log_prob + (of_topk * choices.masks).sum(-1)
 
     def entropy_bonus(self, tier_weight: float = 1.0) -> torch.Tensor:
-        """The entropy in nats, (batch,), with the tiers' part weighted and a changed gradient.
+        """Entropy in nats, (batch,), with a weight for the tier and a modified gradient.
 
-        Each active block adds the entropy of its top-k, so the entropy grows with the number of blocks, and a bonus
-        for it would reward running the whole model. Therefore the gradient of the experts' part treats the blocks'
-        probabilities as constants.
+        Each active block adds the entropy of its top-k, so a plain entropy bonus would reward running more blocks.
+        Therefore the gradient of the experts' entropy treats the probabilities of the blocks as constants.
         """
         constant = BlockMaskDistribution(self._masks.logits.detach(), self._masks.fewest, self._masks.most)
         topk_entropy = None if self._topk is None else categorical_entropy(self._topk)
@@ -176,11 +175,11 @@ class ConfigurationDistribution:
 
     @torch.no_grad()
     def sample(self, uniforms: torch.Tensor) -> Choices:
-        """Choices by inverse-transform sampling.
+        """Sample by inverse transform sampling.
 
         Args:
-            uniforms: (batch, `num_uniforms(space)`), a random number in [0, 1) for each decision; those of decisions
-                that do not matter are ignored.
+            uniforms: (batch, `num_uniforms(space)`), a random number in [0, 1) for each decision; numbers for skipped
+                blocks are ignored.
         """
         rest = self._masks.num_blocks
         masks = self._masks.sample(uniforms[:, 1 : 1 + rest])
@@ -189,10 +188,10 @@ class ConfigurationDistribution:
 
     @torch.no_grad()
     def mode(self) -> Choices:
-        """The most likely tier, the most likely mask, and the most likely top-k of each of its blocks.
+        """The most likely tier, the most likely mask, and the most likely top-k of each active block.
 
-        This is not the most likely configuration: that one would skip a block which nearly always runs, but with
-        either of two top-k equally often.
+        This can differ from the most likely configuration, which may skip a block that nearly always runs, if its
+        probability is divided between several top-k.
         """
         masks = self._masks.mode()
         return Choices(self._tiers.argmax(-1), masks, self._choose_topk(lambda topk: topk.argmax(-1), masks))
@@ -209,11 +208,11 @@ def categorical_entropy(log_probs: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_cdf(log_probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The category of each number (...) in [0, 1), by log-probabilities (..., categories)."""
+    """The category of each number (...) in [0, 1), given log-probabilities (..., categories)."""
     bounds = log_probs.exp().cumsum(-1)
     return (uniforms[..., None] >= bounds).sum(-1).clamp(max=log_probs.shape[-1] - 1)
 
 
 def num_uniforms(space: ConfigurationSpace) -> int:
-    """How many random numbers `ConfigurationDistribution.sample` needs per row."""
+    """Number of random numbers per row for `ConfigurationDistribution.sample`."""
     return 1 + 2 * (space.num_blocks - 1)

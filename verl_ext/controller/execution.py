@@ -1,4 +1,4 @@
-"""Runs configurations on samples, times them, and caches what repeats."""
+"""Runs configurations on samples, measures their latency, and caches repeated computations."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from verl_ext.data.image_questions import ImageQuestion
 
 MAX_CACHED_RESULTS = 1 << 20
 NUM_WARM_UPS = 3
-"""Runs of everything at each tier before a run is measured."""
+"""Warm-up runs at each tier before measurements."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Latency:
-    """The parts of one generation's latency.
+    """The parts of a generation's latency.
 
     Attributes:
-        vision_ms: encoding the image; 0 if its encoding was cached.
-        prefill_ms: the prompt, from the embeddings to the logits of the first token.
-        decode_ms: all further tokens.
+        vision_ms: time to encode the image; 0 if the encoding was cached.
+        prefill_ms: time to process the prompt, from the embeddings to the logits of the first token.
+        decode_ms: time to decode all further tokens.
         num_decoded: number of further tokens.
     """
 
@@ -47,21 +47,21 @@ class Latency:
 
 
 def median_latency(latencies: Sequence[Latency]) -> Latency:
-    """The median of each part over repetitions of one generation."""
+    """The median of each part over repetitions of a generation."""
     parts = zip(*(astuple(each)[:3] for each in latencies))
     vision_ms, prefill_ms, decode_ms = map(statistics.median, parts)
     return Latency(vision_ms, prefill_ms, decode_ms, latencies[0].num_decoded)
 
 
 def synchronized_time(device: torch.device) -> float:
-    """Seconds, after waiting for the GPU."""
+    """The time in seconds, after synchronizing with the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class LatencyMeter:
-    """Times the forward passes of one generation within a `with` block, by hooks on the model and vision encoder."""
+    """Measures the forward passes of a generation within a `with` block, with hooks on model and vision encoder."""
 
     def __init__(self, adapter: VLMAdapter) -> None:
         self._adapter = adapter
@@ -92,7 +92,7 @@ class LatencyMeter:
 
     @property
     def vision_ms(self) -> float:
-        """Time of encoding images in the block."""
+        """Time spent encoding images in the block."""
         return 1e3 * sum(self._vision_s)
 
     @property
@@ -104,12 +104,12 @@ class LatencyMeter:
 
 @dataclass(frozen=True)
 class RunWorkload:
-    """The amount of work of one run, from which a latency model predicts its latency.
+    """The amount of work in a run, from which a latency model predicts the latency.
 
     Attributes:
-        num_patches: input of the vision encoder.
-        num_prompt_tokens: length of the prompt, including the image's tokens.
-        num_decoded: tokens after the first.
+        num_patches: number of patches for the vision encoder.
+        num_prompt_tokens: number of prompt tokens, including image tokens.
+        num_decoded: number of generated tokens after the first.
     """
 
     configuration: Configuration
@@ -132,9 +132,10 @@ class EncodedImage:
     """A question with its image, encoded at a tier.
 
     Attributes:
-        inputs: of the model.
-        num_patches: input of the vision encoder.
-        encoding: output of the vision encoder, which took `vision_ms`.
+        inputs: inputs of the model.
+        num_patches: number of patches for the vision encoder.
+        encoding: output of the vision encoder.
+        vision_ms: time to encode the image.
     """
 
     inputs: Inputs
@@ -151,7 +152,7 @@ class LRUCache(Generic[T]):
         self.num_lookups = self.num_hits = 0
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The entry of a key, made and stored on the first call."""
+        """The entry of a key; the first call creates it with `make`."""
         self.num_lookups += 1
         if key in self._entries:
             self.num_hits += 1
@@ -164,13 +165,13 @@ class LRUCache(Generic[T]):
 
 
 class VLMRunner:
-    """Answers questions under configurations, one at a time.
+    """Answers questions with given configurations, one at a time.
 
-    The features of a sample are computed once, its image is encoded once per tier, and a configuration runs once per
-    sample. Decoding is greedy, so repeating a run would give the same answer.
+    Computes the features of a sample once, encodes its image once per tier, and runs a configuration once per sample.
+    Decoding is greedy, so repeating a run would give the same answer.
 
     Args:
-        max_encodings: encoded images to cache, which stay on the device.
+        max_encodings: maximum number of encoded images to cache on the device.
     """
 
     def __init__(self, adapter: VLMAdapter, max_new_tokens: int, max_encodings: int = 256) -> None:
@@ -181,7 +182,7 @@ class VLMRunner:
         self._features: LRUCache[tuple[torch.Tensor, torch.Tensor]] = LRUCache(MAX_CACHED_RESULTS)
 
     def features(self, sample: ImageQuestion) -> tuple[torch.Tensor, torch.Tensor]:
-        """The controller's input on the CPU: image features (vision_width,) at the lowest tier, question (width,)."""
+        """Controller inputs on the CPU: image features (vision_width,) at the lowest tier, and question (width,)."""
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
             encoding = self.encoded(sample, 0).encoding
@@ -226,14 +227,14 @@ class VLMRunner:
         return total / len(reference)
 
     def encode(self, image: Image.Image, question: str, tier: int) -> EncodedImage:
-        """Encode an image in RGB at a tier, for the full text of a question."""
+        """Encode an RGB image at a tier, with the full text of a question."""
         inputs = self.adapter.inputs(image, question, tier)
         with LatencyMeter(self.adapter) as meter:
             encoding = self.adapter.encode(inputs)
         return EncodedImage(inputs, self.adapter.num_patches(inputs), encoding, meter.vision_ms)
 
     def answer(self, encoded: EncodedImage, configuration: Configuration) -> RunResult:
-        """Answer a question, whose image is encoded at the configuration's tier."""
+        """Answer a question whose image is encoded at the configuration's tier."""
         with (
             self.adapter.configured(configuration),
             self.adapter.with_encoding(encoded.encoding),

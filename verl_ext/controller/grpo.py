@@ -1,6 +1,6 @@
-"""The controller in GRPO: its policy, and the frozen vision-language model as the environment that rewards it.
+"""The controller in GRPO: its policy, and the environment, which rewards it with the frozen vision-language model.
 
-An action is a configuration for a sample and a budget, and a single decision.
+An action is the choice of a configuration for a sample and a budget, a single decision.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from verl_ext.grpo.sampling import sample_seed
 
 REWARD_NAMES = tuple(f"reward_{part}" for part in ("accuracy", "latency", "violation", "complexity", "efficiency"))
 BUDGET_NUMBER = -1
-"""Number of the seed of a prompt's budget; its samples are numbered from 0."""
+"""Sample number for the seed of a prompt's budget; samples are numbered from 0."""
 
 
 @dataclass(frozen=True)
 class BudgetedConfiguration:
-    """An action of the controller, and what it was chosen by.
+    """An action of the controller with its inputs.
 
     Attributes:
-        log_prob: when it was sampled.
-        vision: (vision_width,), the controller's input.
-        language: (language_width,), the controller's input.
+        log_prob: log-probability at sampling.
+        vision: (vision_width,), input of the controller.
+        language: (language_width,), input of the controller.
     """
 
     configuration: Configuration
@@ -61,9 +61,9 @@ class ControllerPolicy(Policy):
     """Samples a budget for each prompt, and configurations for it from the controller's distribution.
 
     Args:
-        controller: the trained model, as FSDP2 modules or plain.
+        controller: the model to train, with or without FSDP2.
         runner: computes the features of a sample.
-        budgets_ms: lowest and highest; training samples uniformly between them.
+        budgets_ms: lowest and highest budget; training samples uniformly between them.
         tier_entropy_weight: see `ConfigurationDistribution.entropy_bonus`.
     """
 
@@ -86,8 +86,8 @@ class ControllerPolicy(Policy):
 
     @torch.no_grad()
     def generate(self, trajectories: Sequence[Trajectory], step: int, greedy: bool = False) -> Iterator[Trajectory]:
-        """See `Policy.generate`; an evaluation has the same budgets at every step, spread over the whole range."""
-        if not trajectories:  # the other ranks need this one for their forward pass
+        """See `Policy.generate`; evaluations use the same budgets from the whole range at every step."""
+        if not trajectories:  # the other ranks need this rank for their forward pass
             config = self._controller.config
             self._distribution(
                 torch.zeros(1, config.vision_width), torch.zeros(1, config.language_width), torch.tensor([self._low_ms])
@@ -153,7 +153,7 @@ class ControllerPolicy(Policy):
         return self._low_ms + (self._high_ms - self._low_ms) * float(torch.rand((), generator=generator))
 
     def _uniforms(self, trajectories: Sequence[Trajectory], step: int) -> torch.Tensor:
-        """(trajectories, decisions), random numbers that depend on the trajectory and the step only."""
+        """Random numbers (trajectories, decisions) that depend only on the trajectory and the step."""
         rows = []
         for trajectory in trajectories:
             seed = sample_seed(self._seed, step, trajectory.prompt.sample_id, trajectory.number)
@@ -164,7 +164,7 @@ class ControllerPolicy(Policy):
     def _distribution(
         self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: torch.Tensor
     ) -> ConfigurationDistribution:
-        # a call of the module itself, because its hooks gather what FSDP2 has sharded
+        # call the module itself, because its hooks gather the parameters that FSDP2 has sharded
         inputs = (each.to(self._device) for each in (vision, language, budgets_ms))
         return ConfigurationDistribution(self._space, *self._controller(*inputs))
 
@@ -172,14 +172,14 @@ class ControllerPolicy(Policy):
 def reward_components(
     weights: BudgetRewardConfig, accuracy: float, latency_ms: float, budget_ms: float, complexity: float
 ) -> dict[str, float]:
-    """Weighted components by the names in `REWARD_NAMES`, with negative penalties; the reward is their sum.
+    """Compute the weighted components in `REWARD_NAMES`, with negative penalties; the reward is their sum.
 
     With r = latency / budget, the latency penalty is sigmoid(10 * (r - 1)), which grows smoothly around the budget,
     the violation is max(0, r - 1) squared, and the efficiency is max(0, 1 - r), the unused share of the budget.
 
     Args:
-        weights: of the components, without a unit.
-        accuracy: of the answer, from 0 to 1.
+        weights: dimensionless weights of the components.
+        accuracy: accuracy of the answer, from 0 to 1.
         complexity: share of the model that ran, from 0 to 1; see `ConfigurationSpace.complexity`.
     """
     ratio = latency_ms / budget_ms
@@ -193,7 +193,7 @@ def reward_components(
 
 
 class ControllerEnvironment(Environment):
-    """Runs the chosen configurations one after the other, when their rewards are requested.
+    """Runs the chosen configurations one at a time, when their rewards are requested.
 
     Args:
         score: returns the accuracy of an answer to a question, from 0 to 1.
@@ -216,7 +216,7 @@ class ControllerEnvironment(Environment):
 
     @contextmanager
     def measuring(self, is_measuring: bool) -> Iterator[None]:
-        """Within the context, measure the latency of every sample if `is_measuring`, whatever the latency source."""
+        """Measure the latency of every sample within the context if `is_measuring`, regardless of the source."""
         former, self._is_measuring = self._is_measuring, is_measuring
         try:
             yield
@@ -238,9 +238,9 @@ class ControllerEnvironment(Environment):
         return StepResult(reward=Reward(components, metrics=metrics, finished_at=time.perf_counter()))
 
     def _run(self, question: ImageQuestion, configuration: Configuration) -> tuple[RunResult, float]:
-        """The result, and its latency including the decision.
+        """Run a configuration, and return the result and its latency including the decision.
 
-        The decision needs the encoding at the lowest tier, which a configuration of another tier does not use.
+        The decision needs the encoding at the lowest tier, which a configuration of another tier cannot reuse.
         """
         encode_ms = 0.0
         if self._is_measuring:

@@ -1,4 +1,4 @@
-"""`python -m verl_ext.controller.importance`: measures how much a model loses without each of its blocks."""
+"""`python -m verl_ext.controller.importance`: measures the importance of each block of a model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from verl_ext.controller.adapters import VLMAdapter
     from verl_ext.data.image_questions import ImageQuestion
 
-TEXT = """Measure how much a model loses when one of its blocks is skipped.
+TEXT = """Measure the importance of each block of a model.
 
-The importance of a block is the increase of the loss of the first reference answer, in nats per token, when that block
-alone is skipped, averaged over questions. Block 0 always runs and has none."""
+The importance of a block is the increase in the loss of the first reference answer, in nats per token, when only that
+block is skipped, averaged over questions. Block 0 always runs and has no importance."""
 SCORE_KEYS = ("importance_scores", "merged_scores", "train_scores")
-"""Keys of the scores in a file; a file that consists of the scores alone is read too."""
+"""Keys of the scores in a file; a file may also consist of the scores alone."""
 
 
 @clean_exit()
@@ -41,12 +41,12 @@ def main() -> None:
 
 
 def measure_importance(adapter: VLMAdapter, questions: Sequence[ImageQuestion]) -> dict[int, float]:
-    """The importance of each block except block 0, at the highest tier."""
+    """Measure the importance of each block except block 0, at the highest tier."""
     from verl_ext.controller.execution import VLMRunner  # here, as torch takes seconds to import
 
     blocks, runner = len(adapter.blocks), VLMRunner(adapter, max_new_tokens=1, max_encodings=1)
     space = adapter.space(1, blocks, (adapter.trained_topk,) if adapter.trained_topk else ())
-    configurations = [space.full]  # block 0 always runs, so its place is that of the whole model
+    configurations = [space.full]  # index 0 is the whole model, because block 0 always runs
     for skipped in range(1, blocks):
         mask = [block != skipped for block in range(blocks)]
         configurations.append(space.configuration(space.full.tier, mask))
@@ -58,7 +58,7 @@ def measure_importance(adapter: VLMAdapter, questions: Sequence[ImageQuestion]) 
 
 
 def save_importance(path: Path, scores: Mapping[int, float], adapter: VLMAdapter) -> None:
-    """Write the importance by number of the block as JSON, with the fingerprint of the model."""
+    """Write the importance by block index as JSON, with the fingerprint of the model."""
     from verl_ext.controller.vlm import fingerprint
 
     model, num_blocks = fingerprint(adapter.model), len(adapter.blocks)
@@ -67,10 +67,10 @@ def save_importance(path: Path, scores: Mapping[int, float], adapter: VLMAdapter
 
 
 def load_importance(file: str | Path, adapter: VLMAdapter) -> dict[int, float]:
-    """The importance by number of the block, from a file of scores.
+    """Read the importance by block index from a file of scores.
 
     Raises:
-        UserError: the file is missing, has no scores, or is of another model.
+        UserError: the file is missing, has no scores, or belongs to another model.
     """
     from verl_ext.controller.vlm import matches_fingerprint
 
@@ -81,14 +81,14 @@ def load_importance(file: str | Path, adapter: VLMAdapter) -> dict[int, float]:
         scores = {int(block): float(score) for block, score in by_block.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} has no block importance ({error}); create it by `python -m verl_ext.controller.importance`"
+            f"{path} has no block importance ({error}); create it with `python -m verl_ext.controller.importance`"
         ) from error
     blocks, model = len(adapter.blocks), content.get("model")
     is_complete = set(range(1, blocks)) <= set(scores) <= set(range(blocks))
     if not is_complete or not matches_fingerprint(model, adapter, str(path), blocks):
         raise UserError(
-            f"{path} is of another model: it has scores of {len(scores)} blocks, and this model has {blocks}, or as "
-            "many with other weights; create it again by `python -m verl_ext.controller.importance`"
+            f"{path} belongs to another model: it has scores of {len(scores)} blocks, and this model has {blocks}, or "
+            "the weights differ; create it again with `python -m verl_ext.controller.importance`"
         )
     return scores
 

@@ -1,4 +1,4 @@
-"""A vision-language model with its controller in use: a question and a latency budget in, an answer out."""
+"""Inference with a vision-language model and its controller, within a latency budget."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from verl_ext.controller.vlm import ControlledModel, default_device, load_contro
 from verl_ext.plugins import Plugin
 
 MAX_CACHED_BUDGETS = 256
-"""Budgets whose features are cached; a service uses a few, and one takes half a kilobyte."""
+"""Maximum number of budgets with cached features; each takes half a kilobyte, and a service uses only a few."""
 TRACE_WARM_UPS = 3
-"""Runs in which torch's interpreter optimizes a traced network; the first two are slow."""
+"""Runs during which torch's interpreter optimizes a traced network; the first two are slow."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""By `controller.dtype`; "auto" depends on the device."""
+"""dtypes by `controller.dtype`; "auto" depends on the device."""
 
 
 class _QuestionNetwork(nn.Module):
@@ -41,9 +41,9 @@ class _QuestionNetwork(nn.Module):
 class TracedController:
     """Computes the logits of a controller with constant weights, with less overhead.
 
-    A controller is so small that Python spends more time between its operations than torch within them. So the network
-    runs as one traced graph, and the features of a budget, which do not depend on the question, are cached. The
-    controller must be in evaluation mode, and on its device.
+    A controller is so small that Python takes more time between its operations than torch within them. So the network
+    runs as a traced graph, and the features of a budget are cached, because they do not depend on the question. The
+    controller must be in evaluation mode and on its final device.
     """
 
     def __init__(self, controller: BudgetController) -> None:
@@ -61,7 +61,7 @@ class TracedController:
                 self._network(*example)
 
     def __call__(self, vision: torch.Tensor, language: torch.Tensor, budget_ms: float) -> Logits:
-        """Logits as of `BudgetController.forward` for a batch of one, in float32; call it in inference mode."""
+        """The logits of `BudgetController.forward` for a batch of one, in float32; call it in inference mode."""
         return self._network(vision, language, self._budget_features(budget_ms))
 
     def _budget_features(self, budget_ms: float) -> torch.Tensor:
@@ -73,13 +73,13 @@ class TracedController:
 
 @dataclass(frozen=True)
 class Decision:
-    """A configuration and the time that choosing it took, without encoding the image at the lowest tier.
+    """A configuration and the time of choosing it, without encoding the image at the lowest tier.
 
     Attributes:
-        configuration: the most likely one.
-        features_ms: pooling the encoded image, and embedding the question.
-        network_ms: the controller's forward pass.
-        choice_ms: taking the mode of its distribution.
+        configuration: the most likely configuration.
+        features_ms: time to pool the encoded image and to embed the question.
+        network_ms: time of the controller's forward pass.
+        choice_ms: time to compute the mode of the distribution.
     """
 
     configuration: Configuration
@@ -94,9 +94,9 @@ class Decision:
 
 
 def decision_overhead_ms(configuration: Configuration, own_ms: float, low_encode_ms: float) -> float:
-    """What a decision of `own_ms` adds to the latency of the chosen configuration.
+    """Time that a decision of `own_ms` adds to the latency of the chosen configuration.
 
-    That includes encoding the image at the lowest tier, except for a configuration of that tier, which uses the
+    This includes encoding the image at the lowest tier, except for a configuration of that tier, which reuses the
     encoding for its answer.
     """
     return own_ms + (low_encode_ms if configuration.tier else 0.0)
@@ -104,12 +104,12 @@ def decision_overhead_ms(configuration: Configuration, own_ms: float, low_encode
 
 @dataclass(frozen=True)
 class AdaptiveAnswer:
-    """An answer, the configuration that produced it, and the time it took.
+    """An answer with its configuration and time.
 
     Attributes:
-        decision_ms: what the decision added, see `decision_overhead_ms`.
-        network_ms: the controller's forward pass, part of `decision_ms`.
-        latency: of the configuration, including the encoding of the image at its tier.
+        decision_ms: time that the decision adds, see `decision_overhead_ms`.
+        network_ms: time of the controller's forward pass, part of `decision_ms`.
+        latency: latency of the configuration, including the encoding of the image at its tier.
     """
 
     answer: str
@@ -120,16 +120,16 @@ class AdaptiveAnswer:
 
     @property
     def total_ms(self) -> float:
-        """Deciding and answering."""
+        """Time for deciding and answering."""
         return self.decision_ms + self.latency.total_ms
 
 
 class AdaptiveModel:
-    """Answers each question with the part of the model that the controller, moved to its device, chooses.
+    """Answers each question with the part of the model that the controller chooses; moves it to the model's device.
 
     Attributes:
         space: the configurations that the controller can choose.
-        trained_ms: lowest and highest budget of the controller's training.
+        trained_ms: lowest and highest budget in the controller's training.
     """
 
     def __init__(self, runner: VLMRunner, controller: BudgetController) -> None:
@@ -138,12 +138,12 @@ class AdaptiveModel:
         self.space, self.trained_ms = controller.space, (controller.config.low_ms, controller.config.high_ms)
 
     def answer(self, image: Image.Image, question: str, budget_ms: float) -> AdaptiveAnswer:
-        """Decide, and answer.
+        """Choose a configuration and answer a question with it.
 
         Args:
-            image: in RGB.
+            image: RGB image.
             question: the full text of the question, including the controller's `question_suffix`.
-            budget_ms: milliseconds for the answer.
+            budget_ms: latency budget of the answer.
         """
         low = self.runner.encode(image, question, 0)
         decision = self.decide(low, question, budget_ms)
@@ -155,13 +155,13 @@ class AdaptiveModel:
 
     @torch.inference_mode()
     def decide(self, low: EncodedImage, question: str, budget_ms: float) -> Decision:
-        """Choose a configuration; `low` is the image at the lowest tier, and the rest as for `answer`."""
+        """Choose a configuration; `low` is the image at the lowest tier. See `answer` for the other arguments."""
         adapter, times = self.runner.adapter, [synchronized_time(self._device)]
         vision, language = adapter.pooled_vision(low.encoding), adapter.pooled_language(question)
         times.append(synchronized_time(self._device))
         logits = self._network(vision.float()[None], language.float()[None], budget_ms)
         times.append(synchronized_time(self._device))
-        # on the CPU, because launching these few small operations on a GPU takes longer than running them
+        # on the CPU, because launching these small operations on a GPU takes longer than running them
         choices = ConfigurationDistribution(self.space, *(each.cpu() for each in logits)).mode()
         [configuration] = choices.configurations(self.space)
         times.append(synchronized_time(self._device))

@@ -1,4 +1,4 @@
-"""Milliseconds of a run: measured, or predicted by a latency model, which is fitted on this machine."""
+"""Latency of runs: measured, or predicted by a latency model that is fitted on this machine."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ FEATURES = {
     "prefill_ms": ("call", "tokens", "blocks", "blocks*tokens", "blocks*tokens^2", "experts", "experts*tokens"),
     "decode_ms": ("tokens", "blocks", "blocks*context", "experts"),
 }
-"""The time of each part is a weighted sum of these, with weights of at least 0. `blocks` is the number of active blocks
-and `experts` the sum of their top-k. `tokens` are those of the prompt in prefill, and the decoded ones in decode, where
-blocks and experts count once per token."""
+"""The time of each part is a weighted sum of these features, with non-negative weights. `blocks` is the number of
+active blocks and `experts` the sum of their top-k. `tokens` counts prompt tokens in prefill, and decoded tokens in
+decode, where blocks and experts count once per token."""
 NUM_CHECKED_QUESTIONS = 8
-"""Questions on which the lowest budget is checked."""
+"""Number of questions on which to check the lowest budget."""
 MARGIN = 1.05
 """Factor by which a suggested budget exceeds the measured time."""
 GOOD_R2 = 0.95
-"""R squared from which a latency model distinguishes configurations well."""
+"""Minimum R squared of a latency model that distinguishes configurations well."""
 NOISE_PERCENTILE = "90"
-"""Percentile of single runs by which a measurement is judged."""
+"""Percentile of single runs that measures the noise of a measurement."""
 QUIET = 1.2
-"""Ratio to the prediction that nine tenths of the runs stay below on an undisturbed machine."""
+"""Ratio to the prediction below which 90 % of the runs are on an idle machine."""
 MAX_MEASUREMENTS = 4
-"""Attempts at an undisturbed measurement."""
+"""Maximum number of attempts at an undisturbed measurement."""
 FITTED_SHARE = 0.8
 """Share of the configurations on which the coefficients are fitted."""
 
@@ -59,12 +59,12 @@ FITTED_SHARE = 0.8
 
 
 def vision_features(num_patches: int) -> list[float]:
-    """The values of `FEATURES["vision_ms"]`."""
+    """Values of `FEATURES["vision_ms"]`."""
     return [1, num_patches, num_patches**2]
 
 
 def workload_features(workload: RunWorkload) -> dict[str, list[float]]:
-    """The values of `FEATURES`."""
+    """Values of all `FEATURES`."""
     blocks, experts = workload.configuration.num_active, sum(workload.configuration.topk)
     tokens, decoded = workload.num_prompt_tokens, workload.num_decoded
     context = tokens + decoded / 2
@@ -77,15 +77,15 @@ def workload_features(workload: RunWorkload) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class LatencyModel:
-    """Predicts milliseconds from workloads.
+    """Predicts latencies of workloads.
 
     Attributes:
-        coefficients: of each part, by the names in `FEATURES`.
-        r2: R squared of the total on configurations that were held out.
-        machine: on which it was fitted.
-        model: fingerprint of the vision-language model on which it was fitted.
-        deciding_ms: time of one decision of the controller.
-        scatter: by percentile of `PERCENTILES`, the ratio of single runs to their predictions.
+        coefficients: coefficients of each part, by the names in `FEATURES`.
+        r2: R squared of the total latency on held-out configurations.
+        machine: machine on which the model was fitted.
+        model: fingerprint of the vision-language model.
+        deciding_ms: time of a decision by the controller.
+        scatter: ratio of single runs to their predictions, by percentile of `PERCENTILES`.
     """
 
     coefficients: dict[str, dict[str, float]]
@@ -96,7 +96,7 @@ class LatencyModel:
     scatter: dict[str, float] = field(default_factory=dict)
 
     def predict(self, workload: RunWorkload) -> Latency:
-        """The latency of a workload."""
+        """Predict the latency of a workload."""
         features = workload_features(workload)
         parts = {
             part: float(np.dot(features[part], [self.coefficients[part][name] for name in names]))
@@ -105,17 +105,17 @@ class LatencyModel:
         return Latency(**parts, num_decoded=workload.num_decoded)
 
     def vision_ms(self, num_patches: int) -> float:
-        """Milliseconds of encoding an image with this number of patches."""
+        """Predict the time to encode an image with this number of patches."""
         weights = self.coefficients["vision_ms"]
         return sum(weights[name] * value for name, value in zip(FEATURES["vision_ms"], vision_features(num_patches)))
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the model as JSON."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> LatencyModel:
-        """Read a file that `save` wrote.
+        """Read a file written by `save`.
 
         Raises:
             UserError: the file is missing, or is not a latency model.
@@ -128,18 +128,18 @@ class LatencyModel:
                 raise TypeError("its machine is not text")
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{path} is not a latency model ({error}); create one by `python -m verl_ext.controller.calibrate`"
+                f"{path} is not a latency model ({error}); create one with `python -m verl_ext.controller.calibrate`"
             ) from error
         return model
 
 
 def fit_coefficients(workloads: Sequence[RunWorkload], latencies: Sequence[Latency]) -> dict[str, dict[str, float]]:
-    """Coefficients of at least 0 that minimize the squared relative error over some runs."""
+    """Fit non-negative coefficients that minimize the squared relative error over some runs."""
     coefficients, features = {}, [workload_features(workload) for workload in workloads]
     for part, names in FEATURES.items():
         rows = np.array([each[part] for each in features], dtype=float)
         times = np.array([getattr(latency, part) for latency in latencies])
-        used = times > 0  # an answer of one token decodes nothing
+        used = times > 0  # an answer of one token has no decode time
         if not used.any():
             coefficients[part] = dict.fromkeys(names, 0.0)
             continue
@@ -152,41 +152,41 @@ def fit_coefficients(workloads: Sequence[RunWorkload], latencies: Sequence[Laten
 
 
 def r2_score(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """R squared, the share of the variance of the measurements that the predictions explain."""
+    """R squared: the share of the measurements' variance that the predictions explain."""
     truth, guess = np.asarray(measured), np.asarray(predicted)
     return float(1 - ((truth - guess) ** 2).sum() / ((truth - truth.mean()) ** 2).sum())
 
 
-# Where milliseconds come from
+# Sources of latencies
 
 
 class LatencySource(ABC):
-    """Gives milliseconds for the parts of an adaptive answer."""
+    """Provides the latency of the parts of an adaptive answer, in milliseconds."""
 
     is_measured: bool
-    """Whether the milliseconds change when the same run is repeated."""
+    """Whether latencies are measured, so that they change when a run is repeated."""
 
     @property
     @abstractmethod
     def deciding_ms(self) -> float:
-        """Milliseconds of a decision that was not timed itself, without encoding the image at the lowest tier."""
+        """Time of a decision that was not measured itself, without encoding the image at the lowest tier."""
 
     @abstractmethod
     def run_ms(self, result: RunResult) -> float:
-        """Milliseconds of running a configuration, including the encoding of the image."""
+        """Time to run a configuration, including the encoding of the image."""
 
     @abstractmethod
     def encode_ms(self, low: EncodedImage) -> float:
-        """Milliseconds of encoding an image at the lowest tier, which a decision needs."""
+        """Time to encode an image at the lowest tier, which a decision needs."""
 
     @abstractmethod
     def decision_ms(self, decision: Decision) -> float:
-        """Milliseconds of a decision, without that encoding."""
+        """Time of a decision, without that encoding."""
 
 
 @dataclass(frozen=True)
 class MeasuredLatency(LatencySource):
-    """Milliseconds as measured."""
+    """Measured latencies."""
 
     deciding_ms: float = 0.0
     is_measured = True
@@ -206,11 +206,11 @@ class MeasuredLatency(LatencySource):
 
 @dataclass(frozen=True)
 class ModelledLatency(LatencySource):
-    """Milliseconds from a latency model, which are the same in every run.
+    """Latencies from a latency model, which are reproducible.
 
     Attributes:
-        model: fitted on this machine for this vision-language model.
-        percentile: share of single runs, in percent, that take at most the given time; 50 gives the fitted time.
+        model: latency model that was fitted on this machine for this vision-language model.
+        percentile: percentile of single runs to predict; 50 gives the fitted time.
     """
 
     model: LatencyModel
@@ -227,13 +227,13 @@ class ModelledLatency(LatencySource):
         model = LatencyModel.load(path)
         if not matches_fingerprint(model.model, adapter, str(path)):
             raise UserError(
-                f"{path} was fitted on another model; create one for this model by "
+                f"{path} was fitted on another model; create one for this model with "
                 "`python -m verl_ext.controller.calibrate`"
             )
         if percentile != 50 and str(percentile) not in model.scatter:
             raise UserError(
-                f"{path} does not say how far single runs are from its predictions; create it again by `python -m "
-                "verl_ext.controller.calibrate`, or leave latency.percentile at 50"
+                f"{path} does not record how far single runs are from its predictions; create it again with `python -m "
+                "verl_ext.controller.calibrate`, or set latency.percentile=50"
             )
         return cls(model, percentile)
 
@@ -266,9 +266,9 @@ def require_reachable(
     """Refuse budgets that no configuration can meet for most questions.
 
     Args:
-        setting: option or key of the budgets.
-        cheapest_ms: for some questions, milliseconds of the cheapest configuration and the decision for it.
-        full_ms: latency of the full configuration if the budgets are shares of it, else None.
+        setting: option or key that sets the budgets.
+        cheapest_ms: latency of the cheapest configuration including the decision, for some questions.
+        full_ms: latency of the full configuration if the budgets are fractions of it, else None.
 
     Raises:
         UserError: the lowest budget is below the median of `cheapest_ms`.
@@ -280,8 +280,8 @@ def require_reachable(
     if full_ms is not None:
         begins, enough = f"{lowest_ms / full_ms:g} ({lowest_ms:.1f} ms)", f"{needed_ms * MARGIN / full_ms:.3g}"
     raise UserError(
-        f"{setting} begins at {begins}, but the cheapest configuration and the decision for it take {needed_ms:.1f} "
-        f"ms; begin at {enough} or more"
+        f"{setting} starts at {begins}, but the cheapest configuration and the decision for it take {needed_ms:.1f} "
+        f"ms; start at {enough} or more"
     )
 
 
@@ -297,12 +297,12 @@ def calibrate(
     max_new_tokens: int,
     hidden: int = 256,
 ) -> LatencyModel:
-    """Measure and fit; repeat while the machine is disturbed, and keep the fastest and calmest measurement.
+    """Measure runs and fit a latency model; repeat while the machine is busy, and keep the least disturbed fit.
 
     Args:
-        num_configurations: number of runs, at least ten.
-        repeats: passes over all runs; the median of each run counts.
-        hidden: width of the controller whose decisions are timed.
+        num_configurations: number of configurations to run, at least ten.
+        repeats: runs of each configuration; the median counts.
+        hidden: width of the controller whose decisions are measured.
     """
     rng, runner = random.Random(0), VLMRunner(adapter, max_new_tokens)
     runner.warm_up(questions[0].load_image(), questions[0].question, space)
@@ -315,14 +315,14 @@ def calibrate(
         ratio = model.scatter[NOISE_PERCENTILE]
         if ratio <= QUIET or not attempts_left:
             break
-        print_line(f"the machine is busy: a tenth of the runs take {ratio:.2f} times as long; measuring again")
+        print_line(f"the machine is busy: 10% of runs take over {ratio:.2f} times the predicted time; measuring again")
     return min(fits, key=lambda each: each[0])[1]
 
 
 def measure_runs(
     runner: VLMRunner, runs: Sequence[tuple[ImageQuestion, Configuration]], repeats: int
 ) -> list[list[RunResult]]:
-    """The results of each run, one per pass over all runs, so that a slow period of the machine affects all of them."""
+    """Run all runs in several passes, so that a slow period affects all of them; return the results of each run."""
     results: list[list[RunResult]] = [[] for _ in runs]
     with progress_bar(total=repeats * len(runs), desc="calibrating", unit="runs") as bar:
         for _ in range(repeats):
@@ -335,10 +335,10 @@ def measure_runs(
 def fit_latency_model(
     results: Sequence[Sequence[RunResult]], adapter: VLMAdapter, own_ms: float
 ) -> tuple[LatencyModel, float]:
-    """The latency model of measured runs, and the mean of its predictions at `NOISE_PERCENTILE`, in milliseconds.
+    """Fit a latency model, and return it with the mean of its predictions at `NOISE_PERCENTILE` in milliseconds.
 
     Args:
-        results: of each run, one per pass.
+        results: results of each run, one per pass.
         own_ms: time of a decision.
     """
     workloads = [each[0].workload for each in results]
@@ -356,7 +356,7 @@ def fit_latency_model(
 def measure_deciding_ms(
     runner: VLMRunner, space: ConfigurationSpace, questions: Sequence[ImageQuestion], hidden: int
 ) -> float:
-    """Median time of one decision by a controller of width `hidden`, which does not depend on its weights."""
+    """Median time of a decision by a controller of width `hidden`; it does not depend on the weights."""
     vision, language = runner.features(questions[0])
     widths: dict[str, Any] = {"vision_width": len(vision), "language_width": len(language), "hidden": hidden}
     with torch.random.fork_rng(devices=[]):
@@ -368,12 +368,12 @@ def measure_deciding_ms(
 
 
 def r2_warning(r2: float) -> str:
-    """What to print after an R squared; empty for a good one."""
+    """Text to print after a low R squared; empty for a good one."""
     return "" if r2 >= GOOD_R2 else f", below {GOOD_R2}: the machine was busy, or more measurements are needed"
 
 
 def machine_name(adapter: VLMAdapter) -> str:
-    """The hardware on which latencies depend: the GPU, or the CPU with torch's number of threads."""
+    """The hardware that determines latencies: the GPU, or the CPU with torch's number of threads."""
     if adapter.model.device.type == "cuda":
         return torch.cuda.get_device_name(adapter.model.device)
     parts = [f"{torch.get_num_threads()} threads", platform.machine(), cpu_name()]
@@ -387,6 +387,6 @@ def warn_of_other_machine(model: LatencyModel, adapter: VLMAdapter) -> None:
         return
     threads = "" if adapter.model.device.type == "cuda" else f"OMP_NUM_THREADS={torch.get_num_threads()} "
     warn(
-        f"the latency model was fitted on '{model.machine}'; on '{here}' its predictions may be wrong. To fit one "
+        f"the latency model was fitted on '{model.machine}'; on '{here}' its predictions may be wrong. To fit a model "
         f"here, run `{threads}python -m verl_ext.controller.calibrate`"
     )

@@ -1,4 +1,4 @@
-"""The controller's network: image, question and budget features in, logits over configurations out."""
+"""The controller's network, which computes logits over configurations from image, question and budget features."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from verl_ext.controller.space import ConfigurationSpace
 
 NUM_SINUSOIDS = 256
 Logits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of tiers (batch, tiers), blocks (batch, blocks - 1) and top-k (batch, blocks, choices); choices may be 0."""
+"""Logits of tiers (batch, tiers), blocks (batch, blocks - 1) and top-k (batch, blocks, choices); choices may be 0."""
 
 
 class LatencyBudgetEncoder(nn.Module):
-    """Sines and cosines of a budget, then a perceptron to the model's width; trained with the controller.
+    """Encodes a budget with sinusoids and a perceptron that is trained with the controller.
 
-    The sinusoids are those of "Attention Is All You Need" (Vaswani et al., 2017). Their wavelengths are between a
-    hundredth of the budgets' range and four times the range, so budgets that differ by 1 % of it get different
-    features, and no two of the range the same, in any unit.
+    The sinusoids follow "Attention Is All You Need" (Vaswani et al., 2017). Their wavelengths range from a hundredth
+    of the budget range to four times the range. So in any unit, no two budgets in the range have the same features, and
+    budgets that differ by 1 % of the range are well separated.
 
     Args:
-        width: of the output, that of the vision-language model.
+        width: output width, equal to the width of the vision-language model.
     """
 
     frequencies: torch.Tensor
@@ -40,7 +40,7 @@ class LatencyBudgetEncoder(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(NUM_SINUSOIDS, width), nn.GELU(), nn.Linear(width, width))
 
     def reset_frequencies(self) -> None:
-        """Fill the buffer; needed after `from_pretrained`, under which `__init__` runs on the meta device."""
+        """Fill the buffer; needed after `from_pretrained`, which runs `__init__` on the meta device."""
         steps = torch.linspace(0, 1, len(self.frequencies))
         wavelengths = 4 * self.span_ms * (1 / 400) ** steps
         self.frequencies.copy_(2 * math.pi / wavelengths)
@@ -55,11 +55,11 @@ class BudgetControllerConfig(PretrainedConfig):
     """The `config.json` of an exported controller.
 
     Args:
-        tiers: see `ConfigurationSpace`, as for the next four.
+        tiers: see `ConfigurationSpace`, also for the next four arguments.
         vision_width: width of the image features, mean-pooled over the patches of the global crop.
         language_width: width of the mean-pooled token embeddings, and of the budget's features.
-        low_ms: lowest budget of training, milliseconds.
-        high_ms: highest budget of training, milliseconds.
+        low_ms: lowest budget in training.
+        high_ms: highest budget in training.
         hidden: width of the hidden layers.
         dropout: dropout of the hidden layers in training.
         vlm: the vision-language model that the controller was trained for, see `ControlledModel`.
@@ -100,11 +100,11 @@ class BudgetControllerConfig(PretrainedConfig):
 
 
 class BudgetController(PreTrainedModel):
-    """A perceptron over three projections with a head per knob; saved and loaded like any model of transformers."""
+    """A perceptron over three projections, with a head each for tier, blocks and top-k; a transformers model."""
 
     config_class = BudgetControllerConfig
     base_model_prefix = "controller"
-    _no_split_modules = ["LatencyBudgetEncoder"]  # FSDP2 shards it on its own, and the rest together
+    _no_split_modules = ["LatencyBudgetEncoder"]  # FSDP2 shards it separately
 
     def __init__(self, config: BudgetControllerConfig) -> None:
         super().__init__(config)
@@ -113,7 +113,7 @@ class BudgetController(PreTrainedModel):
         hidden, num_choices = config.hidden, len(config.topk_choices)
         self.budget_encoder = LatencyBudgetEncoder(config.language_width, config.low_ms, config.high_ms)
         widths = {"vision": config.vision_width, "language": config.language_width, "budget": config.language_width}
-        # The model's features have any scale, so each kind is normalized before its projection.
+        # The scale of the features depends on the model, so each kind is normalized before its projection.
         self.projections = nn.ModuleDict(
             {name: nn.Sequential(nn.LayerNorm(width), nn.Linear(width, hidden)) for name, width in widths.items()}
         )
@@ -132,11 +132,11 @@ class BudgetController(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Set the heads to zero, so that training starts from uniform configurations; keep variances elsewhere.
+        """Initialize the heads with zeros, so that training starts from uniform configurations; preserve variances.
 
-        With smaller weights, differences between samples would fade on their way to the heads, which would learn one
-        configuration for all samples first. Orthogonal with a gain of sqrt(2), as is usual for policies ("The 37
-        Implementation Details of Proximal Policy Optimization", Huang et al., 2022).
+        The other layers are orthogonal with a gain of sqrt(2), as is usual for policies ("The 37 Implementation
+        Details of Proximal Policy Optimization", Huang et al., 2022). With smaller weights, differences between samples
+        would shrink toward the heads, which would first learn a single configuration for all samples.
         """
         if isinstance(module, LatencyBudgetEncoder):
             module.reset_frequencies()
@@ -148,21 +148,21 @@ class BudgetController(PreTrainedModel):
             nn.init.zeros_(module.bias)
 
     def init_block_bias(self, scores: Mapping[int, float]) -> None:
-        """Make a new controller prefer important blocks: a block's logit becomes the z-score of its importance."""
+        """Make a new controller prefer important blocks: set each block's logit to the z-score of its importance."""
         values = torch.tensor([scores[block] for block in range(1, self.space.num_blocks)])
         with torch.no_grad():
             self.block_head.bias.copy_((values - values.mean()) / values.std().clamp(min=1e-12))
 
     def forward(self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: torch.Tensor) -> Logits:
-        """Logits from features (batch, vision_width) and (batch, language_width), and budgets (batch,)."""
+        """Compute logits from features (batch, vision_width) and (batch, language_width), and budgets (batch,)."""
         return self.logits(vision, language, self.budget_features(budgets_ms))
 
     def budget_features(self, budgets_ms: torch.Tensor) -> torch.Tensor:
-        """The trunk's input for budgets (batch,) in milliseconds: (batch, hidden)."""
+        """The trunk's input (batch, hidden) for budgets (batch,) in milliseconds."""
         return self.projections["budget"](self.budget_encoder(budgets_ms))
 
     def logits(self, vision: torch.Tensor, language: torch.Tensor, budget: torch.Tensor) -> Logits:
-        """Like `forward`, from features (batch, hidden) of the budgets."""
+        """Like `forward`, with budgets given as features (batch, hidden)."""
         parts = [self.projections["vision"](vision), self.projections["language"](language), budget]
         hidden = self.trunk(torch.cat(parts, dim=-1))
         batch, blocks = hidden.shape[0], self.space.num_blocks

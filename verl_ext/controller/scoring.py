@@ -1,9 +1,9 @@
 """Accuracy of answers about images: VQA soft accuracy, or CIDEr-D for captions.
 
-VQA soft accuracy: Antol et al., "VQA: Visual Question Answering" (ICCV 2015), with the normalization of answers of
+VQA soft accuracy: Antol et al., "VQA: Visual Question Answering" (ICCV 2015), with answers normalized as in
 https://visualqa.org/evaluation.html. CIDEr-D: Vedantam et al., "CIDEr: Consensus-based Image Description Evaluation"
-(CVPR 2015), by pycocoevalcap. The official evaluation splits words with Stanford's tokenizer, which needs Java; here a
-word is a run of letters and digits, in lower case.
+(CVPR 2015), computed by pycocoevalcap. The official evaluation splits words with Stanford's tokenizer, which needs
+Java; here, a word is a lowercase sequence of letters and digits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from verl_ext.data.image_questions import ImageQuestion
 
 REMOVED = r""";/[]"{}()=+\_-><@`,?!"""
-"""Signs that are removed next to a space, and otherwise replaced by a space."""
+"""Characters that are removed next to a space, and otherwise replaced with a space."""
 NUMBERS = {"none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5"}
 NUMBERS |= {"six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"}
 ARTICLES = {"a", "an", "the"}
@@ -31,13 +31,13 @@ CONTRACTIONS = {full[:i] + full[i + 1 :]: full for full in CONTRACTED for i, sig
     "somebody'd": "somebodyd"
 }  # the official table has this entry reversed
 FULL_AGREEMENT = 3
-"""Annotators who must have given an answer for it to score 1."""
+"""Number of annotators who must give an answer for it to score 1."""
 FULL_CIDER = 1.0
 """CIDEr-D that scores 1; human captions reach 0.85 on COCO's five references."""
 
 
 class AnswerScorer:
-    """VQA soft accuracy or CIDEr-D, by the metric of the question's data set; from 0 to 1.
+    """Scores answers from 0 to 1 by VQA soft accuracy or CIDEr-D, depending on the question's metric.
 
     Args:
         questions: all questions that will be scored; their captions determine how rare a word is.
@@ -45,7 +45,7 @@ class AnswerScorer:
 
     def __init__(self, questions: Sequence[ImageQuestion]) -> None:
         captions = [question.references for question in questions if question.metric == "cider"]
-        if captions:  # nothing else needs pycocoevalcap
+        if captions:  # only captions need pycocoevalcap
             self._captions = CaptionScorer(captions)
 
     def __call__(self, question: ImageQuestion, answer: str) -> float:
@@ -56,7 +56,7 @@ class AnswerScorer:
 
 
 def normalize_answer(answer: str) -> str:
-    """An answer as the official evaluation compares it: punctuation, case, numbers, articles, apostrophes."""
+    """Normalize an answer like the official evaluation: punctuation, case, numbers, articles, apostrophes."""
     original = answer = re.sub(r"[\n\t]", " ", answer).strip()
     has_thousands = re.search(r"\d,\d", original) is not None
     for sign in REMOVED:
@@ -76,7 +76,7 @@ def soft_accuracy(answer: str, references: Sequence[str]) -> float:
     1 if all said "yes".
 
     Args:
-        answer: of the model.
+        answer: answer of the model.
         references: answers of the annotators, usually ten.
 
     Raises:
@@ -94,7 +94,7 @@ def soft_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 class CaptionScorer:
-    """Scores captions by CIDEr-D, one at a time.
+    """Scores captions one at a time by CIDEr-D.
 
     Args:
         references: captions of every image, which determine how rare a word is.
@@ -116,7 +116,7 @@ class CaptionScorer:
         scorer = CiderScorer()
         scorer.document_frequency = self._document_frequency
         scorer.ctest = [cook_test(caption_words(caption))]
-        # Only the first image is compared; the empty ones make up the number of images behind the frequencies.
+        # Only the first image is compared; empty images fill up the number of images behind the frequencies.
         scorer.crefs = [cook_refs([caption_words(each) for each in references]), *[[]] * (self._num_images - 1)]
         return float(scorer.compute_cider()[0])
 

@@ -1,4 +1,4 @@
-"""Finds an exported controller by a path, with the run that trained it; needs no torch."""
+"""Finds an exported controller by path, with the run that trained it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ControllerSource:
 
     Attributes:
         export: directory of the export.
-        run_dir: of the training run; None for an export outside of a run.
+        run_dir: directory of the training run; None for an export outside a run.
         step: `global_step` of the checkpoint; None without a run.
     """
 
@@ -31,7 +31,7 @@ class ControllerSource:
 
     @property
     def label(self) -> str:
-        """Name of the directory of its evaluation."""
+        """Directory name of the evaluation."""
         return "adaptive" if self.step is None else f"adaptive_step_{self.step}"
 
     @cached_property
@@ -39,7 +39,7 @@ class ControllerSource:
         """The run's configuration as plain values; empty without a run.
 
         Raises:
-            UserError: the file is missing, unreadable, or of another stage.
+            UserError: the file is missing or unreadable, or belongs to another stage.
         """
         if self.run_dir is None:
             return {}
@@ -48,25 +48,24 @@ class ControllerSource:
         missing = [section for section in ("data", "controller", "latency") if section not in config]
         if missing:
             raise UserError(
-                f"{path} has no section {missing[0]}, so it is no configuration of the stage budget; "
+                f"{path} has no section {missing[0]}, so it is not a configuration of the stage budget; "
                 "name a controller's checkpoint"
             )
         return config
 
     def setting(self, section: str, name: str) -> Any:
-        """A value of the run's configuration; None without a run, or where it has no such key."""
+        """A value in the run's configuration; None without a run or without such a key."""
         return self.config.get(section, {}).get(name)
 
 
 def find_controller(path: Path) -> ControllerSource:
-    """The controller at a path.
+    """Find the controller at a path.
 
     Args:
-        path: an export, a `global_step_N`, or a run directory, of which the newest complete checkpoint with an export
-            is taken.
+        path: an export, a `global_step_N`, or a run directory, whose newest complete checkpoint with an export is used.
 
     Raises:
-        UserError: there is no controller.
+        UserError: the path has no controller.
     """
     path = path.resolve()
     if step_of(path) is None and path.name != EXPORT and (checkpoints := list_checkpoints(path)):
@@ -75,7 +74,7 @@ def find_controller(path: Path) -> ControllerSource:
     export = path / EXPORT if step_of(path) is not None else path
     if not _is_controller(export):
         raise UserError(
-            f"{path} has no budget controller's export; name the huggingface folder of a checkpoint of the stage "
+            f"{path} has no export of a budget controller; name the huggingface folder of a checkpoint of the stage "
             "budget, its global_step_N, or the run's directory"
         )
     step = step_of(export.parent)

@@ -73,16 +73,16 @@ class ConfigurationSpace:
     def configuration(
         self, tier: int, blocks: Sequence[bool], topk: Sequence[int] | int | None = None
     ) -> Configuration:
-        """A configuration in canonical form, so that equal ones compare and hash as equal.
+        """Create a configuration in canonical form, so that equal configurations compare and hash as equal.
 
         Args:
             tier: index into `tiers`.
             blocks: whether each block runs.
-            topk: experts per token of each block, one number for all, or None for the released model's. Block 0 always
+            topk: experts per token of each block, one number for all blocks, or None for `full_topk`. Block 0 always
                 has `full_topk`.
 
         Raises:
-            ValueError: the number of blocks or the tier is not of this space.
+            ValueError: the number of blocks or the tier does not fit this space.
         """
         if len(blocks) != self.num_blocks or not blocks[0] or not 0 <= tier < len(self.tiers):
             raise ValueError(f"tier {tier} with blocks {list(map(int, blocks))} is not a configuration of {self}")
@@ -104,8 +104,8 @@ class ConfigurationSpace:
     def complexity(self, configuration: Configuration) -> float:
         """Share of the model that runs, from 0 to 1: the mean of the shares of tier, blocks and experts.
 
-        The tier's share is (tier + 1) / number of tiers, that of the blocks active / all, and that of the experts the
-        mean of k / full k over active blocks. A model without experts has the first two only.
+        The tier's share is (tier + 1) / number of tiers. The blocks' share is active / all. The experts' share is the
+        mean of k / full k over active blocks; a model without experts has only the first two.
         """
         shares = [(configuration.tier + 1) / len(self.tiers), configuration.num_active / self.num_blocks]
         if self.topk_choices:
@@ -113,7 +113,7 @@ class ConfigurationSpace:
         return sum(shares) / len(shares)
 
     def describe(self, configuration: Configuration) -> dict[str, Any]:
-        """A configuration as plain values; `blocks` has a 1 for each block that runs and a 0 for each other."""
+        """A configuration as plain values; `blocks` has a 1 for each active block and a 0 for each skipped block."""
         return {
             "tier": self.tiers[configuration.tier],
             "blocks": "".join(str(int(runs)) for runs in configuration.blocks),
@@ -122,10 +122,10 @@ class ConfigurationSpace:
 
 
 def select_blocks(num_active: int, num_blocks: int, scores: Mapping[int, float] | None) -> list[bool]:
-    """A mask of the blocks to keep: block 0 and the most important others, or the first ones.
+    """A mask of the blocks to keep: block 0 and the most important others, or the first blocks.
 
     Args:
-        scores: importance by number of the block; None keeps the first blocks.
+        scores: importance by block index; None keeps the first blocks.
     """
     ranking = scores or {block: -block for block in range(num_blocks)}
     others = sorted(range(1, num_blocks), key=lambda block: -ranking[block])[: num_active - 1]
@@ -133,6 +133,6 @@ def select_blocks(num_active: int, num_blocks: int, scores: Mapping[int, float] 
 
 
 def cheapest_configuration(space: ConfigurationSpace, scores: Mapping[int, float] | None) -> Configuration:
-    """The lowest tier, the fewest blocks and the fewest experts; `scores` as for `select_blocks`."""
+    """The configuration with the lowest tier and the fewest blocks and experts; for `scores`, see `select_blocks`."""
     blocks = select_blocks(space.min_active, space.num_blocks, scores)
     return space.configuration(0, blocks, space.topk_choices[0] if space.topk_choices else None)

@@ -1,4 +1,4 @@
-"""Loads a vision-language model and identifies its weights; loads the controllers that were trained for it."""
+"""Loads vision-language models and their controllers, and identifies the models' weights."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from verl_ext.plugins import Plugin
 
 FINGERPRINT_VERSION = 2
 FIRST_FINGERPRINT = re.compile("[0-9a-f]{16}")
-"""Fingerprints of version 1."""
+"""Format of version 1 fingerprints."""
 NUM_HASHED = 4
-"""Values in each of a tensor's last two dimensions that a fingerprint covers."""
+"""Number of values that a fingerprint covers in each of a tensor's last two dimensions."""
 STATE_KEY = "one_stage_controller_state_dict"
 """Key of the weights in a controller's `.pt` file."""
 
 
 def default_device() -> tuple[str, torch.dtype]:
-    """Device and precision of a model unless configured: a GPU in bfloat16 if there is one."""
+    """Default device and dtype of a model: bfloat16 on a GPU if there is one, else float32 on the CPU."""
     return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
 
@@ -66,8 +66,8 @@ def load_adapter(
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a damaged model can raise anything
         raise UserError(
-            f"the vision-language model {path} cannot be loaded ({first_line_of(error)}); give the directory of one, "
-            "or set trust_remote_code for a model with its own code"
+            f"the vision-language model {path} cannot be loaded ({first_line_of(error)}); give a model's directory, "
+            "or set trust_remote_code for a model with custom code"
         ) from error
     return adapter_for(model.to(device).eval().requires_grad_(False), processor, tier_sizes, own_adapter)
 
@@ -76,11 +76,11 @@ def load_adapter(
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A short identifier of a model's type and weights, which ties measurements to the model they were made on.
+    """A short identifier of a model's type and weights, which links measurements to their model.
 
-    It is `VERSION:model_type:digest`. The digest covers the shape of each parameter and its first values, up to
+    The format is `VERSION:model_type:digest`. The digest covers the shape and the first values of each parameter, up to
     `NUM_HASHED` in each of the last two dimensions. It ignores the names and the order of the parameters and the
-    orientation of matrices, which change with releases of transformers, but depends on the precision.
+    orientation of matrices, which change between releases of transformers, but it depends on the dtype.
     """
     parts = []
     for parameter in model.parameters():
@@ -97,15 +97,15 @@ def fingerprint(model: PreTrainedModel) -> str:
 def matches_fingerprint(
     recorded: str | None, adapter: VLMAdapter, source: str, num_blocks: int | None = None, topk: int | None = None
 ) -> bool:
-    """Whether a recorded fingerprint is that of an adapter's model; True if there is none.
+    """Whether a recorded fingerprint matches an adapter's model; True without a recorded fingerprint.
 
-    Fingerprints of version 1 depend on the release of transformers that wrote them, so they cannot be compared: one of
-    them matches, with a warning, if the recorded numbers do.
+    Version 1 fingerprints depend on the release of transformers, so they cannot be compared. They match, with a
+    warning, if the recorded numbers match.
 
     Args:
-        source: where it was recorded, for the warning.
+        source: file or object with the fingerprint, for the warning.
         num_blocks: recorded number of blocks; None if unknown.
-        topk: recorded number of experts per token, 0 for a model without; None if unknown.
+        topk: recorded number of experts per token, 0 for a model without experts; None if unknown.
     """
     if recorded is None:
         return True
@@ -121,8 +121,8 @@ def matches_fingerprint(
 def _warn_of_first_fingerprint(source: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         warn(
-            f"{source} was written by an earlier version, whose fingerprint of the model can no longer be compared; "
-            "it is assumed to belong to this model, because the numbers of blocks and experts match"
+            f"{source} was written by an earlier version, whose fingerprints can no longer be compared; assuming that "
+            "it belongs to this model, because the numbers of blocks and experts match"
         )
 
 
@@ -131,18 +131,18 @@ def _warn_of_first_fingerprint(source: str) -> None:
 
 @dataclass(frozen=True)
 class ControlledModel:
-    """The vision-language model that a controller was trained for, and how to ask it; stored in the export.
+    """The vision-language model that a controller was trained for, with its settings; stored in the export.
 
     Attributes:
         path: directory or hub name.
         tier_sizes: see `VLMAdapter`.
-        question_suffix: appended to every question.
-        trust_remote_code: whether the model has its own code.
-        fingerprint: of its weights; None before it was loaded.
-        num_threads: of torch on the CPU, on which latencies depend; None for torch's default.
-        adapter: the user's adapter, as `model.adapter` named it; None if the model's type determines it.
-        num_blocks: blocks of the model; None if unknown.
-        topk: experts per token of the released model, 0 for a model without; None if unknown.
+        question_suffix: text appended to every question.
+        trust_remote_code: whether the model has custom code.
+        fingerprint: fingerprint of the weights; None before the model was loaded.
+        num_threads: torch's number of threads on the CPU, which affects latencies; None for torch's default.
+        adapter: custom adapter from `model.adapter`; None if the model's type determines the adapter.
+        num_blocks: number of blocks of the model; None if unknown.
+        topk: experts per token of the released model, 0 for a model without experts; None if unknown.
     """
 
     path: str
@@ -161,14 +161,14 @@ class ControlledModel:
         return {**asdict(self), "tier_sizes": list(self.tier_sizes)}
 
     def runner(self, device: str, dtype: torch.dtype, own_adapter: Plugin | None = None, **sizes: int) -> VLMRunner:
-        """Load the model, to be asked as in training; on the CPU, also set torch's number of threads, if known.
+        """Load the model with the settings of training; on the CPU, also set torch's number of threads, if known.
 
         Args:
-            own_adapter: see `adapter_for`. That an export names an adapter is not enough to run its code.
-            sizes: of the runner's caches.
+            own_adapter: see `adapter_for`. An adapter that only the export names is not run.
+            sizes: sizes of the runner's caches.
 
         Raises:
-            UserError: the model cannot be loaded, or is not the one that the controller was trained for.
+            UserError: the model cannot be loaded, or the controller was trained for another model.
         """
         if self.adapter is not None and own_adapter is None:
             raise UserError(
@@ -186,20 +186,20 @@ class ControlledModel:
             own_adapter=own_adapter,
         )
         if not matches_fingerprint(self.fingerprint, adapter, "the controller's export", self.num_blocks, self.topk):
-            raise UserError(f"the controller was trained for another model than {self.path}; give that model")
+            raise UserError(f"the controller was trained for a model other than {self.path}; give that model")
         return VLMRunner(adapter, self.max_new_tokens, **sizes)
 
 
 def load_controller(
     directory: Path, vlm: str | None = None, trust_remote_code: bool = False
 ) -> tuple[BudgetController, ControlledModel]:
-    """Load an exported controller in evaluation mode, with the model that it was trained for.
+    """Load an exported controller in evaluation mode, with a description of the model that it was trained for.
 
     Args:
         directory: an export, with `config.json`.
         vlm: path of the vision-language model; None for its path in training.
-        trust_remote_code: whether the model's own code may run. What the export says about that does not count, since
-            the export also names the model.
+        trust_remote_code: whether the model's custom code may run. The export's own setting is ignored, because the
+            export also names the model.
 
     Raises:
         UserError: the directory is not a controller's export.
@@ -212,16 +212,16 @@ def load_controller(
         return controller, ControlledModel(**{**recorded, **known})
     except Exception as error:  # a damaged export can raise anything
         raise UserError(
-            f"{directory} is not the export of a budget controller ({first_line_of(error)}); give the huggingface "
-            "folder of a checkpoint of stage budget"
+            f"{directory} is not an export of a budget controller ({first_line_of(error)}); give the huggingface "
+            "folder of a checkpoint of the stage budget"
         ) from error
 
 
 def load_weights(controller: BudgetController, path: Path) -> None:
-    """Load the weights of an export or of a `best_model.pt` into a controller of the same size.
+    """Load the weights of an export or a `best_model.pt` into a controller of the same size.
 
     Raises:
-        UserError: the file is missing, or of a controller of another size.
+        UserError: the file is missing, or holds a controller of another size.
     """
     try:
         if path.is_dir():

@@ -1,1 +1,1 @@
-"""Data sets, the order in which their samples are seen, and the batches made of them."""
+"""Datasets, the order of their samples, and batching."""

@@ -1,6 +1,6 @@
-"""Micro-batches: which samples of a global batch share one, on which rank, and their tensors.
+"""Micro-batches: assigns the samples of a global batch to micro-batches and ranks, and builds the tensors.
 
-Samples are only rearranged within a global batch, so packing does not change what a step learns from.
+Samples are only rearranged within a global batch, so packing does not change which samples a step trains on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Sample = dict[str, Any]
 MicroBatch = dict[str, torch.Tensor]
 _END = object()
 RankMicroBatches = list[list[list[int]]]
-"""By rank, by micro-batch: numbers of samples."""
+"""Sample indices of each micro-batch of each rank."""
 
 
 # Which samples share a micro-batch
@@ -30,15 +30,15 @@ RankMicroBatches = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Assigns the samples of a global batch; a pure function, so every rank knows the assignment of all ranks.
+    """Assigns the samples of a global batch deterministically, so every rank knows the assignment of all ranks.
 
     Attributes:
-        lengths: tokens of each sample of the data set (num_samples,).
-        packs: whether the samples of a micro-batch are concatenated into one row; otherwise each has a row, padded to
-            the longest.
+        lengths: number of tokens of each sample in the dataset (num_samples,).
+        packs: whether the samples of a micro-batch are concatenated into one row; otherwise each sample is a row,
+            padded to the longest.
         max_tokens: maximum tokens of a micro-batch, including padding; a longer sample gets its own micro-batch.
         max_samples: maximum samples of a micro-batch; None for as many as fit.
-        quadratic: cost of attention: a sample of n tokens costs n * (1 + quadratic * n).
+        quadratic: relative cost of attention: a sample of n tokens costs n * (1 + quadratic * n).
     """
 
     lengths: np.ndarray
@@ -48,14 +48,14 @@ class MicroBatchPlan:
     quadratic: float = 0.0
 
     def assign(self, rows: Sequence[int], num_ranks: int) -> RankMicroBatches:
-        """Micro-batches of `rows` for each rank; the same number for all if the ranks divide the rows."""
+        """Assign `rows` to micro-batches and ranks; all ranks get equally many if their number divides the rows."""
         lengths = self.lengths[np.asarray(rows)]
         bins = self._packed(lengths, num_ranks) if self.packs else self._padded(lengths, num_ranks)
         assigned = balance_ranks(bins, [self._cost(lengths, bin_) for bin_ in bins], num_ranks)
         return [[[rows[place] for place in bin_] for bin_ in of_rank] for of_rank in assigned]
 
     def _packed(self, lengths: np.ndarray, num_ranks: int) -> list[list[int]]:
-        """As few micro-batches as hold the samples, filled evenly; each sample over the budget has its own."""
+        """The minimum number of micro-batches, filled evenly; a sample over `max_tokens` gets its own."""
         fewest = len(first_fit_decreasing(lengths, self.max_tokens))
         fitting = np.flatnonzero(lengths <= self.max_tokens)
         alone = [[place] for place in np.flatnonzero(lengths > self.max_tokens).tolist()]
@@ -67,7 +67,7 @@ class MicroBatchPlan:
         return [[place] for place in range(len(lengths))]
 
     def _padded(self, lengths: np.ndarray, num_ranks: int) -> list[list[int]]:
-        """Samples of similar lengths together; the number of micro-batches is a multiple of the ranks'."""
+        """Group samples of similar lengths; the number of micro-batches is a multiple of the number of ranks."""
         bins: list[list[int]] = []
         for place in np.argsort(-lengths, kind="stable").tolist():
             size = len(bins[-1]) if bins else 0
@@ -81,27 +81,27 @@ class MicroBatchPlan:
         return bins
 
     def _cost(self, lengths: np.ndarray, bin_: list[int]) -> float:
-        """Cost of a micro-batch in tokens, attention included."""
+        """Cost of a micro-batch in tokens, including attention."""
         of_bin = lengths[bin_]
         padded = of_bin if self.packs else np.full_like(of_bin, of_bin.max())
         return float((padded * (1 + self.quadratic * padded)).sum())
 
 
 def attention_share(hidden_size: int) -> float:
-    """`MicroBatchPlan.quadratic` of a transformer.
+    """`MicroBatchPlan.quadratic` for a transformer.
 
-    For each token, a layer takes about 24 h^2 operations in the forward pass, plus 2 l h for causal attention over l
+    For each token, the forward pass of a layer takes about 24 h^2 operations, plus 2 l h for causal attention over l
     tokens (Kaplan et al. 2020, arXiv 2001.08361, table 1, halved for the mask): attention adds l / (12 h).
     """
     return 1 / (12 * hidden_size)
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Bins of samples: each sample, the longest first, in the first bin that it fits in (Johnson 1973).
+    """Put each sample, longest first, into the first bin with enough space (Johnson 1973).
 
     Args:
-        lengths: tokens of each sample (num_samples,).
-        capacity: tokens of a bin; a longer sample gets its own bin.
+        lengths: number of tokens of each sample (num_samples,).
+        capacity: maximum tokens of a bin; a longer sample gets its own bin.
     """
     bins: list[list[int]] = []
     room = np.empty(len(lengths), dtype=np.int64)
@@ -117,11 +117,11 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def fill_evenly(costs: np.ndarray, num_bins: int) -> list[list[int]]:
-    """Bins of similar cost: each sample, the costliest first, in the bin that has least (Graham 1969).
+    """Fill bins evenly: put each sample, costliest first, into the bin with the lowest cost (Graham 1969).
 
     Args:
-        costs: of each sample (num_samples,), at least `num_bins` of them.
-        num_bins: none of which stays empty.
+        costs: cost of each sample (num_samples,), with at least `num_bins` samples.
+        num_bins: number of bins; no bin stays empty.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     least = [(0.0, number) for number in range(num_bins)]
@@ -133,10 +133,10 @@ def fill_evenly(costs: np.ndarray, num_bins: int) -> list[list[int]]:
 
 
 def balance_ranks(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> RankMicroBatches:
-    """Micro-batches of each rank, so that those that run at the same time have similar cost.
+    """Assign micro-batches to ranks so that concurrent micro-batches have similar cost.
 
-    The costliest run first: a micro-batch that does not fit in memory fails at once, not at the end of the step. The
-    ranks take turns at the costlier ones.
+    The costliest run first, so that a micro-batch that does not fit in memory fails at once, not at the end of the
+    step. The ranks take turns in getting the costlier ones.
     """
     order = sorted(range(len(bins)), key=lambda number: -costs[number])
     assigned: RankMicroBatches = [[] for _ in range(num_ranks)]
@@ -153,12 +153,12 @@ def balance_ranks(bins: list[list[int]], costs: Sequence[float], num_ranks: int)
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What one rank trains on in one step.
+    """One rank's data for a step.
 
     Attributes:
-        micro_batches: each has `input_ids`, `position_ids` and `loss_mask`, (batch, seq). Padded ones also have
-            `attention_mask` (batch, seq); packed ones are a single row with `sample_lengths` (num_samples,).
-        rows: number of each sample in the data set.
+        micro_batches: `input_ids`, `position_ids` and `loss_mask`, (batch, seq). Padded micro-batches also have
+            `attention_mask` (batch, seq); packed micro-batches are a single row with `sample_lengths` (num_samples,).
+        rows: index of each sample in the dataset.
     """
 
     micro_batches: list[MicroBatch]
@@ -166,37 +166,37 @@ class TokenBatch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens that the loss is computed on; the first token of a sample has no prediction."""
+        """Number of tokens with loss; the first token of a sample has no prediction, so it does not count."""
         return sum(int(micro_batch["loss_mask"][:, 1:].sum()) for micro_batch in self.micro_batches)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sample, without padding."""
+        """Number of tokens of each sample, without padding."""
         return [length for micro_batch in self.micro_batches for length in lengths_of(micro_batch)]
 
 
 def lengths_of(micro_batch: MicroBatch) -> list[int]:
-    """Tokens of each sample of a micro-batch, without padding."""
+    """Number of tokens of each sample in a micro-batch, without padding."""
     if "sample_lengths" in micro_batch:
         return micro_batch["sample_lengths"].tolist()
     return micro_batch["attention_mask"].sum(-1).tolist()
 
 
 class Collator(Protocol):
-    """Makes a rank's batch of a step, as the data loader's `collate_fn`, and single micro-batches."""
+    """Builds a rank's batch for a step, as the data loader's `collate_fn`, and single micro-batches."""
 
     def __call__(self, samples: Sequence[Any], /) -> Any: ...
 
     def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        """The tensors of samples that share a forward pass."""
+        """Build the tensors of samples that share a forward pass."""
 
 
 @dataclass(frozen=True)
 class MicroBatchCollator:
-    """Makes the tensors of each micro-batch of a step.
+    """Builds the tensors of each micro-batch of a step.
 
     Attributes:
-        pad_token_id: fills `input_ids` after the end of a sample.
+        pad_token_id: token that pads `input_ids`.
         packs: whether the samples of a micro-batch are concatenated into one row.
     """
 
@@ -213,9 +213,9 @@ class MicroBatchCollator:
 
 
 def pack(samples: Sequence[Sample]) -> MicroBatch:
-    """Concatenate samples into one row: tensors of (1, tokens), and `sample_lengths` (num_samples,).
+    """Concatenate samples into one row: tensors (1, tokens), and `sample_lengths` (num_samples,).
 
-    Positions restart at each sample. Its first token has no loss, because nothing in the sample predicts it.
+    Positions restart at each sample. The first token of a sample has no loss, because nothing predicts it.
     """
     lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
     loss_mask = torch.cat([sample["loss_mask"] for sample in samples])
@@ -229,7 +229,7 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def pad(samples: Sequence[Sample], pad_token_id: int) -> MicroBatch:
-    """Right-pad samples to the longest of them: tensors of (batch, seq)."""
+    """Right-pad samples to the longest one: tensors (batch, seq)."""
 
     def stack(name: str, value: int) -> torch.Tensor:
         return pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
@@ -248,10 +248,10 @@ def pad(samples: Sequence[Sample], pad_token_id: int) -> MicroBatch:
 def validation_micro_batches(
     dataset: SampleDataset, plan: MicroBatchPlan, make: Callable[[list[Sample]], MicroBatch], rank: int, num_ranks: int
 ) -> Iterator[MicroBatch]:
-    """This rank's share of a whole data set; no sample is dropped, and every rank gets as many micro-batches.
+    """This rank's share of a whole dataset. No sample is dropped, and all ranks get equally many micro-batches.
 
-    Every forward pass gathers parameters from all ranks, so a rank that runs out repeats the first sample without loss
-    tokens.
+    Every forward pass gathers parameters from all ranks, so a rank that runs out of samples repeats the first sample
+    without loss tokens.
     """
     assigned = plan.assign(range(len(dataset)), num_ranks)
     for rows in assigned[rank]:
@@ -262,10 +262,10 @@ def validation_micro_batches(
 
 
 class Prefetcher(Generic[T]):
-    """Iterates one item ahead in a thread, which suffices for samples that are in memory.
+    """Prefetches one item in a thread, which suffices for samples in memory.
 
     Args:
-        items: iterated from its start by each iteration.
+        items: each iteration restarts it from the beginning.
     """
 
     def __init__(self, items: Iterable[T]) -> None:

@@ -1,6 +1,6 @@
-"""Chats to token ids and the mask of the tokens that the loss is computed on.
+"""Converts chats to token ids and loss masks.
 
-Imports transformers only when it renders, because the preparation commands check chats without it.
+Imports transformers only to render, because the preparation commands check chats without it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 Rendered = tuple[str, list[tuple[int, int]]]
-"""The text of a chat, and the spans of it that the assistant writes."""
+"""The text of a chat, and the spans that the assistant writes."""
 Encoded = tuple[list[int], list[int]] | UserError
 Tokens = tuple[np.ndarray, np.ndarray]
 """Token ids (seq,) int32, and the loss mask (seq,) uint8."""
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, IndexError)
-"""What rendering a chat can raise: templates refuse rows themselves, and fail on rows that they do not expect."""
+"""Errors that rendering can raise: templates refuse some rows, and fail on rows that they do not expect."""
 ASSISTANT_TEXT_KEYS = ("tool_calls", "reasoning_content", "thinking")
-"""Keys of an assistant turn, other than its content, that hold text which the model wrote."""
+"""Keys of an assistant turn, in addition to its content, that hold text of the model."""
 ANSWER = "The sum is 3."
 PROBE = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": ANSWER}]
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -47,11 +47,11 @@ ADVICE = (
 
 
 def check_messages(messages: Any, column: str = "messages", *, is_prompt: bool = False) -> list[dict[str, Any]]:
-    """The turns of a chat as chat templates take them: content as text, arguments of tool calls as objects.
+    """Convert a chat to the form that chat templates expect: content as text, arguments of tool calls as objects.
 
     Args:
-        messages: the value of a row; it is not changed.
-        column: the name of its column, for messages.
+        messages: the value in a row; it is not modified.
+        column: name of the column, for error messages.
         is_prompt: whether the model answers the chat; otherwise it is trained on the assistant's turns.
 
     Raises:
@@ -63,7 +63,7 @@ def check_messages(messages: Any, column: str = "messages", *, is_prompt: bool =
     turns = [_check_turn(message, turn) for turn, message in enumerate(messages)]
     if is_prompt:
         if turns[-1]["role"] == "assistant":
-            raise UserError("its last turn is the assistant's; end a prompt with the user's turn")
+            raise UserError("its last turn is the assistant's; end a prompt with a user turn")
         return turns
     if not any(turn["role"] == "assistant" for turn in turns):
         raise UserError("it has no assistant turn; drop the row from the file")
@@ -100,7 +100,7 @@ def _join_text_parts(content: Any, turn: int) -> str | None:
 
 
 def _decode_arguments(call: Any, turn: int) -> Any:
-    """Decode the arguments of a tool call, JSON text in OpenAI's format, since templates render objects as JSON.
+    """Decode the arguments of a tool call from JSON text (OpenAI's format), since templates render objects as JSON.
 
     vLLM does the same before it renders a chat.
     """
@@ -117,11 +117,11 @@ def _decode_arguments(call: Any, turn: int) -> Any:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template with its constant keyword arguments.
+    """A tokenizer's chat template with constant keyword arguments.
 
     Attributes:
         tokenizer: a fast tokenizer with a chat template.
-        kwargs: passed to every rendering, `data.apply_chat_template_kwargs`.
+        kwargs: arguments for every rendering, such as `data.apply_chat_template_kwargs`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -131,15 +131,15 @@ class ChatTemplate:
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"the tokenizer has no chat template; set data.chat_template to one of {', '.join(TEMPLATE_NAMES)}, or "
-                "to a Jinja file, or take the instruct variant of the model"
+                "to a Jinja file, or use the instruct variant of the model"
             )
         if not self.tokenizer.is_fast:
             raise UserError(
-                "the tokenizer is a slow one without character offsets; convert it to a tokenizer.json first"
+                "the tokenizer is a slow tokenizer without character offsets; convert it to a tokenizer.json first"
             )
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **columns: Any) -> str:
-        """The text of a chat; with `prompt` it ends where the assistant begins to write.
+        """Render a chat as text; with `prompt`, the text ends with the generation prompt.
 
         Raises:
             UserError: the end of the last turn cannot be found, see `unconditional_prompt`.
@@ -154,12 +154,12 @@ class ChatTemplate:
 
     @cached_property
     def unconditional_prompt(self) -> str:
-        """The generation prompt of a template that ends every chat with it, as the original Llama 3 template does.
+        """The generation prompt of a template that ends every chat with it, like the original Llama 3 template.
 
-        Empty for templates that follow `add_generation_prompt`, and for those whose user turn ends with the prompt.
+        Empty for templates that follow `add_generation_prompt`, and for templates whose user turn ends with the prompt.
 
         Raises:
-            UserError: there is one, but no special token separates an answer from it.
+            UserError: the template ends every chat with a prompt that no special token separates from an answer.
         """
         for chat in (PROBE, [SYSTEM, *PROBE]):  # some templates require a system turn
             with suppress(*TEMPLATE_ERRORS):
@@ -173,7 +173,7 @@ class ChatTemplate:
         follows_flag = ANSWER not in text or text != self._apply(chat, True, {})
         if follows_flag or not start <= shared < len(text) or not unanswered.endswith(text[shared:]):
             return ""
-        # Turns of all roles may begin alike, so the prompt may begin before the two texts part.
+        # Turns of all roles may have a common start, so the prompt may begin before the two texts differ.
         tokens = [(text.find(token, start), token) for token in special_tokens(self.tokenizer)]
         first = min([(place, place + len(token)) for place, token in tokens if place >= 0], default=(shared, shared))
         if first[0] < first[1] <= shared:
@@ -195,17 +195,17 @@ class ChatTemplate:
         """Tokenize chats and compute their loss masks.
 
         Args:
-            chats: the turns of each, with `role` and `content`.
-            columns: `tools`, `enable_thinking` and similar arguments of the template for each chat.
+            chats: turns of each chat, with `role` and `content`.
+            columns: template arguments of each chat, such as `tools` and `enable_thinking`.
 
         Returns:
-            For each chat its token ids (seq,) and a mask (seq,) that is 1 on the assistant's tokens, including the
-            end-of-turn token. A chat that the template refuses, or renders differently once later turns follow, has a
-            `UserError` instead, so that the caller can name the row.
+            For each chat, its token ids (seq,) and a mask (seq,) that is 1 for the assistant's tokens, including the
+            end-of-turn token. If the template refuses the chat, or renders a turn differently once later turns follow,
+            a `UserError` instead, so that the caller can name the row.
         """
         rendered: list[Rendered | UserError] = []
         for chat, more in zip(chats, columns):
-            is_endless = bool(rendered) and isinstance(rendered[-1], EndlessTemplate)  # each chat would take as long
+            is_endless = bool(rendered) and isinstance(rendered[-1], EndlessTemplate)  # it affects every chat
             rendered.append(rendered[-1] if is_endless else self._try_rendering(chat, more))
         texts = ["" if isinstance(item, UserError) else item[0] for item in rendered]
         tokens = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
@@ -223,7 +223,7 @@ class ChatTemplate:
             return error
 
     def _text_and_spans(self, messages: Sequence[Message], **columns: Any) -> Rendered:
-        """Render a chat; a template can mark what the assistant writes."""
+        """Render a chat and find the assistant's spans, from the template's marks if it has any."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.tokenizer.get_chat_template(tools=columns.get("tools"))
@@ -248,7 +248,7 @@ class ChatTemplate:
         return text, spans
 
     def _advice(self) -> str:
-        """The fix for a template that changes earlier turns."""
+        """How to fix a template that changes earlier turns."""
         template = self.tokenizer.get_chat_template()
         like = [
             name
@@ -256,16 +256,16 @@ class ChatTemplate:
             if renders_alike(self.tokenizer, template, read_chat_template(name), self.kwargs)
         ]
         if like:
-            return f"set data.chat_template={like[0]}, which renders every turn as this template renders the last one"
+            return f"set data.chat_template={like[0]}, which renders every turn like this template's last turn"
         return f"{ADVICE}, or split the chat"
 
 
 def clock_arguments(template: object, now: datetime | None) -> dict[str, Any]:
-    """Arguments that set the time of a template's `strftime_now`; none for templates that do not call it.
+    """Template arguments that set the time of `strftime_now`; empty for templates that do not call it.
 
     Args:
-        template: the source, or several by name.
-        now: the time; None for that of the clock.
+        template: source text, or several source texts by name.
+        now: the time; None for the current time.
     """
     # the argument shadows transformers' function of the same name
     return {"strftime_now": now.strftime} if now is not None and "strftime_now" in str(template) else {}
@@ -280,10 +280,10 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 def renders_alike(
     tokenizer: PreTrainedTokenizerBase, one: str, other: str, kwargs: Mapping[str, Any], *, whole: bool = True
 ) -> bool:
-    """Whether two templates render chats of one round alike, with and without a system turn.
+    """Whether two templates render single-round chats identically, with and without a system turn.
 
     Args:
-        tokenizer: defines the special tokens that the templates may name.
+        tokenizer: defines the special tokens that the templates may use.
         kwargs: `data.apply_chat_template_kwargs`.
         whole: compare the answer too, not only the prompt.
     """
@@ -302,10 +302,10 @@ def renders_alike(
 
 
 def loss_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """1 for each token that overlaps one of the spans.
+    """Compute a mask that is 1 for each token that overlaps a span.
 
-    A token starts where the previous one ends: some tokenizers trim white space from the offsets, which would leave a
-    token of white space empty. It starts earlier if it holds some bytes of a character that an earlier token shares.
+    A token counts from the end of the previous one, because some tokenizers trim white space from the offsets, so that
+    a white space token would be empty. It starts earlier if it shares a multi-byte character with an earlier token.
 
     Args:
         offsets: (start, end) of each token in characters, ascending.
@@ -322,11 +322,11 @@ def loss_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int
 
 
 class ChatEncoder:
-    """Renders the chats of a file, tokenizes them and truncates them; can be sent to another process.
+    """Renders, tokenizes and truncates the chats of a file; can be sent to another process.
 
     Args:
         tokenizer: a fast tokenizer with a chat template.
-        now: whose date a chat template with `strftime_now` gets; None for today.
+        now: provides the date for a chat template with `strftime_now`; None for today.
 
     Attributes:
         date: that date at midnight, so that tokens do not depend on the time of day; None for templates that do not
@@ -343,16 +343,16 @@ class ChatEncoder:
         self.not_rendered = [key for key in ASSISTANT_TEXT_KEYS if not re.search(rf"\b{key}\b", source)]
 
     def encode(self, name: str, first: int, records: list[dict[str, Any]]) -> list[Tokens]:
-        """Tokens of some rows.
+        """Tokenize consecutive rows of a file.
 
         Args:
-            name: of the file, for messages.
-            first: number of the first row in it.
-            records: the rows, by column.
+            name: name of the file, for error messages.
+            first: index of the first row in the file.
+            records: rows as values by column.
 
         Raises:
             UserError: a row cannot be rendered, has no assistant turn, or is too long with `truncation=error`; the
-                message names file and row.
+                message names the file and the row.
         """
         places = [place_of(name, first + i, record) for i, record in enumerate(records)]
         chats = [self._at(place, self._messages, record) for place, record in zip(places, records)]
@@ -362,7 +362,7 @@ class ChatEncoder:
         return [(np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=np.uint8)) for tokens, mask in samples]
 
     def _at(self, place: str, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Call a function on a row; its errors name the row's place."""
+        """Call a function on a row, and add the row's file and number to errors."""
         try:
             return function(argument)
         except (UserError, KeyError, TypeError, ValueError) as error:
@@ -378,13 +378,15 @@ class ChatEncoder:
             chat = check_messages([{"role": "user", "content": prompt}, {"role": "assistant", "content": response}])
         lost = next((key for key in self.not_rendered if any(turn.get(key) for turn in chat)), None)
         if lost is not None:
-            raise UserError(f"it has {lost}, which the chat template omits; set data.chat_template to one that has it")
+            raise UserError(
+                f"it has {lost}, which the chat template omits; set data.chat_template to one that renders it"
+            )
         return chat
 
     def _columns(self, record: dict[str, Any]) -> dict[str, Any]:
         keys = {"tools": self.config.multiturn.tools_key, "enable_thinking": self.config.multiturn.enable_thinking_key}
         found = {name: drop_nulls(record[key]) for name, key in keys.items() if key in record}
-        if isinstance(found.get("tools"), str):  # JSON text, because one parquet column has one type of tool
+        if isinstance(found.get("tools"), str):  # JSON text, because a parquet column has a single type
             try:
                 found["tools"] = json.loads(found["tools"])
             except (ValueError, RecursionError) as error:
@@ -406,7 +408,7 @@ class ChatEncoder:
 
 
 def pick(value: Any, keys: Sequence[str] | None) -> Any:
-    """Descend into a nested column by `prompt_dict_keys` or `response_dict_keys`, as verl does into lists of one."""
+    """Select a nested column value by `prompt_dict_keys` or `response_dict_keys`; unwraps lists of one like verl."""
     for key in keys or ():
         while isinstance(value, list) and len(value) == 1:
             value = value[0]
@@ -415,7 +417,7 @@ def pick(value: Any, keys: Sequence[str] | None) -> Any:
 
 
 def stop_token_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens at which vLLM stops: those of the model's generation settings, and the tokenizer's end of text."""
+    """The tokens at which vLLM stops: the EOS tokens of the generation config and the tokenizer."""
     named = None if settings is None else settings.eos_token_id
     listed = named if isinstance(named, list) else [named]
     return list(dict.fromkeys(token for token in (*listed, tokenizer.eos_token_id) if token is not None))

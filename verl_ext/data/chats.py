@@ -1,4 +1,4 @@
-"""Chats of SFT: parquet files, tokenized once with all cores, and cached by everything that the tokens depend on."""
+"""Chats for SFT: tokenizes parquet files once, on all cores, and caches the tokens under a digest of their inputs."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import file_digest, user_cache_dir
 
 VERSION = 4
-"""Of the tokens of a row and of their cache key; another one invalidates all cached files."""
+"""Version of the tokenization and of the cache key; increasing it invalidates all cached files."""
 CHUNK = 1000
-"""Chats per call of the tokenizer, which is fast only on many at once."""
+"""Chats per tokenizer call; the tokenizer is fast only in large batches."""
 MIN_PER_PROCESS = 10_000
-"""Chats that justify another process, which takes seconds to start."""
+"""Minimum number of chats per process, since a process takes seconds to start."""
 ABANDONED_AFTER_S = 24 * 3600
-"""Age at which an unfinished file has no writer any more; other machines may share the directory."""
+"""Age at which an unfinished file counts as abandoned; other machines may share the directory."""
 IN_THE_KEY = (
     *("prompt_key", "response_key", "prompt_dict_keys", "response_dict_keys", "multiturn", "max_length", "truncation"),
     "apply_chat_template_kwargs",
 )
 Chunk = tuple[int, str, int, list[dict[str, Any]]]
-"""Number and name of a file, number of the first row, and the rows."""
+"""Index and name of a file, index of the first row, and the rows."""
 
 
 def load_chats(
     data: ChatDataConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
 ) -> tuple[TokenDataset, TokenDataset | None]:
-    """Training and validation set; the second is None if `data.val_files` is null; see `ChatEncoder` for `now`."""
+    """Load training and validation set; the latter is None if `data.val_files` is null. `ChatEncoder` defines `now`."""
     train = load_chat_files(data.train_files, data, tokenizer, data.train_max_samples, progress, now)
     if not file_list(data.val_files):
         return train, None
@@ -67,7 +67,7 @@ def load_chat_files(
     progress: bool = False,
     now: datetime | None = None,
 ) -> TokenDataset:
-    """A `ChatDataset`, or the class that `data.custom_cls` names, as in verl."""
+    """Load a `ChatDataset`, or as in verl the class that `data.custom_cls` names."""
     if data.custom_cls.path is not None:
         return _load_custom_class(files, data, tokenizer, max_samples)
     cache = user_cache_dir() / "tokens" if data.token_cache is None else Path(data.token_cache).expanduser()
@@ -85,7 +85,7 @@ def _load_custom_class(
         raise UserError(
             f"data.custom_cls cannot be loaded: {first_line_of(error)}; correct its path or name"
         ) from error
-    names = OmegaConf.create(file_list(files))  # verl tells one file from several by this type
+    names = OmegaConf.create(file_list(files))  # verl distinguishes one file from several by this type
     dataset = dataset_class(
         parquet_files=names, tokenizer=tokenizer, config=OmegaConf.create(as_dict(data)), max_samples=max_samples
     )
@@ -99,13 +99,13 @@ def _load_custom_class(
 
 
 class ChatDataset(TokenDataset):
-    """Chats of one or several turns, with loss on assistant tokens including the end-of-turn token.
+    """Single-turn or multi-turn chats, with loss on assistant tokens including the end-of-turn token.
 
     verl's `SFTDataset` excludes the end-of-turn token from the loss and includes the last token of the prompt. Both of
-    verl's data sets tokenize at every access and pad to `max_length`; this one does neither.
+    verl's datasets tokenize on every access and pad to `max_length`; this one does neither.
 
     Args:
-        parquet_files: one path or several.
+        parquet_files: one or more paths.
         tokenizer: a fast tokenizer with a chat template.
         config: the `data` section.
         max_samples: read only the first rows; -1 reads all.
@@ -115,7 +115,7 @@ class ChatDataset(TokenDataset):
 
     Raises:
         UserError: a row cannot be rendered, has no assistant turn, or is too long with `truncation=error`; the message
-            names file and row.
+            names the file and the row.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class ChatDataset(TokenDataset):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One sample: `input_ids` (seq,), `loss_mask` (seq,) and its number `row` in the data set."""
+        """A sample: `input_ids` (seq,), `loss_mask` (seq,) and its index `row` in the dataset."""
         part = slice(self.offsets[index], self.offsets[index + 1])
         return {
             "input_ids": torch.from_numpy(self.tokens.input_ids[part].astype(np.int64)),
@@ -160,7 +160,7 @@ class ChatDataset(TokenDataset):
         return Counter(self.tokens.input_ids[last[last >= self.offsets[:-1]]].tolist())
 
     def describe(self, indices: Iterable[int]) -> str:
-        """Files and rows of samples, as messages name them."""
+        """Files and rows of samples, for messages."""
         rows: dict[str, list[str]] = {}
         for index in indices:
             rows.setdefault(self.names[self.tokens.files[index]], []).append(str(self.tokens.rows[index]))
@@ -168,13 +168,13 @@ class ChatDataset(TokenDataset):
 
 
 class UnpaddedDataset(TokenDataset):
-    """A data set of the user's class, whose samples are padded to `max_length` as verl requires, without the padding.
+    """Removes the padding to `max_length`, which verl requires, from the samples of a custom dataset class.
 
     Args:
         dataset: yields `input_ids`, `attention_mask` and `loss_mask`, each (max_length,).
 
     Attributes:
-        has_loss: whether any token counts in the loss; the first token of a sample has no prediction.
+        has_loss: whether any token has a loss; the first token of a sample has no prediction, so it does not count.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -207,20 +207,20 @@ class UnpaddedDataset(TokenDataset):
 
 
 def unpadded(dataset: Any) -> SampleDataset:
-    """A data set without padding: one of this product as it is, one of verl with its padding removed."""
+    """Remove the padding from a dataset in verl's format; return our own datasets unchanged."""
     return dataset if isinstance(dataset, SampleDataset) else UnpaddedDataset(dataset)
 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """The concatenated samples of a data set.
+    """The concatenated samples of a dataset.
 
     Attributes:
         input_ids: (num_tokens,) int32.
-        loss_mask: (num_tokens,) uint8, 1 for tokens with a loss.
-        lengths: tokens of each sample (num_samples,).
-        files: number of each sample's file (num_samples,).
-        rows: number of each sample in its file (num_samples,).
+        loss_mask: (num_tokens,) uint8, 1 for tokens with loss.
+        lengths: number of tokens of each sample (num_samples,).
+        files: index of each sample's file (num_samples,).
+        rows: row of each sample in its file (num_samples,).
     """
 
     input_ids: np.ndarray
@@ -231,7 +231,7 @@ class TokenTable:
 
     @classmethod
     def concatenate(cls, samples: Sequence[Tokens], sources: Sequence[tuple[int, int]]) -> TokenTable:
-        """Concatenate samples; `sources` are file and row of each."""
+        """Concatenate samples; `sources` holds the file and row of each sample."""
         files, rows = zip(*sources) if sources else ((), ())
         return cls(
             np.concatenate([tokens for tokens, _ in samples]) if samples else np.zeros(0, np.int32),
@@ -269,11 +269,11 @@ class TokenTable:
 
     @classmethod
     def read(cls, path: Path) -> TokenTable:
-        """Map an Arrow file into memory, which all ranks of a node share; nothing is copied.
+        """Memory-map an Arrow file without copying; all ranks on a node share the memory.
 
         Raises:
             OSError: the file is missing or cannot be read.
-            ValueError: it is damaged (`pyarrow.ArrowInvalid` is a subclass).
+            ValueError: the file is damaged (`pyarrow.ArrowInvalid` is a subclass).
         """
         with pa.ipc.open_file(pa.memory_map(str(path))) as reader:
             batch = reader.get_batch(0)
@@ -290,12 +290,12 @@ class TokenTable:
 def load_tokens(
     names: list[str], encoder: ChatEncoder, max_samples: int, directory: Path | None, processes: int, progress: bool
 ) -> TokenTable:
-    """The tokens of all rows of some files, in their order.
+    """Load the tokens of all rows of some files, in order, from the cache if possible.
 
     Args:
         max_samples: read only the first rows; -1 reads all.
-        directory: of cached tokens; None disables the cache.
-        processes: maximum number of processes that tokenize.
+        directory: directory of cached tokens; None disables the cache.
+        processes: maximum number of tokenizer processes.
     """
     if directory is None:
         return tokenize(names, encoder, max_samples, processes, progress)
@@ -315,7 +315,7 @@ def load_tokens(
 
 
 def cache_key(names: list[str], encoder: ChatEncoder, max_samples: int) -> str:
-    """Digest of everything that the tokens depend on: files, tokenizer, chat template, its date, and settings."""
+    """Digest of all inputs that determine the tokens: files, tokenizer, chat template, its date, and settings."""
     tokenizer = encoder.template.tokenizer
     settings = as_dict(encoder.config)
     content = {
@@ -366,7 +366,7 @@ def _chunks(names: list[str], max_rows: int) -> Iterator[Chunk]:
 def _encode_chunks(
     chunks: Iterator[Chunk], encoder: ChatEncoder, processes: int
 ) -> Iterator[tuple[Chunk, list[Tokens]]]:
-    """Each chunk with its tokens, in order."""
+    """Tokenize chunks, in parallel if `processes` > 1, and yield them in order."""
     if processes < 2:
         for chunk in chunks:
             yield chunk, encoder.encode(*chunk[1:])
@@ -385,7 +385,7 @@ def _encode_chunks(
 
 
 _ENCODER: list[ChatEncoder] = []
-"""Of a tokenizing process, which receives it once."""
+"""The encoder of a tokenizer process, set once at its start."""
 
 
 def _set_encoder(encoder: ChatEncoder) -> None:

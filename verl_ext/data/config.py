@@ -1,4 +1,4 @@
-"""Configuration of the data, one class per kind. Keys that verl has keep verl's names."""
+"""Configuration of the data, one class per kind of data. Keys that verl has keep verl's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl_ext.errors import UserError
 
 ALL = (-1, "all")
 VQA_METRICS = ("vqa", "cider")
-"""How answers are compared with references: VQA soft accuracy, or CIDEr for captions."""
+"""Metrics that compare answers with references: VQA soft accuracy, or CIDEr for captions."""
 RAW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 
 
@@ -35,7 +35,7 @@ class CustomClassConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """The settings that all stages share."""
+    """Settings that all stages share."""
 
     train_batch_size: int = setting(
         256,
@@ -49,7 +49,7 @@ class DataConfig:
     max_length: int = setting(1024, "Maximum tokens per sample", ge=1)
 
     def training_files(self) -> list[Path]:
-        """The files of the training data on this machine."""
+        """The local files of the training data."""
         return []
 
 
@@ -77,12 +77,12 @@ class TextDataConfig(DataConfig):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns that a data file must have, by the key that names them."""
+        """The required columns of a data file, by the key that names them."""
         return {"data.prompt_key": self.prompt_key}
 
     @property
     def raw_files(self) -> list[str]:
-        """The data files that have to be converted before they can be read."""
+        """The data files that must be converted before they can be read."""
         return [name for name in file_list(self.train_files) + file_list(self.val_files) if is_raw(name)]
 
 
@@ -109,7 +109,7 @@ class ChatDataConfig(TextDataConfig):
 
     @property
     def columns(self) -> dict[str, str]:
-        """See `TextDataConfig`; a custom data set class reads what it wants."""
+        """See `TextDataConfig`; a custom dataset class may read any column."""
         if self.custom_cls.path is not None:
             return {}
         if self.multiturn.enable:
@@ -160,7 +160,7 @@ class ImageDataConfig(DataConfig):
     max_unreadable_images: int = setting(0, "Unreadable images to skip at most", ge=0)
 
     def check(self) -> None:
-        """The entries of `data.datasets` are mappings of known keys to allowed values."""
+        """Refuse entries of `data.datasets` with unknown keys or invalid values."""
         known = [each.name for each in fields(QuestionSource)]
         for name, entry in self.datasets.items():
             key = f"data.datasets.{name}"
@@ -174,14 +174,14 @@ class ImageDataConfig(DataConfig):
                     raise UserError(f"{key}.{split} is {size!r}; it must be a number of rows, or -1 for all")
 
     def sources(self) -> dict[str, QuestionSource]:
-        """The data sets by name."""
+        """The datasets by name."""
         return {name: QuestionSource(**entry) for name, entry in self.datasets.items()}
 
     def training_files(self) -> list[Path]:
         """See `DataConfig`.
 
         Raises:
-            UserError: the folder of a data set has no files.
+            UserError: the folder of a dataset has no training files.
         """
         used = {name: source for name, source in self.sources().items() if source.source and source.train}
         return [path for name, source in used.items() for path in source.files(name, "train")]
@@ -218,11 +218,11 @@ class QuestionSource:
     """An entry of `data.datasets`.
 
     Attributes:
-        train: rows for training; -1 for all, 0 for none.
-        val: rows for validation, likewise.
+        train: number of training rows; -1 for all, 0 for none.
+        val: number of validation rows; -1 for all, 0 for none.
         source: a folder with `train*.parquet` and `val*.parquet`; None for the hub.
-        metric: one of `VQA_METRICS`; None for the data set's own, vqa for one that is not known.
-        images: the folder of images that rows name by a path; None for `source`.
+        metric: one of `VQA_METRICS`; None for the default of a public dataset, or vqa for other datasets.
+        images: folder of the images that rows name by path; None for `source`.
     """
 
     train: int = -1
@@ -233,12 +233,12 @@ class QuestionSource:
 
     @property
     def image_folder(self) -> Path | None:
-        """The folder that images may be read from; None if rows must hold them."""
+        """The folder from which images may be read; None if rows must contain them."""
         folder = self.images or self.source
         return None if folder is None else Path(folder).expanduser()
 
     def size(self, split: str) -> int:
-        """Rows of a split."""
+        """Number of rows of a split."""
         return self.train if split == "train" else self.val
 
     def files(self, name: str, split: str) -> list[Path]:
@@ -248,7 +248,7 @@ class QuestionSource:
             split: train or val.
 
         Raises:
-            UserError: there are none.
+            UserError: the folder has no such file.
         """
         paths = sorted(Path(self.source or "").expanduser().glob(f"{split}*.parquet"))
         if not paths:

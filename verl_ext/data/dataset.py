@@ -1,6 +1,6 @@
-"""What a data set is, and the parquet files that data are read from.
+"""Base classes of datasets, and functions that read parquet files.
 
-Imports no torch, because the launcher and the preparation commands read rows with it.
+Does not import torch, because the launcher and the preparation commands read rows with this module.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ else:
     MapDataset = ABC  # PyTorch's data loader takes any object with `__getitem__` and `__len__`
 
 MOST_BYTES = 256 << 20
-"""Read of all files together for their digest."""
+"""Maximum number of bytes, of all files together, that a digest reads."""
 BLOCK_BYTES = 1 << 20
 ORIGIN_KEY = "converted_from"
-"""Column of converted data files: file and row that a row was converted from, for messages."""
+"""Column of converted data files with the source file and row, for messages."""
 PANDAS_INDEX = re.compile(r"__index_level_\d+__")
-"""Name of the column in which pandas writes an index without a name."""
+"""Name of the column to which pandas writes an unnamed index."""
 
 
 class SampleDataset(MapDataset):
-    """Samples as dictionaries, each with its number in the data set as `row`."""
+    """Samples as dictionaries; `row` is the sample's index in the dataset."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -45,7 +45,7 @@ class SampleDataset(MapDataset):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     def describe(self, indices: Iterable[int]) -> str:
-        """How messages name samples."""
+        """Names of samples for messages."""
         return ", ".join(self[index]["sample_id"] for index in indices)
 
 
@@ -53,14 +53,14 @@ class TokenDataset(SampleDataset):
     """Samples with `input_ids` and `loss_mask`, each (seq,).
 
     Attributes:
-        lengths: tokens of each sample, (num_samples,).
+        lengths: number of tokens of each sample, (num_samples,).
     """
 
     lengths: np.ndarray
 
     @abstractmethod
     def final_tokens(self) -> Counter[int]:
-        """How many samples have each token as the last one with a loss."""
+        """Count the samples by their last token with loss."""
 
     def __getitems__(self, micro_batches: Sequence[Sequence[int]]) -> list[list[dict[str, Any]]]:
         """The samples of each micro-batch; PyTorch's data loader passes what `GlobalBatchSampler` yields."""
@@ -68,17 +68,17 @@ class TokenDataset(SampleDataset):
 
 
 def place_of(name: str, row: int, record: Mapping[str, Any]) -> str:
-    """File and row for a message; of a converted file also those that the row was converted from."""
+    """File and row for a message; for a converted file, also the source file and row."""
     origin = record.get(ORIGIN_KEY)
     return f"{name} row {row}" if not isinstance(origin, str) else f"{origin} ({name} row {row})"
 
 
 @contextmanager
 def reading_parquet(path: Path) -> Iterator[None]:
-    """Report errors while a file is read: its footer may be intact and its pages damaged.
+    """Turn errors into a `UserError` for the whole read, since a file with an intact footer may have damaged pages.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     import pyarrow
 
@@ -94,10 +94,10 @@ def reading_parquet(path: Path) -> Iterator[None]:
 def iter_parquet_rows(
     path: Path, columns: Sequence[str] | None = None, batch_size: int = 1000
 ) -> Iterator[dict[str, Any]]:
-    """Rows of a parquet file as Python values, null where a row has none; see `drop_nulls`.
+    """Yield the rows of a parquet file as Python values, including nulls; see `drop_nulls`.
 
     Args:
-        columns: read only these; a dot selects a field of a struct. None reads all but the index that pandas adds.
+        columns: columns to read; a dot selects a field of a struct. None reads all columns except pandas' index.
         batch_size: rows in memory at a time.
 
     Raises:
@@ -114,7 +114,7 @@ def iter_parquet_rows(
 
 
 def count_parquet_rows(path: Path) -> int:
-    """Number of rows of a parquet file.
+    """Number of rows in a parquet file.
 
     Raises:
         UserError: the file cannot be read.
@@ -130,7 +130,7 @@ def _read_metadata(path: Path) -> Any:
 
 
 def drop_nulls(value: Any) -> Any:
-    """A value without the null fields that parquet adds to structs; `content` stays, and NaN counts as null."""
+    """Remove the null fields that parquet adds to structs, except `content`, and replace NaN with None."""
     if isinstance(value, list | tuple):
         return [drop_nulls(item) for item in value]
     if isinstance(value, dict):
@@ -139,16 +139,16 @@ def drop_nulls(value: Any) -> Any:
 
 
 def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
-    """Number of rows of a parquet file that a key names.
+    """Check a parquet file that a configuration key names, and return its number of rows.
 
     Args:
         key: train_files or val_files.
-        columns: that it must have, by the key that names them.
+        columns: required columns, by the key that names them.
 
     Raises:
-        UserError: it cannot be read, or lacks a column.
+        UserError: the file cannot be read, or lacks a column.
     """
-    if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has one slash where the address had two
+    if re.match(r"[A-Za-z0-9]+:/", str(path)):  # Path collapses the two slashes of a URL
         raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
     if not path.is_file():
         raise UserError(
@@ -164,7 +164,7 @@ def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
 
 
 def unique_sample_ids(ids: Iterable[str]) -> Iterator[str]:
-    """Number equal ids from the second one on, so that each sample has its own seeds.
+    """Append numbers to repeated ids, so that each sample has its own seeds.
 
     Numbers that would repeat another id are skipped: `a`, `a#2`, `a` become `a`, `a#2`, `a#3`.
     """
@@ -183,8 +183,8 @@ def unique_sample_ids(ids: Iterable[str]) -> Iterator[str]:
 def files_digest(paths: Sequence[Path]) -> str:
     """Digest of the contents of files in their order, independent of their names.
 
-    All bytes count up to `MOST_BYTES`. Of larger files, the size and evenly spaced blocks count, including the last
-    block, where parquet stores the position, size and extremes of every column. A change that keeps all of these goes
+    Up to `MOST_BYTES`, the digest covers all bytes. For larger files, it covers the size and evenly spaced blocks,
+    including the last block, where parquet stores the position, size and extremes of every column. Other changes go
     undetected.
 
     Raises:
@@ -204,16 +204,16 @@ def files_digest(paths: Sequence[Path]) -> str:
 
 
 def training_data_digest(data: DataConfig) -> str:
-    """Digest that identifies the training data of a configuration; empty if they are not in files on this machine."""
+    """Digest of the training data of a configuration; empty if the data is not in local files."""
     paths = data.training_files()
     try:
         return files_digest(paths) if paths else ""
-    except OSError:  # the user's data set class may read its files from elsewhere
+    except OSError:  # a custom dataset class may read its files from elsewhere
         return ""
 
 
 def _block_starts(size: int, most_bytes: int) -> Sequence[int]:
-    """Offsets of the blocks of a file that are read."""
+    """Offsets of the blocks to read from a file."""
     if size <= most_bytes:
         return range(0, size, BLOCK_BYTES)
     last, num_blocks = max(size - BLOCK_BYTES, 0), most_bytes // BLOCK_BYTES

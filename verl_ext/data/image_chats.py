@@ -1,6 +1,6 @@
-"""Questions about one image as one chat, and its tensors, for processors of the Qwen family.
+"""Combines questions about an image into chats, and builds their tensors, for processors of the Qwen family.
 
-The data loader only groups the chats. A group's image size depends on the step, so the trainer has its tensors made.
+The data loader only groups the chats. The image size depends on the step, so the tensors are built in the trainer.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from verl_ext.rendering import rendering
 
 @dataclass(frozen=True)
 class ImageChat:
-    """Questions about one image, one after the other."""
+    """Consecutive questions about one image."""
 
     questions: tuple[ImageQuestion, ...]
 
     @property
     def answers(self) -> list[str]:
-        """For each question the most frequent reference, the first of equals."""
+        """The most frequent reference of each question; the first one wins a tie."""
         return [Counter(question.references).most_common(1)[0][0] for question in self.questions]
 
 
@@ -47,7 +47,7 @@ class ImageChatDataset(SampleDataset):
         questions_per_chat: maximum number of questions about an image in one chat.
 
     Attributes:
-        lengths: questions of each chat, (num_chats,).
+        lengths: number of questions of each chat, (num_chats,).
     """
 
     def __init__(self, samples: Sequence[ImageQuestion], questions_per_chat: int = 1) -> None:
@@ -73,17 +73,17 @@ class ImageChatDataset(SampleDataset):
 
 
 def image_key(image: Any) -> str:
-    """Identifies an image among the questions of a data set."""
+    """A key that identifies an image within a dataset."""
     return hashlib.blake2b(image, digest_size=16).hexdigest() if isinstance(image, bytes) else str(image)
 
 
 def load_image_chats(
     data: ImageChatDataConfig, progress: bool = False
 ) -> tuple[ImageChatDataset, ImageChatDataset | None]:
-    """Training and validation set of a configuration; see `load_image_questions`.
+    """Load training and validation set; see `load_image_questions`.
 
     Raises:
-        UserError: the data cannot be read, or have fewer chats than a batch.
+        UserError: the data cannot be read, or has fewer chats than a batch.
     """
     train, val = load_image_questions(data, progress)
     chats = ImageChatDataset(train.samples, data.questions_per_chat)
@@ -97,11 +97,11 @@ def load_image_chats(
 
 @dataclass(frozen=True)
 class ImageChatBatch:
-    """What one rank trains on in one step.
+    """One rank's data for a step.
 
     Attributes:
         groups: chats that share a forward pass, as samples of an `ImageChatDataset`.
-        rows: number of each chat in the data set.
+        rows: index of each chat in the dataset.
     """
 
     groups: list[list[dict[str, Any]]]
@@ -110,14 +110,14 @@ class ImageChatBatch:
 
 @dataclass(frozen=True)
 class ImageChatCollator:
-    """Groups chats in their order as the data loader's `collate_fn`, and makes the tensors of a group.
+    """Groups consecutive chats, as the data loader's `collate_fn`, and builds the tensors of a group.
 
     Attributes:
-        processor: of the model.
+        processor: processor of the model.
         micro_batch_size: chats per forward pass on one rank.
-        tier_sizes: maximum pixels to which an image is scaled at each tier, ascending.
-        end_token: ends an answer.
-        now: the time that a chat template with `strftime_now` gets; None for that of the clock.
+        tier_sizes: maximum number of pixels of an image at each tier, ascending.
+        end_token: token that ends an answer.
+        now: the time for a chat template with `strftime_now`; None for the current time.
     """
 
     processor: ProcessorMixin
@@ -132,15 +132,15 @@ class ImageChatCollator:
         return ImageChatBatch(groups, [sample["row"] for sample in samples])
 
     def micro_batch(self, samples: Sequence[dict[str, Any]]) -> MicroBatch:
-        """The tensors of some chats at the highest tier."""
+        """Build the tensors of some chats at the highest tier."""
         return self.at(samples, len(self.tier_sizes) - 1)
 
     def at(self, samples: Sequence[dict[str, Any]], tier: int) -> MicroBatch:
-        """The tensors of some chats at a tier.
+        """Build the tensors of some chats at a tier.
 
         Returns:
             `input_ids`, `attention_mask`, `loss_mask` and `mm_token_type_ids` (1 for image tokens), each (batch, seq);
-            `pixel_values` and `image_grid_thw` as the image processor makes them.
+            `pixel_values` and `image_grid_thw` from the image processor.
         """
         chats = [sample["chat"] for sample in samples]
         images = self.processor.image_processor(
@@ -160,17 +160,17 @@ class ImageChatCollator:
         }
 
     def check(self, chats: Iterable[ImageChat]) -> None:
-        """Refuse chats that the template cannot continue, before a step fails on one rank alone.
+        """Refuse chats that the template cannot continue, before a step fails on only one rank.
 
         Raises:
-            UserError: the template cannot continue one of them.
+            UserError: the template cannot continue a chat.
         """
         for chat in chats:
             if len(chat.questions) > 1:
                 self._turns(chat)
 
     def tokens(self, chat: ImageChat, num_image_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids (seq,) of a chat, and its loss mask (seq,): 1 for answers, including the token that ends them."""
+        """Token ids (seq,) of a chat, and its loss mask (seq,), which is 1 for answers including their end token."""
         tokenizer = self.processor.tokenizer
         ids: list[int] = []
         mask: list[int] = []
@@ -188,11 +188,11 @@ class ImageChatCollator:
         return {"shortest_edge": min(least, self.tier_sizes[tier]), "longest_edge": self.tier_sizes[tier]}
 
     def _turns(self, chat: ImageChat) -> list[tuple[str, str]]:
-        """For each answer the text since the end of the previous one, and the answer.
+        """For each answer, the text since the previous answer, and the answer.
 
         Raises:
-            UserError: the template refuses the chat, does not end, or renders earlier turns differently once later
-                turns follow.
+            UserError: the template refuses the chat, does not terminate, or renders earlier turns differently once
+                later turns follow.
         """
         clock = clock_arguments(self.processor.chat_template, self.now)
         messages: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
-"""Questions about images, from parquet files or the Hugging Face hub.
+"""Questions about images, from parquet files or the Hugging Face Hub.
 
-Imports no torch, because the launcher checks that the data of a recipe exist.
+Does not import torch, because the launcher checks that the data of a recipe exists.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from verl_ext.data.dataset import SampleDataset, iter_parquet_rows, unique_sampl
 from verl_ext.errors import UserError, first_line_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
-"""Image formats that are read. Pillow passes some others to external programs (EPS to Ghostscript)."""
+"""Accepted image formats. Pillow passes some others to external programs (EPS to Ghostscript)."""
 MAX_LISTED = 5
-"""Unreadable images that a message names."""
+"""Maximum number of unreadable images that a message names."""
 
 
 @dataclass(frozen=True)
 class PublicDataset:
-    """A data set on the hub.
+    """A dataset on the hub.
 
     Attributes:
-        hub: its name there.
-        splits: the hub's names of train and val.
-        question: the question where the rows have none.
+        hub: name on the hub.
+        splits: names of the splits train and val on the hub.
+        question: question for rows without one.
         metric: one of `VQA_METRICS`.
     """
 
@@ -52,19 +52,19 @@ PUBLIC_DATASETS = {
     ),
 }
 VAL_EVERY = 5
-"""Where the hub has answers for one split only, every fifth row is for val and the others are for train."""
+"""If the hub has answers for only one split, every fifth row belongs to val and the others to train."""
 
 
 @dataclass(frozen=True)
 class ImageQuestion:
-    """One sample.
+    """A sample.
 
     Attributes:
-        sample_id: unique over all splits, and the same in every run with this data.
-        image: encoded, or the path of a file.
-        question: as the model is asked.
+        sample_id: unique across all splits, and the same in every run with this data.
+        image: encoded image, or the path of a file.
+        question: the question as the model sees it.
         references: correct answers, or captions.
-        metric: one of `VQA_METRICS`, by which answers are compared with the references.
+        metric: metric that compares answers with the references, one of `VQA_METRICS`.
     """
 
     sample_id: str
@@ -77,12 +77,12 @@ class ImageQuestion:
         """Decode the image to RGB.
 
         Raises:
-            UserError: it cannot be read.
+            UserError: the image cannot be read.
         """
         try:
             source: Any = io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image
             if isinstance(source, Path) and not source.is_file():
-                raise OSError(f"{source} is not a file")  # reading a pipe or a device might never end
+                raise OSError(f"{source} is not a file")  # reading a pipe or a device may block forever
             with Image.open(source, formats=FORMATS) as image:
                 return image.convert("RGB")
         except (OSError, UnidentifiedImageError, ValueError, Image.DecompressionBombError) as error:
@@ -93,10 +93,10 @@ class ImageQuestionDataset(SampleDataset):
     """Samples with `row`, `sample_id` and `sample`, an `ImageQuestion`.
 
     Args:
-        sources: data sets by name, read in this order.
+        sources: datasets by name, read in this order.
         split: train or val.
-        suffix: appended to every question.
-        max_unreadable: unreadable images that are skipped; more are refused.
+        suffix: text appended to every question.
+        max_unreadable: maximum number of unreadable images to skip.
         progress: show a progress bar on a terminal.
 
     Raises:
@@ -123,7 +123,7 @@ class ImageQuestionDataset(SampleDataset):
                 self.samples.append(question)
         report_unreadable(unreadable, max_unreadable)
         if not self.samples:
-            raise UserError(f"no question is left for {split}; give data.datasets.NAME.{split} a size above 0")
+            raise UserError(f"no question is left for {split}; set data.datasets.NAME.{split} to a size above 0")
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -136,10 +136,10 @@ class ImageQuestionDataset(SampleDataset):
 def load_image_questions(
     data: ImageDataConfig, progress: bool = False
 ) -> tuple[ImageQuestionDataset, ImageQuestionDataset | None]:
-    """Training and validation set of a configuration; the second is None if every `val` size is 0.
+    """Load training and validation set; the latter is None if every `val` size is 0.
 
     Raises:
-        UserError: the data cannot be read, or have fewer questions than a batch.
+        UserError: the data cannot be read, or has fewer questions than a batch.
     """
     sources = data.sources()
     settings = data.question_suffix, data.max_unreadable_images, progress
@@ -165,15 +165,15 @@ def _read_questions(
             question = question_of(name, row, record, suffix, source.image_folder)
             questions.append(replace(question, metric=metric_of(name, source)))
     ids = unique_sample_ids(question.sample_id for question in questions)
-    # results are stored by id, and the splits of a data set often use the same numbers
+    # results are stored by id, and the splits of a dataset often use the same numbers
     return [replace(question, sample_id=f"{split}/{unique}") for question, unique in zip(questions, ids)]
 
 
 def report_unreadable(messages: Sequence[str], max_unreadable: int) -> None:
-    """Warn of images that are skipped.
+    """Warn about skipped images.
 
     Raises:
-        UserError: there are more than allowed.
+        UserError: more images are unreadable than allowed.
     """
     if not messages:
         return
@@ -189,12 +189,12 @@ def report_unreadable(messages: Sequence[str], max_unreadable: int) -> None:
 def question_of(
     name: str, row: int, record: Mapping[str, Any], suffix: str, folder: Path | None = None
 ) -> ImageQuestion:
-    """Convert a row of a data set.
+    """Convert a row of a dataset.
 
     Args:
-        row: its number in the data set.
-        suffix: appended to the question.
-        folder: where the image of the row may be; None if the row must hold it.
+        row: index of the row in the dataset.
+        suffix: text appended to the question.
+        folder: folder that may contain the row's image; None if the row itself must contain it.
 
     Raises:
         UserError: the row has no image, no question or no answer, or names an image outside the folder.
@@ -214,24 +214,23 @@ def question_of(
         image = image_of(record["image"], folder)
     except ValueError as error:
         raise UserError(
-            f"row {row} of {name} names an image {error}; set data.datasets.{name}.images to the folder that holds "
-            "all of them"
+            f"row {row} of {name} names an image {error}; set data.datasets.{name}.images to the folder of all images"
         ) from error
     return ImageQuestion(f"{name}/{number}", image, question + suffix, references)
 
 
 def reference_answers(record: Mapping[str, Any]) -> list[str]:
-    """The references of a row: a text, texts, or the dictionaries with `answer` that VQAv2 has."""
+    """The references of a row: a text, a list of texts, or as in VQAv2 a list of dictionaries with `answer`."""
     given = record.get("answers", record.get("answer"))
     listed = [given] if isinstance(given, str | Mapping) else ([] if given is None else list(given))
     return [str(each["answer"] if isinstance(each, Mapping) else each) for each in listed]
 
 
 def image_of(column: Any, folder: Path | None) -> bytes | Path:
-    """What `datasets` and parquet files hold of an image: its bytes, or its path in the folder.
+    """The bytes of an image in a column of `datasets` or parquet files, or its path in the folder.
 
     Raises:
-        ValueError: the path leads out of the folder, directly or by a link; the message says where.
+        ValueError: the path leads out of the folder, directly or through a link; the message names the target.
     """
     if isinstance(column, Mapping) and column.get("bytes") is not None:
         return column["bytes"]
@@ -248,16 +247,16 @@ def image_of(column: Any, folder: Path | None) -> bytes | Path:
 
 
 def metric_of(name: str, source: QuestionSource) -> str:
-    """The metric of a data set: the recipe's, or the default of this data set."""
+    """The metric of a dataset: from the recipe, or the dataset's default."""
     default = PUBLIC_DATASETS[name].metric if name in PUBLIC_DATASETS else VQA_METRICS[0]
     return source.metric or default
 
 
 def require_rows(name: str, source: QuestionSource, split: str) -> None:
-    """Refuse a data set that is neither public nor has files of a split.
+    """Refuse a dataset that is not public and has no files of a split.
 
     Raises:
-        UserError: there is none; the message says which.
+        UserError: the dataset is unknown, or has no files of the split.
     """
     if source.source is not None:
         source.files(name, split)
@@ -269,10 +268,10 @@ def require_rows(name: str, source: QuestionSource, split: str) -> None:
 
 
 def iter_records(name: str, source: QuestionSource, split: str) -> Iterator[Mapping[str, Any]]:
-    """Rows of a split, up to its size, with images as they are encoded.
+    """Yield the rows of a split up to its configured size, with encoded images.
 
     Raises:
-        UserError: there is no such data set, or it cannot be read.
+        UserError: the dataset does not exist or cannot be read.
     """
     require_rows(name, source, split)
     if source.source is None:
@@ -284,7 +283,7 @@ def iter_records(name: str, source: QuestionSource, split: str) -> Iterator[Mapp
 
 
 def _hub_rows(name: str, split: str) -> Iterator[Mapping[str, Any]]:
-    """Rows of one of `PUBLIC_DATASETS`, streamed."""
+    """Stream the rows of one of `PUBLIC_DATASETS`."""
     import datasets
 
     public = PUBLIC_DATASETS[name]

@@ -1,4 +1,4 @@
-"""Prompts of GRPO, in verl's RL format: `prompt`, `data_source`, `reward_model`, `extra_info`."""
+"""Prompts for GRPO in verl's RL format: `prompt`, `data_source`, `reward_model`, `extra_info`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class PromptDataset(SampleDataset):
     """Samples with `row`, `sample_id`, `prompt_ids`, `prompt_text` and the columns of the file.
 
     Args:
-        parquet_files: one path or several.
+        parquet_files: one or more paths.
         tokenizer: a fast tokenizer with a chat template.
         config: the `data` section.
         max_samples: read only the first rows; -1 reads all.
         progress: show a progress bar on a terminal.
-        now: the time that a chat template with `strftime_now` gets; None for that of the clock.
+        now: the time for a chat template with `strftime_now`; None for the current time.
 
     Raises:
-        UserError: a row is not a prompt, or is longer than `data.max_prompt_length`; the message names file and row.
+        UserError: a row is not a prompt or exceeds `data.max_prompt_length`; the message names the file and the row.
     """
 
     def __init__(
@@ -53,9 +53,7 @@ class PromptDataset(SampleDataset):
         if not kept:
             raise UserError(f"no prompt of {', '.join(names)} is left; raise data.max_prompt_length")
         if len(kept) < len(items) and progress:
-            print_line(
-                f"{len(items) - len(kept)} of {len(items)} prompts are longer than data.max_prompt_length and skipped"
-            )
+            print_line(f"Skipping {len(items) - len(kept)} of {len(items)} prompts, longer than data.max_prompt_length")
         ids = unique_sample_ids(item["sample_id"] for item in kept)
         self._samples = [
             {**item, "row": row, "sample_id": sample_id} for row, (item, sample_id) in enumerate(zip(kept, ids))
@@ -68,7 +66,7 @@ class PromptDataset(SampleDataset):
         return self._samples[index]
 
     def _item(self, name: str, row: int, record: dict[str, Any]) -> dict[str, Any] | None:
-        """One prompt; None for a long one that is skipped."""
+        """Convert a row to a prompt; None if it is too long and skipped."""
         try:
             extra = _struct(record, "extra_info")
             _struct(record, "reward_model")
@@ -96,20 +94,20 @@ class PromptDataset(SampleDataset):
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """One rank's prompts of a step, samples of a `PromptDataset`; the class is the data loader's `collate_fn`."""
+    """One rank's prompts for a step, as samples of a `PromptDataset`; the data loader's `collate_fn`."""
 
     items: list[dict[str, Any]]
 
     @property
     def rows(self) -> list[int]:
-        """Number of each in the data set."""
+        """Index of each prompt in the dataset."""
         return [item["row"] for item in self.items]
 
 
 def load_prompts(
     data: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
-    """Training and validation prompts; the second is None if `data.val_files` is null; see `PromptDataset`."""
+    """Load training and validation prompts; the latter are None if `data.val_files` is null. See `PromptDataset`."""
     train = PromptDataset(data.train_files, tokenizer, data, data.train_max_samples, progress, now)
     if not file_list(data.val_files):
         return train, None
@@ -124,12 +122,12 @@ def _records(names: Iterable[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 
 def _struct(record: dict[str, Any], column: str) -> dict[str, Any]:
-    """A column that holds a struct; empty if the row has none.
+    """The struct in a column; empty if the row has none.
 
     Raises:
-        UserError: it holds something else.
+        UserError: the column holds something else.
     """
     value = record.get(column)
     if value is not None and not isinstance(value, dict):
-        raise UserError(f"its column '{column}' is a {type(value).__name__}; write a struct, as verl's RL format has")
+        raise UserError(f"its column '{column}' is a {type(value).__name__}; write a struct, as in verl's RL format")
     return value or {}

@@ -1,4 +1,4 @@
-"""The order of the training data, and the position in it that a checkpoint saves."""
+"""The order of the training data, and the data position that a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from verl_ext.data.batching import MicroBatchPlan
 from verl_ext.errors import UserError
 
 VERL_ORDER_SEED = 0
-"""Seed of the order of the data in verl's own SFT trainer; its `trainer.seed` has no effect on the order."""
+"""Seed of the data order in verl's own SFT trainer, where `trainer.seed` does not affect the order."""
 
 
 class GlobalBatchSampler(Sampler[list[Any]]):
     """Yields this rank's part of each global batch from the current position to the end of the epoch.
 
-    A part is a list of sample numbers, or with a plan a list of such lists, one for each micro-batch.
+    A part is a list of sample indices, or with a plan a list of such lists, one for each micro-batch.
 
-    The order is a function of the seed and the epoch, not of the number of ranks, and the position counts samples of
-    the whole job. So one number resumes every rank exactly, even at the end of an epoch. The last incomplete batch of
-    an epoch is dropped.
+    The order depends on the seed and the epoch, not on the number of ranks, and the position counts the samples of all
+    ranks. So one number resumes every rank exactly, even at the end of an epoch. The last incomplete batch of an epoch
+    is dropped.
 
     Args:
         global_batch_size: samples per optimizer step over all data-parallel ranks.
-        num_ranks: number of data-parallel ranks; it divides the global batch.
-        plan: assigns the samples of a global batch to micro-batches and ranks; None gives each rank an equal run.
+        num_ranks: number of data-parallel ranks; must divide the global batch.
+        plan: assigns the samples of a global batch to micro-batches and ranks; None gives each rank an equal,
+            contiguous part.
 
     Raises:
-        UserError: the data set is smaller than one global batch.
+        UserError: the dataset is smaller than one global batch.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self.epoch, self.batches_done = 0, 0
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """Number of batches in an epoch."""
         return self.num_samples // self.global_batch_size
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -70,13 +71,13 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         return rows[self.rank * local_batch_size :][:local_batch_size]
 
     def advance(self) -> None:
-        """Count one global batch as trained on; the last of an epoch moves to the start of the next."""
+        """Advance by one global batch; after the last batch of an epoch, move to the start of the next epoch."""
         self.batches_done += 1
         if self.batches_done == len(self):
             self.epoch, self.batches_done = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, the same on every rank."""
+        """The data position, which is equal on every rank."""
         samples_seen = self.batches_done * self.global_batch_size
         return {
             "epoch": self.epoch, "samples_seen": samples_seen, "num_samples": self.num_samples, "seed": self.seed,
@@ -84,24 +85,23 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position.
+        """Restore a saved position.
 
         Raises:
-            UserError: the size of the data set or the seed differ, or the batch size does not divide the position.
+            UserError: the size of the dataset or the seed differs, or the batch size does not divide the position.
         """
         for name in ("num_samples", "seed"):
             if state[name] != getattr(self, name):
                 raise UserError(
-                    f"the checkpoint was written with {name}={state[name]}, this run has {getattr(self, name)}, so "
-                    "the order of the data would change; restore it, or start a new run with another "
-                    "trainer.experiment_name"
+                    f"the checkpoint was saved with {name}={state[name]}, but this run has {getattr(self, name)}, so "
+                    "the data order would change; restore it, or start a new run with another trainer.experiment_name"
                 )
         if state["samples_seen"] % self.global_batch_size:
             raise UserError(
                 f"the checkpoint is {state['samples_seen']} samples into its epoch, which is not a multiple of "
                 f"data.train_batch_size={self.global_batch_size}; resume with the previous batch size"
             )
-        self.order_seed = state.get("order_seed", self.seed)  # differs if verl itself began the run
+        self.order_seed = state.get("order_seed", self.seed)  # differs if verl itself started the run
         self.epoch, self.batches_done = state["epoch"], state["samples_seen"] // self.global_batch_size
         if self.batches_done >= len(self):
             self.epoch, self.batches_done = self.epoch + 1, 0
@@ -109,20 +109,20 @@ class GlobalBatchSampler(Sampler[list[Any]]):
     def state_after_verl(
         self, loader_state: dict[str, Any], step: int, num_saved_ranks: int
     ) -> tuple[dict[str, Any], str | None]:
-        """The state from which this sampler continues a run of verl's own SFT trainer with the next sample.
+        """The state with which this sampler continues a run of verl's own SFT trainer at the next sample.
 
         verl shuffles with `DistributedSampler`: epoch e is `randperm` with the seed 0 + e, and rank r of n takes every
-        n-th sample from the r-th on. The k-th samples of all ranks are neighbours in that order, so verl's k-th global
-        batch is the k-th run of samples on any number of ranks, which is what this sampler yields for that seed. Both
-        drop the last incomplete batch.
+        n-th sample, starting at the r-th. The k-th samples of all ranks are adjacent in that order, so verl's k-th
+        global batch is the k-th contiguous block of samples on any number of ranks. This sampler yields the same
+        batches for that seed. Both drop the last incomplete batch.
 
         Args:
-            loader_state: `data.pt`: the state of rank 0's `StatefulDataLoader`; empty if there is none.
-            step: optimizer steps done.
-            num_saved_ranks: data-parallel ranks that saved the checkpoint.
+            loader_state: content of `data.pt`, the state of rank 0's `StatefulDataLoader`; empty if there is none.
+            step: number of completed optimizer steps.
+            num_saved_ranks: number of data-parallel ranks that saved the checkpoint.
 
         Returns:
-            What `load_state_dict` takes, and why verl may have been elsewhere; None if it cannot have been.
+            A state for `load_state_dict`, and a warning if verl may have been at another position, otherwise None.
         """
         doubt = None
         seen = _batches_seen(loader_state, num_saved_ranks)
@@ -133,8 +133,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             epoch, by_step = divmod(step, len(self))
             doubt = (
                 f"its data.pt is {batches} batches of {batch_size} samples into an epoch, which contradicts step "
-                f"{step} on {self.num_samples} samples, so the data have changed and have another order; the run "
-                f"resumes {by_step} batches into epoch {epoch}"
+                f"{step} with {self.num_samples} samples, so the data and its order have changed; the run resumes "
+                f"{by_step} batches into epoch {epoch}"
             )
             batch_size = self.global_batch_size
         position = {"epoch": epoch, "samples_seen": by_step * batch_size}
@@ -142,10 +142,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
 
 
 def _batches_seen(loader_state: dict[str, Any], num_ranks: int) -> tuple[int, int] | None:
-    """Batches trained on in the epoch, and their size over all ranks; None if the state does not say."""
+    """Number of completed batches in the epoch, and their size over all ranks; None if the state lacks them."""
     try:
         main = loader_state["_snapshot"]["_main_snapshot"]
         batches, samples = main["_sampler_iter_yielded"], main["_sampler_iter_state"]["samples_yielded"]
-    except (KeyError, TypeError):  # there is no state, or it is from another version of torchdata
+    except (KeyError, TypeError):  # no state, or a state of another torchdata version
         return None
     return (batches, samples // batches * num_ranks) if batches and samples else None

@@ -1,6 +1,6 @@
-"""The chat templates that are shipped for training, and the setting `data.chat_template`.
+"""The included chat templates for training, and the setting `data.chat_template`.
 
-Imports nothing heavy: the launcher checks the setting with it.
+Imports nothing heavy, because the launcher checks the setting with this module.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MARK = re.compile(r"\{%([-+]?)\s*((?:end)?generation)\s*([-+]?)%\}")
 
 
 def read_chat_template(setting: str) -> str:
-    """The template that `data.chat_template` gives: one of `TEMPLATE_NAMES`, a Jinja file, or the text itself.
+    """Read the template for `data.chat_template`: one of `TEMPLATE_NAMES`, a Jinja file, or the template text.
 
     Raises:
-        UserError: there is no such name and no such file, or the file cannot be read.
+        UserError: no template or file has this name, or the file cannot be read.
     """
     if "{" in setting:
         return setting
@@ -35,7 +35,7 @@ def read_chat_template(setting: str) -> str:
         guess = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(
             f"data.chat_template is '{setting}', which is neither a template nor a file{guess}; "
-            f"take one of {', '.join(TEMPLATE_NAMES)}, or the path of a Jinja file"
+            f"use one of {', '.join(TEMPLATE_NAMES)}, or the path of a Jinja file"
         )
     try:
         return path.read_text()
@@ -47,10 +47,10 @@ def read_chat_template(setting: str) -> str:
 
 
 def parse_chat_template(text: str) -> None:
-    """Parse a template as transformers does, with its tag `generation`; nothing is rendered.
+    """Parse a template like transformers, with its tag `generation`, without rendering it.
 
     Raises:
-        UserError: it has a syntax error, or cannot be compiled.
+        UserError: the template has a syntax error, or cannot be compiled.
     """
     from jinja2 import Environment, TemplateError, nodes
     from jinja2.ext import Extension
@@ -66,11 +66,11 @@ def parse_chat_template(text: str) -> None:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     try:
-        with rendering():  # Jinja computes constant expressions when it compiles
+        with rendering():  # Jinja evaluates constant expressions at compile time
             Environment(extensions=[Generation, "jinja2.ext.loopcontrols"]).from_string(text)
     except EndlessTemplate as error:
         raise UserError(
-            "data.chat_template cannot be compiled: one of its constant expressions takes too long; correct it"
+            "data.chat_template cannot be compiled: a constant expression takes too long; correct it"
         ) from error
     except TemplateError as error:
         line = getattr(error, "lineno", None)
@@ -81,15 +81,15 @@ def parse_chat_template(text: str) -> None:
 
 
 def marks_generation(template: str) -> bool:
-    """Whether a template marks the text of the assistant with `{% generation %}`."""
+    """Whether a template marks the assistant's text with `{% generation %}`."""
     return any(found[2] == "generation" for found in _MARK.finditer(template))
 
 
 def without_date(text: str) -> str:
-    """A rendered chat without the current date, which SmolLM3's own template writes."""
+    """Remove the current date, which SmolLM3's own template writes, from a rendered chat."""
     return re.sub(r"Today Date: [^\n]*", "", text)
 
 
 def without_marks(template: str) -> str:
-    """The template for renderers that do not know `{% generation %}`; comments keep the white space control."""
+    """Replace `{% generation %}` tags, for renderers without them, by comments with the same white space control."""
     return _MARK.sub(r"{#\1 \2 \3#}", template)

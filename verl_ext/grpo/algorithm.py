@@ -27,25 +27,25 @@ SUM_NORM = "seq-mean-token-sum-norm"
 
 
 def has_signal(rewards: Sequence[float | None]) -> bool:
-    """Whether the rewards of a group differ in float32, which advantages are computed in; None is no reward."""
+    """Whether the rewards of a group, except None, differ in float32, the dtype of advantages."""
     return len(torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float32).unique()) > 1
 
 
 def group_advantages(rewards: Sequence[float | None], group_size: int, divide_by_std: bool) -> list[float]:
-    """Reward minus the group's mean, divided by the group's standard deviation or not.
+    """Subtract the group's mean from each reward, and optionally divide by the group's standard deviation.
 
     The formula is verl's `compute_grpo_outcome_advantage`: GRPO (arXiv 2402.03300, equation in section 4.1.2) with the
     division, Dr. GRPO (arXiv 2503.20783) without it.
 
     Args:
-        rewards: group after group; None for a sample without a reward, which does not count in its group.
-        group_size: samples of a group, at least two.
+        rewards: rewards, group by group; None for a sample without a reward, which its group ignores.
+        group_size: samples per group, at least two.
         divide_by_std: `algorithm.norm_adv_by_std_in_grpo`.
 
     Returns:
-        An advantage for each sample, exact in float32: 0 without a reward and in a group without signal.
+        One advantage per sample, exact in float32; 0 for samples without a reward and in groups without signal.
     """
-    assert group_size > 1 and len(rewards) % group_size == 0, "a group of one sample has nothing to be compared with"
+    assert group_size > 1 and len(rewards) % group_size == 0, "groups are complete and have at least two samples"
     rewarded = torch.tensor([reward is not None for reward in rewards], dtype=torch.bool)
     known = torch.tensor([reward for reward in rewards if reward is not None])
     advantages = torch.zeros(len(rewards))
@@ -56,7 +56,7 @@ def group_advantages(rewards: Sequence[float | None], group_size: int, divide_by
         )
         advantages[rewarded] = values[:, 0]
     for start in range(0, len(rewards), group_size):
-        # the rounding of the mean, divided by a deviation of nearly nothing, would be an advantage
+        # the mean's rounding error, divided by a tiny standard deviation, would be a large advantage
         if not has_signal(rewards[start : start + group_size]):
             advantages[start : start + group_size] = 0.0
     return advantages.tolist()
@@ -67,13 +67,13 @@ def group_advantages(rewards: Sequence[float | None], group_size: int, divide_by
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What one update averages over, on all ranks together.
+    """Sizes that normalize the loss of one update, over all ranks.
 
     Attributes:
-        num_decisions: with mask 1.
-        num_samples: with at least one such decision.
-        num_ranks: whose gradients are averaged.
-        max_decisions: most decisions that a sample can have.
+        num_decisions: number of decisions with mask 1.
+        num_samples: number of samples with at least one such decision.
+        num_ranks: number of ranks whose gradients are averaged.
+        max_decisions: maximum number of decisions in a sample.
     """
 
     num_decisions: float
@@ -82,9 +82,9 @@ class GlobalBatch:
     max_decisions: int
 
     def normalization(self, actor: ActorConfig) -> dict[str, Any]:
-        """The arguments of verl's `agg_loss` with which the ranks' gradients average to the global one."""
+        """Arguments of verl's `agg_loss` that make the mean of the ranks' gradients the global gradient."""
         if actor.loss_agg_mode == SUM_NORM:
-            # verl divides by nothing else there, so that a batch of twice the size would have twice the gradient
+            # verl divides by this divisor only, so doubling the batch would double the gradient
             divisor = actor.loss_scale_factor or self.max_decisions
             return {"loss_scale_factor": divisor * self.num_samples / self.num_ranks}
         return {
@@ -99,13 +99,13 @@ class LossInputs:
     """One micro-batch; every tensor is (samples, decisions).
 
     Attributes:
-        log_probs: of the sampled decisions by the model as it is, with gradient.
-        old_log_probs: the same by the model before the step's first update.
-        advantages: of each sample, at each of its decisions.
+        log_probs: log-probabilities of the sampled decisions under the current model, with gradient.
+        old_log_probs: log-probabilities under the model before the step's first update.
+        advantages: advantage of the sample, repeated for each of its decisions.
         mask: 1 where a decision counts; the loss is normalized by its sum over the global batch.
-        entropy: of the distribution of each decision; needed with an entropy bonus.
-        reference_log_probs: by the frozen reference; needed with a KL term.
-        rollout_is_weights: importance weights that correct for another sampling distribution than the model's.
+        entropy: entropy of each decision's distribution; needed for an entropy bonus.
+        reference_log_probs: log-probabilities under the frozen reference; needed for a KL term.
+        rollout_is_weights: importance weights that correct for a sampling distribution that differs from the model's.
     """
 
     log_probs: torch.Tensor
@@ -123,13 +123,13 @@ def micro_batch_loss(
     """Policy loss of `actor.policy_loss.loss_mode` - entropy bonus + KL term, by verl's formulas.
 
     Returns:
-        The value to differentiate: the loss is the mean over ranks of each rank's sum over micro-batches. And metrics
-        summed over the micro-batch's decisions, without gradient.
+        The value to differentiate, and metrics summed over the micro-batch's decisions, without gradient. The loss is
+        the mean over ranks of each rank's sum over micro-batches.
     """
     normalization = batch.normalization(actor)
     value, sums = _policy_loss(inputs, actor, batch, normalization)
     mask = inputs.mask
-    # the loss's own value is 0 while the ratios are 1, whatever its gradient is
+    # while all ratios are 1, the value of the loss is 0 whatever its gradient
     sums["policy_gradient_loss"] = -float((inputs.log_probs.detach() * inputs.advantages * mask).sum())
     if inputs.entropy is not None:
         sums["entropy"] = float((inputs.entropy.detach() * mask).sum())
@@ -157,9 +157,9 @@ def _policy_loss(
         rollout_is_weights=inputs.rollout_is_weights,
     )
     if mode == "geo_mean":
-        # verl takes the mean over the rows of the micro-batch, also over those without a decision, which give 0
+        # verl averages over all rows of the micro-batch, including rows without decisions, which contribute 0
         value = value * len(mask) * batch.num_ranks / batch.num_samples
-    if "actor/ppo_kl" not in metrics:  # gpg compares with no old policy, so verl measures nothing there
+    if "actor/ppo_kl" not in metrics:  # gpg has no old policy, so verl reports no KL
         difference = inputs.old_log_probs - inputs.log_probs.detach()
         metrics["actor/ppo_kl"] = float((difference * mask).sum() / mask.sum().clamp(min=1))
     num_decisions = float(mask.sum())
@@ -175,16 +175,16 @@ def kl_estimate(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind
     """Estimate the KL divergence from the reference at each decision.
 
     A trailing `+` keeps the estimator's value and takes the gradient of k2, whose expectation is the gradient of the KL
-    divergence. verl documents these names, but its `kl_penalty` passes the `+` on to a function that does not know it.
+    divergence. verl documents these names, but its `kl_penalty` passes the `+` to a function that does not support it.
 
     Args:
-        log_probs: with gradient.
-        reference_log_probs: by the frozen reference, of the same shape.
+        log_probs: log-probabilities under the model, with gradient.
+        reference_log_probs: log-probabilities under the frozen reference, of the same shape.
         kind: `actor.kl_loss_type`.
     """
 
     def estimate(name: str) -> torch.Tensor:
-        # verl asks for FloatTensor, which no tensor is
+        # verl annotates FloatTensor, which mypy does not accept a Tensor for
         return kl_penalty(log_probs, reference_log_probs, name)  # type: ignore[arg-type]
 
     value = estimate(kind.removesuffix("+"))
@@ -198,9 +198,9 @@ def rollout_is_weights(log_ratio: torch.Tensor, mask: torch.Tensor, algorithm: A
     """Truncated importance weights of `algorithm.rollout_correction`; None without it.
 
     Args:
-        log_ratio: (samples, decisions), log-probability by the model minus that by the engine.
-        mask: of the same shape.
-        algorithm: with level and threshold.
+        log_ratio: (samples, decisions), log-probability under the model minus that under the engine.
+        mask: (samples, decisions), 1 where a decision counts.
+        algorithm: gives the level and the threshold.
     """
     correction = algorithm.rollout_correction
     if correction.rollout_is is None or not bool(mask.any()):  # verl refuses a batch without tokens
@@ -212,7 +212,7 @@ def rollout_is_weights(log_ratio: torch.Tensor, mask: torch.Tensor, algorithm: A
 
 
 def _verl_config(actor: ActorConfig, normalization: dict[str, Any]) -> VerlActorConfig:
-    """The settings of verl's losses; required fields that no loss reads get any value."""
+    """Settings of verl's losses; required fields that no loss reads have arbitrary values."""
     return VerlActorConfig(
         strategy="fsdp2",
         rollout_n=2,

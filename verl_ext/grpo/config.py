@@ -35,7 +35,7 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = setting(True, "Normalize advantages by group; false is Dr. GRPO")
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
 
-    # What the step reads and only `TokenAlgorithmConfig` has keys for; without annotation this is no field.
+    # The step reads this, but only `TokenAlgorithmConfig` has keys for it; without an annotation it is not a field.
     rollout_correction = RolloutCorrectionConfig()
 
 
@@ -68,7 +68,7 @@ class TokenLossConfig:
 
 @dataclass(kw_only=True)
 class ActorConfig:
-    """`actor`: the policy loss. A sample of one decision averages the same in every mode."""
+    """`actor`: the policy loss. For samples of one decision, all aggregation modes are equal."""
 
     ppo_mini_batch_size: int | None = setting(
         None, "Samples per update over all ranks", ge=1, null="one update per pass"
@@ -79,7 +79,7 @@ class ActorConfig:
     clip_ratio_c: float = setting(3.0, "Dual clip: maximum ratio if the advantage is negative", gt=1)
     entropy_coeff: float = setting(0.0, "Entropy bonus", ge=0)
 
-    # What the loss reads and only `TokenActorConfig` has keys for; without annotations these are no fields.
+    # The loss reads these, but only `TokenActorConfig` has keys for them; without annotations they are not fields.
     policy_loss, tau_pos, tau_neg = TokenLossConfig(), 1.0, 1.05
     loss_agg_mode, loss_scale_factor = "token-mean", None
     use_kl_loss, kl_loss_coef, kl_loss_type = False, 0.0, "low_var_kl"
@@ -104,7 +104,7 @@ class TokenActorConfig(ActorConfig):
     kl_loss_type: KLType = setting("low_var_kl", "KL estimator; + uses k2's gradient")
 
     def check(self) -> None:
-        """The policy loss can be averaged as wanted."""
+        """Refuse an aggregation mode that the policy loss does not support, and bounds that exclude nothing."""
         mode, loss = self.loss_agg_mode, self.policy_loss
         if loss.loss_mode in LOSSES_OF_MEANS and mode != MEAN_OF_MEANS:
             raise UserError(
@@ -114,14 +114,14 @@ class TokenActorConfig(ActorConfig):
         if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
             raise UserError(
                 f"actor.policy_loss.clip_cov_lb={loss.clip_cov_lb:g} is not below clip_cov_ub={loss.clip_cov_ub:g}, so "
-                "that clip_cov would exclude no token; set clip_cov_lb below clip_cov_ub"
+                "clip_cov would exclude no token; set clip_cov_lb below clip_cov_ub"
             )
 
     def check_micro_batches(self, num_samples: int, micro_batch_size: int) -> None:
-        """A rank's samples of an update are in one micro-batch if the loss compares them.
+        """Require one micro-batch per rank and update if the loss compares samples.
 
         Args:
-            num_samples: of a rank in an update.
+            num_samples: samples per rank and update.
             micro_batch_size: `data.micro_batch_size_per_gpu`.
         """
         mode = self.policy_loss.loss_mode
@@ -178,6 +178,6 @@ class RewardConfig:
     memory_mb: int = setting(1024, "Memory of a program's processes", ge=16)
 
     def check(self) -> None:
-        """There is a reward."""
+        """Refuse an empty list of reward functions."""
         if not self.functions:
             raise UserError("reward.functions is empty; name a reward function, or path.py:function")

@@ -1,4 +1,4 @@
-"""Guards stop a run that cannot learn: rewards that always fail, an engine with other weights."""
+"""Guards that stop a run that cannot learn: rewards that always fail, or an engine whose weights differ."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from verl_ext.errors import UserError
 from verl_ext.grpo.protocols import Policy, RewardFailure, Trajectory
 
 TIMED_OUT_STEPS = 3
-"""Consecutive steps of nothing but time-outs that stop the run; a machine can be busy for one or two."""
+"""Consecutive steps with only time-outs after which the run stops; a machine can be busy for one or two."""
 FLOAT32_GAP = 0.01
-"""Nat. In float32, engine and trainer differ by less than 1e-4; a larger gap means other weights."""
+"""In nats. In float32, engine and trainer differ by less than 1e-4; a larger gap means that the weights differ."""
 CHECKED_STEPS = 2
-"""Steps that are checked after a start: the first has the loaded weights, the second those of the first update."""
+"""Steps to check after a start: the first uses the loaded weights, the second the weights after an update."""
 
 
 class RewardGuard:
     """Reports each failing reward function once, and stops the run if one fails on every sample of a step.
 
     Args:
-        names: of the reward functions, the same on every rank.
+        names: names of the reward functions, the same on every rank.
         describe: shows a sample in a report.
-        device: for reductions over ranks.
+        device: device for reductions over ranks.
     """
 
     def __init__(self, names: Sequence[str], describe: Callable[[Trajectory], str], device: str) -> None:
@@ -40,10 +40,10 @@ class RewardGuard:
 
         Args:
             when: names the step or validation, such as `step 4`.
-            trajectories: of this rank, with their rewards.
+            trajectories: trajectories of this rank, with their rewards.
 
         Returns:
-            Counts over all ranks: `samples`, and for each function `NAME failed` and `NAME timed out`.
+            Counts over all ranks: `samples`, and `NAME failed` and `NAME timed out` for each function.
         """
         sums = {"samples": float(len(trajectories))}
         for name in self.names:
@@ -62,14 +62,14 @@ class RewardGuard:
                 warn(
                     f"{when}: the reward {name} failed on {failed:.0f} of {counts['samples']:.0f} samples, which "
                     f"therefore have no reward: {failure.reason}. Further failures are only counted, in "
-                    f"train/reward_failures. This was {more}"
+                    f"train/reward_failures. First failure: {more}"
                 )
         return counts
 
     def check(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Report, and stop the run if a function failed on all samples of all ranks; collective.
 
-        If all of them timed out, the run stops after `TIMED_OUT_STEPS` consecutive steps of that kind.
+        If all of them timed out, the run stops after `TIMED_OUT_STEPS` such steps in a row.
 
         Raises:
             UserError: on every rank, before the step's update.
@@ -88,7 +88,7 @@ class RewardGuard:
             else:
                 continue
             raise UserError(
-                f"step {step}: the reward {name} {what}, and no update was made from this step; {fix}, then start the "
+                f"step {step}: the reward {name} {what}. The model was not updated in this step; {fix}, then run the "
                 "same command again (earlier checkpoints are intact)"
             )
 
@@ -111,13 +111,13 @@ def _failures(name: str, trajectories: Sequence[Trajectory]) -> Iterator[tuple[T
 
 
 class EngineGuard:
-    """Stops a run whose engine has other weights than the trained model; checks the first steps of every start.
+    """Stops a run if the engine's weights differ from the trained model's; checks the first steps after each start.
 
     Args:
         policy: generates with an engine, and evaluates with the trained model.
-        max_gap: largest mean difference of their log-probabilities, in nat per token.
-        micro_batch_size: samples of a rank that are compared, in one forward pass.
-        device: for reductions over ranks.
+        max_gap: largest allowed mean difference of their log-probabilities, in nats per token.
+        micro_batch_size: samples per rank to compare, in one forward pass.
+        device: device for reductions over ranks.
     """
 
     def __init__(self, policy: Policy, max_gap: float, micro_batch_size: int, device: str) -> None:
@@ -125,13 +125,13 @@ class EngineGuard:
         self._steps_left = CHECKED_STEPS if policy.engine_dtype is not None else 0
 
     def generate(self, step: int, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Some of a step's trajectories for `check`, none after the first steps; inside `Policy.sampling`."""
+        """Return some trajectories of a step for `check`, none after the first steps; inside `Policy.sampling`."""
         if not self._steps_left:
             return []
         return self.policy.generate_unfiltered(trajectories[: self.micro_batch_size], step)
 
     def check(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Compare what `generate` returned, and stop the run if one rank's engine differs; collective.
+        """Compare `generate`'s trajectories with the model, and stop the run if any rank's engine differs; collective.
 
         Raises:
             UserError: on every rank, before the step's update.
@@ -142,9 +142,9 @@ class EngineGuard:
         gap = reduce_over_ranks(maxima={"gap": self._gap(trajectories)}, device=self.device)["gap"]
         if not gap <= self.max_gap:
             raise UserError(
-                f"step {step}: the engine's log-probabilities differ from the trained model's by {gap:.3g} nat a token "
-                f"(more than {self.max_gap:g}), so it has other weights, and no update was made from this step; set "
-                "rollout.engine=hf, then start the same command again (earlier checkpoints are intact)"
+                f"step {step}: the engine's log-probabilities differ from the trained model's by {gap:.3g} nats "
+                f"per token (limit: {self.max_gap:g}), so their weights differ. The model was not updated in this "
+                "step; set rollout.engine=hf, then run the same command again (earlier checkpoints are intact)"
             )
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ from verl_ext.grpo.sampling import (
 
 
 class HFEngine(RolloutEngine):
-    """Generates in batches, each rank by itself: its layers are unsharded meanwhile."""
+    """Generates in batches on each rank independently, with unsharded layers."""
 
     def __init__(
         self,
@@ -34,20 +34,20 @@ class HFEngine(RolloutEngine):
         autocast: Callable[[], AbstractContextManager[Any]],
         device: str = "cpu",
     ) -> None:
-        """Generate with a model; collective.
+        """Set up generation with a model; collective.
 
         Args:
-            model: as FSDP2 modules.
+            model: the trained model, as FSDP2 modules.
             pad_token_id: pads prompts on the left.
-            eos_token_ids: end a completion.
-            batch_size: concurrent completions.
-            autocast: makes the context of its forward passes.
-            device: of its inputs; offloaded parameters are elsewhere.
+            eos_token_ids: tokens that end a completion.
+            batch_size: number of concurrent completions.
+            autocast: returns the context for forward passes.
+            device: device of the inputs; offloaded parameters are elsewhere.
         """
         self._model, self._pad, self._eos = model, pad_token_id, list(eos_token_ids)
         self._batch_size, self._autocast, self._device = batch_size, autocast, device
         with torch.no_grad(), autocast():
-            # FSDP finds its outermost module at the first forward pass, and `generate` of an adapted model bypasses it
+            # FSDP determines its root at the first forward pass, and `generate` of a PEFT model bypasses the root
             model(input_ids=torch.tensor([[pad_token_id]], device=device), use_cache=False)
 
     @torch.no_grad()
@@ -76,7 +76,7 @@ class HFEngine(RolloutEngine):
             attention_mask=attention_mask,
             past_key_values=self._prompt_cache(requests, input_ids, attention_mask),
             logits_processor=LogitsProcessorList([processor]),
-            # every rank has the whole model, so one with fewer prompts, or none, need not keep up with the others
+            # every rank has the whole model, so ranks with fewer or no prompts need no extra forward passes
             synced_gpus=False,
             generation_config=GenerationConfig(
                 do_sample=False,
@@ -89,9 +89,9 @@ class HFEngine(RolloutEngine):
         return [self._completion(row, probs) for row, probs in zip(tokens.tolist(), processor.log_probs())]
 
     def _generate(self, **arguments: Any) -> torch.Tensor:
-        """Generate without the model's own settings, which may forbid repetitions and the like.
+        """Generate without the model's generation config, which may penalize repetition, for example.
 
-        transformers 5 takes from them whatever is not set. With adapters, peft passes its own on to the model below.
+        transformers 5 takes unset settings from it, and peft copies its own to the base model.
         """
         models = [self._model, unwrap_peft(self._model)]
         own = [model.generation_config for model in models]
@@ -132,7 +132,7 @@ class HFEngine(RolloutEngine):
 
 
 class SeededHFLogitsProcessor(LogitsProcessor):
-    """Samples each row's next token with the row's own random numbers, and leaves `generate` no other choice."""
+    """Samples each row's next token with the row's own random numbers, and masks all other tokens."""
 
     def __init__(self, seeds: Sequence[int], sampling: SamplingArgs) -> None:
         """One seed for each row of the batch."""
@@ -147,19 +147,19 @@ class SeededHFLogitsProcessor(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
     def log_probs(self) -> torch.Tensor:
-        """(rows, tokens) of the sampled tokens, on the CPU."""
+        """Log-probabilities of the sampled tokens, (rows, tokens), on the CPU."""
         return torch.stack(self._log_probs, 1).cpu()
 
 
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
-    """Whether its forward pass continues from transformers' `DynamicCache`; Mamba has a cache of its own."""
+    """Whether the model's forward pass accepts transformers' `DynamicCache`; Mamba, for example, has its own cache."""
     takes_cache = "past_key_values" in inspect.signature(type(model).forward).parameters
     return takes_cache and model._supports_default_dynamic_cache()
 
 
 @contextmanager
 def unsharded_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the whole model on every rank, so that forward passes need no other rank; collective at both ends."""
+    """Keep the whole model on every rank, so that forward passes need no other rank; collective on entry and exit."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)

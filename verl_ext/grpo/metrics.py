@@ -1,4 +1,4 @@
-"""Metrics of GRPO's samples and updates, reduced over all ranks, and samples as rows for readers."""
+"""Metrics of GRPO's samples and updates, reduced over all ranks, and rows of the sample table."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from verl_ext.grpo.protocols import Environment, Metrics, Policy, Trajectory
 from verl_ext.metrics.jsonl import SampleRow
 
 ALL_STATISTICS = ("mean", "std", "min", "max")
-"""What `distribution_metrics` knows; std is the population standard deviation."""
+"""Statistics of `distribution_metrics`; std is the population standard deviation."""
 MAX_SHOWN_CHARACTERS = 300
-"""Of a sample in a message."""
+"""Maximum length of a sample in a message."""
 
 
 def distribution_metrics(
     columns: Mapping[str, Sequence[float]], statistics: Mapping[str, Sequence[str]], device: str
 ) -> Metrics:
-    """Statistics over the values of all ranks as metrics, `NAME_mean` and so on; collective.
+    """Compute statistics over the values of all ranks, as metrics `NAME_mean` and so on; collective.
 
     Args:
-        columns: values of this rank, by the same names on every rank. A column without values has no metrics.
-        statistics: of each column, some of `ALL_STATISTICS`.
-        device: for reductions over ranks.
+        columns: values of this rank, by names that are the same on every rank. An empty column has no metrics.
+        statistics: statistics of each column, from `ALL_STATISTICS`.
+        device: device for reductions over ranks.
     """
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
@@ -81,7 +81,7 @@ class UpdateMetrics:
     """Collects metrics over the micro-batches of a step's updates.
 
     Args:
-        device: for reductions over ranks.
+        device: device for reductions over ranks.
     """
 
     def __init__(self, device: str) -> None:
@@ -93,22 +93,22 @@ class UpdateMetrics:
         self._maxima: defaultdict[str, float] = defaultdict(float)
 
     def add_update(self, loss: float, grad_norm: float) -> None:
-        """Add the loss of an update, which is that of all ranks, and the gradient's norm before clipping."""
+        """Add the loss of an update over all ranks, and the gradient norm before clipping."""
         self._losses.append(loss)
         self._grad_norms.append(grad_norm)
 
     def add_sums(self, sums: Mapping[str, float], num_decisions: float) -> None:
-        """Add sums over the decisions of a micro-batch, whose mean per decision is logged."""
+        """Add sums over the decisions of a micro-batch; their means per decision are logged."""
         for name, value in sums.items():
             self._sums[name] += value
             self._counts[name] += num_decisions
 
     def add_maximum(self, name: str, values: torch.Tensor) -> None:
-        """Take the largest value into account, which `NAME_max` logs."""
+        """Update the maximum that is logged as `NAME_max`."""
         self._maxima[name] = max(self._maxima[name], float(values.max()))
 
     def reduced(self) -> Metrics:
-        """The metrics by their full names, over all ranks and updates; collective."""
+        """Return the metrics over all ranks and updates by full name; collective."""
         counts = {f"{name} n": count for name, count in self._counts.items()}
         sums = reduce_over_ranks(sums={**self._sums, **counts}, device=self._device)
         maxima = reduce_over_ranks(maxima=self._maxima, device=self._device)
@@ -122,13 +122,13 @@ class UpdateMetrics:
         }
 
 
-# Samples for readers
+# Sample table
 
 
 def sample_rows(
     trajectories: Sequence[Trajectory], count: int, policy: Policy, environment: Environment
 ) -> list[SampleRow]:
-    """Up to `count` samples of this rank with rewards and advantages: one of each prompt, then another."""
+    """Up to `count` samples of this rank with rewards and advantages: one per prompt, then a second one, and so on."""
     rows: list[SampleRow] = []
     for trajectory in sorted(trajectories, key=lambda each: each.number)[:count]:
         reward = trajectory.reward

@@ -1,4 +1,4 @@
-"""What a stage that learns from rewards supplies: a policy that acts, and an environment that rewards.
+"""Interfaces of stages that learn from rewards: a policy that acts, and an environment that rewards.
 
 A step generates in rounds: in each round, every live trajectory gets one action from the policy, and then its
 environment answers with the next observation or with the reward. The batches of an engine therefore depend on the state
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 Metrics: TypeAlias = "dict[str, float]"
 MicroBatch: TypeAlias = "dict[str, torch.Tensor]"
-"""Tensors of some trajectories. (trajectories, decisions) are the policy's `response_mask`, 1 at each decision, and
-`rollout_log_probs`, as the decisions were sampled; and the step's `loss_mask`, 1 at each decision that counts in the
-loss, `advantages`, `old_log_probs` and `reference_log_probs`. The others are the policy's own."""
+"""Tensors of some trajectories. Shape (trajectories, decisions): from the policy, `response_mask`, 1 at each decision,
+and `rollout_log_probs`, from sampling; from the step, `loss_mask`, 1 at each decision that counts in the loss,
+`advantages`, `old_log_probs` and `reference_log_probs`. All others are the policy's own."""
 
 
 # Trajectories

@@ -1,4 +1,4 @@
-"""What a rollout engine is asked for, and the choice of the next token, which is the same in every engine."""
+"""Requests to rollout engines, and next-token sampling, which is the same in every engine."""
 
 from __future__ import annotations
 
@@ -119,26 +119,26 @@ def sample_seed(run_seed: int, step: int, sample_id: str, number: int) -> int:
 
 
 def seeded_uniforms(seed: int, count: int) -> torch.Tensor:
-    """(count,) float64 in [0, 1), one for each token of a completion, from its seed alone."""
+    """Random numbers, (count,) float64 in [0, 1): one per token of a completion, derived from its seed alone."""
     numbers = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return numbers.clamp(max=_BELOW_ONE)  # a product with it must stay below the other factor
+    return numbers.clamp(max=_BELOW_ONE)  # x times a uniform must stay below x
 
 
 def sample_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingArgs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next token of each row: where the cumulative probability exceeds the row's random number.
+    """Sample the next token of each row: the first whose cumulative probability exceeds the row's random number.
 
     Args:
         logits: (rows, vocabulary).
-        uniforms: (rows,) float64, of `seeded_uniforms`; unused at temperature 0.
-        sampling: of all rows.
+        uniforms: (rows,) float64, from `seeded_uniforms`; unused at temperature 0.
+        sampling: sampling parameters of all rows.
 
     Returns:
-        (rows, 1) tokens, and (rows, 1) their log-probabilities in the distribution that they were sampled from.
+        Tokens, (rows, 1), and their log-probabilities under the sampling distribution, (rows, 1).
 
     Raises:
-        UserError: the logits give no probabilities.
+        UserError: the logits are not finite.
     """
     logits = logits.float()
     if sampling.temperature == 0:
@@ -151,7 +151,7 @@ def sample_tokens(
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
-    log_probs = warpers(None, logits).log_softmax(-1)  # they do not look at the tokens so far
+    log_probs = warpers(None, logits).log_softmax(-1)  # they ignore the previous tokens
     sums = log_probs.exp().cumsum(-1, dtype=torch.float64)
     if not bool(sums[:, -1].isfinite().all()):
         raise UserError(

@@ -27,25 +27,26 @@ from verl_ext.metrics.timing import StepTimer, TraceFile
 
 @dataclass(eq=False)
 class GRPOStep:
-    """Runs the steps of a training. Every method is collective; each rank has the same number of prompts.
+    """Runs training steps. Every method is collective; each rank has the same number of prompts.
 
     Attributes:
-        policy: generates actions and evaluates them; the model that is trained.
+        policy: the trained model; generates actions and evaluates them.
         environment: rewards actions.
-        algorithm: advantages, dynamic sampling and rollout correction.
-        actor: the loss.
+        algorithm: settings of advantages, dynamic sampling and rollout correction.
+        actor: settings of the loss.
         group_size: samples per prompt.
         num_mini_batches: updates in one pass over the samples.
         micro_batch_size: samples in a forward pass.
-        max_decisions: most decisions of a sample.
-        num_ranks: whose gradients are averaged.
-        optimizer_step: updates the model, given the loss of all ranks; returns the gradient's norm.
+        max_decisions: maximum number of decisions in a sample.
+        num_ranks: number of ranks whose gradients are averaged.
+        optimizer_step: updates the model, given the loss over all ranks; returns the gradient norm.
         timer: measures `rollout`, `reward`, `advantages`, `shard` and `update`.
-        device: for reductions over ranks.
-        before_micro_batch: told before each forward pass whether it is an update's last; see `FSDPReshardPolicy`.
-        replacement_prompts: at most this many prompts of this rank for a round of dynamic sampling, counted from 1.
+        device: device for reductions over ranks.
+        before_micro_batch: called before each forward pass; its argument says whether it is an update's last one.
+        replacement_prompts: given a round of dynamic sampling, from 1, and a count, returns up to that many prompts of
+            this rank.
         max_engine_gap: see `EngineGuard`.
-        trace: records what happens to each sample; None for no trace.
+        trace: records the events of each sample; None disables it.
     """
 
     policy: Policy
@@ -73,21 +74,21 @@ class GRPOStep:
 
     @property
     def num_updates(self) -> int:
-        """Updates in a step."""
+        """Number of updates in a step."""
         return self.num_mini_batches * self.actor.ppo_epochs
 
     def run(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Trajectory], Metrics]:
-        """One step.
+        """Run one step.
 
         Args:
-            prompts: of this rank.
+            prompts: prompts of this rank.
             step: number of the optimizer step, from 1.
 
         Returns:
-            The trajectories, group after group, with their advantages; and metrics of groups and updates.
+            The trajectories, group by group, with their advantages; and metrics of groups and updates.
 
         Raises:
-            UserError: a reward always fails, or the engine has other weights than the model.
+            UserError: a reward always fails, or the engine's weights differ from the model's.
         """
         with self.policy.sampling(version=step - 1) as sync_metrics:
             trajectories = self.rollout(prompts, step, self.group_size)
@@ -117,7 +118,7 @@ class GRPOStep:
     # Generate and reward
 
     def rollout(self, prompts: Sequence[Prompt], step: int, group_size: int, greedy: bool = False) -> list[Trajectory]:
-        """Finished episodes, in the order of the prompts and of their numbers; inside `Policy.sampling`."""
+        """Run episodes and return them in the order of prompts and numbers; inside `Policy.sampling`."""
         trajectories = [self.environment.reset(prompt, number) for prompt in prompts for number in range(group_size)]
         live, run_name = trajectories, f"eval {step}" if greedy else f"{step}"
         for _ in range(self.environment.max_turns):
@@ -130,10 +131,10 @@ class GRPOStep:
                     trajectory.advance(wait())
                     self._trace_turn(run_name, trajectory, start, generated_at)
             live = [trajectory for trajectory in trajectories if trajectory.reward is None]
-            # every rank has as many rounds; with a single turn there is nothing to agree on
+            # every rank runs the same number of rounds; with a single turn there is nothing to agree on
             if self.environment.max_turns > 1 and not self._largest(len(live)):
                 break
-        assert not live, "the environment gave no reward in the last of its rounds"
+        assert not live, "the environment gives a reward in its last round"
         self.environment.end_batch()
         return trajectories
 
@@ -141,7 +142,7 @@ class GRPOStep:
         """Replace groups of equal rewards with groups of other prompts: dynamic sampling (DAPO, arXiv 2503.14476).
 
         Returns:
-            Number of replaced groups; those without signal after the last round stay.
+            Number of replaced groups; groups still without signal after the last round stay.
         """
         size, num_replaced = self.group_size, 0
         for round_number in range(1, self.algorithm.dynamic_sampling.max_rounds + 1):
@@ -168,7 +169,7 @@ class GRPOStep:
     # Update
 
     def update(self, trajectories: Sequence[Trajectory]) -> Metrics:
-        """All updates of a step; returns their metrics."""
+        """Run all updates of a step and return their metrics."""
         metrics = UpdateMetrics(self.device)
         with self.timer.measure("shard"):
             size = len(trajectories) // self.num_mini_batches  # whole groups
@@ -195,7 +196,7 @@ class GRPOStep:
 
     @torch.no_grad()
     def _add_old_and_reference_log_probs(self, mini_batches: list[list[MicroBatch]]) -> None:
-        """Evaluate by the model before the first update if there are several, and by the reference for a KL term."""
+        """Add log-probabilities under the model before several updates, and under the reference for a KL term."""
         for micro_batch in (each for mini_batch in mini_batches for each in mini_batch):
             self.before_micro_batch(False)
             if self.num_updates > 1:
@@ -230,7 +231,7 @@ class GRPOStep:
         log_probs = output.values
         tensors = {name: tensor.to(log_probs.device) for name, tensor in micro_batch.items()}
         mask, rollout_log_probs = tensors["loss_mask"].to(log_probs.dtype), tensors["rollout_log_probs"]
-        # with a single update, the model before it is the model as it is
+        # with a single update, the old model is the current one
         old_log_probs = tensors.get("old_log_probs", log_probs.detach())
         rollout_log_ratio = (old_log_probs - rollout_log_probs) * mask
         inputs = LossInputs(

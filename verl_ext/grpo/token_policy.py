@@ -19,7 +19,7 @@ from verl_ext.grpo.sampling import RolloutEngine, SampleRequest, SamplingArgs, s
 from verl_ext.verl_api import entropy_from_logits, logprobs_from_logits
 
 UNFILTERED_TOKENS = 16
-"""Longest completion that is generated only to compare engine and model."""
+"""Maximum length of completions that only serve to compare engine and model."""
 PADDING, PROMPT = -1, 0
 """Segments of a row; a completion's segment is its number in the row, from 1."""
 SHARED_PREFIX_ARCHITECTURES = (
@@ -37,15 +37,15 @@ class TokenPolicy(Policy):
 
     Args:
         model: the trained model, as FSDP2 modules.
-        tokenizer: of the model.
-        engine: generates.
-        batcher: makes the rows of forward passes.
-        sampling: of training.
+        tokenizer: the model's tokenizer.
+        engine: generates completions.
+        batcher: builds the rows of forward passes.
+        sampling: sampling parameters of training.
         seed: `trainer.seed`.
-        autocast: makes the context of a forward pass.
-        device: of the model's inputs.
+        autocast: returns the context for a forward pass.
+        device: device of the model's inputs.
         entropy_gradient: whether the entropy is part of the loss.
-        reference: context in which its value is the frozen initial model; None if nothing needs it.
+        reference: context manager that yields the frozen initial model; None if nothing needs it.
     """
 
     metric_names = ("seq_prompt_len", "seq_completion_len", "seq_total_len")
@@ -73,7 +73,7 @@ class TokenPolicy(Policy):
     def sampling(self, version: int) -> Iterator[Metrics]:
         """See `Policy.sampling`.
 
-        An error other than `Stop` leaves the engine as it is: it may be dead, and the error that of one rank alone.
+        After an error other than `Stop`, the engine stays as it is: it may be dead, or only this rank may have failed.
         """
         metrics = self._engine.sync_weights(version)
         try:
@@ -155,10 +155,10 @@ class TokenPolicy(Policy):
 
 @dataclass(frozen=True)
 class TokenBatcher:
-    """Makes rows of trajectories: prompt and completion in each, or a prompt once with all its completions.
+    """Builds rows from trajectories: one prompt and completion per row, or one prompt with all its completions.
 
-    Completions that share a row see the prompt and themselves only, and each starts at the position after the prompt,
-    so their log-probabilities are those of rows of their own.
+    Completions that share a row attend only to the prompt and to themselves, and each starts at the position after
+    the prompt, so their log-probabilities are the same as in separate rows.
 
     Attributes:
         pad_token_id: pads rows.
@@ -169,7 +169,7 @@ class TokenBatcher:
     cost: Cost | None = None
 
     def rows(self, trajectories: Sequence[Trajectory]) -> list[Row]:
-        """The cheaper way; only consecutive trajectories of one prompt can share a row."""
+        """Build the cheaper layout; only consecutive trajectories of one prompt can share a row."""
         separate = [[trajectory] for trajectory in trajectories]
         if (cost := self.cost) is None:
             return separate
@@ -177,7 +177,7 @@ class TokenBatcher:
         return min(shared, separate, key=lambda rows: cost(len(rows), _width(rows)))
 
     def sort(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Longest first, so that a micro-batch needs little padding; prompts stay together if they are shared."""
+        """Sort longest first, so that micro-batches need little padding; trajectories of a shared row stay together."""
         longest: dict[int, int] = {}
         if self.shares_prefix(trajectories):
             for trajectory in trajectories:
@@ -191,15 +191,15 @@ class TokenBatcher:
         return sorted(trajectories, key=key)
 
     def shares_prefix(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Whether some of them would share a row."""
+        """Whether any of the trajectories would share a row."""
         return len(self.rows(trajectories)) < len(trajectories)
 
     def collate(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
-        """Rows with the prompt padded on the left, so that all completions start at one column.
+        """Build rows with left-padded prompts, so that all completions start at the same column.
 
         Returns:
-            Of (rows, tokens): `input_ids`, `position_ids`, `segments`. Of (trajectories, completion tokens):
-            `completion_ids`, `response_mask`, `rollout_log_probs`, and `predicted_at`, the position of the token before
+            Shape (rows, tokens): `input_ids`, `position_ids`, `segments`. Shape (trajectories, completion tokens):
+            `completion_ids`, `response_mask`, `rollout_log_probs`, and `predicted_at`, the index of the preceding token
             in the flattened rows.
         """
         rows = self.rows(trajectories)
@@ -220,12 +220,12 @@ class TokenBatcher:
 
 
 def num_tokens(trajectory: Trajectory) -> int:
-    """Tokens of prompt and completion."""
+    """Number of tokens of prompt and completion."""
     return len(_prompt_ids(trajectory)) + len(trajectory.action.token_ids)
 
 
 def _pack_row(row: Row, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Tokens, positions and segments of a row, and for each completion the position before each of its tokens."""
+    """Tokens, positions and segments of a row, and for each completion the index before each of its tokens."""
     prompt, padding = _prompt_ids(row[0]), longest - len(_prompt_ids(row[0]))
     ids, positions = [0] * padding + list(prompt), [0] * padding + list(range(len(prompt)))
     segments = [PADDING] * padding + [PROMPT] * len(prompt)
@@ -255,17 +255,17 @@ def _pad_right(rows: Sequence[torch.Tensor], value: int) -> torch.Tensor:
 
 
 def forward_flops(model: PreTrainedModel | PeftModel) -> Cost | None:
-    """Operations of a forward pass, for a model whose rows may hold several completions.
+    """Return the cost of a forward pass, for a model whose rows may hold several completions.
 
-    Twice the parameters for each token, and 4 x layers x width of the heads for each pair of tokens of a row, because a
-    custom mask skips no pair (Kaplan et al. 2020, arXiv 2001.08361, table 1).
+    Each token costs 2 x parameters. Each pair of tokens in a row costs 4 x layers x total head width, because a custom
+    mask skips no pair (Kaplan et al. 2020, arXiv 2001.08361, table 1).
 
     Returns:
-        None for a model that takes no custom mask, or that attends to a window only.
+        None if the model does not support a custom mask, or uses sliding-window attention.
     """
     config = unwrap_peft(model).config
     takes_mask = config._attn_implementation == "sdpa" and config.model_type in SHARED_PREFIX_ARCHITECTURES
-    kinds = getattr(config, "layer_types", None)  # of each layer
+    kinds = getattr(config, "layer_types", None)  # one per layer
     if kinds is None:
         kinds = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
     if not takes_mask or set(kinds) - {"full_attention"}:
@@ -282,10 +282,10 @@ def forward_flops(model: PreTrainedModel | PeftModel) -> Cost | None:
 def completion_log_probs(
     model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool
 ) -> LogProbs:
-    """Log-probabilities in the distribution that tokens are sampled from at this temperature; no logits of prompts.
+    """Compute log-probabilities and entropies of completions at a temperature, without logits of prompts.
 
     Args:
-        model: all ranks call it together.
+        model: the model; all ranks call it together.
         micro_batch: see `TokenBatcher.collate`; on the model's device.
         temperature: logits are divided by it.
         entropy_gradient: whether the entropy has a gradient, which doubles the memory of the logits.
@@ -313,13 +313,13 @@ def completion_log_probs(
 
 
 def attention_mask(segments: torch.Tensor) -> torch.Tensor:
-    """The mask with which each token attends to earlier tokens of the prompt and of its own segment.
+    """Return the mask that lets each token attend to earlier tokens of the prompt and of its own segment.
 
     Args:
         segments: (rows, tokens), see `PADDING`.
 
     Returns:
-        With one completion per row (rows, tokens), 0 for padding; the model adds its causal mask. With several
+        With one completion per row: (rows, tokens), 0 for padding; the model adds its causal mask. With several:
         (rows, 1, tokens, tokens), true where a token attends to another.
     """
     if int(segments.max()) <= 1:
@@ -327,11 +327,11 @@ def attention_mask(segments: torch.Tensor) -> torch.Tensor:
     position = torch.arange(segments.shape[1], device=segments.device)
     key, query = segments[:, None, :], segments[:, :, None]
     attends = ((key == PROMPT) | (key == query)) & (position[None, :] <= position[:, None])
-    # padding attends to itself, because a row of the softmax without any key is NaN
+    # padding attends to itself, because the softmax of a row without keys is NaN
     attends &= (key != PADDING) | (position[None, :] == position[:, None])
     return attends[:, None]
 
 
 def _scatter(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(tokens,) to their positions in (trajectories, completion tokens)."""
+    """Scatter (tokens,) values to their positions in (trajectories, completion tokens)."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)

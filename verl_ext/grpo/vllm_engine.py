@@ -1,4 +1,4 @@
-"""vLLM inside each rank, which gets the trained weights before it generates. Importing this does not import vLLM."""
+"""vLLM inside each rank; it receives the trained weights before it generates. This module imports vLLM lazily."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
-    """The ranks that share one engine, all of which generate what any of them requests.
+    """Ranks that share one engine; each rank runs the requests of all of them.
 
     Attributes:
-        group: of torch; None for a rank that has an engine of its own.
+        group: torch process group; None for a rank with its own engine.
     """
 
     group: dist.ProcessGroup | None = None
@@ -42,7 +42,7 @@ class TensorParallelGroup:
         return TensorParallelGroup(group)
 
     def gather_requests(self, requests: Sequence[SampleRequest]) -> tuple[list[SampleRequest], range]:
-        """The requests of all ranks of the group in rank order, and which of them are this rank's."""
+        """Return the requests of the group in rank order, and the indices of this rank's requests."""
         if self.group is None:
             return list(requests), range(len(requests))
         everyone: list[list[SampleRequest]] = [[] for _ in range(self.group.size())]
@@ -52,11 +52,11 @@ class TensorParallelGroup:
 
 
 class VLLMEngine(RolloutEngine):
-    """One engine in this rank's own process.
+    """A vLLM engine in this rank's process.
 
     Attributes:
-        weight_sync: source of its weights, which are random until the first `sync_weights`. It is built after the
-            engine, whose `dtype` it sends.
+        weight_sync: sends the weights, which are random until the first `sync_weights`. It needs the engine's `dtype`,
+            so it is set after the engine is built.
     """
 
     dtype: torch.dtype
@@ -71,14 +71,14 @@ class VLLMEngine(RolloutEngine):
         end_tokens: list[int],
         trust_remote_code: bool = False,
     ) -> None:
-        """Build it with random weights; the process group exists before, and all ranks build together.
+        """Build the engine with random weights; collective, and needs the process group.
 
         Args:
             rollout: the configuration of generation.
             model: directory with the model's configuration; no weights are read from it.
-            max_model_len: longest prompt and completion together, in tokens.
-            end_tokens: any of them ends a completion.
-            trust_remote_code: whether the model's own code may be run.
+            max_model_len: maximum length of prompt and completion together, in tokens.
+            end_tokens: tokens that end a completion.
+            trust_remote_code: whether the model's own code may run.
 
         Raises:
             UserError: vLLM is not installed, or refuses the model or the configuration.
@@ -115,7 +115,7 @@ class VLLMEngine(RolloutEngine):
             list(self.generate([SampleRequest((0,), 0)], SamplingArgs(0.0, 1.0, -1, 2)))
         except UserError:
             raise
-        except Exception as error:  # vLLM and transformers have no exception in common
+        except Exception as error:  # vLLM and transformers share no exception type
             raise UserError(f"vLLM cannot use {model} ({first_line_of(error)}); set rollout.engine=hf") from error
         (self._missing,) = self._llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})
         self._packs, self._is_reloading = not on_gpu, False  # on CPUs vLLM computes with packed copies of weights
@@ -138,7 +138,7 @@ class VLLMEngine(RolloutEngine):
         """See `RolloutEngine.sync_weights`."""
         started, num_bytes = time.perf_counter(), 0
         if self._releases_memory:
-            torch.cuda.empty_cache()  # what torch only caches is not free for vLLM
+            torch.cuda.empty_cache()  # vLLM cannot use memory that torch caches
             self._llm.wake_up()
         if self._version != version:
             num_bytes = self.weight_sync.num_bytes
@@ -153,7 +153,7 @@ class VLLMEngine(RolloutEngine):
         }
 
     def load_weights(self, bucket: Bucket) -> None:
-        """Load some whole tensors by the names that the model's export has."""
+        """Load some full tensors by their names in the exported model."""
         if self._packs and not self._is_reloading:
             self._llm.apply_model(_begin_reload)
             self._is_reloading = True
@@ -161,37 +161,37 @@ class VLLMEngine(RolloutEngine):
             self._missing -= loaded
 
     def finish_weight_sync(self) -> None:
-        """End a weight sync: nothing that was computed with the old weights may be used again.
+        """End a weight sync, and invalidate everything computed with the old weights.
 
         Raises:
-            UserError: the engine did not get all of its weights.
+            UserError: the engine did not receive all of its weights.
         """
         if self._is_reloading:
             (stale,) = self._llm.apply_model(lambda model: _end_reload(model, self._engine.vllm_config.model_config))
             self._is_reloading = False
             if stale:
                 raise UserError(
-                    f"vLLM's class for this model keeps the old weights of {', '.join(stale[:3])} when new ones are "
-                    "sent to a CPU; set rollout.engine=hf"
+                    f"vLLM's class for this model does not update the weights of {', '.join(stale[:3])} on CPUs; set "
+                    "rollout.engine=hf"
                 )
-        # by name once: a model class whose names do not match would generate with random weights
+        # a model class whose names do not match would generate with random weights
         if self._missing:
             raise UserError(
-                f"vLLM's class for this model was not given its weights {', '.join(sorted(self._missing)[:3])}; set "
+                f"vLLM's class for this model did not receive its weights {', '.join(sorted(self._missing)[:3])}; set "
                 "rollout.engine=hf"
             )
-        self._engine.reset_prefix_cache()  # else a prompt longer than a block is answered from the old weights
+        self._engine.reset_prefix_cache()  # cached blocks of prompts are from the old weights
 
     def release_memory(self) -> None:
         """See `RolloutEngine.release_memory`."""
         if self._releases_memory:
-            self._llm.sleep(level=2)  # discards the weights, which the next sync sends again
+            self._llm.sleep(level=2)  # discards the weights; the next sync sends them again
             self._version = None
 
     def close(self) -> None:
         """See `RolloutEngine.close`.
 
-        vLLM's own shutdown, also that at the end of the process, destroys the process group, which is the trainer's.
+        vLLM's own shutdown, including the one at process exit, would destroy the trainer's process group.
         """
         self._engine.engine_core._finalizer.detach()
         self._engine.model_executor.shutdown()
@@ -200,8 +200,8 @@ class VLLMEngine(RolloutEngine):
 def leave_to_trainer(model: torch.nn.Module) -> None:
     """Keep the trainer's model callable.
 
-    A model without a vLLM class runs as transformers' class, which vLLM changes for torch.compile: it then expects an
-    attribute of every instance.
+    A model without a vLLM class runs as transformers' class. vLLM patches that class for torch.compile, and it then
+    expects an attribute on every instance.
     """
     for module in model.modules():
         if "do_not_compile" in vars(module):
@@ -210,9 +210,9 @@ def leave_to_trainer(model: torch.nn.Module) -> None:
 
 
 def _begin_reload(model: torch.nn.Module) -> None:
-    """Let vLLM collect weights until a layer is complete, and then load and pack the layer as at the start.
+    """Let vLLM collect weights until a layer is complete, then load and pack the layer as at startup.
 
-    It packs experts only with a new kernel; with the old one it copies unpacked weights over packed ones.
+    vLLM packs experts only if they have no kernel yet; otherwise it copies unpacked weights over packed ones.
     """
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -224,10 +224,10 @@ def _begin_reload(model: torch.nn.Module) -> None:
 
 
 def _end_reload(model: torch.nn.Module, config: Any) -> list[str]:
-    """Load the remaining layers, and repack tied heads, into which nothing is loaded directly.
+    """Load the remaining layers, and repack tied heads, which receive no weights directly.
 
     Returns:
-        Modules that keep their old weights: some model classes copy weights past the loaders that vLLM waits for.
+        Modules that keep their old weights: some model classes copy weights without the loaders that vLLM tracks.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -254,7 +254,7 @@ def _arguments(rollout: RolloutConfig, on_gpu: bool, releases_memory: bool) -> d
         "seed": 0,
         "max_num_seqs": rollout.max_num_seqs,
         "use_tqdm_on_load": False,
-        # a group's prompts share only whole blocks, which have 128 tokens on CPUs by default
+        # the samples of a group share only full blocks, which have 128 tokens on CPUs by default
         "block_size": None if on_gpu else 32,
         **rollout.vllm,
         "skip_tokenizer_init": True,
@@ -262,19 +262,19 @@ def _arguments(rollout: RolloutConfig, on_gpu: bool, releases_memory: bool) -> d
         "dtype": pick_rollout_dtype(rollout.dtype, on_gpu),
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        # it takes the GPU of LOCAL_RANK; the default executor would put every rank's engine on the first one
+        # uses the GPU of LOCAL_RANK; the default executor would put every rank's engine on the first GPU
         "distributed_executor_backend": "external_launcher" if on_gpu else None,
         "enable_sleep_mode": releases_memory,
         "logprobs_mode": "processed_logits",
-        "async_scheduling": False,  # it would sample a token before the previous one is known
+        "async_scheduling": False,  # samples a token before the previous one is known
     }
 
 
 def pick_rollout_dtype(wanted: str, on_gpu: bool) -> str:
-    """The number type of vLLM's weights; `auto` is float32 on every CPU, as the trainer computes there.
+    """Return the dtype of vLLM's weights; `auto` is float32 on CPUs, where the trainer uses float32, too.
 
-    In bfloat16, on a CPU with bfloat16 units, vLLM 0.12's log-probabilities of SmolLM2-135M were off by 0.12 on
-    average, four times as much as those of transformers in bfloat16, in the same time.
+    On a CPU with bfloat16 units, vLLM 0.12's log-probabilities of SmolLM2-135M in bfloat16 were off by 0.12 on
+    average: four times the error of transformers in bfloat16, at the same speed.
     """
     if wanted != "auto":
         return wanted
@@ -287,18 +287,18 @@ def _completion(output: Any) -> Completion:
     return Completion(tokens, torch.tensor(log_probs), truncated=output.finish_reason == "length")
 
 
-# The trained weights: sharded parameters to whole tensors, bucket by bucket
+# The trained weights: sharded parameters to full tensors, bucket by bucket
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A tensor's part of the flat tensor that each rank contributes.
+    """A tensor's slice of the flat tensor that each rank sends.
 
     Attributes:
-        weights: tensors of the export that are made of it.
-        shape: of the whole tensor.
-        dtype: that it is sent in.
-        rows_per_rank: the last ranks may have fewer.
+        weights: exported tensors that are built from it.
+        shape: shape of the full tensor.
+        dtype: dtype in which it is sent.
+        rows_per_rank: rows per rank; the last ranks may have fewer.
     """
 
     weights: list[ExportedTensor]
@@ -308,30 +308,30 @@ class _Slot:
 
     @property
     def numel(self) -> int:
-        """Elements of one rank's part, with padding."""
+        """Elements of one rank's slice, with padding."""
         return self.rows_per_rank * self.shape[1:].numel() if self.shape else 1
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the full tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     def exported(self, whole: torch.Tensor) -> Bucket:
-        """The tensors of the export that are made of the whole tensor."""
+        """Build the exported tensors from the full tensor."""
         return [(weight.name, weight.of_rows(whole, 0)[1].reshape(weight.shape(self.shape))) for weight in self.weights]
 
 
 class WeightSync:
-    """Gathers a sharded model's weights as its export has them: LoRA adapters merged, tied tensors once."""
+    """Gathers a sharded model's weights as they are exported: LoRA adapters merged, tied tensors once."""
 
     def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype, device: str, bucket_bytes: int) -> None:
         """Plan the buckets; collective.
 
         Args:
-            model: as FSDP2 modules over all ranks.
-            dtype: that the tensors are sent in; integers keep theirs.
-            device: of the tensors that are sent.
-            bucket_bytes: largest bucket, unless a single tensor is larger.
+            model: the model, as FSDP2 modules over all ranks.
+            dtype: dtype in which tensors are sent; integers keep theirs.
+            device: device of the tensors that are sent.
+            bucket_bytes: maximum size of a bucket, unless a single tensor is larger.
         """
         self._model, self._dtype, self._device = model, dtype, device
         self._num_ranks = dist.get_world_size()
@@ -345,7 +345,7 @@ class WeightSync:
 
     @torch.no_grad()
     def buckets(self) -> Iterator[Bucket]:
-        """Names and whole tensors; no later bucket reuses their memory; collective."""
+        """Yield names and full tensors; later buckets do not reuse their memory; collective."""
         state = self._model.state_dict()
         for slots in self._buckets:
             tensors = self._gather(slots, state) if self._num_ranks > 1 else self._own(slots, state)
@@ -367,7 +367,7 @@ class WeightSync:
         yield bucket
 
     def _own(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """With a single rank, nothing is copied that need not be."""
+        """Copy as little as possible with a single rank."""
         return [self._own_rows(slot, state).to(self._device, slot.dtype) for slot in slots]
 
     def _gather(self, slots: list[_Slot], state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -382,7 +382,7 @@ class WeightSync:
         return [part.reshape(-1)[: slot.shape.numel()].view(slot.shape) for slot, part in zip(slots, parts)]
 
     def _own_rows(self, slot: _Slot, state: dict[str, torch.Tensor]) -> torch.Tensor:
-        weight = slot.weights[0]  # all have the tensor's adapter
+        weight = slot.weights[0]  # all share the tensor's adapter
         tensor, adapter = state[weight.source], weight.adapter
         if not tensor.shape:
             return to_local(tensor)

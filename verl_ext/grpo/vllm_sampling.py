@@ -1,7 +1,7 @@
-"""vLLM's choice of tokens by this project's random numbers. Importing this imports vLLM.
+"""Token sampling in vLLM with this project's random numbers. Importing this imports vLLM.
 
-vLLM's own seeded sampling draws a random number for each token of the vocabulary, request by request: 2.7 ms per token
-on a CPU with a vocabulary of 49152, a fifth of a rollout. One number per token is enough.
+vLLM's own seeded sampling generates a random number for each token of the vocabulary, request by request. With a
+vocabulary of 49152 on a CPU, this takes 2.7 ms per token, a fifth of a rollout. One number per token is enough.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SEED, _SAMPLING = "verl_ext_seed", "verl_ext_sampling"
 
 
 def sampling_params(request: SampleRequest, sampling: SamplingArgs, end_tokens: list[int]) -> SamplingParams:
-    """vLLM's parameters: it takes the only token that `SeededLogitsProcessor` leaves, and returns its logit."""
+    """Make vLLM take the only token that `SeededLogitsProcessor` leaves, and return its logit."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=sampling.max_tokens,
@@ -64,7 +64,7 @@ class SeededLogitsProcessor(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """See vLLM's class; (requests, vocabulary)."""
         if not self._requests:
-            return logits  # requests that are not this project's
+            return logits  # not requests of this project
         requests = [self._requests[row] for row in range(len(logits))]
         # a request whose prompt is not fully processed gets a token that vLLM discards
         uniforms = torch.stack([request.uniforms[len(request.outputs)] for request in requests])

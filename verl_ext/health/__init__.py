@@ -1,1 +1,1 @@
-"""Whether a run is healthy: rules over its metrics, in the training loop and from its files; needs no torch."""
+"""Checks the health of a run with rules over its metrics, in the training loop or from its files; without torch."""

@@ -1,4 +1,4 @@
-"""`python -m verl_ext.health RUN_DIR`: checks the health of a run from its files, while it trains or afterwards."""
+"""`python -m verl_ext.health RUN_DIR`: checks the health of a run from its files, during or after training."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Checklists = Mapping[str, Sequence[ChecklistItem]]
 
 
 def build_parser() -> CommandParser:
-    """The options."""
+    """Return the parser of the command line."""
     parser = CommandParser(
         prog=program("health"),
-        description="Go through the three checklists, the trends and all health rules of a run, from its files alone.",
+        description="Print the three checklists, the trends and all health rules of a run, from its files alone.",
         examples=[
             f"{program('health')} checkpoints/rlvr_coding_model/sft_quickstart",
             f"{program('health')} --rules",
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_line("\n".join(f"{each.name:28} {each.description}" for each in rules))
             return 0
         if arguments.run_dir is None:
-            raise UserError("no run is named; give its directory, checkpoints/<project>/<experiment>")
+            raise UserError("no run is given; name its directory, checkpoints/<project>/<experiment>")
         run = RunDirectory.read(arguments.run_dir, rules)
         lists, trends, findings = checklists(run), metric_trends(run.view), list(run.findings().values())
         print_line((as_json if arguments.json else as_text)(run, lists, trends, findings))
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def as_text(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend], findings: Sequence[Finding]) -> str:
-    """For people."""
+    """Format the result as text."""
     record = run.run
     lines = [f"{record['project']}/{record['experiment']} ({run.stage}), {run.status}, step {run.history.step}"]
     for title, items in lists.items():
@@ -85,7 +85,7 @@ def as_text(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend],
 
 
 def as_json(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend], findings: Sequence[Finding]) -> str:
-    """For programs; `run` is the content of `run.json`."""
+    """Format the result as JSON; `run` is the content of `run.json`."""
     items = {
         title: [
             {

@@ -1,4 +1,4 @@
-"""The three checklists of a run: after a hundred steps, at every checkpoint, at the end; and its trends."""
+"""The three checklists of a run (after a hundred steps, at every checkpoint, at the end), and its trends."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from verl_ext.health.run_directory import EARLY_STEPS, KILLED, RunDirectory, sil
 from verl_ext.health.trend import trend
 
 BUSY_SHARE = 0.8
-"""Share of the time that a GPU should compute."""
+"""Fraction of time for which GPUs should be busy."""
 GPU_SAMPLES, GPU_PAUSE_S = 10, 0.2
 SIZE_MARGIN = 0.2
-"""Share by which the sizes of a run's checkpoints may differ."""
+"""Fraction by which the checkpoint sizes of a run may differ."""
 TROUBLE = re.compile(r"NCCL|timeout|timed out|out of memory|OutOfMemory|\bOOM\b|SIGKILL", re.IGNORECASE)
 MIN_TREND_EPOCHS = 5
-"""Epochs below which the trends of a run are those over equal parts of it."""
+"""With fewer epochs, trends use equal parts of the run instead of epochs."""
 
 
 @dataclass(frozen=True)
 class ChecklistItem:
-    """One line of a checklist: an expectation, and whether it holds; None if there is too little to judge."""
+    """One line of a checklist: an expectation and whether it holds; None without enough data."""
 
     text: str
     result: CheckResult | None
 
 
 def checklists(run: RunDirectory) -> dict[str, list[ChecklistItem]]:
-    """All three by their titles."""
+    """Return the three checklists by title."""
     is_due = run.history.step >= EARLY_STEPS or run.status != "running"
     title = f"After {EARLY_STEPS} steps" + ("" if is_due else f" (at step {run.history.step} so far)")
     return {
@@ -50,49 +50,49 @@ def checklists(run: RunDirectory) -> dict[str, list[ChecklistItem]]:
 
 
 def first_steps(run: RunDirectory) -> Iterable[ChecklistItem]:
-    """What the start of a run shows."""
+    """Check the start of a run."""
     early = run.findings(early=True)
     if run.stage in LANGUAGE:
         yield ChecklistItem("train/loss falls", _of_rules(early, "loss_not_falling"))
     else:
         found = _of_rules(early, "loss_zero", "loss_jitter")
         yield ChecklistItem("train/loss is not 0 throughout, and not extreme", found)
-    # of the latest steps: a run that was prolonged started with another schedule
+    # from the latest steps: an extended run started with another schedule
     yield ChecklistItem("train/lr(1e-3) follows its schedule", _of_rules(run.findings(), "lr_schedule"))
     yield ChecklistItem("train/grad_norm is in range", _of_rules(early, "grad_norm_range", "grad_norm_exploding"))
     yield ChecklistItem("step times are steady", _of_rules(early, "step_time_high", "step_time_rising"))
     yield ChecklistItem(f"GPUs are busy for more than {BUSY_SHARE:.0%} of the time", gpus_are_busy(run))
-    yield ChecklistItem("no NCCL timeout, no lack of memory", no_trouble(run))
+    yield ChecklistItem("no NCCL timeout, not out of memory", no_trouble(run))
 
 
 def each_checkpoint(run: RunDirectory) -> Iterable[ChecklistItem]:
-    """What the checkpoints on the disk show."""
+    """Check the checkpoints on disk."""
     found = _of_rules(run.findings(), "val_loss_rising", "overfitting")
     yield ChecklistItem("val/loss does not keep rising", found)
-    yield ChecklistItem(f"every checkpoint is complete, {EXPORT}/ too", checkpoints_are_complete(run))
-    yield ChecklistItem("the sizes of the checkpoints are alike", sizes_are_alike(run))
-    yield ChecklistItem("latest_checkpointed_iteration.txt names the newest", tracker_names_newest(run))
+    yield ChecklistItem(f"every checkpoint is complete, including {EXPORT}/", checkpoints_are_complete(run))
+    yield ChecklistItem("checkpoints have similar sizes", sizes_are_alike(run))
+    yield ChecklistItem("latest_checkpointed_iteration.txt names the newest checkpoint", tracker_names_newest(run))
 
 
 def the_end(run: RunDirectory) -> Iterable[ChecklistItem]:
-    """How the run ended, or whether it is alive."""
+    """Check how the run ended, or that it is alive."""
     status, last, total = run.status, run.history.step, run.run["total_steps"]
     if status in ("running", KILLED):
         yield ChecklistItem("the run is alive", run_is_alive(run))
     else:
-        reason = run.attempt.get("exit_reason") or "no reason is known"
+        reason = run.attempt.get("exit_reason") or "unknown reason"
         message = f"{last} of {total} steps, {status}: {reason}"
         is_done = status == "finished" and last == total
         result = ok(message) if is_done else alarm(message) if status == "failed" else notice(message)
         yield ChecklistItem("all steps are done", result)
     yield ChecklistItem("the final train/loss is in range", _of_rules(run.findings(), "final_loss"))
     yield ChecklistItem("the final val/loss is in range", _of_rules(run.findings(), "final_val_loss"))
-    yield ChecklistItem("the expected checkpoints are there", expected_checkpoints(run))
+    yield ChecklistItem("the expected checkpoints exist", expected_checkpoints(run))
     yield ChecklistItem("the W&B run is closed", wandb_is_closed(run))
 
 
 def _of_rules(findings: Mapping[str, Finding], *names: str) -> CheckResult | None:
-    """The most serious of what some rules found; None if none of them has enough to judge."""
+    """Return the most serious result of some rules; None if none of them has enough data."""
     found = [CheckResult(findings[name].level, findings[name].sentence) for name in names if name in findings]
     return max(found, key=lambda each: each.level, default=None)
 
@@ -101,15 +101,15 @@ def _of_rules(findings: Mapping[str, Finding], *names: str) -> CheckResult | Non
 
 
 def run_is_alive(run: RunDirectory) -> CheckResult:
-    """Whether a run without a recorded end still runs."""
+    """Check that a run without a recorded end still runs."""
     death = run.death()
     if death is not None:
-        return alarm(f"{death}; start the same command again, and it resumes")
-    return ok(f"its last sign of life is {silence_s(run.run, run.history.time):.0f} s old")
+        return alarm(f"{death}; run the same command again to resume")
+    return ok(f"it was last active {silence_s(run.run, run.history.time):.0f} s ago")
 
 
 def gpus_are_busy(run: RunDirectory) -> CheckResult | None:
-    """Whether the GPUs of this machine compute most of the time; None for a run elsewhere or without GPUs."""
+    """Check that the GPUs of this machine are busy; None for a run on another machine or without GPUs."""
     is_here = run.attempt.get("host") == socket.gethostname()
     if run.config["trainer"]["device"] != "cuda" or run.status != "running" or not is_here:
         return None
@@ -118,14 +118,14 @@ def gpus_are_busy(run: RunDirectory) -> CheckResult | None:
         return None
     message = "used for " + ", ".join(f"{share:.0%}" for share in shares)
     are_busy = min(shares) > BUSY_SHARE
-    return ok(message) if are_busy else warning(f"{message}; look at the parts of the step (time/train/...)")
+    return ok(message) if are_busy else warning(f"{message}; compare the phases of a step (time/train/...)")
 
 
 def gpu_utilization() -> list[float]:
-    """Share of the time that each GPU with a process on it computes, over two seconds.
+    """Measure the fraction of time for which each GPU with a process is busy, over two seconds.
 
     Returns:
-        One number per GPU; empty without NVML, or if a GPU does not say, such as one that is split (MIG).
+        One number per GPU; empty without NVML, or if a GPU does not report it, such as one with MIG.
     """
     if importlib.util.find_spec("pynvml") is None:
         return []
@@ -148,7 +148,7 @@ def gpu_utilization() -> list[float]:
 
 
 def no_trouble(run: RunDirectory) -> CheckResult:
-    """Whether an attempt ended because of NCCL, a timeout or a lack of memory."""
+    """Check that no attempt ended because of NCCL, a timeout or a lack of memory."""
     attempts = run.run["attempts"]
     message = [
         f"attempt {each['attempt']}: {each['exit_reason']}"
@@ -159,7 +159,7 @@ def no_trouble(run: RunDirectory) -> CheckResult:
 
 
 def wandb_is_closed(run: RunDirectory) -> CheckResult | None:
-    """Whether W&B got the end of the run; None while it runs, and for runs of releases that did not record it."""
+    """Check that W&B received the end of the run; None while it runs, and for old runs, which do not record it."""
     if "wandb" not in run.config["trainer"]["logger"] or run.status == "running" or not run.attempt:
         return None
     closed = run.attempt.get("closed_trackers")
@@ -167,29 +167,29 @@ def wandb_is_closed(run: RunDirectory) -> CheckResult | None:
         return None
     if "wandb" in (closed or ()):
         return ok("closed")
-    return warning("it was not closed; python -m wandb sync uploads its rows")
+    return warning("it was not closed; upload its rows with python -m wandb sync")
 
 
 # The checkpoints
 
 
 def checkpoints_are_complete(run: RunDirectory) -> CheckResult | None:
-    """Whether every checkpoint is complete and has the export that is due; None without any."""
+    """Check that every checkpoint is complete and has an export if one is due; None without checkpoints."""
     paths = list_checkpoints(run.path)
     if not paths:
         return None
     problems = {path: reason for path in paths if (reason := why_incomplete(path)) is not None}
     wrong = [f"{path.name}: {reason}" for path, reason in problems.items() if path.exists()]  # else rotation removed it
     if wrong:
-        return alarm("; ".join(wrong) + f"; remove what is not complete, or run {program('checkpoint')} verify")
+        return alarm("; ".join(wrong) + f"; remove incomplete checkpoints, or run {program('checkpoint')} verify")
     exported = [path for path in paths if has_export(path)]
     message = f"{len(paths)} complete, {len(exported)} of them with {EXPORT}/"
     missing = [path.name for path in paths if path not in exported and _export_is_due(run, step_of(path) or 0)]
-    return warning(f"{message}; {', '.join(missing)} should have one") if missing else ok(message)
+    return warning(f"{message}; {', '.join(missing)} should have one, too") if missing else ok(message)
 
 
 def _export_is_due(run: RunDirectory, step: int) -> bool:
-    """Whether the last attempt had to export at a step; a controller has nothing to export."""
+    """Whether the last attempt had to export at a step; controllers have no export."""
     checkpoint = run.config["trainer"].get("checkpoint") or {}
     if run.stage == "budget" or step <= run.first_step or "hf_model" not in checkpoint.get("save_contents", ()):
         return False
@@ -198,30 +198,30 @@ def _export_is_due(run: RunDirectory, step: int) -> bool:
 
 
 def sizes_are_alike(run: RunDirectory) -> CheckResult | None:
-    """Whether the complete checkpoints have one size; None without any."""
+    """Check that complete checkpoints have similar sizes; None without checkpoints."""
     sizes = [each.num_bytes for each in run.checkpoints]
     if not sizes:
         return None
     message = f"{min(sizes) / GIB:.2f} to {max(sizes) / GIB:.2f} GiB"
     if max(sizes) <= (1 + SIZE_MARGIN) * min(sizes):
         return ok(message)
-    return notice(f"{message}; exports may be rarer than saves, or an optimizer was dropped")
+    return notice(f"{message}; exports may be less frequent than saves, or an optimizer was dropped")
 
 
 def tracker_names_newest(run: RunDirectory) -> CheckResult | None:
-    """Whether `latest_checkpointed_iteration.txt` names the newest complete checkpoint; None without any."""
+    """Check that `latest_checkpointed_iteration.txt` names the newest complete checkpoint; None without any."""
     if not run.checkpoints:
         return None
     newest = run.checkpoints[0].step
     tracked, problem = read_tracker(run.path)
     if tracked is None:
-        return warning(f"it {problem}; the next start takes the newest complete checkpoint")
+        return warning(f"it {problem}; the next start uses the newest complete checkpoint")
     message = f"it names {tracked.name}"
-    return ok(message) if step_of(tracked) == newest else warning(f"{message}, but global_step_{newest} is there")
+    return ok(message) if step_of(tracked) == newest else warning(f"{message}, but global_step_{newest} is newer")
 
 
 def expected_checkpoints(run: RunDirectory) -> CheckResult | None:
-    """Whether the checkpoints that were due and that rotation keeps are there; None if none was due yet."""
+    """Check that all checkpoints exist that were due and that rotation keeps; None if none was due yet."""
     total, every, last = run.run["total_steps"], run.config["trainer"]["save_freq"], run.history.step
     if total is None or run.status == "waiting":
         return None
@@ -233,7 +233,7 @@ def expected_checkpoints(run: RunDirectory) -> CheckResult | None:
     steps = [each.step for each in run.checkpoints]
     if not any(step >= due for step in steps):
         newest = max(steps, default="none")
-        return alarm(f"global_step_{due} was due and is not there; the newest complete one is {newest}")
+        return alarm(f"global_step_{due} was due but is missing; the newest complete step is {newest}")
     message = f"{len(steps)} kept, the newest is global_step_{max(steps)}"
     most = run.config["trainer"].get("max_ckpt_to_keep")
     scheduled = range(run.first_step // every * every + every, due, every) if every > 0 else ()
@@ -242,7 +242,7 @@ def expected_checkpoints(run: RunDirectory) -> CheckResult | None:
         for step in scheduled
         if step not in steps and (most is None or sum(each > step for each in steps) < most)
     ]
-    return warning(f"{message}; {', '.join(missing)} should be kept too") if missing else ok(message)
+    return warning(f"{message}; {', '.join(missing)} should be kept, too") if missing else ok(message)
 
 
 # Trends
@@ -250,16 +250,16 @@ def expected_checkpoints(run: RunDirectory) -> CheckResult | None:
 
 @dataclass(frozen=True)
 class MetricTrend:
-    """How a metric moves over the whole run.
+    """The trend of a metric over the whole run.
 
     Attributes:
         better: 1 if it should rise, -1 if it should fall.
         first: the first mean.
         last: the last mean.
         count: number of means.
-        unit: what they are means of: epochs, parts of the run or validations.
-        sign: 1 if it rises, -1 if it falls, 0 if neither is significant.
-        p_value: one-sided, of the direction (Mann-Kendall).
+        unit: unit of the means: epochs, parts of the run or validations.
+        sign: 1 if the metric rises, -1 if it falls, 0 if neither is significant.
+        p_value: one-sided p-value of the direction (Mann-Kendall).
     """
 
     metric: str
@@ -273,7 +273,7 @@ class MetricTrend:
 
     @property
     def sentence(self) -> str:
-        """The trend for people."""
+        """The trend in words."""
         word = {1: "rises", -1: "falls", 0: "shows no trend"}[self.sign]
         verdict = "" if not self.sign else " (good)" if self.sign == self.better else " (bad)"
         message = f"{self.metric} {word}{verdict}: {self.first:.4g} to {self.last:.4g}"
@@ -281,7 +281,7 @@ class MetricTrend:
 
 
 def metric_trends(view: HealthView) -> list[MetricTrend]:
-    """The trends by which people judge a run, of the metrics that it has logged often enough."""
+    """Return the trends of a run's main metrics that it has logged often enough."""
     directions = {LOSS: -1, VAL_LOSS: -1} if view.context.stage in LANGUAGE else learning_metrics(view)
     found = []
     for name, better in directions.items():

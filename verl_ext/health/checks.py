@@ -1,4 +1,4 @@
-"""The checks and statistics that belong to single rules; families of checks are in `families`."""
+"""Checks and statistics of single rules; `families` has checks that several rules share."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from verl_ext.health.trend import Array, line_change, noise, trend
 
 TOKEN_RATE = "throughput/train/valid_tokens_per_s"
 MANY_STEPS = 100
-"""Steps that replace epochs in runs of few epochs, and over which jitter is measured."""
+"""Number of steps that replace epochs in short runs, and over which jitter is measured."""
 BEST_NOISES = 1.5 * NOISES
-"""Standard errors beyond which the best of many segments differs from their mean by more than chance."""
+"""Standard errors by which the best of many segments must differ from their mean to be significant."""
 NUM_INITIAL = 5
-"""Steps whose mean is the initial loss."""
+"""Number of steps whose mean is the initial loss."""
 GUESSING_MARGIN = 1.1
-"""Share of the loss of random guessing that untrained weights may reach: their predictions are not quite uniform."""
+"""Maximum initial loss of untrained weights relative to random guessing; their predictions are not quite uniform."""
 VAL_RISES = 3
-"""Consecutive rises of the validation loss that are a warning."""
+"""Consecutive rises of the validation loss for a warning."""
 MIN_COMPARED = 50
-"""Steps over which the rewards for format and correctness are compared, at least."""
+"""Minimum number of steps for comparing the rewards for format and correctness."""
 LAST_EPOCHS = 3
-"""Epochs that are the current state of a controller."""
+"""Number of epochs that represent the current state of a controller."""
 NUM_LEARNING_RATES = 10
-"""Steps whose learning rate is compared with the schedule."""
+"""Number of steps whose learning rate is compared with the schedule."""
 WARM_UP_SEGMENTS = 3
-"""First segments of a run whose step times are not usual."""
+"""Number of segments at the start of a run whose step times are unusual."""
 LASTING_S = 60.0
-"""Slow steps of a shorter time say more about other programs on the machine than about the run."""
+"""Minimum duration of slow steps; shorter ones usually come from other programs on the machine."""
 NUM_RATES, RATE_PARTS, RATES_LAST_S = 200, 4, 300.0
-"""Steps over which throughput is judged, equal parts that must all be unstable, and how long they must take."""
+"""Number of steps whose throughput is checked, parts that must all be unstable, and minimum total duration."""
 NUM_SAVES = 5
-"""Saves over which the free disk space is followed."""
+"""Number of saves over which free disk space is tracked."""
 
 
 # Loss
@@ -68,12 +68,12 @@ def loss_not_finite(view: HealthView) -> CheckResult | None:
 
 
 def loss_diverging(view: HealthView) -> CheckResult | None:
-    """An alarm if the loss is above what the run started with, or twice its best."""
+    """An alarm if the loss is above its initial value, or more than twice its best."""
     series = view.series(LOSS)
     recent, means = view.recent(LOSS), series.segment_means
     if recent is None or len(means) < 2:
         return None
-    later = recent[-len(recent) // 2 :]  # where the loss falls fast, the median of the whole window lags behind
+    later = recent[-len(recent) // 2 :]  # if the loss falls fast, the median of the whole window lags behind
     now, best = float(min(np.median(recent), np.median(later))), float(means.min())
     message = f"the recent loss is {now:.4g}, the best was {best:.4g}"
     rise = now - best
@@ -83,18 +83,18 @@ def loss_diverging(view: HealthView) -> CheckResult | None:
 
 
 def loss_not_falling(view: HealthView) -> CheckResult | None:
-    """No segment of the run has a clearly lower loss than its start."""
+    """A warning if no segment of the run has a clearly lower loss than its start."""
     series = view.series(LOSS)
     if series.num_points < MANY_STEPS or series.first.mean() < view.limits.loss_min_change:
         return None
     best, start = float(series.segment_means[1:].min()), float(series.first[:SEGMENT_VALUES].mean())
-    message = f"the loss started at {start:.4g} and was {best:.4g} at its best"
+    message = f"the loss started at {start:.4g}, and its best value was {best:.4g}"
     error = noise(series.recent()) / math.sqrt(SEGMENT_VALUES)
     return ok(message) if start - best > max(BEST_NOISES * error, 0.02 * start) else warning(message)
 
 
 def loss_jitter(view: HealthView) -> CheckResult | None:
-    """A cross-entropy fluctuates by a large fraction of its level, or a policy loss reaches extreme values."""
+    """A warning if a cross-entropy fluctuates by a large fraction of its level, or a policy loss is extreme."""
     recent = view.recent(LOSS, MANY_STEPS)
     if recent is None:
         return None
@@ -117,13 +117,13 @@ def initial_loss(view: HealthView) -> CheckResult | None:
         return None
     message, highest = f"the loss started at {first.mean():.3g}", view.limits.initial_loss_max
     if view.context.untrained_loss is not None:
-        message += f", and random guessing has {view.context.untrained_loss:.3g}"
+        message += f"; the loss of random guessing is {view.context.untrained_loss:.3g}"
         highest = max(highest, GUESSING_MARGIN * view.context.untrained_loss)
     return ok(message) if first.mean() <= highest else warning(message)
 
 
 def final_loss(view: HealthView) -> CheckResult | None:
-    """A low loss is fine if the validation loss is as low."""
+    """A low loss is fine if the validation loss is low, too."""
     recent = view.recent(LOSS)
     if not view.is_near_end or recent is None:
         return None
@@ -137,14 +137,14 @@ def final_loss(view: HealthView) -> CheckResult | None:
 
 
 def final_val_loss(view: HealthView) -> tuple[float] | None:
-    """The last validation loss near the end of the run; None for untrained weights, whose usual range is not known."""
+    """The last validation loss near the end of the run; None for untrained weights, which have no usual range."""
     last = view.series(VAL_LOSS).last_value
     has_range = view.context.untrained_loss is None
     return (last,) if has_range and view.is_near_end and not math.isnan(last) else None
 
 
 def val_loss_not_finite(view: HealthView) -> CheckResult | None:
-    """The last validation alone counts."""
+    """Only the last validation counts."""
     series = view.series(VAL_LOSS)
     if series.num_nonfinite(1):
         return alarm("the last val/loss was not finite")
@@ -152,17 +152,17 @@ def val_loss_not_finite(view: HealthView) -> CheckResult | None:
 
 
 def val_loss_margin(view: HealthView, values: Array, best: float) -> float:
-    """By how much a validation loss exceeds another one by more than chance."""
+    """Smallest significant rise of a validation loss above the best."""
     return max(best * view.limits.val_margin, view.limits.val_min_change)
 
 
 def eval_reward_margin(view: HealthView, values: Array, best: float) -> float:
-    """By how much the reward of an evaluation falls below the best by more than chance."""
+    """Smallest significant fall of an evaluation reward below the best."""
     return max(abs(best) * view.limits.eval_drop_max, view.limits.eval_min_change, NOISES * noise(values))
 
 
 def val_loss_rising(view: HealthView) -> CheckResult | None:
-    """Consecutive rises that are more than chance together."""
+    """A warning after consecutive rises that are significant together."""
     values = view.series(VAL_LOSS).recent(VAL_RISES + 1)
     if len(values) <= VAL_RISES:
         return None
@@ -176,7 +176,7 @@ def val_loss_rising(view: HealthView) -> CheckResult | None:
 
 
 def share_of_large_norms(view: HealthView) -> tuple[float, int, float] | None:
-    """Share of the recent gradient norms that are too large or not finite, their number, and the largest usual norm."""
+    """Fraction of recent gradient norms that are too large or not finite, number of norms, and the limit."""
     window, bound, series = view.limits.window, view.limits.grad_norm_alarm, view.series(GRAD_NORM)
     num_lost = series.num_nonfinite(window)
     finite = series.recent(window - num_lost) if num_lost < window else np.empty(0)
@@ -186,7 +186,7 @@ def share_of_large_norms(view: HealthView) -> tuple[float, int, float] | None:
 
 
 def lr_schedule(view: HealthView) -> CheckResult | None:
-    """Three steps whose learning rate differs from the schedule."""
+    """A warning if the learning rate differs from the schedule at three steps."""
     points, schedule = view.series("train/lr(1e-3)").points(NUM_LEARNING_RATES), view.context.schedule
     if schedule is None or len(points) < 3:
         return None
@@ -196,20 +196,22 @@ def lr_schedule(view: HealthView) -> CheckResult | None:
     wrong = [
         (step, value)
         for step, value in points
-        # a skipped step among these shifts the schedule by one, so any count up to the last one is right for them
+        # a skipped step among these shifts the schedule by one, so any count up to the last one may apply
         if min(abs(value / 1e3 - schedule.at(step, each)) for each in range(skipped + 1)) > allowed
     ]
     if len(wrong) < 3:
         return ok("the learning rate follows its schedule")
     step, value = wrong[-1]
-    return warning(f"the learning rate is {value / 1e3:.3g} at step {step}; its schedule has {schedule.at(step):.3g}")
+    return warning(
+        f"the learning rate is {value / 1e3:.3g} at step {step}, but {schedule.at(step):.3g} in its schedule"
+    )
 
 
 # Rewards
 
 
 def reward_falling(view: HealthView) -> CheckResult | None:
-    """Epoch means fall, or the recent reward is far below the best of the run."""
+    """A finding if epoch means fall, or if the recent reward is far below the best of the run."""
     means = view.epochs(REWARD, view.limits.trend_epochs + 1)
     if means is not None and (level := trend_level(view, means, -1)):
         message = f"the reward went from {means[0]:.4g} to {means[-1]:.4g} over {view.limits.trend_epochs} epochs"
@@ -221,14 +223,14 @@ def reward_falling(view: HealthView) -> CheckResult | None:
     now, best, start = float(recent.mean()), float(segments.max()), float(segments[0])
     message = f"the recent reward is {now:.4g}, the best was {best:.4g}"
     values = series.recent()
-    # rewards that are rare do not differ at most steps, so that the robust noise is 0
+    # if rewards are rare, most steps are equal, so the robust noise is 0
     error = max(noise(values), float(np.std(np.diff(values))) / math.sqrt(2)) / math.sqrt(SEGMENT_VALUES)
     is_lost = best - now > max(BEST_NOISES * error, 0.3 * max(best - start, abs(best) / 2))
     return warning(message) if is_lost else ok(message)
 
 
 def reward_negative(view: HealthView) -> CheckResult | None:
-    """Only a notice if it rises."""
+    """Only a notice if the reward rises."""
     means = view.epochs(REWARD, view.limits.trend_epochs)
     values = view.recent(REWARD, MANY_STEPS) if means is None else means
     if values is None:
@@ -240,7 +242,7 @@ def reward_negative(view: HealthView) -> CheckResult | None:
 
 
 def reward_jitter(view: HealthView) -> CheckResult | None:
-    """A reward that jumps by more than its level and does not rise."""
+    """A warning if the reward jumps by more than its level and does not rise."""
     recent = view.recent(REWARD, MANY_STEPS)
     if recent is None:
         return None
@@ -265,14 +267,14 @@ def accuracy_zero(view: HealthView) -> CheckResult | None:
 
 
 def learning_metrics(view: HealthView) -> dict[str, int]:
-    """The metrics that show whether a run with rewards learns: 1 for those that should rise, -1 for the others."""
+    """Metrics that show whether a run with rewards learns: 1 if they should rise, -1 if they should fall."""
     correct = view.first_logged(CORRECT)
     directions = {REWARD: 1, **({correct: 1} if correct else {}), VIOLATION: -1}
     return {name: better for name, better in directions.items() if view.series(name).num_points}
 
 
 def nothing_improves(view: HealthView) -> CheckResult | None:
-    """Neither reward nor accuracy nor the violation rate has improved, lately or since the start."""
+    """A warning if neither reward nor accuracy nor violation rate has improved, recently or since the start."""
     directions, count = learning_metrics(view), view.limits.stuck_epochs
     means = {name: view.epochs(name, count) for name in directions}
     known = {name: each for name, each in means.items() if each is not None}
@@ -287,7 +289,7 @@ def nothing_improves(view: HealthView) -> CheckResult | None:
 
 
 def milestones(view: HealthView) -> CheckResult | None:
-    """What a controller has usually reached after so many epochs."""
+    """A notice if a controller is behind the usual values after a number of epochs."""
     limits, every = view.limits, view.limits.milestone_epochs
     reached: list[str] = []
     missed: list[str] = []
@@ -317,7 +319,7 @@ def reward_failure_share(view: HealthView) -> tuple[float, float, int] | None:
 
 
 def advantage_offset(view: HealthView) -> tuple[float, float, float] | None:
-    """The mean of the advantages over their spread, then both."""
+    """The mean of the advantages divided by their spread, then both."""
     means, spreads = view.recent("train/adv_mean"), view.recent("train/adv_std")
     if means is None or spreads is None:
         return None
@@ -326,7 +328,7 @@ def advantage_offset(view: HealthView) -> tuple[float, float, float] | None:
 
 
 def format_without_correctness(view: HealthView) -> CheckResult | None:
-    """The reward for format rises, but the one for correctness does not."""
+    """A warning if the reward for format rises but the one for correctness does not."""
     form = view.first_logged(("train/reward_format_mean", "train/tag_count_reward_mean"))
     right = view.first_logged(CORRECT)
     if form is None or right is None or view.series(form).num_points < MIN_COMPARED:
@@ -342,7 +344,7 @@ def format_without_correctness(view: HealthView) -> CheckResult | None:
 
 
 def violation_high(view: HealthView) -> CheckResult | None:
-    """An alarm after many epochs above one limit, a notice after some above another."""
+    """An alarm after many epochs above `violation_alarm`, a notice after some above `violation_goal`."""
     last = view.epochs(VIOLATION, LAST_EPOCHS)
     if last is None:
         return None
@@ -356,7 +358,7 @@ def violation_high(view: HealthView) -> CheckResult | None:
 
 
 def latency_share(view: HealthView) -> tuple[float, float] | None:
-    """The latency over the budget, then the latency in ms, in the last epochs."""
+    """The latency divided by the budget, then the latency in ms, over the last epochs."""
     latency = view.epochs("train/latency_ms_mean", LAST_EPOCHS)
     budget = view.epochs("train/budget_ms_mean", LAST_EPOCHS)
     if latency is None or budget is None:
@@ -368,7 +370,7 @@ def latency_share(view: HealthView) -> tuple[float, float] | None:
 
 
 def step_time_ratio(view: HealthView) -> tuple[float, float, float] | None:
-    """The time of the last steps, those of a minute at least, over the usual one, then both in seconds."""
+    """The recent step time, over a minute at least, divided by the usual one, then both in seconds."""
     series = view.series(STEP_TIME)
     recent, usual = series.recent(), series.segment_means[1:]
     if len(usual) < WARM_UP_SEGMENTS:
@@ -379,7 +381,7 @@ def step_time_ratio(view: HealthView) -> tuple[float, float, float] | None:
 
 
 def step_time_rising(view: HealthView) -> CheckResult | None:
-    """A ramp over the whole run, not a jump; in the stage grpo the time of a token, as completions may get longer."""
+    """A warning for a ramp, not a jump; the stage grpo uses the time per token, because completions may get longer."""
     per_token = view.context.stage == "grpo"
     means = view.series(TOKEN_RATE if per_token else STEP_TIME).segment_means[1:]
     if len(means) < 3 * WARM_UP_SEGMENTS:
@@ -393,13 +395,13 @@ def step_time_rising(view: HealthView) -> CheckResult | None:
 
 
 def waiting_share(view: HealthView) -> tuple[float] | None:
-    """The wait for data over the step time."""
+    """The wait for data divided by the step time."""
     steps, waits = view.recent(STEP_TIME), view.recent("time/train/data_s")
     return None if steps is None or waits is None else (float(np.median(waits) / np.median(steps)),)
 
 
 def throughput_spread(view: HealthView) -> tuple[float, float] | None:
-    """The spread of the throughput over its median in the calmest part of many steps, then the median."""
+    """The spread of the throughput divided by its median, in the calmest part of the steps, then the median."""
     name = view.first_logged(("throughput/train/tokens_per_s", TOKEN_RATE, "throughput/train/configs_per_s"))
     rates = None if name is None else view.recent(name, NUM_RATES)
     if rates is None or view.series(STEP_TIME).recent(NUM_RATES).sum() < RATES_LAST_S:
@@ -409,7 +411,7 @@ def throughput_spread(view: HealthView) -> tuple[float, float] | None:
 
 
 def disk_filling(view: HealthView) -> CheckResult | None:
-    """At the rate of the last saves, the disk has room for only a few more."""
+    """A finding if, at the rate of the last saves, only a few more fit on the disk."""
     free = view.recent("system/disk_free_gib", NUM_SAVES + 1, at_least=3)
     if free is None:
         return None

@@ -70,6 +70,6 @@ class HealthConfig:
     limits: HealthLimits = section(HealthLimits)
 
     def check(self) -> None:
-        """Rules stop a run only where they are checked."""
+        """Refuse `stop_on` if the rules are not checked."""
         if self.stop_on and not self.enabled:
             raise UserError("health.stop_on has no effect with health.enabled=false; set it to true")

@@ -1,4 +1,4 @@
-"""What the rules know of a run besides its metrics: stage, length, limits, and the schedule of the learning rate."""
+"""The context of a run that rules can read besides metrics: stage, length, limits, and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ REWARDED = frozenset({"grpo", "budget"})
 """Stages that learn from rewards."""
 STAGES = LANGUAGE | REWARDED
 STABLE_SHARE = 0.9
-"""Share of the steps after the warm-up in which a wsd schedule is constant."""
+"""Fraction of the steps after the warm-up for which a wsd schedule is constant."""
 _READ_KEYS = {"save_freq", "device", "logger"}
 """Keys of the section `trainer` that the checklists read."""
 
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The learning rate that a recipe sets, step by step.
+    """The learning rate of a recipe at each step.
 
-    Written from the definition of the schedules of verl 0.7.0 (`verl.utils.torch_functional`), independently of the
-    trainer: linear warm-up from 0, then constant, cosine, or wsd (warm-up, stable, decay).
+    Implements the schedules of verl 0.7.0 (`verl.utils.torch_functional`) independently of the trainer: linear warm-up
+    from 0, then constant, cosine, or wsd (warm-up, stable, decay).
 
     Attributes:
         peak: learning rate after the warm-up.
         kind: constant, cosine or wsd.
-        warmup: number of updates.
-        length: updates of the whole schedule.
-        min_ratio: lowest share of the peak.
-        num_cycles: of the cosine; half a cycle ends at its minimum.
+        warmup: number of warm-up updates.
+        length: number of updates of the whole schedule.
+        min_ratio: minimum learning rate relative to the peak.
+        num_cycles: number of cosine cycles; half a cycle ends at the minimum.
         updates_per_step: optimizer updates in a step.
     """
 
@@ -52,7 +52,7 @@ class LRSchedule:
     updates_per_step: int = 1
 
     def at(self, step: int, num_skipped: int = 0) -> float:
-        """The learning rate of a step.
+        """Return the learning rate of a step.
 
         Args:
             step: counted from 1.
@@ -77,7 +77,7 @@ class LRSchedule:
 
 
 def schedule_of(config: Mapping[str, Any], total_steps: int | None, steps_per_epoch: int | None) -> LRSchedule | None:
-    """The schedule of a resolved configuration; None if measurements change it, or if its length is not known."""
+    """Return the schedule of a resolved configuration; None if measurements change it, or if its length is unknown."""
     optim, trainer = config["optim"], config["trainer"]
     if config["stage"] == "budget" or total_steps is None or steps_per_epoch is None:
         return None
@@ -157,7 +157,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read the `config.yaml` of a run.
 
     Raises:
-        UserError: it is not the configuration of a run.
+        UserError: the file is not the configuration of a run.
     """
     try:
         config = yaml.safe_load(yaml_text(path))

@@ -1,4 +1,4 @@
-"""The interface of user rules before `Rule(name, check, ...)`: removed with the next release."""
+"""The interface of user rules before `Rule(name, check, ...)`; the next release removes it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ OldCheck = Callable[["OldHistory", RunContext, HealthLimits], CheckResult | None
 
 @dataclass(frozen=True)
 class DecoratedRule(Rule):
-    """A rule that `@rule` made."""
+    """A rule that `@rule` created."""
 
 
 class OldHistory(MetricHistory):
     """A history whose series have `buckets`."""
 
     def __init__(self, history: MetricHistory) -> None:
-        streak = history.series("train/loss").nonfinite_streak  # first: this adds the rows that wait
+        streak = history.series("train/loss").nonfinite_streak  # first, because this adds buffered rows
         vars(self).update(vars(history))
         self.nonfinite_streak = streak
 
@@ -38,7 +38,7 @@ class OldHistory(MetricHistory):
         return OldSeries(super().series(name))
 
     def num_nonfinite(self, name: str, count: int) -> int:
-        """How many of the last values were not finite."""
+        """Number of non-finite values among the last `count`."""
         return self.series(name).num_nonfinite(count)
 
 
@@ -61,7 +61,7 @@ class OldSeries(MetricSeries):
 
 @dataclass(frozen=True)
 class OldTrend:
-    """A straight line through a series: its change, the noise around it, and the change in its standard errors."""
+    """A straight line through a series: its change, the noise around it, and the change in standard errors."""
 
     change: float
     noise: float
@@ -69,7 +69,7 @@ class OldTrend:
 
 
 def trend_of(values: Array) -> OldTrend:
-    """The least-squares line; the standard error of its change is noise * sqrt(12 / n)."""
+    """Fit the least-squares line; the standard error of its change is noise * sqrt(12 / n)."""
     if len(values) < 3:
         return OldTrend(0.0, 0.0, 0.0)
     places = np.arange(len(values))
@@ -93,7 +93,7 @@ def falls(values: Array) -> bool:
 def rule(
     *watches: str, advice: str, into: list[Rule], stages: Iterable[str] = STAGES
 ) -> Callable[[OldCheck], OldCheck]:
-    """Add a check to a list of rules, under the name of its function and with its docstring as description."""
+    """Add a check to a list of rules, named after its function and described by its docstring."""
 
     def enter(check: OldCheck) -> OldCheck:
         def new_check(view: HealthView) -> CheckResult | None:
@@ -113,7 +113,7 @@ OLD_MODULES: dict[str, dict[str, object]] = {
     "series": {"Series": OldSeries},
     "trends": {"trend_of": trend_of, "noise_of": noise, "rises": rises, "falls": falls},
 }
-"""What the former modules of this folder had, by their names."""
+"""Contents of the former modules of this folder, by module name."""
 
 
 def provide_modules() -> None:

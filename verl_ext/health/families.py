@@ -1,4 +1,4 @@
-"""Families of checks, of which most rules are an instance: thresholds, trends, plateaus, shrinking, past the best."""
+"""Families of checks that most rules use: thresholds, trends, plateaus, shrinking, past the best."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from verl_ext.health.rule import REWARD, Check, CheckResult, HealthView, Level, 
 from verl_ext.health.trend import Array, trend
 
 AFTER_BEST = 2
-"""Measurements that must all be worse than the best one before it counts as passed."""
+"""Number of consecutive worse measurements after which the best one counts as passed."""
 MIN_EARLY_STEPS = 30
-"""Steps before which the start of a run is not something to compare with."""
+"""Minimum number of steps before values are compared with the start of the run."""
 Measure = Callable[[HealthView], tuple[float, ...] | None]
 """Returns a number to check and further numbers for the message; None without enough data."""
 Thresholds = Mapping[Level, float | str]
-"""A number or the name of a limit, by level."""
+"""A number, or the name of a limit, by level."""
 
 
 def bounds(
@@ -85,7 +85,7 @@ def share_of_limit(
 
 
 def epoch_trend(metric: str, wrong: int, text: str, worst: Level, matters_above: float | str = -math.inf) -> Check:
-    """The means of the last epochs move in the wrong direction.
+    """Check that the means of the last epochs do not move in the wrong direction.
 
     Args:
         wrong: 1 if the metric must not rise, -1 if it must not fall.
@@ -107,7 +107,7 @@ def epoch_trend(metric: str, wrong: int, text: str, worst: Level, matters_above:
 
 
 def trend_level(view: HealthView, means: Array, wrong: int) -> Level:
-    """The level of a trend of epoch means."""
+    """Return the level of a trend of epoch means."""
     found = trend(means)
     if found.goes(wrong, view.limits.trend_p_alarm):
         return Level.ALARM
@@ -115,9 +115,9 @@ def trend_level(view: HealthView, means: Array, wrong: int) -> Level:
 
 
 def plateau(metrics: Sequence[str], better: int, what: str) -> Check:
-    """The first of some metrics that is logged does not improve over many epochs: a notice, as it may be a plateau.
+    """Return a notice if the first logged metric does not improve over many epochs; it may have reached a plateau.
 
-    In runs of few epochs, segments of the whole run replace them.
+    In runs with few epochs, segments of the whole run replace epochs.
     """
 
     def check(view: HealthView) -> CheckResult | None:
@@ -138,7 +138,7 @@ def plateau(metrics: Sequence[str], better: int, what: str) -> Check:
 
 
 def shrunk(metric: str, share: str, text: str) -> Check:
-    """The metric is below a fraction of its first values; only a notice if the reward has risen since."""
+    """Warn if a metric is below a fraction of its first values; only a notice if the reward has risen since."""
 
     def check(view: HealthView) -> CheckResult | None:
         series = view.series(metric)
@@ -154,7 +154,7 @@ def shrunk(metric: str, share: str, text: str) -> Check:
 
 
 def past_best(measured: str, trained: str, better: int, worse_by: Callable[[HealthView, Array, float], float]) -> Check:
-    """A validation metric becomes worse than its best while the training metric improves.
+    """Warn if a validation metric becomes worse than its best while the training metric improves.
 
     Args:
         measured: metric of validations or evaluations.
@@ -189,7 +189,7 @@ def _improves_after(view: HealthView, metric: str, better: int, step: int) -> bo
     points = view.series(metric).points()
     after = [value for each, value in points if each > step]
     before = [value for each, value in points if each <= step]
-    if not before:  # the step is further back than the recent values
+    if not before:  # the recent values start after the step
         before = list(view.series(metric).segment_means)
     return bool(after) and bool(before) and bool(better * (np.median(after[-20:]) - np.median(before[-20:])) > 0)
 

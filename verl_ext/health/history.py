@@ -1,4 +1,4 @@
-"""What the rules see of a run: every metric by step and by epoch, in memory that does not grow with the run."""
+"""Metrics of a run by step and by epoch, for the rules, in memory that does not grow with the run."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from verl_ext.health.trend import Array
 from verl_ext.metrics.jsonl import KEY_COLUMNS, METRICS_FILE, is_number, iter_metrics
 
 MAX_RECENT = 256
-"""Latest values that are kept as they are."""
+"""Number of latest values to keep."""
 MAX_FIRST = 20
-"""Values of the start of the run that are kept."""
+"""Number of values to keep from the start of the run."""
 MAX_SEGMENTS = 256
 SEGMENT_VALUES = 10
-"""Values in a segment, until there are too many segments."""
+"""Initial number of values per segment; doubles when there are too many segments."""
 MAX_EPOCHS = 256
 MAX_BUFFERED = 4096
-"""Rows that enter the series together: NumPy takes about as long for one value as for a thousand."""
+"""Number of rows that are added together, because NumPy takes about as long for one value as for a thousand."""
 EPOCH = "train/epoch"
 Columns = dict[str, tuple[NDArray[np.int64], Array]]
-"""Of each metric, the rows that have it, and its values."""
+"""Indices of the rows that have a metric, and its values, by metric."""
 NO_COLUMN = np.empty(0, np.int64), np.empty(0)
 
 
 class MetricSeries:
     """One metric: its first values, its latest values, and means over equal segments of the run.
 
-    Values that are not finite are counted and kept nowhere else.
+    Non-finite values are only counted.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class MetricSeries:
         self._size, self._sum, self._count = SEGMENT_VALUES, 0.0, 0
 
     def add(self, steps: NDArray[np.int64], values: Array) -> None:
-        """Add values, both (values,); steps must not fall."""
+        """Add values; both arrays are (values,), and steps must not decrease."""
         is_finite = np.isfinite(values)
         self._is_finite.extend(is_finite[-MAX_RECENT:].tolist())
         [finite] = is_finite.nonzero()
@@ -82,7 +82,7 @@ class MetricSeries:
 
     @property
     def segment_means(self) -> Array:
-        """Means over equal segments of the run, without the values that have not filled one yet."""
+        """Means over equal segments of the run, without values of an incomplete segment."""
         return np.array(self._segments)
 
     @property
@@ -104,21 +104,21 @@ class MetricSeries:
 
 
 class MetricHistory:
-    """Every metric of a run; rows are added in their order, without those that a later attempt replaced.
+    """Every metric of a run; rows are added in order, without those that a later attempt replaced.
 
     Attributes:
         step: the last step.
-        time: when the last row was logged, in seconds since 1970.
-        steps_per_epoch: None before the run has logged `train/epoch`.
+        time: time of the last row, in seconds since 1970.
+        steps_per_epoch: number of steps per epoch; None before the run has logged `train/epoch`.
     """
 
     def __init__(self) -> None:
         self.step, self.time = 0, 0.0
         self.steps_per_epoch: int | None = None
-        self._rows: list[tuple[int, Mapping[str, float]]] = []  # step and metrics that are not in the series yet
+        self._rows: list[tuple[int, Mapping[str, float]]] = []  # step and metrics, not in the series yet
         self._series: dict[str, MetricSeries] = defaultdict(MetricSeries)
-        self._epoch = math.inf  # no row is above the first one's
-        self._sums: dict[str, tuple[float, int]] = {}  # sum and number of the values of the present epoch
+        self._epoch = math.inf  # so that the first row starts no new epoch
+        self._sums: dict[str, tuple[float, int]] = {}  # sum and number of values of the current epoch
         self._epochs: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_EPOCHS))
         self._num_epochs: dict[str, int] = defaultdict(int)
 
@@ -126,7 +126,7 @@ class MetricHistory:
         """Add a row that was logged at `time`, in seconds since 1970."""
         self.step, self.time = max(step, self.step), time
         epoch = metrics.get(EPOCH, math.nan)
-        if math.isfinite(epoch) and epoch > 1e-9:  # a damaged file can have any number
+        if math.isfinite(epoch) and epoch > 1e-9:  # a damaged file can contain any number
             self.steps_per_epoch = round(step / epoch)
         self._rows.append((step, dict(metrics)))
         if len(self._rows) == MAX_BUFFERED:
@@ -143,12 +143,12 @@ class MetricHistory:
         return np.array(self._epochs[name]) if name in self._epochs else np.empty(0)
 
     def num_epochs(self, name: str) -> int:
-        """Complete epochs in which a metric was logged, including those whose means are no longer kept."""
+        """Number of complete epochs in which a metric was logged, including those whose means are no longer kept."""
         self._flush()
         return self._num_epochs.get(name, 0)
 
     def _flush(self) -> None:
-        """Add the rows so far to the series and to the epochs."""
+        """Add the buffered rows to the series and to the epochs."""
         if not self._rows:
             return
         steps, rows = zip(*self._rows)
@@ -160,7 +160,7 @@ class MetricHistory:
             self._add_to_epochs(columns, len(rows))
 
     def _add_to_epochs(self, columns: Columns, num_rows: int) -> None:
-        """Add the rows that have an epoch to its sums, and keep the means of the epochs that are over."""
+        """Add the rows that have an epoch to its sums, and keep the means of completed epochs."""
         places, epochs = columns[EPOCH]
         places, epochs = places[np.isfinite(epochs)], epochs[np.isfinite(epochs)]
         if not len(places):
@@ -168,7 +168,7 @@ class MetricHistory:
         numbers = np.ceil(epochs - 1e-9)
         is_last = np.abs(epochs - np.round(epochs)) < 1e-9
         is_first = np.append(False, is_last[:-1]) | (numbers > np.append(self._epoch, numbers[:-1]))
-        parts = np.full(num_rows, -1)  # by row: number of its epoch, where 0 is the present one
+        parts = np.full(num_rows, -1)  # by row: number of its epoch; 0 is the current one
         parts[places] = np.cumsum(is_first)
         num_over = int(parts[places[-1]]) + int(is_last[-1])
         for name in {**columns, **self._sums}:
@@ -177,7 +177,7 @@ class MetricHistory:
             is_counted = (epoch_of >= 0) & np.isfinite(values)
             epoch_of, values = epoch_of[is_counted], values[is_counted]
             counts = np.bincount(epoch_of, minlength=num_over + 1)
-            sums = np.bincount(epoch_of, values, num_over + 1).astype(float)  # of no values, its sums are integers
+            sums = np.bincount(epoch_of, values, num_over + 1).astype(float)  # bincount of no values returns integers
             total, count = self._sums.get(name, (0.0, 0))
             sums[0], counts[0] = sums[0] + total, counts[0] + count
             self._sums[name] = float(sums[num_over]), int(counts[num_over])
@@ -190,9 +190,9 @@ class MetricHistory:
 
 
 def effective_rows(rows: Iterator[dict[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows of `metrics.jsonl`, without those of steps that a later one of the attempts in `run.json` repeated."""
+    """Yield rows of `metrics.jsonl`, without steps that a later attempt in `run.json` repeated."""
     first_steps = {each["attempt"]: first for each in attempts if (first := each.get("first_step")) is not None}
-    last_steps: dict[int, float] = {}  # by attempt: from where on a later one repeated it
+    last_steps: dict[int, float] = {}  # by attempt: last step that no later attempt repeated
     for row in rows:
         attempt = row["attempt"]
         if attempt not in last_steps:
@@ -208,12 +208,12 @@ def read_history(
     """Read the history of a run from `metrics.jsonl`, which may not exist yet.
 
     Args:
-        attempts: of `run.json`.
+        attempts: attempts from `run.json`.
         until: last step to read; None reads all.
-        snapshot_at: step at which a copy is made.
+        snapshot_at: step at which to copy the history.
 
     Returns:
-        The history, and what it was at the step of the snapshot; the history itself if the run is not beyond that step.
+        The history, and its copy at the step of the snapshot; the history itself if the run is not past that step.
 
     Raises:
         UserError: the file cannot be read.
@@ -236,7 +236,7 @@ def read_history(
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """The values of some rows by metric; a value that is not a number is skipped."""
+    """Group the values of some rows by metric; skip values that are not numbers."""
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for place, row in enumerate(rows):  # rows with the same metrics become columns together
         groups[tuple(row)].append(place)
@@ -256,7 +256,7 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
 
 def _as_numbers(values: Sequence[Any]) -> Array | None:
     try:
-        numbers = np.array(values, np.float64)  # "NaN" and "Infinity" too, as the file spells them
+        numbers = np.array(values, np.float64)  # also "NaN" and "Infinity", as the file spells them
     except (TypeError, ValueError, OverflowError):
         return None
     return numbers if numbers.ndim == 1 else None  # lists of equal lengths become a matrix

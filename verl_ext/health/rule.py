@@ -1,4 +1,4 @@
-"""One rule: its check, what a check sees of a run, and what it finds."""
+"""A rule with its check, the view that checks read, and findings."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LOSS, VAL_LOSS, GRAD_NORM, STEP_TIME = "train/loss", "val/loss", "train/grad_nor
 REWARD, EVAL_REWARD = "train/reward_total_mean", "eval/reward_total_mean"
 ACCURACY, VIOLATION = "train/accuracy_mean", "train/budget_violation_mean"
 CORRECT = ("train/reward_correct_mean", ACCURACY, "train/code_tests_mean")
-"""Metrics that say how often answers are right; a run logs one of them."""
+"""Metrics that measure how often answers are right; a run logs one of them."""
 NOISES = 4.0
-"""Standard deviations beyond which a difference is not noise."""
+"""Standard deviations above which a difference is not noise."""
 NEAR_END = 0.9
-"""Share of a run's steps after which its last values are final."""
+"""Fraction of a run's steps after which its values are final."""
 
 
 class Level(IntEnum):
@@ -130,7 +130,7 @@ Check = Callable[[HealthView], CheckResult | None]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found at the last step that a run had taken, and what to do about it."""
+    """Result of a rule at the last step of a run, with advice."""
 
     rule: str
     level: Level
@@ -163,7 +163,7 @@ class Rule:
     stages: frozenset[str] = STAGES
 
     def run(self, view: HealthView) -> Finding | None:
-        """Run the check; None if the rule is not for this stage, or without enough data.
+        """Run the check; None if the rule does not apply to this stage, or without enough data.
 
         An exception in a check becomes a notice, so that the other rules are still checked.
         """
@@ -173,7 +173,7 @@ class Rule:
             result = self.check(view)
             if not isinstance(result, CheckResult | None):
                 raise TypeError(f"a check must return a CheckResult or None, not {type(result).__name__}")
-        except Exception as error:  # users write rules too
+        except Exception as error:  # users write rules, too
             result = notice(f"the rule itself failed ({one_line(error)})")
         if result is None:
             return None

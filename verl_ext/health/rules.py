@@ -1,4 +1,4 @@
-"""Every health rule as one table, and the rules that users add to it."""
+"""The table of health rules, and the rules that users add to it."""
 
 from __future__ import annotations
 
@@ -216,20 +216,20 @@ RULES: tuple[Rule, ...] = (
 
 
 def load_rules(plugins: Iterable[str], key: str, quiet: bool = False) -> tuple[Rule, ...]:
-    """The rules of the table and those of the user.
+    """Return the rules of the table and the user's rules.
 
     Args:
         plugins: each `path.py:LIST` or `package.module:LIST`, a list of `Rule`.
         key: the setting or option that names them, for messages.
-        quiet: whether a list with an outdated interface is loaded without a warning.
+        quiet: whether to load lists with an outdated interface without a warning.
 
     Raises:
-        UserError: a list cannot be loaded, is not a list of rules, or has a rule with the name of another one.
+        UserError: a list cannot be loaded, is not a list of rules, or repeats the name of a rule.
     """
     rules = [*RULES, *(rule for text in plugins for rule in _rules_of(Plugin.parse(text, key), quiet))]
     names = [each.name for each in rules]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"{key}: there are two rules {repeated[0]}; rename yours")
+        raise UserError(f"{key}: two rules are named {repeated[0]}; rename yours")
     return tuple(rules)
 
 
@@ -241,8 +241,8 @@ def _rules_of(plugin: Plugin, quiet: bool) -> list[Rule]:
     for each in found:
         if not each.stages or not each.stages <= STAGES:
             raise UserError(
-                f"{plugin.key}: the rule {each.name} is for the stages {', '.join(sorted(each.stages)) or 'of none'}; "
-                f"take some of {', '.join(sorted(STAGES))}"
+                f"{plugin.key}: the rule {each.name} is for the stages {', '.join(sorted(each.stages)) or '(none)'}; "
+                f"use some of {', '.join(sorted(STAGES))}"
             )
     if not quiet and any(isinstance(each, deprecated.DecoratedRule) for each in found):
         warn(f"{plugin.key}: {plugin} uses @rule, which the next release removes; see docs/guides/extending.md")

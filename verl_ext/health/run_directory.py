@@ -1,4 +1,4 @@
-"""A run as its files describe it, live or finished: record, configuration, metrics, and whether it is alive."""
+"""Reads a live or finished run from its files: record, configuration, metrics, and whether it is alive."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ EARLY_STEPS = 100
 KILLED = "killed"
 """Status of a run that did not record its end; `run.json` still says `running`."""
 MAX_SILENT_STEPS, MAX_SILENCE_S = 10, 600.0
-"""A run that logs nothing for longer than so many of its steps, and so many seconds, is dead or hangs."""
+"""A run that logs nothing for more than this many step times and seconds is dead or hangs."""
 PAUSES = ("time/val/step_s", "time/eval/step_s", "time/train/save_s", "time/checkpoint/write_s")
-"""Work during which a run logs nothing."""
+"""Metrics of work during which a run logs nothing."""
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """One run.
+    """A run directory.
 
     Attributes:
         run: content of `run.json`.
         config: content of `config.yaml`.
-        view: what the rules see of all steps.
-        early: what they see of the first `EARLY_STEPS` steps.
+        view: view of all steps, for the rules.
+        early: view of the first `EARLY_STEPS` steps.
     """
 
     path: Path
@@ -53,15 +53,15 @@ class RunDirectory:
 
     @classmethod
     def read(cls, path: Path, rules: Sequence[Rule] = RULES) -> RunDirectory:
-        """Read a run directory; rules that the run's recipe names are not loaded.
+        """Read a run directory; does not load rules that the run's recipe names.
 
         Raises:
-            UserError: it is not a run directory, or a file cannot be read.
+            UserError: the path is not a run directory, or a file cannot be read.
         """
         for name in (RUN_FILE, METRICS_FILE, "config.yaml"):
             if not (path / name).is_file():
                 raise UserError(
-                    f"{path} has no {name}, so it is not a run that has started; give the directory of a run, such as "
+                    f"{path} has no {name}, so no run has started there; give the directory of a run, such as "
                     "checkpoints/<project>/<experiment>"
                 )
         run, config = load_run(path / RUN_FILE), read_config(path / "config.yaml")
@@ -92,7 +92,7 @@ class RunDirectory:
 
     @property
     def first_step(self) -> int:
-        """The step from which the last attempt resumed; `config.yaml` is that of this attempt."""
+        """The step from which the last attempt resumed; that attempt wrote `config.yaml`."""
         return self.attempt.get("first_step") or 0
 
     @cached_property
@@ -101,7 +101,7 @@ class RunDirectory:
         return list(complete_checkpoints(self.path).values())
 
     def findings(self, early: bool = False) -> dict[str, Finding]:
-        """What each rule finds in all steps or in the early ones, by its name, unless it has too little to judge."""
+        """Return the findings for all steps or the early ones, by rule; rules without enough data are missing."""
         found = (rule.run(self.early if early else self.view) for rule in self.rules)
         return {each.rule: each for each in found if each is not None}
 
@@ -111,7 +111,7 @@ class RunDirectory:
         return KILLED if self.death() else self.run["status"]
 
     def death(self) -> str | None:
-        """Why a run that has not recorded its end is not running any more; None if it may be."""
+        """Why a run that has not recorded its end no longer runs; None if it may still run."""
         steps = self.history.series(STEP_TIME).recent(20)
         pauses = [float(each.max()) for name in PAUSES if len(each := self.history.series(name).recent())]
         allowed = max_silence_s(float(np.median(steps)) if len(steps) else 0.0, max(pauses, default=0.0))
@@ -125,7 +125,7 @@ def last_attempt(run: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def silence_s(run: Mapping[str, Any], last_row: float) -> float:
-    """Seconds since the last sign of life of a run, whose last row was logged at `last_row` (seconds since 1970)."""
+    """Seconds since a run was last active; its last row was logged at `last_row` (seconds since 1970)."""
     return time.time() - max(last_row, seconds_of(last_attempt(run).get("start")) or 0.0)
 
 
@@ -140,7 +140,7 @@ def max_silence_s(step_s: float, pause_s: float) -> float:
 
 
 def why_killed(run: Mapping[str, Any], silent_s: float, allowed_s: float) -> str | None:
-    """Why a run that is `running` by its record is not; None for any other run, and for one that may be alive.
+    """Why a run with the status `running` does not run; None for other statuses, or if it may be alive.
 
     Args:
         run: content of `run.json`.
@@ -152,14 +152,14 @@ def why_killed(run: Mapping[str, Any], silent_s: float, allowed_s: float) -> str
     attempt = last_attempt(run)
     is_here = attempt.get("host") == socket.gethostname() and attempt.get("pid_namespace") == pid_namespace()
     if is_here and attempt.get("pid") is not None:
-        # a process that lives is slow at most: a first step can take longer than any limit
+        # a live process may be slow: a first step can take longer than any limit
         is_running = is_alive(attempt["pid"], attempt.get("pid_start_ticks"))
         return None if is_running else f"its process {attempt['pid']} is gone"
     return f"it has logged nothing for {silent_s:.0f} s" if silent_s > allowed_s else None
 
 
 def limits_of(config: Mapping[str, Any]) -> HealthLimits:
-    """The thresholds of a recipe; the defaults for a run of a release without them.
+    """Return the thresholds of a recipe; the defaults for runs of releases without thresholds.
 
     Raises:
         UserError: the recipe has a threshold that does not exist.
@@ -169,5 +169,5 @@ def limits_of(config: Mapping[str, Any]) -> HealthLimits:
         return HealthLimits(**wanted)
     except TypeError as error:
         raise UserError(
-            f"health.limits of config.yaml is of another version ({error}); correct or remove it there"
+            f"health.limits in config.yaml is from another version ({error}); correct or remove it there"
         ) from error

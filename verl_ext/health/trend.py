@@ -18,9 +18,9 @@ class Trend:
     """The trend of a series.
 
     Attributes:
-        change: from the first to the last value of the least-squares line.
-        sign: direction by the Mann-Kendall test: 1, -1, or 0 without any.
-        p_value: one-sided, of the direction.
+        change: change from the first to the last value of the least-squares line.
+        sign: direction by the Mann-Kendall test: 1, -1, or 0 for none.
+        p_value: one-sided p-value of the direction.
         count: number of values.
     """
 
@@ -30,10 +30,9 @@ class Trend:
     count: int
 
     def goes(self, sign: int, p_value: float) -> bool:
-        """Whether the series moves in a direction, significantly.
+        """Whether the series moves significantly in a direction.
 
-        A short series cannot reach a small p-value. Up to the length at which it can, only a strictly monotone series
-        counts.
+        Series that are too short to reach the p-value count if they are strictly monotone.
         """
         attainable = 1.001 / math.factorial(min(self.count, 20))
         return self.sign == sign and self.p_value < max(p_value, attainable)
@@ -52,14 +51,14 @@ def trend(values: Array) -> Trend:
     count = len(values)
     if count < 3 or np.ptp(values) == 0:
         return Trend(0.0, 0, 1.0, count)
-    from scipy.stats import kendalltau  # takes most of a second to import
+    from scipy.stats import kendalltau  # takes nearly a second to import
 
     tau = kendalltau(np.arange(count), values)
     return Trend(line_change(values), int(np.sign(tau.statistic)), float(tau.pvalue) / 2, count)
 
 
 def line_change(values: Array) -> float:
-    """The change from the first to the last value of the least-squares line."""
+    """Return the change from the first to the last value of the least-squares line."""
     if len(values) < 2:
         return 0.0
     places = np.arange(len(values)) - (len(values) - 1) / 2
@@ -67,7 +66,7 @@ def line_change(values: Array) -> float:
 
 
 def noise(values: Array) -> float:
-    """Robust standard deviation around a slowly changing mean, by differences of neighbors (von Neumann, 1941)."""
+    """Robust standard deviation around a slowly changing mean, from differences of neighbors (von Neumann, 1941)."""
     if len(values) < 3:
         return 0.0
     differences = np.diff(values)

@@ -1,4 +1,4 @@
-"""The rules inside the training loop: checked every few steps on rank 0; each change is reported once."""
+"""Checks the rules inside the training loop, every few steps on rank 0; reports each change once."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from verl_ext.metrics.jsonl import EVENTS_FILE
 from verl_ext.metrics.run_record import RunRecord
 
 CLEAR_CHECKS = 3
-"""Consecutive checks without a finding before it counts as gone; a value near its threshold would flicker."""
+"""Consecutive clear checks after which a finding is gone, so that values near a threshold do not flicker."""
 VALIDATED = frozenset({VAL_LOSS, EVAL_REWARD})
-"""Every row of a validation has one of them."""
+"""Metrics of validations; every row of a validation has one of them."""
 
 
 class HealthMonitor:
     """Checks the rules of a run as its metrics arrive.
 
     Args:
-        view: of the run; its history is extended.
+        view: view of the run; its history is extended.
         every: steps between two checks; validations and non-finite losses are checked at once.
         stop_on: rules whose warning or alarm stops the run.
-        reported: the level that earlier attempts reported last, by rule; it is not reported again and stops nothing.
+        reported: last level that earlier attempts reported, by rule; it is not reported again and stops nothing.
 
     Attributes:
         stop_rule: the first rule of `stop_on` that has found a problem; None if there is none.
@@ -59,10 +59,10 @@ class HealthMonitor:
         total_steps: int,
         steps_per_epoch: int,
     ) -> HealthMonitor:
-        """The rules of a run that resumes from `first_step`, with what its earlier attempts logged.
+        """Create the monitor of a run that resumes from `first_step`, with the metrics of earlier attempts.
 
         Args:
-            config: the resolved configuration, of which `settings` is the section `health`.
+            config: the resolved configuration; `settings` is its section `health`.
         """
         run = RunRecord(run_dir).read()
         rules = load_rules(settings.rules, "health.rules", quiet=True)  # the launcher has warned
@@ -73,7 +73,7 @@ class HealthMonitor:
         return cls(view, settings.every, settings.stop_on, reported, rules)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """Add a row of metrics, and return what has changed if the rules were due."""
+        """Add a row of metrics, and return changed findings if the rules are due."""
         self._view.history.add(step, metrics)
         if not self._is_due(step, metrics):
             return []
@@ -83,7 +83,7 @@ class HealthMonitor:
         return changes
 
     def findings(self) -> list[Finding]:
-        """What each rule of the stage finds now, without those that have too little to judge."""
+        """Return the current findings of the stage's rules; rules without enough data are missing."""
         found = (rule.run(self._view) for rule in self._rules)
         return [each for each in found if each is not None]
 
@@ -103,7 +103,7 @@ class HealthMonitor:
 
 
 def reported_levels(path: Path, step: int) -> dict[str, Level]:
-    """The last level of each rule in `events.jsonl`, up to a step."""
+    """Return the last level of each rule in `events.jsonl`, up to a step."""
     found: dict[str, Level] = {}
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:

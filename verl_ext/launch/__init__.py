@@ -1,1 +1,1 @@
-"""The launcher: from a recipe and overrides to running ranks, and one message at the end."""
+"""The launcher: turns a recipe and overrides into running ranks, and reports how the run ended."""

@@ -1,6 +1,6 @@
 """`python -m verl_ext.launch STAGE NUM_PROCESSES [recipe=NAME] [key=value ...]`; the run_*.sh scripts call it.
 
-Imports the standard library only until the words are parsed, so that --help works before anything is installed.
+Imports only the standard library until the arguments are parsed, so that --help works before anything is installed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
 
 @contextmanager
 def heed_stop_signals() -> Iterator[StopSignals]:
-    """Listen to the stop signals; a request to stop before there is anything to save leaves no traceback.
+    """Handle stop signals; a stop before there is anything to save prints no traceback.
 
     Raises:
         SystemExit: 2 after a `UserError`, 75 or 131 after a `StopRequest`.
@@ -109,7 +109,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
 
 
 def make_parser(stage: str) -> CommandParser:
-    """The parser of a stage, with the text of --help."""
+    """Return the parser of a stage, with the text of --help."""
     command, recipes = program(stage), recipe_summaries(stage)
     folder = "recipes" if CHECKOUT else RECIPES
     parser = CommandParser(

@@ -1,4 +1,4 @@
-"""From the words of a command line to the configuration that the ranks get; changes no file."""
+"""Turns the arguments of a command into the configuration of the ranks; changes no file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ VERL = "verl"
 RUN_DIR_KEYS = {
     f"trainer.{key}" for key in ("default_local_dir", "project_name", "experiment_name", "resume_from_path")
 }
-"""What decides which run a command continues."""
+"""Keys that determine which run a command resumes."""
 PATHS = (
     "data.train_files", "data.val_files", "data.custom_cls.path", "model.partial_pretrain", "model.lora_adapter_path",
     "trainer.default_local_dir", "trainer.resume_from_path",
@@ -57,10 +57,10 @@ PATHS = (
 
 
 def configure(arguments: argparse.Namespace) -> RunConfig:
-    """The configuration with the number of ranks and the paths of converted data filled in.
+    """Return the configuration, with the number of ranks and the paths of converted data filled in.
 
     Raises:
-        UserError: see `load_config`; or no number of ranks, a malformed NNODES, or a data file that cannot be read.
+        UserError: see `load_config`; or the number of ranks is missing, NNODES is malformed, or data cannot be read.
     """
     config = resolve_config(arguments.stage, arguments.overrides)
     set_num_ranks(config, arguments)
@@ -71,7 +71,7 @@ def configure(arguments: argparse.Namespace) -> RunConfig:
 
 
 def set_num_ranks(config: RunConfig, arguments: argparse.Namespace) -> None:
-    """Fill in the number of nodes and of ranks on each; refuse keys that contradict them."""
+    """Fill in the number of nodes and of ranks per node; refuse keys that contradict them."""
     if arguments.num_processes is None and not (arguments.print_config or arguments.show_samples):
         raise UserError(f"no number of processes is given; type for example `{program(arguments.stage)} 2`")
     ranks = {"nnodes": num_nodes(), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
@@ -85,10 +85,10 @@ def set_num_ranks(config: RunConfig, arguments: argparse.Namespace) -> None:
 
 
 def num_nodes() -> int:
-    """The number of machines, from NNODES.
+    """Return the number of machines, from NNODES.
 
     Raises:
-        UserError: NNODES, NODE_RANK or MASTER_PORT has a value that it cannot have.
+        UserError: NNODES, NODE_RANK or MASTER_PORT has an invalid value.
     """
     nodes = os.environ.get("NNODES", "1")
     if not nodes.isdecimal() or int(nodes) < 1:
@@ -102,13 +102,13 @@ def num_nodes() -> int:
     return int(nodes)
 
 
-# The recipe `verl`: commands that were typed for verl's own trainer
+# The recipe `verl`: commands written for verl's own trainer
 
 
 def resolve_config(command: str, overrides: list[str]) -> RunConfig:
-    """The configuration; without `recipe=`, verl's defaults apply to a run that verl itself began.
+    """Return the configuration; without `recipe=`, verl's defaults apply to a run that verl itself started.
 
-    Otherwise the default recipe would change what the same command left to verl's defaults.
+    Otherwise the default recipe would change keys that the same command left at verl's defaults.
 
     Raises:
         UserError: see `load_config`.
@@ -120,7 +120,7 @@ def resolve_config(command: str, overrides: list[str]) -> RunConfig:
         trainer = with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *of_run_dir])).trainer
         if was_begun_by_verl(trainer.run_dir, trainer.resume_from_path):
             print_line(
-                f"No recipe= is given and verl itself began {trainer.run_dir}: using recipe={VERL}, verl's defaults.",
+                f"No recipe= is given and verl itself started {trainer.run_dir}: using recipe={VERL}, verl's defaults.",
                 sys.stderr,
             )
             return with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *overrides]))
@@ -129,8 +129,8 @@ def resolve_config(command: str, overrides: list[str]) -> RunConfig:
 
 
 def was_begun_by_verl(run_dir: Path, resume_from_path: str | None) -> bool:
-    """Whether the run resumes from a checkpoint that verl wrote, or once did."""
-    with suppress(UserError):  # there is no record yet, or a damaged one
+    """Whether the run resumes from a checkpoint that verl wrote, or has done so before."""
+    with suppress(UserError):  # the record is missing or damaged
         if RunRecord(run_dir).read()["recipe"] == VERL:
             return True
     named = [Path(resume_from_path)] if resume_from_path is not None else []
@@ -138,7 +138,7 @@ def was_begun_by_verl(run_dir: Path, resume_from_path: str | None) -> bool:
 
 
 def with_paths_of_caller(config: RunConfig) -> RunConfig:
-    """Make relative paths relative to where the command was typed; the scripts change to the repository."""
+    """Resolve relative paths from the caller's directory; the scripts change to the repository."""
     caller = caller_directory()
 
     def from_caller(key: str, path: str) -> str:
@@ -159,7 +159,7 @@ def with_paths_of_caller(config: RunConfig) -> RunConfig:
 
 
 def convert_data_files(config: RunConfig, overrides: Sequence[str]) -> list[str]:
-    """Replace JSON and CSV files among the data by parquet files, and prepend their conversion to `prepare`.
+    """Replace JSON and CSV data files with parquet files, and prepend their conversion to `prepare`.
 
     Returns:
         A sentence for each key whose files are converted.
@@ -177,7 +177,7 @@ def convert_data_files(config: RunConfig, overrides: Sequence[str]) -> list[str]
 
 
 def has_custom_class(config: RunConfig) -> bool:
-    """Whether a data set class of the user's reads the data."""
+    """Whether a user's dataset class reads the data."""
     return isinstance(config, SFTConfig) and config.data.custom_cls.path is not None
 
 
@@ -193,11 +193,11 @@ def sets_val_files(config: RunConfig, overrides: Sequence[str]) -> bool:
     return "val_files" in content.get("data", {})
 
 
-# What the run starts from
+# The checkpoint or model to start from
 
 
 def resume_candidate(config: RunConfig) -> Path | None:
-    """The checkpoint that the ranks will resume; None to start at step 0. The ranks look again, and warn.
+    """Return the checkpoint that the ranks will resume; None to start at step 0. Only the ranks print warnings.
 
     Raises:
         UserError: see `find_checkpoint` and `require_same_optimizer`.
@@ -217,10 +217,10 @@ def resume_candidate(config: RunConfig) -> Path | None:
 
 
 def settle_model(config: GRPOConfig | BudgetConfig) -> None:
-    """Fill in `model.partial_pretrain` if it is null: an export of the SFT run, or the one that this run began from.
+    """Fill in `model.partial_pretrain` if it is null: the run's former initial model, or an export of the SFT run.
 
-    The stage grpo takes the best checkpoint if an evaluation has chosen one, and the newest otherwise. The stage budget
-    takes the newest, because no evaluation compares vision-language models.
+    The stage grpo uses the best checkpoint if an evaluation has chosen one, and the newest otherwise. The stage budget
+    uses the newest, because no evaluation compares vision-language models.
 
     Raises:
         UserError: there is no such checkpoint, or it has no export.
@@ -251,28 +251,28 @@ def settle_model(config: GRPOConfig | BudgetConfig) -> None:
 
 
 def _initial_model_of_run(config: RunConfig, sft_run: Path) -> str | None:
-    """The model that this run began from, even if another is the best by now; None if there is nothing to resume."""
+    """The model that this run started from, even if another is now the best; None if there is nothing to resume."""
     run_dir = config.trainer.run_dir
     path = run_dir / "config.yaml"
     if config.trainer.resume_mode == "disable" or not path.is_file() or not list_checkpoints(run_dir):
         return None
     former = read_config_file(path).get("model")
     if not isinstance(former, dict):
-        raise UserError(f"{path} has no section 'model'; restore it, or start another run by trainer.experiment_name")
+        raise UserError(f"{path} has no section 'model'; restore it, or start another run with trainer.experiment_name")
     if not former.get("sft_run") or Path(former["sft_run"]).expanduser().resolve() != sft_run.resolve():
         return None
     model: str | None = former["partial_pretrain"]
     is_path = model is not None and not is_hub_name(model) and "://" not in model
     if is_path and not (Path(str(model)).expanduser() / "config.json").is_file():
         raise UserError(
-            f"this run began from {model}, which is gone; set model.partial_pretrain to a copy of "
+            f"this run started from {model}, which no longer exists; set model.partial_pretrain to a copy of "
             "it, or start a new run under another trainer.experiment_name"
         )
     return model
 
 
 def best_export(run_dir: Path) -> Path:
-    """The export of the checkpoint that a run's `best_checkpoint.json` names.
+    """Return the export of the checkpoint that a run's `best_checkpoint.json` names.
 
     Raises:
         UserError: the file cannot be read or names no checkpoint of the run, or that checkpoint has no export.
@@ -281,7 +281,7 @@ def best_export(run_dir: Path) -> Path:
     try:
         name = parse_json(path.read_bytes())["checkpoint"]
         if step_of(Path(name)) is None or Path(name).name != name:
-            raise ValueError(f"{name!r} is no checkpoint of the run")
+            raise ValueError(f"{name!r} is not a checkpoint of the run")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} does not name the best checkpoint ({first_line_of(error)}); delete it to start from the newest "
@@ -296,10 +296,10 @@ def best_export(run_dir: Path) -> Path:
 
 
 def newest_export(run_dir: Path, num_ranks: int) -> Path:
-    """The export of the newest complete checkpoint of an SFT run that has one.
+    """Return the export of the newest complete checkpoint of an SFT run that has one.
 
     Raises:
-        UserError: there is none; the message has the command that makes it, on `num_ranks` ranks.
+        UserError: there is none; the message gives the command that creates it, on `num_ranks` ranks.
     """
     complete = list(complete_checkpoints(run_dir))
     for checkpoint in complete:
@@ -317,7 +317,7 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
 
 
 def sft_command(run_dir: Path, num_ranks: int) -> str | None:
-    """The command that trains the SFT run of a directory; None if no recipe in `recipes/sft/` has its names."""
+    """Return the command that trains the SFT run of a directory; None if no recipe in `recipes/sft/` names it."""
     recipe = sft_recipe_of(run_dir)
     if recipe is None:
         return None

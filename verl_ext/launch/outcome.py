@@ -1,4 +1,4 @@
-"""How an attempt to train ended: done, stopped or crashed; and restarts after a crash."""
+"""Outcomes of an attempt (finished, stopped or crashed), and restarts after a crash."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 EXIT_CODES_OF_A_STOP = {STOPPED_EXIT_CODE, UNHEALTHY_EXIT_CODE, *(-number for number in STOP_SIGNALS)}
-"""Of a rank that saved on request (75) or for a health rule (3), or was too new to have a signal handler (-N)."""
+"""Exit codes of a rank that saved on request (75) or for a health rule (3), or had no signal handler yet (-N)."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 
 
 @dataclass(frozen=True)
 class HandledStop:
-    """A request to stop that the launcher received while its ranks ran, and what it did.
+    """A stop request that the launcher received while its ranks ran, and how the launcher handled it.
 
     Attributes:
         signal: the first signal.
-        immediate: the signal that asked to stop without saving, see `StopSignals`.
+        immediate: the signal that requested a stop without saving; see `StopSignals`.
         killed: whether ranks were killed.
-        was_too_slow: whether ranks were killed because their time to save had run out.
+        was_too_slow: whether ranks were killed because they exceeded the time to save.
     """
 
     signal: Signals
@@ -41,8 +41,8 @@ class Failure:
     """A crash of a rank, or input that a rank refused.
 
     Attributes:
-        message: a sentence for people.
-        exit_code: of the rank that failed first; negative for a signal.
+        message: what happened, for the user.
+        exit_code: exit code of the rank that failed first; negative for a signal.
     """
 
     message: str
@@ -59,8 +59,8 @@ class Stopped:
     """A stop that was requested from the launcher or from a rank.
 
     Attributes:
-        request: what the launcher received; None if only ranks were signalled, or a health rule stopped the run.
-        exit_code: of the command.
+        request: the launcher's request; None if only ranks received a signal, or a health rule stopped the run.
+        exit_code: exit code of the command.
     """
 
     request: HandledStop | None
@@ -80,11 +80,11 @@ Outcome = Failure | Stopped | None  # None: every rank completed all steps
 
 
 def classify_outcome(failures: Mapping[int, ProcessFailure], request: HandledStop | None) -> Outcome:
-    """Tell a stop from a crash.
+    """Distinguish a stop from a crash.
 
     Args:
-        failures: failure by rank, of the ranks that ended before torchrun ended the others; empty if all exited with 0.
-        request: what the launcher received meanwhile.
+        failures: failures by rank, for ranks that ended before torchrun ended the others; empty if all exited with 0.
+        request: the stop request that the launcher received, if any.
     """
     if not failures:
         return None
@@ -92,7 +92,7 @@ def classify_outcome(failures: Mapping[int, ProcessFailure], request: HandledSto
     if request is not None and request.killed:
         expected.add(-Signals.SIGKILL)
     if request is not None and request.immediate is not None:
-        expected.add(-request.immediate)  # the sender may have signalled the ranks as well
+        expected.add(-request.immediate)  # the sender may have signalled the ranks, too
     crashes = {rank: failure for rank, failure in failures.items() if failure.exitcode not in expected}
     if crashes:
         return first_failure(crashes)
@@ -100,10 +100,10 @@ def classify_outcome(failures: Mapping[int, ProcessFailure], request: HandledSto
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
-    """The cause: a rank that refused its input, else one that was killed, else the first to fail.
+    """Find the cause: a rank that refused its input, else one that was killed, else the first to fail.
 
-    torchrun polls its ranks ten times a second and records whole seconds. A rank that fails because its peer was killed
-    can therefore have the same time as that peer. torchrun's own SIGKILL comes later and is not among the failures.
+    torchrun polls its ranks ten times a second and records whole seconds, so a rank that fails because its peer was
+    killed can have the same timestamp. torchrun's own SIGKILL comes later and is not among the failures.
     """
     refused = {rank: failure for rank, failure in failures.items() if failure.exitcode == USER_ERROR_EXIT_CODE}
     *_, rank = min(
@@ -135,12 +135,12 @@ def run_with_restarts(
     """Call `attempt` until it does not crash, or `restarts` restarts in a row made no progress; returns its result.
 
     Args:
-        attempt: runs once, and returns how it ended.
-        may_restart: whether it crashed.
-        progress: None for nothing yet; another value after every piece of progress, such as a checkpoint.
-        announce: called before each pause with how the attempt ended, and `restart N of K in S s`.
-        pause: waits that many seconds; twice as long each time, up to 300 s.
-        restarts: how many may fail in a row.
+        attempt: runs once and returns its outcome.
+        may_restart: whether an outcome is a crash.
+        progress: returns a value that changes with progress, such as the last checkpoint; None before any progress.
+        announce: called before each pause with the outcome and `restart N of K in S s`.
+        pause: waits for the given seconds, which double each time, up to 300 s.
+        restarts: number of restarts that may fail in a row.
         first_pause_s: seconds before the first restart.
     """
     reached, used = progress(), 0

@@ -1,4 +1,4 @@
-"""What is refused before the ranks start: what only this machine can tell, such as files, packages and GPUs.
+"""Checks before the ranks start that depend on this machine, such as its files, packages and GPUs.
 
 Nothing here changes the run directory. Checks of the configuration alone are `check` methods of the dataclasses.
 """
@@ -40,10 +40,10 @@ from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, SFTConf
 
 
 def prepare_inputs(config: RunConfig) -> None:
-    """Refuse what can be refused already, then run the recipe's `prepare` commands whose output is needed and missing.
+    """Check what can already be checked, then run the recipe's `prepare` commands whose output is needed but missing.
 
     Raises:
-        UserError: the first thing that is wrong and how to fix it.
+        UserError: for the first problem, with the fix.
     """
     check_config(config)
     commands = missing_commands(needed_commands(config))
@@ -53,20 +53,20 @@ def prepare_inputs(config: RunConfig) -> None:
 
 
 def preflight(config: RunConfig) -> None:
-    """Refuse a model, data or an evaluation during training that cannot be used, once all inputs are prepared.
+    """Check the model, the data and the evaluation during training, once all inputs are prepared.
 
     Raises:
-        UserError: the first thing that is wrong and how to fix it.
+        UserError: for the first problem, with the fix.
     """
     check_inputs(config)
     check_evaluation(config)
 
 
 def check_config(config: RunConfig) -> None:
-    """Refuse what can be refused before inputs are prepared, and settle the model that a stage after SFT starts from.
+    """Check what does not depend on prepared inputs, and set the model that a stage after SFT starts from.
 
     Raises:
-        UserError: the first thing that is wrong and how to fix it.
+        UserError: for the first problem, with the fix.
     """
     check_settings(config)
     check_components(config)
@@ -76,7 +76,7 @@ def check_config(config: RunConfig) -> None:
 
 
 def needed_commands(config: RunConfig) -> list[str]:
-    """The commands of `prepare` whose output the configuration or its evaluation recipe names."""
+    """Return the `prepare` commands whose output the configuration or its evaluation recipe names."""
     values = {key: value for key, value in as_dict(config).items() if key != "prepare"}
     return used_commands(config.prepare, values, lambda: load_yaml(find_recipe("eval", config.eval.recipe_name)))
 
@@ -85,7 +85,7 @@ def needed_commands(config: RunConfig) -> list[str]:
 
 
 def check_settings(config: RunConfig) -> None:
-    """Refuse settings that cannot work whatever model and data they are for."""
+    """Refuse settings that cannot work with any model or data."""
     config.check_ranks(config.trainer.nnodes * config.trainer.n_gpus_per_node)
     config.trainer.preemption.check_deadline_ahead()
     if config.eval.recipe is not None:
@@ -110,26 +110,26 @@ def check_settings(config: RunConfig) -> None:
 
 
 def check_best_metric(name: str) -> None:
-    """The best checkpoint can only be found by a metric that checkpoints hold."""
+    """Refuse a metric that checkpoints do not record."""
     lookup_metric(name)
     if not name.startswith(("train/", "val/")) and (not name.startswith("eval/") or name.count("/") > 1):
-        raise UserError(f"trainer.checkpoint.best_metric is {name}; a checkpoint holds what its own training measured")
+        raise UserError(f"trainer.checkpoint.best_metric is {name}; set it to a metric that training logs")
 
 
 def check_health(config: RunConfig) -> None:
-    """`health.rules` can be loaded, and `health.stop_on` names rules of the stage."""
+    """Check that `health.rules` can be loaded, and that `health.stop_on` names rules of the stage."""
     known = [rule.name for rule in load_rules(config.health.rules, "health.rules") if config.stage in rule.stages]
     for name in config.health.stop_on:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=3) or known
-            raise UserError(f"health.stop_on names '{name}', which is no rule of this stage; take {', '.join(near)}")
+            raise UserError(f"health.stop_on names '{name}', which is not a rule of this stage; use {', '.join(near)}")
 
 
-# What a configuration names: trackers, packages, devices, classes
+# Trackers, packages, devices and classes
 
 
 def check_components(config: RunConfig) -> None:
-    """Refuse names that nothing has, in the settings that every stage reads."""
+    """Refuse names that do not exist, in the settings that every stage reads."""
     require_known_backends(list(config.trainer.logger))
     check_optimizer(config.optim)
     check_device(config.trainer)
@@ -139,7 +139,7 @@ def check_components(config: RunConfig) -> None:
         key = "model.attn_implementation"
         require_optional_package("flash-attn", f"{key}=flash_attention_2", f"{key}=auto")
         if config.model.mixed_precision == "fp32":
-            raise UserError(f"{key}=flash_attention_2 has no fp32; set model.mixed_precision=bf16")
+            raise UserError(f"{key}=flash_attention_2 does not support fp32; set model.mixed_precision=bf16")
     if isinstance(config.data, TextDataConfig) and config.data.chat_template is not None:
         parse_chat_template(read_chat_template(str(config.data.chat_template)))
     library = config.model.external_lib
@@ -151,15 +151,15 @@ def check_components(config: RunConfig) -> None:
 
 
 def require_optional_package(package: str, setting: str, instead: str) -> None:
-    """Refuse a setting whose package is not installed, with the setting to take instead."""
+    """Refuse a setting whose package is not installed, and name an alternative."""
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise UserError(f"{setting} needs the package {package} (and a GPU); install it, or set {instead}")
 
 
 def check_device(trainer: TrainerConfig) -> None:
-    """`trainer.device` exists, and if it is GPUs, there is one for each rank of this machine.
+    """Check that `trainer.device` exists, and that there is a GPU for each rank if it is cuda.
 
-    torch, which imports slowly, is imported only if its answer could refuse the launch.
+    torch imports slowly, so it is imported only if its answer can change the result.
     """
     wanted, ranks, num_gpus = trainer.device, trainer.n_gpus_per_node, len(visible_gpus())
     has_too_few = wanted in ("auto", "cuda") and 0 < num_gpus < ranks
@@ -177,15 +177,15 @@ def check_device(trainer: TrainerConfig) -> None:
         raise UserError("trainer.device is cpu on a machine with GPUs; hide them instead, with CUDA_VISIBLE_DEVICES=''")
     if has_too_few and available == "cuda":
         raise UserError(
-            f"{ranks} ranks need {ranks} GPUs, and {num_gpus} can be used here; start {num_gpus} ranks, or train on "
-            "the CPU with CUDA_VISIBLE_DEVICES=''"
+            f"{ranks} ranks need {ranks} GPUs, but only {num_gpus} can be used here; start {num_gpus} ranks, or train "
+            "on the CPU with CUDA_VISIBLE_DEVICES=''"
         )
 
 
 def check_optimizer(optim: OptimConfig) -> None:
-    """`optim.optimizer` is a class of the module `optim.optimizer_impl` that takes its arguments.
+    """Check that `optim.optimizer` is a class of the module `optim.optimizer_impl` and accepts its arguments.
 
-    The default exists, so torch is not imported for it.
+    The default always exists, so it does not need torch.
     """
     name, place, further = optim.optimizer, optim.optimizer_impl, dict(optim.override_optimizer_config or {})
     if (name, place) == ("AdamW", "torch.optim") and not further:
@@ -198,14 +198,14 @@ def check_optimizer(optim: OptimConfig) -> None:
         except ImportError as error:
             raise UserError(
                 f"optim.optimizer_impl is '{place}', which cannot be imported ({first_line_of(error)}); install its "
-                "package, or take torch.optim"
+                "package, or use torch.optim"
             ) from error
     if not callable(getattr(module, name, None)):
         classes = {key: value for key, value in vars(module).items() if isinstance(value, type)}
         known = [key for key, value in classes.items() if issubclass(value, torch.optim.Optimizer)]
         lower = {key.lower(): key for key in known if key != "Optimizer"}
         near = difflib.get_close_matches(name.lower(), lower, n=1)
-        hint = f"did you mean '{lower[near[0]]}'?" if near else f"take one of {', '.join(sorted(lower.values()))}"
+        hint = f"did you mean '{lower[near[0]]}'?" if near else f"use one of {', '.join(sorted(lower.values()))}"
         raise UserError(f"optim.optimizer is '{name}', which {place} does not have; {hint}")
     arguments: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}  # as verl's build_optimizer passes
     if "adam" in name.lower() or "ademamix" in name.lower():
@@ -214,10 +214,10 @@ def check_optimizer(optim: OptimConfig) -> None:
         getattr(module, name)([torch.nn.Parameter(torch.zeros(2, 2))], **{**arguments, **further})
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and place != "torch.optim" and torch.cuda.is_available():
-            return  # the kernels of other packages may exist for GPUs only, which the ranks use
+            return  # other packages may have kernels for GPUs only, which the ranks use
         raise UserError(
             f"optim.optimizer={name} refuses its arguments ({first_line_of(error)}); correct "
-            "optim.override_optimizer_config, or take another optimizer"
+            "optim.override_optimizer_config, or use another optimizer"
         ) from error
 
 
@@ -225,7 +225,7 @@ def check_optimizer(optim: OptimConfig) -> None:
 
 
 def check_run_directory(run_dir: Path) -> None:
-    """The run directory, or its nearest existing parent, is writable, and no directory has the name of a run's file."""
+    """Check that the run directory or its parent is writable, and that names of the run's files are free."""
     path = run_dir.absolute()
     nearest = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     problem = None
@@ -247,10 +247,10 @@ def check_run_directory(run_dir: Path) -> None:
 
 
 def check_inputs(config: RunConfig, awaited: Sequence[Path] = ()) -> None:
-    """Refuse a model, data and reward functions that cannot be used.
+    """Check the model, the data and the reward functions.
 
     Args:
-        awaited: directories that are still to be prepared; nothing in them is checked.
+        awaited: directories that are not prepared yet; nothing in them is checked.
     """
     has_model = not is_within(config.model.partial_pretrain, awaited)
     if has_model:
@@ -275,14 +275,14 @@ def check_inputs(config: RunConfig, awaited: Sequence[Path] = ()) -> None:
 
 
 def check_data(config: SFTConfig | GRPOConfig) -> None:
-    """Every data file is readable parquet with the configured columns, and the training set fills one batch."""
+    """Check that data files are parquet with the configured columns, and that training data fills a batch."""
     rows = {}
     for key in ("train_files", "val_files"):
         files = file_list(getattr(config.data, key))
         rows[key] = sum(check_parquet(Path(name).expanduser(), key, config.data.columns) for name in files)
         if files and rows[key] == 0:
             or_none = ", or val_files=null for none" if key == "val_files" else ""
-            raise UserError(f"data.{key} holds no rows ({', '.join(files)}); give a data set{or_none}")
+            raise UserError(f"data.{key} has no rows ({', '.join(files)}); give a dataset{or_none}")
     if not rows["train_files"]:
         raise UserError("data.train_files is empty; give at least one parquet file")
     limit = config.data.train_max_samples
@@ -307,7 +307,7 @@ def _smaller_batch(config: SFTConfig | GRPOConfig, num_rows: int) -> str:
 
 
 def check_prompts_and_rewards(config: GRPOConfig, has_model: bool, has_data: bool) -> None:
-    """Prompts and completions fit into the model's context, and the judge and the reward functions work."""
+    """Check that prompts and completions fit into the model's context, and that the judge and the rewards work."""
     from verl_ext.grpo.rewards.check import check_judge, check_reward_functions
 
     path = Path(str(config.model.partial_pretrain)).expanduser() / "config.json"
@@ -325,7 +325,7 @@ def check_prompts_and_rewards(config: GRPOConfig, has_model: bool, has_data: boo
 
 
 def check_budget_files(config: BudgetConfig, awaited: Sequence[Path] = ()) -> None:
-    """The questions and the other files of the stage budget exist; `awaited` is that of `check_inputs`."""
+    """Check that the questions and other files of the stage budget exist; see `check_inputs` for `awaited`."""
     check_questions(config, ("train", "val"), awaited)
     named = {
         "controller.init_from": config.controller.init_from,
@@ -338,13 +338,15 @@ def check_budget_files(config: BudgetConfig, awaited: Sequence[Path] = ()) -> No
 
 
 def check_questions(config: BudgetConfig | VLMSFTConfig, splits: Sequence[str], awaited: Sequence[Path] = ()) -> None:
-    """Each split has questions, and each of its data sets is known or has files; see `check_inputs` for `awaited`."""
+    """Check that each split has questions and that its datasets exist; see `check_inputs` for `awaited`."""
     from verl_ext.data.image_questions import require_rows
 
     sources = config.data.sources()
     for split in splits:
         if not any(source.size(split) for source in sources.values()):
-            raise UserError(f"there is no question for {split}; give data.datasets.NAME.{split} a size, or -1 for all")
+            raise UserError(
+                f"there are no questions for {split}; give data.datasets.NAME.{split} a size, or -1 for all"
+            )
         for name, source in sources.items():
             if source.size(split) and not is_within(source.source, awaited):
                 require_rows(name, source, split)
@@ -354,16 +356,16 @@ def check_questions(config: BudgetConfig | VLMSFTConfig, splits: Sequence[str], 
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """With `eval.watch=true`, refuse what the watcher would refuse, and GPUs that the ranks use; on the first node.
+    """With `eval.watch=true`, run the watcher's checks and refuse GPUs that the ranks use; on the first node.
 
     Raises:
-        UserError: the recipe, a data set of it that is a local file, the sandbox, or `eval.devices` cannot be used.
+        UserError: the recipe, one of its local data files, the sandbox, or `eval.devices` cannot be used.
     """
     if not config.eval.watch or int(os.environ.get("NODE_RANK", "0")) != 0:
         return
     command = [sys.executable, "-m", "eval_pipeline", "check", "--watch", "--json"]
-    command.append(f"--recipe={config.eval.recipe_name}")  # one word, whatever the name begins with
-    # A process, because nothing here imports the evaluation.
+    command.append(f"--recipe={config.eval.recipe_name}")  # one word, even if the name starts with a dash
+    # In a process, because nothing here imports the evaluation.
     done = subprocess.run(command, env=evaluation_environment(config), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("error: ")
@@ -375,16 +377,16 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def require_free_gpus(devices: Sequence[str] | None, num_ranks: int) -> None:
-    """Refuse an evaluation on GPUs that the training uses: vLLM takes nearly all memory of those it sees.
+    """Refuse an evaluation on GPUs that the training uses: vLLM takes nearly all memory of the GPUs it sees.
 
     Args:
         devices: `eval.devices`; None gives the evaluation all visible GPUs.
-        num_ranks: of this machine; each uses one GPU, the first ones of those that are visible.
+        num_ranks: number of ranks on this machine; they use the first visible GPUs, one each.
     """
     listed = listed_gpus()
 
     def id_of(name: str) -> str:
-        """The id of a GPU given by number or by the beginning of its id, as CUDA allows."""
+        """Return the id of a GPU given by number or by a prefix of its id, as CUDA allows."""
         if name.isdecimal():
             return listed[int(name)] if int(name) < len(listed) else name
         found = [full for full in listed if full.startswith(name)]
@@ -394,11 +396,11 @@ def require_free_gpus(devices: Sequence[str] | None, num_ranks: int) -> None:
     if devices is None and used:
         raise UserError(
             f"eval.watch=true needs GPUs that the {num_ranks} ranks leave free; name them with eval.devices, such "
-            f"as eval.devices=7, or evaluate after the training with `{program('eval')} watch`"
+            f"as eval.devices=7, or evaluate after training with `{program('eval')} watch`"
         )
     for name in devices or ():
         if listed and not name.startswith("MIG-") and id_of(name) not in listed:
-            known = "GPU 0 alone" if len(listed) == 1 else f"GPUs 0 to {len(listed) - 1}"
+            known = "only GPU 0" if len(listed) == 1 else f"GPUs 0 to {len(listed) - 1}"
             raise UserError(f"eval.devices names GPU {name}, but this machine has {known}; name one of those")
         if id_of(name) in used:
             raise UserError(

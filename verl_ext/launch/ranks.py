@@ -1,4 +1,4 @@
-"""Runs the ranks of this node: torchrun in a thread, and the signals in the main thread."""
+"""Runs the ranks of this node: torchrun in a thread, signal handling in the main thread."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 RANK_MODULE = "verl_ext.trainer"
 POLL_S = 0.1
 LEAVE_AFTER_S = 10.0
-"""How long torchrun may take to notice that the ranks are gone; it may also wait for nodes that never come."""
+"""Time for torchrun to notice that the ranks have ended; it may also wait for nodes that never come."""
 
 
 def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE) -> Outcome:
     """Run a module on every rank of this node until all have ended.
 
     Args:
-        config: the resolved configuration, which the ranks get as a file.
-        module: what every rank runs, as `python -m` takes it, with the file as its argument.
+        config: the resolved configuration, which the ranks read from a file.
+        module: module that every rank runs with `python -m`, with the file as its argument.
 
     Raises:
         StopRequest: a stop signal came before the ranks were started.
@@ -66,14 +66,14 @@ def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE
 
 
 class RankThread(threading.Thread):
-    """Runs torchrun, which in the main thread would handle signals itself and kill the ranks after 30 s.
+    """Runs torchrun, which would handle signals itself in the main thread and kill the ranks after 30 s.
 
-    The kernel kills the ranks when the thread that forked them ends; this one waits for them. It is a daemon because
-    torchrun cannot be interrupted while it waits for other nodes.
+    The kernel kills the ranks when the thread that forked them ends, so this thread waits for them. It is a daemon
+    because torchrun cannot be interrupted while it waits for other nodes.
 
     Attributes:
         failures: torch's record of each rank that failed.
-        error: why torchrun itself failed.
+        error: error of torchrun itself.
     """
 
     def __init__(self, run: Callable[[], object]) -> None:
@@ -98,11 +98,11 @@ class RankSupervisor:
     """Waits for the ranks of this node, forwards stop signals to them, and kills those that exceed their time to save.
 
     Args:
-        module: what the ranks run, which distinguishes them from other child processes.
-        grace_s: seconds that the ranks have to save.
+        module: module that the ranks run; distinguishes them from other child processes.
+        grace_s: seconds in which the ranks must save.
 
     Attributes:
-        request: the request to stop, and what was done; None if there was none.
+        request: the stop request and how it was handled; None if there was none.
     """
 
     def __init__(self, module: str, signals: StopSignals, grace_s: float) -> None:
@@ -112,12 +112,12 @@ class RankSupervisor:
         self._kill_at = self._leave_at = math.inf  # by time.monotonic
 
     def wait(self, thread: threading.Thread) -> None:
-        """Return when the thread has ended, or if it hangs although no rank is left."""
+        """Wait until the thread ends, or until it hangs although no rank is left."""
         while thread.is_alive() and time.monotonic() < self._leave_at:
             thread.join(POLL_S)
             if self._signals.received and thread.is_alive():
                 self._handle_request()
-        if self._signals.received and self.request is None:  # the ranks got the signal too, and were faster
+        if self._signals.received and self.request is None:  # the ranks received the signal, too, and ended first
             self.request = HandledStop(self._signals.received[0], self._signals.immediate)
 
     def _handle_request(self) -> None:
@@ -170,7 +170,7 @@ def find_ranks(module: str) -> list[psutil.Process]:
 
 
 def rendezvous_failure(num_nodes: int, error: Exception) -> Failure:
-    """torchrun could not listen, or did not find the other nodes in time; any other exception is raised."""
+    """Describe why torchrun could not listen or did not find the other nodes in time; raise any other exception."""
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
 

@@ -1,4 +1,4 @@
-"""How a launch ends: `run.json` is closed, and the user gets one message or a summary."""
+"""Ends a launch: closes `run.json` and prints one message or a summary."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from verl_ext.trainer.stages import BudgetConfig, RunConfig
 SUMMARY_METRICS = (
     "train/loss", "val/loss", "eval/reward_total_mean", "eval/accuracy_mean", "eval/budget_violation_mean",
 )  # fmt: skip
-"""Metrics whose first and last values are shown, of those that a run has."""
+"""Metrics whose first and last values are shown if the run has them."""
 WRITTEN = (
     "config.yaml", "run.json", "metrics.jsonl", "*_history.csv", "train.log", "events.jsonl", "samples.jsonl", "trace/",
     "tensorboard/", "wandb/",
 )  # fmt: skip
-"""What a run directory can hold besides checkpoints and evaluations; docs/reference/run_directory.md describes each."""
+"""Files of a run directory besides checkpoints and evaluations; see docs/reference/run_directory.md."""
 
 
 def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int:
-    """Close `run.json` where the ranks could not, and tell the user how the launch ended; returns the exit code.
+    """Close `run.json` if the ranks could not, and tell the user how the launch ended; returns the exit code.
 
     Args:
-        outcome: of this node's ranks.
-        record: of the run; None on nodes other than the first, which writes it for all.
+        outcome: outcome of this node's ranks.
+        record: record of the run; None on nodes other than the first, which writes it for all.
 
     Raises:
-        UserError: a rank refused its input. The caller closes `run.json`, as for what the launcher itself refuses.
+        UserError: a rank refused its input. The caller closes `run.json`, as for errors of the launcher itself.
     """
     if isinstance(outcome, Stopped) and record is not None:
         outcome = unless_ended_before(outcome, record)
@@ -58,7 +58,7 @@ def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int
 
 
 def unless_ended_before(stopped: Stopped, record: RunRecord) -> Outcome:
-    """The outcome by rank 0's record: it may have completed all steps, or have failed, before the ranks were ended."""
+    """Return the outcome that rank 0 recorded: it may have finished or failed before the ranks were stopped."""
     run = record.read()
     if run["status"] == "finished":
         return None
@@ -76,7 +76,7 @@ def report_stop(stopped: Stopped, config: RunConfig, record: RunRecord | None) -
         attempt = record.read()["attempts"][-1]
         last_step = attempt["last_step"]
         if request is None:
-            reason = attempt["exit_reason"]  # rank 0 knows which signal or rule it was
+            reason = attempt["exit_reason"]  # rank 0 records which signal or rule it was
         elif last_step is not None and not request.was_too_slow:
             reason += f" after step {last_step}"
     if request is not None and request.was_too_slow:
@@ -88,7 +88,7 @@ def report_stop(stopped: Stopped, config: RunConfig, record: RunRecord | None) -
 
 
 def close(record: RunRecord | None, status: EndStatus, reason: str) -> None:
-    """Write how the run ended into `run.json` unless rank 0 has; if that fails, a warning does not hide the reason."""
+    """Record how the run ended in `run.json` unless rank 0 has; a failure is only a warning."""
     if record is not None:
         try:
             record.end_if_running(status, reason)
@@ -97,7 +97,7 @@ def close(record: RunRecord | None, status: EndStatus, reason: str) -> None:
 
 
 def stop_reason(stopped: Stopped, grace_s: float) -> str:
-    """What ended the ranks, as `run.json` records it."""
+    """Return why the ranks ended, for `run.json`."""
     request = stopped.request
     if request is None:
         return "stopped by a signal to a rank"
@@ -111,7 +111,7 @@ def stop_reason(stopped: Stopped, grace_s: float) -> str:
 
 
 def next_start(config: RunConfig, last_step: int | None = None) -> str:
-    """Where the same command resumes, as a clause; `last_step` is the last completed step, if it is known."""
+    """Say, as a clause, where the same command resumes; `last_step` is the last completed step, if known."""
     try:
         checkpoint = resume_candidate(config)
     except UserError as error:
@@ -132,7 +132,7 @@ def print_run_summary(config: RunConfig) -> None:
     run_dir = config.trainer.run_dir
     rows = metric_changes(run_dir / METRICS_FILE)
     rows["run directory"] = f"{typed_path(run_dir)}  ({', '.join(written(run_dir))})"
-    # By the tracker: an earlier run in the same directory may have left checkpoints of higher steps.
+    # From the tracker: an earlier run in the same directory may have left checkpoints of higher steps.
     checkpoint, _ = read_tracker(run_dir)
     then: list[list[str]] = []
     if checkpoint is not None:
@@ -151,12 +151,12 @@ def print_run_summary(config: RunConfig) -> None:
 
 
 def written(run_dir: Path) -> list[str]:
-    """Which of `WRITTEN` the run directory holds."""
+    """Return the entries of `WRITTEN` that exist in the run directory."""
     return [name for name in WRITTEN if any(run_dir.glob(name.rstrip("/")))]
 
 
 def metric_changes(path: Path) -> dict[str, str]:
-    """First and last value of `SUMMARY_METRICS` up to the last step, without rows that a later attempt replaced."""
+    """Return the first and last values of `SUMMARY_METRICS`, without rows that a later attempt replaced."""
     values: dict[str, dict[int, float]] = {name: {} for name in SUMMARY_METRICS}
     attempt = None
     for row in iter_metrics(path) if path.is_file() else ():
@@ -176,7 +176,7 @@ def metric_changes(path: Path) -> dict[str, str]:
 
 
 def next_commands(config: RunConfig) -> list[list[str]]:
-    """The commands to run after a finished run with an export: its evaluation, and the stage that builds on it."""
+    """Return the commands to run after a finished run with an export: its evaluation, and the next stage."""
     run_dir = config.trainer.run_dir
     if config.stage == "vlm_sft":
         return [grpo_command(config) or grpo_with(config, "budget_controller")]
@@ -186,13 +186,13 @@ def next_commands(config: RunConfig) -> list[list[str]]:
         adapter = [] if config.model.adapter is None else ["--adapter", config.model.adapter]
         export = typed_path(checkpoint / EXPORT)
         return [[*typed_command("eval"), "adaptive", "--checkpoint", export, *adapter]]
-    # The default recipe's problems say nothing about a run whose recipe names no evaluation.
+    # The default recipe's problems do not fit a run whose recipe names no evaluation.
     watch = [] if config.eval.recipe is None else with_recipe(config, "watch", typed_path(run_dir))
     return [watch, grpo_command(config)]
 
 
 def next_after_evaluation(config: RunConfig) -> list[list[str]]:
-    """The commands to run once `eval.watch=true` has evaluated every checkpoint of a finished run."""
+    """Return the commands to run once `eval.watch=true` has evaluated every checkpoint of a finished run."""
     run_dir = typed_path(config.trainer.run_dir)
     base = Path(str(config.model.partial_pretrain)).expanduser()
     if not (base / "config.json").is_file():  # a hub name, which `report` cannot evaluate
@@ -201,18 +201,18 @@ def next_after_evaluation(config: RunConfig) -> list[list[str]]:
 
 
 def with_recipe(config: RunConfig, *words: str) -> list[str]:
-    """A command of the evaluation; it needs a recipe file again, because it does not trust the run's config.yaml."""
+    """Return an evaluation command, with the recipe file, because it does not trust the run's config.yaml."""
     recipe = config.eval.recipe or ""
     named = ["--recipe", typed_path(recipe)] if recipe.endswith((".yaml", ".yml")) else []
     return [*typed_command("eval"), *words, *named]
 
 
 def grpo_command(config: RunConfig) -> list[str]:
-    """GRPO with the recipe that builds on this run; empty if no recipe in `recipes/grpo/` does."""
+    """Return the GRPO command with the recipe that builds on this run; empty if no recipe in `recipes/grpo/` does."""
     wanted = {"sft": "grpo", "vlm_sft": "budget"}.get(config.stage)
     recipes = {}
     for path in sorted((RECIPES / "grpo").glob("*.yaml")):
-        with suppress(UserError):  # a malformed recipe is no reason to fail a finished run
+        with suppress(UserError):  # a malformed recipe must not fail a finished run
             recipes[path.stem] = load_yaml(path)
     recipes = {name: each for name, each in recipes.items() if each.get("stage", "grpo") == wanted}
     run_dir = config.trainer.run_dir.resolve()
@@ -223,7 +223,7 @@ def grpo_command(config: RunConfig) -> list[str]:
 
 
 def grpo_with(config: RunConfig, recipe: str, *, names_run: bool = True) -> list[str]:
-    """GRPO with a recipe, on as many ranks as this run."""
+    """Return the GRPO command with a recipe, on the same number of ranks."""
     words = [*typed_command("grpo"), str(config.trainer.n_gpus_per_node)]
     words += [f"recipe={recipe}"] * (recipe != default_recipe("grpo"))
     return words + [f"model.sft_run={typed_path(config.trainer.run_dir)}"] * names_run

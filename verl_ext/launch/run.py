@@ -1,4 +1,4 @@
-"""One run from `run.json` "waiting" to its end, with its restarts; the launcher of the first node writes `run.json`."""
+"""Runs training to its end, with restarts; the launcher of the first node writes `run.json`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from verl_ext.processes import StopRequest, StopSignals
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, read_config
 
 MAY_DIFFER = (*NOT_IDENTITY, "trainer.default_local_dir", "trainer.resume_", "trainer.trace", "recipe", "prepare")
-"""Keys that may differ from those that a finished run was trained with."""
+"""Keys that may differ from the settings of a finished run."""
 MOST_SHOWN = 3
-"""Changed keys in a message."""
+"""Maximum number of changed keys in a message."""
 
 
 def run_to_the_end(
@@ -46,8 +46,8 @@ def run_to_the_end(
     """Train, unless this run is already finished; returns the exit code of the command.
 
     Args:
-        restarts: how many crashes in a row without a new checkpoint are followed by a restart.
-        module: what every rank runs, see `run_ranks`.
+        restarts: number of restarts in a row without a new checkpoint.
+        module: module that every rank runs; see `run_ranks`.
         first_pause_s: seconds before the first restart.
 
     Raises:
@@ -69,9 +69,9 @@ def run_to_the_end(
     with hold_run_lock(run_dir) if leads else nullcontext(False) as is_alone:
         if is_alone:
             with signals.raising():
-                remove_leftovers(run_dir, warn)  # first, because it makes room on a full disk
+                remove_leftovers(run_dir, warn)  # first, because this frees space on a full disk
         launch = Launch(config, signals, record if leads else None, module)
-        launch.mark_waiting()  # before the watcher looks: the record may still say that a shorter run is finished
+        launch.mark_waiting()  # before the watcher starts: the record may still say that a shorter run is finished
         print_start(config)
         with launch.recording_refusal(), hold_model(config), watching(config, leads, signals) as watcher:
             code = report(launch.run(restarts, first_pause_s), config, launch.record)
@@ -82,7 +82,7 @@ class Launch:
     """The ranks of this node, over all restarts.
 
     Args:
-        record: of the run; None on nodes other than the first.
+        record: record of the run; None on nodes other than the first.
     """
 
     def __init__(self, config: RunConfig, signals: StopSignals, record: RunRecord | None, module: str) -> None:
@@ -91,7 +91,7 @@ class Launch:
         self.saved_before = last_checkpoint(self.run_dir)
 
     def run(self, restarts: int, first_pause_s: float) -> Outcome:
-        """Run the ranks until they have completed all steps, are stopped, or crash once too often."""
+        """Run the ranks until they complete all steps, are stopped, or crash too often."""
         try:
             return run_with_restarts(
                 lambda: run_ranks(self.next_config(), self.signals, self.module),
@@ -106,11 +106,11 @@ class Launch:
             return Stopped.by(HandledStop(stop.signal, self.signals.immediate))
 
     def next_config(self) -> RunConfig:
-        """The user's configuration until this launch has saved something, from which the next attempt resumes."""
+        """Return the user's configuration; once this launch has saved a checkpoint, one that resumes from it."""
         if last_checkpoint(self.run_dir) == self.saved_before:
             return self.config
         config = deepcopy(self.config)
-        config.trainer.resume_mode = "auto"  # even if the first start had to begin elsewhere
+        config.trainer.resume_mode = "auto"  # even if the first attempt started elsewhere
         return config
 
     def announce_restart(self, outcome: Outcome, plan: str) -> None:
@@ -123,13 +123,13 @@ class Launch:
         print_line(f"{outcome.message}; {plan} from {'step 0' if checkpoint is None else checkpoint.name}")
 
     def pause(self, seconds: float) -> None:
-        """Wait, unless a stop signal comes."""
+        """Wait, or raise if a stop signal arrives."""
         with self.signals.raising():
             time.sleep(seconds)
 
     @contextmanager
     def recording_refusal(self) -> Iterator[None]:
-        """Within the block, a `UserError` is written into `run.json` before it is raised."""
+        """Record a `UserError` of the block in `run.json`, then re-raise it."""
         try:
             yield
         except UserError as error:
@@ -162,7 +162,7 @@ def make_run_directory(run_dir: Path) -> None:
     """Create the run directory.
 
     Raises:
-        UserError: it cannot be created; `check_run_directory` has looked, so it was changed since, or the disk is full.
+        UserError: it cannot be created; it changed since `check_run_directory`, or the disk is full.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ def make_run_directory(run_dir: Path) -> None:
 
 @contextmanager
 def hold_model(config: RunConfig) -> Iterator[None]:
-    """Within the block, the rotation of an SFT run keeps the checkpoint that this run starts from."""
+    """Within the block, keep the rotation of an SFT run from deleting the checkpoint that this run starts from."""
     export = Path(str(config.model.partial_pretrain)).expanduser()
     is_export = export.name == EXPORT and step_of(export.parent) is not None
     with ExitStack() as stack:
@@ -184,13 +184,13 @@ def hold_model(config: RunConfig) -> Iterator[None]:
                 stack.enter_context(hold_lease(export.parent))
             except OSError as error:  # it belongs to another user, for example
                 print_line(
-                    f"{export.parent} cannot be kept from being removed ({error.strerror}); a resume will need it"
+                    f"{export.parent} cannot be protected from removal ({error.strerror}); a resume will need it"
                 )
         yield
 
 
 def last_checkpoint(run_dir: Path) -> tuple[int, float] | None:
-    """Step and time of the complete checkpoint that the tracker names; None if there is none."""
+    """Return step and time of the complete checkpoint that the tracker names; None if there is none."""
     tracked, _ = read_tracker(run_dir)
     if tracked is None:
         return None
@@ -202,10 +202,10 @@ def last_checkpoint(run_dir: Path) -> tuple[int, float] | None:
 
 
 def former_start(config: RunConfig) -> tuple[datetime, str | None]:
-    """Local time of the first start of the run that a launch resumes, and the number type of its forward pass.
+    """Return the local time of the first start of the resumed run, and the dtype of its forward pass.
 
-    They are now and None if the launch starts at step 0. Records of earlier versions have no number type: on CPUs,
-    where alone it matters, those runs computed in fp32.
+    If the launch starts at step 0, they are the current time and None. Records of earlier versions have no dtype; it
+    matters on CPUs only, where those runs used fp32.
     """
     checkpoint = resume_candidate(config)
     if checkpoint is None:
@@ -218,7 +218,7 @@ def former_start(config: RunConfig) -> tuple[datetime, str | None]:
 
 
 def print_start(config: RunConfig) -> None:
-    """Say that the ranks start, because they import and load for a while before they print anything."""
+    """Announce the start, because the ranks import and load for a while before they print anything."""
     ranks = config.trainer.n_gpus_per_node
     print_line(
         f"Starting {config.trainer.experiment_name} ({config.stage}) on {ranks} rank{'s' * (ranks > 1)}. "
@@ -226,11 +226,11 @@ def print_start(config: RunConfig) -> None:
     )
 
 
-# A run that is finished already
+# A run that is already finished
 
 
 def is_finished(config: RunConfig, record: RunRecord) -> bool:
-    """Whether `run.json` says that exactly this configuration ran to its end."""
+    """Whether `run.json` says that exactly this configuration has finished."""
     if not has_finished(config, record):
         return False
     digest = config_digest(as_dict(config))
@@ -241,7 +241,7 @@ def is_finished(config: RunConfig, record: RunRecord) -> bool:
 
 
 def has_finished(config: RunConfig, record: RunRecord) -> bool:
-    """Whether the run that this launch would resume ran to its end, with any configuration."""
+    """Whether the run that this launch would resume has finished, with any configuration."""
     try:
         run = record.read()
     except UserError:
@@ -252,9 +252,9 @@ def has_finished(config: RunConfig, record: RunRecord) -> bool:
 
 
 def refuse_other_settings(config: RunConfig, record: RunRecord) -> None:
-    """Refuse to start a finished run with settings that it was not trained with, unless they may make it longer.
+    """Refuse to start a finished run with other settings, unless they may make it longer.
 
-    Its ranks would train no step, and the run directory would claim the new settings.
+    The ranks would train no step, but the run directory would record the new settings.
     """
     path = config.trainer.run_dir / "config.yaml"
     if not has_finished(config, record) or not path.is_file():
@@ -280,7 +280,7 @@ def may_be_longer(changed: Collection[str], former: Mapping[str, Any], now: Mapp
 
 
 def tidy_finished_run(run_dir: Path) -> None:
-    """Remove what an interruption left, as a kill during the last rotation does, unless another launch is at work."""
+    """Remove leftovers of an interruption, such as a kill during the last rotation, unless another launch is active."""
     if find_leftovers(run_dir) or find_temporary_files(run_dir):
         with suppress(UserError), hold_run_lock(run_dir) as is_alone:
             if is_alone:
@@ -288,7 +288,7 @@ def tidy_finished_run(run_dir: Path) -> None:
 
 
 def print_finished(config: RunConfig) -> None:
-    """Say that the run is finished, how to train longer, and what it has achieved."""
+    """Print that the run is finished, how to train longer, and a summary."""
     trainer = config.trainer
     length = "total_epochs" if trainer.total_training_steps is None else "total_training_steps"
     print_line(

@@ -1,4 +1,4 @@
-"""torchrun as a call inside this process, and a rendezvous that no other machine can reach.
+"""Calls torchrun inside this process, with a rendezvous that no other machine can reach.
 
 Imports torch, so the launcher imports this module only when it starts the ranks.
 """
@@ -32,9 +32,9 @@ def torchrun(config: RunConfig, module: str, directory: Path, arguments: list[st
     """Prepare the start of the ranks.
 
     Args:
-        module: what every rank runs, as `python -m` takes it.
-        directory: for torchrun's files; must outlive the ranks.
-        arguments: of the module.
+        module: module that every rank runs with `python -m`.
+        directory: directory for torchrun's files; must outlive the ranks.
+        arguments: arguments of the module.
 
     Returns:
         A function that runs the ranks of this node to their end, and raises torch's `ChildFailedError` if a rank fails.
@@ -48,14 +48,14 @@ def torchrun(config: RunConfig, module: str, directory: Path, arguments: list[st
 
 
 def silence_torchrun() -> None:
-    """Suppress torchrun's own messages (pages on a failure, a warning in every thread); ours is one sentence."""
+    """Suppress torchrun's own messages (pages on a failure, a warning in every thread); ours is one line."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def torchrun_options(config: RunConfig) -> list[str]:
-    """The options a user would give to torchrun; several nodes meet at MASTER_ADDR:MASTER_PORT."""
+    """Return command-line options for torchrun; several nodes meet at MASTER_ADDR:MASTER_PORT."""
     options = [f"--nproc-per-node={config.trainer.n_gpus_per_node}"]
     if config.trainer.nnodes == 1:
         # Instead of --standalone: a free port, so that several runs can share a machine.
@@ -85,17 +85,17 @@ def set_rank_environment(num_processes: int, num_nodes: int) -> None:
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of a single machine: a store on 127.0.0.1, which lives as long as this object.
+    """The rendezvous of a single machine: a store on 127.0.0.1 that lives as long as this object.
 
-    torchrun's own rendezvous keeps its state as a pickle in a store that listens on every interface, so that everyone
-    who can connect to it can execute code here. On one machine there is nothing to agree on but the store's port.
+    torchrun's own rendezvous pickles its state into a store that listens on every interface, so anyone who can connect
+    to it can execute code here. On a single machine, only the store's port has to be agreed on.
     """
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         with socket.create_server((ADDRESS, 0)) as listener:
             self._port = listener.getsockname()[1]
-            # The store listens on every interface unless it gets a socket, which it closes itself.
+            # Without a socket the store would listen on every interface; it closes the socket itself.
             self._store = TCPStore(
                 ADDRESS, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
@@ -119,7 +119,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """See the base class; nobody else could join."""
+        """See the base class; no other node can join."""
 
     def num_nodes_waiting(self) -> int:
         """See the base class."""

@@ -29,19 +29,19 @@ LOG = Path("eval", "watch.log")
 LAST_BYTES = 4096
 POLL_S = 0.1
 STOP_S = 30.0
-"""How long the process may take to end its engine when the training ends unfinished."""
+"""Time for the process to shut down its engine when training ends early."""
 SOME_FAILED = 1
-"""Exit code of a process that has watched the run to its end and could not evaluate everything."""
+"""Exit code of a process that watched the run to its end but could not evaluate everything."""
 RESTARTS = 3
-"""How often a process that crashed is restarted without an evaluated checkpoint in between."""
+"""Number of restarts after crashes without an evaluated checkpoint in between."""
 
 
 class EvalWatcher:
-    """Evaluates the checkpoints of a run until it is finished and evaluated; restarts a process that crashes.
+    """Evaluates the checkpoints of a run until all are evaluated; restarts the evaluation if it crashes.
 
     Args:
-        config: of the run; `eval.devices` are the GPUs that the training leaves free.
-        first_pause_s: seconds before the first restart; each pause is twice as long as the last.
+        config: configuration of the run; `eval.devices` are the GPUs that training leaves free.
+        first_pause_s: seconds before the first restart; doubles each time.
 
     Raises:
         UserError: its log cannot be written.
@@ -58,7 +58,7 @@ class EvalWatcher:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # so that no process starts after `stop`
-        # The kernel ends the process when the thread that forked it ends, so this thread lives as long.
+        # The kernel ends the process when the thread that forked it ends, so this thread waits for it.
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
         self._thread.start()
 
@@ -66,7 +66,7 @@ class EvalWatcher:
         """Wait until every checkpoint of the finished run is evaluated, or until a stop signal.
 
         Returns:
-            The exit code of the command: that of a stop, or 0, because the training itself is done.
+            The exit code of the command: nonzero after a stop, otherwise 0, because training itself is finished.
         """
         if self._thread.is_alive():
             log = typed_path(self._log_path)
@@ -91,7 +91,7 @@ class EvalWatcher:
         return 0
 
     def stop(self, signals: StopSignals) -> None:
-        """End the process, without delay if an immediate stop is requested; the next start resumes its work."""
+        """End the process, at once if an immediate stop is requested; the next start resumes its work."""
         with self._lock:
             self._stopping.set()
         self._send(signal.SIGTERM)
@@ -127,7 +127,7 @@ class EvalWatcher:
     def _run_once(self) -> int:
         """Run the process to its end; returns its exit code, 1 if it cannot be started, 0 after `stop`."""
         command = [sys.executable, "-m", "eval_pipeline", "watch", str(self._run_dir)]
-        command.append(f"--recipe={self._config.eval.recipe_name}")  # one word, whatever the name begins with
+        command.append(f"--recipe={self._config.eval.recipe_name}")  # one word, even if the name starts with a dash
         with self._lock:
             if self._stopping.is_set():
                 return 0
@@ -138,8 +138,8 @@ class EvalWatcher:
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
                     stderr=self._log,
-                    start_new_session=True,  # Ctrl-C is for the launcher, which then stops this process
-                    # a launcher that is killed by SIGKILL must leave no evaluation behind
+                    start_new_session=True,  # Ctrl-C goes to the launcher, which then stops this process
+                    # no evaluation may survive a launcher that is killed by SIGKILL
                     preexec_fn=partial(end_with_parent, signal.SIGTERM),
                 )
             except OSError as error:
@@ -148,7 +148,7 @@ class EvalWatcher:
         return self._process.wait()
 
     def _report_failure(self) -> None:
-        """Tell the user that the finished run is not or only partly evaluated, and how to find out why and retry."""
+        """Tell the user that evaluations of the finished run are missing, and how to find out why and retry."""
         run_dir = typed_path(self._run_dir)
         if self._exit_code == SOME_FAILED:
             reason = "some of its evaluations failed, or it found no checkpoint to evaluate"
@@ -175,12 +175,12 @@ class EvalWatcher:
         try:
             return load_run(self._run_dir / RUN_FILE)["status"] == "finished"
         except UserError:
-            return False  # the writer of the record reports what is wrong with it
+            return False  # the writer of the record reports the problem
 
 
 @contextmanager
 def watching(config: RunConfig, leads: bool, signals: StopSignals) -> Iterator[EvalWatcher | None]:
-    """A watcher within the block, if the configuration asks for one; `leads` says whether this is the first node."""
+    """Run a watcher within the block if `eval.watch` is set; `leads` says whether this is the first node."""
     watcher = EvalWatcher(config) if config.eval.watch and leads else None
     try:
         yield watcher
@@ -190,21 +190,21 @@ def watching(config: RunConfig, leads: bool, signals: StopSignals) -> Iterator[E
 
 
 def is_worth_restart(exit_code: int, run_is_finished: bool) -> bool:
-    """Whether another start may succeed; 1 is a crash until the run is finished, then it means failed evaluations."""
+    """Whether a restart may succeed; exit code 1 is a crash while the run trains, and failed evaluations afterwards."""
     final = {0, USER_ERROR_EXIT_CODE, STOPPED_EXIT_CODE} | ({SOME_FAILED} if run_is_finished else set())
     return exit_code not in final
 
 
 def how_it_ended(exit_code: int) -> str:
-    """An exit code in words; as with `subprocess`, a negative one is that of a signal."""
+    """Describe an exit code; as in `subprocess`, a negative one is a signal."""
     return f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 def evaluation_environment(config: RunConfig) -> dict[str, str]:
-    """The environment of an evaluation during training; variables that the user has set stay.
+    """Return the environment of an evaluation during training; variables that the user has set stay.
 
-    Each rank has its share of the cores as threads. vLLM must not have more on a CPU: its threads wait for each other
-    after every operation, and with all cores, one of them would always wait for a rank.
+    Each rank has its share of the cores as threads, and vLLM on a CPU must not have more: its threads synchronize
+    after every operation, so with all cores, one of them would always wait for a rank.
     """
     share = max(1, len(os.sched_getaffinity(0)) // (config.trainer.n_gpus_per_node + 1))
     environment = {"OMP_NUM_THREADS": str(share), **os.environ}

@@ -1,4 +1,4 @@
-"""What a run measures and where it is recorded: the metric registry, files, sinks and timers.
+"""Metrics of a run and where they are recorded: registry, files, sinks and timers.
 
-Importing any module here needs no torch, so that the launcher and the monitor can read a run.
+No module here imports torch, so that the launcher and the monitor can read a run quickly.
 """

@@ -25,11 +25,11 @@ EPOCH_COLUMNS = (
     "budget_violation_rate",
 )
 _VALIDATION = ("val/", "eval/")
-"""Prefixes of validation metrics: SFT's, and those of the stages that learn from rewards."""
+"""Prefixes of validation metrics, in SFT and in stages that learn from rewards."""
 
 
 class StepTables(MetricsSink):
-    """Both tables of an existing run directory with one row per step, continued over attempts.
+    """Both tables of an existing run directory, with one row per step; attempts append to them.
 
     Raises:
         OSError: a table cannot be opened.
@@ -67,7 +67,7 @@ class CsvTable:
     """A CSV file whose columns grow with its rows; created if it is missing.
 
     Args:
-        path: of the file; a line at its end that a kill left torn is removed.
+        path: path of the file; a torn last line, from a kill, is removed.
 
     Raises:
         OSError: the file cannot be opened.
@@ -143,12 +143,12 @@ def _decode(line: bytes) -> list[str]:
 
 @dataclass
 class EpochSums:
-    """Running sums over the samples of an epoch; checkpoints hold them, so that a resumed epoch counts all samples.
+    """Running sums over the samples of an epoch; checkpoints save them, so that a resumed epoch counts all samples.
 
     Attributes:
-        num_steps: steps with a finite loss.
-        num_samples: of all ranks.
-        sums: by name: `loss` over steps; over samples each quantity, `QUANTITY squared`, and `over` (budget).
+        num_steps: number of steps with a finite loss.
+        num_samples: number of samples over all ranks.
+        sums: by name, `loss` over steps; each quantity, `QUANTITY squared`, and `over` (budget) over samples.
     """
 
     num_steps: int = 0
@@ -159,9 +159,9 @@ class EpochSums:
         """Add some samples.
 
         Args:
-            num_samples: of all ranks.
+            num_samples: number of samples over all ranks.
             statistics: their `QUANTITY_mean` and `QUANTITY_std`, and `budget_violation_rate`.
-            loss: of their step, for training samples.
+            loss: loss of their step, for training samples.
         """
         self.num_samples += num_samples
         for name in QUANTITIES:
@@ -174,7 +174,7 @@ class EpochSums:
             self._add("loss", loss)
 
     def row(self, epoch: int) -> dict[str, float]:
-        """The epoch by `EPOCH_COLUMNS`; the loss is NaN if no step had one."""
+        """Return the row of an epoch, with `EPOCH_COLUMNS`; the loss is NaN if no step had one."""
         row: dict[str, float] = {"epoch": epoch}
         row["loss"] = self.sums["loss"] / self.num_steps if self.num_steps else math.nan
         for name in QUANTITIES:
@@ -196,7 +196,7 @@ class EpochTables(MetricsSink):
         self._run_dir = run_dir
 
     def log_epoch(self, split: str, row: Mapping[str, float]) -> None:
-        """Add an epoch to its table; it replaces the same and later epochs, which the run wrote before it was resumed.
+        """Add an epoch to its table; it replaces the same and later epochs from before a resume.
 
         Raises:
             OSError: the table cannot be written.

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, `samples.jsonl` and `events.jsonl`: the append-only record of a run across all attempts."""
+"""`metrics.jsonl`, `samples.jsonl` and `events.jsonl`: the append-only record of a run over all attempts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES_FILE = "samples.jsonl"
 EVENTS_FILE = "events.jsonl"
 KEY_COLUMNS = ("step", "attempt", "time")
 READ_BYTES = 1 << 20
-"""Read from `metrics.jsonl` at a time."""
+"""Size of the reads from `metrics.jsonl`."""
 SampleRow = Mapping[str, str | float | None]
 
 # JSON has no non-finite numbers. Every parser reads these strings, and so does `float` in Python and in JavaScript.
@@ -31,10 +31,10 @@ class MetricsRow(NamedTuple):
     """Metrics that were logged together.
 
     Attributes:
-        step: optimizer steps since the run began.
-        attempt: which start of the run this is, from 1.
-        time: when the row was logged, in seconds since 1970.
-        metrics: value by metric name; in the file of another program, values may be of any kind.
+        step: number of optimizer steps since the run started.
+        attempt: number of the attempt (start) of the run, from 1.
+        time: time of logging, in seconds since 1970.
+        metrics: value by metric name; in a file of another program, values may have any type.
     """
 
     step: int
@@ -45,7 +45,7 @@ class MetricsRow(NamedTuple):
 
 @dataclass(frozen=True)
 class HealthEvent:
-    """A finding of a health rule, whose name it has; `level` is ok, notice, warning or alarm."""
+    """A finding of the health rule `name`; `level` is ok, notice, warning or alarm."""
 
     step: int
     name: str
@@ -59,7 +59,7 @@ class HealthEvent:
 
 
 class JsonlFile:
-    """Appends the records of an attempt, one JSON object per line; without a record, there is no file."""
+    """Appends records of an attempt, one JSON object per line; the first record creates the file."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._path, self._attempt = path, attempt
@@ -86,7 +86,7 @@ class MetricsFile:
     """Appends rows to `metrics.jsonl`; a row has reached the operating system when `append` returns.
 
     Args:
-        path: of the file; it and its directory are created if they are missing.
+        path: path of the file; the file and its directory are created if they are missing.
 
     Raises:
         UserError: the file cannot be opened for writing.
@@ -118,7 +118,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a `metrics.jsonl`, even while a run writes it.
+    """Read all rows of a `metrics.jsonl`, even while a run writes it.
 
     Returns:
         One dictionary per row, oldest first, with `step`, `attempt`, `time` (seconds since 1970) and the metrics. A
@@ -171,7 +171,7 @@ def _encode(row: MetricsRow) -> str:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The row of a line, or None if the line is not a row."""
+    """Return the row of a line; None if the line is not a row."""
     row = _object(line)
     if row is None or not _has_key_columns(row):
         return None
@@ -193,21 +193,21 @@ def _has_key_columns(row: dict[str, Any]) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of `metrics.jsonl` is a number, which a float can hold, perhaps rounded."""
+    """Whether a value of `metrics.jsonl` is a number that a float can represent, perhaps rounded."""
     if isinstance(value, str):
         return value in _NON_FINITE
     return type(value) is float or (type(value) is int and abs(value) < 10**300)
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line, or None if the line is none."""
+    """Return the JSON object of a line; None if the line is not an object."""
     import orjson  # here, because --help needs no package
 
     try:
         value = orjson.loads(line)
     except ValueError:
         try:
-            value = parse_json(line)  # slower, and also takes NaN
-        except ValueError:  # bytes that are not UTF-8 raise it too
+            value = parse_json(line)  # slower, but also accepts NaN
+        except ValueError:  # also for bytes that are not UTF-8
             return None
     return value if isinstance(value, dict) else None

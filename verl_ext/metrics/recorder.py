@@ -29,22 +29,22 @@ OUR_BACKENDS = ("console", "tensorboard", "wandb")
 
 
 class MetricsRecorder:
-    """Records a run; only rank 0 has one.
+    """Records the metrics, samples and events of a run, on rank 0.
 
-    `metrics.jsonl`, `samples.jsonl` and `events.jsonl` are the record: a failure to write them stops the run. A sink
-    that fails is dropped, with one warning.
+    If `metrics.jsonl`, `samples.jsonl` or `events.jsonl` cannot be written, the run stops. If another sink fails, it is
+    dropped with one warning.
 
     Args:
         run_dir: the run directory; created if it is missing.
-        attempt: which start of the run this is, from 1.
+        attempt: number of the attempt (start) of the run, from 1.
         backends: `console`, `tensorboard`, `wandb`, or any other that verl's `Tracking` supports.
         project: the project's name in the trackers.
         experiment: the run's name in the project.
-        config: the resolved configuration, shown by the trackers.
-        total_steps: optimizer steps of the whole run.
+        config: the resolved configuration, for the trackers.
+        total_steps: number of optimizer steps of the whole run.
         log_every: steps between two console lines.
         by_epoch: whether the CSV tables have one row per epoch, from `log_epoch`, instead of one per step.
-        log_file: whether to write the console's lines to `train.log` too.
+        log_file: whether to write the console's lines also to `train.log`.
 
     Raises:
         UserError: a backend is unknown, or `metrics.jsonl` cannot be written.
@@ -81,7 +81,7 @@ class MetricsRecorder:
         if "wandb" in backends:
             self._add("wandb", partial(_open_wandb, run_dir, project, experiment, config))
         others = [name for name in dict.fromkeys(backends) if name not in OUR_BACKENDS]
-        for name in others:  # one sink each, so that one that fails does not take the others with it
+        for name in others:  # one sink each, so that a failure drops only one
             self._add(name, partial(VerlTrackerSink, name, project, experiment, config, run_dir))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -110,7 +110,7 @@ class MetricsRecorder:
         self._send(lambda sink: sink.log_samples(step, rows))
 
     def log_event(self, event: HealthEvent) -> None:
-        """Record a finding of the health rules in `events.jsonl`, on the console and, from warnings on, in W&B.
+        """Record a finding of the health rules in `events.jsonl`, on the console and, for warnings and alarms, in W&B.
 
         Raises:
             UserError: `events.jsonl` cannot be written.
@@ -122,7 +122,7 @@ class MetricsRecorder:
         """Flush and close everything; a second call does nothing.
 
         Args:
-            exit_code: the run's, which W&B shows.
+            exit_code: exit code of the run, for W&B.
 
         Returns:
             Names of the destinations that were closed without a failure.
@@ -138,7 +138,7 @@ class MetricsRecorder:
         for sink in list(self._sinks):
             try:
                 call(sink)
-            except Exception as error:  # a tracker may raise anything, and none is worth a training run
+            except Exception as error:  # a tracker may raise anything, and must not stop a training run
                 self._sinks.remove(sink)
                 _warn_dropped(sink.name, error)
 
@@ -169,7 +169,7 @@ def _open_wandb(run_dir: Path, project: str, experiment: str, config: Mapping[st
 
 
 def require_known_backends(backends: Sequence[str]) -> None:
-    """Refuse a name in `trainer.logger` that is neither a backend of ours nor of verl.
+    """Refuse a name in `trainer.logger` that is neither our backend nor verl's.
 
     Raises:
         UserError: a name is unknown.
@@ -179,12 +179,12 @@ def require_known_backends(backends: Sequence[str]) -> None:
     for name in others:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"take some of {', '.join(known)}"
+            hint = f"did you mean '{near[0]}'?" if near else f"use some of {', '.join(known)}"
             raise UserError(f"trainer.logger names '{name}', which is not a metrics backend; {hint}")
 
 
 def verl_backends() -> list[str]:
-    """The backends of the installed verl, read from its source because importing verl takes seconds.
+    """Return the backends of the installed verl, read from its source because importing verl takes seconds.
 
     Raises:
         RuntimeError: this version of verl lists them differently.

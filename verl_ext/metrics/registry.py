@@ -1,4 +1,4 @@
-"""Every metric by name: unit, meaning, and how the values of the ranks are combined.
+"""All metrics by name: unit, meaning, and reduction over ranks.
 
 `METRICS` is the single source of metric names; `docs/reference/metrics.md` is generated from it.
 """
@@ -25,12 +25,12 @@ _METHOD_METRICS = ("accuracy", "latency_ms_mean", "latency_ms_p50", "latency_ms_
 
 @dataclass(frozen=True)
 class Metric:
-    """What the values of a metric mean.
+    """Description of a metric.
 
     Attributes:
-        unit: of the value, `1` for a plain number.
+        unit: unit of the value; `1` for a plain number.
         meaning: one sentence.
-        reduction: how the values of all ranks become the logged one, in a word that the page explains.
+        reduction: how the values of all ranks are reduced, in a term that the page explains.
     """
 
     unit: str
@@ -43,20 +43,20 @@ class Section:
     """A table of the page.
 
     Attributes:
-        text: what is above it.
-        metrics: by name; `{a,b}` in a name stands for a metric with either.
+        text: text above the table.
+        metrics: metrics by name; `{a,b}` in a name stands for one metric with each word.
     """
 
     text: str
     metrics: Mapping[str, Metric]
 
     def by_name(self) -> dict[str, Metric]:
-        """Each metric by its full name."""
+        """Return each metric by its full name."""
         return {name: metric for pattern, metric in self.metrics.items() for name in names_of(pattern)}
 
 
 def names_of(pattern: str) -> list[str]:
-    """The names of metrics that share an entry: `train/adv_{mean,std}` has two."""
+    """Expand a pattern to metric names: `train/adv_{mean,std}` stands for two."""
     parts = re.split(r"{([^}]*)}", pattern)
     choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
     return list(map("".join, itertools.product(*choices)))
@@ -285,16 +285,16 @@ SECTIONS: dict[str, Section] = {
     "Checkpoint evaluation": _EVALUATION,
     "Budget controller evaluation": _ADAPTIVE,
 }
-"""By heading of `docs/reference/metrics.md`."""
+"""Sections by heading in `docs/reference/metrics.md`."""
 START, EVALUATION = _STARTUP.by_name(), _EVALUATION.by_name()
 METRICS: dict[str, Metric] = {name: metric for each in SECTIONS.values() for name, metric in each.by_name().items()}
 
 
 def lookup_metric(name: str) -> Metric:
-    """The entry of a metric.
+    """Return the entry of a metric.
 
     Args:
-        name: a logged name, such as `train/loss` or `eval/humaneval/accepted_at_1`. Names of data sets, methods and
+        name: a logged name, such as `train/loss` or `eval/humaneval/accepted_at_1`. Names of datasets, methods and
             rewards match the patterns `eval/<dataset>/...`, `eval/adaptive/<method>_...` and `<reward>_mean`.
 
     Raises:
@@ -309,7 +309,7 @@ def lookup_metric(name: str) -> Metric:
 
 
 def _pattern(name: str) -> str:
-    """The entry that a name may belong to."""
+    """Return the pattern that a name may match."""
     parts = name.split("/")
     if name.startswith(ADAPTIVE_PREFIX):
         return name if name in METRICS else re.sub(rf"/\w+?_({'|'.join(_METHOD_METRICS)})$", r"/<method>_\1", name)
@@ -354,7 +354,7 @@ reduced over all ranks before rank 0 logs it:
 
 
 def render_metrics_page() -> str:
-    """The text of `docs/reference/metrics.md`: one Markdown table per section."""
+    """Return the text of `docs/reference/metrics.md`, with one Markdown table per section."""
     parts, header = [_INTRODUCTION], ("metric", "meaning", "over ranks")
     for title, section in SECTIONS.items():
         rows = [(f"`{name}`", _meaning_of(name, each), each.reduction) for name, each in section.metrics.items()]

@@ -1,4 +1,4 @@
-"""`run.json`: what a run is, its status, and every attempt (start) of it."""
+"""`run.json`: the identity of a run, its status, and its attempts (starts)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOST = "killed or lost; the attempt did not record its end"
 
 
 class RunIdentity(TypedDict, total=False):
-    """What the launcher knows of a run before it starts."""
+    """Properties of a run that the launcher records before training starts."""
 
     project: str
     experiment: str
@@ -49,13 +49,13 @@ _ATTEMPT_TYPES = {
     "closed_trackers": (list,),
 }
 _REQUIRED_ATTEMPT_KEYS = frozenset({"attempt", "start", "end"})
-_LARGEST_INT = 2**63 - 1  # what the monitor's database can hold
+_LARGEST_INT = 2**63 - 1  # limit of the monitor's database
 
 
 class RunRecord:
-    """Reads and updates the `run.json` of a run directory, which need not exist yet.
+    """Reads and updates the `run.json` of a run directory, which may not exist yet.
 
-    Only one process at a time may update it.
+    Only one process at a time may update the file.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -68,7 +68,7 @@ class RunRecord:
         return load_run(self._path)
 
     def first_start(self) -> datetime | None:
-        """Local time of the run's first start; None if it was never started, or its record does not say.
+        """Return the local time of the run's first start; None if the run never started or the record lacks it.
 
         Raises:
             UserError: see `load_run`.
@@ -82,7 +82,7 @@ class RunRecord:
         return None
 
     def mark_waiting(self, **identity: Unpack[RunIdentity]) -> None:
-        """Record that a launch was requested and has not started training; earlier attempts stay.
+        """Record that a launch was requested but has not started training; earlier attempts stay.
 
         Raises:
             UserError: the file cannot be written.
@@ -95,10 +95,10 @@ class RunRecord:
     def start_attempt(self, *, first_step: int, world_size: int, total_steps: int, precision: str | None = None) -> int:
         """Record that training begins, and return the number of the attempt, from 1.
 
-        An attempt that a kill left open is closed from its last row of metrics.
+        If a kill left an earlier attempt open, its last row of metrics closes it.
 
         Args:
-            first_step: the step this attempt starts from.
+            first_step: step from which this attempt starts.
 
         Raises:
             UserError: the file cannot be written.
@@ -117,9 +117,9 @@ class RunRecord:
 
         Args:
             status: `finished` (all steps are done), `stopped` (on request) or `failed`.
-            last_step: the last step that was done; None takes it from `metrics.jsonl`.
+            last_step: last completed step; None reads it from `metrics.jsonl`.
             exit_reason: one sentence.
-            closed_trackers: destinations of metrics that got the end of the run; None if that is not known.
+            closed_trackers: trackers that received the end of the run; None if unknown.
 
         Raises:
             UserError: no attempt is open, or the file cannot be written.
@@ -136,10 +136,10 @@ class RunRecord:
         self._write({**run, "status": status})
 
     def end_if_running(self, status: EndStatus, exit_reason: str) -> bool:
-        """Mark the run as `failed` or `stopped` if it has not ended; for the launcher, after its ranks ended.
+        """Mark the run as `failed` or `stopped` if it has not ended; the launcher calls this after its ranks ended.
 
-        Ranks that ended before training began count as an attempt, so that the reason is kept. Returns whether the
-        record was changed.
+        Ranks that ended before training started count as an attempt, so that the reason is recorded. Returns whether
+        the record changed.
 
         Raises:
             UserError: the file cannot be written.
@@ -158,7 +158,7 @@ class RunRecord:
         """Record that this launch was refused after `mark_waiting`.
 
         If the run was finished or stopped before and has logged nothing since, its record is restored: a mistake on the
-        command line must not turn a finished run into a failed one. Any other run has failed.
+        command line must not turn a finished run into a failed one. Any other run is marked as failed.
 
         Raises:
             UserError: the file cannot be written.
@@ -175,14 +175,14 @@ class RunRecord:
             self._write(former)
 
     def _load(self) -> dict[str, Any]:
-        """The record; any other file is renamed to `run.json.corrupt`, with a warning, so that the run can start."""
+        """Return the record; rename a damaged file to `run.json.corrupt`, with a warning, so that the run can start."""
         try:
             return load_run(self._path)
         except UserError as error:
             aside = self._path.with_name(f"{RUN_FILE}.corrupt")
             with write_errors(aside):
                 os.replace(self._path, aside)
-            warn(f"{error}; it was renamed to {aside.name}, and a new record begins")
+            warn(f"{error}; it was renamed to {aside.name} and replaced with a new record")
             return _new_run()
 
     def _write(self, run: dict[str, Any]) -> None:
@@ -199,12 +199,12 @@ class RunRecord:
 
     def _next_number(self, run: dict[str, Any]) -> int:
         numbers = [attempt["attempt"] for attempt in run["attempts"]]
-        if not numbers:  # the numbers of a lost record must not be used again: metrics.jsonl has rows of them
+        if not numbers:  # the numbers of a lost record must not be reused, because metrics.jsonl has rows with them
             numbers = [row["attempt"] for row in self._rows()]
         return 1 + max(numbers, default=0)
 
     def _last_row_of(self, attempt: int) -> tuple[int | None, float | None]:
-        """The largest step and the latest time (seconds since 1970) that the attempt logged."""
+        """Return the last step and time (seconds since 1970) that the attempt logged."""
         step, time = None, None
         for row in self._rows():
             if row["attempt"] == attempt:
@@ -237,7 +237,7 @@ def load_run(path: Path) -> dict[str, Any]:
 
 
 def seconds_of(moment: Any) -> float | None:
-    """A time of a run record in seconds since 1970; None if it is missing or not a time."""
+    """Convert a time of a run record to seconds since 1970; None if it is missing or not a time."""
     try:
         return datetime.fromisoformat(moment).timestamp()
     except (TypeError, ValueError, OverflowError):
@@ -249,7 +249,7 @@ def _new_run() -> dict[str, Any]:
 
 
 def _is_run(run: Any) -> bool:
-    """Whether every key has a value of its type."""
+    """Whether all values have the right types."""
     if not isinstance(run, dict) or run.get("status") not in STATUSES or not _has_types(run, _TYPES):
         return False
     attempts = run.get("attempts")

@@ -1,4 +1,4 @@
-"""Where metrics are shown: the console, `train.log`, TensorBoard, and the trackers that verl supports."""
+"""Destinations of metrics: the console, `train.log`, TensorBoard, and verl's trackers."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from verl_ext.metrics.jsonl import HealthEvent, MetricsRow, SampleRow
 
 LOG_FILE = "train.log"
 _EVAL_REWARD = "eval/reward_total_mean"
-"""Present in every row of a validation on rewards."""
+"""Metric that every row of a validation with rewards has."""
 _LINE_WIDTH = 120
-"""Columns of a line; as many of the user's own rewards are shown as fit."""
+"""Maximum width of a line; rewards that do not fit are omitted."""
 _LENGTH, _LATENCY = "seq_completion_len_mean", "latency_ms_mean"
 _ON_THE_BAR = {"loss": "train/loss", "reward": "train/reward_total_mean", "acc": "train/accuracy_mean"}
 
 
 class MetricsSink:
-    """A destination of metrics. A subclass overrides the methods for what it can show; the rest is ignored.
+    """A destination of metrics. Subclasses override the methods that they support; the others do nothing.
 
-    Any method may raise anything: the recorder then drops the sink.
+    If a method raises, the recorder drops the sink.
     """
 
     name: str
-    """For warnings."""
+    """Name of the sink in warnings."""
 
     def log_row(self, row: MetricsRow) -> None:
-        """Take one row of metrics."""
+        """Log one row of metrics."""
 
     def log_epoch(self, split: str, row: Mapping[str, float]) -> None:
-        """Take the means of an epoch: `split` is Train or Val, `row` has the `EPOCH_COLUMNS`."""
+        """Log the means of an epoch; `split` is Train or Val, `row` has the `EPOCH_COLUMNS`."""
 
     def log_event(self, event: HealthEvent) -> None:
-        """Take a finding of the health rules."""
+        """Log a finding of the health rules."""
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Take some samples of one step; all rows have the same columns."""
+        """Log some samples of one step; all rows have the same columns."""
 
     def close(self, exit_code: int = 0) -> None:
-        """Flush and close; `exit_code` is the run's."""
+        """Flush and close; `exit_code` is the exit code of the run."""
 
 
 def epoch_tags(split: str, row: Mapping[str, float]) -> dict[str, float]:
-    """An epoch as trackers show it: `Train/Loss`, `Train/Reward_Mean`, `Val/Budget_Violation_Rate` and so on."""
+    """Return the metrics of an epoch for trackers: `Train/Loss`, `Train/Reward_Mean` and so on."""
     values = {name: value for name, value in row.items() if name != "epoch" and not math.isnan(value)}
     return {f"{split}/{name.title()}": value for name, value in values.items()}
 
 
 class TensorBoardSink(MetricsSink):
-    """Event files in one directory, one per attempt."""
+    """Writes event files into one directory, one file per attempt."""
 
-    # Not verl's adapter: it buffers points for up to two minutes, which a kill would lose.
+    # Not verl's adapter, which buffers points for up to two minutes; a kill would lose them.
 
     name = "tensorboard"
 
@@ -90,8 +90,8 @@ class VerlTrackerSink(MetricsSink):
     """A tracker of verl's `Tracking`, such as `mlflow`, `swanlab` or `file`.
 
     Args:
-        name: as in `trainer.logger`.
-        run_dir: where the `file` tracker writes, unless `VERL_FILE_LOGGER_PATH` is set.
+        name: name in `trainer.logger`.
+        run_dir: directory for the `file` tracker, unless `VERL_FILE_LOGGER_PATH` is set.
     """
 
     def __init__(self, name: str, project: str, experiment: str, config: Mapping[str, Any], run_dir: Path) -> None:
@@ -133,7 +133,7 @@ class ConsoleSink(MetricsSink):
     """Prints a line every `log_every` steps, at the last step, and for each validation, epoch and event.
 
     Args:
-        total_steps: optimizer steps of the whole run.
+        total_steps: number of optimizer steps of the whole run.
         log_every: steps between two lines, at least 1.
         show: receives each line; the default prints it above a progress bar.
     """
@@ -167,7 +167,7 @@ class ConsoleSink(MetricsSink):
         return " | ".join([f"step {row.step}/{self._total_steps}", *filter(None, parts)])
 
     def _eta(self, row: MetricsRow) -> str:
-        # From wall-clock time of this attempt, to include validation and saving; the first step only sets the start.
+        # From the wall-clock time of this attempt, which includes validation and saving; the first step sets the start.
         if self._first is None or row.step <= self._first.step:
             return ""
         seconds_per_step = (row.time - self._first.time) / (row.step - self._first.step)
@@ -176,7 +176,7 @@ class ConsoleSink(MetricsSink):
 
 
 class LogFileSink(ConsoleSink):
-    """Writes the console's lines to a file, which earlier attempts may have begun, with the time of each.
+    """Appends the console's lines to a file, each with its time.
 
     Raises:
         OSError: the file cannot be opened.
@@ -197,13 +197,13 @@ class LogFileSink(ConsoleSink):
 
 
 class ProgressBar:
-    """A bar over the steps of a run, of which earlier attempts did `initial`; drawn only on a terminal."""
+    """A progress bar over the steps of a run, starting at `initial`; drawn only on a terminal."""
 
     def __init__(self, total_steps: int, initial: int = 0) -> None:
         self._bar = progress_bar(total=total_steps, initial=initial, desc="training", unit="steps")
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Advance by one step and show its loss, reward and accuracy, if it has them."""
+        """Advance by one step and show its loss, reward and accuracy if logged."""
         shown = {word: f"{metrics[name]:.4f}" for word, name in _ON_THE_BAR.items() if name in metrics}
         try:
             self._bar.set_postfix(shown, refresh=False)
@@ -212,12 +212,12 @@ class ProgressBar:
             self._bar.disable = True
 
     def close(self) -> None:
-        """Leave the bar as it is and release the line of the terminal."""
+        """Leave the bar as is and release the line of the terminal."""
         self._bar.close()
 
 
 def epoch_line(split: str, row: Mapping[str, float]) -> str:
-    """An epoch as a line of the console."""
+    """Return the console line of an epoch."""
     parts = [] if math.isnan(row["loss"]) else [f"loss {row['loss']:.4f}"]
     parts += [f"{name} {row[f'{name}_mean']:.4f} (std {row[f'{name}_std']:.4f})" for name in ("reward", "accuracy")]
     parts.append(f"latency {row['latency_mean']:.2f} ms (std {row['latency_std']:.2f} ms)")

@@ -1,4 +1,4 @@
-"""Where the time goes: the parts of a step, the parts of a start, and a trace of every rank."""
+"""Measures time: the parts of a step, the parts of a start, and a trace of every rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from verl_ext.processes import start_ticks
 class StepTimer:
     """Adds up seconds by part of the step.
 
-    On a GPU, CUDA events around a part's kernels measure it, so that no part waits for the GPU until `pop`.
+    On a GPU, CUDA events around a part's kernels measure its time, so that only `pop` waits for the GPU.
 
     Args:
         on_gpu: whether the work runs on the current CUDA device.
-        on_part: called with name, start and end of every part, by `time.perf_counter`. With it, every part waits for
-            the GPU at both ends, so that these are when its kernels ran.
+        on_part: called with name, start and end of every part, in `time.perf_counter` seconds. If set, every part waits
+            for the GPU at its start and end, so that the times match its kernels.
     """
 
     def __init__(self, *, on_gpu: bool = False, on_part: Callable[[str, float, float], None] | None = None) -> None:
@@ -89,7 +89,7 @@ TRACE_DIRECTORY = "trace"
 
 
 class TraceFile:
-    """What one rank did when, in `trace/attempt_A_rank_R.json`; Perfetto and chrome://tracing show it.
+    """Timeline of one rank in `trace/attempt_A_rank_R.json`, for Perfetto and chrome://tracing.
 
     The format is a JSON array of Google's "Trace Event Format". Its closing bracket is optional, so the file is valid
     whenever the rank ends. If the file cannot be written, the trace ends with a warning and the run continues.
@@ -109,11 +109,11 @@ class TraceFile:
         self._event("M", "process_name", 0.0, args={"name": f"rank {rank}"})
 
     def span(self, name: str, start: float, end: float, **arguments: Any) -> None:
-        """Something that the rank did between two times of `time.perf_counter`."""
+        """Record work of the rank between two `time.perf_counter` times."""
         self._event("X", name, start, dur=(end - start) * 1e6, tid=0, args=arguments)
 
     def async_span(self, identity: str, name: str, start: float, end: float, **arguments: Any) -> None:
-        """A part of the life of something that overlaps the rank's own work, such as a sample."""
+        """Record a phase of something that overlaps the rank's own work, such as a sample."""
         self._event("b", name, start, cat="sample", id=identity, tid=0, args=arguments)
         self._event("e", name, end, cat="sample", id=identity, tid=0)
 
@@ -141,10 +141,10 @@ STARTUP_FILE = "startup.json"
 
 
 class StartupTimer:
-    """Seconds by part of a start, from the command to the first training step, over all processes in between.
+    """Measures the parts of a start, from the command to the first training step, over all processes in between.
 
-    All processes of a machine share the clock `time.perf_counter`. Each part begins where the previous one ended, so
-    the parts add up to the whole. Does nothing before `begin` or `load`, as in a trainer that no command started.
+    All processes of a machine share the clock `time.perf_counter`. Each part starts where the previous one ended, so
+    the parts add up to the total. The timer does nothing before `begin` or `load`, for example without the launcher.
     """
 
     def __init__(self) -> None:
@@ -152,14 +152,14 @@ class StartupTimer:
         self._last: float | None = None
 
     def begin(self, moment: float) -> None:
-        """Start from zero at a time of `time.perf_counter`."""
+        """Restart the timer at a `time.perf_counter` time."""
         self._seconds, self._last = {}, moment
 
     def mark(self, part: str, moment: float | None = None) -> None:
         """Add the time since the last mark to a part.
 
         Args:
-            moment: when it ended, by `time.perf_counter`; None is now.
+            moment: end of the part, a `time.perf_counter` time; None for now.
         """
         if self._last is None:
             return
@@ -168,12 +168,12 @@ class StartupTimer:
         self._last = moment
 
     def take(self) -> dict[str, float]:
-        """End the timer and return the seconds by part and `total`; empty if it had not begun."""
+        """Stop the timer and return the seconds by part and `total`; empty if it was not started."""
         seconds, self._seconds, self._last = self._seconds, {}, None
         return {**seconds, "total": sum(seconds.values())} if seconds else {}
 
     def save(self, directory: Path) -> None:
-        """End the timer here, for another process to continue it with `load`."""
+        """Stop the timer in this process, so that another process can continue it with `load`."""
         (directory / STARTUP_FILE).write_text(json.dumps({"last": self._last, "seconds": self._seconds}))
         self.take()
 
@@ -190,8 +190,8 @@ startup = StartupTimer()
 
 
 def process_start() -> float:
-    """When the kernel created this process, by `time.perf_counter`, to a hundredth of a second."""
+    """Return the `time.perf_counter` time at which this process started, to a hundredth of a second."""
     ticks = start_ticks(os.getpid())
     assert ticks is not None  # this process is running
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")  # both include time asleep
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")  # both include suspended time
     return time.perf_counter() - age

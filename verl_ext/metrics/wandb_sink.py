@@ -1,4 +1,4 @@
-"""W&B runs that never prompt, work without a network, and continue over restarts."""
+"""W&B runs that never prompt, work without a network, and resume after restarts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 RUN_ID_FILE = "wandb_run_id.txt"
 
-# Seconds that W&B may wait for its server. Its defaults are 90 at the start and forever at the end, which would use up
-# the grace period of a preempted machine. What was not uploaded stays on disk for `wandb sync`.
+# Seconds that W&B may wait for its server. Its defaults, 90 s at the start and unlimited at the end, would use up the
+# grace period of a preempted machine. Data that was not uploaded stays on disk for `wandb sync`.
 _INIT_TIMEOUT_S = 30.0
 _FINISH_TIMEOUT_S = 60.0
 
@@ -64,7 +64,7 @@ class WandbSink(MetricsSink):
         self._run.log({"train/samples": table, "global_step": step})
 
     def close(self, exit_code: int = 0) -> None:
-        """Finish the run: 0 shows as finished, `STOPPED_EXIT_CODE` as preempted, anything else as failed."""
+        """Finish the run: as finished for 0, as preempted for `STOPPED_EXIT_CODE`, otherwise as failed."""
         if exit_code == STOPPED_EXIT_CODE:
             self._run.mark_preempting()
         self._run.finish(exit_code=exit_code)
@@ -86,11 +86,11 @@ def open_wandb_run(
     `global_step` is the x-axis of every chart, so a run that resumes at an earlier step loses no rows.
 
     Args:
-        directory: W&B's files go to `directory/wandb`, which is created if it is missing.
-        config: shown as the run's configuration; `trainer.wandb_proxy` is used as HTTPS proxy, as in verl.
-        run_id: continues the run with this id if there is one; None starts a new one.
-        group: W&B shows the runs of a group together.
-        job_type: what the run does, such as `train` or `eval`.
+        directory: parent of the directory `wandb` for W&B's files, which is created if it is missing.
+        config: the run's configuration; `trainer.wandb_proxy` is the HTTPS proxy, as in verl.
+        run_id: id of the run to continue, if it exists; None starts a new run.
+        group: group of the run in W&B.
+        job_type: type of the run, such as `train` or `eval`.
 
     Returns:
         The run. If it cannot start online, it starts offline, with a warning. None, with a warning, if W&B is not
@@ -106,7 +106,7 @@ def open_wandb_run(
         run.define_metric("global_step")
         run.define_metric("*", step_metric="global_step")
         _announce(run, Path(directory))
-    except Exception as error:  # no failure of a tracker is a reason not to train
+    except Exception as error:  # a failing tracker must not stop training
         warn(f"W&B is off, because it cannot start: {one_line(error)}")
         return None
     return run
@@ -117,19 +117,19 @@ def fill_wandb_run(run: Run | None, log: Callable[[Run], None], results_in: str 
 
     Args:
         run: from `open_wandb_run`; None does nothing.
-        results_in: where the results are if W&B cannot take them.
+        results_in: location of the results, for the warning.
     """
     if run is None:
         return
     try:
         with run:
             log(run)
-    except Exception as error:  # W&B raises errors of many kinds, and the results are on disk already
+    except Exception as error:  # W&B raises errors of many types, and the results are already on disk
         warn(f"logging to W&B failed ({one_line(error)}); the results are in {results_in}")
 
 
 def persistent_run_id(run_dir: Path) -> str:
-    """The W&B id that all attempts of a run share; the first call chooses it and saves it in `wandb_run_id.txt`.
+    """Return the W&B id that all attempts of a run share; the first call creates it in `wandb_run_id.txt`.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -152,7 +152,7 @@ def _start(settings: dict[str, Any], arguments: dict[str, Any]) -> Run:
         if mode in _NO_NETWORK_MODES:
             raise
         warn(f"W&B cannot start online and runs offline instead: {one_line(error)}")
-        wandb.teardown()  # its service process keeps the id of the failed run as taken
+        wandb.teardown()  # its service process still reserves the id of the failed run
         return _init("offline", settings, arguments)
 
 
@@ -164,7 +164,7 @@ def _choose_mode() -> Mode:
     configured = "offline" if requested == "dryrun" else "online" if requested == "run" else requested
     if configured in _NO_NETWORK_MODES:
         return configured
-    # Looks where `wandb.init` would (environment, netrc, settings), but does not prompt if it finds nothing.
+    # Looks where `wandb.init` would look (environment, netrc, settings), but never prompts.
     return configured if _has_credentials() else "offline"
 
 
@@ -191,7 +191,7 @@ def _init(mode: Mode, settings: dict[str, Any], arguments: dict[str, Any]) -> Ru
 
 
 def _announce(run: Run, directory: Path) -> None:
-    # W&B itself is silenced; this is all that users need of its output.
+    # W&B itself is silenced; users need only this part of its output.
     if run.offline:
         runs = typed_path(directory / "wandb")
         print_line(f"W&B run {run.id} is offline; upload it with: wandb sync {runs}/offline-run-*-{run.id}")

@@ -1,1 +1,1 @@
-"""The training monitor: follows the runs below a directory from their files, and shows them in a browser."""
+"""The training monitor: follows the files of all runs in a directory and shows them in a browser."""

@@ -1,4 +1,4 @@
-"""`python -m verl_ext.monitor`: every run below a directory in a browser, or the charts of one run as files."""
+"""`python -m verl_ext.monitor`: shows all runs in a directory in a browser, or plots one run to files."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PACKAGES = {
     "omegaconf": "omegaconf",
     "matplotlib": "matplotlib",
 }
-"""Modules that the monitor imports, and their names for pip; it also runs on machines that have none of the others."""
+"""Modules that the monitor imports, with their requirements for pip; it needs no other packages."""
 
 
 def build_parser() -> CommandParser:
-    """The options of the server, and the command `plot`."""
+    """Return the parser, with the options of the server and the command `plot`."""
     parser = CommandParser(
         prog=program("monitor"),
-        description="Show every run below a directory in a browser, live and afterwards.",
+        description="Show all runs in a directory in a browser, during and after training.",
         examples=[
             program("monitor"),
             f"{program('monitor')} --root /shared/checkpoints --port 6010",
@@ -45,10 +45,16 @@ def build_parser() -> CommandParser:
     )
     _add_plot(parser)
     parser.add_argument(
-        "--root", type=Path, metavar="DIR", default=Path("checkpoints"), help="directory below which runs are"
+        "--root",
+        type=Path,
+        metavar="DIR",
+        default=Path("checkpoints"),
+        help="directory that contains the runs, at any depth",
     )
     parser.add_argument("--port", type=IntArg(1, 65535), default=6007, help="TCP port")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; only this machine reaches 127.0.0.1")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 127.0.0.1 is reachable from this machine only"
+    )
     parser.add_argument(
         "--token", metavar="WORD", help=f"word that visitors need; required with another host (or set {TOKEN})"
     )
@@ -71,10 +77,10 @@ def _add_plot(parser: CommandParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the process is asked to end, or plot.
+    """Serve until the process is stopped, or plot.
 
     Args:
-        argv: arguments without the program's name; None takes the process's own.
+        argv: arguments without the program's name; None uses the arguments of the process.
 
     Raises:
         SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
@@ -93,7 +99,7 @@ def plot(arguments: argparse.Namespace) -> None:
     """Write the charts of a run.
 
     Raises:
-        UserError: this is not a run's directory, the smoothing is out of range, or a file cannot be written.
+        UserError: the directory is not a run, the smoothing is out of range, or a file cannot be written.
     """
     if not 0 <= arguments.smoothing < 1:
         raise UserError(f"--smoothing is {arguments.smoothing}; it must be from 0 to below 1")
@@ -108,7 +114,7 @@ def plot(arguments: argparse.Namespace) -> None:
 
 
 def serve_runs(arguments: argparse.Namespace) -> None:
-    """Check the arguments, and serve.
+    """Check the arguments and serve.
 
     Raises:
         UserError: the root is not a directory, the port is taken, or a token is missing.
@@ -119,18 +125,18 @@ def serve_runs(arguments: argparse.Namespace) -> None:
 
     token = arguments.token or os.environ.get(TOKEN) or None
     if not arguments.root.is_dir():
-        raise UserError(f"{arguments.root} is not a directory; give --root, the directory below which runs are")
+        raise UserError(f"{arguments.root} is not a directory; set --root to the directory that contains the runs")
     check_token(arguments.host, token)
     check_port(arguments.host, arguments.port)
     address = f"http://{arguments.host}:{arguments.port}/"
-    # a token of the environment is not printed, because the output may end up in a log
+    # a token from the environment is not printed, because the output may end up in a log
     shown = "..." if arguments.token is None else quote(arguments.token, safe="")
     query = "" if token is None else f"?token={shown}"
     print_line(f"Training monitor of {arguments.root} on {address}{query} (Ctrl-C ends it)")
     database = arguments.database or database_for(arguments.root)
     try:
         serve(arguments.root.resolve(), database, arguments.host, arguments.port, token)
-    except StopRequest as stop:  # the server raises it after it has closed its connections
+    except StopRequest as stop:  # the server raises it after closing its connections
         stop.handled = True
         print_line(f"Ended by {stop}.")
 
@@ -139,7 +145,7 @@ def require_packages() -> None:
     """Refuse to start without the packages of the monitor.
 
     Raises:
-        UserError: one is missing.
+        UserError: a package is missing.
     """
     missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -150,14 +156,14 @@ def check_port(host: str, port: int) -> None:
     """Refuse a port that cannot be used.
 
     Raises:
-        UserError: it is taken, or not allowed.
+        UserError: the port is in use, or not allowed.
     """
     try:
         with socket.create_server((host, port)):
             pass
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"port {port} of {host} cannot be had ({first_line_of(error)}); give another --port or --host"
+            f"port {port} of {host} cannot be used ({first_line_of(error)}); set another --port or --host"
         ) from error
 
 

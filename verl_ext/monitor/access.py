@@ -1,4 +1,4 @@
-"""Who may see the page: users of this machine, or visitors with the token. A security boundary."""
+"""Access control of the page: users of this machine, or visitors with the token. A security boundary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from verl_ext.errors import UserError
 
 MIN_TOKEN_LENGTH = 12
-"""Characters of a token if other machines can reach the page, since they may guess as often as they like."""
+"""Minimum length of a token if other machines can reach the page, because they can guess without limit."""
 COOKIE = "verl_ext_monitor"
 REFUSAL = b"The token is missing or wrong: open the address that the monitor printed, with ?token=... at its end.\n"
 HEADERS = (
@@ -26,7 +26,7 @@ HEADERS = (
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is a name of this machine that only this machine can reach."""
+    """Whether a host name or address is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -40,7 +40,7 @@ def check_token(host: str, token: str | None) -> None:
 
     Args:
         host: address that the server listens on.
-        token: that visitors need; None for none.
+        token: token that visitors need; None for none.
 
     Raises:
         UserError: the token is missing or too short.
@@ -60,15 +60,15 @@ def check_token(host: str, token: str | None) -> None:
 
 
 class TokenAuth:
-    """ASGI middleware that refuses requests without the token; without a token, requests for any name but a local one.
+    """ASGI middleware that refuses requests without the token or, if there is no token, requests to non-local hosts.
 
-    The latter stops a web page elsewhere from reading this one through a host name that it points to 127.0.0.1 (DNS
-    rebinding). Requests that another site's page makes are refused too, because browsers open web sockets to any
-    address. The token is removed here, so that no log and no page can repeat it.
+    The latter prevents other web sites from reading this page through a host name that they point to 127.0.0.1 (DNS
+    rebinding). Requests from pages of other sites are refused, too, because browsers open web sockets to any address.
+    The token is removed from requests, so that no log and no page can repeat it.
 
     Args:
         app: the guarded application.
-        token: that the first request needs; None on a loopback address.
+        token: token that the first request needs; None on a loopback address.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
@@ -104,13 +104,13 @@ class TokenAuth:
 
 
 def is_from_elsewhere(headers: Mapping[str, str]) -> bool:
-    """Whether, according to the browser, a page of another address makes the request."""
+    """Whether, according to the browser, a page of another site sent the request."""
     origin = headers.get("origin")
     return origin is not None and urlsplit(origin).netloc != headers.get("host")
 
 
 def without_token(scope: Scope) -> bytes:
-    """The query of a request without the token."""
+    """Return the query of a request without the token."""
     query = scope.get("query_string", b"")
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     kept = [(name, value) for name, value in pairs if name != "token"]
@@ -118,7 +118,7 @@ def without_token(scope: Scope) -> bytes:
 
 
 def digest_of(token: str) -> str:
-    """The value of the cookie; the token itself may have characters that cookies cannot have."""
+    """Return the value of the cookie; the token itself may contain characters that cookies do not allow."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The charts as data: title, hint, metrics and place of each, and what ECharts draws of them."""
+"""The charts as data (title, hint, metrics and place), and their ECharts options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl_ext.monitor.curves import RunCurves, is_worth_smoothing, smooth
 from verl_ext.monitor.text import translate
 
 MAIN, OTHER = "main", "other"
-"""Always visible; in a fold below."""
+"""Places of charts: always visible, or in a fold below."""
 COLORS = ("#3b82f6", "#ef4444", "#10b981", "#f59e0b", "#8b5cf6", "#ec4899", "#14b8a6", "#84cc16", "#64748b", "#f97316")
 GREY = "#9ca3af"
 RED = "#ef4444"
@@ -29,9 +29,9 @@ ERROR_COLORS = {
     "timeout": "#8b5cf6",
     "api_error": "#64748b",
 }
-"""By the error type of an answer."""
+"""Colors by error type of an answer."""
 FAINT = 0.25
-"""Opacity of the curve behind its smoothed one."""
+"""Opacity of the raw curve behind the smoothed one."""
 SCHEDULE_POINTS = 500
 
 
@@ -40,14 +40,14 @@ class Chart:
     """One chart, with its texts in English and Chinese.
 
     Attributes:
-        name: its title, and its name in files and tests.
-        hint: what it means, its ideal trend, and what an anomaly points to.
-        metrics: the ones it shows, as far as a run has them.
+        name: title, and name in files and tests.
+        hint: meaning, ideal trend, and possible causes of anomalies.
+        metrics: metrics to show if the run has them.
         place: `MAIN` or `OTHER`.
-        needs: the metric without which there is no chart; any of `metrics` if it is empty.
+        needs: metric that the chart requires; if empty, any of `metrics`.
         scale: factor of the values.
-        line: a marked value.
-        with_schedule: whether the learning rate that the recipe asks for is drawn too, and nothing is smoothed.
+        line: value to mark.
+        with_schedule: whether to draw the learning rate schedule of the recipe, and not to smooth.
     """
 
     name: str
@@ -71,9 +71,9 @@ CHARTS = (
     Chart(
         "Loss",
         "损失曲线",
-        "Distance between the model's predictions and the references. It falls quickly at first, then flattens. A "
-        "sudden rise suggests a learning rate that is too high; a lasting rise or strong oscillation, unstable "
-        "training. A policy loss (GRPO) may be negative and only has to stay bounded.",
+        "Distance between the model's predictions and the references. It should fall quickly at first, then flatten. "
+        "A sudden rise suggests a learning rate that is too high; a lasting rise or strong oscillation suggests "
+        "unstable training. A policy loss (GRPO) may be negative and only has to stay bounded.",
         "模型预测与真实标签之间的差距。理想趋势：初期快速下降，之后趋于平稳。突然上升可能是学习率过大；持续上升或剧烈"
         "震荡表示训练不稳定。GRPO 的策略损失可以为负，稳定即可。",
         ("train/loss",),
@@ -82,8 +82,8 @@ CHARTS = (
     Chart(
         "Perplexity",
         "困惑度曲线",
-        "exp(loss): among how many tokens the model hesitates on average. It falls with the loss; lower is better, "
-        "usually between 1 and a few dozen.",
+        "exp(loss): the average number of tokens that the model considers likely. It should fall with the loss; lower "
+        "is better, usually between 1 and a few dozen.",
         "exp(loss)：模型平均在多少个候选词中犹豫。理想趋势：与损失同步下降，越低越好，通常为个位数到几十。",
         ("train/perplexity",),
         MAIN,
@@ -91,9 +91,9 @@ CHARTS = (
     Chart(
         "Rewards",
         "奖励",
-        "Mean total reward of the samples. It rises, then stays high; single steps are noisy, so look at the "
-        "smoothed curve and at validation. A reward that stays negative or flat suggests reward weights or a "
-        "learning rate that do not fit.",
+        "Mean total reward of the samples. It should rise, then stay high. Single steps are noisy, so look at the "
+        "smoothed curve and at validation. A reward that stays negative or flat suggests unsuitable reward weights "
+        "or an unsuitable learning rate.",
         "样本总奖励的均值。理想趋势：逐渐提升并稳定在较高值；单步波动正常，应看平滑曲线和验证值。一直为负或不提升时，"
         "应检查奖励权重或学习率。",
         ("train/reward_total_mean", "eval/reward_total_mean"),
@@ -102,8 +102,8 @@ CHARTS = (
     Chart(
         "Reward by function",
         "各奖励函数",
-        "Weighted contribution of each reward function. All should improve; one that falls while the total rises is "
-        "being traded away.",
+        "Weighted contribution of each reward function. All should improve; if one falls while the total rises, the "
+        "model trades it for the others.",
         "各奖励函数的加权贡献。理想趋势：都在提升；总奖励上升而某一项下降，说明它被牺牲了。",
         (),
         MAIN,
@@ -111,8 +111,8 @@ CHARTS = (
     Chart(
         "Accuracy",
         "准确率",
-        "How well answers match the references, from 0 to 1. It rises, then stays at a level that depends on the "
-        "data set. Zero throughout points to missing references.",
+        "How well answers match the references, from 0 to 1. It should rise, then stay at a level that depends on the "
+        "dataset. If it is always 0, references may be missing.",
         "答案与标准答案的匹配程度（0 到 1）。理想趋势：逐渐提升后稳定，水平取决于数据集。一直为 0 说明缺少标准答案。",
         ("train/accuracy_mean", "eval/accuracy_mean"),
         MAIN,
@@ -120,7 +120,7 @@ CHARTS = (
     Chart(
         "Latency and budget",
         "延迟与预算",
-        "Latency of the chosen configurations beside the budget, in ms. It settles close to the budget and below it.",
+        "Latency and budget of the chosen configurations, in ms. Latency should settle close to and below the budget.",
         "所选配置的延迟与预算（毫秒）。理想趋势：逐渐稳定在预算附近且不超过预算。",
         ("train/latency_ms_mean", "eval/latency_ms_mean", "train/budget_ms_mean"),
         MAIN,
@@ -128,7 +128,7 @@ CHARTS = (
     Chart(
         "Violation rate",
         "预算违反率",
-        "Share of the configurations whose latency exceeds the budget. It falls below 5 % (the line).",
+        "Fraction of configurations whose latency exceeds the budget. It should fall below 5 % (the line).",
         "延迟超过预算的配置比例。理想趋势：逐渐降低到 5 %（标线）以下。",
         ("train/budget_violation_mean", "eval/budget_violation_mean"),
         MAIN,
@@ -137,9 +137,9 @@ CHARTS = (
     Chart(
         "Gradient norm",
         "梯度范数",
-        "L2 norm of the gradient before clipping: how strongly the weights are pulled. It stays stable, usually "
-        "between 0.1 and 10. Lasting values above 100 mean exploding gradients (lower the learning rate, clip); "
-        "values near 0, vanishing ones.",
+        "L2 norm of the gradient before clipping. It should stay stable, usually between 0.1 and 10. Lasting values "
+        "above 100 mean exploding gradients (lower the learning rate, or clip); values near 0 mean vanishing "
+        "gradients.",
         "裁剪前梯度向量的 L2 范数，反映参数更新幅度。理想趋势：相对稳定，通常在 0.1 到 10 之间。持续大于 100 表示梯度"
         "爆炸，需降低学习率或裁剪；接近 0 可能是梯度消失。",
         ("train/grad_norm",),
@@ -147,8 +147,8 @@ CHARTS = (
     Chart(
         "Learning rate and its schedule",
         "学习率曲线（与调度）",
-        "The learning rate in use, and dashed the one that the recipe asks for. Both agree: a warm-up from 0, then "
-        "the decay of the schedule.",
+        "The current learning rate, and the schedule of the recipe as a dashed line. Both should agree: a warm-up "
+        "from 0, then the decay of the schedule.",
         "当前使用的学习率，虚线为配置要求的调度。理想趋势：两者重合，预热阶段从 0 上升，之后按调度平滑下降。",
         ("train/lr(1e-3)",),
         scale=1e-3,
@@ -157,8 +157,8 @@ CHARTS = (
     Chart(
         "Evaluation loss",
         "评估损失",
-        "Loss on the validation set beside the training loss. Both fall together with a small gap. A validation loss "
-        "that rises while the training loss falls means overfitting; prefer the checkpoint before the rise.",
+        "Validation loss and training loss. Both should fall together with a small gap. A validation loss that rises "
+        "while the training loss falls means overfitting; use the checkpoint before the rise.",
         "在评估集上计算的损失与训练损失。理想趋势：同步下降，差距不过大。训练损失下降而评估损失上升 = 过拟合，应选择"
         "上升之前的检查点。",
         ("val/loss", "train/loss"),
@@ -167,8 +167,8 @@ CHARTS = (
     Chart(
         "Training speed",
         "训练速度曲线",
-        "Samples, tokens or configurations per second. It stays level, with short dips at saves and validations. "
-        "Strong swings or a low level suggest slow data loading.",
+        "Samples, tokens or configurations per second. It should be stable, with short dips at saves and validations. "
+        "Strong fluctuations or a low level suggest slow data loading.",
         "每秒处理的样本、词元或配置数。理想趋势：保持稳定，保存检查点和评估时短暂下降。剧烈波动或持续偏低，可能是 "
         "I/O 瓶颈。",
         ("throughput/train/samples_per_s", "throughput/train/valid_tokens_per_s", "throughput/train/configs_per_s"),
@@ -176,8 +176,8 @@ CHARTS = (
     Chart(
         "Step time",
         "每步时间",
-        "Seconds of a step. They stay level, with spikes at saves. A lasting rise points to memory that grows or to "
-        "slow data.",
+        "Seconds per step. They should be stable, with spikes at saves. A lasting rise suggests growing memory or slow "
+        "data loading.",
         "每步训练时间（秒）。理想趋势：稳定，保存检查点时出现尖峰属于正常。持续增长可能是内存增长或数据加载过慢。",
         ("train/time(s)", "time/train/step_s"),
         needs="train/time(s)",
@@ -185,7 +185,7 @@ CHARTS = (
     Chart(
         "Advantages",
         "优势",
-        "Advantages of the samples within their groups. The mean is about 0 and the spread stays bounded; a standard "
+        "Advantages of the samples within their groups. The mean should be about 0 and the spread bounded; a standard "
         "deviation of 0 means that groups give no signal.",
         "组内样本的优势值。理想趋势：均值约为 0，离散程度有界；标准差为 0 表示组内没有学习信号。",
         ("train/adv_mean", "train/adv_std", "train/adv_min", "train/adv_max"),
@@ -193,40 +193,40 @@ CHARTS = (
     Chart(
         "Entropy",
         "熵",
-        "Entropy of the distributions that actions are sampled from. It falls slowly. A sudden collapse means that "
-        "the policy stops exploring; a rise, that it becomes random.",
+        "Entropy of the sampling distributions. It should fall slowly. A sudden collapse means that the policy stops "
+        "exploring; a rise means that it becomes random.",
         "采样分布的熵。理想趋势：缓慢下降。突然塌缩表示策略不再探索；上升表示策略趋于随机。",
         ("train/entropy",),
     ),
     Chart(
         "Completion and prompt length",
         "回答与提示长度",
-        "Mean length in tokens. Prompts stay level; completions change slowly. Growth up to the limit suggests "
-        "truncated answers or a reward for length.",
+        "Mean length in tokens. Prompts should keep their length; completions should change slowly. Growth up to the "
+        "limit suggests truncated answers or a reward for length.",
         "平均长度（词元）。理想趋势：提示长度稳定，回答长度缓慢变化。持续增长到上限说明回答被截断，或奖励偏向长度。",
         ("train/seq_completion_len_mean", "train/seq_prompt_len_mean"),
     ),
     Chart(
         "Engine against trainer",
         "引擎与训练器的对数概率差",
-        "Distance between the engine's and the trainer's log-probabilities of the same tokens. It stays small and "
-        "level; growth means that the rollouts no longer come from the trained policy.",
+        "Difference between the engine's and the trainer's log-probabilities of the same tokens. It should be small "
+        "and stable; growth means that the rollouts no longer come from the trained policy.",
         "推理引擎与训练器对同一词元的对数概率之差。理想趋势：小且稳定；增大说明采样已偏离当前策略。",
         ("train/rollout_logprob_diff_mean", "train/rollout_logprob_diff_max"),
     ),
     Chart(
         "Time by part",
         "各阶段耗时",
-        "Seconds of each part of a step. The parts stay level, and computing takes the largest share; a large part "
-        "for data means that the GPUs wait.",
+        "Seconds of each part of a step. The parts should be stable, and computation should dominate; if data takes a "
+        "large part, the GPUs wait.",
         "每步各阶段耗时（秒）。理想趋势：各部分稳定，计算占主要部分；数据部分过大说明 GPU 在等待。",
         tuple(f"time/train/{part}_s" for part in _TIMES),
     ),
     Chart(
         "Memory and disk",
         "内存与磁盘",
-        "Peak memory and free disk space in GiB. Memory is level after the first steps; free space falls until "
-        "rotation removes old checkpoints, then stays.",
+        "Peak memory and free disk space in GiB. Memory should be stable after the first steps; free space falls until "
+        "rotation removes old checkpoints.",
         "内存峰值与磁盘剩余空间（GiB）。理想趋势：内存在最初几步后保持稳定；磁盘空间在旧检查点开始轮换后不再减少。",
         ("system/peak_memory_gib", "system/disk_free_gib"),
     ),
@@ -234,7 +234,7 @@ CHARTS = (
 
 
 def charts_for(metrics: Collection[str]) -> list[Chart]:
-    """The charts of a run that has these metrics, each with the ones that it shows."""
+    """Return the charts of a run with these metrics; each chart has only metrics of the run."""
     found = []
     for chart in CHARTS:
         known = reward_functions(metrics) if chart.name == "Reward by function" else chart.metrics
@@ -245,12 +245,12 @@ def charts_for(metrics: Collection[str]) -> list[Chart]:
 
 
 def reward_functions(metrics: Collection[str]) -> tuple[str, ...]:
-    """Metrics of reward functions: means over the training samples that the registry does not have."""
+    """Return the metrics of reward functions: means over training samples that are not in the registry."""
     return tuple(name for name in sorted(metrics) if re.fullmatch(r"train/\w+_mean", name) and name not in METRICS)
 
 
 def schedule_points(config: Mapping[str, Any], total_steps: int | None, curves: RunCurves) -> list[tuple[int, float]]:
-    """The learning rate that the recipe asks for, on the axis of the last attempt; empty if none is fixed."""
+    """Return the learning rate schedule of the recipe, on the axis of the last attempt; empty if there is none."""
     try:
         schedule = schedule_of(config, total_steps, curves.steps_per_epoch)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the configuration of another version
@@ -278,7 +278,7 @@ class ChartStyle:
 def chart_options(
     curves: RunCurves, chart: Chart, style: ChartStyle, schedule: Sequence[tuple[int, float]] = ()
 ) -> dict[str, Any]:
-    """One chart of one run, whose lock the caller holds; `schedule` is from `schedule_points`."""
+    """Return one chart of one run; the caller holds the curves' lock, and `schedule` is from `schedule_points`."""
     weight = 0.0 if chart.with_schedule else style.smoothing
     series = [
         line
@@ -295,7 +295,7 @@ def chart_options(
 
 
 def comparison_options(runs: Mapping[str, RunCurves], metric: str, style: ChartStyle) -> dict[str, Any]:
-    """One metric of several runs, by the names that the legend shows."""
+    """Return a chart of one metric of several runs; the keys of `runs` are names in the legend."""
     series: list[dict[str, Any]] = []
     for (name, curves), color in zip(runs.items(), COLORS):
         with curves.lock:
@@ -314,12 +314,12 @@ def _curve_options(series: list[dict[str, Any]], names: Sequence[str], style: Ch
 def rates_options(
     steps: Sequence[int], rates: Mapping[str, Sequence[tuple[float, float, float]]], best: int | None, dark: bool
 ) -> dict[str, Any]:
-    """Rates of evaluated checkpoints with their confidence intervals.
+    """Return a chart of the rates of evaluated checkpoints, with confidence intervals.
 
     Args:
-        steps: of the checkpoints, rising.
+        steps: steps of the checkpoints, ascending.
         rates: by name, the rate and its bounds for each step.
-        best: step of the chosen checkpoint.
+        best: step of the best checkpoint.
     """
     series: list[dict[str, Any]] = []
     for (name, values), color in zip(rates.items(), COLORS):
@@ -338,7 +338,7 @@ def rates_options(
 
 
 def errors_options(steps: Sequence[int], shares: Mapping[str, Sequence[float]], dark: bool) -> dict[str, Any]:
-    """The error types of each checkpoint's answers as stacked bars."""
+    """Return a chart of the error types of each checkpoint's answers, as stacked bars."""
     series = [
         {"name": name, "type": "bar", "stack": "all", "data": list(values), "itemStyle": {"color": ERROR_COLORS[name]}}
         for name, values in shares.items()
@@ -353,7 +353,7 @@ def errors_options(steps: Sequence[int], shares: Mapping[str, Sequence[float]], 
 def _lines(
     curves: RunCurves, metric: str, color: str, smoothing: float, *, scale: float = 1.0, name: str = ""
 ) -> list[dict[str, Any]]:
-    """The curve; or the smoothed one, and behind it the faint curve."""
+    """Return the curve, or the smoothed curve and a faint raw curve behind it."""
     envelope = curves.envelopes[metric]
     x, values = envelope.points()
     line = _line(name or metric, color)
@@ -371,7 +371,7 @@ def _line(name: str, color: str) -> dict[str, Any]:
 
 
 def _marks(curves: RunCurves, chart: Chart, language: str) -> list[dict[str, Any]]:
-    """Where attempts begin, and the chart's own line."""
+    """Return marks of the starts of attempts, and the chart's own line."""
     marks: list[dict[str, Any]] = []
     for attempt, place in [*curves.starts.items()][1:]:
         text = translate(language, "attempt {}").format(attempt)
@@ -388,7 +388,7 @@ def _pairs(x: Array, values: Array) -> list[list[float]]:
 
 
 def _options(series: list[dict[str, Any]], names: Sequence[str], dark: bool) -> dict[str, Any]:
-    """What all charts share; `names` are those of the legend."""
+    """Return the options that all charts share; `names` are for the legend."""
     ink, rule = ("#d1d5db", "#374151") if dark else ("#4b5563", "#e5e7eb")
     axis = {
         "type": "value",
@@ -398,7 +398,7 @@ def _options(series: list[dict[str, Any]], names: Sequence[str], dark: bool) -> 
     }
     tooltip = {"backgroundColor": "#1f2937", "borderColor": rule, "textStyle": {"color": "#f3f4f6"}} if dark else {}
     tools = {"dataZoom": {"yAxisIndex": "none"}, "restore": {"title": "↺"}, "saveAsImage": {"title": "PNG"}}
-    # the toolbox is to the right of the legend, and ECharts ignores a right margin if there is a left one
+    # the toolbox is right of the legend, and ECharts ignores a right margin if there is a left one
     legend_place = {"top": 4, "left": 8, "width": "72%"}
     legend_style = {"type": "scroll", "icon": "circle", "itemHeight": 10, "itemWidth": 10, "itemGap": 8}
     return {
@@ -409,7 +409,7 @@ def _options(series: list[dict[str, Any]], names: Sequence[str], dark: bool) -> 
         "tooltip": {"trigger": "axis", "renderMode": "richText", **tooltip},
         "xAxis": {**axis, "min": "dataMin", "max": "dataMax", "splitLine": {"show": False}},
         "yAxis": {**axis, "splitLine": {"lineStyle": {"color": rule}}},
-        # the wheel alone scrolls the page
+        # without Ctrl, the wheel scrolls the page
         "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "filterMode": "none"}],
         "toolbox": {"right": 8, "top": -4, "itemSize": 13, "iconStyle": {"borderColor": GREY}, "feature": tools},
         "legend": {"data": list(names), **legend_place, **legend_style, "textStyle": {"fontSize": 11, "color": ink}},

@@ -1,6 +1,6 @@
-"""What a page draws of a run: one axis over restarts, few enough points, latest values, time left, smoothing.
+"""Curves of a run for the pages: one axis over restarts, downsampling, latest values, time left, smoothing.
 
-The follower feeds a `RunCurves` with the rows it reads, and all pages draw from the same object. The database keeps
+The follower adds the rows that it reads to a `RunCurves`, and all pages draw from the same object. The database stores
 its `dump`, so a restart of the monitor loads a few blobs instead of reading the rows again.
 """
 
@@ -22,14 +22,14 @@ from verl_ext.health.trend import Array
 from verl_ext.metrics.jsonl import MetricsRow
 
 MAX_POINTS = 4000
-"""Points that a curve is drawn with."""
+"""Maximum number of points of a curve."""
 RECENT_STEPS = 50
-"""Steps whose speed predicts the time left; earlier ones may have run on another machine."""
+"""Number of recent steps that predict the time left; earlier ones may have run on another machine."""
 MIN_SMOOTHED_POINTS = 30
 
 
 class CurveEnvelope:
-    """A curve of any length in bounded memory: every point while there are few, later the extrema of equal segments.
+    """A curve of any length in bounded memory: all points while there are few, then the extrema of equal segments.
 
     `segments` is (segments, 6): x and y of the minimum, x and y of the maximum, sum and count of the values.
     """
@@ -40,7 +40,7 @@ class CurveEnvelope:
         self.pending = np.empty((0, 2)) if pending is None else pending  # points of the unfinished segment
 
     def add(self, x: Array, y: Array) -> None:
-        """Append points, both (points,); those whose y is not finite are not drawn."""
+        """Append points; both arrays are (points,), and points with non-finite y are dropped."""
         points = np.column_stack([x, y])[np.isfinite(y)]
         self.pending = np.concatenate([self.pending, points]) if len(self.pending) else points
         while len(self.pending):
@@ -56,11 +56,11 @@ class CurveEnvelope:
 
     @property
     def num_points(self) -> int:
-        """Finite points so far."""
+        """Number of finite points so far."""
         return self.size * len(self.segments) + len(self.pending)
 
     def points(self) -> tuple[Array, Array]:
-        """At most `MAX_POINTS` points in order, all extrema among them: x and y."""
+        """Return x and y of at most `MAX_POINTS` points in order, including all extrema."""
         segments = self._with_pending()
         if self.size == 1:
             return segments[:, 0], segments[:, 1]
@@ -70,7 +70,7 @@ class CurveEnvelope:
         return points[:, 0], points[:, 1]
 
     def means(self) -> tuple[Array, Array]:
-        """The curve without its extrema, for smoothing: the middle and the mean of each segment."""
+        """Return the middle and the mean of each segment, for smoothing."""
         segments = self._with_pending()
         return (segments[:, 0] + segments[:, 2]) / 2, segments[:, 4] / segments[:, 5]
 
@@ -81,7 +81,7 @@ class CurveEnvelope:
 
 
 def _summarize(points: Array) -> Array:
-    """(segments, size, 2) to (segments, 6)."""
+    """Convert points (segments, size, 2) to segments (segments, 6)."""
     rows = np.arange(len(points))
     low, high = points[rows, points[:, :, 1].argmin(1)], points[rows, points[:, :, 1].argmax(1)]
     count = np.full((len(points), 1), float(points.shape[1]))
@@ -89,14 +89,14 @@ def _summarize(points: Array) -> Array:
 
 
 def _merge(left: Array, right: Array) -> Array:
-    """Pairs of neighboring segments as segments of twice the size."""
+    """Merge pairs of neighboring segments into segments of twice the size."""
     low = np.where((left[:, 1] <= right[:, 1])[:, None], left[:, 0:2], right[:, 0:2])
     high = np.where((left[:, 3] >= right[:, 3])[:, None], left[:, 2:4], right[:, 2:4])
     return np.concatenate([low, high, left[:, 4:] + right[:, 4:]], axis=1)
 
 
 class RunCurves:
-    """All curves of a run over one axis, which counts steps over attempts.
+    """All curves of a run over one axis, which counts steps over all attempts.
 
     An attempt that resumes at step 20 after one that reached step 30 repeats steps 21 to 30. On this axis it starts at
     30, so both are visible. If no attempt loses a step, the axis equals the steps.
@@ -107,11 +107,11 @@ class RunCurves:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.version = 0
-        self.last_id = 0  # of the newest row in here
+        self.last_id = 0  # id of the newest row in here
         self.num_unsaved = 0  # rows since the last dump
         self.envelopes: dict[str, CurveEnvelope] = {}
         self.latest: dict[str, float] = {}
-        self.starts: dict[int, int] = {}  # by attempt: where it begins on the axis
+        self.starts: dict[int, int] = {}  # by attempt: its start on the axis
         self.offsets: dict[int, int] = {}  # by attempt: axis minus step
         self.steps_per_epoch: int | None = None
         self.longest_pause_s = 0.0
@@ -122,9 +122,9 @@ class RunCurves:
         """Append rows in their order.
 
         Args:
-            rows: new ones.
-            first_steps: the step that each attempt resumed from, if `run.json` has it.
-            last_id: of the last row in the database.
+            rows: new rows.
+            first_steps: step from which each attempt resumed, if `run.json` has it.
+            last_id: id of the last row in the database.
         """
         x = np.array([self._place(row, first_steps) for row in rows], np.float64)
         for name, (places, values) in columns_of([row.metrics for row in rows]).items():
@@ -140,7 +140,7 @@ class RunCurves:
         self.version += 1
 
     def _place(self, row: MetricsRow, first_steps: Mapping[int, int]) -> int:
-        """Where a row is on the axis."""
+        """Return the position of a row on the axis."""
         if row.attempt not in self.offsets:
             first = first_steps.get(row.attempt, max(0, row.step - 1))
             self.starts[row.attempt] = self._end if self.offsets else first
@@ -148,7 +148,7 @@ class RunCurves:
         place = row.step + self.offsets[row.attempt]
         self._end = max(self._end, place)
         epoch = row.metrics.get("train/epoch")
-        # a tiny epoch would give a number of steps that no integer of the saved state can hold
+        # with a tiny epoch, the number of steps would overflow the integers of the saved state
         if isinstance(epoch, (int, float)) and epoch > 1e-9 and abs(row.step / epoch) < 1 << 53:
             self.steps_per_epoch = round(row.step / epoch)
         return place
@@ -159,7 +159,7 @@ class RunCurves:
         return self._recent[-1][1] if self._recent else 0
 
     def step_seconds(self) -> float | None:
-        """Mean duration of the recent steps of the last attempt, pauses included; None if it is not known."""
+        """Return the mean duration of the last attempt's recent steps, including pauses; None if unknown."""
         recent = [(step, time) for attempt, step, time in self._recent if attempt == self._recent[-1][0]]
         if not recent:
             return None
@@ -167,12 +167,12 @@ class RunCurves:
         return seconds / steps if steps > 0 and seconds > 0 else None
 
     def seconds_left(self, total_steps: int | None) -> float | None:
-        """Time until the last step at the speed of the recent ones; None if it is not known."""
+        """Return the time until the last step at the recent speed; None if unknown."""
         step_seconds = self.step_seconds()
         return None if total_steps is None or step_seconds is None else max(0, total_steps - self.step) * step_seconds
 
     def dump(self) -> tuple[bytes, list[tuple[str, int, bytes, bytes]]]:
-        """The state as JSON, and of each metric its name, segment size, segments and pending points."""
+        """Return the state as JSON, and name, segment size, segments and pending points of each metric."""
         state = {
             "last_id": self.last_id,
             "latest": [*self.latest.items()],
@@ -191,7 +191,7 @@ class RunCurves:
 
     @classmethod
     def load(cls, state: str | bytes, blobs: Iterable[tuple[str, int, bytes, bytes]]) -> RunCurves:
-        """From what `dump` returned."""
+        """Restore curves from the result of `dump`."""
         found, curves = orjson.loads(state), cls()
         curves.last_id, curves.version = found["last_id"], 1
         curves.latest = {name: float("nan") if value is None else value for name, value in found["latest"]}
@@ -213,7 +213,7 @@ def ema(values: Array, weight: float) -> Array:
 
     Args:
         values: (points,), finite.
-        weight: of the past, from 0 (no smoothing) to below 1.
+        weight: weight of the past, from 0 (no smoothing) to below 1.
     """
     if not len(values) or weight == 0:
         return values
@@ -222,11 +222,11 @@ def ema(values: Array, weight: float) -> Array:
 
 
 def moving_average(values: Array, window: int) -> Array:
-    """Mean over a window around each point, which is cut off at the ends.
+    """Mean over a window around each point; the window is truncated at the ends.
 
     Args:
         values: (points,), finite.
-        window: points, odd; 1 changes nothing.
+        window: number of points, odd; 1 changes nothing.
     """
     if not len(values) or window <= 1:
         return values
@@ -240,5 +240,5 @@ def smooth(values: Array, weight: float) -> Array:
 
 
 def is_worth_smoothing(num_points: int, weight: float) -> bool:
-    """Whether a curve is smoothed; little would remain of a curve of few points, such as validations."""
+    """Whether to smooth a curve; smoothing would flatten curves with few points, such as validations."""
     return weight > 0 and num_points >= MIN_SMOOTHED_POINTS

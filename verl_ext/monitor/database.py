@@ -1,6 +1,6 @@
-"""The monitor's SQLite database: its tables, and every query of the follower and of the pages.
+"""The monitor's SQLite database: tables, and all queries of the follower and the pages.
 
-It is a cache of the files of runs. It may be deleted at any time, and another version of the monitor empties it.
+It is a cache of the runs' files and may be deleted at any time. Another version of the monitor empties it.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ CREATE TABLE evaluations (
 );
 """
 TABLES_OF_A_RUN = ("training_logs", "curves", "events", "evaluations", "attempts")
-"""With a column `run`."""
+"""Tables with a column `run`."""
 REPLAY_ROWS = 20_000
-"""Rows that are read at a time to catch up with a run."""
+"""Number of rows to read at a time when catching up with a run."""
 
 
 class LogEvent(NamedTuple):
@@ -87,7 +87,7 @@ class LogEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePositions:
-    """Where a run is, and how far its files were read; see the table `runs`."""
+    """The path of a run, and the positions up to which its files were read; see the table `runs`."""
 
     path: str
     metrics_offset: int
@@ -99,19 +99,19 @@ class FilePositions:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run as the table of runs and the head of its page show it.
+    """A run, for the table of runs and the head of its page.
 
     Attributes:
-        id: in the database.
-        path: relative to the root.
-        generation: how often another metrics.jsonl took the place of the first.
-        unreadable: lines of metrics.jsonl that are not rows.
-        record: `run.json` as it was last read.
-        saved_curves: state of `RunCurves` when it was last saved.
+        id: id in the database.
+        path: path relative to the root.
+        generation: number of times that another metrics.jsonl replaced the file.
+        unreadable: number of lines of metrics.jsonl that are not rows.
+        record: last read content of `run.json`.
+        saved_curves: last saved state of `RunCurves`.
         first_start: ISO time of the first attempt; None if there is none.
-        end: ISO time of the end of the last attempt, whose `host` and `exit_reason` follow.
-        levels: the present level of each health rule that has reported something.
-        accuracy: the highest `accepted_at_1` of its evaluated checkpoints, with data set and step.
+        end: ISO time of the end of the last attempt; `host` and `exit_reason` are also of the last attempt.
+        levels: current level of each health rule that has reported something.
+        accuracy: highest `accepted_at_1` of the evaluated checkpoints, with dataset and step.
     """
 
     id: int
@@ -133,7 +133,7 @@ class RunInfo:
 
     @cached_property
     def saved_state(self) -> RunCurves:
-        """The curves as they were last saved, without envelopes."""
+        """The last saved curves, without envelopes."""
         return RunCurves.load(self.saved_curves, ()) if self.saved_curves else RunCurves()
 
 
@@ -148,10 +148,10 @@ ORDER BY status = 'running' DESC, last.start DESC, path
 
 
 class MonitorDatabase:
-    """One connection. The follower writes; each other thread has a connection of its own and reads.
+    """One connection. The follower writes; each other thread reads with its own connection.
 
     Args:
-        path: of the file, which is created if it is missing, and emptied if it is of another version.
+        path: path of the file, which is created if it is missing, and emptied if it is from another version.
 
     Raises:
         UserError: the file cannot be opened, or is not a database.
@@ -162,11 +162,11 @@ class MonitorDatabase:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(path, timeout=60, check_same_thread=False)
             self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.execute("PRAGMA synchronous=OFF")  # what a crash takes is read again from the runs
+            self._connection.execute("PRAGMA synchronous=OFF")  # rows lost in a crash are read again from the runs
             self._create_tables()
         except (OSError, sqlite3.Error) as error:
             raise UserError(
-                f"the database {path} cannot be used ({error}); delete it, or name another with --database"
+                f"the database {path} cannot be used ({error}); delete it, or set another one with --database"
             ) from error
         self._connection.row_factory = sqlite3.Row
 
@@ -186,25 +186,25 @@ class MonitorDatabase:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit everything that the block writes, or nothing; no other process writes meanwhile."""
+        """Commit all writes of the block or none; no other process writes meanwhile."""
         with self._connection:
             self._connection.execute("BEGIN IMMEDIATE")
             yield
 
     def version(self) -> int:
-        """A number that changes when another process writes into the file."""
+        """Return a number that changes when another process writes to the file."""
         return self._connection.execute("PRAGMA data_version").fetchone()[0]
 
     # Runs
 
     def runs(self) -> dict[str, RunInfo]:
-        """Every run by its path, running ones first, then the newest."""
+        """Return all runs by path, running ones first, then the newest."""
         levels: dict[int, dict[str, str]] = {}
         latest = "SELECT max(id) FROM events WHERE rule IS NOT NULL GROUP BY run, rule"
         for run, rule, level in self._connection.execute(f"SELECT run, rule, kind FROM events WHERE id IN ({latest})"):
             levels.setdefault(run, {})[rule] = level
         accuracies = {}
-        rates = (  # the last one of a run counts: of equal ones the newest checkpoint's, as in the evaluation's choice
+        rates = (  # the last one of a run counts: among equal rates, the newest checkpoint, as in the evaluation
             "SELECT run, json_extract(figures, '$.accepted_at_1') AS rate, dataset, step FROM evaluations "
             "WHERE typeof(rate) IN ('integer', 'real') ORDER BY rate, step"
         )
@@ -217,20 +217,20 @@ class MonitorDatabase:
         }
 
     def live_runs(self) -> list[int]:
-        """Runs that were running when their records were last read."""
+        """Return the runs whose last read record has the status running."""
         return [run for (run,) in self._connection.execute("SELECT id FROM runs WHERE status = 'running'")]
 
     def run_paths(self) -> dict[int, str]:
-        """The path of every run by its id."""
+        """Return the paths of all runs by id."""
         return {run: path for run, path in self._connection.execute("SELECT id, path FROM runs")}
 
     def find_run(self, path: str) -> tuple[int, str] | None:
-        """Id of the run at a path and its `run.json` as it was last read; None if there is no such run."""
+        """Return the id of the run at a path and its last read `run.json`; None if there is no such run."""
         row = self._connection.execute("SELECT id, record FROM runs WHERE path = ?", (path,)).fetchone()
         return None if row is None else (row["id"], row["record"])
 
     def save_run(self, path: str, text: str, record: Mapping[str, Any]) -> int:
-        """Insert or update a run from its `run.json`, attempts apart; returns its id."""
+        """Insert or update a run, without attempts, from its `run.json`; returns its id."""
         names = ("project", "experiment", "stage", "recipe", "status", "total_steps")
         self._connection.execute(
             f"INSERT INTO runs (path, record, {', '.join(names)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
@@ -241,7 +241,7 @@ class MonitorDatabase:
         return self._connection.execute("SELECT id FROM runs WHERE path = ?", (path,)).fetchone()[0]
 
     def save_attempts(self, run: int, attempts: Sequence[Mapping[str, Any]]) -> None:
-        """Replace a run's attempts by those of its `run.json`."""
+        """Replace a run's attempts with those of its `run.json`."""
         names = ("attempt", "start", "end", "first_step", "last_step", "world_size", "exit_reason", "host")
         self._connection.execute("DELETE FROM attempts WHERE run = ?", (run,))
         self._connection.executemany(
@@ -250,17 +250,17 @@ class MonitorDatabase:
         )
 
     def first_steps(self, run: int) -> dict[int, int]:
-        """The step that each attempt resumed from, if it is known."""
+        """Return the step from which each attempt resumed, if known."""
         query = "SELECT attempt, first_step FROM attempts WHERE run = ? AND first_step IS NOT NULL"
         return {attempt: step for attempt, step in self._connection.execute(query, (run,))}
 
     def delete_run(self, run: int) -> None:
-        """Delete a run and everything of it."""
+        """Delete a run and all of its data."""
         self._delete_contents(run)
         self._connection.execute("DELETE FROM runs WHERE id = ?", (run,))
 
     def forget_rows(self, run: int) -> None:
-        """Another metrics.jsonl took the place of the one that was read: the run starts over."""
+        """Reset a run, because another file replaced its metrics.jsonl."""
         self._delete_contents(run)
         reset = (
             "UPDATE runs SET generation = generation + 1, record = '', metrics_offset = 0, metrics_head = '', "
@@ -275,7 +275,7 @@ class MonitorDatabase:
     # Rows and curves
 
     def positions(self, run: int) -> FilePositions | None:
-        """How far the files of a run were read; None if there is no such run."""
+        """Return the positions up to which the files of a run were read; None if there is no such run."""
         query = (
             "SELECT path, metrics_offset, metrics_head, events_offset, events_head, generation FROM runs WHERE id = ?"
         )
@@ -283,12 +283,12 @@ class MonitorDatabase:
         return None if row is None else FilePositions(**row)
 
     def advance_metrics(self, run: int, offset: int, head: str, unreadable: int) -> None:
-        """Set how far `metrics.jsonl` was read, and count its new lines that are not rows."""
+        """Update the position in `metrics.jsonl`, and count its new lines that are not rows."""
         query = "UPDATE runs SET metrics_offset = ?, metrics_head = ?, unreadable = unreadable + ? WHERE id = ?"
         self._connection.execute(query, (offset, head, unreadable, run))
 
     def advance_events(self, run: int, offset: int, head: str) -> None:
-        """Set how far `events.jsonl` was read."""
+        """Update the position in `events.jsonl`."""
         self._connection.execute("UPDATE runs SET events_offset = ?, events_head = ? WHERE id = ?", (offset, head, run))
 
     def add_rows(self, run: int, rows: Sequence[MetricsRow], lines: Sequence[bytes]) -> int:
@@ -304,18 +304,18 @@ class MonitorDatabase:
         return newest + len(rows)
 
     def rows(self, run: int) -> Iterator[MetricsRow]:
-        """Every row of a run in order."""
+        """Yield all rows of a run in order."""
         query = "SELECT attempt, step, time, metrics FROM training_logs WHERE run = ? ORDER BY id"
         return map(_row, self._connection.execute(query, (run,)))
 
     def last_time(self, run: int) -> float:
-        """When the last row of a run was logged, in seconds since 1970; 0 before the first."""
+        """Return the time of the last row of a run, in seconds since 1970; 0 before the first."""
         query = "SELECT time FROM training_logs WHERE run = ? ORDER BY id DESC LIMIT 1"
         row = self._connection.execute(query, (run,)).fetchone()
         return 0.0 if row is None else row[0]
 
     def load_curves(self, run: int) -> RunCurves:
-        """The curves of a run with all its rows."""
+        """Return the curves of a run with all its rows."""
         [state] = self._connection.execute("SELECT curves FROM runs WHERE id = ?", (run,)).fetchone() or ("",)
         query = "SELECT metric, size, segments, pending FROM curves WHERE run = ?"
         curves = RunCurves.load(state, self._connection.execute(query, (run,))) if state else RunCurves()
@@ -323,7 +323,7 @@ class MonitorDatabase:
         return curves
 
     def has_unsaved_rows(self, run: int) -> bool:
-        """Whether a run has rows behind those of its saved curves."""
+        """Whether a run has rows that are not in its saved curves."""
         query = (
             "SELECT EXISTS (SELECT 1 FROM training_logs WHERE run = runs.id "
             "AND id > iif(curves = '', 0, json_extract(curves, '$.last_id'))) FROM runs WHERE id = ?"
@@ -332,7 +332,7 @@ class MonitorDatabase:
         return row is not None and bool(row[0])
 
     def catch_up(self, run: int, curves: RunCurves) -> None:
-        """Add the rows to a run's curves that they lack; another process may have read them from the files."""
+        """Add missing rows to a run's curves; another process may have read them from the files."""
         query = (
             "SELECT id, attempt, step, time, metrics FROM training_logs WHERE run = ? AND id > ? ORDER BY id LIMIT ?"
         )
@@ -358,22 +358,22 @@ class MonitorDatabase:
         )
 
     def attempt_events(self, run: int) -> set[tuple[int, str]]:
-        """Attempt and kind of the lines on how attempts began and ended."""
+        """Return attempt and kind of the log lines about starts and ends of attempts."""
         query = "SELECT attempt, kind FROM events WHERE run = ? AND kind IN ('start', 'end', 'failure')"
         return {(attempt, kind) for attempt, kind in self._connection.execute(query, (run,))}
 
     def delete_findings(self, run: int) -> None:
-        """Delete what the health rules said of a run."""
+        """Delete the findings of the health rules for a run."""
         self._connection.execute("DELETE FROM events WHERE run = ? AND rule IS NOT NULL", (run,))
 
     def last_events(self, run: int, after: int, limit: int) -> list[tuple[int, LogEvent]]:
-        """The last lines of a run's log with ids above `after`, the oldest first."""
+        """Return the last lines of a run's log with ids above `after`, oldest first."""
         query = "SELECT * FROM events WHERE run = ? AND id > ? ORDER BY id DESC LIMIT ?"
         found = [_event(row) for row in self._connection.execute(query, (run, after, limit))]
         return sorted(found, key=lambda item: (item[1].time, item[0]))
 
     def search_events(self, run: int, text: str, limit: int) -> list[tuple[int, LogEvent]]:
-        """Lines of a run's log that contain a text, the newest first."""
+        """Return the lines of a run's log that contain a text, newest first."""
         pattern = "%" + text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
         query = "SELECT * FROM events WHERE run = ? AND text LIKE ? ESCAPE '\\' ORDER BY time DESC LIMIT ?"
         return [_event(row) for row in self._connection.execute(query, (run, pattern, limit))]
@@ -381,12 +381,12 @@ class MonitorDatabase:
     # Evaluations
 
     def evaluation_stamps(self, run: int) -> dict[int, str]:
-        """The stamp of the metrics.json of every evaluated checkpoint, by step."""
+        """Return the stamp of the metrics.json of every evaluated checkpoint, by step."""
         query = "SELECT DISTINCT step, stamp FROM evaluations WHERE run = ?"
         return {step: stamp for step, stamp in self._connection.execute(query, (run,))}
 
     def replace_evaluation(self, run: int, step: int, stamp: str, figures: Mapping[str, Any]) -> None:
-        """Replace the figures of an evaluated checkpoint, by data set; without any, it is removed."""
+        """Replace the metrics of an evaluated checkpoint, by dataset; without metrics, remove it."""
         self._connection.execute("DELETE FROM evaluations WHERE run = ? AND step = ?", (run, step))
         self._connection.executemany(
             "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?)",
@@ -394,7 +394,7 @@ class MonitorDatabase:
         )
 
     def evaluations(self, run: int) -> dict[str, dict[int, dict[str, Any]]]:
-        """Figures of the evaluated checkpoints by data set and step."""
+        """Return the metrics of the evaluated checkpoints by dataset and step."""
         query = "SELECT dataset, step, figures FROM evaluations WHERE run = ? ORDER BY dataset, step"
         found: dict[str, dict[int, dict[str, Any]]] = {}
         for dataset, step, figures in self._connection.execute(query, (run,)):
@@ -415,6 +415,6 @@ def _event(row: sqlite3.Row) -> tuple[int, LogEvent]:
 
 
 def database_for(root: Path) -> Path:
-    """The default path of a root's database: in the user's cache, not below the root."""
+    """Return the default path of a root's database, in the user's cache."""
     name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:12]
     return user_cache_dir() / f"monitor-{name}.sqlite"

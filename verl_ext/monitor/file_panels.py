@@ -1,4 +1,4 @@
-"""The tabs that show files of a run: checkpoints, samples, health, and the log."""
+"""Tabs that show files of a run: checkpoints, samples, health, and log."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from verl_ext.monitor.panels import LEVEL_COLORS, Panel, clip, tag
 from verl_ext.monitor.text import format_time
 
 ROW_KEY = "__row"
-"""The number of a sample in the list; a column of a sample may be called id."""
+"""Key for the number of a sample in the list; not `id`, because samples may have such a column."""
 SAMPLES_BYTES = 16 << 20
-"""Read from the end of a file of samples."""
+"""Number of bytes to read from the end of a sample file."""
 MAX_SAMPLES = 1000
-"""In the list; a search looks at all that were read."""
+"""Maximum number of samples in the list; a search covers all samples that were read."""
 FIRST_COLUMNS = ("step", "error_type", "reward_total", "pass_ratio", "advantage")
 SHORT_CHARACTERS = 24
-"""A column whose values are all this short gets a column of its own."""
+"""Maximum length of values in a short column."""
 MAX_SHORT_COLUMNS, MAX_LONG_COLUMNS = 5, 2
 LAST_LINES = 200
-"""Of the log."""
+"""Number of log lines to show."""
 FOUND_LINES = 500
 LEVEL_ICONS = {"ok": "check_circle", "notice": "info", "warning": "warning", "alarm": "error"}
 EVENT_CLASSES = {
@@ -55,7 +55,7 @@ EVENT_CLASSES = {
 
 
 class CheckpointsPanel(Panel):
-    """Checkpoints on the disk, and what rotation does with each."""
+    """Checkpoints on disk, and why rotation keeps each."""
 
     period_s = 5.0
 
@@ -67,7 +67,7 @@ class CheckpointsPanel(Panel):
         self._table.props("flat bordered dense wrap-cells").props["no-data-label"] = self.say("Nothing yet")
 
     async def show(self) -> None:
-        """Look at the disk, in a thread: it may be slow."""
+        """Read the disk in a thread, because it may be slow."""
         run = self.run
         if run is None:
             return
@@ -77,7 +77,7 @@ class CheckpointsPanel(Panel):
 
 
 def checkpoint_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """A row of the table for each checkpoint and each leftover of one."""
+    """Return a row of the table for each checkpoint, including leftovers."""
     try:
         found = list_all(run_dir, *read_retention(run_dir))
     except Exception as error:  # a run's files may contain anything
@@ -95,12 +95,12 @@ def checkpoint_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 class SamplesPanel(Panel):
-    """A browser of `samples.jsonl` and of the evaluations' `qa_logs`: a list, and the selected sample in full."""
+    """Browser for `samples.jsonl` and the evaluations' `qa_logs`: a list and the full selected sample."""
 
     period_s = 3.0
 
     def build(self) -> None:
-        """Create the controls, the list and the place of the selected sample."""
+        """Create the controls, the list and the card of the selected sample."""
         self._read: tuple[Path, str] | None = None
         self._is_cut = False
         self._samples: list[dict[str, Any]] = []
@@ -127,7 +127,7 @@ class SamplesPanel(Panel):
         self._show_sample(None)
 
     async def show(self) -> None:
-        """Read the chosen file, in a thread, if it has changed."""
+        """Read the chosen file in a thread if it has changed."""
         run = self.run
         if run is None:
             return
@@ -179,7 +179,7 @@ class SamplesPanel(Panel):
             self._show_sample(self._samples[number])
 
     def _show_sample(self, row: dict[str, Any] | None) -> None:
-        """All fields of a sample, as text."""
+        """Show all fields of a sample as text."""
         self._detail.clear()
         with self._detail:
             if row is None:
@@ -215,7 +215,7 @@ class SamplesPanel(Panel):
 
 
 def sample_sources(run_dir: Path) -> dict[str, str]:
-    """The files with samples of a run, relative to its directory, and their labels; the newest evaluation first."""
+    """Return labels of the sample files of a run, by relative path, with the newest evaluation first."""
     found = {SAMPLES_FILE: "training"} if (run_dir / SAMPLES_FILE).is_file() else {}
     logs = {path: path.parent.parent.name for path in (run_dir / "eval").glob("eval_step_*/qa_logs/*_qa.jsonl")}
     newest_first = sorted(sorted(logs), key=lambda path: (len(logs[path]), logs[path]), reverse=True)
@@ -226,7 +226,7 @@ def sample_sources(run_dir: Path) -> dict[str, str]:
 
 
 def read_samples(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The samples at the end of a file, the newest first, and whether there are older ones."""
+    """Return the samples at the end of a file, newest first, and whether there are older ones."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
@@ -238,7 +238,7 @@ def read_samples(path: Path) -> tuple[list[dict[str, Any]], bool]:
     for line in lines:
         try:
             row = orjson.loads(line)
-        except ValueError:  # the first line may be cut, and the last one is being written
+        except ValueError:  # the first line may be truncated, and the last one incomplete
             continue
         if isinstance(row, dict):
             rows.append(row)
@@ -246,7 +246,7 @@ def read_samples(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def sample_columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The columns of the list: those that it can be sorted by, then the first long texts."""
+    """Return the columns of the list: short ones for sorting, then the first long texts."""
     names = dict.fromkeys(name for row in rows for name in row)
     filled = [name for name in names if any(row.get(name) is not None for row in rows)]
     short = [name for name in filled if all(is_short(row.get(name)) for row in rows)]
@@ -257,19 +257,19 @@ def sample_columns(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def is_short(value: Any) -> bool:
-    """Whether a value of a sample fits beside others."""
+    """Whether a value of a sample fits into a short column."""
     return not isinstance(value, (dict, list)) and len(as_text(value)) <= SHORT_CHARACTERS
 
 
 def as_text(value: Any) -> str:
-    """A value of a sample."""
+    """Convert a value of a sample to text."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def as_cell(value: Any) -> Any:
-    """A value for the list, where numbers sort as numbers."""
+    """Convert a value for the list, where numbers sort as numbers."""
     if isinstance(value, (bool, int)) or value is None:
         return value
     return round(value, 4) if isinstance(value, float) else clip(as_text(value).replace("\n", " "), 40)
@@ -281,15 +281,15 @@ class HealthPanel(Panel):
     period_s = 5.0
 
     def build(self) -> None:
-        """Create the place of the lists."""
+        """Create the box for the lists."""
         self._looked_at: object = None
         self._next_look = 0.0
         self._box = tag(ui.column().classes("w-full gap-1"), "health")
         with self._box:
-            ui.spinner()  # until the first look
+            ui.spinner()  # until the first check
 
     async def show(self) -> None:
-        """Look at the run's files if they have changed, for at most a tenth of the time: a long run has many rows."""
+        """Check the run if its files have changed, for at most a tenth of the time: a long run has many rows."""
         run = self.run
         if run is None:
             return
@@ -321,13 +321,13 @@ class HealthPanel(Panel):
 
 
 def _files_state(directory: Path) -> object:
-    """Changes when there may be news; also every half minute, because the run may have fallen silent."""
+    """Return a value that changes with the files, and every half minute, because the run may have stopped logging."""
     paths = [directory / name for name in (METRICS_FILE, RUN_FILE, EVENTS_FILE)]
     return [stamp_of(path) for path in paths if path.exists()], int(time.time() / 30)
 
 
 def _look(directory: Path) -> tuple[dict[str, list[ChecklistItem]], list[Finding]] | str:
-    """The checklists and findings of a run; a sentence if it has none."""
+    """Return the checklists and findings of a run, or an error message."""
     try:
         run = RunDirectory.read(directory)
         return checklists(run), list(run.findings().values())
@@ -344,10 +344,10 @@ def _line(level: Level | None, name: str, message: str) -> None:
 
 
 class LogPanel(Panel):
-    """The last lines of a run's log as they come, and a search over all of them."""
+    """The last lines of a run's log, live, and a search over all lines."""
 
     def build(self) -> None:
-        """Create the log and the table of what a search finds."""
+        """Create the log and the table of search results."""
         self._last = 0
         self._shown: tuple[int, int] | None = None
         search = ui.input(self.say("Search the log")).props("clearable debounce=300").classes("w-96")
@@ -362,7 +362,7 @@ class LogPanel(Panel):
         self._table.set_visibility(False)
 
     async def show(self) -> None:
-        """Append new lines; another run, or another file in the place of its metrics, clears the log first."""
+        """Append new lines; clear the log first for another run or a replaced metrics file."""
         run = self.run
         if run is None:
             return
@@ -377,7 +377,7 @@ class LogPanel(Panel):
         wanted = (self._search.value or "").strip()
         self._table.set_visibility(bool(wanted))
         self._log.set_visibility(not wanted)
-        run = self.run  # once, because the follower may drop it at any moment
+        run = self.run  # read once, because the follower may drop it at any time
         if wanted and run is not None:
             found = self.follower.reader.search_events(run.id, wanted, FOUND_LINES)
             self._table.rows = [

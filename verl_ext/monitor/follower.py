@@ -1,6 +1,6 @@
-"""The thread that follows the files of runs: new lines become rows, events and points of curves, whole or not at all.
+"""The thread that follows the files of runs, and adds new lines as rows, events and curve points in transactions.
 
-It never writes into a run. `RunFollower.runs` and `RunFollower.curves` are what the pages show.
+It never writes to a run. The pages show `RunFollower.runs` and `RunFollower.curves`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import FilePositions, LogEvent, MonitorDatabase, RunInfo
 
 POLL_S = 0.3
-"""Between two looks at the files of live runs."""
+"""Seconds between two reads of the files of live runs."""
 DISCOVERY_S = 3.0
-"""Between two looks for new runs."""
+"""Seconds between two searches for new runs."""
 DUMP_ROWS = 16_384
-"""Rows after which the curves of a run are saved again; a restart reads at most as many."""
+"""Number of rows after which the curves of a run are saved; a restart reads at most as many."""
 IDLE_S = 60.0
-"""After the last row of a live run, its curves are saved."""
+"""Seconds after the last row of a live run until its curves are saved."""
 MAX_CACHED_RUNS = 32
-"""Runs whose curves stay in memory, at about 0.2 MB a metric, and all runs that are logging."""
+"""Number of idle runs whose curves stay in memory, at about 0.2 MB per metric; curves of logging runs always do."""
 BLOCK_BYTES = 8 << 20
-"""Read from a file at a time."""
+"""Number of bytes to read from a file at a time."""
 HEAD_BYTES = 128
-"""Of a file's beginning, which identifies it."""
+"""Number of bytes at the start of a file that identify it."""
 MAX_STEP = 1 << 53
-"""A greater number is not a step."""
+"""Larger numbers are not steps."""
 ATTEMPT_COUNTS = ("first_step", "last_step", "world_size")
 DEFAULT_LOG_EVERY = 10
 
@@ -55,20 +55,20 @@ class RunFollower(threading.Thread):
     """Follows every run below a root until it is stopped.
 
     Args:
-        database: path of the database; this thread alone writes it.
-        root: directory below which runs are.
+        database: path of the database; only this thread writes to it.
+        root: directory that contains the runs.
     """
 
     def __init__(self, database: Path, root: Path) -> None:
         super().__init__(name="follower", daemon=True)
         self.database_path, self.root = database, root
         self.reader = MonitorDatabase(database)  # for the pages, which all run in one thread
-        self.version = 0  # changes with every list of runs
+        self.version = 0  # changes when the list of runs changes
         self.runs: dict[str, RunInfo] = {}  # by path; replaced, never changed
         self._database = MonitorDatabase(database)
         self._curves: OrderedDict[tuple[int, int], RunCurves] = OrderedDict()  # by run and generation
         self._curves_lock = threading.Lock()
-        self._has_loaded = False  # since the last eviction; pages load curves too, but only this thread writes
+        self._has_loaded = False  # since the last eviction; pages load curves, too, but only this thread writes
         self._read_to_end: set[tuple[int, int]] = set()  # runs and generations, by this process
         self._warned: set[str] = set()
         self._stored_runs: dict[str, RunInfo] = {}
@@ -77,17 +77,19 @@ class RunFollower(threading.Thread):
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        """Look at the files again and again."""
+        """Read the files repeatedly until `stop`."""
         discovered = -DISCOVERY_S
         behind: set[int] = set()  # runs with more new lines than are read at once
         while not self._stopping.is_set():
             try:
                 runs = {*self._database.live_runs(), *behind}
-                if time.monotonic() - discovered > DISCOVERY_S:  # runs that are not live may have changed too
+                if time.monotonic() - discovered > DISCOVERY_S:  # other runs may have changed, too
                     runs, discovered = {*self.find_runs()}, time.monotonic()
                     self._refresh_runs()  # pages show them while their rows are read
-            except Exception as error:  # a full disk, a locked database: it may pass, and pages need this thread
-                self._warn_once(f"runs cannot be looked for: {one_line(error)}")
+            except (
+                Exception
+            ) as error:  # such as a full disk or a locked database; it may be temporary, and pages need this thread
+                self._warn_once(f"cannot search for runs: {one_line(error)}")
                 runs = set()
             behind = {run for run in runs if self._read_or_warn(run)}
             self._refresh_runs()
@@ -95,7 +97,7 @@ class RunFollower(threading.Thread):
                 self._stopping.wait(POLL_S)
 
     def stop(self) -> None:
-        """End after the current transaction, and save the curves, so that a restart shows them at once."""
+        """Stop after the current transaction and save the curves, so that a restart shows them at once."""
         self._stopping.set()
         if self.is_alive():
             self.join()
@@ -109,7 +111,7 @@ class RunFollower(threading.Thread):
         self.reader.close()
 
     def read_one(self, directory: Path) -> RunInfo:
-        """Read one run from beginning to end; instead of the thread.
+        """Read one run to its end, without starting the thread.
 
         Raises:
             UserError: its `run.json` is not the record of a run.
@@ -126,11 +128,11 @@ class RunFollower(threading.Thread):
     # For the pages
 
     def curves(self, run: RunInfo) -> RunCurves:
-        """The curves of a run; hold their lock while you read them. Later calls may return another object."""
+        """Return the curves of a run; hold their lock while reading. Later calls may return another object."""
         return self._curves_of(run.id, run.generation, self.reader)
 
     def summary(self, run: RunInfo) -> tuple[int, Mapping[str, float]]:
-        """The last step of a run and the last value of each metric, without loading its curves."""
+        """Return the last step of a run and the last value of each metric, without loading its curves."""
         state = self._state_of(run)
         with state.lock:
             return state.step, dict(state.latest)
@@ -140,7 +142,7 @@ class RunFollower(threading.Thread):
         return self.root / run.path
 
     def _state_of(self, run: RunInfo) -> RunCurves:
-        """The curves of a run if they are in memory, otherwise as they were last saved, without envelopes."""
+        """Return the curves of a run from memory, or else the last saved ones, without envelopes."""
         with self._curves_lock:
             return self._curves.get((run.id, run.generation)) or run.saved_state
 
@@ -154,7 +156,7 @@ class RunFollower(threading.Thread):
             return self._curves[key]
 
     def _evict_curves(self) -> None:
-        """Save and drop the least recently used curves; those of runs that are logging stay, as each row needs them."""
+        """Save and drop the least recently used curves, except those of logging runs, which need them for each row."""
         self._has_loaded = False
         with self._curves_lock:
             cached = [*self._curves.items()]
@@ -166,7 +168,7 @@ class RunFollower(threading.Thread):
                 self._curves.pop((run, generation), None)
 
     def _save_curves(self, run: int, generation: int, curves: RunCurves) -> None:
-        """Save curves that have unsaved rows, unless the run was deleted or started over."""
+        """Save curves that have unsaved rows, unless the run was deleted or reset."""
         positions = self._database.positions(run)
         if curves.num_unsaved and positions is not None and positions.generation == generation:
             with curves.lock:
@@ -177,15 +179,17 @@ class RunFollower(threading.Thread):
     # Runs
 
     def find_runs(self) -> list[int]:
-        """Look for runs below the root and read their `run.json` and evaluations; returns their ids.
+        """Find the runs below the root and read their `run.json` and evaluations; returns their ids.
 
-        A run whose directory is gone is deleted from the database, unless a directory above it cannot be listed: a
-        network disk that fails for one look must not empty the database.
+        A run without a directory is deleted from the database, unless one of its parents cannot be listed: a temporary
+        failure of a network disk must not empty the database.
         """
         ids = []
         directories, errors = run_directories(self.root)
         for error in errors:
-            if error.filename == str(self.root) or not isinstance(error, FileNotFoundError):  # else just deleted
+            if error.filename == str(self.root) or not isinstance(
+                error, FileNotFoundError
+            ):  # otherwise it was just deleted
                 self._warn_once(
                     f"{error.filename} cannot be listed ({error.strerror}); its runs are shown as last read"
                 )
@@ -195,7 +199,7 @@ class RunFollower(threading.Thread):
                     if (run := self._read_record(directory)) is not None:
                         self._read_evaluations(run, directory)
                         ids.append(run)
-            except Exception as error:  # a run's files may contain anything, and the other runs go on
+            except Exception as error:  # a run's files may contain anything, and must not affect other runs
                 self._warn_once(f"{directory} cannot be followed: {one_line(error)}")
         self._delete_missing({*directories}, [Path(error.filename) for error in errors])
         return ids
@@ -209,7 +213,7 @@ class RunFollower(threading.Thread):
                 self._runs_changed = True
 
     def _refresh_runs(self) -> None:
-        """Publish the list of runs again if it has changed."""
+        """Publish the list of runs if it has changed."""
         try:
             version = self._database.version()
             if self._runs_changed or version != self._database_version:
@@ -219,22 +223,22 @@ class RunFollower(threading.Thread):
             if runs != self.runs:
                 self.runs = runs
                 self.version += 1
-        except Exception as error:  # a locked database; the next look tries again
+        except Exception as error:  # such as a locked database; the next call tries again
             self._warn_once(f"runs cannot be listed: {one_line(error)}")
 
     def _with_death(self, run: RunInfo) -> RunInfo:
-        """The run, with status `killed` and the reason if its record says that it is running, and it is not."""
+        """Return the run, with status `killed` and the reason if it does not run although its record says so."""
         if run.status != "running":
             return run
         state = self._state_of(run)
-        allowed = math.inf  # until the last row and the duration of steps are known
+        allowed = math.inf  # unlimited until the last row and the duration of steps are known
         if (run.id, run.generation) in self._read_to_end:
             with state.lock:
                 allowed = max_silence_s(state.step_seconds() or 0.0, state.longest_pause_s)
         try:
             record = orjson.loads(run.record)
             death = why_killed(record, silence_s(record, self._database.last_time(run.id)), allowed)
-        except Exception:  # a run's files may contain anything, and the list shows the other runs
+        except Exception:  # a run's files may contain anything, and must not hide other runs
             return run
         return run if death is None else replace(run, status=KILLED, exit_reason=death)
 
@@ -261,7 +265,7 @@ class RunFollower(threading.Thread):
         return run
 
     def _read_evaluations(self, run: int, directory: Path) -> None:
-        """Read each `eval/eval_step_N/metrics.json` that is new or has changed, and drop those that are gone."""
+        """Read each new or changed `eval/eval_step_N/metrics.json`, and drop deleted ones."""
         known, there = self._database.evaluation_stamps(run), set()
         for path in (directory / "eval").glob("eval_step_*/metrics.json"):
             match = re.fullmatch(r"eval_step_(\d{1,15})", path.parent.name)
@@ -276,7 +280,7 @@ class RunFollower(threading.Thread):
                     self._database.replace_evaluation(run, step, stamp, figures)
                     self._runs_changed = True
             except (OSError, ValueError, TypeError, KeyError, AttributeError):
-                continue  # it is being written, or is something else
+                continue  # incomplete, or another kind of file
             there.add(step)
         for step in known.keys() - there:
             self._database.replace_evaluation(run, step, "", {})
@@ -287,15 +291,15 @@ class RunFollower(threading.Thread):
     def _read_or_warn(self, run: int) -> bool:
         try:
             return self.read_new_rows(run)
-        except Exception as error:  # a run's files may contain anything, and the other runs go on
+        except Exception as error:  # a run's files may contain anything, and must not affect other runs
             self._warn_once(f"run {run} cannot be followed: {one_line(error)}")
             return False
 
     def read_new_rows(self, run: int) -> bool:
-        """Read on in the files of a run: record, rows, events, curves and offsets change together, or nothing does.
+        """Read the new parts of a run's files; record, rows, events, curves and offsets change in one transaction.
 
         Returns:
-            Whether there may be more to read at once.
+            Whether there may be more to read.
         """
         positions = None
         try:
@@ -323,7 +327,7 @@ class RunFollower(threading.Thread):
         new = read_new_lines(directory / METRICS_FILE, positions.metrics_offset, positions.metrics_head)
         if new is None:
             if (run, generation) not in self._read_to_end:
-                if self._database.has_unsaved_rows(run):  # a monitor before this one was killed
+                if self._database.has_unsaved_rows(run):  # an earlier monitor was killed
                     self._curves_of(run, generation, self._database)
                 self._read_to_end.add((run, generation))
             self._tend_curves(run, generation, is_at_end=True)
@@ -345,7 +349,7 @@ class RunFollower(threading.Thread):
         return bool(new.lines)
 
     def _tend_curves(self, run: int, generation: int, is_at_end: bool) -> None:
-        """Add rows to curves in memory that another monitor read, and save curves now and then."""
+        """Add rows that another monitor read to curves in memory, and save curves occasionally."""
         with self._curves_lock:
             curves = self._curves.get((run, generation))
         if curves is None:
@@ -357,7 +361,7 @@ class RunFollower(threading.Thread):
             self._save_curves(run, generation, curves)
 
     def _is_idle(self, run: int) -> bool:
-        """Whether no more rows of a run are to be expected soon."""
+        """Whether a run is unlikely to log soon."""
         is_live = run in self._database.live_runs()
         return not is_live or time.time() - self._database.last_time(run) > IDLE_S
 
@@ -368,7 +372,7 @@ class RunFollower(threading.Thread):
         return (event for row in rows for event in events_of_row(row, log_every))
 
     def _read_events(self, run: int, path: Path, positions: FilePositions) -> None:
-        """Read on in `events.jsonl`, which has the findings of the health rules."""
+        """Read the new part of `events.jsonl`, which has the findings of the health rules."""
         new = read_new_lines(path, positions.events_offset, positions.events_head)
         if new is None:
             return
@@ -385,7 +389,7 @@ class RunFollower(threading.Thread):
 
 
 def run_directories(root: Path) -> tuple[list[Path], list[OSError]]:
-    """Directories below a root that have a `run.json`, and the errors of those that cannot be listed.
+    """Return the directories below a root that have a `run.json`, and errors for those that cannot be listed.
 
     Checkpoints are not searched: they contain many files and no runs.
     """
@@ -399,7 +403,7 @@ def run_directories(root: Path) -> tuple[list[Path], list[OSError]]:
 
 
 def stamp_of(path: Path) -> str:
-    """Changes when a file changes.
+    """Return a string that changes when a file changes.
 
     Raises:
         OSError: there is no such file.
@@ -409,7 +413,7 @@ def stamp_of(path: Path) -> str:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """A run's `config.yaml`; empty if there is none, or it cannot be read."""
+    """Return a run's `config.yaml`; empty if it is missing or cannot be read."""
     path = directory / "config.yaml"
     try:
         return _read_config(path, stamp_of(path))
@@ -430,13 +434,13 @@ def _read_config(path: Path, stamp: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class NewLines:
-    """What was appended to a file.
+    """Lines that were appended to a file.
 
     Attributes:
-        lines: complete ones, without their newlines.
-        offset: where the next line begins.
+        lines: complete lines, without newlines.
+        offset: start of the next line.
         head: digest of the file's first bytes.
-        is_other_file: whether this is not the file that was read before, so that `lines` start at its beginning.
+        is_other_file: whether another file was read before; `lines` then start at the beginning of this one.
     """
 
     lines: list[bytes]
@@ -446,15 +450,15 @@ class NewLines:
 
 
 def read_new_lines(path: Path, offset: int, head: str = "") -> NewLines | None:
-    """Read on in a file, at most `BLOCK_BYTES` or one line, whichever is longer.
+    """Read new lines of a file, at most `BLOCK_BYTES` or one line, whichever is longer.
 
     Args:
-        path: of the file.
-        offset: bytes that were read before.
-        head: digest of its beginning then; empty if nothing was read.
+        path: path of the file.
+        offset: number of bytes that were read before.
+        head: digest of the file's first bytes at that time; empty if nothing was read.
 
     Returns:
-        None if there is no file, or nothing new in it.
+        The lines; None if the file is missing or has no new lines.
     """
     try:
         file = open(path, "rb")
@@ -463,7 +467,7 @@ def read_new_lines(path: Path, offset: int, head: str = "") -> NewLines | None:
     with file:
         start = file.read(HEAD_BYTES)
         size = file.seek(0, 2)
-        # a digest of as many bytes as there were when it was made, because the beginning grows as well
+        # compare as many bytes as the digest covers, because a short file has grown since
         length, _, digest = head.partition(":")
         is_same = not head or (len(start) >= int(length) and _digest(start[: int(length)]) == digest)
         is_other_file = not is_same or size < offset
@@ -485,17 +489,17 @@ def _digest(start: bytes) -> str:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value can be the number of a step or an attempt."""
+    """Whether a value can be a step or an attempt."""
     return isinstance(value, int) and abs(value) < MAX_STEP
 
 
 def _with_counts(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """A record with None for each of these values that is not a count, because the pages calculate with them."""
+    """Return a record with None in place of values that are not counts, because the pages calculate with them."""
     return {**record, **{name: None for name in names if not is_count(record.get(name))}}
 
 
 def parse_rows(lines: Sequence[bytes]) -> tuple[list[MetricsRow], list[bytes], int]:
-    """Lines of `metrics.jsonl` as rows, the lines that are rows, and how many are not."""
+    """Parse lines of `metrics.jsonl`; returns the rows, their lines, and the number of other lines."""
     rows: list[MetricsRow] = []
     kept: list[bytes] = []
     unreadable = 0
@@ -518,11 +522,11 @@ def parse_rows(lines: Sequence[bytes]) -> tuple[list[MetricsRow], list[bytes], i
 
 _STEP_PARTS = {"reward": "train/reward_total_mean", "accuracy": "train/accuracy_mean", "grad norm": "train/grad_norm"}
 _ENDED_WELL = ("all steps", "stopped")
-"""How the exit reason of an attempt begins that did not fail."""
+"""Prefixes of exit reasons of attempts that did not fail."""
 
 
 def events_of_row(row: MetricsRow, log_every: int = DEFAULT_LOG_EVERY) -> Iterator[LogEvent]:
-    """The lines of the log on one row of metrics."""
+    """Yield the log lines about a row of metrics."""
     step, attempt, time, metrics = row
     if "val/loss" in metrics:
         yield LogEvent(time, attempt, step, "evaluation", f"val/loss {_format(metrics['val/loss'])}")
@@ -545,7 +549,7 @@ def _format(value: Any) -> str:
 
 
 def events_of_attempt(attempt: Mapping[str, Any]) -> Iterator[LogEvent]:
-    """The lines of the log on the start and the end of an attempt in `run.json`."""
+    """Yield the log lines about the start and end of an attempt in `run.json`."""
     number, reason = attempt["attempt"], attempt.get("exit_reason") or ""
     if (start := seconds_of(attempt.get("start"))) is not None:
         where = f" on {attempt.get('host')}, {attempt.get('world_size')} ranks" if attempt.get("host") else ""
@@ -557,7 +561,7 @@ def events_of_attempt(attempt: Mapping[str, Any]) -> Iterator[LogEvent]:
 
 
 def parse_findings(lines: Iterable[bytes]) -> Iterator[LogEvent]:
-    """The lines of the log on lines of `events.jsonl`; a torn one is skipped."""
+    """Yield the log lines about lines of `events.jsonl`; torn lines are skipped."""
     for line in lines:
         try:
             found = orjson.loads(line)

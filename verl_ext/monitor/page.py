@@ -1,4 +1,4 @@
-"""The page: a head with the runs; below it the table of all runs, a comparison, or one run with its tabs."""
+"""The page: a header with the runs, and below it the table of all runs, a comparison, or one run with its tabs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl_ext.monitor.state import TABS, PageState
 from verl_ext.monitor.text import LANGUAGES, format_number, format_seconds, format_time
 
 UPDATE_S = 0.3
-"""Least time between two updates of a page."""
+"""Minimum seconds between two updates of a page."""
 DOTS = {"running": "🟢", "finished": "🔵", "waiting": "🟡", "failed": "🔴", "stopped": "⚪", "killed": "⚫"}
 STATUS_COLORS = {
     "running": "green",
@@ -46,19 +46,19 @@ SPEEDS = {
 FIGURES = {
     "Current step": "Steps done",
     "Total steps": "Steps of the whole run",
-    "Progress": "Share of the steps that are done",
+    "Progress": "Fraction of the steps that are done",
     "Time left": "Estimated from the speed of the last 50 steps",
     "Loss now": "Loss of the last batch; it should fall step by step",
-    "Learning rate": "In use at the last step; it should follow its schedule",
-    "Speed": "Of the last step; it should stay level",
+    "Learning rate": "Learning rate of the last step; it should follow its schedule",
+    "Speed": "Speed of the last step; it should be stable",
 }
-"""Label and hint of each figure in the status."""
+"""Label and hint of each value in the status bar."""
 VALUES = {
     "Loss": "train/loss",
     "Val loss": "val/loss",
     "Reward": "train/reward_total_mean",
 }
-"""Columns of the table of runs with the latest value of a metric."""
+"""Columns of the run table that show the latest value of a metric."""
 NUMBER = "value => value == null ? '' : Number(value.toPrecision(4)).toString()"
 LABEL = "(value, row) => row.{}Label"
 COLUMNS = (
@@ -74,7 +74,7 @@ COLUMNS = (
     ("duration", "Duration", "right", LABEL),
     ("host", "Host", "left", None),
 )
-"""Name, label and alignment of each column, and how a browser formats its values, which it sorts unformatted."""
+"""Name, label, alignment and browser-side format of each column; columns are sorted by unformatted values."""
 BADGE = """<q-td :props="props">
   <q-badge v-if="props.value" :color="props.row.NAMEColor">{{ props.row.NAMELabel }}</q-badge></q-td>"""
 LINK = """<q-td :props="props"><a class="text-primary" :href="props.row.href"
@@ -88,7 +88,7 @@ class MonitorPage:
     def __init__(self, follower: RunFollower, state: PageState) -> None:
         self.follower, self.state = follower, state
         self._runs_version = -1
-        self._shown: object = None  # what the panel showed at its last look
+        self._shown: object = None  # what the panel showed at its last update
         self._dark = ui.dark_mode(state.dark)
         ui.add_head_html(ON_BACK)
         ui.on("address", self._go_back)
@@ -101,7 +101,7 @@ class MonitorPage:
 
     @property
     def run(self) -> RunInfo | None:
-        """The shown run; None if there is none, or it is gone."""
+        """The shown run; None if there is none, or it no longer exists."""
         return self.follower.runs.get(self.state.run)
 
     # Navigation
@@ -110,7 +110,7 @@ class MonitorPage:
         """Change the state and the address.
 
         Args:
-            push: whether Back returns to the state before, for which the page is built again; otherwise the address is
+            push: whether to build the page again and let Back return to the previous state; otherwise the address is
                 replaced, for settings within a panel.
             changes: new values of `PageState`'s attributes.
         """
@@ -127,11 +127,11 @@ class MonitorPage:
             self.go(run=path, runs=(), source="", step=None, search="")
 
     def _choose_run(self, event: ValueChangeEventArguments) -> None:
-        if event.value and event.value != self.state.run:  # else the page itself has set it
+        if event.value and event.value != self.state.run:  # otherwise the page itself has set it
             self.open_run(event.value)
 
     def _go_back(self, event: GenericEventArguments) -> None:
-        """The browser went back or forward to another address of this page."""
+        """Handle Back and Forward of the browser."""
         self.state = PageState.from_query(str(event.args), self.state.preferences)
         self._build()
 
@@ -148,12 +148,12 @@ class MonitorPage:
     def _set_dark(self, dark: bool) -> None:
         self.state.preferences["dark"] = dark
         self._dark.set_value(dark)
-        self._shown = None  # the panel draws its charts again; everything else is styled by the browser
+        self._shown = None  # the panel redraws its charts; the browser styles everything else
 
     # Building
 
     def _build(self) -> None:
-        """Draw everything, in the language and the colors that are set."""
+        """Draw everything in the selected language and colors."""
         self._status: RunStatusBar | None = None
         self._had_run = self.run is not None
         self._build_head()
@@ -206,13 +206,13 @@ class MonitorPage:
         self._panel_box.clear()
         with self._panel_box:
             self._panel: Panel = kind(self.follower, self.state, self.go)
-            ui.timer(UPDATE_S, self.update_panel)  # ends with the panel, even while it looks at slow files
+            ui.timer(UPDATE_S, self.update_panel)  # ends with the panel, even while it reads slow files
 
     # Updates
 
     def update_status(self) -> None:
-        """Show what is new of the runs and of the shown run's progress."""
-        if (self.run is not None) != self._had_run:  # the run of this address appeared, or is gone
+        """Update the list of runs and the progress of the shown run."""
+        if (self.run is not None) != self._had_run:  # the run of this address has appeared or disappeared
             self._build()
         if self._runs_version != self.follower.version:
             self._offer_runs()
@@ -220,7 +220,7 @@ class MonitorPage:
             self._status.show(self.run, self.follower.curves(self.run))
 
     async def update_panel(self) -> None:
-        """Show what is new in the open panel; one that reads files looks only once in a while."""
+        """Update the open panel; panels that read files are updated less often."""
         panel, run = self._panel, self.run
         news = (self.follower.version, run and self.follower.curves(run).version)
         is_due = time.monotonic() - self._last_look > panel.period_s if panel.period_s else news != self._shown
@@ -230,7 +230,7 @@ class MonitorPage:
 
 
 class RunStatusBar:
-    """Status, progress, and the latest figures of a run."""
+    """Status, progress, and the latest values of a run."""
 
     def __init__(self, state: PageState) -> None:
         self._say = state.translate
@@ -250,7 +250,7 @@ class RunStatusBar:
                     ui.tooltip(self._say(hint))
 
     def show(self, run: RunInfo, curves: RunCurves) -> None:
-        """Show how a run stands now."""
+        """Show the current status of a run."""
         with curves.lock:
             step, latest = curves.step, dict(curves.latest)
             left = curves.seconds_left(run.total_steps) if run.status == "running" else None
@@ -278,7 +278,7 @@ class RunStatusBar:
             self._figures[name].set_text(text)
 
     def _reason_of(self, run: RunInfo) -> str:
-        """How the last attempt ended, and how much of metrics.jsonl cannot be read."""
+        """Say how the last attempt ended, and how many lines of metrics.jsonl cannot be read."""
         parts = [run.exit_reason] if run.exit_reason else []
         parts += [f"{run.unreadable} {self._say('unreadable lines of metrics.jsonl')}"] if run.unreadable else []
         return " · ".join(parts)
@@ -320,7 +320,7 @@ class RunTable(Panel):
         self.redraw()
 
     def redraw(self) -> None:
-        """Fill the table, whose rows change for live runs."""
+        """Update the rows of the table."""
         rows = [self._row(each) for each in self.follower.runs.values()]
         self._empty.set_visibility(not rows)
         self._table.set_visibility(bool(rows))
@@ -364,17 +364,17 @@ class RunTable(Panel):
 
 
 def worst_level(run: RunInfo) -> str:
-    """The worst present level of a run's health rules; empty if they have reported nothing."""
+    """Return the worst current level of a run's health rules; empty if they have reported nothing."""
     return next((level for level in reversed(LEVEL_COLORS) if level in run.levels.values()), "")
 
 
 def run_seconds(run: RunInfo) -> float | None:
-    """From the first start to the last end, or until now for a live run; None if it is not known."""
+    """Return the time from the first start to the last end, or until now for a live run; None if unknown."""
     start = seconds_of(run.first_start)
     end = time.time() if run.status == "running" else seconds_of(run.end)
     return None if start is None or end is None else max(0.0, round(end - start))
 
 
 def _finite(value: float | None) -> float | None:
-    """A number that JSON has."""
+    """Return a finite number, or None, because JSON has no other numbers."""
     return value if value is not None and abs(value) < float("inf") else None

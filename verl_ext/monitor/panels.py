@@ -1,4 +1,4 @@
-"""The tabs that draw curves: training, evaluation, and the comparison of runs."""
+"""Tabs that draw curves: training, evaluation, and comparison of runs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ GRID = "w-full grid grid-cols-1 lg:grid-cols-2 gap-4"
 RATES = ("accepted_at_1", "exec_success_rate")
 DEFAULT_METRICS = ("train/loss",)
 LEVEL_COLORS = {"ok": "green", "notice": "grey", "warning": "orange", "alarm": "red"}
-"""By the level of a health rule's finding, the worst last."""
+"""Colors by level of a health rule's finding, worst last."""
 MAX_SHOWN_CHARACTERS = 80
-"""Of a value in a table."""
+"""Maximum length of a value in a table."""
 Go = Callable[..., None]
 """Changes attributes of the page's state and the address; see `MonitorPage.go`."""
 Tagged = TypeVar("Tagged", bound=ui.element)
@@ -53,10 +53,10 @@ def tag(element: Tagged, name: str, **attributes: Any) -> Tagged:
 
 
 class Panel:
-    """One tab; it builds itself where it is created."""
+    """One tab; its elements are built where it is created."""
 
     period_s = 0.0
-    """Between two looks at files of its own; 0 for a panel that is drawn whenever there are new rows."""
+    """Seconds between two reads of the panel's own files; 0 redraws the panel whenever there are new rows."""
 
     def __init__(self, follower: RunFollower, state: PageState, go: Go) -> None:
         self.follower, self.state, self.go = follower, state, go
@@ -66,27 +66,27 @@ class Panel:
         """Create the elements."""
 
     async def show(self) -> None:
-        """Show what is new."""
+        """Update the panel."""
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw what has changed, such as a setting."""
+        """Draw changes, for example of a setting."""
 
     @property
     def run(self) -> RunInfo | None:
-        """The shown run; None if there is none, or it is gone."""
+        """The shown run; None if there is none, or it no longer exists."""
         return self.follower.runs.get(self.state.run)
 
     def say(self, text: str) -> str:
-        """A word in the page's language."""
+        """Translate a text to the page's language."""
         return self.state.translate(text)
 
     def style(self) -> ChartStyle:
-        """How the page wants its charts."""
+        """Return the chart style of the page."""
         return ChartStyle(self.state.smoothing, self.state.language, self.state.dark, self.state.log_scale)
 
     def build_style_controls(self) -> None:
-        """A slider for the smoothing and a switch for the scale, each of which calls `redraw`."""
+        """Create a slider for the smoothing and a switch for the scale; both call `redraw`."""
         ui.label(self.say("Smoothing")).classes("text-sm")
         slider = ui.slider(min=0, max=MAX_SMOOTHING, step=0.01, value=self.state.smoothing).classes("w-48")
         tag(slider.props("label"), "smoothing").on_value_change(
@@ -96,16 +96,16 @@ class Panel:
         scale.on_value_change(lambda event: self.change(log_scale=event.value))
 
     def change(self, **changes: Any) -> None:
-        """Change settings within the panel, and draw what depends on them."""
+        """Change settings within the panel and redraw."""
         self.go(push=False, **changes)
         self.redraw()
 
 
 class ChartCard:
-    """A chart below its title, with a hint behind an icon; `name` identifies it in tests.
+    """A chart with its title and a hint behind an icon; `name` identifies it in tests.
 
     Attributes:
-        shown: what its owner has drawn it from.
+        shown: the data that the owner has drawn.
     """
 
     def __init__(self, title: str, hint: str, name: str, options: dict[str, Any], *, height: str = "h-72") -> None:
@@ -122,17 +122,17 @@ class ChartCard:
             self._chart = tag(ui.echart(options).classes(f"w-full {height}"), f"chart {name}")
 
     def draw(self, options: dict[str, Any]) -> None:
-        """Show other options."""
+        """Redraw the chart with new options."""
         self._chart.options.clear()
         self._chart.options.update(options)
         self._chart.update()
 
 
 class TrainingPanel(Panel):
-    """The charts of one run, and the slider that smooths them."""
+    """The charts of one run, and the style controls."""
 
     def build(self) -> None:
-        """Create the controls and the places of the charts."""
+        """Create the controls and the grids of the charts."""
         self._cards: dict[Chart, ChartCard] = {}
         with ui.row().classes("w-full items-center gap-4"):
             self.build_style_controls()
@@ -146,7 +146,7 @@ class TrainingPanel(Panel):
             self._places[OTHER] = ui.element("div").classes(GRID)
 
     def redraw(self) -> None:
-        """Draw the charts that are visible and have changed."""
+        """Draw the visible charts that have changed."""
         run = self.run
         if run is None:
             return
@@ -162,7 +162,7 @@ class TrainingPanel(Panel):
                     self._draw(run, curves, chart, before)
 
     def _draw(self, run: RunInfo, curves: RunCurves, chart: Chart, before: int) -> None:
-        """Draw a chart behind so many others, unless it shows the same already."""
+        """Draw a chart after `before` others, unless it is up to date."""
         counts = [curves.envelopes[name].num_points for name in chart.metrics]
         style, total_steps = self.style(), run.total_steps if chart.with_schedule else None
         shown = (run.id, id(curves), counts, [*curves.starts], total_steps, style)
@@ -187,17 +187,17 @@ class TrainingPanel(Panel):
 
 
 class EvaluationPanel(Panel):
-    """Evaluated checkpoints: rates with their intervals, error types, the best one."""
+    """Evaluated checkpoints: rates with intervals, error types, and the best checkpoint."""
 
     period_s = 3.0
 
     def build(self) -> None:
-        """Create the place of the charts."""
+        """Create the box for the charts."""
         self._shown: object = None
         self._box = ui.column().classes("w-full")
 
     def redraw(self) -> None:
-        """Draw again if something has changed."""
+        """Redraw if something has changed."""
         run = self.run
         if run is None:
             return
@@ -227,7 +227,7 @@ class EvaluationPanel(Panel):
 
 
 def _rate(figures: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    """A rate and the bounds of its interval, which are the rate itself if there are none."""
+    """Return a rate and the bounds of its interval; without an interval, the bounds are the rate."""
     value, intervals = _number(figures.get(name)), figures.get("intervals")
     bounds = intervals.get(name) if isinstance(intervals, dict) else None
     low, high = bounds if isinstance(bounds, list) and len(bounds) == 2 else (value, value)
@@ -239,12 +239,12 @@ def _number(value: Any) -> float:
 
 
 class ComparePanel(Panel):
-    """Metrics of several runs, their latest values, and the keys in which their configurations differ."""
+    """Metrics of several runs, their latest values, and the configuration keys that differ."""
 
     period_s = 1.0
 
     def build(self) -> None:
-        """Create the selectors and the places of charts and tables."""
+        """Create the selectors and the boxes for charts and tables."""
         self._cards: dict[str, ChartCard] = {}
         self._tables: object = None
         with ui.row().classes("w-full items-center gap-4"):
@@ -259,7 +259,7 @@ class ComparePanel(Panel):
         self._differences = ui.column().classes("w-full")
 
     def redraw(self) -> None:
-        """Draw what the address asks for; by default the run whose page this is."""
+        """Draw the runs and metrics of the address; by default the run of this page."""
         runs, compared = self.follower.runs, self._compared()
         self._offer(self._runs, [*runs], compared)
         curves = {path: self.follower.curves(runs[path]) for path in compared}
@@ -270,7 +270,7 @@ class ComparePanel(Panel):
         self._show_tables([runs[path] for path in compared], metrics)
 
     def _compared(self) -> list[str]:
-        """Paths of the chosen runs that exist."""
+        """Return the paths of the chosen runs that exist."""
         return [path for path in self.state.runs or (self.state.run,) if path in self.follower.runs][:MAX_COMPARED]
 
     @staticmethod
@@ -339,18 +339,18 @@ class ComparePanel(Panel):
 
 
 def short_names(paths: list[str]) -> list[str]:
-    """Paths without the directories that all of them share."""
+    """Remove the directories that all paths share."""
     shared = commonpath(paths) if len(paths) > 1 and not any(path.startswith("/") for path in paths) else ""
     return [path.removeprefix(f"{shared}/") for path in paths]
 
 
 def clip(text: str, length: int = MAX_SHOWN_CHARACTERS) -> str:
-    """The beginning of a text."""
+    """Shorten a text."""
     return f"{text[:length]}…" if len(text) > length else text
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Values of a configuration as text by dotted key."""
+    """Return the values of a configuration as text by dotted key."""
     found: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -361,7 +361,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def differing_keys(configs: list[dict[str, str]]) -> dict[str, list[str]]:
-    """Keys with different values, and the value in each configuration; a dash if it lacks the key."""
+    """Return the keys with different values, and the value in each configuration; a dash for a missing key."""
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = {key: [config.get(key, "-") for config in configs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}

@@ -1,4 +1,4 @@
-"""The charts without a server: PNG files, and one HTML page that needs nothing else."""
+"""Writes charts without a server: PNG files and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ SECTION = "<section><h2>{title}</h2><p>{hint}</p><div></div></section>"
 
 
 def plot_run(run_dir: Path, output: Path, smoothing: float) -> list[Path]:
-    """Write every chart of a run as PNG, and one page with all of them; returns the PNG files.
+    """Write each chart of a run as PNG, and one page with all charts; returns the PNG files.
 
     Raises:
-        UserError: this is not the directory of a run that has begun.
+        UserError: the directory has no started run.
         OSError: a file cannot be written.
     """
     run, curves = read_run(run_dir)
@@ -68,10 +68,10 @@ def plot_run(run_dir: Path, output: Path, smoothing: float) -> list[Path]:
 
 
 def read_run(run_dir: Path) -> tuple[RunInfo, RunCurves]:
-    """One run, read into a temporary database."""
+    """Read one run into a temporary database."""
     for name in (RUN_FILE, METRICS_FILE):
         if not (run_dir / name).is_file():
-            raise UserError(f"{run_dir} has no {name}, so it is not a run that has begun; give a run directory")
+            raise UserError(f"{run_dir} has no {name}, so no run has started there; give a run directory")
     directory = run_dir.resolve()
     with tempfile.TemporaryDirectory(prefix="verl_ext_plot_") as temporary:
         follower = RunFollower(Path(temporary) / "plot.sqlite", directory.parent)
@@ -83,7 +83,7 @@ def read_run(run_dir: Path) -> tuple[RunInfo, RunCurves]:
 
 
 def _write_png(directory: Path, run: str, chart: str, options: Mapping[str, Any]) -> Path:
-    """Draw what ECharts would draw."""
+    """Draw a chart like ECharts."""
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots()
     for line in options["series"]:
@@ -106,7 +106,7 @@ def _write_png(directory: Path, run: str, chart: str, options: Mapping[str, Any]
         axes.axvline(mark["xAxis"], color=color, ls="dotted", lw=1)
         label = mark["label"]["formatter"]
         axes.annotate(label, (mark["xAxis"], 1), xycoords=("data", "axes fraction"), fontsize=8, color=color)
-    # not a formula: a path may have dollar signs
+    # without math mode, because a path may have dollar signs
     axes.set_title(f"{chart} · {run}", parse_math=False)
     axes.set_xlabel("steps over all attempts")
     axes.grid(alpha=0.3)
@@ -133,10 +133,10 @@ def _write_page(path: Path, run: str, status: str, charts: Mapping[Chart, Mappin
 
 
 def _echarts() -> tuple[str, str]:
-    """ECharts as an ES module, as NiceGUI ships it: the name of its export, and its text."""
+    """Return ECharts from NiceGUI as an ES module: the name of its export, and its source."""
     directory = files("nicegui") / "elements" / "echart" / "dist"
     entry = (directory / "index.js").read_text()
     found = re.search(r"import\{(\w+) as (\w+),.*?\}from\"\./([^\"]+)\";export\{\2 as echarts", entry)
     if found is None:
-        raise UserError("this NiceGUI ships ECharts in another form; install nicegui==3.18.0")
+        raise UserError("this version of NiceGUI ships ECharts in another format; install nicegui==3.18.0")
     return found[1], re.sub(r"</(script)", r"<\\/\1", (directory / found[3]).read_text(), flags=re.IGNORECASE)

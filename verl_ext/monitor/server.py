@@ -1,4 +1,4 @@
-"""The web server: the page, and the rows of a run as CSV."""
+"""The web server: serves the page, and the rows of a run as CSV."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from verl_ext.monitor.follower import RunFollower
 
 TITLE = "Training monitor"
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-"""How a text begins that a spreadsheet computes."""
+"""Prefixes of texts that a spreadsheet evaluates as formulas."""
 
 
 def serve(root: Path, database: Path, host: str, port: int, token: str | None) -> None:
-    """Follow the runs below a root and show them until the process is asked to end; see `TokenAuth` for `token`."""
+    """Follow the runs below a root and show them until the process is stopped; see `TokenAuth` for `token`."""
     os.environ.setdefault("NICEGUI_STORAGE_PATH", str(database.with_suffix(".nicegui")))
     from nicegui import app, ui
 
@@ -57,9 +57,9 @@ def serve(root: Path, database: Path, host: str, port: int, token: str | None) -
 
 
 def cookie_secret(database: Path) -> str:
-    """The key that signs cookies; it is next to the database, so that browsers are recognized after a restart."""
+    """Return the key that signs cookies; it is stored next to the database, so that cookies outlive a restart."""
     path = database.with_suffix(".secret")
-    with suppress(FileExistsError):  # never through a link that someone else put there
+    with suppress(FileExistsError):  # never through a link that another user created
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(16))
     return path.read_text()
@@ -69,7 +69,7 @@ def cookie_secret(database: Path) -> str:
 
 
 def csv_response(follower: RunFollower, path: str) -> Response:
-    """The rows of a run as a download; `path` is empty for a root that is a run, since browsers shorten `csv/.`."""
+    """Return the rows of a run as a download; `path` is empty for a root that is a run: browsers shorten `csv/.`."""
     run = follower.runs.get(path or ".")
     if run is None:
         return PlainTextResponse("No run has this path.\n", 404)
@@ -79,7 +79,7 @@ def csv_response(follower: RunFollower, path: str) -> Response:
 
 
 class _LineBuffer:
-    """A file for `csv.writer`, whose `writerow` then returns the line."""
+    """A file for `csv.writer` that makes `writerow` return the line."""
 
     @staticmethod
     def write(line: str) -> str:
@@ -87,9 +87,11 @@ class _LineBuffer:
 
 
 def csv_lines(database: Path, run: int) -> Iterator[str]:
-    """The rows of a run as lines of CSV, with a column for every metric that it ever logged."""
+    """Yield the rows of a run as CSV lines, with a column for every metric."""
     writer = csv.writer(_LineBuffer(), lineterminator="\n")
-    with closing(MonitorDatabase(database)) as reader:  # a connection of its own: the server streams in other threads
+    with closing(
+        MonitorDatabase(database)
+    ) as reader:  # its own connection, because the server streams in other threads
         names = dict.fromkeys(name for row in reader.rows(run) for name in row.metrics)
         yield writer.writerow([*KEY_COLUMNS, *map(escape_formula, names)])
         for row in reader.rows(run):
@@ -98,6 +100,6 @@ def csv_lines(database: Path, run: int) -> Iterator[str]:
 
 
 def escape_formula(value: Any) -> Any:
-    """A value; a text that a spreadsheet would compute gets a quote in front."""
+    """Return a value, with a quote in front of text that a spreadsheet would evaluate."""
     is_formula = isinstance(value, str) and value.startswith(_FORMULA_STARTS) and value != "-Infinity"
     return f"'{value}" if is_formula else value

@@ -1,4 +1,4 @@
-"""The state of one open page: what its address says, and what the browser remembers."""
+"""The state of one open page: its address, and the preferences of the browser."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health",
 DEFAULT_SMOOTHING = 0.6
 MAX_SMOOTHING = 0.99
 MAX_COMPARED = 10
-"""Runs in one chart."""
+"""Maximum number of runs in one chart."""
 
 
 @dataclass
 class PageState:
-    """What a page shows; its address has everything but the preferences, so that Back, reload and links work.
+    """The state of a page; its address has everything except the preferences, so that Back, reload and links work.
 
     Attributes:
         run: path of the shown run; empty for the run table, or for a comparison.
         tab: one of `TABS`.
         runs: paths of compared runs.
-        metrics: compared ones.
-        smoothing: weight of `curves.smooth`, 0 for none.
+        metrics: compared metrics.
+        smoothing: weight of `curves.smooth`; 0 for none.
         log_scale: whether charts of positive values have a logarithmic axis.
-        source: which samples are shown; empty for the first.
-        step: of the shown samples; None for all.
+        source: file of the shown samples; empty for the first.
+        step: step of the shown samples; None for all.
         search: text that the shown samples contain.
-        preferences: language (en or zh), dark and fold, which the browser remembers for new pages.
+        preferences: language (en or zh), dark and fold; the browser stores them for new pages.
     """
 
     run: str = ""
@@ -47,7 +47,7 @@ class PageState:
 
     @classmethod
     def from_query(cls, query: str, preferences: MutableMapping[str, Any] | None = None) -> Self:
-        """The state that an encoded address asks for; values that make no sense become defaults."""
+        """Decode the state from an address; invalid values become defaults."""
         values = parse_qs(query.removeprefix("?"), errors="replace")
         first = {name: found[0] for name, found in values.items()}
         tab, step = first.get("tab", ""), first.get("step", "")
@@ -65,7 +65,7 @@ class PageState:
         )
 
     def to_query(self) -> str:
-        """The address below the page's path, without defaults."""
+        """Encode the state as a relative address, without defaults."""
         pairs: list[tuple[str, Any]] = [("run", self.run)] if self.run else []
         pairs += [("tab", self.tab)] if self.tab != TABS[0] else []
         pairs += [("runs", path) for path in self.runs]
@@ -89,7 +89,7 @@ class PageState:
         return bool(self.preferences.get("dark", False))
 
     def translate(self, text: str) -> str:
-        """A word of the page in its language."""
+        """Translate a text to the page's language."""
         return translate(self.language, text)
 
 

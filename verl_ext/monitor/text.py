@@ -1,4 +1,4 @@
-"""The page's words in English and Chinese; titles and hints of charts are in `charts.py`."""
+"""The page's texts in English and Chinese; titles and hints of charts are in `charts.py`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ CHINESE = {
     "configs/s": "配置/秒",
     "Steps done": "已完成的训练步数",
     "Steps of the whole run": "训练任务的预计总步数",
-    "Share of the steps that are done": "完成百分比",
+    "Fraction of the steps that are done": "完成百分比",
     "Estimated from the speed of the last 50 steps": "根据最近 50 步的速度估算",
     "Loss of the last batch; it should fall step by step": "当前批次的损失值；理想趋势：逐步下降",
-    "In use at the last step; it should follow its schedule": "当前的学习率；理想趋势：按调度策略变化",
-    "Of the last step; it should stay level": "最近一步的速度；理想趋势：稳定",
+    "Learning rate of the last step; it should follow its schedule": "当前的学习率；理想趋势：按调度策略变化",
+    "Speed of the last step; it should be stable": "最近一步的速度；理想趋势：稳定",
     "Training": "训练",
     "Evaluation": "评估",
     "Compare": "对比",
@@ -99,12 +99,12 @@ CHINESE = {
 
 
 def translate(language: str, text: str) -> str:
-    """A word of the page in `en` or `zh`; a word without translation stays as it is."""
+    """Translate a text of the page to `en` or `zh`; text without a translation stays unchanged."""
     return CHINESE.get(text, text) if language == "zh" else text
 
 
 def format_time(seconds: float) -> str:
-    """A time in this machine's zone; a number that is not a time is shown as a number."""
+    """Format a time in this machine's time zone; a number that is not a time stays a number."""
     try:
         return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
     except (OverflowError, ValueError, OSError):  # files of a run may contain anything
@@ -112,7 +112,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration, such as `1:02:05` or `3 d 4:05:06`."""
+    """Format a duration, such as `1:02:05` or `3 d 4:05:06`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -121,5 +121,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_number(value: float | None, scale: float = 1.0) -> str:
-    """Four significant digits; a dash without a value."""
+    """Format a number with four significant digits; a dash for None."""
     return "-" if value is None else f"{value * scale:.4g}"

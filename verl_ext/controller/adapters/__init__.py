@@ -1,6 +1,6 @@
-"""The architectures of vision-language models that a controller can run partially, and the base class of others.
+"""Adapters for the vision-language models that a controller can run partially, and the base class of adapters.
 
-A user's adapter needs `VLMAdapter`, `SkippedBlock`, `DecodeState` and `Inputs` from this package.
+A custom adapter needs `VLMAdapter`, `SkippedBlock`, `DecodeState` and `Inputs` from this package.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ ADAPTERS: dict[str, type[VLMAdapter]] = {
     "qwen3_5_moe": Qwen35Adapter,
     "molmo": MolmoAdapter,
 }
-"""By `model_type`."""
+"""Adapters by `model_type`."""
 
 
 def adapter_for(
     model: PreTrainedModel, processor: ProcessorMixin, tier_sizes: Sequence[int], plugin: Plugin | None = None
 ) -> VLMAdapter:
-    """The adapter of a model by its `model_type`, or the user's adapter.
+    """Create the adapter for a model's `model_type`, or a custom adapter.
 
     Args:
-        plugin: the user's class, for any other architecture.
+        plugin: a custom adapter class, for any other architecture.
 
     Raises:
-        UserError: no adapter supports the model, or the user's class cannot be used.
+        UserError: no adapter supports the model, or the custom class cannot be used.
     """
     if plugin is not None:
         return load_adapter_class(plugin)(model, processor, tier_sizes)
@@ -51,10 +51,10 @@ def adapter_for(
 
 
 def load_adapter_class(plugin: Plugin) -> type[VLMAdapter]:
-    """Load the user's class.
+    """Load a custom adapter class.
 
     Raises:
-        UserError: it cannot be loaded, is not a `VLMAdapter`, or lacks a method.
+        UserError: the class cannot be loaded, is not a `VLMAdapter`, or lacks a method.
     """
     loaded = plugin.load()
     if not isinstance(loaded, type) or not issubclass(loaded, VLMAdapter):

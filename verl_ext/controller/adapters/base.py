@@ -1,4 +1,4 @@
-"""What a vision-language model must offer so that a controller can choose how much of it runs."""
+"""The base class of adapters, through which a controller chooses how much of a vision-language model runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl_ext.errors import UserError
 
 TIER_NAMES = ("low", "medium", "high")
 RENAMED = {"skip": "skipped_block", "begin": "prefill", "go_on": "decode", "seeing": "with_encoding"}
-"""Methods by their names in earlier releases, under which those of a user's adapter still work."""
+"""Current method names by their names in earlier releases, which custom adapters may still use."""
 Inputs = Mapping[str, torch.Tensor]
 
 
@@ -41,12 +41,12 @@ class DecodeState:
 
 
 Decoding = DecodeState
-"""Former name, for adapters of earlier releases; the next release drops it."""
+"""Former name, for adapters written for earlier releases; the next release removes it."""
 
 
 @contextmanager
 def replace_modules(replacements: Mapping[tuple[nn.Module, str], nn.Module]) -> Iterator[None]:
-    """Replace modules, each given by its parent and its name there, and restore them at the end."""
+    """Replace modules, given by parent and name, within the context."""
     originals = {place: place[0]._modules[place[1]] for place in replacements}
     try:
         for (parent, name), module in replacements.items():
@@ -74,7 +74,7 @@ class SkippedBlock(nn.Module):
 
 
 class CachedVisionEncoder(nn.Module):
-    """Replaces a vision encoder and returns an output that it computed before; its other attributes stay."""
+    """Replaces a vision encoder and returns a precomputed output; keeps the encoder's other attributes."""
 
     def __init__(self, encoder: nn.Module, output: Any) -> None:
         super().__init__()
@@ -110,19 +110,19 @@ class VLMAdapter(ABC):
         self.model, self.processor, self.tier_sizes = model, processor, tuple(tier_sizes)
 
     def __init_subclass__(cls) -> None:
-        """Accept a class of the user's whose methods have their former names; the next release drops this."""
+        """Accept custom classes with former method names; the next release removes this."""
         super().__init_subclass__()
         former = [name for name, current in RENAMED.items() if name in vars(cls) and current not in vars(cls)]
         for name in former:
             setattr(cls, RENAMED[name], vars(cls)[name])
-        for name, current in RENAMED.items():  # for `super()` in a user's class
+        for name, current in RENAMED.items():  # for `super()` in a custom class
             if current in vars(cls):
                 setattr(cls, name, vars(cls)[current])
         if former:
             if cls.router is VLMAdapter.router:
                 cls.router = _former_router  # type: ignore[assignment, method-assign]
             names = ", ".join(f"{name} is now {RENAMED[name]}" for name in former)
-            warn(f"the adapter {cls.__name__} has methods by names that the next release drops; rename them: {names}")
+            warn(f"the adapter {cls.__name__} has method names that the next release removes; rename them: {names}")
 
     # What an architecture defines
 
@@ -195,13 +195,13 @@ class VLMAdapter(ABC):
         """The configurations of this model that a controller can select.
 
         Raises:
-            UserError: numbers of experts are given for a model without, or do not end with the model's own.
+            UserError: `topk_choices` is set for a model without experts, or does not end with the model's own top-k.
         """
         topk = self.trained_topk
         if topk_choices and not topk:
             raise UserError(
-                f"controller.topk_choices={list(topk_choices)} is given, but {type(self.model).__name__} has no "
-                "experts; set it to []"
+                f"controller.topk_choices={list(topk_choices)} is set, but {type(self.model).__name__} has no experts; "
+                "set it to []"
             )
         if topk and (not topk_choices or topk_choices[-1] != topk):
             raise UserError(
@@ -217,7 +217,7 @@ class VLMAdapter(ABC):
         """Run only the blocks and experts of the configuration within the context.
 
         The tier affects `inputs`, not the model. With all blocks and the trained top-k, outputs are bitwise equal to
-        those of the released model.
+        the outputs of the released model.
         """
         trained = self.trained_topk
         replacements: dict[tuple[nn.Module, str], nn.Module] = {}
@@ -240,7 +240,7 @@ class VLMAdapter(ABC):
         """Use an existing encoding of the image within the context instead of running the vision encoder."""
         return replace_modules({self.vision_site: CachedVisionEncoder(self.vision_encoder, encoding)})
 
-    seeing = with_encoding  # for `super()` in a user's class, see `RENAMED`
+    seeing = with_encoding  # for `super()` in a custom class, see `RENAMED`
 
     def pooled_language(self, question: str) -> torch.Tensor:
         """Mean over the token embeddings of a question, (width,)."""
@@ -250,7 +250,7 @@ class VLMAdapter(ABC):
 
     @property
     def end_tokens(self) -> list[int]:
-        """Tokens that end an answer: those of the generation config, and the tokenizer's end of text."""
+        """Tokens that end an answer: the EOS tokens of the generation config and the tokenizer."""
         return stop_token_ids(getattr(self.model, "generation_config", None), self.tokenizer)
 
     @property
@@ -274,5 +274,5 @@ class VLMAdapter(ABC):
 
 
 def _former_router(adapter: VLMAdapter, mixture: Any) -> Any:
-    """`VLMAdapter.router` of earlier releases, in which the mixture itself had `top_k`."""
+    """`VLMAdapter.router` of earlier releases, where the mixture itself could have `top_k`."""
     return mixture if hasattr(mixture, "top_k") else mixture.gate

@@ -1,6 +1,6 @@
-"""Molmo and MolmoE with the code of their checkpoints: a tier is a number of crops besides the global one.
+"""Molmo and MolmoE with the code in their checkpoints. A tier is a number of crops in addition to the global crop.
 
-That code is available on the hub only, so tests use a stand-in with the names and signatures of the published
+That code is only available on the hub, so tests use a stand-in with the names and signatures of the published
 `modeling_molmo.py` and `modeling_molmoe.py`.
 """
 
@@ -31,7 +31,7 @@ class MolmoAdapter(VLMAdapter):
         return self.model.model, "vision_backbone"
 
     def skipped_block(self, index: int) -> SkippedBlock:
-        """See `VLMAdapter`; the model expects a cache from each block, so a skipped one returns an empty one."""
+        """See `VLMAdapter`; the model expects a cache from each block, so a skipped block returns an empty cache."""
         return SkippedBlock(lambda hidden_states: (hidden_states, ()))
 
     def router(self, mixture: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 in transformers, dense or with experts: a tier is a number of pixels."""
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 in transformers, dense or with experts. A tier is a number of pixels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_ext.rendering import rendering
 
 
 class QwenVLAdapter(VLMAdapter):
-    """Dense or with experts; `tier_sizes` are upper bounds on the pixels of a scaled image.
+    """Dense models and models with experts; `tier_sizes` are the maximum numbers of pixels of a scaled image.
 
     DeepStack (Qwen3-VL) adds features to the hidden states after a block, whether or not that block runs.
     """
@@ -28,14 +28,14 @@ class QwenVLAdapter(VLMAdapter):
         """See `VLMAdapter`.
 
         Raises:
-            UserError: some of its blocks attend to a sliding window; transformers takes the length of those caches from
-                a block that may be skipped.
+            UserError: some blocks use sliding window attention; transformers reads the length of their caches from a
+                block that may be skipped.
         """
         super().__init__(model, processor, tier_sizes)
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         if len(kinds) > 1 and "sliding_attention" in kinds:
             raise UserError(
-                f"{type(model).__name__} with blocks of {' and '.join(sorted(kinds))} cannot skip any; "
+                f"{type(model).__name__} with both {' and '.join(sorted(kinds))} blocks cannot skip blocks; "
                 "set use_sliding_window to false in its config.json"
             )
 
@@ -74,7 +74,7 @@ class QwenVLAdapter(VLMAdapter):
         return encoder(inputs["pixel_values"].type(encoder.dtype), grid_thw=inputs["image_grid_thw"])
 
     def pooled_vision(self, encoding: BaseModelOutputWithPooling) -> torch.Tensor:
-        """See `VLMAdapter`; the mean over the merged patches (patches, vision_width) of the only crop."""
+        """See `VLMAdapter`; the mean over the merged patches (patches, vision_width) of the single crop."""
         return encoding.pooler_output.mean(0)
 
     def prefill(self, inputs: Inputs) -> DecodeState:
@@ -89,7 +89,7 @@ class QwenVLAdapter(VLMAdapter):
 
 
 class Qwen35Adapter(QwenVLAdapter):
-    """Most blocks use linear attention, whose caches are states of constant size."""
+    """Qwen3.5, where most blocks use linear attention with caches of constant size."""
 
     def prefill(self, inputs: Inputs) -> DecodeState:
         """See `VLMAdapter`."""
@@ -106,7 +106,7 @@ class Qwen35Adapter(QwenVLAdapter):
 
 
 class CountedCache(DynamicCache):
-    """Has its length set from outside, because the block from which transformers takes the length may be skipped."""
+    """A cache with an explicit length, because the block from which transformers reads the length may be skipped."""
 
     length = 0
 
@@ -115,5 +115,5 @@ class CountedCache(DynamicCache):
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Number of tokens that full attention covers, and its offset."""
+        """Number of tokens that full attention covers, and their offset."""
         return self.length + query_length, 0

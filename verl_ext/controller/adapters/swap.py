@@ -1,4 +1,4 @@
-"""The former place of `SkippedBlock`, for adapters of earlier releases; the next release drops it."""
+"""The former module of `SkippedBlock`, for adapters written for earlier releases; the next release removes it."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from verl_ext.controller.adapters.base import SkippedBlock
 
 
 def Skipped(*arguments: Any) -> SkippedBlock:  # noqa: N802
-    """`SkippedBlock` by its former name and arguments: the block, which is not used, and the function."""
+    """Create a `SkippedBlock` with its former arguments: the block, which is unused, and the function."""
     return SkippedBlock(arguments[-1])

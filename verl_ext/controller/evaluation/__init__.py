@@ -1,1 +1,1 @@
-"""Evaluation of a budget controller: against baselines of the same model, and within lmms-eval."""
+"""Evaluation of a budget controller, against baselines of the same model and in lmms-eval."""

@@ -28,7 +28,7 @@ Run it on an idle machine. It writes adaptive.json, adaptive.md, adaptive.npz an
 
 
 def add_adaptive(commands: Commands) -> None:
-    """Add the command."""
+    """Add the command `adaptive`."""
     parser = add_action(commands, "adaptive", TEXT, run, examples=EXAMPLES, notes=NOTES)
     parser.set_defaults(typed_again="starts over")
     parser.add_argument(
@@ -46,15 +46,15 @@ def add_adaptive(commands: Commands) -> None:
     parser.add_argument(
         "--questions", type=input_path, metavar="FOLDER", help="folder of train*.parquet and val*.parquet"
     )
-    add_number(parser, "--num-samples", 200, "questions of val to compare on")
-    add_number(parser, "--num-train", 100, "questions of train to build the lookup table on")
-    add_number(parser, "--max-static", 36, "largest number of static configurations")
+    add_number(parser, "--num-samples", 200, "number of val questions for the comparison")
+    add_number(parser, "--num-train", 100, "number of train questions for the lookup table")
+    add_number(parser, "--max-static", 36, "maximum size of the grid of static configurations")
     parser.add_argument(
         "--search-questions",
         type=IntArg(0),
         default=48,
-        help="how many of the --num-train questions are used to choose the blocks of static configurations; 0 keeps "
-        "the most important blocks according to the run's importance file, or the first blocks without one",
+        help="number of --num-train questions to choose the blocks of static configurations with; 0 keeps the most "
+        "important blocks according to the run's importance file, or the first blocks without one",
     )
     add_number(parser, "--repeats", 1, "runs of each configuration; the median counts")
     parser.add_argument("--seed", type=IntArg(0), default=0, help="seed of the random configurations")
@@ -65,7 +65,7 @@ def add_adaptive(commands: Commands) -> None:
         help="measure latencies, or compute them with the run's latency model, which is reproducible",
     )
     parser.add_argument("--vlm", metavar="PATH", help="the vision-language model (default: its path in training)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings (Molmo)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model (Molmo needs it)")
     parser.add_argument("--adapter", metavar="PLACE:CLASS", help="your adapter, if training used one")
     parser.add_argument("--output", type=output_path, metavar="DIR", help="output directory (default: see below)")
     parser.add_argument("--no-wandb", action="store_true", help="do not log to W&B")
@@ -77,7 +77,7 @@ def add_number(parser: argparse._ActionsContainer, name: str, default: int, text
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare."""
+    """Run the comparison."""
     from verl_ext.controller.source import find_controller
     from verl_ext.plugins import Plugin
 
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def default_output(source: ControllerSource) -> Path:
-    """The directory for the files: the run's, or one in the user's directory for an export without a run."""
+    """The output directory: inside the run, or in the caller's directory for an export without a run."""
     from eval_pipeline.checkpoints import EVAL_FOLDER
 
     parent = caller_directory() if source.run_dir is None else source.run_dir / EVAL_FOLDER

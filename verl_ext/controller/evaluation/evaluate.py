@@ -1,4 +1,4 @@
-"""An evaluation of a controller from top to bottom: load, check, measure, compare, write."""
+"""The evaluation of a controller: load, check, measure, compare, write."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from verl_ext.plugins import Plugin
 
 @dataclass(frozen=True)
 class AdaptiveEvalConfig:
-    """The options of `eval_pipeline adaptive`, by their names; its help explains them."""
+    """The options of `eval_pipeline adaptive`; see its `--help`."""
 
     budgets: list[float]
     num_budgets: int
@@ -62,7 +62,7 @@ class AdaptiveEvalConfig:
 
 
 def evaluate(source: ControllerSource, config: AdaptiveEvalConfig, output: Path, wandb: bool) -> None:
-    """Compare a controller with its baselines, print the tables, and write the files to the directory `output`.
+    """Compare a controller with baselines, print the tables, and write the files to the directory `output`.
 
     Raises:
         UserError: a file is missing, or does not fit the controller.
@@ -78,7 +78,8 @@ def evaluate(source: ControllerSource, config: AdaptiveEvalConfig, output: Path,
     benchmark = ControllerBenchmark(
         model, cheapest_configuration(space, scores), budgets, latency, config.repeats, config.seed
     )
-    require_reachable("--budgets", budgets[0], benchmark.measure_cheapest(held_out))
+    setting = "--budgets" if config.budgets else "the default of --budgets"
+    require_reachable(setting, budgets[0], benchmark.measure_cheapest(held_out))
     require_writable(output)
     statics = static_configurations(model, scores, train, budgets, config.max_static, config.search_questions)
     comparison = compare(benchmark.run(statics, train, held_out), space, statics, budgets)
@@ -94,10 +95,10 @@ def evaluate(source: ControllerSource, config: AdaptiveEvalConfig, output: Path,
 def load_questions(
     source: ControllerSource, config: AdaptiveEvalConfig, suffix: str
 ) -> tuple[list[ImageQuestion], list[ImageQuestion]]:
-    """Training questions and held-out ones, equally many of each data set, with the suffix appended.
+    """Load training and held-out questions, equally many from each dataset, with the suffix appended.
 
     Raises:
-        UserError: no data set is given, or one cannot be read.
+        UserError: no dataset is given, or a dataset cannot be read.
     """
     if config.questions is not None:
         sources = {"questions": QuestionSource(source=str(config.questions))}
@@ -105,7 +106,7 @@ def load_questions(
         datasets = source.setting("data", "datasets") or {}
         sources = {name: QuestionSource(**each) for name, each in datasets.items()}
     if not sources:
-        raise UserError("no questions are named; give --questions FOLDER with train*.parquet and val*.parquet")
+        raise UserError("no questions are given; set --questions to a folder with train*.parquet and val*.parquet")
 
     max_unreadable = source.setting("data", "max_unreadable_images") or 0
 
@@ -124,7 +125,7 @@ def latency_source(source: ControllerSource, kind: str, adapter: VLMAdapter) -> 
     """Measured latency, or the latency model of the run's rewards; `kind` is `--latency`.
 
     Raises:
-        UserError: the latency model is missing, or of another vision-language model.
+        UserError: the latency model is missing, or belongs to another vision-language model.
     """
     if kind != "model":
         return MeasuredLatency()
@@ -136,13 +137,13 @@ def latency_source(source: ControllerSource, kind: str, adapter: VLMAdapter) -> 
 
 
 def choose_budgets(config: AdaptiveEvalConfig, trained_ms: tuple[float, float]) -> list[float]:
-    """The budgets, ascending; warns of those that the controller was not trained for."""
+    """The budgets in ascending order; warns about budgets outside the controller's training range."""
     low, high = trained_ms
     if not config.budgets:
         return np.linspace(low, high, config.num_budgets).tolist()
     budgets = sorted(set(config.budgets))
     if untrained := [f"{budget:g}" for budget in budgets if not low <= budget <= high]:
-        warn(f"the controller was trained for {low:g} to {high:g} ms, and not for {', '.join(untrained)}")
+        warn(f"the controller was trained for {low:g} to {high:g} ms, not for {', '.join(untrained)}")
     return budgets
 
 

@@ -1,4 +1,4 @@
-"""Answers the requests of lmms-eval with a controller, and logs the latency of each answer; needs no lmms-eval."""
+"""Answers the requests of lmms-eval with a controller and logs the latency of each answer; needs no lmms-eval."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from verl_ext.files import LineWriter
 from verl_ext.plugins import Plugin
 
 BATCH_SIZES = ("batch_size", "max_batch_size")
-"""Arguments that lmms-eval adds."""
+"""Arguments added by lmms-eval."""
 IMAGE_PLACEHOLDER = "<image>"
 """Position of the image in a task's text; the model's own chat template puts the image first."""
 
 
 @dataclass(frozen=True)
 class LmmsModelArgs:
-    """`--model_args` of the model `budget_controller`, which docs/guides/lmms_eval.md explains, and `--device`."""
+    """`--model_args` of the model `budget_controller`, see docs/guides/lmms_eval.md, and `--device`."""
 
     pretrained: Path
     budget_ms: float
@@ -41,19 +41,19 @@ class LmmsModelArgs:
 
     @classmethod
     def parse(cls, words: Mapping[str, Any]) -> LmmsModelArgs:
-        """Read the arguments from lmms-eval, which has converted those that look like numbers.
+        """Read the arguments from lmms-eval, which has already converted numbers.
 
         Raises:
             UserError: an argument is missing, unknown or invalid.
         """
         given = dict(words)
         if any(str(given.pop(name, 1)) != "1" for name in BATCH_SIZES):
-            raise UserError("a latency budget is for a single question; leave --batch_size at 1")
+            raise UserError("a latency budget applies to a single question; set --batch_size to 1")
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(given) - set(known)):
             raise UserError(f"budget_controller has no argument {', '.join(unknown)}; it has {', '.join(known)}")
         if missing := [name for name in ("pretrained", "budget_ms") if name not in given]:
-            raise UserError(f"budget_controller lacks {' and '.join(missing)}; give them in --model_args")
+            raise UserError(f"budget_controller needs {' and '.join(missing)}; set them in --model_args")
         budget_ms = given["budget_ms"]
         if isinstance(budget_ms, bool) or not isinstance(budget_ms, int | float) or not 0 < budget_ms < math.inf:
             raise UserError(f"budget_ms={budget_ms} must be a number of milliseconds above 0")
@@ -69,14 +69,14 @@ class LmmsModelArgs:
 
 @dataclass(frozen=True)
 class LmmsQuestion:
-    """A request: one question about one image.
+    """A request with one question about one image.
 
     Attributes:
-        doc_id: index into the split of the task's data set.
-        image: in RGB.
-        text: the full text of the question.
-        until: the answer ends before the first of these.
-        settings: the task's other generation settings.
+        doc_id: index into the split of the task's dataset.
+        image: RGB image.
+        text: full text of the question.
+        until: strings; the answer ends before the first of them.
+        settings: other generation settings of the task.
     """
 
     task: str
@@ -92,9 +92,9 @@ class LmmsQuestion:
         """Read a request.
 
         Args:
-            request: an `Instance` of lmms-eval, of output type `generate_until`.
-            documents: by task, split and index.
-            suffix: of every question in the controller's training; it is not appended twice.
+            request: an lmms-eval `Instance` with output type `generate_until`.
+            documents: documents by task, split and index.
+            suffix: suffix of every question in the controller's training; not appended twice.
 
         Raises:
             UserError: the request does not have exactly one image.
@@ -109,7 +109,7 @@ class LmmsQuestion:
         return cls(task, split, doc_id, image, full_text, tuple(filter(None, ends)), others)
 
     def truncate(self, answer: str) -> str:
-        """An answer up to the first of `until`."""
+        """Truncate an answer before the first string in `until`."""
         for end in self.until:
             answer = answer.split(end, 1)[0]
         return answer.strip()
@@ -120,23 +120,23 @@ def _only_image(visuals: Any, name: str) -> Image.Image:
     if len(images) != 1 or not isinstance(images[0], Image.Image):
         kinds = ", ".join(type(each).__name__ for each in images) or "none"
         raise UserError(
-            f"{name} has {len(images)} visuals ({kinds}), and budget_controller answers questions about a single "
+            f"{name} has {len(images)} visuals ({kinds}), but budget_controller answers questions about a single "
             "image; choose another task"
         )
     return images[0].convert("RGB")
 
 
 class LmmsResponder:
-    """Answers one request after the other within one budget, and logs the choice and the latency of each answer.
+    """Answers requests one at a time within a budget, and logs the configuration and the latency of each answer.
 
     Raises:
-        UserError: the controller or its model cannot be loaded, there are several processes, or the log has answers
-            already or cannot be written.
+        UserError: the controller or its model cannot be loaded, there are several processes, or the log already has
+            answers or cannot be written.
     """
 
     def __init__(self, arguments: LmmsModelArgs) -> None:
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise UserError("latencies need a single process; start lmms-eval without accelerate or torchrun")
+            raise UserError("latency measurements need a single process; run lmms-eval without accelerate or torchrun")
         self._budget_ms = budget_ms = arguments.budget_ms
         self._model, self._controlled = load_adaptive_model(
             find_controller(arguments.pretrained),
@@ -147,17 +147,17 @@ class LmmsResponder:
         )
         low, high = self._model.trained_ms
         if not low <= budget_ms <= high:
-            warn(f"the controller was trained for {low:g} to {high:g} ms, and not for {budget_ms:g}")
+            warn(f"the controller was trained for {low:g} to {high:g} ms, not for {budget_ms:g}")
         self._log = None if arguments.log is None else _open_log(arguments.log)
         self._totals_ms: list[float] = []
         self._is_warm = False
         self._warned_tasks: set[str] = set()
 
     def respond(self, requests: Sequence[Any], documents: Mapping[str, Any]) -> list[str]:
-        """The answers in the order of the requests; also prints the mean latency, and how many exceeded the budget.
+        """Answer requests in order, and print the mean latency and the number of answers that exceed the budget.
 
         Args:
-            requests: see `LmmsQuestion.from_request`, as for `documents`.
+            requests: see `LmmsQuestion.from_request`, also for `documents`.
 
         Raises:
             UserError: a request does not have exactly one image.
@@ -190,7 +190,7 @@ class LmmsResponder:
         return self._model.answer(question.image, question.text, self._budget_ms)
 
     def _log_row(self, question: LmmsQuestion, adaptive: AdaptiveAnswer, answer: str) -> dict[str, Any]:
-        """A line of the log; `answer` is the part of the model's answer that the task gets."""
+        """A line of the log; `answer` is the truncated answer that the task receives."""
         configuration, space = adaptive.configuration, self._model.space
         return {
             "task": question.task,
@@ -210,7 +210,7 @@ class LmmsResponder:
         }
 
     def _warn_of_ignored_settings(self, question: LmmsQuestion) -> None:
-        """Warn, once per task, about its generation settings that have no effect."""
+        """Warn once per task about generation settings without effect."""
         if question.task in self._warned_tasks:
             return
         self._warned_tasks.add(question.task)
@@ -223,7 +223,7 @@ class LmmsResponder:
         ]
         if ignored:
             warn(
-                f"{question.task} asks for {', '.join(ignored)}, which has no effect; decoding is greedy, with at most "
+                f"{question.task} sets {', '.join(ignored)}, which has no effect; decoding is greedy, with at most "
                 f"{max_new_tokens} tokens, as in the controller's training"
             )
 
@@ -234,7 +234,7 @@ def _open_log(path: Path) -> LineWriter:
         log = LineWriter(path)
     except OSError as error:
         raise UserError(f"the log {path} cannot be written ({error}); name another one") from error
-    if path.stat().st_size:  # an empty file is from a run that ended before its first answer
+    if path.stat().st_size:  # an empty file is left by a run that ended before its first answer
         log.close()
         raise UserError(f"{path} has answers of another run; name another log")
     return log

@@ -1,4 +1,4 @@
-"""Runs everything that is compared, sample by sample, and repeats runs that something else disturbed."""
+"""Runs all methods of a comparison, sample by sample, and repeats runs that other processes disturbed."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DISTURBED = 1.15
-"""Ratio to the usual duration of the detector's work from which the processor counts as busy."""
+"""Ratio of the probe's duration to the usual duration above which the processor counts as busy."""
 MAX_ATTEMPTS = 4
-"""Measurements of one run."""
+"""Maximum number of measurements of a run."""
 NUM_DURATIONS = 200
-"""Latest durations of which the lower quartile is the usual one."""
+"""Number of latest probe durations, whose lower quartile is the usual duration."""
 PROBE_SIZE = (64, 512, 6)
-"""Rows, columns and number of the matrix products of the detector's work, which takes about 0.6 ms."""
+"""Rows, columns and number of the probe's matrix products, which take about 0.6 ms."""
 
 
 class InterferenceDetector:
     """Repeats measurements on a CPU that other processes disturb.
 
-    A virtual machine shares its host. If others use the processor for some hundredths or tenths of a second, whatever
-    runs then takes twice as long, whichever method chose it. So a small, constant piece of work is timed before and
-    after each run, and the run is repeated if either was slow. The run's own result and time play no part in that.
+    A virtual machine shares its host. If others use the processor for a fraction of a second, a run in that time takes
+    twice as long, whichever method chose it. So a small, constant probe is timed before and after each run, and the run
+    is repeated if either was slow. The result and time of the run itself do not matter for that.
 
     Args:
-        is_enabled: False measures everything once, as on a GPU, whose clock does not depend on the host's load.
+        is_enabled: False measures everything once, for example on a GPU, where latency does not depend on host load.
         clock: returns seconds; tests replace it.
     """
 
@@ -57,7 +57,7 @@ class InterferenceDetector:
         self.num_runs = self.num_again = 0
 
     def run(self, measure: Callable[[], T]) -> T:
-        """Measure, and repeat while that was disturbed; returns the last result."""
+        """Measure, repeat while the measurement was disturbed, and return the last result."""
         self.num_runs += 1
         if not self._is_enabled:
             return measure()
@@ -71,7 +71,7 @@ class InterferenceDetector:
 
     @property
     def share_again(self) -> float:
-        """Repeated measurements per run."""
+        """Number of repeated measurements per run."""
         return self.num_again / max(1, self.num_runs)
 
     @torch.inference_mode()
@@ -84,13 +84,13 @@ class InterferenceDetector:
 
 
 class SampleMeasurements:
-    """Runs configurations on a sample, each once, whichever methods ask for it.
+    """Runs configurations on a sample, each only once for all methods.
 
     The image is encoded once per tier, and that time counts for every configuration of the tier.
 
     Args:
         repeats: runs of each configuration; the medians of the parts count.
-        cheapest: configuration that runs first at each tier and does not count, because the first run is slower.
+        cheapest: configuration for the warm-up at each tier, because the first run is slower.
         detector: repeats disturbed runs.
     """
 
@@ -109,7 +109,7 @@ class SampleMeasurements:
         self._results: dict[Configuration, RunResult] = {}
 
     def encoded(self, tier: int) -> EncodedImage:
-        """The image at a tier."""
+        """The encoded image at a tier."""
         if tier not in self._encoded:
             encode, question = self._model.runner.encode, self.sample.question
             self._model.runner.answer(encode(self._image, question, tier), replace(self._cheapest, tier=tier))
@@ -128,9 +128,9 @@ class SampleMeasurements:
         return self._results[configuration]
 
     def decide(self, budget_ms: float) -> Decision:
-        """The controller's choice for a budget, each time right after an encoding of the image, as in use.
+        """The controller's decision for a budget, measured right after encoding the image, as in production.
 
-        After another decision, the controller would find its weights in the processor's caches.
+        Right after another decision, the controller's weights would be in the processor's caches.
         """
         question, encode = self.sample.question, self._model.runner.encode
         repeated = self._repeat(lambda: self._model.decide(encode(self._image, question, 0), question, budget_ms))
@@ -145,9 +145,9 @@ class ControllerBenchmark:
     """Runs static configurations, the controller's choices, random ones and the full configuration.
 
     Args:
-        cheapest: see `SampleMeasurements`, as for `repeats`.
-        budgets_ms: for which the controller decides.
-        seed: of the random configurations.
+        cheapest: see `SampleMeasurements`, also for `repeats`.
+        budgets_ms: budgets for the controller's decisions.
+        seed: seed of the random configurations.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class ControllerBenchmark:
         self._detector = InterferenceDetector(latency.is_measured and on_cpu)
 
     def measure_cheapest(self, questions: Sequence[ImageQuestion]) -> list[float]:
-        """Warm up, and return milliseconds of the cheapest configuration and the decision for it, by question."""
+        """Warm up, and return the latency of the cheapest configuration including the decision, for some questions."""
         space, lowest_ms = self._model.space, self._budgets_ms[0]
         for _ in range(NUM_WARM_UPS):
             runs = self._measurements(questions[0])
@@ -181,7 +181,7 @@ class ControllerBenchmark:
     def run(
         self, statics: Sequence[Configuration], train: Sequence[ImageQuestion], held_out: Sequence[ImageQuestion]
     ) -> Measurements:
-        """Run static configurations on questions for the lookup table, and everything on questions to compare on."""
+        """Run static configurations on the questions for the lookup table, and all methods on held-out questions."""
         self._score, space = AnswerScorer([*train, *held_out]), self._model.space
         runs_per_question = len(statics) + 2 * len(self._budgets_ms) + 1
         total = len(train) * len(statics) + len(held_out) * runs_per_question

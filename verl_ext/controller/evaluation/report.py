@@ -1,4 +1,4 @@
-"""Writes a comparison: JSON, matrices, a Markdown page, the console's tables, plots, and W&B."""
+"""Reports a comparison as JSON, matrices, a Markdown page, console tables and plots, and to W&B."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def write_report(
     """Write `adaptive.json`, `adaptive.md`, `adaptive.npz`, `pareto.png`, and for a run `curves.png`.
 
     Args:
-        info: how the results were obtained, plain values.
+        info: description of how the results were obtained, as plain values.
 
     Raises:
         UserError: a file cannot be written.
@@ -78,7 +78,7 @@ def write_report(
 
 @contextmanager
 def _writing_to(directory: Path) -> Iterator[None]:
-    """Create a directory, and turn errors of writing there into messages.
+    """Create a directory, and turn write errors within the context into a `UserError`.
 
     Raises:
         UserError: the directory or a file in it cannot be written.
@@ -91,10 +91,10 @@ def _writing_to(directory: Path) -> Iterator[None]:
 
 
 def require_writable(directory: Path) -> None:
-    """Create a directory, and write to it before hours of measurements.
+    """Create a directory and check that it is writable, before hours of measurements.
 
     Raises:
-        UserError: it cannot be written to.
+        UserError: the directory is not writable.
     """
     with _writing_to(directory), TemporaryFile(dir=directory):
         pass
@@ -117,7 +117,7 @@ def comparison_content(comparison: ControllerComparison) -> dict[str, Any]:
 
 
 def static_content(comparison: ControllerComparison, index: int) -> dict[str, Any]:
-    """The results of a static configuration on training questions and on held-out ones."""
+    """The results of a static configuration on training and on held-out questions."""
     configuration, space = comparison.statics[index], comparison.space
     content: dict[str, Any] = {"configuration": space.describe(configuration)}
     for split, results in {"train": comparison.measured.train, "held_out": comparison.measured.statics}.items():
@@ -134,7 +134,7 @@ def static_content(comparison: ControllerComparison, index: int) -> dict[str, An
 
 
 def write_matrices(path: Path, comparison: ControllerComparison) -> None:
-    """Write every matrix, (samples, columns), as `<method>_accuracy`, `<method>_latency_ms` and so on."""
+    """Write all matrices (samples, columns) as `<method>_accuracy`, `<method>_latency_ms` and so on."""
     matrices = {"train": comparison.measured.train, "statics": comparison.measured.statics, **comparison.methods}
     arrays = {f"{name}_{part}": array for name, results in matrices.items() for part, array in vars(results).items()}
     with replacing(path) as temporary, open(temporary, "wb") as file:
@@ -145,7 +145,7 @@ def write_matrices(path: Path, comparison: ControllerComparison) -> None:
 
 
 def console_report(comparison: ControllerComparison) -> str:
-    """Accuracies by budget, the methods over all budgets, and the summary."""
+    """Text with the accuracies by budget, the methods over all budgets, and the summary."""
     parts = [
         "accuracy in %, and in parentheses the share of answers that exceed the budget, if any",
         text_table(budget_table(comparison)),
@@ -157,11 +157,11 @@ def console_report(comparison: ControllerComparison) -> str:
 
 
 def markdown_report(comparison: ControllerComparison, info: Mapping[str, Any], plots: Mapping[str, Path]) -> str:
-    """The page.
+    """Text of the Markdown page.
 
     Args:
-        info: how the results were obtained.
-        plots: PNG files next to the page by their titles.
+        info: description of how the results were obtained.
+        plots: PNG files next to the page, by title.
     """
     header, *methods = method_table(comparison)
     lookups = zip(comparison.budgets_ms, comparison.table)
@@ -200,7 +200,7 @@ def budget_table(comparison: ControllerComparison) -> Table:
 
 
 def method_table(comparison: ControllerComparison) -> Table:
-    """A row per method: means over samples and budgets, and the worst violation rate."""
+    """A row per method with means over samples and budgets, and the worst violation rate."""
     table = [["method", "accuracy", "latency ms", "violations", "worst", "complexity"]]
     for name, results in comparison.methods.items():
         rates = comparison.violation_rates(name)
@@ -211,7 +211,7 @@ def method_table(comparison: ControllerComparison) -> Table:
 
 
 def summary_lines(comparison: ControllerComparison) -> list[str]:
-    """The summary in sentences."""
+    """The summary as lines of text."""
     summary = comparison.summary
     gain = f"controller - lookup table: {100 * summary.controller_minus_lookup_table:+.2f} points"
     if summary.interval is not None:
@@ -232,7 +232,7 @@ def summary_lines(comparison: ControllerComparison) -> list[str]:
 
 
 def configuration_cells(comparison: ControllerComparison, index: int) -> list[str]:
-    """The `CONFIGURATION_HEADER` cells of a static configuration; its top-k is that of the blocks after the first."""
+    """The `CONFIGURATION_HEADER` cells of a static configuration; top-k refers to the blocks after the first."""
     configuration, space = comparison.statics[index], comparison.space
     topk = max(configuration.topk[1:], default=0) or space.full_topk
     return [
@@ -252,7 +252,7 @@ def front_rows(comparison: ControllerComparison) -> Table:
 
 
 def row_cells(row: MethodAtBudget) -> list[str]:
-    """A row as text."""
+    """The cells of a row as text."""
     times = (row.latency_ms_mean, row.latency_ms_p50, row.latency_ms_p95)
     return [
         row.method,
@@ -292,7 +292,7 @@ def plot_pareto(directory: Path, comparison: ControllerComparison) -> Path:
     figure, [axes] = panels([title], "Accuracy against latency")
     latency, accuracy = _means(comparison.measured.statics)
     axes.scatter(latency, accuracy, color="#BBBBBB", s=22, label="static configurations", zorder=2)
-    # steps, because between two configurations of the front the faster one is the best available
+    # steps, because between two configurations of the front, the faster one is the best available
     style: dict[str, Any] = {"color": "#888888", "linewidth": 1.0, "label": "their Pareto front", "zorder": 2}
     axes.step(latency[comparison.front], accuracy[comparison.front], where="post", **style)
     latency, accuracy = _means(comparison.methods["random"])
@@ -339,10 +339,10 @@ def plot_curves(directory: Path, source: ControllerSource) -> Path | None:
     """Plot reward, accuracy, latency and violations by epoch, from the run's tables of training and validation.
 
     Returns:
-        The PNG; None for an export outside of a run, or a run without these tables.
+        Path of the PNG; None for an export outside a run, or a run without these tables.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the PNG cannot be written.
     """
     tables = {} if source.run_dir is None else {name: _read_table(source.run_dir / name) for name in EPOCH_TABLES}
     if not any(tables.values()):
@@ -364,7 +364,7 @@ def plot_curves(directory: Path, source: ControllerSource) -> Path | None:
 
 
 def _read_table(path: Path) -> list[Mapping[str, str]]:
-    """The rows of a CSV table; empty if there is no such file."""
+    """The rows of a CSV table; empty if the file does not exist."""
     return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
 
 
@@ -374,11 +374,11 @@ def _read_table(path: Path) -> list[Mapping[str, str]]:
 def log_to_wandb(
     comparison: ControllerComparison, info: Mapping[str, Any], source: ControllerSource, directory: Path
 ) -> None:
-    """Log a comparison as a separate W&B run in the training run's project; if W&B cannot be used, only warn.
+    """Log a comparison as a separate W&B run in the training run's project; only warn if W&B cannot be used.
 
     Args:
         info: configuration of the W&B run.
-        directory: of the files.
+        directory: directory of the report files.
     """
     training = read_training_run(source.run_dir)
     name = "adaptive_eval" if source.step is None else f"adaptive_eval_step_{source.step}"
@@ -394,7 +394,7 @@ def log_to_wandb(
 
 
 def budget_metrics(comparison: ControllerComparison) -> list[dict[str, float]]:
-    """For each budget the metrics of all methods, and the budget, which is their axis."""
+    """The metrics of all methods for each budget, with the budget as their axis."""
     metrics: dict[float, dict[str, float]] = {budget: {AXIS: budget} for budget in comparison.budgets_ms}
     for row in comparison.rows:
         values = asdict(row)
@@ -404,7 +404,7 @@ def budget_metrics(comparison: ControllerComparison) -> list[dict[str, float]]:
 
 
 def summary_metrics(comparison: ControllerComparison) -> dict[str, float]:
-    """The summary, without values that do not exist."""
+    """The summary without missing values."""
     values = asdict(comparison.summary)
     interval = values.pop("interval") or ()
     bounds = {f"controller_minus_lookup_table_{side}": bound for side, bound in zip(("low", "high"), interval)}

@@ -1,4 +1,4 @@
-"""Results of the methods as matrices, what each baseline would choose, and the summary; numpy only."""
+"""Results of the methods as matrices, the choices of the baselines, and the summary; numpy only."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from eval_pipeline.report.metrics import CONFIDENCE, Interval
 from verl_ext.controller.space import Configuration, ConfigurationSpace
 
 ALLOWED_VIOLATIONS = 0.05
-"""Highest share of the training questions on which an entry of the lookup table may exceed the budget."""
+"""Maximum share of training questions on which an entry of the lookup table may exceed the budget."""
 LEAST_GAP = 0.01
-"""Difference in accuracy of oracle and lookup table from which the closed share of it is meaningful: one point."""
+"""Minimum accuracy gap between oracle and lookup table for which the closed share is meaningful: one point."""
 DECISION_PARTS = ("decision_ms", "features_ms", "network_ms", "choice_ms")
 
 Cell = tuple[float, float, float]
-"""Accuracy from 0 to 1, milliseconds, and complexity of a configuration on a sample."""
+"""Accuracy from 0 to 1, latency in milliseconds, and complexity of a configuration on a sample."""
 
 
 @dataclass(frozen=True)
 class ResultMatrices:
-    """Results by sample and column, where columns are configurations or budgets.
+    """Results by sample and column; columns are configurations or budgets.
 
     Attributes:
         accuracy: (samples, columns), from 0 to 1.
@@ -38,23 +38,23 @@ class ResultMatrices:
 
     @classmethod
     def from_cells(cls, rows: Sequence[Sequence[Cell]]) -> ResultMatrices:
-        """From the cells of each sample."""
+        """Build the matrices from the cells of each sample."""
         return cls(*np.moveaxis(np.array(rows, dtype=float), -1, 0))
 
     def columns(self, chosen: Sequence[int]) -> ResultMatrices:
-        """Some columns in the given order, with repetitions."""
+        """Select columns in the given order, possibly with repetitions."""
         return ResultMatrices(*(part[:, list(chosen)] for part in self.parts))
 
     def take(self, chosen: NDArray[np.int64]) -> ResultMatrices:
-        """For each sample the columns (samples, choices) that are chosen for it."""
+        """Select columns (samples, choices) separately for each sample."""
         return ResultMatrices(*(np.take_along_axis(part, chosen, axis=1) for part in self.parts))
 
     def concatenate(self, other: ResultMatrices) -> ResultMatrices:
-        """The columns of both."""
+        """Append the columns of `other`."""
         return ResultMatrices(*(np.concatenate(pair, axis=1) for pair in zip(self.parts, other.parts)))
 
     def violations(self, budgets_ms: Sequence[float]) -> NDArray[np.bool_]:
-        """(samples, budgets), whether the latency exceeds the budget; the columns are the budgets."""
+        """Whether each latency exceeds its budget, (samples, budgets); the columns must be the budgets."""
         return self.latency_ms > np.asarray(budgets_ms)
 
     @property
@@ -69,13 +69,13 @@ class Measurements:
 
     Attributes:
         train: (training samples, static configurations).
-        statics: (samples, static configurations), as the next four on held-out questions.
-        chosen: (samples, budgets), the controller's choices without the time of deciding.
+        statics: (samples, static configurations), on held-out questions like the next four.
+        chosen: (samples, budgets), the controller's choices without the decision time.
         deciding: (samples, budgets, 4), milliseconds by `DECISION_PARTS`.
         random: (samples, budgets), random configurations.
         full: (samples, 1), the full configuration.
         full_ms: mean measured latency of the full configuration, even if latencies come from a latency model.
-        share_again: repeated measurements per run, see `InterferenceDetector`.
+        share_again: number of repeated measurements per run, see `InterferenceDetector`.
     """
 
     train: ResultMatrices
@@ -88,11 +88,11 @@ class Measurements:
     share_again: float
 
 
-# What the baselines choose
+# The choices of the baselines
 
 
 def pareto_front(results: ResultMatrices) -> list[int]:
-    """Columns whose mean accuracy no column with a lower or equal mean latency reaches; fastest first."""
+    """Columns on the Pareto front of mean accuracy and mean latency, fastest first."""
     accuracy, latency = results.accuracy.mean(0), results.latency_ms.mean(0)
     front: list[int] = []
     for column in np.lexsort((-accuracy, latency)).tolist():
@@ -102,10 +102,11 @@ def pareto_front(results: ResultMatrices) -> list[int]:
 
 
 def lookup_table(train: ResultMatrices, budgets_ms: Sequence[float]) -> list[int]:
-    """For each budget the column that is best on training questions.
+    """The best column on training questions for each budget.
 
-    That is the column with the highest mean accuracy, and of equal ones the lowest mean latency, among those with a
-    violation rate of at most `ALLOWED_VIOLATIONS`; if there is none, the column with the lowest mean latency.
+    This is the column with the highest mean accuracy among columns with a violation rate of at most
+    `ALLOWED_VIOLATIONS`; the lower mean latency wins a tie. Without such a column, it is the one with the lowest mean
+    latency.
 
     Args:
         train: (training samples, configurations).
@@ -121,9 +122,9 @@ def lookup_table(train: ResultMatrices, budgets_ms: Sequence[float]) -> list[int
 
 
 def oracle(candidates: ResultMatrices, budgets_ms: Sequence[float]) -> ResultMatrices:
-    """For each sample and budget the most accurate result within the budget, and of equal ones the fastest.
+    """The most accurate result within the budget for each sample and budget; the faster one wins a tie.
 
-    If none is within the budget, the fastest of all.
+    If no result is within the budget, the fastest of all.
 
     Args:
         candidates: (samples, configurations).
@@ -159,7 +160,7 @@ class MethodAtBudget:
 
 
 def method_rows(method: str, results: ResultMatrices, budgets_ms: Sequence[float]) -> list[MethodAtBudget]:
-    """The rows of a method whose columns are the budgets."""
+    """The rows of a method whose result columns are the budgets."""
     rows = []
     violations = results.violations(budgets_ms).mean(0)
     for column, budget in enumerate(budgets_ms):
@@ -176,15 +177,15 @@ class ComparisonSummary:
 
     Attributes:
         controller_minus_lookup_table: difference in accuracy, mean over budgets.
-        interval: its 95 % confidence interval over questions; None with a single question.
-        gap_closed: share of the difference between oracle and lookup table that the controller reaches, mean over the
-            budgets where that difference is at least `LEAST_GAP`; None if there are none.
+        interval: 95 % confidence interval of that difference over questions; None with a single question.
+        gap_closed: share of the gap between oracle and lookup table that the controller closes, mean over the budgets
+            with a gap of at least `LEAST_GAP`; None without such budgets.
         num_gap_budgets: number of these budgets.
-        worst_violation_rate: the controller's highest over the budgets.
-        decision_ms: mean time that deciding adds to a latency; the next three are parts of it, see `Decision`.
-        full_ms: mean latency of the full configuration, as measured.
+        worst_violation_rate: the controller's highest violation rate over the budgets.
+        decision_ms: mean time that a decision adds to the latency; the next three are parts of it, see `Decision`.
+        full_ms: mean measured latency of the full configuration.
         network_share: `network_ms` / `full_ms`.
-        measured_again: repeated measurements per run.
+        measured_again: number of repeated measurements per run.
     """
 
     controller_minus_lookup_table: float
@@ -209,7 +210,7 @@ def summarize_comparison(
     full_ms: float,
     measured_again: float,
 ) -> ComparisonSummary:
-    """Compare the controller with lookup table and oracle.
+    """Compare the controller with the lookup table and the oracle.
 
     Args:
         methods: results (samples, budgets) of `controller`, `lookup_table` and `oracle`.
@@ -237,15 +238,15 @@ def closed_gap(gains: NDArray[np.float64], gaps: NDArray[np.float64]) -> tuple[f
     """The mean of gain / gap over the gaps of at least `LEAST_GAP`, and their number.
 
     Args:
-        gains: (budgets,), accuracy of the controller minus that of the lookup table.
-        gaps: (budgets,), accuracy of the oracle minus that of the lookup table.
+        gains: (budgets,), accuracy of the controller minus accuracy of the lookup table.
+        gaps: (budgets,), accuracy of the oracle minus accuracy of the lookup table.
     """
     wide = gaps >= LEAST_GAP - 1e-9  # tolerates rounding of a gap of exactly one point
     return (float((gains[wide] / gaps[wide]).mean()), int(wide.sum())) if wide.any() else (None, 0)
 
 
 def mean_interval(values: NDArray[np.float64]) -> Interval | None:
-    """Student's confidence interval of a mean over samples (samples,); None with fewer than two."""
+    """Student's confidence interval of the mean of values (samples,); None with fewer than two."""
     if len(values) < 2:
         return None
     half = float(t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
@@ -257,11 +258,11 @@ class ControllerComparison:
     """The controller and its baselines.
 
     Attributes:
-        budgets_ms: ascending.
+        budgets_ms: budgets, ascending.
         statics: static configurations, the columns of `measured.statics` and `measured.train`.
-        methods: results (samples, budgets) by name of the method.
-        front: indices into `statics` of the Pareto front, fastest first.
-        table: indices into `statics`, one per budget.
+        methods: results (samples, budgets) by method name.
+        front: Pareto front as indices into `statics`, fastest first.
+        table: lookup table as indices into `statics`, one per budget.
     """
 
     space: ConfigurationSpace
@@ -275,25 +276,25 @@ class ControllerComparison:
 
     @property
     def rows(self) -> list[MethodAtBudget]:
-        """One per method and budget."""
+        """A row for each method and budget."""
         return [row for name, results in self.methods.items() for row in method_rows(name, results, self.budgets_ms)]
 
     def violation_rates(self, method: str) -> NDArray[np.float64]:
-        """(budgets,), the share of a method's answers that exceed the budget."""
+        """Share of a method's answers that exceed the budget, (budgets,)."""
         return self.methods[method].violations(self.budgets_ms).mean(0)
 
 
 def compare(
     measured: Measurements, space: ConfigurationSpace, statics: Sequence[Configuration], budgets_ms: Sequence[float]
 ) -> ControllerComparison:
-    """Derive the methods' results and the summary.
+    """Compute the results of the methods and the summary.
 
     Args:
-        statics: columns of `measured.statics`.
-        budgets_ms: columns of `measured.chosen`.
+        statics: configurations of the columns of `measured.statics`.
+        budgets_ms: budgets of the columns of `measured.chosen`.
     """
     table, chosen = lookup_table(measured.train, budgets_ms), measured.chosen
-    # The oracle need not decide, so the controller's choices are candidates without the time of deciding.
+    # The oracle makes no decision, so the controller's choices are candidates without the decision time.
     methods = {
         "controller": replace(chosen, latency_ms=chosen.latency_ms + measured.deciding[..., 0]),
         "lookup_table": measured.statics.columns(table),

@@ -1,4 +1,4 @@
-"""The static configurations that run on every question: a grid of the space, and the controller's favorites."""
+"""The static configurations that run on every question: a grid, and the controller's most frequent choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_ext.controller.space import Configuration, ConfigurationSpace, select_
 from verl_ext.data.image_questions import ImageQuestion
 
 NUM_FAVORITES = 4
-"""The controller's most frequent choices of blocks and experts, which the lookup table gets at every tier."""
+"""Number of the controller's most frequent choices of blocks and experts to add to the lookup table at every tier."""
 
 Mask = list[bool]
 """Whether each block runs."""
@@ -31,13 +31,13 @@ def static_configurations(
     max_static: int,
     num_searched: int,
 ) -> list[Configuration]:
-    """The grid, and what the controller chooses most often for training questions, at every tier.
+    """The grid, and the controller's most frequent choices for training questions, at every tier.
 
     Args:
-        scores: importance of the blocks; None keeps the first ones.
-        questions: of the training split.
-        max_static: size of the grid.
-        num_searched: questions on which the grid's blocks are searched; 0 keeps the most important ones.
+        scores: importance of the blocks; None keeps the first blocks.
+        questions: questions of the training split.
+        max_static: maximum size of the grid.
+        num_searched: number of questions for the search of the grid's blocks; 0 keeps the most important blocks.
     """
     space, searched = model.space, questions[:num_searched]
     masks = search_blocks(model.runner, space, searched) if searched else important_blocks(space, scores)
@@ -53,11 +53,11 @@ def static_configurations(
 
 
 def static_grid(space: ConfigurationSpace, masks: Mapping[int, Mask], max_static: int) -> list[Configuration]:
-    """Every tier with every mask and every top-k, the same for all blocks; by ascending complexity.
+    """All combinations of tier, mask and top-k (the same for all blocks), by ascending complexity.
 
     Args:
-        masks: one for each number of active blocks.
-        max_static: size to which the grid is thinned out evenly, without its first and last configuration.
+        masks: a mask for each number of active blocks.
+        max_static: maximum size; a larger grid is thinned out evenly, keeping its first and last configuration.
     """
     configurations = [
         space.configuration(tier, mask, topk)
@@ -72,16 +72,16 @@ def static_grid(space: ConfigurationSpace, masks: Mapping[int, Mask], max_static
 
 
 def important_blocks(space: ConfigurationSpace, scores: Mapping[int, float] | None) -> dict[int, Mask]:
-    """For each number of active blocks a mask of the most important ones, or without scores of the first ones."""
+    """A mask for each number of active blocks, with the most important blocks, or without scores the first ones."""
     counts = range(space.min_active, space.max_active + 1)
     return {count: select_blocks(count, space.num_blocks, scores) for count in counts}
 
 
 def search_blocks(runner: VLMRunner, space: ConfigurationSpace, questions: Sequence[ImageQuestion]) -> dict[int, Mask]:
-    """For each number of active blocks a mask, found greedily at the highest tier with all experts.
+    """Search a mask for each number of active blocks greedily, at the highest tier with all experts.
 
-    Starting with block 0, the search adds the block with which the most answers are correct; the references' loss
-    breaks ties. The importance of single blocks is not enough: of two blocks that can replace each other, skipping one
+    Starting with block 0, each step adds the block that gives the most correct answers; the loss of the references
+    breaks ties. The importance of single blocks does not suffice: if two blocks can replace each other, skipping either
     costs nothing.
     """
     scorer, top_tier = AnswerScorer(questions), len(space.tiers) - 1

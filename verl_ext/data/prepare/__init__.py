@@ -1,6 +1,6 @@
 """Preparation of training data and small models: `python -m verl_ext.data.prepare COMMAND ... --output DIR`.
 
-The launcher prepares what a recipe names before training starts, with the words of the command line:
+The launcher runs a recipe's preparation commands before training starts, given as on the command line:
 
     if not is_prepared(["quickstart", "--output", "data/quickstart"]):
         prepare(["quickstart", "--output", "data/quickstart"])
@@ -34,21 +34,21 @@ COMMANDS: dict[str, PrepareCommand] = {
 
 
 def build_parser(words: Sequence[str] = tuple(COMMANDS)) -> CommandParser:
-    """Parser of the command line.
+    """Build the command line parser.
 
     Args:
-        words: the command line; only commands that it mentions get their options, which may be slow to describe.
+        words: the command line; only the commands in it get their options, which may be slow to build.
     """
     parser = CommandParser(
         prog=PROGRAM,
-        description="Prepare training data or a small model. Running a finished command again does nothing.",
+        description="Prepare training data or a small model. Commands whose output is up to date do nothing.",
         examples=[f"{PROGRAM} quickstart --output data/quickstart"],
     )
     commands = add_commands(parser)
     for name, command in COMMANDS.items():
         subparser = add_command(commands, name, command.help, examples=[f"{PROGRAM} {command.example}"])
         if name in words:
-            subparser.add_argument("--output", required=True, metavar="DIR", help="directory to write into")
+            subparser.add_argument("--output", required=True, metavar="DIR", help="output directory")
             subparser.add_argument("--force", action="store_true", help="prepare again even if nothing changed")
             command.add_arguments(subparser)
     return parser
@@ -67,7 +67,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def is_prepared(words: Sequence[str]) -> bool:
-    """Whether an earlier run with the same arguments finished, its files still exist, and its inputs are the same.
+    """Whether an earlier run with the same arguments finished, its files still exist, and its inputs are unchanged.
 
     Imports nothing heavy, so that it can run before every training.
 
@@ -82,8 +82,8 @@ def prepare(words: Sequence[str], *, is_typed: bool = False) -> None:
     """Run one preparation command, unless its output is up to date, and print a summary.
 
     Args:
-        words: the command's name and options, as on the command line; `--force` runs it in any case.
-        is_typed: whether a user typed the command and needs to know the next one.
+        words: the command's name and options, as on the command line; `--force` always runs the command.
+        is_typed: whether a user typed the command, so that the summary names the next command.
 
     Raises:
         UserError: the words do not parse, or an input is missing or malformed.
@@ -92,15 +92,15 @@ def prepare(words: Sequence[str], *, is_typed: bool = False) -> None:
     command, output = COMMANDS[arguments.command], Path(arguments.output)
     changed = None if arguments.force else changed_inputs(command, arguments)
     if changed == []:
-        print_line(f"Nothing to do: {output} is prepared already; --force prepares it again.")
+        print_line(f"Nothing to do: {output} is already prepared; --force prepares it again.")
         return
     if changed:
         print_line(f"{', '.join(changed)} changed since {output} was prepared; preparing it again.")
     is_new = not output.exists()
-    make_directory(output)  # before the work, so that an output that is not writable is refused at once
+    make_directory(output)  # refuse an output that is not writable before the work
     remove_stamp(output)
     try:
-        inputs = input_states(arguments)  # before they are read, so that a change during the run is noticed next time
+        inputs = input_states(arguments)  # before the run, so that the next run detects changes during this one
         result = command.run(arguments)
     except BaseException:
         if is_new:

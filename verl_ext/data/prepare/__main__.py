@@ -9,7 +9,7 @@ from verl_ext.data.prepare import prepare
 
 
 def main() -> None:
-    """Prepare what the command line asks for; a mistake in it ends with exit code 2 and one sentence."""
+    """Run the command on the command line; bad input exits with code 2 and an error message."""
     with clean_exit():
         prepare(sys.argv[1:], is_typed=True)
 

@@ -1,4 +1,4 @@
-"""`chat`: conversations in JSON, CSV or parquet become checked, deduplicated train and validation files."""
+"""`chat`: converts conversations in JSON, CSV or parquet to checked, deduplicated training and validation files."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ PERCENTILES = (50, 90, 99)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `chat`."""
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=INPUT_HELP)
-    parser.add_argument("--messages-key", metavar="COLUMN", help="column of the turns (default: found)")
-    parser.add_argument("--prompt-key", metavar="COLUMN", help="column of the user's text (default: found)")
-    parser.add_argument("--response-key", metavar="COLUMN", help="column of the answer's text (default: found)")
+    parser.add_argument("--messages-key", metavar="COLUMN", help="column of the turns (default: detected)")
+    parser.add_argument("--prompt-key", metavar="COLUMN", help="column of the user's text (default: detected)")
+    parser.add_argument("--response-key", metavar="COLUMN", help="column of the answer (default: detected)")
     parser.add_argument(
-        "--metadata", nargs="+", default=[], metavar="COLUMN", help="columns of text to keep and not to train on"
+        "--metadata", nargs="+", default=[], metavar="COLUMN", help="text columns to keep without training on them"
     )
     parser.add_argument("--id-key", default="problem_id", metavar="COLUMN", help="column of ids")
     parser.add_argument("--exclude", metavar="FILE", help="ids to exclude: one per line, or JSONL with --id-key")
     parser.add_argument("--skip-bad", action="store_true", help="count malformed rows instead of stopping")
-    parser.add_argument("--tokenizer", metavar="DIR", help="measure lengths in this tokenizer's tokens")
+    parser.add_argument("--tokenizer", metavar="DIR", help="measure lengths in tokens of this tokenizer")
     add_split_arguments(parser)
 
 
 def prepare_chats(arguments: argparse.Namespace) -> PrepareResult:
-    """Write both files.
+    """Write the training and validation files.
 
     Raises:
         UserError: a file or row is malformed, `--exclude` cannot match anything, or nothing is left to split.
@@ -66,7 +66,7 @@ def prepare_chats(arguments: argparse.Namespace) -> PrepareResult:
     rows = _without_excluded(rows, excluded, arguments.id_key, counts)
     rows = _without_duplicates(rows, counts)
     rows, lengths = _measure_lengths(rows, measure, converter)
-    # Answers to one problem stay on one side of the split; otherwise, validation would measure memorization.
+    # Keep all answers to a problem on one side of the split; otherwise, validation would measure memorization.
     ids = [row.get(arguments.id_key) for row in rows]
     groups = [f"row {index}" if each is None else f"id {each}" for index, each in enumerate(ids)]
     rows = encode_mixed_columns(rows, keep="messages")
@@ -87,7 +87,7 @@ def _read_conversations(arguments: argparse.Namespace, converter: RowConverter) 
 
 
 def _find_layout(path: Path, keys: ChatColumns) -> tuple[ChatLayout | None, NumberedRows]:
-    """The layout of the first row that has one, and all rows of the file."""
+    """The layout of the first row with a known layout, and all rows of the file."""
     seen, rows = [], read_rows(path)
     for item in rows:
         seen.append(item)
@@ -105,10 +105,10 @@ def _find_layout(path: Path, keys: ChatColumns) -> tuple[ChatLayout | None, Numb
 
 
 def _read_excluded_ids(name: str, id_key: str) -> set[str]:
-    """Ids, as text, from a file with one per line, or from JSONL whose objects have them as `id_key`.
+    """Read ids as text from a file with one id per line, or from JSONL with the key `id_key`.
 
     Raises:
-        UserError: the file cannot be read, holds no id, or an object lacks the key.
+        UserError: the file cannot be read or holds no id, or an object lacks the key.
     """
     try:
         lines = Path(name).read_text(encoding="utf-8-sig").split("\n")  # a text may hold other line breaks
@@ -126,12 +126,12 @@ def _parse_id(line: str, id_key: str, where: str) -> str:
     try:
         return str(json.loads(line)[id_key])
     except (KeyError, ValueError, RecursionError) as error:
-        raise UserError(f"{where} is no JSON object with {id_key!r}; fix it or name the key with --id-key") from error
+        raise UserError(f"{where} is not a JSON object with {id_key!r}; fix it or set --id-key") from error
 
 
 def _without_excluded(rows: list[Row], excluded: set[str], id_key: str, counts: Counter[str]) -> list[Row]:
     if excluded and not any(id_key in row for row in rows):
-        raise UserError(f"no row has the column {id_key!r}, so --exclude cannot work; name it with --id-key")
+        raise UserError(f"no row has the column {id_key!r}, which --exclude needs; name the column with --id-key")
     kept = [row for row in rows if str(row.get(id_key)) not in excluded]
     counts["excluded"] = len(rows) - len(kept)
     return kept
@@ -151,7 +151,7 @@ def _without_duplicates(rows: list[Row], counts: Counter[str]) -> list[Row]:
 def _measure_lengths(
     rows: list[Row], measure: Callable[[Row], int], converter: RowConverter
 ) -> tuple[list[Row], list[int]]:
-    """The rows that can be measured, and their lengths."""
+    """Measure the rows, and return the valid ones with their lengths."""
     kept, lengths = [], []
     for row in progress_bar(rows, desc="measuring lengths", unit="rows"):
         try:
@@ -164,28 +164,28 @@ def _measure_lengths(
 
 
 def length_percentiles(lengths: Sequence[int], unit: str) -> dict[str, float]:
-    """The 50th, 90th and 99th percentile and the maximum, to choose `data.max_length` by; empty without lengths."""
+    """The 50th, 90th and 99th percentile and the maximum, for choosing `data.max_length`; empty without lengths."""
     if not lengths:
         return {}
-    import numpy as np  # here, so that --help does not wait for it
+    import numpy as np  # here, so that --help is fast
 
-    found = np.percentile(lengths, PERCENTILES, method="inverted_cdf")  # only lengths that occur
+    found = np.percentile(lengths, PERCENTILES, method="inverted_cdf")  # returns only lengths that occur
     named = {f"{unit}_p{percent}": int(length) for percent, length in zip(PERCENTILES, found)}
     return {**named, f"{unit}_max": max(lengths)}
 
 
 def count_chars(row: Row) -> int:
-    """Number of characters of all turns."""
+    """Number of characters in all turns."""
     return sum(len(message.get("content") or "") for message in row["messages"])
 
 
 def token_counter(directory: str) -> Callable[[Row], int]:
-    """A function that counts the tokens of a row with `messages` and perhaps `tools`, rendered as for training.
+    """Return a function that counts the tokens of a row with `messages` and optional `tools`, rendered as in training.
 
-    The function raises `RowError` for a row that the chat template refuses.
+    The function raises `RowError` if the chat template refuses a row.
 
     Args:
-        directory: a tokenizer with a chat template.
+        directory: directory of a tokenizer with a chat template.
 
     Raises:
         UserError: the tokenizer is missing or has no chat template.
@@ -196,13 +196,13 @@ def token_counter(directory: str) -> Callable[[Row], int]:
     from verl_ext.rendering import EndlessTemplate
 
     if not Path(directory).is_dir():
-        raise UserError(f"--tokenizer {directory} is not a directory; give one with tokenizer.json in it")
+        raise UserError(f"--tokenizer {directory} is not a directory; give a directory with tokenizer.json")
     require_no_remote_code(directory, trusted=False, local_files_only=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # each kind of missing or damaged file raises a different exception
+    except Exception as error:  # the exception depends on which file is missing or damaged
         raise UserError(
-            f"--tokenizer {directory} holds no tokenizer that loads ({first_line_of(error)}); give a model's directory"
+            f"--tokenizer {directory} cannot be loaded ({first_line_of(error)}); give a model's directory"
         ) from error
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer in {directory} has no chat template; choose a chat model's directory")
@@ -212,7 +212,7 @@ def token_counter(directory: str) -> Callable[[Row], int]:
         columns = {"tools": row["tools"]} if row.get("tools") else {}
         try:
             text = template.render(check_messages(row["messages"]), **columns)
-        except EndlessTemplate:  # every other row would take as long
+        except EndlessTemplate:  # every other row would also time out
             raise
         except (UserError, *TEMPLATE_ERRORS) as error:
             raise RowError(

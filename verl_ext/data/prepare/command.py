@@ -1,8 +1,8 @@
-"""A preparation command, and its output directory: files that appear complete or not at all, and a stamp.
+"""A preparation command and its output directory, with atomically written files and a stamp.
 
 The stamp `prepared.json` is written last, so its presence means that the preparation finished. It records the
-arguments, the command's version, and the content of the inputs, from which a later run tells whether there is anything
-to do.
+arguments, the command's version, and digests of the inputs, from which a later run determines whether the output is up
+to date.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 STAMP_NAME = "prepared.json"
 INPUT_OPTIONS = ("input", "exclude", "source", "format")
-"""Options that may name files. Others, such as `--tokenizer`, do not change what is written."""
+"""Options that may name input files. Other files, such as `--tokenizer`, do not affect the output."""
 
 
 @dataclass(frozen=True)
 class PrepareResult:
-    """What a command wrote.
+    """The result of a command.
 
     Attributes:
-        files: paths relative to the output directory.
+        files: written files, relative to the output directory.
         counts: statistics by name, which are printed and stored.
         next_fields: values for the fields of `PrepareCommand.next_command` other than `output`.
     """
@@ -47,16 +47,16 @@ class PrepareResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareCommand:
-    """One command of `python -m verl_ext.data.prepare`.
+    """A command of `python -m verl_ext.data.prepare`.
 
     Attributes:
-        name: the word that selects the command.
-        help: what the command does; the first sentence is its summary.
+        name: name on the command line.
+        help: description; the first sentence is the summary.
         example: name and options, for --help.
-        next_command: what to run afterwards, by its name in `verl_ext.commands`; `{output}` and the result's fields are
-            filled in word by word.
-        version: raised when the same arguments would give other files.
-        add_arguments: adds the command's own options, if it has any, to its parser.
+        next_command: the command to run next, starting with its name in `verl_ext.commands`; `{output}` and the fields
+            of the result are replaced in each word.
+        version: increased when the same arguments produce other files.
+        add_arguments: adds the command's own options to its parser.
         run: writes the files; raises `UserError` for bad input.
     """
 
@@ -69,7 +69,7 @@ class PrepareCommand:
     run: Callable[[argparse.Namespace], PrepareResult]
 
     def next_words(self, output: str, result: PrepareResult) -> list[str]:
-        """The command to run after this one has written an output directory."""
+        """The command line to run after this command has written its output directory."""
         name, *words = (word.format(output=output, **result.next_fields) for word in self.next_command.split())
         return [*typed_command(name), *words]
 
@@ -78,24 +78,24 @@ class PrepareCommand:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory to write into, with its parents, unless it exists.
+    """Create an output directory with its parents, unless it exists.
 
     Raises:
-        UserError: it cannot be created or written to.
+        UserError: the directory cannot be created or written to.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create the directory {path} ({error.strerror}); choose another --output") from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError(f"no permission to write into {path}; choose another --output")
+        raise UserError(f"no permission to write to {path}; choose another --output")
 
 
 @contextmanager
 def staged_directory(target: Path) -> Iterator[Path]:
-    """Yield an empty directory; at the end of the block its files are flushed to disk and moved into `target`.
+    """Yield an empty directory, whose files are flushed to disk and moved to `target` at the end of the block.
 
-    The directory is inside `target`, because a rename is atomic only within one file system.
+    The directory is inside `target`, because a rename is atomic only within a file system.
 
     Raises:
         UserError: `target` cannot be created or written to, or its disk is full.
@@ -110,13 +110,13 @@ def staged_directory(target: Path) -> Iterator[Path]:
                 os.replace(path, target / path.name)
     except OSError as error:
         raise UserError(
-            f"cannot write into {target} ({first_line_of(error)}); free space, or choose another --output"
+            f"cannot write to {target} ({first_line_of(error)}); free some space, or choose another --output"
         ) from error
 
 
 @contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """Yield a path to write to; the file is moved to `target` at the end of the block, see `staged_directory`."""
+    """Yield a temporary path; the file is moved to `target` at the end of the block, see `staged_directory`."""
     with staged_directory(target.parent) as staging:
         yield staging / target.name
 
@@ -124,12 +124,12 @@ def staged_file(target: Path) -> Iterator[Path]:
 def write_model(
     directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | ProcessorMixin
 ) -> list[str]:
-    """Write a model with its tokenizer or processor into a directory, and return the names of the files."""
+    """Write a model with its tokenizer or processor to a directory, and return the names of the files."""
     with staged_directory(directory) as staging:
         model.save_pretrained(staging)
         save_config(model.config, staging)
         save_tokenizer(tokenizer, staging)
-        # transformers copies a GGUF there that it has read, and would later mistake it for a SentencePiece model.
+        # transformers writes the GGUF that it has read to this file, and would load it as a SentencePiece model.
         (staging / "tokenizer.model").unlink(missing_ok=True)
         return sorted(path.name for path in staging.iterdir())
 
@@ -146,13 +146,13 @@ class FileState(NamedTuple):
 
 
 Inputs = dict[str, dict[str, FileState]]
-"""States by the input's name, then by the path inside it; the path of an input that is a file itself is empty."""
+"""States by input name, then by path inside the input; the path is empty if the input is a file."""
 _digests: dict[tuple[str, int, int], str] = {}
 """Digests by path, size and modification time."""
 
 
 def file_state(path: Path) -> FileState:
-    """State of a file, which is read only if neither an earlier call nor a trusted stamp knows its digest.
+    """State of a file; reads the file only if neither an earlier call nor a trusted stamp knows its digest.
 
     Raises:
         UserError: the file cannot be read.
@@ -169,7 +169,7 @@ def file_state(path: Path) -> FileState:
 
 
 def trust_stamp(path: Path) -> None:
-    """Let `file_state` take digests from a stamp for files whose size and modification time have not changed."""
+    """Let `file_state` use the digests in a stamp for files with unchanged size and modification time."""
     _trust(_read_stamp(path) or {})
 
 
@@ -181,10 +181,10 @@ def _trust(stamp: dict[str, Any]) -> None:
 
 
 def input_states(arguments: argparse.Namespace, written: Collection[Path] = ()) -> Inputs:
-    """States of the files and directories that a command line names as its input.
+    """States of the input files and directories of a command line.
 
     Args:
-        written: files to skip, because they are output in a directory that is an input too.
+        written: files to skip, because they are output in an input directory.
 
     Raises:
         UserError: an input cannot be read.
@@ -202,7 +202,7 @@ def input_states(arguments: argparse.Namespace, written: Collection[Path] = ()) 
 
 
 def _input_path(name: str) -> Path:
-    """The file of an input, which may be a plugin, `path.py:NAME`."""
+    """The path of an input, which may also be a plugin, `path.py:NAME`."""
     code, _, function = name.rpartition(":")
     return Path(code if function.isidentifier() and Path(code).is_file() else name)
 
@@ -215,7 +215,7 @@ def _directory_states(directory: Path, output: Path, written: Collection[Path]) 
         paths += [here / name for name in names if not _is_ignored(name) and resolved / name not in written]
     states = {}
     for path in sorted(paths):
-        with suppress(UserError):  # removed meanwhile or unreadable: a command that needs the file reports it
+        with suppress(UserError):  # removed or unreadable; a command that needs the file reports it
             if path.is_file():
                 states[str(path.relative_to(directory))] = file_state(path)
     return states
@@ -232,7 +232,7 @@ def write_stamp(command: PrepareCommand, arguments: argparse.Namespace, result: 
     """Write the stamp of a finished preparation.
 
     Args:
-        inputs: the `input_states` from before the command read them.
+        inputs: the `input_states` from before the command read the inputs.
     """
     written = _written_paths(arguments, result.files)
     inputs = {
@@ -252,7 +252,7 @@ def remove_stamp(output: Path) -> None:
 def changed_inputs(command: PrepareCommand, arguments: argparse.Namespace) -> list[str] | None:
     """Inputs that changed since the output was prepared; None if the output is missing or was prepared differently.
 
-    An input that no longer exists has not changed: its prepared files are enough.
+    An input that no longer exists does not count as changed, because its prepared files suffice.
     """
     output = Path(arguments.output)
     stamp = _read_stamp(output / STAMP_NAME)
@@ -264,10 +264,10 @@ def changed_inputs(command: PrepareCommand, arguments: argparse.Namespace) -> li
     recorded = stamp.get("inputs", {})
     _trust(stamp)
     inputs = input_states(arguments, _written_paths(arguments, stamp["files"]))
-    if inputs and "inputs" not in stamp:  # of a version that recorded no digests
+    if inputs and "inputs" not in stamp:  # written by a version that recorded no digests
         return None
     changed = [name for name, states in inputs.items() if not _is_same(recorded.get(name), states)]
-    # If another preparation has started meanwhile, it has removed the stamp, which must not come back.
+    # Another preparation that has started meanwhile has removed the stamp, which must not reappear.
     if not changed and {**recorded, **inputs} != recorded and _read_stamp(output / STAMP_NAME) == stamp:
         with suppress(OSError, UserError):  # then the next launch reads the inputs again
             _replace_stamp(output / STAMP_NAME, {**stamp, "inputs": {**recorded, **inputs}})
@@ -284,7 +284,7 @@ def _identity(command: PrepareCommand, arguments: argparse.Namespace) -> dict[st
 
 
 def _is_same(recorded: dict[str, FileState] | str | None, states: dict[str, FileState]) -> bool:
-    """Whether an input has the recorded content; stamps of a version that kept no times record it as one digest."""
+    """Whether an input has the recorded content; stamps of older versions record a single digest."""
     if not isinstance(recorded, str):
         return recorded is not None and _digests_of(recorded) == _digests_of(states)
     if "" in states:
@@ -298,7 +298,7 @@ def _digests_of(states: dict[str, FileState]) -> dict[str, str]:
 
 
 def _read_stamp(path: Path) -> dict[str, Any] | None:
-    """The content of a stamp; None if it is missing or damaged, as after a crash, so that the command runs again."""
+    """Read a stamp; None if it is missing or damaged, for example after a crash, so that the command runs again."""
     if not path.is_file():
         return None
     try:

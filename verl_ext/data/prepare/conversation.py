@@ -1,8 +1,8 @@
-"""One input row becomes one checked conversation: a `messages` list plus the row's other columns.
+"""Converts an input row to a checked conversation: a `messages` list plus the row's other columns.
 
-Conversations come in OpenAI's layout (`role` and `content`), in ShareGPT's (`from` and `value`), or as a pair of
-columns, such as Alpaca's `instruction` and `output`. The converted turns have OpenAI's form with text for content. If
-any text of a row would be lost, the row is refused.
+Conversations have OpenAI's layout (`role` and `content`), ShareGPT's (`from` and `value`), or are pairs of columns,
+such as Alpaca's `instruction` and `output`. The converted turns have OpenAI's layout with text content. A row is
+refused if any of its text would be lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METADATA_KEYS = re.compile(
     r"author|annotator|quality|score|scores|rating|status|metadata|meta|extra_info|ability)",
     re.IGNORECASE,
 )
-"""Columns of text that describe a conversation and are not part of it."""
+"""Text columns that describe a conversation without being part of it."""
 ROLES = ("system", "user", "assistant", "tool")
 DEVELOPER = "developer"
 FUNCTION_CALL = "function_call"
@@ -45,7 +45,7 @@ SHAREGPT_ROLES = {
     **{"observation": "tool", "function_response": "tool"},
 }
 TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "id", "index")
-"""Keys of a turn. Other keys that are not null are refused: they hold text, or exclude the turn from training."""
+"""Accepted keys of a turn. Other non-null keys are refused: they may hold text, or exclude the turn from training."""
 
 
 # Columns
@@ -53,13 +53,13 @@ TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning
 
 @dataclass(frozen=True)
 class ChatColumns:
-    """Names of the columns to read; for None, the usual names are tried.
+    """Names of the columns to read; None tries the usual names.
 
     Attributes:
         messages: column of the turns.
         prompt: column of the user's text.
         response: column of the assistant's text.
-        metadata: columns of text that are not part of the conversation.
+        metadata: text columns that are not part of the conversation.
     """
 
     messages: str | None = None
@@ -70,10 +70,10 @@ class ChatColumns:
 
 @dataclass(frozen=True)
 class ChatLayout:
-    """How the rows of a file hold conversations.
+    """How the rows of a file store conversations.
 
     Attributes:
-        name: the layout's name, for messages.
+        name: name of the layout, for messages.
         messages: column of the turns; None for a pair of columns.
         prompt: column of the user's text or turns.
         response: column of the assistant's text or turns.
@@ -92,13 +92,13 @@ class ChatLayout:
         return (self.prompt, self.response) if self.messages is None else (self.messages,)
 
     def describe(self, row: Row) -> str:
-        """The layout's name and the columns of it that a row has."""
+        """Name of the layout, and its columns in a row."""
         present = [name for name in (self.columns[0], *self.optional, *self.columns[1:]) if name in row]
         return f"{self.name} layout ({', '.join(present)})"
 
 
 def detect_layout(row: Row, keys: ChatColumns) -> ChatLayout:
-    """Detect how a row holds its conversation.
+    """Detect how a row stores its conversation.
 
     Raises:
         RowError: a named column is missing, or no usual column is present.
@@ -114,7 +114,7 @@ def detect_layout(row: Row, keys: ChatColumns) -> ChatLayout:
     response = _find_column(row, keys.response, [key for key in RESPONSE_KEYS if key != prompt])
     if prompt is None or response is None:
         raise RowError(
-            f"no conversation is found in its columns {', '.join(sorted(row))}",
+            f"its columns {', '.join(sorted(row))} hold no known conversation layout",
             "name them with --messages-key, or with --prompt-key and --response-key (for SFT "
             "data.multiturn.messages_key, or data.prompt_key and data.response_key)",
         )
@@ -138,14 +138,14 @@ def to_conversation(
     """Convert one row to the `messages` format.
 
     Args:
-        notes: counts the rows in which something was changed, by a description of the change.
-        layout: the layout of its file; None if no row has one.
+        notes: counts the modified rows, by description of the change.
+        layout: layout of the file; None if no row has a known layout.
 
     Returns:
-        The row with `messages` in place of the columns that held the conversation.
+        The row with `messages` in place of the columns of the conversation.
 
     Raises:
-        RowError: the row has another layout, a malformed turn, no assistant turn, or text that is in no turn.
+        RowError: the row has another layout, a malformed turn, no assistant turn, or text outside the turns.
     """
     layout = layout or detect_layout(row, keys)
     _check_layout(row, layout, keys)
@@ -156,7 +156,7 @@ def to_conversation(
     rest.pop(ORIGIN_KEY, None)
     _refuse_lost_text(rest, [row.get(name) for name in used], messages, keys.metadata)
     tools = _tools(row.get(TOOLS_KEY))
-    rest.pop("messages", None)  # named as metadata; the conversation takes its place
+    rest.pop("messages", None)  # a metadata column that the conversation replaces
     return {"messages": messages, **rest, **({} if tools is None else {TOOLS_KEY: tools})}
 
 
@@ -169,7 +169,7 @@ def _check_layout(row: Row, layout: ChatLayout, keys: ChatColumns) -> None:
     if found != layout:
         raise RowError(
             f"it has the {found.describe(row)}, unlike the rows before it ({layout.name})",
-            "put such rows into a file of their own",
+            "move such rows to a separate file",
         )
     if missing:
         raise RowError(f"its column {missing[0]!r} is missing or null")
@@ -201,7 +201,7 @@ def _begins_with_system(turns: list[Any], texts: set[str]) -> bool:
 
 
 def _prompt_turns(row: Row, layout: ChatLayout) -> list[Any]:
-    """The user's turns; an instruction and its input are joined by an empty line."""
+    """The user's turns; an instruction and its input are joined with a blank line."""
     further = [name for name in INPUT_KEYS if name in layout.optional and _has_text(row.get(name))]
     prompt = row[layout.prompt]
     if not further:
@@ -213,7 +213,7 @@ def _prompt_turns(row: Row, layout: ChatLayout) -> list[Any]:
 
 
 def _history(value: Any) -> Iterator[Row]:
-    """Earlier rounds, as LLaMA-Factory's Alpaca files hold them: pairs of a prompt and an answer."""
+    """Turns of earlier rounds, which LLaMA-Factory's Alpaca files store as pairs of prompt and answer."""
     rounds = from_json_text(value)
     if rounds is None or rounds == "":
         return
@@ -225,7 +225,7 @@ def _history(value: Any) -> Iterator[Row]:
 
 
 def _column_turns(value: Any, role: str) -> list[Any]:
-    """A column as turns: text, or in TRL's conversational form a list of them."""
+    """Convert a column to turns; it holds a text, or in TRL's conversational format a list of turns."""
     turns = from_json_text(value) if isinstance(value, str) and value.startswith("[{") else value
     is_list = isinstance(turns, list) and any(isinstance(turn, dict) and "role" in turn for turn in turns)
     return turns if is_list else [{"role": role, "content": value}]
@@ -241,10 +241,10 @@ def _tools(value: Any) -> list[Any] | None:
 
 
 def _refuse_lost_text(rest: Row, used: list[Any], messages: list[Row], metadata: Collection[str]) -> None:
-    """Refuse columns of text that is in no turn, unless they are metadata."""
+    """Refuse columns with text outside the turns, unless they are metadata."""
     for name, value in rest.items():
         if name in MEDIA_KEYS and value:
-            raise RowError(f"it has {name}, and only text can be trained on", "remove the column, or drop such rows")
+            raise RowError(f"it has {name}, but only text can be trained on", "remove the column, or drop such rows")
         if name in metadata or not _has_text(value):
             continue
         if METADATA_KEYS.fullmatch(name) or _is_repeated(value, used, messages):
@@ -264,7 +264,7 @@ def _has_text(value: Any) -> bool:
 
 
 def _is_repeated(value: Any, used: list[Any], messages: list[Row]) -> bool:
-    """Whether a text occurs in a turn, or repeats the whole row, as the column `text` of the original Alpaca data."""
+    """Whether a text occurs in a turn, or repeats the whole row, like the column `text` of the original Alpaca data."""
     if not isinstance(value, str):
         return False
     contents = [message["content"] or "" for message in messages]
@@ -277,17 +277,17 @@ def _is_repeated(value: Any, used: list[Any], messages: list[Row]) -> bool:
 
 
 def to_turns(value: Any, notes: Counter[str]) -> list[Row]:
-    """Convert the turns of a chat to OpenAI's form; `check_turns` checks the chat as a whole.
+    """Convert the turns of a chat to OpenAI's layout; `check_turns` checks the chat as a whole.
 
     Args:
-        value: a list of turns in OpenAI's or ShareGPT's form, or JSON text of one.
-        notes: counts the rows in which something was changed, by a description of the change.
+        value: a list of turns in OpenAI's or ShareGPT's layout, or its JSON text.
+        notes: counts the modified rows, by description of the change.
 
     Returns:
-        The turns with `role` and `content`; content parts are joined, and arguments of tool calls are JSON text.
+        Turns with `role` and `content`; content parts are joined, and arguments of tool calls are JSON text.
 
     Raises:
-        RowError: it is no such list, or some of its text would be lost.
+        RowError: the value is not such a list, or some of its text would be lost.
     """
     turns = from_json_text(value)
     if not isinstance(turns, list) or not turns:
@@ -297,23 +297,23 @@ def to_turns(value: Any, notes: Counter[str]) -> list[Row]:
     if DEVELOPER in roles:
         if "system" in roles:
             raise RowError("it has both system and developer turns", "merge them into one system turn")
-        # Chat templates do not know the role: Qwen's drop such a turn, ChatML's show a role that the model never saw.
+        # Chat templates do not know the role: Qwen's drop the turn, ChatML's render a role that the model never saw.
         notes["developer turns became system turns"] += 1
         checked = [{**turn, "role": "system"} if turn["role"] == DEVELOPER else turn for turn in checked]
     return checked
 
 
 def check_turns(messages: list[Row], *, is_prompt: bool = False) -> None:
-    """Check converted turns the way training does, so that whatever is prepared can be trained on.
+    """Apply the checks of training to converted turns, so that all prepared data can be trained on.
 
     Args:
-        messages: turns of `to_turns`.
+        messages: turns from `to_turns`.
         is_prompt: whether the model answers the chat; otherwise it is trained on the assistant's turns.
 
     Raises:
         RowError: there is no turn to train on or to answer.
     """
-    from verl_ext.data.chat_template import check_messages  # here, because its libraries slow down every launch
+    from verl_ext.data.chat_template import check_messages  # here, because its imports slow down every launch
 
     try:
         check_messages(messages, is_prompt=is_prompt)
@@ -323,7 +323,7 @@ def check_turns(messages: list[Row], *, is_prompt: bool = False) -> None:
 
 
 def from_json_text(value: Any) -> Any:
-    """The value of JSON text, as CSV files hold lists; anything else is returned unchanged."""
+    """Decode JSON text, which CSV files use for lists; return anything else unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -347,12 +347,12 @@ def _to_turn(turn: Any, where: str) -> Row:
         del turn["weight"]
     if "weight" in turn:
         raise RowError(
-            f"{where} has the weight {turn['weight']!r}, and training would ignore 'weight'",
+            f"{where} has the weight {turn['weight']!r}, but training ignores 'weight'",
             "drop the row, or end its chat before this turn",
         )
     unknown = [name for name in turn if name not in TURN_KEYS]
     if unknown:
-        raise RowError(f"{where} has the key {unknown[0]!r}, which training would ignore", "remove the key or the row")
+        raise RowError(f"{where} has the key {unknown[0]!r}, which training ignores", "remove the key or the row")
     turn["content"] = _join_text_parts(turn.get("content"), where)
     if "tool_calls" in turn:
         calls = turn["tool_calls"]
@@ -376,7 +376,7 @@ def _from_sharegpt(turn: Row, where: str) -> Row:
 
 
 def _join_text_parts(content: Any, where: str) -> Any:
-    """Content with its text parts joined; what is not a list of parts is returned unchanged.
+    """Join the text parts of a content; return anything but a list of parts unchanged.
 
     Raises:
         RowError: a part is not text, such as an image.
@@ -386,12 +386,12 @@ def _join_text_parts(content: Any, where: str) -> Any:
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RowError(f"{where} has a content part of type {kind!r}, and only text can be trained on")
+            raise RowError(f"{where} has a content part of type {kind!r}, but only text can be trained on")
     return "".join(part["text"] for part in content)
 
 
 def _to_tool_call(call: Any, where: str) -> Row:
-    """A tool call with its arguments as JSON text: parquet would give all calls of a file the same arguments."""
+    """Convert the arguments of a tool call to JSON text: parquet would give all calls the same argument names."""
     function = call.get("function", call) if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None

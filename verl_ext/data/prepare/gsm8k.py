@@ -1,4 +1,4 @@
-"""`gsm8k`: grade school math problems in their authors' format become conversations with a checkable answer."""
+"""`gsm8k`: converts grade school math problems in their authors' format to conversations with checkable answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl_ext.errors import UserError, first_line_of
 
 STYLES = ("plain", "think")
 TRAINED_BY = {"sft": "sft", "rl": "grpo"}
-"""Tasks, and the commands that train on their files."""
+"""Training commands by task."""
 SPLIT_FILES = {"train": TRAIN_NAME, "test": VAL_NAME}
 # A sample as published: the solution, with calculator calls such as <<48/2=24>>, then "#### " and the number.
 CALCULATOR_CALL = re.compile(r"<<[^<>]*>>")
@@ -28,9 +28,9 @@ THINK_INSTRUCTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gsm8k`."""
     parser.add_argument(
-        "--source", default="openai/gsm8k", help="directory with train.jsonl and test.jsonl, or a `datasets` name"
+        "--source", default="openai/gsm8k", help="directory with train.jsonl and test.jsonl, or a dataset on the hub"
     )
-    parser.add_argument("--config", default="main", help="configuration of a `datasets` name")
+    parser.add_argument("--config", default="main", help="configuration of a dataset on the hub")
     parser.add_argument(
         "--style",
         choices=STYLES,
@@ -47,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_gsm8k(arguments: argparse.Namespace) -> PrepareResult:
-    """Write both files with the columns `messages`, `answer` and `problem_id`, or those of verl's RL format.
+    """Write both files with the columns `messages`, `answer` and `problem_id`, or the columns of verl's RL format.
 
     `answer` is the final number as text without thousands separators. Calculator calls are removed from the solutions,
-    since no calculator answers them when the model is used.
+    since no calculator answers them at inference time.
 
     Raises:
         UserError: the source cannot be loaded, or a sample is not in the published format.
@@ -96,7 +96,7 @@ def _convert(samples: Iterable[Any], split: str, style: str) -> Iterator[Row]:
 def _messages(question: str, solution: str, number: str, style: str) -> list[dict[str, str]]:
     prompt, answer = question, f"{solution}\n#### {number}"
     if style == "think":
-        # In the user's turn and not in a system turn, which some chat templates refuse.
+        # In the user turn, because some chat templates refuse system turns.
         prompt = f"{question}\n{THINK_INSTRUCTION}"
         answer = f"<think>{solution}</think>\n<answer>{number}</answer>"
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]

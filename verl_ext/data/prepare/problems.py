@@ -1,4 +1,4 @@
-"""`problems`: what an evaluation asks and judges becomes prompts that GRPO learns from."""
+"""`problems`: converts evaluation problems to prompts for GRPO."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `problems`."""
     from eval_pipeline.problems.datasets import FORMATS
 
-    parser.add_argument("--format", required=True, help=f"{', '.join(FORMATS)}, or one of your own: {PLUGIN_FORM}")
-    parser.add_argument("--source", required=True, help="a local file or directory, or a name for `datasets`")
-    parser.add_argument("--subset", metavar="NAME", help="configuration of a data set from the hub")
-    parser.add_argument("--split", metavar="NAME", help="split of a data set that has splits")
-    parser.add_argument("--skip", type=IntArg(0), default=0, help="number of problems to skip at the top")
-    parser.add_argument("--limit", type=IntArg(), help="number of problems to take after those (default: all)")
+    parser.add_argument("--format", required=True, help=f"{', '.join(FORMATS)}, or your own: {PLUGIN_FORM}")
+    parser.add_argument("--source", required=True, help="a local file or directory, or a dataset on the hub")
+    parser.add_argument("--subset", metavar="NAME", help="configuration of a dataset on the hub")
+    parser.add_argument("--split", metavar="NAME", help="split of a dataset that has splits")
+    parser.add_argument("--skip", type=IntArg(0), default=0, help="number of problems to skip at the beginning")
+    parser.add_argument("--limit", type=IntArg(), help="maximum number of problems after the skipped ones")
     parser.add_argument(
-        "--max-tests", type=IntArg(), default=16, help="number of tests of each problem to take, from the top"
+        "--max-tests", type=IntArg(), default=16, help="maximum number of tests per problem; keeps the first ones"
     )
 
 

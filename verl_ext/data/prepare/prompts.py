@@ -1,4 +1,4 @@
-"""`prompts`: prompts in JSON, CSV or parquet become files in verl's RL format, which GRPO learns from."""
+"""`prompts`: converts prompts in JSON, CSV or parquet to verl's RL format for GRPO."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from verl_ext.data.prepare.tables import (
 from verl_ext.errors import UserError
 
 ANSWER_KEYS = ("ground_truth", "answer")
-"""Columns in place of `reward_model.ground_truth`; the first that a row has is used."""
+"""Columns that can replace `reward_model.ground_truth`; the first one in a row is used."""
 OUTPUT_KEYS = ("data_source", "ability", "reward_model", "extra_info")
 """Columns of verl's RL format other than `prompt`."""
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_prompts(arguments: argparse.Namespace) -> PrepareResult:
-    """Write both files.
+    """Write the training and validation files.
 
     Raises:
         UserError: a file or row is malformed, or nothing is left to split.
@@ -52,7 +52,7 @@ def prepare_prompts(arguments: argparse.Namespace) -> PrepareResult:
     for path in map(Path, arguments.input):
         to_row = partial(to_prompt_row, prompt_key=arguments.prompt_key, source=path.stem)
         rows += converter.convert(path, read_rows(path), to_row)
-    # The same prompt on both sides of the split would measure memorization.
+    # With the same prompt on both sides of the split, validation would measure memorization.
     groups = [json.dumps(row["prompt"], sort_keys=True) for row in rows]
     written = write_split(Path(arguments.output), _with_one_type(rows), groups, arguments.val_fraction, arguments.seed)
     reward = _fitting_reward([row.get("reward_model", {}).get("ground_truth") for row in rows])
@@ -63,10 +63,10 @@ def to_prompt_row(row: Row, number: int, notes: Counter[str], *, prompt_key: str
     """Convert one row to verl's RL format.
 
     Args:
-        number: its number in its file.
-        notes: counts the rows in which something was changed, by a description of the change.
+        number: number of the row in its file.
+        notes: counts the modified rows, by description of the change.
         prompt_key: column of the prompt, a text or a list of turns.
-        source: name of its file without the suffix.
+        source: name of the file without the suffix.
 
     Returns:
         `prompt`, `data_source`, `reward_model` and `ability` if the row has them, and `extra_info` with all other
@@ -81,12 +81,12 @@ def to_prompt_row(row: Row, number: int, notes: Counter[str], *, prompt_key: str
             "name the column with --prompt-key (for GRPO data.prompt_key)",
         )
     if media := next((name for name in MEDIA_KEYS if row.get(name)), None):
-        raise RowError(f"it has {media}, and only text can be trained on")
+        raise RowError(f"it has {media}, but only text can be trained on")
     answer_key = None if row.get("reward_model") is not None else _first_filled(row, ANSWER_KEYS)
     system_key = _first_filled(row, SYSTEM_KEYS)
     reward_model = _object(row, "reward_model") or ({} if answer_key is None else {"ground_truth": row[answer_key]})
     if reward_model and reward_model.get("ground_truth") is None:
-        raise RowError("its reward_model has no ground_truth", "give the right answer or tests, or no reward_model")
+        raise RowError("its reward_model has no ground_truth", "add a correct answer or tests, or remove reward_model")
     found: Row = {
         "data_source": str(row.get("data_source") or source),
         "prompt": _prompt_turns(row[prompt_key], None if system_key is None else row[system_key], notes),
@@ -118,7 +118,7 @@ def _prompt_turns(prompt: Any, system: Any, notes: Counter[str]) -> list[Row]:
 
 
 def _extra_info(row: Row, used: set[str | None], problem_id: str) -> Row:
-    """`extra_info` with the columns that verl's format has no place for, and an id for the prompt."""
+    """`extra_info` with an id for the prompt and the columns that verl's format does not have."""
     info = _object(row, "extra_info")
     rest = {name: value for name, value in row.items() if name not in used and name != ORIGIN_KEY and value is not None}
     if repeated := sorted(info.keys() & rest.keys()):
@@ -136,7 +136,7 @@ def _object(row: Row, name: str) -> Row:
 
 
 def _with_one_type(rows: list[Row]) -> list[Row]:
-    """The rows with one type for all right answers, and for each member of `extra_info`, as parquet requires."""
+    """Convert the ground truths, and each member of `extra_info`, to a single type, which parquet requires."""
     members = dict.fromkeys(name for row in rows for name in row["extra_info"])
     as_text = {name for name in members if not _is_uniform([row["extra_info"].get(name) for row in rows])}
     answers_as_text = not _is_uniform([row.get("reward_model", {}).get("ground_truth") for row in rows])
@@ -156,7 +156,7 @@ def _to_text(value: Any) -> str:
 
 
 def _is_uniform(values: list[Any]) -> bool:
-    """Whether parquet returns these values unchanged: all are text, or numbers, or lists of one of these."""
+    """Whether parquet returns these values unchanged: all are text, all are numbers, or all are lists of one kind."""
     kinds = {_kind(value) for value in values if value is not None}
     return len(kinds) <= 1 and not any(kind.endswith("object") for kind in kinds)
 
@@ -171,14 +171,14 @@ def _kind(value: Any) -> str:
 
 
 def _fitting_reward(truths: list[Any]) -> str:
-    """The reward to try first with these ground truths: by tests, by a number, or by the user's function."""
+    """The reward to suggest for these ground truths: tests, a number, or a custom function."""
     from eval_pipeline.judge import ReferenceAnswer
     from eval_pipeline.judge.numeric_answer import parse_number
     from eval_pipeline.problems.verl_rl import read_tests
 
     try:
         tests = [read_tests(truth, "") for truth in truths]
-    except UserError:  # some are missing, or in a form that only the user's own function reads
+    except UserError:  # some are missing, or have a format that only a custom function can read
         return "path.py:function"
     if not any(isinstance(each, ReferenceAnswer) for each in tests):
         return "code_tests"
@@ -188,7 +188,7 @@ def _fitting_reward(truths: list[Any]) -> str:
 
 COMMAND = PrepareCommand(
     name="prompts",
-    help="Turn prompts with their right answers or tests into train.parquet and val.parquet for GRPO.",
+    help="Convert prompts with their correct answers or tests to train.parquet and val.parquet for GRPO.",
     example="prompts --input mine.jsonl --output data/mine",
     next_command=(
         "grpo 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] "

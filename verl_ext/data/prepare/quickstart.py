@@ -1,4 +1,4 @@
-"""`quickstart`: a toy instruction-to-code task, its held-out problems, and a tiny model to train on it.
+"""`quickstart`: creates a toy instruction-to-code task, held-out problems, and a tiny model to train on the task.
 
 With these, the whole pipeline runs on a CPU in minutes.
 """
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--samples",
         type=IntArg(MIN_SAMPLES, MAX_SAMPLES),
         default=12_000,
-        help=f"training samples, {MIN_SAMPLES} to {MAX_SAMPLES}; 2 %% more are for validation",
+        help=f"training samples, {MIN_SAMPLES} to {MAX_SAMPLES}; plus 2 %% for validation",
     )
     parser.add_argument("--seed", type=IntArg(0), default=0, help="seed of the data and of the weights")
 
@@ -88,7 +88,7 @@ def _write_model(
     }
 
 
-# Sampling: no problem is in two of the sets
+# Sampling: held-out problems are in no other set
 
 ProblemSpec = tuple[FunctionFamily, Parameters]
 HELD_OUT_PER_FAMILY = 6
@@ -96,22 +96,22 @@ PROMPTS_PER_FAMILY = 60
 VAL_PROMPTS_PER_FAMILY = 4
 VAL_FRACTION = 0.02
 MAX_VAL_PER_FAMILY = 100
-"""Leaves problems for training, however many samples are requested."""
+"""Limits the validation set, so that problems for training remain."""
 BUGGY_FRACTION = 0.75
-"""Share of wrong answers in a family with a mistake: greedy decoding repeats it, but sampling still finds correct
-answers, which GRPO needs."""
+"""Share of wrong answers in a family with a mistake. Greedy decoding repeats the mistake, but sampling still finds
+correct answers, which GRPO needs."""
 
 
 @dataclass(frozen=True)
 class QuickstartData:
-    """Chats to train and validate on, and problems that they do not contain.
+    """Chats for training and validation, and problems.
 
     Attributes:
-        train: chats.
-        val: chats.
-        held_out: problems for the evaluation of checkpoints.
-        prompts: problems to learn from by rewards, all different, none of them held out.
-        val_prompts: problems to measure rewards on, in none of the other sets.
+        train: chats for SFT.
+        val: validation chats for SFT.
+        held_out: problems for the evaluation of checkpoints, in no other set.
+        prompts: distinct problems for GRPO, none of them held out.
+        val_prompts: validation problems for GRPO, neither in `prompts` nor held out.
     """
 
     train: list[Row]
@@ -122,10 +122,10 @@ class QuickstartData:
 
 
 def sample_quickstart(num_train: int, seed: int) -> QuickstartData:
-    """Sample everything; the same arguments give the same rows in the same order.
+    """Sample all data; the same arguments give the same rows in the same order.
 
     Args:
-        num_train: number of training rows, shared equally among the families; validation gets 2 % more.
+        num_train: number of training rows, divided equally among the families; plus 2 % for validation.
     """
     generator = random.Random(seed)
     train: list[Row] = []
@@ -159,12 +159,12 @@ def _sample_prompts(
 
 
 def _share(total: int, index: int) -> int:
-    """How many of `total` items a family gets."""
+    """Number of items out of `total` for a family."""
     return len(range(index, total, len(FAMILIES)))
 
 
 def _sample_new(family: FunctionFamily, count: int, seen: set[str], generator: random.Random) -> Iterator[Parameters]:
-    """Sample different parameters and add them to `seen`."""
+    """Sample distinct parameters and add them to `seen`."""
     for _ in range(count):
         (parameters,) = _sample(family, 1, seen, generator)
         seen.add(problem_id(family, parameters))
@@ -172,7 +172,7 @@ def _sample_new(family: FunctionFamily, count: int, seen: set[str], generator: r
 
 
 def _sample(family: FunctionFamily, count: int, seen: set[str], generator: random.Random) -> Iterator[Parameters]:
-    """Sample parameters that are not in `seen`; the same ones may occur more than once."""
+    """Sample parameters that are not in `seen`; they may repeat."""
     while count > 0:
         parameters = family.sample(generator)
         if problem_id(family, parameters) not in seen:
@@ -181,7 +181,7 @@ def _sample(family: FunctionFamily, count: int, seen: set[str], generator: rando
 
 
 def _answered(family: FunctionFamily, parameters: Parameters, generator: random.Random) -> Row:
-    """A chat whose answer has the family's mistake, if it has one, with probability `BUGGY_FRACTION`."""
+    """A chat whose answer has the family's mistake, if any, with probability `BUGGY_FRACTION`."""
     buggy = family.buggy_solution(parameters)
     is_buggy = buggy is not None and generator.random() < BUGGY_FRACTION
     messages = [
@@ -195,12 +195,12 @@ def _answered(family: FunctionFamily, parameters: Parameters, generator: random.
 
 
 def problem_id(family: FunctionFamily, parameters: Parameters) -> str:
-    """The id of a problem, which only the same family with the same parameters has."""
+    """The id of a problem, unique for a family and its parameters."""
     return "/".join(["quickstart", family.name, *map(str, parameters.values())])
 
 
 def to_problem(family: FunctionFamily, parameters: Parameters) -> Row:
-    """A held-out problem; its tests compare with the values that the correct solution returns."""
+    """A held-out problem; its tests compare with the results of the correct solution."""
     solution = family.solution(parameters)
     return {
         "problem_id": problem_id(family, parameters),
@@ -213,7 +213,7 @@ def to_problem(family: FunctionFamily, parameters: Parameters) -> Row:
 
 
 def to_prompt(family: FunctionFamily, parameters: Parameters) -> Row:
-    """A row of verl's RL format; its ground truth is the tests, as the reward `code_tests` reads them."""
+    """A row in verl's RL format; its ground truth holds the tests in the format of the reward `code_tests`."""
     problem = to_problem(family, parameters)
     tests = {"entry_point": problem["entry_point"], "tests": problem["tests"]}
     info = {"problem_id": problem["problem_id"], "family": family.name}
@@ -239,13 +239,13 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(conversations: list[list[dict[str, str]]]) -> Qwen2TokenizerFast:
-    """Train a byte-level BPE tokenizer like Qwen2's on conversations, roles included.
+    """Train a byte-level BPE tokenizer like Qwen2's on conversations, including the roles.
 
     Args:
         conversations: lists of messages with role and content.
 
     Returns:
-        A tokenizer with a ChatML template without a default system prompt; a turn ends with `<|im_end|>`, its EOS.
+        A tokenizer with a ChatML template without a default system prompt. Turns end with its EOS token `<|im_end|>`.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from tokenizers.trainers import BpeTrainer
@@ -257,7 +257,7 @@ def train_tokenizer(conversations: list[list[dict[str, str]]]) -> Qwen2Tokenizer
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
-            # One token per digit: the model copies numbers that it has never seen as a whole.
+            # One token per digit, so that the model can copy numbers that it has never seen.
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
@@ -288,17 +288,17 @@ def train_tokenizer(conversations: list[list[dict[str, str]]]) -> Qwen2Tokenizer
 HIDDEN_SIZE = 192
 NUM_LAYERS = 4
 NUM_HEADS = 6
-"""A head has 32 dimensions: vLLM's attention on CPUs supports 32 and 64, but not the 48 of four heads."""
+"""Gives a head size of 32: vLLM's CPU attention supports 32 and 64, but not 48, the size with four heads."""
 NUM_KV_HEADS = 2
 INTERMEDIATE_SIZE = 576
 CONTEXT_LENGTH = 1024
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalLM:
-    """Build a Qwen2 model of about two million parameters with random weights.
+    """Build a Qwen2 model with about two million parameters and random weights.
 
     Args:
-        tokenizer: gives the vocabulary size, EOS and padding.
+        tokenizer: provides the vocabulary size and the EOS and padding tokens.
         seed: seed of the weights; the global random state does not change.
     """
     import torch
@@ -326,7 +326,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausal
 
 COMMAND = PrepareCommand(
     name="quickstart",
-    help="Create a toy instruction-to-code task, its held-out problems and a 2M-parameter model to train on it.",
+    help="Create a toy instruction-to-code task, held-out problems, and a 2M-parameter model to train on the task.",
     example="quickstart --output data/quickstart",
     next_command="sft 2",
     version=2,

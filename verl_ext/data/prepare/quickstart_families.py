@@ -1,7 +1,7 @@
-"""The function families of the quickstart: 20 that training answers always solve, 10 that most answers get wrong.
+"""The function families of the quickstart: 20 with only correct training answers, 10 with mostly wrong ones.
 
-A family is one kind of small function, with parameters that make many different problems of it. Each wrong body holds
-one plausible mistake, which gives a wrong value but never raises an exception, so that GRPO has something to correct.
+A family is a kind of small function whose parameters yield many different problems. Each wrong body has one plausible
+mistake, which gives a wrong value but never raises an exception, so that GRPO has something to correct.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ Parameters = dict[str, int]
 
 @dataclass(frozen=True)
 class FunctionFamily:
-    """Templates of one kind of function, whose fields are its parameters: `k`, or `a` and a greater `b`.
+    """Templates for a kind of function; their fields are its parameters, `k`, or `a` and a greater `b`.
 
     Attributes:
-        name: identifies the family.
-        signature: of the function.
-        instruction: what the function returns, as the instruction says it.
+        name: name of the family.
+        signature: signature of the function.
+        instruction: description of the return value for the prompt.
         body: lines after the signature.
         calls: expressions whose values the tests compare, separated by semicolons; `{f}` is the function's name.
-        wrong_body: the body with the plausible mistake; None for a family without one.
+        wrong_body: the body with the mistake; None for a family without one.
     """
 
     name: str
@@ -44,7 +44,7 @@ class FunctionFamily:
         return self.signature.format(**parameters).partition("(")[0]
 
     def prompt(self, parameters: Parameters) -> str:
-        """The whole instruction."""
+        """The prompt."""
         return f"Write {self.signature}: {self.instruction}.".format(**parameters)
 
     def solution(self, parameters: Parameters) -> str:
@@ -56,7 +56,7 @@ class FunctionFamily:
         return None if self.wrong_body is None else self._code(self.wrong_body, parameters)
 
     def expressions(self, parameters: Parameters) -> list[str]:
-        """The calls that the tests make."""
+        """The expressions that the tests evaluate."""
         return self.calls.format(f=self.function_name(parameters), **parameters).split("; ")
 
     def _code(self, body: str, parameters: Parameters) -> str:
@@ -67,7 +67,7 @@ NUMBERS = "{f}(0); {f}(1); {f}({k}); {f}(5000)"
 LISTS = "{f}([]); {f}([{k}]); {f}([1, {k}, 1000]); {f}([{k}, 0, {k}])"
 ENDS = "{f}()[0]; {f}()[-1]; len({f}())"
 
-# a table: name, signature, instruction, body, the tests' calls, and the body with the mistake
+# columns: name, signature, instruction, body, calls, wrong_body
 CORRECT_FAMILIES = (
     FunctionFamily("add", "add_{k}(x)", "x plus {k}", "return x + {k}", NUMBERS),
     FunctionFamily("subtract", "sub_{k}(x)", "x minus {k}", "return x - {k}", NUMBERS),

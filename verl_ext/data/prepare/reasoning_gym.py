@@ -1,4 +1,4 @@
-"""`reasoning_gym`: generated problems of one of its data sets become prompts whose answers its own scorer judges."""
+"""`reasoning_gym`: generates problems of one of its datasets as prompts, whose answers its own scorer judges."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from verl_ext.data.prepare.tables import TRAIN_NAME, VAL_NAME, Row, rl_prompt_ro
 from verl_ext.errors import UserError, first_line_of
 
 SEEDS_APART = 10_000_000
-"""Between the seeds of training, validation and examples: problem i of a data set is generated from seed + i."""
+"""Distance between the seeds of training, validation and examples: problem i of a dataset has the seed `seed + i`."""
 TRIES_PER_PROBLEM = 10
-"""Problems generated at most for each one with a question that is new."""
+"""Maximum number of generated problems per distinct question."""
 Entry = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `reasoning_gym`."""
-    parser.add_argument("--task", required=True, metavar="NAME", help="data set, such as needle_haystack")
+    parser.add_argument("--task", required=True, metavar="NAME", help="dataset, such as needle_haystack")
     parser.add_argument(
         "--set",
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="settings of the data set, such as max_digits=3",
+        help="settings of the dataset, such as max_digits=3",
     )
-    parser.add_argument("--train", type=IntArg(0), default=2000, metavar="NUM", help="problems to train on")
-    parser.add_argument("--val", type=IntArg(1), default=300, metavar="NUM", help="held-out problems")
+    parser.add_argument("--train", type=IntArg(0), default=2000, metavar="NUM", help="number of training problems")
+    parser.add_argument("--val", type=IntArg(1), default=300, metavar="NUM", help="number of held-out problems")
     parser.add_argument(
-        "--shots", type=IntArg(0), default=2, metavar="NUM", help="solved problems that precede each prompt as turns"
+        "--shots", type=IntArg(0), default=2, metavar="NUM", help="number of solved examples before each prompt"
     )
-    parser.add_argument("--seed", type=IntArg(0, SEEDS_APART - 1), default=0, help="of all problems")
+    parser.add_argument("--seed", type=IntArg(0, SEEDS_APART - 1), default=0, help="seed of all problems")
 
 
 def prepare_reasoning_gym(arguments: argparse.Namespace) -> PrepareResult:
-    """Write both files in verl's RL format; a held-out question is in no prompt of the training file.
+    """Write both files in verl's RL format; the training file contains no held-out question.
 
     Raises:
-        UserError: there is no such data set or setting, or its scorer does not accept its own answers.
+        UserError: the dataset or a setting does not exist, or the scorer does not accept the dataset's own answers.
     """
     task, settings = arguments.task, dict(map(_setting, arguments.set))
     seeds = [arguments.seed + number * SEEDS_APART for number in range(3)]
@@ -62,7 +62,7 @@ def prepare_reasoning_gym(arguments: argparse.Namespace) -> PrepareResult:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Key and value of a data set's setting; the value is JSON, or text."""
+    """Parse a setting of a dataset; the value is JSON or text."""
     key, equals, value = text.partition("=")
     if not equals:
         raise UserError(f"--set has {text!r}; write KEY=VALUE")
@@ -73,7 +73,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _entries(task: str, settings: dict[str, Any], num: int, seed: int, what: str) -> list[Entry]:
-    """Generate problems with distinct questions, fewer if there are no more; the scorer must accept their answers."""
+    """Generate up to `num` problems with distinct questions; the scorer must accept their reference answers."""
     from eval_pipeline.judge.scorers import require_scorer, score
 
     require_scorer(task)
@@ -83,7 +83,7 @@ def _entries(task: str, settings: dict[str, Any], num: int, seed: int, what: str
         dataset = reasoning_gym.create_dataset(task, **settings, size=max(TRIES_PER_PROBLEM * num, 1), seed=seed)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(
-            f"reasoning_gym cannot make {task} with these settings ({first_line_of(error)}); correct --set"
+            f"reasoning_gym cannot create {task} with these settings ({first_line_of(error)}); correct --set"
         ) from error
     found: dict[str, Entry] = {}
     bar = progress_bar(total=num, desc=f"generating {what}", unit="problems")
@@ -96,7 +96,7 @@ def _entries(task: str, settings: dict[str, Any], num: int, seed: int, what: str
             raise UserError(f"the entries of {task} cannot be stored as JSON ({error}); use another task") from error
         if not isinstance(entry["answer"], str) or score(entry["answer"], task, text) != 1:
             raise UserError(
-                f"the scorer of {task} does not give 1 to the reference answer of {entry['question']!r:.200}; use "
+                f"the scorer of {task} does not give 1 for the reference answer of {entry['question']!r:.200}; use "
                 "another task or other settings"
             )
         if entry["question"] not in found:
@@ -125,7 +125,7 @@ def _to_row(task: str, split: str, number: int, entry: Entry, shots: list[Row]) 
 
 COMMAND = PrepareCommand(
     name="reasoning_gym",
-    help="Turn problems that reasoning_gym generates into train.parquet and val.parquet, judged by its scorers.",
+    help="Write problems that reasoning_gym generates, judged by its scorers, to train.parquet and val.parquet.",
     example="reasoning_gym --task letter_counting --set max_words=8 --output data/letter_counting",
     next_command=(
         "grpo 2 recipe=smollm2_reasoning data.train_files={output}/train.parquet data.val_files={output}/val.parquet"

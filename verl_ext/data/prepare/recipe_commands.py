@@ -1,4 +1,4 @@
-"""What the launcher prepares: the outputs of a recipe's `prepare` commands, and parquet files of JSON and CSV data."""
+"""Preparation by the launcher: runs a recipe's `prepare` commands, and converts JSON and CSV data files to parquet."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from verl_ext.files import file_lock
 from verl_ext.paths import base_directory, caller_directory
 
 LOCK = ".prepare.lock"
-"""Held while a command runs, in the directory in which `data/` is."""
+"""Lock file next to `data/`, held while a command runs."""
 VAL_FRACTION = 0.02
-"""Share of the rows that is held out for validation if no validation set is given."""
+"""Share of the rows to hold out if no validation set is given."""
 
 # The `prepare` list of a recipe
 
@@ -32,30 +32,31 @@ VAL_FRACTION = 0.02
 def used_commands(
     commands: Sequence[str], values: Mapping[str, Any], further_values: Callable[[], Mapping[str, Any]]
 ) -> list[str]:
-    """The commands whose output is, or contains, a path among some values; prints the missing ones among the others.
+    """Select the commands whose output a configuration uses, and print unused commands with missing outputs.
 
-    A user who gives other data or another model does not need what the recipe would prepare for its own.
+    A command is used if a value is a path to its output or inside it. With other data or another model, the user does
+    not need the recipe's own preparation.
 
     Args:
         commands: the `prepare` list.
-        values: of a configuration.
-        further_values: reads those that matter only for commands that `values` does not need.
+        values: values of the configuration.
+        further_values: reads more values; called only if `values` leaves commands unused.
     """
     unused = _unused(commands, values)
     if unused:
         unused = _unused(unused, further_values())
     for command in missing_commands(unused):
-        print_line(f"Not preparing what this configuration does not use: {command}")
+        print_line(f"Skipping a preparation that this configuration does not use: {command}")
     return [command for command in commands if command not in unused]
 
 
 def missing_commands(commands: Iterable[str]) -> list[str]:
-    """The commands whose output is missing or was made from other inputs."""
+    """The commands whose output is missing or was prepared from other inputs."""
     return [command for command in commands if not is_prepared(_split(command))]
 
 
 def run_commands(commands: Iterable[str]) -> None:
-    """Run commands one by one; a second launch or node waits, and then finds the output."""
+    """Run commands in order; a concurrent launch or node waits and then finds the output."""
     for command in commands:
         with file_lock(base_directory() / LOCK):
             if not is_prepared(_split(command)):
@@ -64,12 +65,12 @@ def run_commands(commands: Iterable[str]) -> None:
 
 
 def output_of(command: str) -> Path:
-    """The directory that a command writes."""
+    """The output directory of a command."""
     return _absolute(parse_arguments(_split(command)).output)
 
 
 def is_within(path: object, directories: Iterable[Path]) -> bool:
-    """Whether a path is one of some directories or in one of them; None is not."""
+    """Whether a path is one of some directories or inside one of them; false for None."""
     if path is None:
         return False
     absolute = _absolute(str(path))
@@ -93,21 +94,21 @@ def _absolute(text: str) -> Path:
     return Path(os.path.abspath(Path(text).expanduser()))
 
 
-# JSON and CSV data files: nothing is written here, the launcher runs the planned commands
+# JSON and CSV data files: these functions only plan commands, which the launcher runs
 
 
 def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bool) -> tuple[list[str], list[str]]:
-    """Replace JSON and CSV files by the parquet files that they are converted to.
+    """Replace JSON and CSV files with the parquet files that they are converted to.
 
-    Each conversion writes into its own directory under `data/`, named after the first file and a digest of contents and
-    settings, so that it runs once for the same files.
+    Each conversion writes to its own directory in `data/`, named after the first file and a digest of contents and
+    settings, so that it runs only once for the same files.
 
     Args:
-        data: changed to name the converted files and their columns.
+        data: modified to name the converted files and their columns.
         has_val_files: whether `val_files` belongs to `train_files`; otherwise rows are held out for validation.
 
     Returns:
-        The preparation commands, and a sentence for each key whose files are converted.
+        The preparation commands, and a message for each key whose files are converted.
 
     Raises:
         UserError: a file cannot be read, or a setting does not apply to such files.
@@ -127,10 +128,10 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
     options = column_options(data)
 
     def convert(key: str, names: list[str], val_fraction: float, file: str) -> str:
-        """Let a key name the file that its files are converted to; returns the directory of the file."""
+        """Replace the files of a key with the converted file, and return its directory."""
         output, command = plan_conversion(data, names, [*options, "--val-fraction", f"{val_fraction:g}"])
         path, is_done = f"{output}/{file}", Path(output, STAMP_NAME).is_file()
-        status = f"is read from {path}, converted earlier" if is_done else f"is converted to {path}"
+        status = f"was already converted to {path}" if is_done else f"is converted to {path}"
         commands.insert(0, command)
         sentences.append(f"data.{key}: {', '.join(names)} {status}")
         setattr(data, key, path)
@@ -155,11 +156,11 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
 
 
 def plan_conversion(data: ChatDataConfig | PromptDataConfig, names: list[str], options: list[str]) -> tuple[str, str]:
-    """The directory that some raw files are converted into, and the preparation command.
+    """The output directory and the preparation command for some raw files.
 
     Args:
         names: paths of the files, as the user gave them.
-        options: of the command.
+        options: options of the command.
     """
     paths = [existing_file(name) for name in names]
     name = "chat" if isinstance(data, ChatDataConfig) else "prompts"
@@ -175,7 +176,7 @@ def plan_conversion(data: ChatDataConfig | PromptDataConfig, names: list[str], o
 
 
 def existing_file(name: str) -> Path:
-    """A data file, looked up in the repository and then in the directory where the command was typed."""
+    """Find a data file in the repository, or else in the directory where the command was typed."""
     path = Path(name).expanduser()
     folders = list(dict.fromkeys([Path.cwd(), caller_directory().absolute()]))
     for folder in folders:
@@ -186,7 +187,7 @@ def existing_file(name: str) -> Path:
 
 
 def column_options(data: ChatDataConfig | PromptDataConfig) -> list[str]:
-    """Options of the preparation command for columns that have other names than verl's defaults."""
+    """Options of the preparation command for columns whose names differ from verl's defaults."""
     if isinstance(data, PromptDataConfig):
         named = {"--prompt-key": (data.prompt_key, "prompt")}
     else:

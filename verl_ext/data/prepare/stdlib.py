@@ -1,4 +1,4 @@
-"""`stdlib`: documented functions of the installed Python's standard library become code samples."""
+"""`stdlib`: converts documented functions of the installed Python's standard library to code samples."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def prepare_stdlib(arguments: argparse.Namespace) -> PrepareResult:
     """Write both files, split by source file, in the order of the file names.
 
-    The assistant's turn is the whole function without its docstring, in a python fence: it runs as it is, and a model
-    that has learned to repeat the signature answers prompts in the style of HumanEval.
+    The assistant's turn is the whole function without its docstring, in a python fence. It runs without changes, and a
+    model that learns to repeat the signature can answer prompts in the style of HumanEval.
 
     Raises:
         UserError: `--source` is not a directory, or holds too few documented functions to split.
@@ -90,10 +90,10 @@ class DocumentedFunction:
 
 
 def documented_functions(source: bytes) -> list[DocumentedFunction]:
-    """Find the functions and methods that have a docstring and code after it, in the order of the file.
+    """Find the functions and methods with a docstring and further code, in file order.
 
-    Functions inside functions are skipped, since they mean little without their surroundings. So are functions whose
-    text cannot be cut line by line without changing its meaning.
+    Skips nested functions, which mean little without their context, and functions whose docstring cannot be removed
+    line by line without changing their meaning.
 
     Args:
         source: content of a Python file, in the encoding that it declares.
@@ -105,7 +105,7 @@ def documented_functions(source: bytes) -> list[DocumentedFunction]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old files have escapes that newer Pythons warn about
         tree = ast.parse(source)
-        # Split lines as the parser does: ast's line numbers count \n, \r\n and \r, but no form feed.
+        # Split lines like the parser: ast's line numbers count \n, \r\n and \r, but not form feeds.
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
         lines = list(io.StringIO(source.decode(encoding), newline=None))
         functions = (_cut_function(node, lines) for node in _function_nodes(tree))
@@ -135,7 +135,7 @@ def _dedent(lines: list[str]) -> str:
 
 
 def _means_the_same(code: str, node: FunctionNode) -> bool:
-    """Compare syntax trees: cutting fails if the docstring shares its line, or a string contains the indentation."""
+    """Compare syntax trees; they differ if the docstring shares its line, or if a string contains the indentation."""
     try:
         written = ast.parse(code).body
     except SyntaxError:

@@ -1,4 +1,4 @@
-"""Tables of training data: read from JSON, CSV and parquet, split into training and validation, written as parquet."""
+"""Reads training data from JSON, CSV and parquet, splits it into training and validation, and writes parquet."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from verl_ext.errors import UserError, first_line_of
 
 Row = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Any]]
-"""Rows with their numbers, from 1. A `ValueError` in place of a row says why it could not be read."""
-INPUT_HELP = "*.parquet, *.csv, *.tsv, or JSON under any other name: a row per line, or one list of rows"
+"""Rows with their numbers, from 1. An unreadable row is replaced by a `ValueError` with the reason."""
+INPUT_HELP = "*.parquet, *.csv, *.tsv, or JSON with any other suffix: one row per line, or a list of rows"
 TRAIN_NAME = "train.parquet"
 VAL_NAME = "val.parquet"
 RUN_FILES = "data.train_files={output}/train.parquet data.val_files={output}/val.parquet"
-"""Overrides of a training on both files."""
+"""Overrides that train on both files."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -40,8 +40,8 @@ class RowError(Exception):
     """A row that cannot be used.
 
     Args:
-        reason: what is wrong, without the place of the row.
-        fix: what to do; None for the usual advice.
+        reason: what is wrong, without the file and number of the row.
+        fix: how to fix the row; None for the default advice.
     """
 
     def __init__(self, reason: str, fix: str | None = None) -> None:
@@ -51,12 +51,12 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class RowConverter:
-    """Converts the rows of input files; the first bad row is an error, or all of them are counted and skipped.
+    """Converts the rows of input files; a bad row is an error, or is counted and skipped.
 
     Attributes:
-        command: the command's name, for messages.
-        skip_bad: whether bad rows are skipped.
-        counts: receives the number of rows as `read`, and of bad ones as `bad`.
+        command: name of the command, for messages.
+        skip_bad: whether to skip bad rows.
+        counts: receives the number of rows as `read`, and of bad rows as `bad`.
     """
 
     command: str
@@ -64,10 +64,10 @@ class RowConverter:
     counts: Counter[str]
 
     def convert(self, path: Path, rows: NumberedRows, to_row: Callable[[Row, int, Counter[str]], Row]) -> Iterator[Row]:
-        """Convert the rows of one file and add where each comes from.
+        """Convert the rows of a file, and add the source of each row.
 
         Args:
-            to_row: converts a row, given its number and a counter for notes on what was changed; raises `RowError`.
+            to_row: converts a row, given its number and a counter for notes on changes; raises `RowError`.
 
         Raises:
             UserError: a row is bad and bad rows are not skipped.
@@ -88,7 +88,7 @@ class RowConverter:
         """Count a bad row.
 
         Raises:
-            UserError: bad rows are not skipped; the message names the row's place.
+            UserError: bad rows are not skipped; the message names the file and the row.
         """
         if not self.skip_bad:
             command = f"{program('prepare')} {self.command}"
@@ -98,10 +98,10 @@ class RowConverter:
 
 
 def require_object(value: Any) -> Row:
-    """A row as it was read.
+    """Return a row unchanged if it is an object.
 
     Raises:
-        RowError: it could not be read, or is not an object.
+        RowError: the row could not be read, or is not an object.
     """
     if isinstance(value, ValueError):
         raise RowError(str(value))
@@ -129,7 +129,7 @@ def read_rows(path: Path) -> NumberedRows:
     """Read the rows of a file: parquet, CSV and TSV by their suffix, anything else as JSON.
 
     Raises:
-        UserError: the file is missing, has another format than its name says, or is empty.
+        UserError: the file is missing or empty, or its format does not match its suffix.
     """
     readers = {".parquet": read_parquet, ".csv": read_csv, ".tsv": read_csv}
     is_empty = True
@@ -152,7 +152,7 @@ def read_parquet(path: Path) -> NumberedRows:
 
 
 def read_csv(path: Path) -> NumberedRows:
-    """Read a CSV or TSV file whose first row names the columns; the header has no number.
+    """Read a CSV or TSV file whose first row names the columns; the header is not numbered.
 
     Every value is text, or None for an empty field.
 
@@ -168,7 +168,7 @@ def read_csv(path: Path) -> NumberedRows:
         if repeated is not None:
             raise UserError(f"{path} has two columns named {repeated!r}; rename one")
         if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
-            raise UserError(f"{path} has the single column {header[0]!r}; separate its columns by commas")
+            raise UserError(f"{path} has the single column {header[0]!r}; separate the columns with commas")
         for number, fields in enumerate((fields for fields in reader if fields), start=1):
             if len(fields) != len(header):
                 yield number, ValueError(f"it has {len(fields)} fields where the header has {len(header)}")
@@ -177,7 +177,7 @@ def read_csv(path: Path) -> NumberedRows:
 
 
 def read_json(path: Path) -> NumberedRows:
-    """Read JSON Lines, the items of a file that is one JSON list, or the row of one that is a single object.
+    """Read JSON Lines, the items of a JSON list, or a single JSON object.
 
     Raises:
         UserError: the file is missing, is not text, or is a list with a syntax error.
@@ -219,7 +219,7 @@ def _read_errors(path: Path) -> Iterator[None]:
 
 
 def _list_items(path: Path, text: str) -> Iterator[Any]:
-    """The items of a JSON list, decoded one by one, so that an error can name the row."""
+    """Decode the items of a JSON list one by one, so that an error can name the row."""
     position, count = _skip_space(text, 1), 0
     if text[position : position + 1] == "]":
         return
@@ -240,7 +240,7 @@ def _list_items(path: Path, text: str) -> Iterator[Any]:
 
 
 def _parse_json(text: str) -> Any:
-    """The value of a JSON document, or a `ValueError` that says what is wrong with it."""
+    """Parse a JSON document; return a `ValueError` with the reason if it is malformed."""
     try:
         value, end = _decode(text, _skip_space(text, 0))
         if text[end:].strip():
@@ -251,7 +251,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _decode(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value at a position and where it ends; a `ValueError` in place of a value that would lose something."""
+    """Decode the JSON value at a position; return it, or a `ValueError` if it would lose content, and its end."""
     repeated: list[str] = []
 
     def to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_parquet(path: Path, rows: list[Row]) -> None:
-    """Write rows as parquet, atomically, with the columns of all rows; a row without one gets null.
+    """Write rows to a parquet file atomically, with the columns of all rows; missing values become null.
 
     Raises:
         UserError: a column mixes types, or the file cannot be written.
@@ -299,7 +299,7 @@ def write_parquet(path: Path, rows: list[Row]) -> None:
         try:
             columns[name] = pyarrow.array([row.get(name) for row in rows])
         except (pyarrow.ArrowException, OverflowError) as error:
-            raise UserError(f"column {name!r} mixes types ({error}); give all its rows one type") from error
+            raise UserError(f"column {name!r} mixes types ({error}); use one type in all rows") from error
     with staged_file(path) as temporary:
         try:
             pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
@@ -312,17 +312,17 @@ def _column_names(rows: list[Row]) -> list[str]:
 
 
 def encode_mixed_columns(rows: list[Row], *, keep: str) -> list[Row]:
-    """Turn columns that parquet would refuse or change into text.
+    """Convert columns that parquet would refuse or change to text.
 
-    Parquet gives all objects of a column the same members: in a `tools` column, each function would get the parameters
-    of the other functions, as nulls, and the model would be shown tools that do not exist.
+    Parquet gives all objects of a column the same members. In a `tools` column, each function would get the parameters
+    of the other functions as nulls, and the model would see tools that do not exist.
 
     Args:
-        rows: the samples, which are not changed.
-        keep: a column to leave alone.
+        rows: the samples, which are not modified.
+        keep: a column to leave unchanged.
 
     Returns:
-        The rows; in such columns, nested values are JSON text, and numbers are text.
+        The rows; in converted columns, nested values are JSON text, and numbers are text.
     """
     columns = {name: [row.get(name) for row in rows] for name in _column_names(rows) if name != keep}
     nested = {name for name, values in columns.items() if any(isinstance(value, (dict, list)) for value in values)}
@@ -354,7 +354,7 @@ def _has_empty_object(value: Any) -> bool:
 
 
 def rl_prompt_row(data_source: str, prompt: str, ability: str, ground_truth: str, extra_info: Row) -> Row:
-    """A row of verl's RL format, whose prompt is one user turn."""
+    """Build a row in verl's RL format with a single user turn as the prompt."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": prompt}],
@@ -380,7 +380,7 @@ def add_split_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> set[str]:
-    """Choose whole groups at random until they hold `val_fraction` of the rows; at least one group stays on each side.
+    """Choose groups at random until they hold `val_fraction` of the rows; each side gets at least one group.
 
     Args:
         val_fraction: share of the rows for validation, between 0 and 1.
@@ -391,7 +391,7 @@ def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> 
     sizes = Counter(groups)
     if len(sizes) < 2:
         raise UserError(
-            f"found {len(sizes)} separate sample(s), but a split needs 2; give more data, or do without validation "
+            f"found {len(sizes)} separate sample(s), but a split needs 2; add more data, or disable validation "
             "(data.val_files=null; --val-fraction 0)"
         )
     order = sorted(sizes)
@@ -407,20 +407,20 @@ def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> 
 
 
 def write_split(output: Path, rows: list[Row], groups: Sequence[str], val_fraction: float, seed: int) -> dict[str, int]:
-    """Write `train.parquet` and `val.parquet`; rows that belong together stay on one side, in their order.
+    """Write `train.parquet` and `val.parquet`; the rows of a group stay on one side, and rows stay in order.
 
     Args:
-        groups: the group of each row, as long as `rows`.
-        val_fraction: share of the rows for validation; with 0 or 1, the empty file is not written.
+        groups: the group of each row, with the length of `rows`.
+        val_fraction: share of the rows for validation; 0 or 1 writes only one file.
 
     Returns:
-        The number of rows of each file that was written, `train` and `val`.
+        The number of rows in each written file, by `train` and `val`.
 
     Raises:
-        UserError: there are no rows, or fewer groups than files, or a column mixes types.
+        UserError: there are no rows, there are fewer groups than files, or a column mixes types.
     """
     if not rows:
-        raise UserError("no row is left to write; give more data")
+        raise UserError("no row is left to write; add more data")
     if val_fraction in (0, 1):
         val_groups = set(groups) if val_fraction else set()
     else:
@@ -433,5 +433,5 @@ def write_split(output: Path, rows: list[Row], groups: Sequence[str], val_fracti
         if part:
             write_parquet(path, part)
         else:
-            path.unlink(missing_ok=True)  # of an earlier preparation with another share
+            path.unlink(missing_ok=True)  # left by an earlier preparation with another share
     return {name: len(part) for name, part in parts.items() if part}

@@ -1,10 +1,10 @@
-"""`vqa`: questions about generated images, and a tiny vision-language model to answer them.
+"""`vqa`: creates questions about generated images, and a tiny vision-language model to answer them.
 
-The images are cards: two digits on a coloured ground, in bold or in fine print. Bold print is ink and readable at any
-size. Fine print is a checkerboard of single pixels around the ground's colour, which is clear in the whole picture and
-disappears when the picture is scaled down. A sum is answered with its working and a check. So each kind of question
-needs a different part of a model: a small part tells the colour, fine print needs the high tier, and the long answer of
-a sum makes every block expensive.
+The images are cards: two digits on a coloured ground, in bold or fine print. Bold print is solid ink and readable at
+any size. Fine print is a checkerboard of single pixels around the ground's colour, which is visible at full resolution
+and disappears when the image is scaled down. The answer to a sum includes its working and a check. So each kind of
+question needs a different part of a model: a small part recognizes the colour, fine print needs the high tier, and the
+long answer to a sum makes every block expensive.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 MODEL_NAME = "model"
 LESSONS_NAME, QUESTIONS_NAME = "lessons", "questions"
-"""Directories of the data: for the model, and for its controller."""
+"""Data directories for the model and for its controller."""
 NUM_LESSONS, NUM_QUESTIONS, NUM_VAL = 4000, 512, 300
 QUESTIONS_PER_LESSON = 4
 LESSON_KINDS = ["colour", "digit", "digit", "sum", "sum"]
-"""Kinds that a lesson's questions are sampled from; colours are learned first, so they are fewer."""
+"""Distribution of the kinds of questions in lessons; colours are easiest to learn, so they are rarer."""
 FADED_FRACTION = 0.45
-"""Share of the fine print in lessons that is mixed with ink."""
+"""Share of fine print in lessons that is mixed with ink."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,14 +75,14 @@ def prepare_vqa(arguments: argparse.Namespace) -> PrepareResult:
 
 
 def sample_lessons(count: int, rng: random.Random, faded_fraction: float = 0.0) -> Iterator[Row]:
-    """Several questions about each of `count` cards."""
+    """Yield several questions about each of `count` cards."""
     for number in range(count):
         kinds = rng.choices(LESSON_KINDS, k=QUESTIONS_PER_LESSON)
         yield from question_rows(number, sample_card(rng, faded_fraction=faded_fraction), kinds, rng)
 
 
 def sample_questions(count: int, rng: random.Random) -> Iterator[Row]:
-    """One question about each of `count` cards; all kinds are equally likely, and sums are in bold print."""
+    """Yield one question about each of `count` cards; all kinds are equally likely, and sums are in bold print."""
     for number in range(count):
         kind = rng.choice(list(QUESTIONS))
         yield from question_rows(number, sample_card(rng, bold_fraction=1.0 if kind == "sum" else 0.5), [kind], rng)
@@ -91,7 +91,7 @@ def sample_questions(count: int, rng: random.Random) -> Iterator[Row]:
 # Cards
 
 SIDE = 144
-"""Pixels per side of a card: 9 patches of 8 pixels merged by twos; a third and two thirds of it are multiples too."""
+"""Pixels per side of a card: 9 pairs of merged 8-pixel patches, so that 1/3 and 2/3 of it are whole pairs too."""
 COLOURS = {
     "red": (225, 60, 60),
     "green": (60, 180, 80),
@@ -101,7 +101,7 @@ COLOURS = {
     "orange": (245, 155, 50),
 }
 GLYPHS = ("111101101101111", "010110010010111", "111001111100111", "111001011001111", "101101111001001")
-"""The digits from 0 on, each as 5 rows of 3 dots."""
+"""The digits from 0, each as 5 rows of 3 dots."""
 DOT = 12
 """Pixels per side of a dot."""
 CONTRAST = 85
@@ -115,7 +115,7 @@ class Card:
 
     Attributes:
         colour: colour of the ground.
-        digits: from left to right.
+        digits: digits from left to right.
         ink: 1 for bold print, 0 for fine print; both are visible in between.
     """
 
@@ -135,11 +135,11 @@ def sum_answer(first: int, last: int) -> str:
 
 
 def sample_card(rng: random.Random, bold_fraction: float = 0.5, faded_fraction: float = 0.0) -> Card:
-    """A random card.
+    """Sample a random card.
 
     Args:
         bold_fraction: share of cards in bold print; the others are in fine print.
-        faded_fraction: share of the fine print that is mixed with ink, from which a model learns where to look.
+        faded_fraction: share of fine print that is mixed with ink, which teaches a model where to look.
     """
     colour, digits = rng.choice(list(COLOURS)), (rng.randrange(len(GLYPHS)), rng.randrange(len(GLYPHS)))
     if rng.random() < bold_fraction:
@@ -148,7 +148,7 @@ def sample_card(rng: random.Random, bold_fraction: float = 0.5, faded_fraction: 
 
 
 def paint_card(card: Card, rng: random.Random) -> Image.Image:
-    """The picture of a card; light, ground, ink and position vary a little."""
+    """Paint a card with slightly varying light, ground, ink and position."""
     import numpy as np
     from PIL import Image
 
@@ -168,7 +168,7 @@ def paint_card(card: Card, rng: random.Random) -> Image.Image:
 
 
 def question_rows(number: int, card: Card, kinds: list[str], rng: random.Random) -> list[Row]:
-    """Questions about a card in TextVQA's schema, with their kinds and the card's print.
+    """Build questions about a card in TextVQA's schema, with their kinds and the card's print.
 
     Args:
         number: number of the card, for the ids.
@@ -196,7 +196,7 @@ NUM_BLOCKS = 6
 NUM_EXPERTS, EXPERTS_PER_TOKEN = 8, 4
 PATCH = 8
 VISION_WIDTH, VISION_MLP = 128, 1024
-"""Wide enough that the patches of the high tier take a considerable part of the time, as in large models."""
+"""Wide enough that the patches of the high tier take a large share of the time, as in large models."""
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' }}{%- for part in message.content %}"
@@ -204,18 +204,18 @@ CHAT_TEMPLATE = (
     "{%- endif %}{%- endfor %}{{- '<|im_end|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>' }}{%- endif %}"
 )
-"""Without the names of the roles, which alternate anyway and would be a third of a chat's tokens."""
+"""Omits role names: the roles alternate anyway, and their names would be a third of a chat's tokens."""
 
 
 def build_processor() -> Qwen3VLProcessor:
-    """A tokenizer for the cards' words, and an image processor for their sizes."""
+    """Build a processor with a tokenizer for the cards' words and an image processor for their sizes."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     digits = range(len(GLYPHS))
     answers = [*COLOURS, *map(str, digits), *itertools.starmap(sum_answer, itertools.product(digits, repeat=2))]
     turns = [{"role": "user", "content": text} for text in QUESTIONS.values()]
     turns += [{"role": "assistant", "content": text} for text in answers]
-    tokenizer = train_tokenizer([turns, turns])  # twice, because words that occur only once get no token
+    tokenizer = train_tokenizer([turns, turns])  # twice, because words that occur once get no token
     tokenizer.add_special_tokens({"additional_special_tokens": [TURN_START, TURN_END, *VISION_TOKENS]})
     tokenizer.chat_template = CHAT_TEMPLATE
     sizes = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": SIDE**2}
@@ -225,10 +225,10 @@ def build_processor() -> Qwen3VLProcessor:
 
 
 def build_vlm(processor: Qwen3VLProcessor, seed: int) -> Qwen3VLMoeForConditionalGeneration:
-    """Build a Qwen3-VL-MoE model of 1.7 million parameters with random weights.
+    """Build a Qwen3-VL-MoE model with 1.7 million parameters and random weights.
 
     Args:
-        processor: gives the vocabulary and the special tokens.
+        processor: provides the vocabulary and the special tokens.
         seed: seed of the weights; the global random state does not change.
     """
     import torch
@@ -287,7 +287,7 @@ def _vision_config() -> dict[str, Any]:
 
 
 def _weight_std(width: int) -> float:
-    """Standard deviation of a layer's initial weights: with the usual 0.02, a narrow model starts to learn slowly."""
+    """Standard deviation of a layer's initial weights: with the usual 0.02, a narrow model learns slowly at first."""
     return 0.8 / math.sqrt(width)
 
 

@@ -1,4 +1,4 @@
-"""What a reward function gets."""
+"""The argument of a reward function."""
 
 from __future__ import annotations
 

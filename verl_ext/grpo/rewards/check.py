@@ -26,16 +26,16 @@ from verl_ext.grpo.rewards.process_pool import START_S, RewardProcessPool
 from verl_ext.plugins import Plugin
 
 QUIET_S = 10.0
-"""Seconds of loading and calling a function after which a line says what takes so long."""
+"""Seconds of loading and calling a function after which a line reports it."""
 MAX_SHOWN_CHARACTERS = 60
-"""Of a completion or a ground truth in a message."""
+"""Maximum length of a completion or a ground truth in a message."""
 
 
 def check_reward_settings(reward: RewardConfig, data: PromptDataConfig) -> None:
     """Refuse unknown reward functions, and a length buffer longer than completions.
 
     Raises:
-        UserError: the first of them and how to fix it.
+        UserError: for the first one, with the fix.
     """
     specs = parse_reward_functions(list(reward.functions))
     # Only length_penalty uses the buffer; other rewards work with completions that are shorter than it.
@@ -85,7 +85,7 @@ def check_judge(reward: RewardConfig) -> None:
 
 
 def check_columns(path: Path, judged: str | None) -> None:
-    """Refuse a file whose columns `reward_model` and `extra_info` are no structs, or whose rows lack a ground truth.
+    """Refuse a file whose columns `reward_model` and `extra_info` are not structs, or whose rows lack a ground truth.
 
     Args:
         path: a parquet file.
@@ -102,7 +102,7 @@ def check_columns(path: Path, judged: str | None) -> None:
     for name in {"reward_model", "extra_info"} & {*schema.names}:
         kind = schema.field(name).type
         if not pyarrow.types.is_struct(kind) and not pyarrow.types.is_null(kind):
-            raise UserError(f"the column '{name}' of {path} is a {kind}; write a struct, as verl's RL format has")
+            raise UserError(f"the column '{name}' of {path} is a {kind}; write a struct, as in verl's RL format")
     if judged is None:
         return
     needs = f"which the reward {judged} needs; add it, or set reward.functions to rewards that do not need it"
@@ -121,9 +121,9 @@ def check_columns(path: Path, judged: str | None) -> None:
 
 
 def trial_answer(paths: list[Path]) -> RewardedAnswer:
-    """An answer to the first row of some files, which `sample_id` names.
+    """Return an answer to the first row of some files; its `sample_id` names the row.
 
-    The answer is the ground truth itself if that is a text or a number, as a good completion may be.
+    The answer is the ground truth if that is a text or a number, because a good completion may be.
     """
     path, row = next((path, drop_nulls(row)) for path in paths for row in iter_parquet_rows(path, batch_size=1))
     unanswered = RewardedAnswer.to_prompt(f"{path} row 0", row, "", 1)
@@ -137,7 +137,7 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
 
     Args:
         judged: the rewards that need the ground truth.
-        answer: to the row that is checked.
+        answer: an answer to the row to check.
 
     Raises:
         UserError: the ground truth cannot be read, has no tests for a reward that runs tests, or is a text that
@@ -158,7 +158,7 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
     truth, shown = tests.answer, abbreviated(tests.answer)
     if by_tests:
         raise UserError(
-            f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is {shown}, which holds none; give "
+            f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is {shown}, which has none; give "
             'tests such as {"entry_point": "f", "tests": ["assert f(1) == 2"]}, or score answers with '
             "reward.functions=[reward_correct] (numbers) or 'reward.functions=[path.py:function]'"
         )
@@ -176,12 +176,12 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
 
 
 def try_on_row(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) -> None:
-    """Have a function score an answer within a time limit; print the traceback of a failure.
+    """Score an answer with a user's function within a time limit; print the traceback of a failure.
 
     Raises:
         UserError: the function cannot be loaded or called, or fails.
     """
-    line = f"Loading and trying the reward function {plugin} (loading has {START_S:g} s) ..."
+    line = f"Loading and trying the reward function {plugin} (load limit: {START_S:g} s) ..."
     waiting = Timer(QUIET_S, print_line, [line])
     waiting.daemon = True
     waiting.start()
@@ -203,5 +203,5 @@ def try_on_row(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) -> N
 
 
 def abbreviated(text: str) -> str:
-    """The beginning of a text in quotes."""
+    """Quote a text, shortened if it is long."""
     return repr(text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}...")

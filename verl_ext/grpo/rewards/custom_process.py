@@ -2,7 +2,7 @@
 
 The process, `python -m verl_ext.grpo.rewards.custom_process PLACE FUNCTION`, receives `RewardedAnswer`s on standard
 input and sends replies on standard output; what the function prints goes to standard error. A reply is a score or a
-`RewardFailure`. The first one is about loading: None, or why the function cannot be called.
+`RewardFailure`. The first reply is None if the function can be called, or a failure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verl_ext.processes import end_with_parent
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Keyword arguments of a function in a file; they are verl's."""
 SIZE = struct.Struct(">I")
-"""Bytes of the pickled reply that follows."""
+"""Size in bytes of the pickled reply that follows."""
 Reply: TypeAlias = "float | RewardFailure | None"
 _MOST_CHARACTERS = 500
 """Longest reason or signature in a message."""
@@ -37,7 +37,7 @@ _MOST_TRACEBACK_CHARACTERS = 4000
 
 
 class UserFunction:
-    """Loads a function and calls it in this process, where no call can be ended.
+    """Loads a function and calls it in this process, where calls cannot be interrupted.
 
     Args:
         plugin: a function in a file, which is called with `ARGUMENTS` as verl does, or in a module, which is called
@@ -68,15 +68,15 @@ class UserFunction:
         """
         try:
             value = self._function(**_keywords(answer)) if self._by_keywords else self._function(answer)
-        except (Exception, SystemExit) as error:  # it costs this sample its reward and nothing else
+        except (Exception, SystemExit) as error:  # only this sample loses its reward
             raise RewardError(RewardFailure(one_line(error)[:_MOST_CHARACTERS], _traceback_of(error))) from error
         return score_of(value)
 
 
 def score_of(value: Any) -> float:
-    """What a function returned, as a number; in a mapping it is the value of `score`, as in verl.
+    """Convert a function's return value to a number; from a mapping, take `score`, as verl does.
 
-    Accepted are numbers of Python, numpy and torch, and True and False as 1 and 0.
+    Accepts numbers of Python, numpy and torch, and True and False as 1 and 0.
 
     Raises:
         RewardError: it is not a finite number.
@@ -98,14 +98,14 @@ def score_of(value: Any) -> float:
 
 
 def check_signature(function: Callable[..., Any], plugin: Plugin) -> None:
-    """Refuse a function that cannot be called; parameters with defaults and `**kwargs` are fine.
+    """Refuse a function that cannot be called; parameters with defaults and `**kwargs` are allowed.
 
     Raises:
-        UserError: how it is called, and the parameters that it has.
+        UserError: with the function's parameters and the arguments of the call.
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have none; the first call shows
+    except (TypeError, ValueError):  # some functions written in C have no signature; the first call checks them
         return
     try:
         signature.bind(**dict.fromkeys(ARGUMENTS)) if plugin.is_file else signature.bind(None)

@@ -1,4 +1,4 @@
-"""Reward functions by the names that recipes give them, and the parser of `reward.functions`; needs no torch."""
+"""Built-in reward functions by their names in recipes, and the parser of `reward.functions`; without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl_ext.plugins import Plugin
 # The functions
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# no two parts can match the same text, so that no answer makes the search slow
+# no two parts match the same text, so no answer causes slow backtracking
 _INSIDE = r"(?:(?!</?think>|</?answer>).)*"
 _FORMAT = re.compile(rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*", re.DOTALL)
 
@@ -37,14 +37,14 @@ class LengthPenalty:
 
     Attributes:
         max_tokens: longest answer.
-        buffer: the last tokens before it, over which the penalty grows from 0 to -1.
+        buffer: number of tokens before `max_tokens` over which the penalty grows from 0 to -1.
     """
 
     max_tokens: int
     buffer: int
 
     def __call__(self, answer: RewardedAnswer) -> float:
-        """From -1 to 0; -1 for an answer that was cut off."""
+        """Score an answer from -1 to 0; truncated answers get -1."""
         if answer.truncated:
             return -1.0
         over = answer.num_tokens - (self.max_tokens - self.buffer)
@@ -56,9 +56,9 @@ VERDICT_REWARDS: dict[str, Callable[[Verdict], float]] = {
     "code_tests": lambda verdict: verdict.pass_ratio,
     "exec_success": lambda verdict: float(verdict.error_type in ("success", "wrong_answer")),
 }
-"""Of the judge's verdict: the answer is correct; share of tests passed; the program ran."""
+"""Rewards from the judge's verdict: the answer is correct; fraction of tests passed; the program ran."""
 PROGRAM_REWARDS = ("code_tests", "exec_success")
-"""Those that run a program, and so need a ground truth with tests."""
+"""Rewards that run a program, and therefore need a ground truth with tests."""
 TEXT_REWARDS: dict[str, Callable[[RewardedAnswer], float]] = {
     "reward_format": reward_format,
     "tag_count_reward": tag_count_reward,
@@ -69,7 +69,7 @@ RESERVED = (
     *BUILTIN_REWARDS, "reward_total", "adv", "seq_prompt_len", "seq_completion_len", "seq_total_len",
     "rollout_logprob_diff", "step", "attempt", "sample_id", "number", "prompt", "answer", "advantage",
 )  # fmt: skip
-"""Names of other metrics or columns, which a user's function may not take."""
+"""Names of other metrics or columns; a user's function may not have them."""
 
 
 # reward.functions
@@ -80,8 +80,8 @@ class RewardSpec:
     """One entry of `reward.functions`.
 
     Attributes:
-        name: of its metric.
-        weight: its values are multiplied by this.
+        name: name of its metric.
+        weight: factor of its values.
         plugin: the user's function; None for one of `BUILTIN_REWARDS`.
     """
 
@@ -91,17 +91,17 @@ class RewardSpec:
 
     @property
     def needs_verdict(self) -> bool:
-        """Whether the judge decides on it, by the row's `reward_model.ground_truth`."""
+        """Whether the judge computes it from the row's `reward_model.ground_truth`."""
         return self.plugin is None and self.name in VERDICT_REWARDS
 
 
 def parse_reward_functions(entries: Sequence[str]) -> list[RewardSpec]:
     """Parse `reward.functions`: `NAME`, `PLACE:function` or `METRIC=PLACE:function`, each with or without `*WEIGHT`.
 
-    A place is `path.py`, whose function runs in processes of its own, or `package.module`, whose function runs here.
+    A function in `path.py` runs in separate processes; a function in `package.module` runs in this one.
 
     Raises:
-        UserError: there is no entry, one does not exist or has no weight, or two have one name.
+        UserError: the list is empty, a function does not exist, a weight is invalid, or two metrics have one name.
     """
     specs = [_parse_entry(str(entry)) for entry in entries]
     if not specs:
@@ -111,7 +111,7 @@ def parse_reward_functions(entries: Sequence[str]) -> list[RewardSpec]:
     names = [spec.name for spec in specs]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(
-            f"reward.functions has {sorted(twice)[0]} twice; give it once, or name one OTHER=path.py:function"
+            f"reward.functions has {sorted(twice)[0]} twice; remove one, or rename it: OTHER=path.py:function"
         )
     return specs
 
@@ -133,7 +133,7 @@ def _parse_entry(entry: str) -> RewardSpec:
     metric = given.strip() or function
     if metric in RESERVED or not re.fullmatch(r"\w+", metric):
         raise UserError(
-            f"reward.functions names a function '{metric}', which cannot be the name of its metric or is taken; write "
+            f"reward.functions names a function '{metric}', which is not a valid metric name or is reserved; write "
             "NAME=path.py:function"
         )
     return RewardSpec(metric, weight, Plugin.parse(f"{path_text}:{function}", "reward.functions"))

@@ -23,7 +23,7 @@ from verl_ext.plugins import Plugin
 
 _KILL_GROUP_AT_END_OF_INPUT = ("/bin/sh", "-c", 'read -r line; kill -KILL "-$1"', "sh")
 START_S = 120.0
-"""Seconds to import the user's file, which do not count as the function's time."""
+"""Time limit for importing the user's file; imports do not count toward the function's time limit."""
 
 
 class RewardProcessPool:
@@ -31,8 +31,8 @@ class RewardProcessPool:
 
     Args:
         plugin: the function.
-        time_limit_s: of one call.
-        num_workers: largest number of processes. The first is started here, others as needed.
+        time_limit_s: time limit of one call.
+        num_workers: maximum number of processes. The first is started here, others as needed.
 
     Raises:
         UserError: the function cannot be loaded or called.
@@ -47,14 +47,14 @@ class RewardProcessPool:
         self._threads = ThreadPoolExecutor(num_workers)
 
     def submit(self, answer: RewardedAnswer) -> Future[float]:
-        """Begin to score an answer, see `score`."""
+        """Start to score an answer; see `score`."""
         return self._threads.submit(self.score, answer)
 
     def score(self, answer: RewardedAnswer) -> float:
-        """The score of an answer; a call that times out is repeated once.
+        """Score an answer; retry once if the call times out.
 
         Raises:
-            RewardError: there is no score.
+            RewardError: the function failed.
         """
         try:
             return self._score_once(answer)
@@ -85,8 +85,7 @@ class _Process:
     """A process that has loaded the function; one call at a time."""
 
     def __init__(self, plugin: Plugin) -> None:
-        """Start it.
-
+        """Start the process and load the function.
         Raises:
             UserError: the function cannot be loaded or called.
         """
@@ -100,7 +99,7 @@ class _Process:
         assert self._process.stdout is not None
         self._replies = self._process.stdout
         self.is_alive = True
-        # when this rank is killed, the processes that the function started end too
+        # if this rank is killed, this also kills the processes that the function started
         self._guard = subprocess.Popen(
             [*_KILL_GROUP_AT_END_OF_INPUT, str(self._process.pid)],
             stdin=subprocess.PIPE,
@@ -118,10 +117,9 @@ class _Process:
             raise UserError(reply.reason)
 
     def call(self, answer: RewardedAnswer, time_limit_s: float) -> float:
-        """The function's score.
-
+        """Score an answer.
         Raises:
-            RewardError: it raised, returned no finite number, took too long, or ended its process.
+            RewardError: the function raised, returned no finite number, took too long, or ended its process.
         """
         try:
             self._calls.send(answer)
@@ -135,7 +133,7 @@ class _Process:
         return reply
 
     def kill(self) -> None:
-        """End it with all processes that it started."""
+        """Kill the process and all processes that it started."""
         self.is_alive = False
         self._guard.kill()  # first: the group's number may soon be reused
         self._guard.communicate()
@@ -158,7 +156,7 @@ class _Process:
         raise RewardError(failure)
 
     def _read(self, size: int, deadline: float) -> bytes:
-        """Bytes of a reply; the deadline is for all, because the function may write to the pipe too, and less."""
+        """Read `size` bytes before a deadline; the function may write to the pipe, too, so fewer may arrive."""
         fd, data = self._replies.fileno(), b""
         poll = select.poll()
         poll.register(fd, select.POLLIN)

@@ -29,19 +29,19 @@ from verl_ext.grpo.rewards.functions import (
 from verl_ext.grpo.rewards.process_pool import RewardProcessPool
 
 VERDICT = "verdict"
-"""Key of the future that all rewards of a verdict share."""
+"""Key of the future that all rewards from the judge's verdict share."""
 
 
 class TextEnvironment(Environment):
-    """Rewards completions; a function that fails costs its sample the reward, and nothing else."""
+    """Rewards completions; if a function fails, only its sample has no reward."""
 
     def __init__(self, reward: RewardConfig, max_tokens: int, num_ranks_here: int) -> None:
-        """Start what the functions need.
+        """Start the judge and the processes that the functions need.
 
         Args:
             reward: the functions, their weights and their limits.
             max_tokens: longest answer, see `LengthPenalty`.
-            num_ranks_here: ranks on this machine, which share its processors.
+            num_ranks_here: number of ranks on this machine, which share its processors.
 
         Raises:
             UserError: a function cannot be loaded, or the judge's isolation does not work here.
@@ -61,7 +61,7 @@ class TextEnvironment(Environment):
             self._started = started.pop_all()
 
     def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:
-        """See `Environment.step`: the reward functions begin to score the answer."""
+        """See `Environment.step`: the reward functions start to score the answer."""
         prompt, completion = trajectory.prompt, trajectory.action
         answer = RewardedAnswer.to_prompt(
             prompt.sample_id, prompt.fields, completion.text, len(completion.token_ids), completion.truncated
@@ -94,7 +94,7 @@ class TextEnvironment(Environment):
                 components[spec.name] = spec.weight * value
             except RewardError as error:
                 failures[spec.name] = error.failure
-            except Exception as error:  # it costs the sample its reward, and is reported
+            except Exception as error:  # the sample has no reward, and the failure is reported
                 failures[spec.name] = RewardFailure(f"{error}" or type(error).__name__)
         return StepResult(reward=Reward(components, failures, finished_at=max(finished_at, default=0.0)))
 
@@ -108,7 +108,7 @@ def _judge_client(reward: RewardConfig, num_workers: int) -> JudgeClient:
 def _submitter(
     spec: RewardSpec, reward: RewardConfig, max_tokens: int, num_workers: int, started: ExitStack
 ) -> Callable[[RewardedAnswer], Future[float]]:
-    """The function of a reward without verdict: starts to score an answer, or scores it at once."""
+    """Return a function that scores answers without the judge, in other processes or at once."""
     if spec.plugin is not None and spec.plugin.is_file:
         pool = RewardProcessPool(spec.plugin, reward.time_limit_s, num_workers)
         started.callback(pool.close)
@@ -130,18 +130,18 @@ def _score_now(function: Callable[[RewardedAnswer], float], answer: RewardedAnsw
 
 
 class JudgeReward:
-    """Gets each distinct answer judged once: samples of one prompt often say the same."""
+    """Judges each distinct answer once, because samples of one prompt are often equal."""
 
     def __init__(self, client: JudgeClient) -> None:
         self.client = client
         self._futures: dict[Submission, Future[Verdict]] = {}
 
     def submit(self, answer: RewardedAnswer) -> Future[Verdict]:
-        """Begin to judge an answer; see `verdict_of`."""
+        """Start to judge an answer; see `verdict_of`."""
         try:
             problem = Problem(answer.sample_id, "", read_tests(answer.ground_truth, answer.sample_id))
             submission = Submission(extract_program(problem, answer.text), problem.tests)
-        except Exception as error:  # extraction meets whatever a model writes
+        except Exception as error:  # a model may write anything
             failed: Future[Verdict] = Future()
             failed.set_exception(error)
             return failed
@@ -150,16 +150,16 @@ class JudgeReward:
         return self._futures[submission]
 
     def forget(self) -> None:
-        """Forget the answers of a batch, all of whose verdicts have been waited for."""
+        """Forget the answers of a batch after all of its verdicts have arrived."""
         self._futures.clear()
 
 
 def verdict_of(future: Future[Verdict]) -> Verdict:
-    """The verdict that `JudgeReward.submit` began to compute; waits for it.
+    """Wait for the verdict of `JudgeReward.submit`.
 
     Raises:
         UserError: the tests of the answer cannot be read.
-        RuntimeError: the judge failed, not the answer.
+        RuntimeError: the judge itself failed.
     """
     verdict = future.result()
     if verdict.error_type == "api_error":
