@@ -284,7 +284,7 @@ def add_status(commands: Commands) -> None:
     parser = add_action(
         commands,
         "status",
-        "Show every evaluation of a run. Prints its state, attempts, duration and worker, and the error if it failed.",
+        "Show every evaluation of a run. Prints its state, failures, duration and worker, and the error if it failed.",
         status,
         examples=[RUN_EXAMPLE],
         exit_codes={"0": "no evaluation has failed", "1": "an evaluation has failed", **FAILURES},
@@ -308,11 +308,11 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def _print_jobs(jobs: Sequence[Job]) -> None:
-    rows: list[tuple[str, ...]] = [("checkpoint", "dataset", "tier", "state", "attempts", "seconds", "worker")]
+    rows: list[tuple[str, ...]] = [("checkpoint", "dataset", "tier", "state", "failures", "seconds", "worker")]
     for job in jobs:
         seconds = f"{job.seconds['active_s']:.0f}" if "active_s" in job.seconds else "-"
-        tier, attempts = str(job.tier), str(job.attempts)
-        rows.append((job.checkpoint, job.dataset, tier, job.state, attempts, seconds, job.worker or "-"))
+        tier, failures = str(job.tier), str(job.attempts)
+        rows.append((job.checkpoint, job.dataset, tier, job.state, failures, seconds, job.worker or "-"))
     header, *lines = aligned_rows(rows)
     print_line(header)
     for line, job in zip(lines, jobs, strict=True):

@@ -1,8 +1,8 @@
 """Take the screenshots of the monitor that the documentation shows.
 
-Writes `monitor_runs.png` of the table of runs, `monitor_light.png` of a run in English and `monitor_dark.png` in
-Chinese, and with `--live PATH` also `monitor_live.png` of a run in progress. With `--tab TAB`, it writes only
-`NAME.png`, of that tab.
+Writes `monitor_runs.png` (the table of runs), `monitor_light.png` (a run in English), `monitor_dark.png` (the run in
+Chinese) and, with `--live PATH`, `monitor_live.png` (a run in progress). With `--tab TAB`, writes only `NAME.png` (that
+tab).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from verl_ext.monitor.state import TABS
 
 WIDTH, HEIGHT = 1280, 1090
 TABLE_HEIGHT, FOLDED_HEIGHT = 340, 740
-"""Of the pictures of the table, and of a run whose other charts are folded."""
+"""Heights of the screenshots of the table, and of a run with folded charts."""
 
 
 @clean_exit()
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def visit_run(running: Browser, address: str, **state: str) -> Page:
-    """Open the page as a new visitor, with the state in its address."""
+    """Open the page in a new browser context, with the state in its address."""
     page = running.new_context(viewport={"width": WIDTH, "height": HEIGHT}).new_page()
     page.goto(f"{address}?{urlencode(state)}")
     page.get_by_test_id("shown" if state else "runs").wait_for()
@@ -78,8 +78,8 @@ def visit_run(running: Browser, address: str, **state: str) -> Page:
 
 
 def save(page: Page, path: Path) -> None:
-    """Take the screenshot when everything has been drawn."""
-    page.mouse.move(0, 300)  # off the controls, whose hints would cover others
+    """Take the screenshot after everything is drawn."""
+    page.mouse.move(0, 300)  # away from the controls, whose tooltips would cover others
     page.wait_for_timeout(2500)
     page.screenshot(path=path)
     page.context.close()

@@ -291,7 +291,7 @@ def test_export_without_run_takes_questions_from_folder(tiny: Path, tmp_path: Pa
         ("alone", (), "no questions are given; set --questions"),
         ("alone", ("--questions", "{tiny}/data", "--latency", "model"), "is not a latency model"),
         ("misfit", ("--latency", "model"), "was fitted on another model"),
-        ("hesitant", ("--latency", "model"), "--budgets starts at 30 ms, .* and the decision for it take 10"),
+        ("hesitant", ("--latency", "model"), "the default of --budgets starts at 30 ms, .* for it take 10"),
         ("foreign", (), "not a configuration of the stage budget"),
     ],
 )

@@ -87,7 +87,7 @@ RUN_BY = {
         "integration/test_eval_run.py::test_report_compares_best_checkpoint_with_base_model"
     ),
     r"bash eval_pipeline/run\.sh judge --recipe examples/": (
-        "unit/test_examples.py::test_the_problem_format_is_loaded_and_judged"
+        "unit/test_examples.py::test_example_problem_format_is_loaded_and_judged"
     ),
     r"bash eval_pipeline/run\.sh judge": ("integration/test_eval_run.py::test_answers_from_file_are_judged_in_order"),
     r"bash eval_pipeline/run\.sh check": ("unit/test_launch_evaluation.py::test_rejects_served_model_only_if_watching"),
@@ -121,7 +121,7 @@ RUN_BY = {
     ),
     r"python -m verl_ext\.data\.prepare prompts": "unit/test_docs_commands.py::test_json_examples_are_converted",
     r"python -m verl_ext\.data\.prepare problems": (
-        "unit/test_examples.py::test_the_problem_format_becomes_prompts_for_grpo"
+        "unit/test_examples.py::test_example_problem_format_gives_grpo_prompts"
     ),
     r"python -m verl_ext\.data\.prepare reasoning_gym": (
         "unit/test_prepare_reasoning_gym.py::test_prompts_have_examples_and_splits_are_disjoint"
@@ -206,7 +206,7 @@ TYPED = [(page, words) for page, words in COMMANDS if page != "cluster.md"]
 
 
 @pytest.mark.parametrize(("page", "words"), TYPED, ids=[" ".join(words)[:60] for _, words in TYPED])
-def test_command_is_understood(page: str, words: list[str]) -> None:
+def test_documented_command_parses(page: str, words: list[str]) -> None:
     program, *rest = words
     if program == "verl-ext" and rest != ["NAME"]:
         command = PRODUCT[rest[0]]

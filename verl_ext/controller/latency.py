@@ -315,7 +315,7 @@ def calibrate(
         ratio = model.scatter[NOISE_PERCENTILE]
         if ratio <= QUIET or not attempts_left:
             break
-        print_line(f"the machine is busy: 10 % of the runs take at least {ratio:.2f} times as long; measuring again")
+        print_line(f"the machine is busy: 10% of runs take over {ratio:.2f} times the predicted time; measuring again")
     return min(fits, key=lambda each: each[0])[1]
 
 

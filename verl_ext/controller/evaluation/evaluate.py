@@ -78,7 +78,8 @@ def evaluate(source: ControllerSource, config: AdaptiveEvalConfig, output: Path,
     benchmark = ControllerBenchmark(
         model, cheapest_configuration(space, scores), budgets, latency, config.repeats, config.seed
     )
-    require_reachable("--budgets", budgets[0], benchmark.measure_cheapest(held_out))
+    setting = "--budgets" if config.budgets else "the default of --budgets"
+    require_reachable(setting, budgets[0], benchmark.measure_cheapest(held_out))
     require_writable(output)
     statics = static_configurations(model, scores, train, budgets, config.max_static, config.search_questions)
     comparison = compare(benchmark.run(statics, train, held_out), space, statics, budgets)
