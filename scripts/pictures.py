@@ -39,8 +39,8 @@ CHAT = [
     {"role": "assistant", "content": "Rome"},
 ]
 GREEN, PLAIN = "\x1b[1;32m", "\x1b[0m"
-TERMINAL = """<body style="margin: 0; background: #fff"><pre style="display: inline-block; margin: 0; padding: 16px 24px;
-background: #16181d; color: #c8ccd4; font: 16px/1.5 monospace">{}</pre></body>"""
+TERMINAL = """<body style="margin: 0; background: #fff"><pre style="display: inline-block; margin: 0;
+padding: 16px 24px; background: #16181d; color: #c8ccd4; font: 16px/1.5 monospace">{}</pre></body>"""
 
 
 @dataclass(frozen=True)
