@@ -54,7 +54,7 @@ WORK_FILES = (
     r"result\.json",
     r"verdicts-[0-9a-f]{16}\.jsonl",
 )
-"""Of one evaluation of one data set, sorted."""
+"""Of one evaluation of one dataset, sorted."""
 
 
 def names_in(directory: Path) -> set[str]:

@@ -46,7 +46,7 @@ def verls_config(quickstart: Path, run_dir: Path, *overrides: str) -> DictConfig
 
 
 def driven_by_verl(config: DictConfig) -> SFTTrainer:
-    """The trainer with verl's tokenizer, data sets and constructor arguments."""
+    """The trainer with verl's tokenizer, datasets and constructor arguments."""
     device_mesh, ulysses_device_mesh = build_meshes("cpu", config.ulysses_sequence_parallel_size)
     tokenizer = hf_tokenizer(config.model.partial_pretrain)
     data = config.data

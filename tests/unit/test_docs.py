@@ -10,16 +10,11 @@ import pytest
 from tests.helpers import ROOT
 from tests.helpers.docs import PAGES
 from tests.helpers.models import CELLS, SUPPORT
-from verl_ext.docgen import render_recipes
 from verl_ext.metrics.registry import render_metrics_page
 
 
 def test_metrics_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/reference/metrics.md").read_text().strip() == render_metrics_page().strip()
-
-
-def test_recipes_reference_is_up_to_date() -> None:
-    assert (ROOT / "docs/reference/configuration.md").read_text().strip() == render_recipes().strip()
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])

@@ -44,7 +44,7 @@ REPLACED = re.compile(
 """Temporary names of files that are replaced atomically in a run directory and its checkpoints."""
 EVALUATION = "eval"
 REPLACED_BY_EVALUATION = re.compile(rf".+\.(json|jsonl|md|npz|png){re.escape(TEMPORARY)}")
-"""The same for files in `eval/`, whose names contain data sets and digests."""
+"""The same for files in `eval/`, whose names contain datasets and digests."""
 
 
 # Reasons to keep a checkpoint
