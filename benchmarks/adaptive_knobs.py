@@ -27,13 +27,13 @@ from verl_ext.data.prepare.vqa import SIDE, build_processor
 
 QUESTION = "Sum of the digits?"
 HIDDEN = 256
-"""Width of the controller, as recipes have it unless they say otherwise."""
+"""Width of the controller, the default of recipes."""
 KnobRun = tuple[str, str, Configuration]
 """Knob, its value, and the configuration."""
 
 
 def make_vlm(directory: Path) -> str:
-    """Write a vision-language model of random weights with its processor; returns its path."""
+    """Write a vision-language model with random weights and its processor; returns its path."""
     processor = build_processor()
     ids = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
@@ -99,24 +99,24 @@ class KnobRunner:
 
 
 def flop_counter() -> FlopCounterMode:
-    """torch's counter, which counts the matrix products of experts too; torch 2.13 has no formula for grouped ones."""
+    """torch's counter, extended to the experts' grouped matrix products, for which torch 2.13 has no formula."""
     return FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_mm_flops})
 
 
 def grouped_mm_flops(tokens: torch.Size, weights: torch.Size, *_: object, **__: object) -> int:
-    """FLOPs for tokens (tokens, in), sorted by expert, and weights (experts, in, out): each token meets one expert."""
+    """FLOPs for tokens (tokens, in), sorted by expert, and weights (experts, in, out); one expert per token."""
     return 2 * tokens[0] * weights[-2] * weights[-1]
 
 
 def measure(model: str | None, tier_sizes: list[int], topk_choices: list[int], new_tokens: int, rounds: int) -> Results:
-    """A row for each run of `runs_of`, and the time of a decision.
+    """Measure every run of `runs_of`, and the time of a decision; returns a row for each run.
 
     Args:
-        model: directory or name on the hub; None makes one of random weights.
-        tier_sizes: of the tiers, in pixels.
+        model: directory or Hub name; None creates a model with random weights.
+        tier_sizes: sizes of the tiers, in pixels.
         topk_choices: numbers of experts.
-        new_tokens: decoded in each run.
-        rounds: of each run, after one to warm up.
+        new_tokens: tokens decoded in each run.
+        rounds: number of rounds after a warm-up round.
     """
     device, dtype = default_device()
     with tempfile.TemporaryDirectory() as name:

@@ -1,10 +1,10 @@
 """How long training waits for a checkpoint: verl's manager, ours, and ours in the background, in one run.
 
-A random Qwen2 model of more than 100M parameters with AdamW state is sharded with FSDP2, and the managers alternate in
-saving it; between two saves the disk writes what it holds back, so that no save pays for another. A `stall` is the
-time from all ranks calling to all ranks having returned. `flush` is what remains to be written to the disk afterwards:
-verl's manager leaves it to the kernel, ours does it before the commit. `plain` is what the disk alone takes: as many
-bytes, written by as many processes as plain files, then forced to the disk. Medians count, with their `ranges`.
+A random Qwen2 model of more than 100M parameters with AdamW state is sharded with FSDP2, and the managers take turns
+saving it. Between two saves, the disk cache is flushed, so that no save pays for another. `stall` is the time until all
+ranks have returned from the call. `flush` is the time to write the rest to the disk afterwards: verl's manager leaves
+that to the kernel, ours does it before the commit. `plain` is the time of the disk alone: the same number of processes
+write the same number of bytes to plain files, and flush them. Results are medians, with their `ranges`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def main() -> None:
     parser = bench_parser("checkpoint", __doc__, "", "--repeats 3 --output FILE.json", launcher=launcher)
     directory = Path("checkpoints/benchmark")
     parser.add_argument(
-        "--directory", type=Path, metavar="DIR", default=directory, help="a new one; removed at the end"
+        "--directory", type=Path, metavar="DIR", default=directory, help="new directory; removed at the end"
     )
     parser.add_argument("--tokenizer", metavar="DIR", default="data/quickstart/model", help="saved with each export")
     parser.add_argument("--repeats", type=IntArg(), default=6, help="saves of each kind, ideally an even number")
     parser.add_argument(
-        "--quick", action="store_true", help="only verl's saves and ours, none in the background, and no resuming"
+        "--quick", action="store_true", help="only verl's saves and our synchronous ones, without resuming"
     )
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         raise UserError(f"this process is not a rank; start it as `{launcher} -m benchmarks.checkpoint`")
     if arguments.directory.exists():
-        raise UserError(f"{arguments.directory} exists already; remove it, or name another --directory")
+        raise UserError(f"{arguments.directory} already exists; remove it, or name another --directory")
     import torch  # here, because it takes seconds to import
     import torch.distributed as dist
 

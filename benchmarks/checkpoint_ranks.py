@@ -32,7 +32,7 @@ RESUMES = 3
 
 
 class ShardedModel:
-    """A sharded model with an optimizer that has made a step.
+    """A sharded model whose optimizer has done one step.
 
     Args:
         device: cuda or cpu.
@@ -79,7 +79,7 @@ class ShardedModel:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds until all ranks have finished, from when all begin."""
+    """Seconds from a common start until all ranks have finished."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -90,13 +90,13 @@ def timed(work: Callable[[], object]) -> float:
 def measure_save(
     model: ShardedModel, manager: FSDPCheckpointManager, directory: Path, numbers: Iterator[int]
 ) -> dict[str, float]:
-    """Stall of one save, the seconds of steps meanwhile, and how long until all of it is on the disk."""
+    """Stall of one save, seconds of the steps meanwhile, and seconds until everything is on the disk."""
     step = next(numbers)
     path = str(directory / f"global_step_{step}")
     seconds = {"stall_s": timed(lambda: manager.save_checkpoint(path, global_step=step, max_ckpt_to_keep=1))}
     if isinstance(manager, CheckpointManager):
         meanwhile = []
-        while all(gather_results(lambda: manager.is_writing)):  # so that all ranks make the same number of steps
+        while all(gather_results(lambda: manager.is_writing)):  # so that all ranks do the same number of steps
             meanwhile.append(model.step())
         seconds["write_s"] = manager.wait() or 0.0
         seconds |= {"step_beside_s": statistics.median(meanwhile)} if meanwhile else {}
@@ -105,7 +105,7 @@ def measure_save(
 
 
 def measure_plain(directory: Path, saved: Path) -> dict[str, float]:
-    """Seconds until the ranks have written as many bytes as were saved, each its share to a plain file of its own."""
+    """Seconds until the ranks have written as many bytes as were saved, each rank its share to its own plain file."""
     directory.mkdir(exist_ok=True)
     path, piece = directory / f"rank_{dist.get_rank()}", memoryview(os.urandom(16 << 20))
     share = size_on_disk(saved) // dist.get_world_size()
@@ -139,13 +139,13 @@ def measure_resume(kind: str, device: str, tokenizer: AutoTokenizer, checkpoint:
 
 
 def measure(directory: Path, tokenizer_of: str, repeats: int, quick: bool) -> Results:
-    """All saves and resumes.
+    """Measure all saves and resumes.
 
     Args:
-        directory: to save into.
-        tokenizer_of: directory of a model.
-        repeats: saves of each kind that count.
-        quick: only verl's saves and ours, none in the background, no resuming.
+        directory: directory to save into.
+        tokenizer_of: model directory with the tokenizer.
+        repeats: measured saves of each kind.
+        quick: whether to measure only verl's saves and our synchronous ones, without resuming.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shows_bars = dist.get_rank() == 0

@@ -3,19 +3,19 @@
 DIR is an export, by default the quickstart's model of random weights
 (`python -m verl_ext.data.prepare quickstart --output data/quickstart`).
 
-In one process with its engine loaded, the evaluation's own worker processes one batch of all problems in several ways,
+In one process with a loaded engine, the evaluation's own worker processes one batch of all problems in several ways,
 which alternate: `generation` generates every answer and judges none; `judging` judges existing answers and generates
-none; `whole` does both, as an evaluation does. `ratio` is whole / the longer of the other two. Judged are the
-`generated` answers, and in rounds of their own the `canonical` solutions, each submitted when the model's answer to its
-problem is complete: most answers of a small model fail at once, and cost a judge less than correct ones. `tail_s` is
-the time of a whole round after its last answer.
+none; `whole` does both, like an evaluation. `ratio` is whole / the longer of the other two. The judge gets the
+`generated` answers and, in separate rounds, the `canonical` solutions, each submitted when the model's answer to its
+problem is complete: most answers of a small model fail immediately, and cost a judge less than correct ones. `tail_s`
+is the time of a whole round after its last answer.
 
 If both need every CPU, no overlap can make the whole shorter than their CPU time divided by the number of CPUs:
 `cpu_bound_s`. `over_cpu_bound` is whole / the longest of generation, judging and that bound.
 
 `command` is `python -m eval_pipeline run`, from its start to metrics.json, by part: `start_s` until the engine is
-ready, `answering_s` until the last verdict, `writing_s` until the results are published. Medians count, with their
-`ranges`.
+ready, `answering_s` until the last verdict, `writing_s` until the results are published. Results are medians, with
+their `ranges`.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ COMMAND = "the command"
 
 
 class ReplacingEngine(Engine):
-    """An engine whose answers have other texts; answers to problems without a text stay.
+    """An engine that replaces the texts of its answers; answers to problems without a replacement are unchanged.
 
     Args:
         engine: a started engine.
-        texts: by `problem_id`.
+        texts: replacement texts by `problem_id`.
     """
 
     def __init__(self, engine: Engine, texts: Mapping[str, str]) -> None:
@@ -103,7 +103,7 @@ class ReplacingEngine(Engine):
 
 
 class ReplacingWorker(EvalWorker):
-    """A worker that submits other texts for judging, each when the answer that it replaces is complete."""
+    """A worker that submits replacement texts to the judge, each when the answer that it replaces is complete."""
 
     texts: Mapping[str, str] = {}
 
@@ -121,7 +121,7 @@ class RoundEvents:
         self.failure: str | None = None
 
     def add(self, event: Event) -> None:
-        """Add an event; several threads may call this, like the pipe to a driver."""
+        """Add an event; several threads may call this."""
         if isinstance(event, AnswerReceived):
             self.answers[event.key] = event.answer
             self.last_answer = time.perf_counter()
@@ -134,10 +134,10 @@ class RoundEvents:
 
 
 class WorkerRounds:
-    """A context with one engine and one judge, which stay from round to round.
+    """A context with one engine and one judge, which are kept from round to round.
 
     Args:
-        recipe: with HumanEval; all problems are one batch, which the recipe's `batch_size` must allow.
+        recipe: a recipe with HumanEval, whose `batch_size` allows one batch of all problems.
         export: Hugging Face model directory.
 
     Raises:
@@ -159,7 +159,7 @@ class WorkerRounds:
 
     def __enter__(self) -> WorkerRounds:
         """Start judge and engine, and generate the answers once."""
-        self._clock = CPUClock()  # before the processes that it counts
+        self._clock = CPUClock()  # created before the processes that it measures
         self._worker = ReplacingWorker(self._recipe)
         self.run("generation")
         return self
@@ -169,7 +169,7 @@ class WorkerRounds:
         self._worker.__exit__(None, None, None)
 
     def run(self, kind: str) -> dict[str, float]:
-        """Run one round: its wall-clock and CPU seconds, and those after its last answer.
+        """Run one round; returns its wall-clock and CPU seconds, and the seconds after its last answer.
 
         Args:
             kind: one of `KINDS`.
@@ -193,7 +193,7 @@ class WorkerRounds:
         return seconds | ({"tail_s": end - events.last_answer} if part == "whole" else {})
 
     def batch_for(self, part: str, variant: str) -> Batch:
-        """The batch as an evaluation would hand it out, with what exists already."""
+        """The batch that an evaluation would submit, with the answers and verdicts that already exist."""
         if part == "generation":
             return replace(self._batch, judged=frozenset(map(key_of, self._batch.requests)))
         if part == "whole":
@@ -203,7 +203,7 @@ class WorkerRounds:
         return replace(self._batch, answers=answers)
 
     def answers_info(self) -> Results:
-        """What was generated and judged."""
+        """Statistics of the answers, and their verdicts."""
         lengths = [answer.num_tokens for answer in self._answers.values()]
         return {
             "mean_tokens": sum(lengths) / len(lengths),
@@ -221,7 +221,7 @@ def command_parts(model: Path, overrides: list[str]) -> dict[str, float]:
 
     Args:
         model: Hugging Face model directory.
-        overrides: of the recipe humaneval.
+        overrides: overrides of the recipe humaneval.
 
     Raises:
         UserError: the command failed.
@@ -234,12 +234,12 @@ def command_parts(model: Path, overrides: list[str]) -> dict[str, float]:
 
 
 def parts_of(directory: Path, begun: float, ended: float) -> dict[str, float]:
-    """The parts by when files were last written; they add up to `total_s`, and `exit_s` follows.
+    """The parts, from the modification times of files; they add up to `total_s`, and `exit_s` follows.
 
     Args:
-        directory: of the evaluation.
+        directory: directory of the evaluation.
         begun: when the process started, in seconds since 1970.
-        ended: when it had ended.
+        ended: when the process ended, in seconds since 1970.
     """
     [protocol] = directory.glob("work/humaneval/protocol-*.json")
     [verdicts] = directory.glob("work/humaneval/verdicts-*.jsonl")
@@ -268,9 +268,9 @@ def overlap_of(generation: Numbers, judging: Numbers, whole: Numbers, num_cpus: 
 
     Args:
         generation: wall-clock and CPU seconds, `wall_s` and `cpu_s`, of generation alone.
-        judging: the same of judging alone.
-        whole: of both together.
-        num_cpus: that both share.
+        judging: the same for judging alone.
+        whole: the same for both together.
+        num_cpus: number of CPUs that both share.
     """
     longer = max(generation["wall_s"], judging["wall_s"])
     bound = (generation["cpu_s"] + judging["cpu_s"]) / num_cpus
@@ -317,12 +317,12 @@ def main() -> int:
     """Measure, print and write the results."""
     more = "--model models/mine --repeats 3 --output FILE.json sampling.max_tokens=256"
     parser = bench_parser("evaluation", __doc__, "", more)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe humaneval")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe humaneval")
     parser.add_argument(
         "--model", type=Path, metavar="DIR", default=MODEL, help="export (default: the quickstart's random model)"
     )
-    parser.add_argument("--repeats", type=IntArg(), default=5, help="rounds of each kind that count")
-    parser.add_argument("--commands", type=IntArg(0), default=3, help="runs of the command, after one to warm up")
+    parser.add_argument("--repeats", type=IntArg(), default=5, help="measured rounds of each kind")
+    parser.add_argument("--commands", type=IntArg(0), default=3, help="runs of the command, after a warm-up run")
     arguments = parser.parse_args()
     model, overrides = arguments.model.resolve(), arguments.overrides
     with WorkerRounds(load_eval_config("humaneval", overrides), model) as worker:

@@ -1,10 +1,10 @@
-"""Check the product on this machine's GPUs: is it correct, and how fast is it? At most ten minutes.
+"""Check correctness and speed on this machine's GPUs, in at most ten minutes.
 
-The check runs in parts, each in a process of its own, and writes the JSON file after every part. If a part fails or
-runs out of time, the others still run; parts for which no time is left are skipped. Parts that need vLLM,
-flash-attention or Liger run if these are installed. Each row of a part is a number; a row with a limit is a check,
-which fails above the limit. `--tiny` runs the same code with tiny models on the CPU. benchmarks/gpu_check.md lists the
-wheels that a machine without a network needs.
+The check runs in parts, each in its own process, and writes the JSON file after every part. If a part fails or runs out
+of time, the others still run; parts for which no time is left are skipped. Parts that need vLLM, flash-attention or
+Liger run if these are installed. Each row of a part is a number; a row with a limit is a check, which fails above the
+limit. `--tiny` runs the same code with tiny models on the CPU. benchmarks/gpu_check.md lists the wheels that a machine
+without a network needs.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from verl_ext.processes import DEVICES, visible_gpus
 
 EXIT_CODES = {"0": "every check that ran passed", "1": "a check or a part failed", **FAILURES}
 MIN_SHARE = 0.5
-"""Share of its time limit; with less time left, a part does not start."""
+"""A part is skipped if less than this share of its time limit is left."""
 LOG_LINES = 60
-"""Log lines of a failed part in the JSON file."""
+"""Number of log lines of a failed part in the JSON file."""
 COMPILED = "model.compile=true"
 LORA = "model.lora_rank=16"
 LOOP = "optim.override_optimizer_config={fused: false}"
 WITH_EXPORT = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 STAND_INS = {"ray": "class ObjectRef:\n    pass\n", "qwen_vl_utils": "fetch_image = fetch_video = None\n"}
-"""Modules that verl imports when it is imported, with the names that it reads. No part uses them."""
+"""Modules that verl imports at import time, with the names that it reads. No part uses them."""
 
 
 @dataclass(frozen=True)
 class GPUCheckSettings:
-    """What every part needs.
+    """Settings that every part needs.
 
     Attributes:
         scratch: directory for models, data and runs.
@@ -63,11 +63,11 @@ class GPUCheckSettings:
             file.write(json.dumps(row) + "\n")
 
     def command(self, module: str, function: str, *words: str, ranks: int = 1) -> list[str]:
-        """The command that runs a part, or a piece of one, in processes of its own.
+        """The command that runs a part, or a piece of one, in its own processes.
 
         Args:
-            module: of this folder.
-            function: of the module; it gets the settings and the words.
+            module: a module of this folder.
+            function: a function of the module, called with the settings and the words.
             words: further arguments of the function.
             ranks: number of processes.
         """
@@ -83,11 +83,11 @@ class GPUCheckPart:
     """One process of the check.
 
     Attributes:
-        name: of the part.
+        name: name of the part.
         words: a module of this folder, a function in it, and further arguments of the function.
-        limit_s: after which it is stopped.
-        on_all_gpus: whether it runs a rank on every GPU instead of one process.
-        needs: packages without which it is skipped.
+        limit_s: time limit, after which the part is stopped.
+        on_all_gpus: whether the part runs a rank on every GPU instead of one process.
+        needs: packages without which the part is skipped.
     """
 
     name: str
@@ -124,13 +124,13 @@ def parts_of(tiny: bool) -> list[GPUCheckPart]:
 def speed_part(
     shape: str, variant: str = "", *overrides: str, limit_s: float = 75, needs: tuple[str, ...] = ()
 ) -> GPUCheckPart:
-    """Training steps of one shape, with overrides of the defaults."""
+    """A part that measures training steps of one shape, with overrides of the defaults."""
     name = f"SFT {shape}, {variant}" if variant else f"SFT {shape}"
     return GPUCheckPart(name, ("gpu_speed", "steps", shape, *overrides), limit_s, on_all_gpus=True, needs=needs)
 
 
 def save_part(shape: str) -> GPUCheckPart:
-    """Saves of one shape, plain and asynchronous."""
+    """A part that measures saves of one shape, plain and asynchronous."""
     words = ("gpu_speed", "save", shape, WITH_EXPORT, "trainer.checkpoint.async_save=true")
     return GPUCheckPart(f"save {shape}", words, 180, on_all_gpus=True)
 
@@ -139,8 +139,8 @@ class GPUCheck:
     """Runs parts and keeps their results.
 
     Args:
-        settings: of the run.
-        deadline: on the clock of `time.monotonic`; a part is stopped then.
+        settings: settings of the check.
+        deadline: time on the clock of `time.monotonic` at which a running part is stopped.
     """
 
     def __init__(self, settings: GPUCheckSettings, deadline: float) -> None:
@@ -182,11 +182,11 @@ class GPUCheck:
 
     @property
     def _log(self) -> Path:
-        """What the running part prints."""
+        """File with the output of the running part."""
         return Path(self.settings.scratch) / "part.log"
 
     def _start(self, part: GPUCheckPart, limit_s: float) -> str:
-        """Run the part's process; returns what went wrong, empty if nothing did."""
+        """Run the part's process; returns why it failed, empty if it did not."""
         ranks = self.settings.num_gpus if part.on_all_gpus else 1
         command = self.settings.command(*part.words, ranks=ranks)
         variables = {**os.environ, STACKS_AFTER_S: str(max(limit_s - 5, 1)), "PYTHONUNBUFFERED": "1"}
@@ -203,13 +203,13 @@ class GPUCheck:
 
 
 def run_part(settings: str, module: str, function: str, *words: str) -> None:
-    """Call a function of a part in this process; `GPUCheckSettings.command` has the arguments."""
+    """Call a part's function in this process; for the arguments, see `GPUCheckSettings.command`."""
     part = getattr(importlib.import_module(f"benchmarks.{module}"), function)
     part(GPUCheckSettings(**json.loads(settings)), *words)
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its descendants, which may be in sessions of their own."""
+    """Kill a process and its descendants, which may be in other sessions."""
     if process.poll() is None:
         descendants = psutil.Process(process.pid).children(recursive=True)
         for each in descendants:
@@ -233,7 +233,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def set_up(scratch: Path) -> None:
-    """Environment variables of all parts, stand-ins for modules that are missing, and data for the small models.
+    """Set environment variables for all parts, and write stand-ins for missing modules and data for small models.
 
     Raises:
         UserError: the data cannot be prepared.
@@ -256,11 +256,9 @@ def build_parser() -> CommandParser:
     """The options."""
     examples = "--output gpu.json", "--tiny", "--parts 'SFT 1.5b' 'kill and resume'"
     parser = bench_parser("gpu_check", __doc__, *examples, exit_codes=EXIT_CODES)
-    parser.add_argument(
-        "--tiny", action="store_true", help="tiny models on the CPU, to see that the check itself works"
-    )
-    parser.add_argument("--minutes", type=FloatArg(), default=10.0, help="for all parts together")
-    parser.add_argument("--num-gpus", type=IntArg(), help="for the parts that use several (default: all visible)")
+    parser.add_argument("--tiny", action="store_true", help="use tiny models on the CPU, to test the check itself")
+    parser.add_argument("--minutes", type=FloatArg(), default=10.0, help="time limit for all parts together")
+    parser.add_argument("--num-gpus", type=IntArg(), help="GPUs of the parts that use several (default: all visible)")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="run only these (default: all; --list names them)")
     parser.add_argument("--list", action="store_true", help="print the names of the parts")
     return parser
@@ -270,13 +268,13 @@ def chosen_parts(names: list[str] | None, tiny: bool) -> list[GPUCheckPart]:
     """The parts with these names; None for all.
 
     Raises:
-        UserError: there is no part with a name.
+        UserError: a part does not exist.
     """
     parts = parts_of(tiny)
     known = [part.name for part in parts]
     for name in names or ():
         if name not in known:
-            raise UserError(f"there is no part '{name}'; take some of {', '.join(known)}")
+            raise UserError(f"there is no part '{name}'; use some of {', '.join(known)}")
     return [part for part in parts if names is None or part.name in names]
 
 
@@ -292,7 +290,7 @@ def main() -> int:
     if not arguments.tiny and not num_visible:
         raise UserError("no GPU is visible; --tiny runs the check on the CPU")
     if arguments.num_gpus is not None and not arguments.tiny and arguments.num_gpus > num_visible:
-        raise UserError(f"--num-gpus is {arguments.num_gpus}, but {num_visible} can be used here; lower it")
+        raise UserError(f"--num-gpus is {arguments.num_gpus}, but only {num_visible} GPUs are visible; lower it")
     deadline = time.monotonic() + 60 * arguments.minutes
     if arguments.tiny:
         os.environ[DEVICES] = ""

@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.gpu_check` that compare the GPU's results with the CPU, with themselves and with float64."""
+"""Parts of `benchmarks.gpu_check` that compare the GPU's results with the CPU, with float64, and between runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from verl_ext.trainer.stages import RunConfig, load_config
 
 Gradients = Mapping[str, torch.Tensor]
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 5e-2)}
-"""Relative error of the loss, and of all gradients together, by number type of the forward pass."""
+"""Maximum relative error of the loss, and of all gradients together, by dtype of the forward pass."""
 SAVED_STEP, LAST_STEP = 10, 20
 GROUP_SIZE, NUM_PROMPTS = 4, 4
 
@@ -44,13 +44,13 @@ GROUP_SIZE, NUM_PROMPTS = 4, 4
 
 
 def losses(settings: GPUCheckSettings, *families: str) -> None:
-    """Loss and gradients of one step against float64, in each number type; packed against padded."""
+    """Compare loss and gradients of one step with float64 for each dtype, and packed with padded samples."""
     for family in families:
         losses_of(settings, family)
 
 
 def losses_of(settings: GPUCheckSettings, family: str) -> None:
-    """The rows of a model family."""
+    """Add the rows of a model family."""
     model = small_model(settings, family)
     reference: tuple[float, Gradients] | None = None
     for precision, (max_loss_error, max_error) in TOLERANCES.items():
@@ -71,7 +71,7 @@ def losses_of(settings: GPUCheckSettings, family: str) -> None:
 
 
 def variants_of(precision: str) -> dict[str, list[str]]:
-    """Overrides by name: how samples share a forward pass, and what computes the loss."""
+    """Overrides by name of the variant: how samples share a forward pass, and how the loss is computed."""
     variants = {
         "packed": ["model.attn_implementation=sdpa"],
         "packed, all logits": ["model.attn_implementation=sdpa", "model.fused_loss=false"],
@@ -108,7 +108,7 @@ def in_float64(model: Path, samples: list[dict[str, Any]]) -> tuple[float, Gradi
 
 
 def relative_distance(one: Gradients, other: Gradients) -> float:
-    """Norm of the difference of all tensors, relative to the norm of the second ones; infinite if the names differ."""
+    """Norm of the difference of all tensors relative to the norm of `other`; infinite if the names differ."""
     if set(one) != set(other):
         return math.inf
     difference = sum(float((one[name] - other[name]).square().sum()) for name in other)
@@ -138,7 +138,7 @@ def small_model(settings: GPUCheckSettings, family: str) -> Path:
 
 
 def resume(settings: GPUCheckSettings) -> None:
-    """20 steps without a stop, and 10 steps, SIGKILL and a second start, are equal bit for bit."""
+    """Compare 20 uninterrupted steps bit for bit with a run that is killed after its first checkpoint and resumed."""
     words = [f"trainer.total_training_steps={LAST_STEP}", f"trainer.save_freq={SAVED_STEP}"]
     words += ["trainer.deterministic=true", "trainer.max_ckpt_to_keep=2"]
     straight, killed = (Path(settings.scratch) / name for name in ("straight", "killed"))
@@ -167,7 +167,7 @@ def resume(settings: GPUCheckSettings) -> None:
 
 
 def devices(settings: GPUCheckSettings) -> None:
-    """A run that moves from the GPU to the CPU and back, in float32, against one on the GPU alone."""
+    """Compare a run that moves from the GPU to the CPU and back with a run on the GPU alone, in float32."""
     first = small_trainer(settings, "first_gpu")
     expected = trained(first, 4)
     first.save_checkpoint(4)
@@ -189,7 +189,7 @@ def devices_on_cpu(settings: GPUCheckSettings) -> None:
 
 
 def small_trainer(settings: GPUCheckSettings, name: str, *overrides: str) -> SFTTrainer:
-    """The trainer of the small Qwen2 in float32, with a run directory of that name."""
+    """A trainer of the small Qwen2 in float32, with a run directory of this name."""
     words = ["model.mixed_precision=fp32", f"trainer.default_local_dir={Path(settings.scratch) / name}", *overrides]
     return build_trainer(sft_config(settings, small_model(settings, "qwen2"), *words), SFTTrainer)
 
@@ -201,7 +201,7 @@ def resumed_from(settings: GPUCheckSettings, name: str, step: int) -> list[str]:
 
 
 def trained(trainer: SFTTrainer, last_step: int) -> dict[int, float]:
-    """The loss of each step from the trainer's current one to the last."""
+    """Train from the trainer's current step to the last one; returns the loss of each step."""
     losses_by_step = {}
     for batch in trainer.batches():
         losses_by_step[trainer.global_step] = trainer.training_step(batch)["train/loss"]
@@ -212,10 +212,10 @@ def trained(trainer: SFTTrainer, last_step: int) -> dict[int, float]:
 
 
 def run_and_kill(command: list[str], run_dir: Path) -> int:
-    """Run a command and send SIGKILL to it as soon as its first checkpoint is complete; returns its last step.
+    """Run a command and kill it with SIGKILL as soon as its first checkpoint is complete; returns its last step.
 
     Raises:
-        UserError: it ended before that.
+        UserError: the run ended before that.
     """
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     latest = run_dir / "latest_checkpointed_iteration.txt"
@@ -229,12 +229,12 @@ def run_and_kill(command: list[str], run_dir: Path) -> int:
 
 
 def rows_by_step(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """The metrics of each training step; if a step ran twice, those of the second run."""
+    """The metrics of each training step; if a step ran twice, the metrics of the second time."""
     return {row["step"]: row for row in read_metrics(run_dir / METRICS_FILE) if "train/loss" in row}
 
 
 def async_save(settings: GPUCheckSettings) -> None:
-    """A save in the background while the weights change, against the weights at the time of the save."""
+    """Compare a checkpoint that is written while the weights change with the weights at the time of the save."""
     trainer = small_trainer(settings, "async", "trainer.checkpoint.async_save=true")
     batches = trainer.batches()
     for _ in range(3):
@@ -269,7 +269,7 @@ def state_of(trainer: SFTTrainer) -> dict[str, torch.Tensor]:
 
 
 def grpo(settings: GPUCheckSettings, engine: str) -> None:
-    """Completions and one update on the GPU, and the same update on the CPU; vLLM sleeps, wakes and generates again."""
+    """Generate and update once on the GPU, and update again on the CPU; vLLM sleeps, wakes and generates again."""
     scratch = Path(settings.scratch)
     trainer = build_trainer(grpo_config(settings, engine), GRPOTrainer)
     trajectories = generated(trainer, 0)
@@ -331,7 +331,7 @@ def grpo_config(settings: GPUCheckSettings, engine: str) -> RunConfig:
 
 
 def generated(trainer: GRPOTrainer, version: int) -> list[Trajectory]:
-    """Completions by the current model, with their numbers as rewards, because a random model has no good answers."""
+    """Completions of the current model. Their numbers are the rewards, because a random model has no good answers."""
     prompts = prompts_of([trainer.train_dataset[row] for row in range(NUM_PROMPTS)])
     trainer.global_step = version + 1
     with trainer.policy.sampling(version):
@@ -343,7 +343,7 @@ def generated(trainer: GRPOTrainer, version: int) -> list[Trajectory]:
 
 
 def updated(trainer: GRPOTrainer, trajectories: list[Trajectory]) -> dict[str, Any]:
-    """Loss, gradient norm and change of the weights in one update."""
+    """Update once; returns the loss, the gradient norm and the change of the weights."""
     parameters = parameters_of(trainer.fsdp_model)
     before = {name: gathered(each).clone() for name, each in parameters.items()}
     trainer.fsdp_model.train()
@@ -364,6 +364,6 @@ def on_cpu(settings: GPUCheckSettings, function: str, *words: str) -> None:
     """Run another function of this module in a process that sees no GPU.
 
     Raises:
-        UserError: it failed.
+        UserError: the function failed.
     """
     run(settings.command("gpu_correctness", function, *words), {DEVICES: "", "MASTER_PORT": str(free_port())})

@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.gpu_check` that measure time and memory: training steps, saves, the controller's model."""
+"""Parts of `benchmarks.gpu_check` that measure time and memory: training steps, saves, and the controller's model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from benchmarks.adaptive_knobs import KnobRunner
 
 WARM_UP = 2
-"""Steps that do not count."""
+"""Number of steps that are not measured."""
 ROW = 8192
 """Tokens of a micro-batch."""
 SAMPLES_OF_ROW = 4
@@ -55,9 +55,9 @@ class StepShape:
 
     Attributes:
         model: arguments of `Qwen2Config`.
-        micro_batches: of a step on a rank.
+        micro_batches: micro-batches of a step on one rank.
         row: tokens of a micro-batch.
-        steps: including those that do not count.
+        steps: number of steps, including the warm-up.
     """
 
     model: Mapping[str, Any]
@@ -77,7 +77,7 @@ class StepShape:
 
     @property
     def dimensions(self) -> ModelShape:
-        """The model as the plan sees it."""
+        """The model's shape, the input of the plan."""
         return shape_of(Qwen2Config(**self.model))
 
 
@@ -94,7 +94,7 @@ SHAPES = {
 
 
 def steps(settings: GPUCheckSettings, name: str, *overrides: str) -> None:
-    """Seconds, MFU and peak memory of training steps."""
+    """Measure seconds, MFU and peak memory of training steps."""
     trainer = trainer_of(settings, name, overrides)
     if trainer is None:
         return
@@ -108,13 +108,13 @@ def report(settings: GPUCheckSettings, trainer: SFTTrainer, shape: StepShape, ti
     """Add the rows of a run.
 
     MFU counts 6 operations for each token and each parameter that it is multiplied by (Kaplan et al. 2020, arXiv
-    2001.08361, table 1), 4 with LoRA, whose frozen weights have no gradients; and with attention 12 x layers x width of
-    the heads for each pair of tokens, of which causal attention has half.
+    2001.08361, table 1), or 4 with LoRA, whose frozen weights have no gradients. With attention, it adds 12 x layers x
+    width of the heads for each pair of tokens, of which causal attention computes half.
 
     Args:
-        settings: of the check.
-        trainer: that has made the steps.
-        shape: of its model.
+        settings: settings of the check.
+        trainer: trainer that has done the steps.
+        shape: shape of its model.
         times: seconds of each step.
     """
     config, hardware, model = trainer.config, hardware_here(), shape.dimensions
@@ -155,9 +155,9 @@ def step_s(trainer: SFTTrainer, batch: TokenBatch) -> float:
 
 
 def trainer_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) -> SFTTrainer | None:
-    """A trainer of a shape; None, with a row that says why, if it does not fit by the plan or on the disk.
+    """A trainer of a shape; None, with a row for the reason, if the shape does not fit into memory or on the disk.
 
-    Gradient checkpointing is enabled if a shape fits only with it by the plan.
+    Gradient checkpointing is enabled if the shape does not fit without it according to the plan.
     """
     join_ranks()
     shape, config = SHAPES[name], config_of(settings, name, overrides)
@@ -172,22 +172,22 @@ def trainer_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) 
     trainer = build_trainer(config, SFTTrainer)
     if trainer.device_name == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()  # what loading left; the peaks are those of the steps
+        torch.cuda.empty_cache()  # free what loading used, so that the peaks are those of the steps
         torch.cuda.reset_peak_memory_stats()
     return trainer
 
 
 def why_not(config: SFTConfig, shape: StepShape) -> str:
-    """Why the plan says that it does not fit; empty if it fits, for LoRA, and on the CPU of a tiny check.
+    """Why a shape does not fit according to the plan; empty if it fits, for LoRA, and on the CPU.
 
-    Compiled blocks save less than the plan's formulas say, so they are tried where the rest fits.
+    Compiled blocks keep less memory than the plan predicts, so they are tried if they fit with checkpointing.
     """
     if config.model.uses_lora or not torch.cuda.is_available():
         return ""
     model = replace(config.model, enable_gradient_checkpointing=True) if config.model.compile else config.model
     plan = plan_of(replace(config, model=model), shape)
     needed, room = plan.memory.peak_bytes / GIB, plan.cluster.hardware.memory_bytes / GIB
-    return "" if plan.fits else f"it needs {needed:.0f} GiB by the plan, and the GPU has {room:.0f} GiB"
+    return "" if plan.fits else f"the plan predicts {needed:.0f} GiB, and the GPU has {room:.0f} GiB"
 
 
 def plan_of(config: SFTConfig, shape: StepShape) -> RunPlan:
@@ -198,7 +198,7 @@ def plan_of(config: SFTConfig, shape: StepShape) -> RunPlan:
 
 
 def hardware_here() -> Hardware:
-    """The data sheet of the GPU; of an unknown one only its memory."""
+    """The GPU's data sheet; for an unknown GPU, only its memory is known."""
     if not torch.cuda.is_available():
         return HARDWARE["cpu"]
     name = torch.cuda.get_device_name()
@@ -237,7 +237,7 @@ def config_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) -
 
 
 def write_inputs(settings: GPUCheckSettings, name: str) -> None:
-    """Write random weights in bf16, and chats that `data.max_length` cuts to one length, once for each shape.
+    """Write random weights in bf16, and chats that `data.max_length` truncates to one length, once for each shape.
 
     The files of other shapes are removed, because the disk may not hold them all.
     """
@@ -268,7 +268,7 @@ def write_inputs(settings: GPUCheckSettings, name: str) -> None:
 
 
 def save(settings: GPUCheckSettings, name: str, *overrides: str) -> None:
-    """How long training waits for a save, plain and asynchronous, and how long writing takes."""
+    """Measure how long training waits for a save, plain and asynchronous, and how long writing takes."""
     trainer = trainer_of(settings, name, overrides)
     if trainer is None:
         return
@@ -307,8 +307,8 @@ class SaveTimes:
     Attributes:
         stall_s: seconds that training waited.
         total_s: seconds until the checkpoint was complete.
-        num_bytes: of its files.
-        steps_s: seconds of the steps meanwhile.
+        num_bytes: size of its files.
+        steps_s: seconds of each step meanwhile.
     """
 
     stall_s: float
@@ -323,7 +323,7 @@ def save_once(trainer: SFTTrainer, directory: Path, batches: Iterator[TokenBatch
     path = directory / f"global_step_{trainer.global_step}"
     manager.save_checkpoint(str(path), global_step=trainer.global_step)
     stall_s = time.perf_counter() - begun
-    while all(gather_results(lambda: manager.is_writing)):  # so that all ranks make the same number of steps
+    while all(gather_results(lambda: manager.is_writing)):  # so that all ranks do the same number of steps
         steps_s.append(step_s(trainer, next(batches)))
     manager.wait()
     total_s = time.perf_counter() - begun
@@ -339,7 +339,7 @@ def save_once(trainer: SFTTrainer, directory: Path, batches: Iterator[TokenBatch
 
 
 def controller(settings: GPUCheckSettings) -> None:
-    """The latency model of a small vision-language model with experts, and its clock against CUDA events."""
+    """Measure the latency model of a small vision-language model with experts, and check its clock with CUDA events."""
     from benchmarks.adaptive_knobs import KnobRunner, make_vlm
 
     device, dtype = default_device()

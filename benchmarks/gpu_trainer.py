@@ -1,4 +1,4 @@
-"""The product's trainers, built in the process of a part of `benchmarks.gpu_check`."""
+"""Builds the project's trainers in the process of a part of `benchmarks.gpu_check`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Trainer = TypeVar("Trainer", bound=PipelineTrainer)
 
 
 def build_trainer(config: RunConfig, kind: type[Trainer]) -> Trainer:
-    """The trainer of the configuration's stage, on the ranks of torchrun or in this process alone.
+    """Build the trainer of the configuration's stage, on the ranks of torchrun or in this process alone.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         kind: class of the trainer.
     """
     device_name = prepare_device(config)
@@ -58,7 +58,7 @@ def free_port() -> int:
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The sharded parameters by name; after a forward pass without a backward pass, those of the root are gathered."""
+    """The parameters by name, resharded: after a forward pass without a backward pass, the root's are gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -66,19 +66,19 @@ def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor gathered, detached, on the CPU; collective."""
+    """Gather a sharded tensor, detached, on the CPU; collective."""
     return to_full(tensor).detach().cpu()
 
 
 def sft_config(settings: GPUCheckSettings, model: Path, *overrides: str) -> SFTConfig:
-    """The quickstart's recipe with another model, nothing saved and nothing logged."""
+    """The quickstart's recipe with another model, without exports and loggers."""
     config = load_config("sft", sft_words(settings, model, Path(settings.scratch) / "run", *overrides))
     assert isinstance(config, SFTConfig)
     return config
 
 
 def sft_words(settings: GPUCheckSettings, model: Path, run_dir: Path, *overrides: str) -> list[str]:
-    """The words of `run_sft.sh` after the number of ranks; if a key is repeated, its last value counts."""
+    """Arguments of `run_sft.sh` after the number of ranks; if a key is repeated, its last value counts."""
     data = Path(settings.scratch) / "quickstart"
     values = {
         "recipe": "quickstart",

@@ -1,16 +1,15 @@
 """A GRPO step and its parts: ours with each engine, and TRL's `GRPOTrainer`, in one run.
 
-Each is run as its users start it. All learn from the same few prompts in every step, with the same model
-(SmolLM2-135M-Instruct, which `python -m verl_ext.data.prepare smollm2 --output data/smollm2_135m` makes), group size,
-longest completion, samples in a forward pass, optimizer, learning rate, loss and reward, without a KL term, gradient
-checkpointing or correction of the rollout's probabilities. Nearly all completions reach the longest length;
-`tokens_mean` is their mean length. TRL generates with transformers: TRL 1.16 cannot send weights to vLLM 0.32 on CPUs,
-where vLLM packs them after loading. All sides alternate, `--rounds` times; `trl_over_ours` is the median of the rounds'
-ratios, `ratios` has each, and the other numbers are medians of all steps, with their `ranges`. The first step of each
-run is left out.
+Each side runs the way its users start it. All learn from the same few prompts in every step, with the same model
+(SmolLM2-135M-Instruct; create it with `python -m verl_ext.data.prepare smollm2 --output data/smollm2_135m`), the same
+group size, maximum completion length, samples in a forward pass, optimizer, learning rate, loss and reward, without KL
+term, gradient checkpointing or rollout correction. Nearly all completions reach the maximum length; `tokens_mean` is
+their mean length. TRL generates with transformers: TRL 1.16 cannot send weights to vLLM 0.32 on CPUs, where vLLM packs
+them after loading. All sides alternate, `--rounds` times. `trl_over_ours` is the median of the rounds' `ratios`; the
+other numbers are medians of all steps, with their `ranges`. The first step of each run is excluded.
 
-`generation_s` does not include sending the weights to the engine (`sync_s`). `model_s` is what the update computes:
-forward and backward passes and the optimizer. `rest_share` is the share of a step beyond these two.
+`generation_s` does not include sending the weights to the engine (`sync_s`). `model_s` is the computation of the
+update: forward and backward passes and the optimizer. `rest_share` is the share of a step outside these two.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ def write_prompts(path: Path) -> None:
 
 
 def our_steps(engine: str, ranks: int, num_steps: int, scratch: Path) -> list[GRPOStep]:
-    """Our command with its smallest recipe, by its metrics.
+    """Run our command with its smallest recipe; returns the steps from its metrics.
 
-    Each call has a run directory of its own, because a finished run does not train again.
+    Each call has its own run directory, because a finished run does not train again.
     """
     with tempfile.TemporaryDirectory(dir=scratch) as run_dir:
         settings = {
@@ -109,7 +108,7 @@ def our_steps(engine: str, ranks: int, num_steps: int, scratch: Path) -> list[GR
 
 
 def our_step(row: Numbers) -> GRPOStep:
-    """A row of metrics by the names of this benchmark."""
+    """Rename a row of metrics for this benchmark."""
     return {
         "step_s": row["time/train/step_s"],
         "generation_s": row["time/train/rollout_s"],
@@ -121,25 +120,25 @@ def our_step(row: Numbers) -> GRPOStep:
 
 
 def trl_steps(ranks: int, num_steps: int, scratch: Path) -> list[GRPOStep]:
-    """TRL's trainer, as torchrun starts it."""
+    """Run TRL's trainer under torchrun; returns its steps."""
     return run_ranks("trl_ranks:grpo", str(MODEL), str(scratch), str(num_steps), ranks=ranks, torchrun=True)
 
 
-# The reward: cheap, and different within a group, so that every sample has an advantage
+# The reward is cheap and varies within a group, so that every sample has an advantage
 
 
 def score(solution_str: str) -> float:
-    """Share of different characters."""
+    """Number of distinct characters divided by the length."""
     return len(set(solution_str)) / max(len(solution_str), 1)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """The same with verl's signature."""
+    """`score` with verl's signature."""
     return score(solution_str)
 
 
 def variety(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    """The same with TRL's."""
+    """`score` with TRL's signature."""
     return [score(completion[0]["content"]) for completion in completions]
 
 
@@ -147,7 +146,7 @@ def variety(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
 
 
 def measure(engines: Sequence[str], ranks: int, rounds: int, num_steps: int) -> Results:
-    """All sides, in rounds."""
+    """Measure all sides, in rounds."""
     with tempfile.TemporaryDirectory(prefix="benchmark_grpo_") as name:
         scratch = Path(name)
         write_prompts(scratch / "prompts.parquet")
@@ -171,13 +170,13 @@ def summary_of(runs: Sequence[Sequence[GRPOStep]]) -> Results:
 
 
 def compared(ours: Sequence[Sequence[GRPOStep]], theirs: Sequence[Sequence[GRPOStep]]) -> Results:
-    """Our runs with one engine, and their ratios to TRL's of the same rounds."""
+    """Our runs with one engine, and the ratios of TRL's runs to them, round by round."""
     ratios = [step_s(their) / step_s(our) for our, their in zip(ours, theirs)]
     return {"ours": summary_of(ours), "trl_over_ours": statistics.median(ratios), "ratios": ratios}
 
 
 def step_s(steps: Sequence[GRPOStep]) -> float:
-    """Median seconds of a run's steps, the first left out."""
+    """Median seconds of a run's steps, excluding the first."""
     return statistics.median(step["step_s"] for step in steps[1:])
 
 
@@ -199,10 +198,10 @@ def table_of(results: Results) -> str:
 def main() -> None:
     """Measure, print and write the results."""
     parser = bench_parser("grpo", __doc__, "", "--engines hf --num-steps 8 --output FILE.json")
-    parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"], help="of our trainer")
+    parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"], help="our engines")
     parser.add_argument("--ranks", type=IntArg(), default=1, help=f"processes of each side, a divisor of {PROMPTS}")
     parser.add_argument("--rounds", type=IntArg(), default=3, help="runs of each side")
-    parser.add_argument("--num-steps", type=IntArg(2), default=4, help="of each run; the first is left out")
+    parser.add_argument("--num-steps", type=IntArg(2), default=4, help="steps of each run; the first is excluded")
     arguments = parser.parse_args()
     if PROMPTS % arguments.ranks:
         raise UserError(f"--ranks is {arguments.ranks}; it must divide {PROMPTS}")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: command line, results file, subprocesses and ranks, rounds with their spread, a CPU clock.
+"""Shared code of the benchmarks: command line, results file, subprocesses and ranks, rounds, and a CPU clock.
 
 `python -m benchmarks.harness MODULE:FUNCTION WORD ...` runs a function of a module of this folder; the benchmarks start
 their ranks and child processes with it.
@@ -38,7 +38,7 @@ ROW_PREFIX = "ROW "
 """Prefix of the JSON lines that ranks print for the benchmark."""
 Numbers = Mapping[str, float]
 Results = dict[str, Any]
-"""What becomes JSON."""
+"""Results that are written as JSON."""
 T = TypeVar("T")
 Name = TypeVar("Name", bound=str)
 
@@ -52,10 +52,10 @@ def bench_parser(
     """The parser of a benchmark, with `--output`.
 
     Args:
-        name: of its module.
-        doc: docstring of its module: what it measures.
+        name: name of its module.
+        doc: docstring of its module, which says what it measures.
         examples: arguments of typical runs.
-        launcher: what starts it.
+        launcher: command that starts the module.
         settings: further arguments of the parser.
     """
     typed = f"{launcher} -m benchmarks.{name}"
@@ -69,9 +69,9 @@ def write_results(results: Results, path: Path | None, packages: Sequence[str] =
     """Write results with the date, the machine and the versions, if the command line names a file.
 
     Args:
-        results: of the run.
-        path: of the file; None writes nothing.
-        packages: whose versions are written besides those of Python, torch and transformers.
+        results: the results.
+        path: path of the file; None writes nothing.
+        packages: packages whose versions are written in addition to Python, torch and transformers.
         quiet: whether not to print that the file was written.
     """
     if path is None:
@@ -93,7 +93,7 @@ def machine() -> str:
 
 
 def gpus() -> list[str]:
-    """How many of which GPUs, without importing torch."""
+    """Number and model of the GPUs, without importing torch."""
     files = Path("/proc/driver/nvidia/gpus").glob("*/information")
     models = Counter(name for file in files for name in re.findall(r"^Model:\s*(.*\S)", file.read_text(), re.M))
     return [f"{count} x {name}" for name, count in models.items()]
@@ -105,15 +105,15 @@ def gpus() -> list[str]:
 def in_rounds(
     sides: Mapping[Name, Callable[[], T]], rounds: int, desc: str, warm_up: int = 0, show: bool = True
 ) -> dict[Name, list[T]]:
-    """What each side returned in each round. Sides alternate, in reverse order in every other round.
+    """Run each side once per round; returns its results. Sides alternate, in reverse order in every other round.
 
-    A machine that is slow for a while then slows all sides down, instead of one.
+    If the machine is slow for a while, all sides are slow, not just one.
 
     Args:
-        sides: what is compared, by name.
-        rounds: that count.
-        desc: of the progress bar.
-        warm_up: rounds before them that do not count.
+        sides: functions to compare, by name.
+        rounds: number of measured rounds.
+        desc: description of the progress bar.
+        warm_up: number of rounds before them that are not measured.
         show: whether this process shows the bar.
     """
     found: dict[Name, list[T]] = {name: [] for name in sides}
@@ -133,7 +133,7 @@ def medians(rounds: Sequence[Numbers]) -> dict[str, float]:
 
 
 def ranges(rounds: Sequence[Numbers]) -> dict[str, list[float]]:
-    """The least and the greatest value of each number over the rounds that have it."""
+    """The smallest and largest value of each number over the rounds that have it."""
     return {name: [min(values), max(values)] for name, values in columns(rounds).items()}
 
 
@@ -154,7 +154,7 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
 def qwen2_size(
     hidden: int, intermediate: int, layers: int, heads: int, vocab: int, kv_heads: int = 4, tied: bool = False
 ) -> dict[str, Any]:
-    """Arguments of `Qwen2Config` that decide a model's size."""
+    """Arguments of `Qwen2Config` that determine a model's size."""
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -170,15 +170,15 @@ def qwen2_size(
 
 
 def run(command: Sequence[str], variables: Mapping[str, str] | None = None, timeout_s: float | None = None) -> str:
-    """Standard output of a command, started in the root of the checkout without access to a network.
+    """Run a command in the root of the checkout, with libraries offline; returns its standard output.
 
     Args:
-        command: its words.
-        variables: of the environment, in addition to those of this process.
-        timeout_s: seconds that it may take.
+        command: the command's words.
+        variables: environment variables in addition to those of this process.
+        timeout_s: time limit in seconds.
 
     Raises:
-        UserError: it failed, or took too long.
+        UserError: the command failed or took too long.
     """
     environment = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", **os.environ, **(variables or {})}
     begin = " ".join(command[:6])
@@ -192,7 +192,7 @@ def run(command: Sequence[str], variables: Mapping[str, str] | None = None, time
 
 
 def reason_of(done: subprocess.CompletedProcess[str]) -> str:
-    """Why a command failed, in one line: its first error, as torchrun ends with a table, or else its last line."""
+    """Why a command failed, in one line: its first error (torchrun ends with a table), or else its last line."""
     lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]
     meaningful = [line for line in lines if any(map(str.isalnum, line))]
     last = meaningful[-1] if meaningful else f"exit code {done.returncode}"
@@ -216,10 +216,10 @@ def run_ranks(
 
     Args:
         function: `MODULE:FUNCTION` of this folder.
-        words: its arguments.
+        words: arguments of the function.
         ranks: number of processes.
         torchrun: whether a single process needs torchrun too.
-        variables: of the environment, in addition to those of this process.
+        variables: environment variables in addition to those of this process.
 
     Raises:
         UserError: a rank failed.
@@ -244,18 +244,18 @@ _ATTRIBUTE = struct.Struct("=IIQ24xQ80x")
 
 
 class CPUClock:
-    """A clock that runs while this thread, or any thread or process started by it or by those, has a CPU.
+    """CPU time of this thread, and of all threads and processes that it starts, directly or indirectly.
 
-    The kernel's task clock (`perf_event_open`, see its manual page). `getrusage` misses orphans and children of
-    processes that ignore SIGCHLD, and a judge has both. What the kernel does for a process counts too: the task clock
-    has one speed for everything, and `exclude_kernel` only lets every user open it.
+    Uses the kernel's task clock (see perf_event_open(2)). `getrusage` misses orphans and children of processes that
+    ignore SIGCHLD, and a judge has both. Time in the kernel counts too: `exclude_kernel` is only set so that every user
+    may open the clock, and does not affect it.
     """
 
     def __init__(self) -> None:
         """Start the clock.
 
         Raises:
-            UserError: the kernel has no such clock for this user.
+            UserError: the kernel does not provide the clock to this user.
         """
         attribute = ctypes.create_string_buffer(
             _ATTRIBUTE.pack(_SOFTWARE, _ATTRIBUTE.size, _TASK_CLOCK, _INHERIT | _EXCLUDE_KERNEL), _ATTRIBUTE.size
@@ -281,14 +281,14 @@ class CPUClock:
 
 @clean_exit()
 def main() -> None:
-    """Import the module, which may need packages that only its own start has, and call the function with the words."""
+    """Import a module of this folder, and call its function with the words."""
     parser = CommandParser(
         prog="python -m benchmarks.harness",
         description=__doc__ or "",
         examples=["python -m benchmarks.sft --quick", "python -m benchmarks.harness sft_ranks:bare DIRECTORY packed 4"],
     )
-    parser.add_argument("function", metavar="MODULE:FUNCTION", help="of this folder")
-    parser.add_argument("words", nargs="+", metavar="WORD", help="its arguments")
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help="function in a module of this folder")
+    parser.add_argument("words", nargs="+", metavar="WORD", help="arguments of the function")
     arguments = parser.parse_args()
     if STACKS_AFTER_S in os.environ:
         faulthandler.dump_traceback_later(float(os.environ[STACKS_AFTER_S]))

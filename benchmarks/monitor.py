@@ -1,9 +1,9 @@
 """How fast the monitor reads a long run, and draws it.
 
 The rows are those of a real run's training steps, with 17 metrics each. `ingest_s` is the time from the file to
-database and curves; `parse_s`, for comparison, the time to only parse the lines as JSON. `draw_s` is the time from
-opening the run in a restarted monitor to the points of the charts that are visible at first, and `draw_all_s` to those
-of all charts. Medians of `--rounds` runs count, with their `ranges`.
+database and curves; `parse_s`, for comparison, is the time of only parsing the lines as JSON. `draw_s` is the time from
+opening the run in a restarted monitor to the points of the initially visible charts; `draw_all_s` includes all charts.
+Results are medians of `--rounds` runs, with their `ranges`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROW = {
 
 
 def write_run(run_dir: Path, rows: int) -> None:
-    """A run whose loss differs from row to row."""
+    """Write a run whose loss differs from row to row."""
     run_dir.mkdir(parents=True)
     attempt = {"attempt": 1, "start": "2026-01-01T00:00:00+00:00", "end": None, "first_step": 0}
     run = {"status": "running", "project": "p", "experiment": "e", "stage": "sft", "total_steps": rows}
@@ -90,8 +90,8 @@ def measure(rows: int) -> dict[str, float]:
 def main() -> int:
     """Measure, print and write."""
     parser = bench_parser("monitor", __doc__, "", "--rows 100000 --output FILE.json")
-    parser.add_argument("--rows", type=IntArg(), default=1_000_000, help="of the run")
-    parser.add_argument("--rounds", type=IntArg(), default=3, help="times that it is read and drawn")
+    parser.add_argument("--rows", type=IntArg(), default=1_000_000, help="rows of the run")
+    parser.add_argument("--rounds", type=IntArg(), default=3, help="number of times to read and draw it")
     arguments = parser.parse_args()
     print_line(f"reading {arguments.rows} rows, about {arguments.rows / 50_000:.0f} s per round", sys.stderr)
     rounds = in_rounds({"monitor": partial(measure, arguments.rows)}, arguments.rounds, "measuring")["monitor"]

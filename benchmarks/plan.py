@@ -1,12 +1,12 @@
 """`python -m verl_ext.plan` against reality: memory predicted and measured, setting by setting.
 
-Each setting trains a random model of its own with this project's trainer under torchrun on CPUs: FSDP2, gloo. Two
-numbers of each rank's peak are compared with the plan's: `resident`, what the process holds of the machine's memory
-above what it held before the model was built, and `tensors`, the bytes of live tensors by torch's allocator. glibc is
-told to return freed tensors at once, because otherwise the first would be what was ever held, not what is. The
-prediction gets no number from the measurement except the share of tokens in the loss.
+Each setting trains its own random model with this project's trainer under torchrun on CPUs, with FSDP2 and gloo. Two
+peaks of each rank are compared with the plan's: `resident`, the growth of the process's resident memory since before
+the model was built, and `tensors`, the bytes of live tensors according to torch's allocator. glibc is configured to
+return freed tensors immediately; otherwise `resident` would include memory that is no longer used. The prediction gets
+no number from the measurement except the share of tokens in the loss.
 
-Step times are compared too, as medians with their range; a CPU's speed in the table of hardware is an assumption.
+Step times are compared too, as medians with their range; the speed of a CPU in the hardware table is an assumption.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from verl_ext.console import print_line, progress_bar
 from verl_ext.data.prepare import prepare
 
 TARGET = 0.15
-"""The largest relative error of a prediction that is wanted."""
+"""Target for the relative error of a prediction."""
 PLAIN = ("data.packing=false", "model.fused_loss=false", "model.fsdp_config.keep_gathered=false")
-"""What a setting does not do unless it says so."""
+"""Features that are off unless a setting enables them."""
 
 
 @dataclass(frozen=True)
 class PlanSetting:
-    """What is trained.
+    """A model, its data and its configuration.
 
     Attributes:
-        ranks: processes.
+        ranks: number of processes.
         length: tokens of a sample.
         rows: samples of a rank's micro-batch.
         model: dimensions of a Qwen2 model.
-        micro_batches: of a rank's step.
+        micro_batches: micro-batches of a rank's step.
         short_length: tokens of every other sample, which is padded; None if all have the same length.
-        overrides: of the configuration.
+        overrides: overrides of the configuration.
     """
 
     ranks: int
@@ -52,7 +52,7 @@ class PlanSetting:
 
     @property
     def samples(self) -> int:
-        """Samples of a step, and of the data set: every step is the same."""
+        """Samples of a step, and of the dataset, because all steps are the same."""
         return self.ranks * self.rows * self.micro_batches
 
 
@@ -81,7 +81,7 @@ SETTINGS = {
     ),
     "two ranks, small vocabulary": PlanSetting(2, 512, 2, qwen2_size(1024, 2816, 10, 16, 4096), micro_batches=2),
 }
-NAMES = f"default: all, which are {'; '.join(SETTINGS)}"
+NAMES = f"settings to measure (default: all): {'; '.join(SETTINGS)}"
 
 
 def table_of(settings: dict[str, Results]) -> str:
@@ -99,7 +99,7 @@ def table_of(settings: dict[str, Results]) -> str:
 
 
 def record(found: dict[str, Results], path: Path) -> None:
-    """Write results to a file, next to those that it has of other settings."""
+    """Write results to a file, and keep its results of other settings."""
     former = json.loads(path.read_text())["settings"] if path.is_file() else {}
     settings = {**former, **found}
     ordered = {name: settings[name] for name in SETTINGS if name in settings}
@@ -108,7 +108,7 @@ def record(found: dict[str, Results], path: Path) -> None:
 
 @clean_exit()
 def main() -> None:
-    """Measure, print the results, and write them to the file, next to those that it has."""
+    """Measure, print and write the results; the file keeps its results of other settings."""
     parser = bench_parser("plan", __doc__, "", "--settings 'two ranks' 'two ranks, bf16' --output FILE.json")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME", help=NAMES)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""One setting of `benchmarks.plan`: what the plan predicts for it, and what its ranks take."""
+"""One setting of `benchmarks.plan`: the plan's prediction, and the measurement of its ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from verl_ext.trainer.stages import SFTConfig, load_config, read_config
 from verl_ext.trainer.tokenizer import load_tokenizer
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
-"""A tensor of 1 MiB and more is a mapping of its own, which `free` returns to the system; mallopt(3)."""
+"""Tensors of 1 MiB and more get their own mapping, which `free` returns to the system; see mallopt(3)."""
 WORDS = "def add(left, right): return left + right\n"
 TIMED_STEPS = 5
 
@@ -62,18 +62,18 @@ def sft_config(setting: PlanSetting, data: Path | str, model: Path | str, run_di
 
 
 def predicted(setting: PlanSetting, config: SFTConfig, loss_share: float) -> RunPlan:
-    """The plan of the same configuration on as many cores."""
+    """The plan of the same configuration on the same number of cores."""
     lengths = DataLengths(loss_share=loss_share, are_equal=setting.short_length is None)
     cluster = Cluster(HARDWARE["cpu"], setting.ranks, setting.ranks)
     return make_plan(config, shape_of(transformers.Qwen2Config(**setting.model)), cluster, lengths)
 
 
 def compare(setting: PlanSetting, scratch: Path) -> Results:
-    """One setting, predicted and measured.
+    """Predict and measure one setting.
 
     Args:
-        setting: what is trained.
-        scratch: directory for models, data and runs; it has the quickstart's data.
+        setting: the setting.
+        scratch: directory for models, data and runs, with the quickstart's data.
 
     Raises:
         UserError: the ranks failed.
@@ -109,7 +109,7 @@ def compare(setting: PlanSetting, scratch: Path) -> Results:
 
 
 def write_model(setting: PlanSetting, scratch: Path) -> Path:
-    """A random model of these dimensions, with weights on the disk as a trainer loads them."""
+    """Write a random model of these dimensions; returns its directory."""
     path = scratch / "model"
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(scratch / "quickstart/model", path, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -121,7 +121,7 @@ def write_model(setting: PlanSetting, scratch: Path) -> Path:
 
 
 def write_data(setting: PlanSetting, scratch: Path) -> Path:
-    """One step's chats: longer than a sample can be, every other one about as short as the setting says."""
+    """Write one step's chats: longer than a sample can be, or every other one about `short_length` tokens long."""
     lengths = [setting.length, setting.short_length or setting.length] * (setting.samples // 2) or [setting.length]
     rows = [
         {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "content": text}]}
@@ -136,10 +136,10 @@ def write_data(setting: PlanSetting, scratch: Path) -> Path:
 
 
 def measure(config_file: str) -> None:
-    """Train with the product's own trainer, and measure this rank's memory; rank 0 logs a row for every rank.
+    """Train with the project's own trainer, and measure this rank's memory; rank 0 logs a row for every rank.
 
     The first step creates the optimizer's state. The next ones are timed, and the first of them gives the peak of the
-    resident set. torch's profiler records the last one; its record of the allocator gives the bytes of live tensors.
+    resident set. torch's profiler records the last one, whose allocations give the bytes of live tensors.
     """
     config = read_config(Path(config_file))
     assert isinstance(config, SFTConfig)
@@ -175,7 +175,7 @@ def measure(config_file: str) -> None:
 def warm_up() -> None:
     """Load the code and threads of kernels and of gloo before the baseline is read, and return free memory.
 
-    Tokenizing leaves a heap that the model's tensors would fill again, which would then seem to take nothing.
+    Tokenizing leaves a heap that the model's tensors would reuse, so that they would seem to take no memory.
     """
     torch.nn.Linear(64, 64)(torch.ones(64, 64)).sum().backward()
     dist.all_reduce(torch.ones(1024))
@@ -184,13 +184,13 @@ def warm_up() -> None:
 
 
 def resident_bytes(name: str) -> int:
-    """Bytes of this process by /proc/self/status: VmRSS is now, VmHWM the peak since it was last forgotten."""
+    """Resident bytes in /proc/self/status: VmRSS is the current value, VmHWM the peak since `forget_peak`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
 
 
 def forget_peak() -> None:
-    """Reset VmHWM to what is resident now (proc(5), clear_refs)."""
+    """Reset VmHWM to the current value (see clear_refs in proc(5))."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
 

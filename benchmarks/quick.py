@@ -1,7 +1,7 @@
-"""What got slower: short runs of some benchmarks, whose ratios are compared with the committed ones.
+"""Short runs of some benchmarks, whose ratios are compared with the committed ones, to find what got slower.
 
-Each number is a ratio of two things measured in the same run, so that machines of different speed can be compared. One
-that is worse than the committed one by more than 15 % is reported. That is not a failure of the command.
+Each number is a ratio of two measurements of the same run, so that machines of different speed can be compared. Ratios
+that are worse than the committed ones by more than 15 % are reported, but the command does not fail.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Recorded = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RegressionCheck:
-    """A ratio that is watched.
+    """A ratio that is compared with the committed one.
 
     Attributes:
         what: the ratio in words.
-        command: of the short run, after the interpreter; `{output}` is its JSON file, `{scratch}` an empty directory.
-        results: the committed file.
-        ratio: of the results of either.
-        more_is_better: whether it is worse when it falls.
+        command: command of the short run without the interpreter; `{output}` is its JSON file, `{scratch}` a directory.
+        results: name of the committed file.
+        ratio: computes the ratio from either results.
+        more_is_better: whether a higher ratio is better.
     """
 
     what: str
@@ -46,7 +46,7 @@ class RegressionCheck:
 
 
 def without_trackers(parts: Recorded) -> float:
-    """Seconds of a start without those of trackers, of which a short run has none."""
+    """Seconds of a start without trackers, because a short run has none."""
     return parts["total_s"]["median"] - parts["trackers_s"]["median"]
 
 
@@ -88,23 +88,23 @@ CHECKS = {
 
 
 def measured(check: RegressionCheck, scratch: Path) -> Recorded:
-    """The results of a short run.
+    """Do a short run; returns its results.
 
     Raises:
-        UserError: the benchmark failed, or took too long.
+        UserError: the benchmark failed or took too long.
     """
     output = scratch / f"{check.results}.now"
     words = [word.format(output=output, scratch=scratch) for word in check.command]
     try:
         run([sys.executable, *words], {"OMP_NUM_THREADS": "1"}, TIMEOUT_S)
     except UserError:
-        if not output.exists():  # with an exit code that only says that a limit is exceeded, it has measured
+        if not output.exists():  # otherwise it has only exceeded a limit of its own
             raise
     return json.loads(output.read_text())
 
 
 def verdict(now: float, then: float, more_is_better: bool) -> str:
-    """A ratio compared with the committed one."""
+    """Compare a ratio with the committed one, in words."""
     worse = (then / now if more_is_better else now / then) - 1
     if worse > TOLERANCE:
         return f"SLOWER by {worse:.0%}"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # usage: bash benchmarks/run.sh [--quick]
 #
-# Measures SFT, GRPO, checkpoints, starts, plan, the knobs of a controller and the evaluation of an untrained model
-# again, which takes hours, and replaces the committed results. --quick compares some ratios with the committed ones,
-# in less than 5 minutes. Each benchmark is also a command of its own: `python -m benchmarks.NAME --help`.
+# Repeats the benchmarks of SFT, GRPO, checkpoints, starts, the plan, a controller's knobs and the evaluation of an
+# untrained model, which takes hours, and replaces the committed results. --quick compares some ratios with the
+# committed ones in less than 5 minutes. To run a single benchmark, see `python -m benchmarks.NAME --help`.
 #
 # examples:
 #   bash benchmarks/run.sh --quick
@@ -16,7 +16,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in
   --help | -h) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-  --quick) [[ $# == 1 ]] || wrong="--quick takes no further words" ;;
+  --quick) [[ $# == 1 ]] || wrong="--quick takes no further arguments" ;;
   "") ;;
   *) wrong="there is no '$1'; the only option is --quick" ;;
 esac

@@ -1,9 +1,9 @@
 """Useful tokens per second of supervised fine-tuning: ours, a bare loop, stock verl and TRL, in one run.
 
-All train the same model of 26M parameters on the same functions of Python's standard library at their natural lengths,
-at most 1024 tokens, on two ranks where they have ranks, in fp32 unless the side's name says bf16. Useful tokens are
-those that are not padding. All sides alternate, `--rounds` times. The median counts, and `runs` has each run. The first
-step of a run is left out. `--quick` is ours and the packed bare loop, for `benchmarks/run.sh --quick`.
+All sides train the same model with 26M parameters on the same functions of Python's standard library at their natural
+lengths, at most 1024 tokens, on two ranks if they support ranks, in fp32 unless the side's name says bf16. Useful
+tokens exclude padding. All sides alternate, `--rounds` times. Results are medians, and `runs` lists each run. The first
+step of a run is excluded. `--quick` measures only ours and the packed bare loop, for `benchmarks/run.sh --quick`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRAINERS = {
     "TRL, packed, 2 rows": ("trl_ranks:sft", "packed_2", RANKS),
 }
 BASELINES = BARE | TRAINERS
-"""Function, its variant and number of ranks of each side besides ours."""
+"""Function, variant and number of ranks of each side except ours."""
 QUICK = "bare, packed"
 
 
@@ -48,12 +48,12 @@ QUICK = "bare, packed"
 
 
 def our_rate(scratch: Path, num_steps: int, *overrides: str) -> float:
-    """`run_sft.sh`, by its metrics.
+    """Run `run_sft.sh`; returns the rate from its metrics.
 
     Args:
         scratch: directory with the inputs.
-        num_steps: of the run.
-        overrides: of the configuration.
+        num_steps: steps of the run.
+        overrides: overrides of the configuration.
     """
     with tempfile.TemporaryDirectory(dir=scratch) as directory:
         settings = {
@@ -82,14 +82,14 @@ def our_rate(scratch: Path, num_steps: int, *overrides: str) -> float:
 
 
 def rate_of_ranks(scratch: Path, num_steps: int, function: str, variant: str, ranks: int) -> float:
-    """A side of `BASELINES`; stock verl takes few steps, because it pads each sample to the longest possible."""
+    """Run a side of `BASELINES`. Stock verl does few steps, because it pads each sample to the maximum length."""
     variables = {**ONE_THREAD, "OMP_NUM_THREADS": str(2 // ranks)}
     words = str(scratch), variant, str(STOCK_STEPS if function == STOCK else num_steps)
     return rate_of(run_ranks(function, *words, ranks=ranks, variables=variables))
 
 
 def rate_of(steps: Sequence[Numbers]) -> float:
-    """Useful tokens per second of a run's steps, the first left out."""
+    """Useful tokens per second of a run's steps, excluding the first."""
     return sum(step["tokens"] for step in steps[1:]) / sum(step["seconds"] for step in steps[1:])
 
 
@@ -115,7 +115,7 @@ def main() -> None:
     """Measure, print and write the results."""
     parser = bench_parser("sft", __doc__, "--quick", "--output FILE.json")
     parser.add_argument("--rounds", type=IntArg(), default=3, help="runs of each side")
-    parser.add_argument("--num-steps", type=IntArg(2), default=4, help="of a run; the first is left out")
+    parser.add_argument("--num-steps", type=IntArg(2), default=4, help="steps of a run; the first is excluded")
     parser.add_argument("--quick", action="store_true", help="only ours and one bare loop")
     arguments = parser.parse_args()
     from benchmarks.sft_ranks import write_inputs  # here, because torch takes seconds to import

@@ -1,7 +1,7 @@
-"""What the ranks of `benchmarks.sft` run besides our command and TRL, and what all of them train on.
+"""The bare loop and stock verl of `benchmarks.sft`, and the inputs of all sides.
 
-The chats are functions of Python's standard library, and the model has 26M parameters of random weights. The tokenizer
-is trained on the same functions, so that a token holds as much text as with a tokenizer made for code.
+The chats are functions of Python's standard library, and the model has 26M random parameters. The tokenizer is trained
+on the same functions, so that a token holds as much text as with a tokenizer for code.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def write_inputs(directory: Path) -> None:
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of these texts, with a chat template."""
+    """Train a byte-level BPE tokenizer on these texts, and add a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -87,11 +87,11 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def bare(scratch: str, variant: str, num_steps: str) -> None:
-    """A bare PyTorch loop: no trainer, no sharding, nothing recorded, all batches made beforehand.
+    """A bare PyTorch loop: no trainer, no sharding, no logging, and all batches are created beforehand.
 
-    `padded`: micro-batches of similar lengths, all logits. `packed`: the rows that our trainer makes, with its
-    attention, all logits. `tuned`: the same with the logits of loss tokens only and our malloc settings, everything
-    that could help. Under torchrun, one all-reduce averages the gradients of all ranks.
+    `padded`: micro-batches of similar lengths, all logits. `packed`: our trainer's rows and attention, all logits.
+    `tuned`: like `packed`, but with the logits of loss tokens only and our malloc settings. Under torchrun, one
+    all-reduce sums the gradients of all ranks.
     """
     if "LOCAL_RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -146,7 +146,7 @@ def loss_of(model: PreTrainedModel, micro_batch: MicroBatch, tuned: bool) -> tor
 
 
 def all_reduce_gradients(model: torch.nn.Module) -> None:
-    """Sum the gradients of all ranks, in one message."""
+    """Sum the gradients of all ranks in one all-reduce."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = parameters_to_vector(gradients)
     dist.all_reduce(flat)
@@ -157,12 +157,12 @@ def all_reduce_gradients(model: torch.nn.Module) -> None:
 
 
 def stock(scratch: str, variant: str, num_steps: str) -> None:
-    """verl's own `FSDPSFTTrainer` as released, except for what keeps it from running on a CPU.
+    """verl's own `FSDPSFTTrainer` as released, with the changes that it needs on a CPU.
 
     It requires flash-attention, which has no CPU kernel, so sdpa replaces it. `bf16` is as shipped; `fp32` has no
     autocast and no bf16 weights, which is faster on a CPU without bf16 units.
     """
-    import verl.trainer.fsdp_sft_trainer as verl_sft  # here, because the bare loop does without verl
+    import verl.trainer.fsdp_sft_trainer as verl_sft  # here, because the bare loop does not need verl
 
     dist.init_process_group("gloo")
     config, size = stock_config(scratch), dist.get_world_size()
@@ -196,7 +196,7 @@ def stock(scratch: str, variant: str, num_steps: str) -> None:
 
 
 def stock_config(scratch: str) -> DictConfig:
-    """verl's own keys, without one of ours that verl would read: null there is not replaced by the model's layers."""
+    """verl's own keys, without one of ours that verl would read: it does not replace null by the model's layers."""
     words = [
         *DATA,
         f"data.train_files={scratch}/chats/train.parquet",

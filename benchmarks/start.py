@@ -1,9 +1,9 @@
-"""Seconds from the command to the first training step, by part: `run_sft.sh` itself, several times.
+"""Seconds from the command to the first training step, by part: starts `run_sft.sh` several times.
 
-The quickstart, its data prepared, trains one step in a fresh run directory each time. The first start does not count,
-because it brings the files that are read into memory. Every part is the product's own `time/start/*_s`, by rank 0's
-clock from the command to the end of the first step. The shell script becomes the launcher, so it counts in that part.
-`outside_s` is the total by this benchmark's clock. The parts of a start add up to its total; medians of parts need not.
+Each start trains one step of the quickstart in a new run directory, with prepared data. The first start does not count,
+because it loads files into the page cache. The parts are the run's own `time/start/*_s` metrics: rank 0 measures them
+from the command to the end of the first step. The shell script becomes the launcher, so its time counts in that part.
+`outside_s` is the total that this benchmark measures. The parts of a start add up to its total; medians need not.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 
 PREFIX = "time/start/"
 StartParts = dict[str, float]
-EXIT_CODES = {"0": "the median of `total_s` is at most `--limit`", "1": "it is more", **FAILURES}
+EXIT_CODES = {"0": "the median of `total_s` is at most `--limit`", "1": "it exceeds `--limit`", **FAILURES}
 
 
 def start_once(ranks: int, overrides: list[str]) -> StartParts:
-    """Seconds of each part of one start, in the order in which they pass.
+    """Start once; returns the seconds of each part, in order.
 
     Raises:
         UserError: the command failed.
@@ -44,7 +44,7 @@ def parts_of(rows: list[dict[str, Any]], begun: float) -> StartParts:
     """The parts that a run recorded.
 
     Args:
-        rows: of its metrics.
+        rows: rows of its metrics.
         begun: when the command started, in seconds since 1970.
     """
     stepped = next(row["time"] for row in rows if "train/loss" in row)
@@ -71,12 +71,10 @@ def table_of(parts: dict[str, dict[str, float]]) -> str:
 def main() -> int:
     """Measure, print and write the results."""
     parser = bench_parser("start", __doc__, "", "--repeats 3 --output FILE.json", exit_codes=EXIT_CODES)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, for run_sft.sh")
-    parser.add_argument("--ranks", type=IntArg(), default=2, help="of each start")
-    parser.add_argument("--repeats", type=IntArg(), default=5, help="starts that count")
-    parser.add_argument(
-        "--limit", type=FloatArg(), default=25.0, metavar="S", help="largest median of `total_s` that is wanted"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for run_sft.sh")
+    parser.add_argument("--ranks", type=IntArg(), default=2, help="ranks of each start")
+    parser.add_argument("--repeats", type=IntArg(), default=5, help="measured starts")
+    parser.add_argument("--limit", type=FloatArg(), default=25.0, metavar="S", help="maximum median of `total_s`")
     arguments = parser.parse_args()
     sides = {"starts": partial(start_once, arguments.ranks, arguments.overrides)}
     starts = in_rounds(sides, arguments.repeats, "starting", warm_up=1)["starts"]

@@ -31,14 +31,14 @@ R = TypeVar("R")
 
 
 class SFTStepLogger(TrainerCallback):
-    """Logs every step with its tokens, which TRL counts over all ranks, without padding."""
+    """Logs every step with its tokens. TRL counts them over all ranks, without padding."""
 
     trainer: SFTTrainer
     begun = 0.0
     tokens = 0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """A step's data are loaded before it; they count from the end of the step before."""
+        """Data is loaded before a step, so its time counts from the end of the previous step."""
         self.begun = self.begun or time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -50,15 +50,15 @@ class SFTStepLogger(TrainerCallback):
 
 
 def sft(scratch: str, variant: str, num_steps: str) -> None:
-    """Train by TRL's `SFTTrainer`.
+    """Train with TRL's `SFTTrainer`.
 
-    `unpacked_N`: N samples in a forward pass, those of similar lengths together. `packed_N`: N rows of MAX_LENGTH
-    tokens from TRL's first-fit-decreasing packing. `_bf16` at the end: the forward pass in bf16, weights in fp32.
+    `unpacked_N`: N samples of similar lengths in a forward pass. `packed_N`: N rows of MAX_LENGTH tokens from TRL's
+    first-fit-decreasing packing. The suffix `_bf16`: forward pass in bf16, weights in fp32.
     """
     kind, size, *precision = variant.split("_")
     chats = [[dict(turn) for turn in chat] for chat in pd.read_parquet(f"{scratch}/chats/train.parquet")["messages"]]
     rows = [{"prompt": chat[:1], "completion": chat[1:]} for chat in chats]
-    # a packed row of MAX_LENGTH tokens stands for several samples, so that a step has as many tokens
+    # a packed row of MAX_LENGTH tokens replaces several samples, so that a step has as many tokens
     samples_per_row = 1 if kind == "unpacked" else MAX_LENGTH / 200
     per_rank = max(1, round(BATCH_SIZE / samples_per_row / int(os.environ["WORLD_SIZE"])))
     config = SFTConfig(
@@ -91,14 +91,14 @@ def sft(scratch: str, variant: str, num_steps: str) -> None:
 
 
 class PartClock:
-    """Seconds by part since they were last read; a part inside another one is subtracted from the outer one."""
+    """Seconds by part since the last `pop`; time of a nested part is subtracted from the outer part."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._inner = [0.0]
 
     def timed(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
-        """The function, with its own time counted under this name."""
+        """Wrap a function so that its time counts under this name."""
 
         @wraps(function)
         def call(*arguments: P.args, **named: P.kwargs) -> R:
@@ -120,14 +120,14 @@ class PartClock:
 
 
 class GRPOStepLogger(TrainerCallback):
-    """Times the parts of TRL's trainer, whose methods stay as they are, and logs every step."""
+    """Times the parts of TRL's trainer without changing its methods, and logs every step."""
 
     def __init__(self) -> None:
         self._clock = PartClock()
         self._begun = 0.0
 
     def attach(self, trainer: GRPOTrainer) -> None:
-        """Time what generates, rewards and computes."""
+        """Time the methods that generate, compute rewards, and compute the update."""
         timed = self._clock.timed
         trainer._generate_single_turn = timed("generation_s", trainer._generate_single_turn)
         trainer._calculate_rewards = timed("reward_s", trainer._calculate_rewards)
@@ -138,7 +138,7 @@ class GRPOStepLogger(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """The optimizer exists only now."""
+        """Time the optimizer, which exists only now."""
         optimizer = self._trainer.optimizer
         optimizer.step = self._clock.timed("model_s", optimizer.step)
         self._begun = time.perf_counter()
@@ -154,7 +154,7 @@ class GRPOStepLogger(TrainerCallback):
 
 
 def grpo(model: str, scratch: str, num_steps: str) -> None:
-    """Train by TRL's `GRPOTrainer` on the `prompts.parquet` of a directory."""
+    """Train with TRL's `GRPOTrainer` on the `prompts.parquet` of a directory."""
     prompts = pd.read_parquet(f"{scratch}/prompts.parquet")["prompt"].tolist()
     rows = [{"prompt": [dict(turn) for turn in prompt]} for prompt in prompts] * int(num_steps)
     config = GRPOConfig(

@@ -1,1 +1,1 @@
-"""Scripts of the repository. The file makes `python -m scripts.NAME` find them, not the packages of others."""
+"""Scripts of the repository. This file makes `python -m scripts.NAME` find them, and not another package `scripts`."""

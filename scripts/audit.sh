@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Asks PyPI for known vulnerabilities of the pinned packages: bash scripts/audit.sh [cpu|gpu|lmms] [pip-audit options].
-# Needs a network and pip-audit (pipx install pip-audit). Exits with 1 where one is found, and where a package could not
-# be looked up: without --strict that would count as none found.
+# Needs a network and pip-audit (pipx install pip-audit). Exits with 1 if a vulnerability is found or a package cannot
+# be looked up; without --strict, the latter would go unnoticed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 flavour=cpu
@@ -10,5 +10,5 @@ case "${1:-}" in
   cpu | gpu | lmms) flavour=$1; shift ;;
 esac
 command -v pip-audit >/dev/null ||
-  { echo "error: there is no pip-audit; install it beside the environment, by: pipx install pip-audit" >&2; exit 2; }
+  { echo "error: pip-audit is not installed; install it outside the environment with: pipx install pip-audit" >&2; exit 2; }
 exec pip-audit --strict --no-deps --disable-pip --progress-spinner off -r "requirements/$flavour.txt" "$@"

@@ -1,4 +1,4 @@
-# Sourced by tests/run.sh: the tests of the monitor need a Chromium of the system.
+# Sourced by tests/run.sh: the monitor's tests need the system's Chromium.
 
 has_browser() {
   local name
@@ -23,5 +23,5 @@ install_browser() {  # Debian's package; only on request
 
 warn_without_browser() {
   has_browser && return
-  echo "warning: Chromium was not found, so the tests of the monitor's page are skipped. Install your system's chromium package, or run bash tests/run.sh --install as root" >&2
+  echo "warning: Chromium was not found, so the monitor's browser tests are skipped. Install your system's chromium package, or run bash tests/run.sh --install as root" >&2
 }

@@ -8,7 +8,7 @@ LINK = re.compile(r"\[([^]]+)\]\(([^)\s]+)\)")
 
 
 def on_config(config: Any) -> None:
-    """One group for each section of the index; a list item with several links is a group within it."""
+    """Build the navigation: one group for each section of the index, and a subgroup for an item with several links."""
     config.nav = [{"Home": "README.md"}]
     for section in (Path(config.docs_dir) / "README.md").read_text().split("\n## ")[1:]:
         title, *items = section.split("\n- ")
@@ -20,7 +20,7 @@ def on_config(config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """A link to a file that is not part of the site becomes its text."""
+    """Replace links to files outside the site by their text."""
     docs, directory = Path(config.docs_dir).resolve(), Path(page.file.abs_src_path).resolve().parent
 
     def is_inside(target: str) -> bool:

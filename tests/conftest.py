@@ -1,6 +1,6 @@
-"""Fixtures of all tests. Runs that several tests read are made once per session, whatever the number of workers.
+"""Fixtures of all tests. Runs that several tests read are created once per session, for any number of workers.
 
-Shared runs are read-only: a test that damages or continues one copies what it needs.
+Shared runs are read-only: tests that damage or resume one copy what they need.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_configure() -> None:
-    """Signals that this process was told to ignore, by `nohup` or `&`, reach the processes that tests start.
+    """Restore signals that this process inherited as ignored (`nohup`, `&`), so that tests' processes receive them.
 
-    A program that is executed inherits what is ignored, but not a handler that does nothing.
+    A no-op handler replaces them, because exec keeps ignored signals but resets handlers to the default.
     """
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -47,7 +47,7 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first; pytest-xdist gives each file to the next free worker."""
+    """Run the longest files first; pytest-xdist gives each file to the next free worker."""
     places = {f"test_{name}": place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
@@ -63,7 +63,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def session_environment(shared: Path) -> Iterator[None]:
-    """A cache directory of the tests' own, and the directory of the warm servers."""
+    """Set a separate cache directory and the directory of the warm servers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
         patch.setenv("TESTS_WARM_DIRECTORY", str(shared))
@@ -71,9 +71,9 @@ def session_environment(shared: Path) -> Iterator[None]:
 
 
 def made_once(directory: Path, make: Callable[[], object]) -> Path:
-    """Make something in a directory unless another worker has; the others wait for it.
+    """Create a directory's content unless another worker has; other workers wait for it.
 
-    A directory that was begun and not finished is made again by each worker that asks, so that each reports the error.
+    Each worker that needs an unfinished directory creates it again, so that each reports the error.
     """
     done = directory.with_suffix(".done")
     with FileLock(directory.with_suffix(".lock")):

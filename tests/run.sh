@@ -2,14 +2,14 @@
 # usage: bash tests/run.sh [--install] [lint | unit | integration | campaigns | all | coverage [SUITE]] [pytest arguments ...]
 #
 # Runs checks and tests. The default is lint (ruff and mypy), the unit tests and the integration tests: about 10
-# minutes on two cores. Creates .venv first if it is missing, as run_sft.sh does.
+# minutes on two cores. Like run_sft.sh, creates .venv first if it is missing.
 #
 #   unit         tests of single parts, in one process
-#   integration  tests of the commands that users type: real ranks, vLLM, sandbox and browser
-#   campaigns    long repetitions: random kills, hundreds of hostile answers, model matrices; one file at a time
+#   integration  tests of the commands that users run: real ranks, vLLM, sandbox and browser
+#   campaigns    long tests: random kills, hundreds of hostile answers, model matrices; one file at a time
 #   all          lint, unit, integration, campaigns
-#   coverage     unit, integration and campaigns, or SUITE only, with every process started from scratch and its
-#                statements counted; adds to .coverage/ and prints the total
+#   coverage     unit, integration and campaigns, or only SUITE, with coverage of every process, started from scratch;
+#                adds to .coverage/ and prints the total
 #   --install    install Chromium with apt-get if it is missing (as root); without it the browser tests are skipped
 #
 # TESTS_COLD=1 starts every command from scratch; otherwise commands are forked from a process that has imported torch.
@@ -22,7 +22,7 @@
 #
 # exit codes:
 #   0  every test passed or was skipped
-#   1  a test or a check failed, or a test left a process behind; others are pytest's
+#   1  a test or a check failed, or a test left a process behind; other codes are pytest's
 #   2  bad input; the message says how to fix it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -51,7 +51,7 @@ case "${1:-}" in
   *) suites=(unit integration) lints=yes ;;
 esac
 
-workers_of() {  # $1: suite. A campaign has the machine to itself; a chosen unit test starts at once without workers.
+workers_of() {  # $1: suite. Campaigns run alone on the machine; single unit tests start faster without workers.
   local word
   for word in "${arguments[@]}"; do
     if [[ $1 == unit && ($word == -k || $word == *::*) ]]; then echo "-n 0"; return; fi
@@ -59,7 +59,7 @@ workers_of() {  # $1: suite. A campaign has the machine to itself; a chosen unit
   if [[ $1 == campaigns ]]; then echo "-n 0"; else echo "-n 2 --dist loadfile --no-loadscope-reorder"; fi
 }
 
-paths_of() {  # $1: suite. Nothing if the arguments name a path
+paths_of() {  # $1: suite. Prints nothing if the arguments name a path.
   local word
   for word in "${arguments[@]}"; do [[ $word == tests/* ]] && return; done
   echo "tests/$1"

@@ -37,10 +37,25 @@ def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> N
     still be saved without a terminal, and a full disk under a log file must not cost training steps. Control characters
     are escaped, because the text may contain file names and model output.
     """
-    stream = sys.stdout if stream is None else stream
+    _print(printable(text) + end, sys.stdout if stream is None else stream)
+
+
+def print_marked(segments: Iterable[tuple[str, bool]]) -> None:
+    """Print text of which some segments are marked: green on a terminal, otherwise in [[double brackets]].
+
+    Args:
+        segments: text, and whether it is marked.
+    """
+    in_color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    start, end = ("\x1b[1;32m", "\x1b[0m") if in_color else ("[[", "]]")
+    parts = (f"{start}{printable(text)}{end}" if marked else printable(text) for text, marked in segments)
+    _print("".join(parts) + "\n", sys.stdout)
+
+
+def _print(text: str, stream: TextIO) -> None:
     make_streams_blocking()
     try:
-        print(printable(text), file=stream, end=end, flush=True)
+        print(text, file=stream, end="", flush=True)
     except OSError as error:
         _discard_output(stream, error)
 

@@ -36,15 +36,15 @@ from verl_ext.paths import IMPORT_PATH
 from verl_ext.processes import bare_environment
 
 _START_S = 600.0
-"""For a server to find a level that works, by starting the sandboxes of one after another."""
+"""How long a server may take to find a level that works, starting the sandboxes of one level after another."""
 _END_S = 10.0
 _MOST_DEATHS = 5
-"""Deaths of server processes in a row, at the start or without a result, after which pending requests fail."""
+"""Pending requests fail after this many consecutive server processes have died at the start or without a result."""
 _CHECK_S = 1.0
 _SANDBOX_START_S = 120.0
-"""For the sandboxes of a worker to start on a busy machine."""
+"""How long the sandboxes of a worker may take to start on a busy machine."""
 _GRACE_S = 15.0
-"""The server waits this much longer than the wall-clock limit for the end of a run."""
+"""The server waits this much longer than the wall-clock limit for a run to end."""
 
 
 class JudgeServerError(RuntimeError):
@@ -65,9 +65,9 @@ class _Pending:
     is_retry: bool = False
 
     def longest_s(self, num_workers: int) -> float:
-        """The longest that a server can work on it.
+        """The longest time that a server can spend on the request.
 
-        A run that the wall clock stopped is repeated alone, so it may wait for the repetitions of all other workers.
+        A run that hit the wall-clock limit is repeated alone, so it may wait for the repetitions of all other workers.
         """
         return _SANDBOX_START_S + max(1, self.request.num_tests) * (1 + num_workers) * (self.limits.wall_s + _GRACE_S)
 
@@ -82,7 +82,7 @@ class JudgeClient:
 
     Args:
         config: isolation, limits and packages; None uses the defaults.
-        section: section of the configuration with `config`, for messages.
+        section: name of the section that holds `config`, for messages.
 
     Raises:
         UserError: unknown isolation level or package, or a number of workers below 1.
@@ -105,7 +105,7 @@ class JudgeClient:
         self._num_submitted = 0
         self._is_closed = self._is_down = False
         self._has_ended = threading.Event()
-        self._is_returning = False  # a callback of the caller runs, so nobody reads what the server returns
+        self._is_returning = False  # the caller's callback is running, so nobody reads what the server returns
         self._silent_s = self._longest_s = 0.0
         self.isolation = ""
 
@@ -113,7 +113,7 @@ class JudgeClient:
         """Start the server.
 
         Raises:
-            UserError: the wanted isolation does not work on this machine.
+            UserError: the configured isolation does not work on this machine.
             JudgeServerError: the server does not start.
         """
         reasons = self._start_process(self._config.isolation)
@@ -127,7 +127,7 @@ class JudgeClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the server with all its sandboxes; pending requests fail."""
+        """End the server and all of its sandboxes; pending requests fail."""
         with self._lock:
             self._is_closed = True
             self._end_process()
@@ -141,7 +141,7 @@ class JudgeClient:
 
         Args:
             submission: the answer; with an `error`, the verdict is `api_error` and nothing runs.
-            limits: limits of each run; None uses those of the configuration.
+            limits: limits of each run; None uses the configured ones.
 
         Returns:
             A future of the verdict, or of a `JudgeServerError` if no server can judge the answer.
@@ -158,7 +158,7 @@ class JudgeClient:
         Args:
             program: Python source.
             stdin: standard input.
-            limits: limits of the run; None uses those of the configuration.
+            limits: limits of the run; None uses the configured ones.
 
         Returns:
             A future of the report, or of a `JudgeServerError` if no sandbox can run the program.
@@ -222,8 +222,8 @@ class JudgeClient:
         packages = [asdict(package) for package in self._packages]
         options = {"isolation": isolation, "num_workers": self._num_workers, "packages": packages}
         self._silent_s = -_START_S  # for `_watch`
-        # The server needs nothing of the environment, and answers may find a way to read its memory. It has its own
-        # session because Ctrl-C in the terminal is for the client; the server ends with its input.
+        # The server needs no environment variables, and answers may find a way to read its memory. It has its own
+        # session, because Ctrl-C in the terminal is for the client; the server ends when its input ends.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "eval_pipeline.judge.server", json.dumps(options)],
             stdin=subprocess.PIPE,
@@ -243,10 +243,10 @@ class JudgeClient:
         return greeting["reasons"]
 
     def _receive_greeting(self) -> dict[str, Any]:
-        """The first message of a server; empty if it ends before that.
+        """The first message of a server; empty if the server ends before it.
 
         Raises:
-            JudgeServerError: it hangs. Another one would hang as well, and waiting for several takes hours.
+            JudgeServerError: the server hangs. Another one would hang as well, and waiting for several takes hours.
         """
         if not _is_readable(self._stdout, _START_S):
             self._process.kill()
@@ -300,14 +300,13 @@ class JudgeClient:
     def _watch(self) -> None:
         """Kill a server that hangs: it neither ends nor returns anything, although requests are pending.
 
-        It has a thread of its own, because a server that hangs may not read either, and then blocks the thread that
-        sends it a request.
+        This needs its own thread, because a hanging server may stop reading and block the thread that sends a request.
         """
         while not self._has_ended.wait(_CHECK_S):
             process = self._process
             if self._is_returning:
                 continue
-            # counted rather than measured: a client that was suspended itself has waited for a moment only
+            # counted, not measured: a client that was itself suspended has hardly waited
             self._silent_s += _CHECK_S
             if self._pending and self._silent_s > self._longest_s:
                 warn(f"the judge server returned nothing for {self._silent_s:.0f} s, so it hangs and is replaced")
@@ -323,7 +322,7 @@ class JudgeClient:
         num_deaths = 0
         while True:
             num_deaths = 1 if self._read_until_death() else num_deaths + 1
-            self._process.kill()  # its output may be broken while it lives
+            self._process.kill()  # it may be alive with broken output
             status = self._process.wait()
             with self._lock:
                 try:
@@ -333,7 +332,7 @@ class JudgeClient:
                     self._is_down = True
                     failure = error
                     break
-        for pending in failed.values():  # without the lock, because a caller that waits may submit at once
+        for pending in failed.values():  # without the lock, because a waiting caller may submit immediately
             if pending.future.set_running_or_notify_cancel():
                 pending.future.set_exception(failure)
 
@@ -347,7 +346,7 @@ class JudgeClient:
         self._stdin.close()
         self._stdout.close()
         self._restart()
-        warn(f"the judge server died ({how}); a new one judges its {len(self._pending)} pending answers again")
+        warn(f"the judge server died ({how}); a new one judges the {len(self._pending)} pending answers again")
         for number in self._pending:
             self._send(number)
 
@@ -391,14 +390,14 @@ def _result_of(request: JudgeRequest, message: dict[str, Any], blob: bytes) -> V
 
 
 def _is_readable(pipe: IO[bytes], timeout_s: float) -> bool:
-    poll = select.poll()  # not `select`, which knows only the first 1024 open files
+    poll = select.poll()  # not `select`, which supports only file descriptors below 1024
     poll.register(pipe, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
 
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    """A new server of the same process does not repeat the warning."""
+    """Warn once per process, however many servers it starts."""
     warn(message)
 
 

@@ -1,8 +1,8 @@
 """Compares answers with references, scores them, and compares long outputs, in a process that can be killed.
 
-A parser of answers or a scorer can hang, and comparing megabytes of numbers takes a second: in a thread of the server,
-that second would stop the threads that judge other answers. Both ends of the process are in this file; nothing of an
-answer runs.
+A parser of answers or a scorer can hang. Comparing megabytes of numbers takes a second, during which a thread of the
+server would block the threads that judge other answers. This file contains both the process and its client. No code of
+an answer runs here.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from verl_ext.commands import program
 from verl_ext.processes import end_with_parent
 
 _START_S = 60.0
-"""Starting may take long on a busy machine; it is not the answer's time."""
+"""Time limit of the start, which may be slow on a busy machine and does not count as the answer's time."""
 _LONG_CHARS = 1 << 15
 """Longer outputs are compared in the process; comparing shorter ones takes no longer than sending them."""
 _OUTPUTS_S = 120.0
-"""For two outputs, of which the longest take seconds."""
+"""Time limit of comparing two outputs; the longest ones take seconds."""
 
 
 class Comparer:
-    """Owns the process, which starts when it is first needed."""
+    """Owns the process and starts it on first use."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
 
     def judge(self, answer: str, reference: str, limits: ResourceLimits) -> Verdict:
-        """`success` or `wrong_answer`; also `wrong_answer` if no parser reads the answer within the limits.
+        """`success` or `wrong_answer`; also `wrong_answer` if the answer cannot be parsed within the limits.
 
         Raises:
             OSError: the process failed.
@@ -65,7 +65,7 @@ class Comparer:
         return Verdict("wrong_answer", 0, 1, reply["message"], wall_s)
 
     def outputs_match(self, actual: str, expected: str, tolerance: float | None) -> bool:
-        """The result of `verdicts.outputs_match`; long outputs do not occupy this interpreter.
+        """The result of `verdicts.outputs_match`; long outputs are compared in the process.
 
         Raises:
             OSError: the process failed.
@@ -136,12 +136,12 @@ def main() -> None:
     """Reply to each question on standard output until the input ends."""
     child_process_args(
         "eval_pipeline.judge.comparer",
-        "Compares answers with references, and outputs with expected ones.",
+        "Compares answers with references, and outputs with expected outputs.",
         f"{program('eval')} run --checkpoint models/mine --recipe gsm8k",
     )
-    end_with_parent()  # a parser that hangs does not see its input end
+    end_with_parent()  # a hanging parser does not notice that its input ends
     replies = os.dup(1)
-    os.dup2(2, 1)  # so that nothing that a parser prints is taken for a reply
+    os.dup2(2, 1)  # so that the output of a parser is not taken for a reply
     protocol.write(replies, {"ready": True})
     while (received := protocol.read(0)) is not None:
         question, blob = received

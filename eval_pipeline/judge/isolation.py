@@ -1,9 +1,9 @@
-"""Isolation levels: how each starts the zygotes, the processes that fork supervisors of answers, and testers.
+"""Isolation levels: how each one starts zygotes, the processes that fork supervisors of answers, and testers.
 
-`bwrap`: every worker has its own sandbox of namespaces, and inside it each answer in turn gets namespaces of its own;
-where those cannot be created inside, each answer gets a whole sandbox. `sandlock`: Landlock and a seccomp filter
-without namespaces; answers see the machine's processes, but only the files that they need. `rlimits`: resource limits
-and the seccomp filter; an answer can read and write what this user can.
+`bwrap`: every worker has its own sandbox of namespaces, inside which each answer in turn gets its own namespaces. Where
+nested namespaces cannot be created, each answer gets a whole sandbox. `sandlock`: Landlock and a seccomp filter without
+namespaces; answers see the machine's processes, but only the files that they need. `rlimits`: resource limits and the
+seccomp filter; an answer can read and write whatever this user can.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class IsolationLevel:
 
     name: str
     bwrap: str | None = None
-    """The program; None at the other levels."""
+    """Path of the program; None at the other levels."""
     single_use: bool = False
     """Whether each answer gets a whole sandbox, because namespaces cannot be created inside one here."""
     sandlock: str | None = None
     """The folder where the package is installed; None at the other levels."""
     packages: tuple[JudgePackage, ...] = ()
-    """What can be imported in addition to the standard library."""
+    """Packages that can be imported in addition to the standard library."""
 
     @property
     def on_host(self) -> bool:
-        """Whether answers are processes of the machine, so that no end of a namespace ends them."""
+        """Whether answers are processes of the host, so that no namespace ends them with it."""
         return self.bwrap is None
 
     @property
@@ -84,7 +84,7 @@ class IsolationLevel:
         return [path for package in self.packages for path in package.paths]
 
     def _inside(self, path: str) -> str:
-        """Where a file of a package is in the sandbox: not in /tmp, which answers have of their own."""
+        """Path of a package's file in the sandbox: not in /tmp, because every answer has its own."""
         return path if self.bwrap is None else f"{_PACKAGES}{path}"
 
 
@@ -122,7 +122,7 @@ def _bwrap_options(as_root: bool, single_use: bool, visible: dict[str, str]) -> 
         # root creates the sandbox without a user namespace and then becomes nobody, so that nothing inside is root's
         options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
-        # bubblewrap gives power over mounts only to root inside, and a supervisor without nesting needs it
+        # bubblewrap allows only root inside to mount, which a supervisor without nesting must do
         inner = "0" if single_use else "65534"
         options += ["--unshare-user", "--uid", inner, "--gid", inner]
     if single_use:
@@ -140,7 +140,7 @@ def _bwrap_options(as_root: bool, single_use: bool, visible: dict[str, str]) -> 
         options += ["--ro-bind", path, target]
     options += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--ro-bind", str(_INSIDE), "/judge"]
     options += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(_SCRATCH_BYTES), "--tmpfs", "/tmp"]
-    # the first keeps changes to its files, and the others are memory of unlimited size
+    # /dev/pts would keep changes to its files, and the others are memory of unlimited size
     return [*options, "--remount-ro", "/dev/pts", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
 
 
@@ -153,14 +153,14 @@ class JudgePackage:
     modules: dict[str, str]
     """Each importable module and its file."""
     paths: tuple[str, ...]
-    """The files and folders that sandboxes need of it."""
+    """The package's files and folders that sandboxes need."""
 
 
 def find_packages(names: Iterable[str], key: str = "judge.packages") -> tuple[JudgePackage, ...]:
     """Look packages up without importing them.
 
     Args:
-        names: as pip knows them.
+        names: names that pip uses.
         key: the setting that names them, for messages.
 
     Raises:
@@ -170,7 +170,7 @@ def find_packages(names: Iterable[str], key: str = "judge.packages") -> tuple[Ju
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
-    """The version of each package; raises as `find_packages` does."""
+    """The version of each package. Raises like `find_packages`."""
     return {package.name: package.version for package in find_packages(names)}
 
 

@@ -1,14 +1,14 @@
 """Compares a model's answer with a reference answer, exactly (GSM8K).
 
-The first of these that occurs is compared, each in its last occurrence: `<answer>…</answer>`; `\\boxed{…}`; `#### …`;
-`answer is …` or `answer: …`; otherwise the last number of the text. In a tagged answer, the part after its last `=`
-counts: its last number inside `<answer>` and `\\boxed`, its first one after `####` and `answer is`. Those two end with
-their sentence, or before a reason: `42 because 6 * 7 = 42`. A tagged answer that is a formula is compared by
-`math_verify`, and is wrong if that is not installed. `3 million` is 3000000, and also 3, for questions that ask for
-millions.
+The first of these tags that occurs is compared, at its last occurrence: `<answer>…</answer>`; `\\boxed{…}`; `#### …`;
+`answer is …` or `answer: …`. Without a tag, the last number of the text is compared. In a tagged answer, the part after
+its last `=` counts: the last number inside `<answer>` and `\\boxed`, the first one after `####` and `answer is`. Those
+two end with their sentence, or before a reason: `42 because 6 * 7 = 42`. A tagged answer that is a formula is compared
+by `math_verify`, and is wrong if that package is not installed. `3 million` equals 3000000, and also 3, for questions
+that ask for millions.
 
-Answers may be hostile: every pattern takes time linear in the text, and no number is computed that is too big. Only the
-standard library is imported, because small server processes use this module.
+Answers may be hostile: every pattern takes time linear in the text, and numbers that are too big are not computed. Only
+the standard library is imported, because small server processes use this module.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class _Tagged:
 
 
 def is_right(answer: str, reference: str) -> bool:
-    """Whether an answer gives the reference's value; the module's docstring says which part counts.
+    """Whether an answer has the reference's value; the module's docstring says which part of it counts.
 
     Args:
         answer: the model's whole text.
-        reference: a number as the dataset writes it, or a formula for `math_verify`.
+        reference: a number in the dataset's notation, or a formula for `math_verify`.
     """
     text = _plain_text(answer)
     scaled = _scaled_text(text)
@@ -124,7 +124,7 @@ def _statement(text: str) -> str:
 
 
 def _before_prose(text: str) -> str:
-    """`6 * 7 = 42 because 3 of them …` up to the first word behind a number."""
+    """The text before the first word after a number: `6 * 7 = 42` of `6 * 7 = 42 because 3 of them …`."""
     number = _DIGIT.search(text)
     word = _WORD.search(text, number.end()) if number else None
     return text[: word.start()] if word else text
@@ -141,7 +141,7 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _same_formula(candidate: str, reference: str) -> bool:
-    """What `math_verify` says; if it cannot compare them, whether the two are the same text."""
+    """Whether the two are the same text, or equal according to `math_verify`."""
     candidate, reference = candidate.strip().rstrip("."), _plain_text(reference).strip()
     if candidate.casefold() == reference.casefold():
         return True
@@ -222,7 +222,7 @@ def _without_numbers(text: str) -> str:
 
 
 def _value(match: re.Match[str] | None) -> Fraction | None:
-    """The value of a `_NUMBER` in a plain text; None if there is none, or if it is too big or divided by zero."""
+    """The value of a match of `_NUMBER`; None without a match, or if the number is too big or divided by zero."""
     if match is None or len(match[0]) > MAX_NUMBER_CHARS:
         return None
     sign = -1 if match["sign"] == "-" else 1

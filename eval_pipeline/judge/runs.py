@@ -1,4 +1,4 @@
-"""The runs of answers in the two sandboxes of a worker: one holds the answers and their supervisor, one the tests."""
+"""Runs answers in the two sandboxes of a worker: one for answers and their supervisor, and one for tests."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from eval_pipeline.judge.sandbox import SandboxError, Zygote, readable, sealed_f
 from eval_pipeline.judge.types import FunctionOutcome, FunctionTests, ResourceLimits, RunEnd, RunReport
 
 _MOST_ANSWERS = 300
-"""Answers per supervisor, and tests per tester: if one kept something by mistake, it would not add up forever."""
+"""Answers per supervisor, and tests per tester, so that leaks do not accumulate."""
 _LOST_S = 1.0
-"""How long an answer that its test has lost may take to end by itself, so that its exit status tells why."""
+"""How long an answer may take to exit after its test has lost it, so that its exit status shows the reason."""
 _EXTRA_TEST_S = 5.0
 """A test ends after its answer. The kernel ends one that still runs this long after the wall-clock limit."""
 _GRACE_S = 15.0
-"""The supervisor enforces the wall-clock limit, and counts as broken this long after it."""
+"""The supervisor enforces the wall-clock limit; if it has not replied this long afterwards, it counts as broken."""
 _ERROR_CHARS = 2000
 _NUMBERS = {"exit": int, "cpu_s": float, "wall_s": float}
 _DIED = FunctionOutcome("died", "the test could not be finished with what the answer returned")
 
 
 class SandboxPool:
-    """The two sandboxes of one worker, which runs one answer at a time. They start when they are first needed."""
+    """The two sandboxes of one worker, which runs one answer at a time. They start on first use."""
 
     def __init__(self, level: IsolationLevel) -> None:
         self._level = level
@@ -60,7 +60,7 @@ class SandboxPool:
                 runs = AnswerRuns(supervisor, file, limits, self)
                 yield runs
             self._num_answers += 1
-            # one that had to stop an answer is not used again, though nothing should be left in it
+            # do not reuse a supervisor that had to stop an answer, although nothing should be left in it
             if self._level.reusable and runs.ended_normally and self._num_answers < _MOST_ANSWERS:
                 self._supervisor = supervisor
         finally:
@@ -74,10 +74,10 @@ class SandboxPool:
         """A test that runs against the answer behind a connection.
 
         Raises:
-            SandboxError: there is no process for it.
+            SandboxError: there is no process for the test.
         """
         tester, self._tester = self._tester, None
-        # the connection of one that has ended meanwhile is readable
+        # if the tester has ended meanwhile, its connection is readable
         if tester is None or readable([tester], 0):
             tester = TesterProcess(self._zygote("tester").fork())
         try:
@@ -102,7 +102,7 @@ class SandboxPool:
             self._zygotes.popitem()[1].close()
 
     def failure(self) -> str:
-        """What the sandbox of the answers said last."""
+        """The last error output of the answer sandbox."""
         return self._zygotes["answer"].failure()
 
     def _zygote(self, role: Role) -> Zygote:
@@ -115,7 +115,7 @@ class AnswerRuns:
     """Runs one answer, which is in a sealed file, once for each of its tests.
 
     Attributes:
-        ended_normally: whether every run so far ended by itself, or because its test was over.
+        ended_normally: whether every run so far ended by itself or with its test.
     """
 
     def __init__(self, supervisor: socket.socket, file: int, limits: ResourceLimits, sandboxes: SandboxPool) -> None:
@@ -159,7 +159,7 @@ class AnswerRuns:
             deadline = self._deadline()
             ready = readable([tester, self._supervisor], deadline - time.monotonic())
             if self._supervisor in ready:
-                # the answer has ended; its test notices, and may just have ended itself
+                # the answer has ended; its test notices, or has just ended too
                 return self._report(deadline), tester.outcome(deadline)
             outcome = tester.outcome(deadline)
             if outcome.kind != "lost" or not readable([self._supervisor], _LOST_S):
@@ -235,7 +235,7 @@ class TesterProcess:
     """A process that runs one test at a time, until one leaves a trace in it.
 
     Attributes:
-        num_tests: how many it has run.
+        num_tests: number of tests that it has run.
         is_clean: whether another test may run in it.
     """
 
@@ -249,7 +249,7 @@ class TesterProcess:
 
         Args:
             job: `preamble`, `entry_point`, `test` and `limits`, see `inside/tester.py`.
-            answer: may be closed here afterwards.
+            answer: the connection to the answer; the caller may close it afterwards.
 
         Raises:
             OSError: the process has ended.
@@ -261,7 +261,7 @@ class TesterProcess:
         protocol.send(self._control, message, test.code, (answer.fileno(),))
 
     def outcome(self, deadline: float) -> FunctionOutcome:
-        """How the test ended; "died" if the process says nothing before `deadline` of the monotonic clock."""
+        """How the test ended; "died" if the process does not reply before `deadline` on the monotonic clock."""
         if readable([self._control], deadline - time.monotonic()):
             with suppress(protocol.FrameError):
                 if (received := protocol.receive(self._control)) is not None:
@@ -271,11 +271,11 @@ class TesterProcess:
         return _DIED
 
     def fileno(self) -> int:
-        """Of the connection, which is readable once there is an outcome."""
+        """File descriptor of the connection, which is readable once there is an outcome."""
         return self._control.fileno()
 
     def close(self) -> None:
-        """End the process, once it looks at its connection."""
+        """End the process, as soon as it reads from its connection."""
         self._control.close()
 
 
@@ -286,7 +286,7 @@ class CompiledTest(NamedTuple):
     """A test in the form that `inside/tester.py` takes."""
 
     code: bytes = b""
-    """Preamble and test, marshalled; empty if they do not compile, which the tester then reports."""
+    """Marshalled code of preamble and test; empty if they do not compile, which the tester then reports."""
     leaves_no_trace: bool = False
     """Whether another test may run in the same process afterwards."""
 
@@ -321,10 +321,10 @@ _IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 def leaves_no_trace(code: types.CodeType) -> bool:
-    """Whether code changes only its own variables and the random numbers, which every test seeds again.
+    """Whether code changes only its own variables and the random state, which every test seeds again.
 
-    Tests are the problem set's own and not hostile, so what counts is what they do in passing. Anything that is not
-    known to be harmless counts as a trace. Compiled code is faster to check than a syntax tree is to build.
+    Tests come from the dataset and are not hostile, so only unintended effects matter. Anything that is not known to be
+    harmless counts as a trace. Checking compiled code is faster than building a syntax tree.
     """
     operations = frozenset(code.co_code[::2])
     if operations & _CHANGE_ATTRIBUTES or any(map(_may_leave_a_trace, code.co_names)):

@@ -1,4 +1,4 @@
-"""One sandbox: the process in it that forks for each piece of work, and what it needs to start and to end."""
+"""One sandbox: the process in it that forks for each piece of work, and its start and end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SandboxError(Exception):
 
 
 class SharedGate:
-    """A lock that many hold together, or one alone; those that want it alone go first."""
+    """A readers-writer lock: many threads hold it together, or one exclusively. Exclusive holders take precedence."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -37,7 +37,7 @@ class SharedGate:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold it together with others."""
+        """Hold the lock together with others."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_waiting_alone == 0)
             self._num_inside += 1
@@ -50,7 +50,7 @@ class SharedGate:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold it alone."""
+        """Hold the lock alone."""
         with self._changed:
             self._num_waiting_alone += 1
             self._changed.wait_for(lambda: self._num_inside == 0)
@@ -65,9 +65,9 @@ class SharedGate:
 
 
 STARTS = SharedGate()
-"""Shared by sandboxes that are starting; the server exits while it holds it alone. bubblewrap asks to be killed with
-its parent before it releases the first process of the sandbox, and if it is killed in between, that process waits
-forever."""
+"""Shared by starting sandboxes; the server exits only while it holds the lock exclusively. bubblewrap asks to be killed
+with its parent before it releases the sandbox's first process. If it is killed in between, that process waits forever.
+"""
 _START_S = 60.0
 
 
@@ -75,7 +75,7 @@ class Zygote:
     """A process in a sandbox that forks on request.
 
     Raises:
-        SandboxError: it does not start.
+        SandboxError: the process does not start.
     """
 
     def __init__(self, level: IsolationLevel, role: Role) -> None:
@@ -114,13 +114,13 @@ class Zygote:
         return ours
 
     def failure(self) -> str:
-        """The end of what it wrote to standard error."""
+        """The end of its standard error."""
         self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, self._log.tell() - 2000))
         return f"the {self._role} sandbox failed: {self._log.read().decode(errors='replace').strip()}"
 
     def close(self) -> None:
-        """End it with all that it forked."""
+        """End the process and everything that it forked."""
         try:
             if self._level.on_host:
                 _end_below(self._process.pid)
@@ -138,8 +138,8 @@ class _HasFileno(Protocol):
 
 
 def readable(connections: Sequence[_HasFileno], timeout_s: float) -> list[_HasFileno]:
-    """The connections that have something to read, after waiting for the first of them for at most `timeout_s`."""
-    poll = select.poll()  # not `select`, which knows only the first 1024 open files
+    """Wait up to `timeout_s` until at least one connection is readable; returns all readable ones."""
+    poll = select.poll()  # not `select`, which supports only file descriptors below 1024
     by_fd = {connection.fileno(): connection for connection in connections}
     for fd in by_fd:
         poll.register(fd, select.POLLIN)
@@ -154,7 +154,7 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_
 
 @contextmanager
 def sealed_file(data: bytes) -> Iterator[int]:
-    """A file without a name, with content that nobody can change, open at its beginning."""
+    """An unnamed file with immutable content, open at its beginning."""
     fd = _create_unnamed()
     try:
         with open(fd, "wb", closefd=False) as file:
@@ -187,7 +187,7 @@ def _end_below(zygote: int) -> None:
     tree = ProcessTree(bytearray(mmap.PAGESIZE))
     deadline = time.monotonic() + _MOST_S
     try:
-        # reading /proc is not atomic and may miss a process that was just born: two readings in a row must find none
+        # reading /proc is not atomic and may miss a new process, so two consecutive readings must find none
         num_empty = 0
         while num_empty < 2 and time.monotonic() < deadline:
             found = tree.descendants(zygote)
@@ -201,9 +201,9 @@ def _end_below(zygote: int) -> None:
 
 
 def remove_directories(zygote: int) -> None:
-    """Remove the temporary directories of a zygote's answers, and report those that stay."""
+    """Remove the temporary directories of a zygote's answers, and report those that cannot be removed."""
     for directory in Path("/tmp").glob(f"judge_{zygote}_*"):
         try:
             remove_tree(str(directory))
         except OSError as error:
-            print(f"warning: cannot remove {directory} of a judged answer ({error}); remove it", file=sys.stderr)
+            print(f"warning: cannot remove {directory}, an answer's directory ({error}); remove it", file=sys.stderr)

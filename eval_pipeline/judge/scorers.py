@@ -20,9 +20,9 @@ RUNS_ANSWERS = frozenset(
         "string_insertion",
     }
 )  # fmt: skip
-"""Datasets whose scorer evaluates the answer or the entry as Python, directly or by sympy. Neither may run here."""
+"""Datasets whose scorer evaluates the answer or the entry as Python, directly or with sympy. Neither may run here."""
 NEEDS = {"zebra_puzzles": "pycosat"}
-"""A package without wheels, which one dataset needs, and which reasoning_gym imports for all of them."""
+"""A package without wheels that one dataset needs, but that reasoning_gym imports for all of them."""
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -31,7 +31,7 @@ def require_scorer(task: str) -> None:
     """Refuse a dataset that reasoning_gym does not have, or whose scorer would run what a model wrote.
 
     Raises:
-        UserError: why, and what to do instead.
+        UserError: the reason, and what to do instead.
     """
     known = _gym().factory.DATASETS
     if task not in known:
@@ -46,7 +46,7 @@ def score(answer: str, task: str, entry: str) -> float:
     """The scorer's number for an answer, 0 to 1; 0 if the scorer cannot read it.
 
     Args:
-        answer: a model's whole text; see `final_answer`.
+        answer: the model's whole text; see `final_answer`.
         task: name of the dataset.
         entry: the dataset's entry as JSON.
 
@@ -57,7 +57,7 @@ def score(answer: str, task: str, entry: str) -> float:
     fields = json.loads(entry)
     try:
         return float(_scorer(task)(final_answer(answer, str(fields["answer"])), fields))
-    except Exception:  # scorers parse whatever a model writes, and many do not expect all of it
+    except Exception:  # scorers parse whatever a model writes, and many fail on unexpected text
         return 0.0
 
 

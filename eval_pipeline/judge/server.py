@@ -1,7 +1,7 @@
-"""The judge server, which owns all sandboxes: reads requests from its input and writes each result as it is found.
+"""The judge server, which owns all sandboxes: it reads requests from its input and writes each result when it is ready.
 
-`python -m eval_pipeline.judge.server OPTIONS` with OPTIONS a JSON object; `client.py` starts it. It ends with its
-input, and every sandbox ends with it.
+`client.py` starts it as `python -m eval_pipeline.judge.server OPTIONS`, where OPTIONS is a JSON object. It ends when
+its input ends, and every sandbox ends with it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 _PARENT_CHECK_S = 1.0
 _MOST_OPEN_FILES = 1 << 16
-"""No more, because processes of the sandboxes close this many when they start."""
+"""Not more, because processes in sandboxes close this many when they start."""
 _ATTEMPTS = 2
 _PROBE = Submission("def f(x):\n    return x + 1\n", FunctionTests("f", ("assert f(1) == 2",)))
 
@@ -67,7 +67,7 @@ def main() -> None:
         "options",
     )
     options = json.loads(words)
-    # of the tests, which this process compiles: nobody here can do anything about them
+    # warnings about tests, which this process compiles, are of no use here
     warnings.simplefilter("ignore", SyntaxWarning)
     _raise_open_files_limit()
     output = Output(os.dup(1))
@@ -88,11 +88,11 @@ def main() -> None:
 
 
 class JudgeWorker:
-    """Serves one request at a time in two sandboxes, which start when they are first needed.
+    """Serves one request at a time in two sandboxes, which start on first use.
 
     Args:
-        level: of the sandboxes.
-        gate: shared by all workers of the machine.
+        level: isolation level of the sandboxes.
+        gate: shared by all workers of the server.
     """
 
     def __init__(self, level: IsolationLevel, gate: SharedGate) -> None:
@@ -162,7 +162,7 @@ class JudgeWorker:
         return [partial(_run_case, runs, case, match, limits) for case in tests.cases]
 
     def _not_starved(self, run: Callable[[], T], is_doubtful: Callable[[T], bool]) -> T:
-        """The result of a run, which is repeated alone if a busy machine may have decided the first one."""
+        """The result of a run. If a busy machine may have affected it, repeat the run alone."""
         with self._gate.shared():
             result = run()
         if not is_doubtful(result):
@@ -182,7 +182,7 @@ def _run_case(
 
 
 def _end(status: int) -> None:
-    """End this process, and with it its sandboxes, but not while one of them is starting."""
+    """End this process and its sandboxes, but not while a sandbox is starting."""
     with STARTS.exclusive():
         os._exit(status)
 
@@ -196,14 +196,14 @@ def _raise_open_files_limit() -> None:
 
 
 class Output:
-    """Where results go: a file descriptor that all workers write to."""
+    """A file descriptor that all workers write their results to."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._lock = threading.Lock()
 
     def write(self, message: dict[str, Any], blob: bytes = b"") -> None:
-        """Write one whole message. The process ends if nobody reads any more."""
+        """Write one whole message. If nobody reads any more, the process ends."""
         with self._lock:
             try:
                 protocol.write(self._fd, message, blob)
@@ -235,11 +235,11 @@ def _work(jobs: queue.SimpleQueue[dict[str, Any]], level: IsolationLevel, gate: 
                 worker.judge(request, limits) if isinstance(request, Submission) else worker.run(request, limits)
             )
         except BaseException as error:
-            # a fault of the judge costs this one request and the worker's sandboxes, not the server
+            # an error of the judge costs this request and the worker's sandboxes, not the server
             answer, blob = {"failed": _failure(error)}, b""
             try:
                 worker.close()
-            except BaseException:  # what is left of it ends with this process
+            except BaseException:  # the rest ends with this process
                 traceback.print_exc()
             worker = JudgeWorker(level, gate)
         output.write({"id": message["id"], **answer}, blob)
@@ -253,9 +253,9 @@ def _failure(error: BaseException) -> str:
 
 
 def _read_jobs(jobs: queue.SimpleQueue[dict[str, Any]], parent: int) -> None:
-    """Pass requests on until the input ends.
+    """Queue requests until the input ends or the parent dies.
 
-    The parent is watched too: its end does not end the input while another child of it holds a copy.
+    If another child of the parent holds a copy of the pipe, the input does not end with the parent.
     """
     while os.getppid() == parent:
         if not select.select([0], [], [], _PARENT_CHECK_S)[0]:

@@ -1,4 +1,4 @@
-"""What goes into the judge and what comes out of it, with the JSON that client and server exchange.
+"""The judge's inputs and outputs, and the JSON that client and server exchange.
 
 Imports no other module of the judge, so that configurations and reports can use it.
 """
@@ -15,7 +15,7 @@ from verl_ext.config.schema import section, setting
 
 @dataclass(frozen=True)
 class FunctionTests:
-    """Python tests that call what the answer defines (HumanEval, MBPP, the quickstart)."""
+    """Python tests that call the answer's function or class (HumanEval, MBPP, the quickstart)."""
 
     entry_point: str
     """Name of the function or class under test."""
@@ -24,7 +24,7 @@ class FunctionTests:
     preamble: str = ""
     """Imports and helpers of the problem; they run before the answer and before each test."""
     code_prompt: str = ""
-    """Code that ends with the head of `entry_point`. An answer may consist of its continuation only (HumanEval)."""
+    """Code that ends with the head of `entry_point`. An answer may consist only of its continuation (HumanEval)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ReferenceAnswer:
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """An entry of a dataset of reasoning_gym, whose own scorer must give an answer 1."""
+    """An entry of a reasoning_gym dataset, whose own scorer must give the answer a score of 1."""
 
     task: str
     """Name of the dataset, such as needle_haystack."""
@@ -114,7 +114,7 @@ class Verdict:
     message: str = ""
     """What went wrong in the first test with this `error_type`."""
     judge_time: float = 0.0
-    """Wall-clock seconds of running the answer."""
+    """Wall-clock seconds that the answer ran."""
 
     @property
     def pass_ratio(self) -> float:
@@ -127,10 +127,10 @@ RunEnd = Literal["exited", "ended", "cpu", "wall", "memory", "processes", "files
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run of a program, as seen from outside its process."""
+    """One run of a program, observed from outside its process."""
 
     end: RunEnd
-    """"exited": the program exited; "ended": its test was over; otherwise the limit that it exceeded."""
+    """"exited": the program exited; "ended": its test had finished; otherwise the limit that it exceeded."""
     exit_code: int
     """Exit code; negative if a signal killed the program."""
     cpu_s: float
@@ -140,12 +140,12 @@ class RunReport:
     stderr: str = ""
     """The end of standard error, at most 2,000 characters."""
     syntax_error: str | None = None
-    """Compile error because of which the program did not run."""
+    """Compile error that kept the program from running."""
 
 
 @dataclass(frozen=True)
 class FunctionOutcome:
-    """How one test of a function ended, as seen from the process of the test."""
+    """How one test of a function ended, reported by the process that ran the test."""
 
     kind: Literal["passed", "failed", "error", "lost", "died"]
     """"failed": an assertion of the test; "error": an exception; "lost": the answer ended before the test; "died": the
@@ -173,10 +173,10 @@ class ResourceLimits:
 
     @property
     def test_cpu_s(self) -> float:
-        """Processor time of a test's own process.
+        """CPU seconds of the test's own process.
 
-        Less than the wall-clock limit: if that limit stopped a test that hangs, the machine would look too busy for
-        the answer, and the test would run again.
+        Less than the wall-clock limit: if that limit stopped a hanging test, the machine would look too busy for the
+        answer, and the test would run again.
         """
         return _TEST_SHARE * self.wall_s
 
@@ -195,11 +195,11 @@ class JudgeConfig:
     limits: ResourceLimits = section(ResourceLimits)
 
 
-# Messages of client and server
+# Messages between client and server
 
 
 def request_to_json(request: JudgeRequest, limits: ResourceLimits) -> dict[str, Any]:
-    """A request and what each of its runs may use."""
+    """A request and the limits of each of its runs, as a message."""
     if isinstance(request, ProgramRun):
         return {"op": "run", **asdict(request), "limits": asdict(limits)}
     return {
@@ -212,7 +212,7 @@ def request_to_json(request: JudgeRequest, limits: ResourceLimits) -> dict[str, 
 
 
 def request_from_json(message: dict[str, Any]) -> tuple[JudgeRequest, ResourceLimits]:
-    """The arguments of `request_to_json`."""
+    """Inverse of `request_to_json`."""
     limits = ResourceLimits(**message["limits"])
     if message["op"] == "run":
         return ProgramRun(message["program"], message["stdin"]), limits
@@ -239,7 +239,7 @@ def result_to_json(result: Verdict | RunReport) -> tuple[dict[str, Any], bytes]:
 
 
 def result_from_json(message: dict[str, Any], blob: bytes) -> Verdict | RunReport:
-    """The argument of `result_to_json`."""
+    """Inverse of `result_to_json`."""
     if "verdict" in message:
         return Verdict(**message["verdict"])
     return RunReport(**message["report"], stdout=blob)

@@ -1,4 +1,4 @@
-"""From reports of runs to a verdict. Nothing that an answer says of itself is part of it."""
+"""Computes verdicts from reports of runs. Nothing that an answer claims about itself counts."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class TestResult:
     message: str
     wall_s: float
     is_doubtful: bool = False
-    """Whether the machine may be the cause, so that another run decides: the wall clock stopped the answer while it had
-    processor time left, or the process of the test was killed."""
+    """Whether the machine may be the cause, so that another run decides: the answer hit the wall-clock limit with CPU
+    time left, or the test's process was killed."""
 
 
 NO_PROGRAM = TestResult("syntax_error", "no program in the answer", 0.0)
-"""Of an empty program, which would run without an error and must not count as code that ran."""
+"""The result of an empty program, which would run without an error and must not count as code that ran."""
 
 
 def combine_results(results: Sequence[TestResult], num_tests: int) -> Verdict:
     """The verdict from the tests that were run, in order; tests that were not run are not passed.
 
     Args:
-        results: empty only if the problem has no tests, which is the data's fault and not the answer's.
-        num_tests: of the problem.
+        results: empty only if the problem has no tests, which is not the answer's fault.
+        num_tests: number of the problem's tests.
     """
     if not results:
         return Verdict("api_error", 0, num_tests, "the problem has no tests")
@@ -53,7 +53,7 @@ def _numbered(number: int, result: TestResult) -> str:
 
 
 def judge_function_run(report: RunReport, outcome: FunctionOutcome, limits: ResourceLimits) -> TestResult:
-    """Judge one test of a function, from the run of the answer and what its test came to."""
+    """Judge one test of a function from the answer's run and the test's outcome."""
     if (stopped := _stopped(report, limits)) is not None:
         return stopped
     wall_s = report.wall_s
@@ -73,7 +73,7 @@ def judge_function_run(report: RunReport, outcome: FunctionOutcome, limits: Reso
 def judge_program_run(
     report: RunReport, case: ProgramCase, match: Callable[[str, str], bool], limits: ResourceLimits
 ) -> TestResult:
-    """Judge one run of a program by what it printed; `match` says whether the expected output is equal to it."""
+    """Judge one run of a program by its output; `match` says whether it equals the expected output."""
     if (stopped := _stopped(report, limits)) is not None:
         return stopped
     if report.exit_code != 0:
@@ -100,7 +100,7 @@ def _stopped(report: RunReport, limits: ResourceLimits) -> TestResult | None:
 
 
 def _ending(report: RunReport) -> str:
-    """How a process ended, for people to read."""
+    """How a process ended, in readable form."""
     errors, status = report.stderr.strip().splitlines(), report.exit_code
     ended = f"killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
     return f"{errors[-1].strip()} ({ended})" if errors else ended
@@ -126,8 +126,8 @@ def outputs_match(actual: str, expected: str, tolerance: float | None) -> bool:
     on the number of lines or tokens.
 
     Args:
-        actual: what the program printed.
-        expected: what it must print.
+        actual: the program's output.
+        expected: the expected output.
         tolerance: largest absolute or relative difference between two finite numbers at the same place. Integers must
             be equal, because a count of 10^9 must not be off by 1000. None requires equal text.
     """
@@ -143,7 +143,7 @@ def outputs_match(actual: str, expected: str, tolerance: float | None) -> bool:
 
 
 def _end_of_same_lines(actual: str, expected: str) -> int:
-    """The beginning of a line before which both texts are equal, at most a block and a line before they differ."""
+    """The start of a line before which both texts are equal, at most a block and a line before they differ."""
     start, end = 0, min(len(actual), len(expected))
     while start < end and actual[start : start + _BLOCK_CHARS] == expected[start : start + _BLOCK_CHARS]:
         start += _BLOCK_CHARS
@@ -174,7 +174,7 @@ def _same(actual: str, expected: str, tolerance: float | None) -> bool:
 
 
 def _integer(token: str) -> tuple[bool, str] | None:
-    """Sign and digits of an integer, without digits for zero: `int` refuses thousands of digits."""
+    """Sign and digits of an integer, without leading zeros. `int` would refuse thousands of digits."""
     match = _INTEGER.fullmatch(token)
     if match is None:
         return None

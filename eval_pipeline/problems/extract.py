@@ -27,7 +27,7 @@ from eval_pipeline.problems.python_source import (
 )
 
 MAX_ANSWER_CHARS = 1 << 18
-"""More than most models can write; the program is at the end."""
+"""Longer than the answers of most models; the program is at the end."""
 
 
 def extract_program(problem: Problem, answer: str) -> str:
@@ -44,7 +44,7 @@ def extract_program(problem: Problem, answer: str) -> str:
 
     Args:
         problem: the problem that was asked.
-        answer: the model's whole text, prose and Markdown included; it may be cut off anywhere.
+        answer: the model's whole text, including prose and Markdown; it may be cut off anywhere.
 
     Returns:
         The empty string if there is no program, or only comments, constants and `pass`. Such an answer would run
@@ -135,9 +135,9 @@ def _body(program: str, tests: FunctionTests, parser: SourceParser) -> list[ast.
 # Problems that are solved by standard input and output: no name tells which block is the program
 
 MAX_BLOCKS = 100
-"""Of an answer, counted from its end; earlier ones are ignored."""
+"""Maximum number of blocks, counted from the end of an answer; earlier ones are ignored."""
 MAX_STARTS = 8
-"""Lines that are tried as the first line of a program without a fence."""
+"""Maximum number of lines that are tried as the first line of a program without a fence."""
 
 _CODE_START = regex.compile(
     r"(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]+\w|(?:async[ \t]+def|def|class)[ \t]+\w|@\w"
@@ -153,9 +153,9 @@ def _whole_program(text: str, parser: SourceParser) -> str:
     """The last block that can be the program.
 
     That is, it parses, needs no function of earlier blocks, does something, and prints if any block does; blocks tagged
-    as Python come before those without a tag. If there is none, it is the last Python block, otherwise the last block,
-    otherwise the text, and of that the lines between prose if they are a program. If that is not a program either, it
-    is one between fences on one line.
+    as Python come before untagged ones. If there is none, take the last Python block, or else the last block, or else
+    the text, and of that the lines between prose if they are a program. If that is not a program either, take one
+    between fences on one line.
     """
     blocks = code_blocks(text)[-MAX_BLOCKS:] or [FencedBlock("", text)]
     if (code := code_before(blocks, text)) is not None:
@@ -174,7 +174,7 @@ def _whole_program(text: str, parser: SourceParser) -> str:
 
 def _whole_trees(blocks: list[FencedBlock], parser: SourceParser) -> dict[FencedBlock, ast.Module]:
     """The blocks that parse and read no name that only earlier blocks bind, unlike an example of use."""
-    # from the last, for which the limit of characters must not be exhausted
+    # start from the last block, so that earlier ones do not use up its characters
     parsed = {block: tree for block in reversed(blocks) if (tree := parser.tree(block.source)) is not None}
     trees: dict[FencedBlock, ast.Module] = {}
     bound: set[str] = set()
@@ -225,7 +225,7 @@ def _is_prose(lines: list[str]) -> bool:
     return first is None or _PROSE_START.match(first) is not None
 
 
-# The text of an answer and its blocks, whatever the problem
+# The text of an answer and its blocks, for all kinds of problems
 
 _BYTE_ORDER_MARK = re.compile("^\ufeff+", re.MULTILINE)
 # not if a string, or code in prose, contains the tag

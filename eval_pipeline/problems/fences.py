@@ -19,23 +19,23 @@ LANGUAGES = frozenset(
 )
 """Tags that begin a block even if another one is still open."""
 MAX_FAILED_READINGS = 8
-"""Of one text; after that its blocks end at the first fence. Each reading may scan the whole text."""
+"""After this many in one text, its blocks end at the first fence, because each reading may scan the whole text."""
 _READING_CHARS = MAX_PARSED_CHARS // 3
 """Characters to parse while finding the blocks of a text; the rest is for their content."""
 MAX_CUTS = 4
-"""Fences after code that are tried as the end of a block."""
+"""Maximum number of fences after code that are tried as the end of a block."""
 
 # models also open a block at the end of a line of prose; the fences of a `~~~` block are on lines of their own
 _OPENING = regex.compile(
     r"(?:[^`]*+(?P<ticks>`{3,}+)|[ \t]*+(?P<tildes>~{3,}+))[ \t]*+(?P<tag>[\w+#-]*+)(?P<rest>[^`]*+)"
 )
-# of one line, as in "```python print(1)```"; without a tag, and with other text on its line, it is a name in prose
+# a block on one line, as in "```python print(1)```"; without a tag and with other text on the line, it is prose
 _ONE_LINE = regex.compile(
     rf"(?<!`)```(?i:(?P<tag>{'|'.join(PYTHON_TAGS)}))[ \t]++(?P<body>[^`\n]++)```(?!`)"
     r"|^[ \t]*+```(?P<body>[^`\n]++)```[ \t]*+$",
     regex.MULTILINE,
 )
-# any other text on the line of the fence is a title or the like
+# other text on the line of the fence is a title or the like
 _CODE_ON_OPENING = regex.compile(
     r"(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]+\w|(?:async[ \t]+def|def|class)[ \t]+\w|@\w|\w[\w, ]*[ \t]=[ \t])"
 )
@@ -66,8 +66,8 @@ def fenced_blocks(text: str) -> list[FencedBlock]:
     A block ends at a line that begins with a fence of its kind and at least its length, whatever follows; if the tag of
     a language follows, the next block begins. A block that the token limit cut off runs to the end of the text.
 
-    Python may contain fences in its strings, and a model may write the fence behind the last line of code. So if a
-    block of Python does not parse, it ends at the first fence outside strings, or else after code, with which it does.
+    Python may contain fences in its strings, and a model may write the closing fence after code on the same line. So a
+    Python block that does not parse ends at the first fence outside strings, or else after code, with which it parses.
     """
     return _Scan(text.split("\n")).blocks
 
@@ -102,7 +102,7 @@ class _Scan:
                 index, fence = self._read_block(index, fence)
 
     def _read_block(self, start: int, fence: _Fence) -> tuple[int, _Fence | None]:
-        """Keep the block that begins at a line; returns the line after it, and the fence if its end opens another."""
+        """Keep the block that begins at a line; returns the next line, and the fence if the end opens another block."""
         end = self._next_closing(start, fence)
         if fence.tag in ("", *PYTHON_TAGS) and self._failed_readings < MAX_FAILED_READINGS:
             end, cut = self._python_end(start, end, fence)
@@ -139,7 +139,7 @@ class _Scan:
         return end, None
 
     def _end_outside_strings(self, start: int, end: int, fence: _Fence) -> int:
-        """The first closing fence outside strings, from `end`, which is the first of all."""
+        """The first closing fence outside strings, starting at `end`, the first closing fence."""
         quote = ""
         for index in range(start, len(self._lines)):
             if index >= end and not quote and _closes(self._lines[index], fence):
@@ -165,7 +165,7 @@ def _closes(line: str, fence: _Fence) -> bool:
 
 
 def _reopened_by(line: str) -> _Fence | None:
-    """The block that a line opens while it ends another: "```python", but not "``` Text like this"."""
+    """The block that a closing line opens: "```python", but not "``` Text like this"."""
     closing = _CLOSING.fullmatch(line)
     assert closing is not None
     tag, stands_alone = closing["tag"].lower(), not closing["gap"] or not closing["rest"].strip()

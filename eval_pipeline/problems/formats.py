@@ -46,7 +46,7 @@ def _entry_point(record: Record) -> str:
 
 
 def _asserts(key: str, record: Record) -> list[str]:
-    """The tests under a key. One that cannot run or asserts nothing would count against the model, or for it."""
+    """The tests under a key. A test that cannot run would count against the model, and one without assert for it."""
     tests = record.fields.get(key)
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
         raise record.error(f"{key!r} must be a list of at least one Python assert statement")
@@ -65,8 +65,7 @@ def _parsed(source: str, what: str, record: Record, to_correct: str = "it") -> a
 
 
 # HumanEval (Chen et al. 2021, arXiv 2107.03374): `task_id`, `prompt`, `entry_point`, `test`, `canonical_solution`.
-# `openai/openai_humaneval` and HumanEval+ (`evalplus/humanevalplus`) use the same keys; the tests of the latter import
-# NumPy.
+# `openai/openai_humaneval` and HumanEval+ (`evalplus/humanevalplus`) use the same keys. HumanEval+ tests import NumPy.
 
 _HUMANEVAL_INSTRUCTION = """Here is the beginning of a Python program:
 
@@ -79,7 +78,7 @@ Implement `{entry_point}` as its docstring describes. Reply with the whole progr
 
 
 def parse_humaneval(record: Record) -> Problem:
-    """The problem of one row; its only test is the whole `test` of the row followed by the call of `check`."""
+    """The problem of one row. Its only test is the row's whole `test`, followed by a call of `check`."""
     name, prompt = _entry_point(record), record.text("prompt")
     code_prompt = prompt if prompt.endswith("\n") else prompt + "\n"
     test = f"{record.text('test').rstrip()}\n\ncheck({name})\n"
@@ -129,7 +128,7 @@ Reply with the whole program in one ```python code block, without the checks."""
 
 
 def parse_mbpp(record: Record) -> Problem:
-    """The problem of one row. Its prompt shows the tests, which alone tell the name of the function.
+    """The problem of one row. Its prompt shows the tests, because only they contain the function's name.
 
     Setup code that needs a definition of the answer, such as a class whose objects the asserts pass in, cannot be a
     preamble; it becomes the beginning of each test.
@@ -150,7 +149,7 @@ def parse_mbpp(record: Record) -> Problem:
 
 
 def _setup(record: Record) -> str:
-    # setup code in the published file has Windows line ends
+    # setup code in the published file has Windows line endings
     parts = [*record.texts("test_imports"), record.optional_code("test_setup_code").replace("\r\n", "\n")]
     return "".join(f"{part.rstrip()}\n" for part in parts if part.strip())
 
@@ -175,8 +174,8 @@ with ####."""
 def parse_gsm8k(record: Record) -> Problem:
     """The problem of one row, which asks for the `#### 42` form of the dataset.
 
-    The judge also accepts `<answer>42</answer>` and `\\boxed{42}`, so models that were trained on those forms are not
-    judged by the form. Rows without an `id` are named by their number in the file, the first `gsm8k/1`.
+    The judge also accepts `<answer>42</answer>` and `\\boxed{42}`, so that models trained on those forms are not judged
+    by the form. Rows without an `id` are named after their number in the file, starting with `gsm8k/1`.
     """
     question, answer = record.text("question"), record.text("answer")
     _, mark, reference = answer.rpartition("####")
@@ -258,7 +257,7 @@ def _canonical_solution(record: Record) -> str | None:
     return next((solution for language, solution in pairs if language in _PYTHON3), None)
 
 
-# The error that the text of a problem of CodeContests accepts
+# The numerical error that a CodeContests problem accepts, according to its text
 
 _UNSTATED_TOLERANCE = 1e-6
 """Used if a problem accepts an error without a readable number."""
@@ -298,7 +297,7 @@ _STATED = [
     # |a - b| / max(1, b) < 10^-9
     re.compile(r"(?:\|[^|]{1,40}-[^|]{1,40}\||\babs ?\([^()]{1,40}-[^()]{1,40}\)).{0,60}?" + _BOUND + _BOUND_START),
     re.compile(rf"\bwithin{_BOUND_START}.{{0,40}}?\b(?:correct|jury|judge|expected|actual|true|official|reference)\b"),
-    # the accuracy of given numbers is not that of the answer
+    # not the accuracy of numbers in the input
     re.compile(
         rf"^(?!.*\b(?:given|input|guaranteed)\b).*\b(?:accura(?:te|cy)|precis(?:e|ion))\b[a-z ]{{0,30}}{_BOUND_START}"
     ),

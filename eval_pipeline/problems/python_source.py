@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Iterator
 
 PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""The exceptions of `ast.parse`: the last three for null bytes, thousands of digits and deep nesting."""
+"""Exceptions of `ast.parse`: the last three are raised for null bytes, thousands of digits and deep nesting."""
 MAX_SOURCE_CHARS = 1 << 15
-"""Of one source. Longer ones are not parsed: no model writes such a program, and some take quadratic time."""
+"""Longer sources are not parsed: no model writes such a program, and some take quadratic time."""
 MAX_PARSED_CHARS = 6 * MAX_SOURCE_CHARS
-"""Of all sources that one answer is searched for."""
+"""Maximum total length of the sources that are parsed for one answer."""
 MAX_CUTS = 8
 """One or two find the end of a program in prose; without a limit, hostile text would be parsed once per line."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -64,7 +64,7 @@ class SourceParser:
 def parsing_beginning(lines: list[str], parser: SourceParser) -> str:
     """The longest beginning of some lines that is a program, cut between top-level statements only.
 
-    A function that breaks off in the middle would run, and its answer would not get the verdict `syntax_error`.
+    A function cut off in the middle would run, and its answer would not get the verdict `syntax_error`.
 
     Returns:
         The program with a newline at its end; empty if there is none, or none is found in `MAX_CUTS` cuts of at most
@@ -165,7 +165,7 @@ def _stored_names(tree: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-# What a source would do
+# What a source does when it runs
 
 
 def gives_a_value(body: list[ast.stmt]) -> bool:

@@ -1,4 +1,4 @@
-"""Rows of a dataset, and problem formats of users, which turn rows into problems."""
+"""Rows of a dataset, and user-defined problem formats, which turn rows into problems."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ def _either(keys: tuple[str, ...]) -> str:
     return " or ".join(repr(key) for key in keys)
 
 
-# Formats of users
+# User-defined formats
 
 
 def load_format(text: str, key: str) -> Callable[[Record], Problem]:
-    """Load a problem format that a user wrote: `function(record: Record) -> Problem`, whose problems are checked.
+    """Load a user-defined problem format: `function(record: Record) -> Problem`, whose problems are checked.
 
-    The arguments are those of `Plugin.parse`. The result raises a `UserError` if a row does not have this format, or if
-    the user's function does not return a problem.
+    For the arguments, see `Plugin.parse`. The returned function raises a `UserError` if a row does not have this
+    format, or if the user's function does not return a problem.
 
     Raises:
-        UserError: it cannot be loaded, or is not a function.
+        UserError: the function cannot be loaded, or is not a function.
     """
     function = Plugin.parse(text, key).load()
     if not callable(function):
@@ -133,9 +133,9 @@ def _checked(problem: object, format: str, record: Record) -> Problem:
 
 
 def _fault_of(tests: Tests) -> str | None:
-    """Why no answer can be judged by these tests; None if it can. The judge relies on these checks."""
+    """Why the tests cannot judge answers; None if they can. The judge relies on these checks."""
     if isinstance(tests, ScoredAnswer):
-        return None if _is_text(tests.task) and _is_text(tests.entry) else "whose task or entry is no text"
+        return None if _is_text(tests.task) and _is_text(tests.entry) else "whose task or entry is not text"
     if isinstance(tests, ReferenceAnswer):
         return None if _is_text(tests.answer) else f"whose reference answer is {tests.answer!r}, not a non-empty string"
     given = tests.tests if isinstance(tests, FunctionTests) else tests.cases

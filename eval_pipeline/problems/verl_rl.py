@@ -1,4 +1,4 @@
-"""verl's RL format, which GRPO trains on, so that an evaluation asks and judges as the training does."""
+"""verl's RL format, which GRPO trains on, so that an evaluation uses the same prompts and tests as training."""
 
 from __future__ import annotations
 
@@ -68,10 +68,11 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
     A mapping, or its JSON, with `entry_point` and `tests` (a list of Python sources; optionally `preamble` and
     `code_prompt`) describes a function; one with `inputs` and `outputs` (verl's format for code; optionally
     `tolerance`) a program; one with `reasoning_gym` and `entry` an entry of that dataset. Any other text or number is
-    the correct answer itself; a JSON string stands for its content.
+    the correct answer itself; a JSON string is decoded first.
 
     Raises:
-        UserError: there is none, or it looks like tests but cannot be read, so that every answer would be wrong.
+        UserError: the ground truth is missing, or looks like tests but cannot be read, so that every answer would be
+            wrong.
     """
     text = value = ground_truth
     while isinstance(value, str):

@@ -30,7 +30,7 @@ class RateComparison:
     num_samples: int
     """Answers per problem and model."""
     both: int | None
-    """Problems that count for both models; like the next three, None with several answers per problem."""
+    """Problems that count for both models. Like the next three, None with several answers per problem."""
     only_a: int | None
     only_b: int | None
     neither: int | None
@@ -39,7 +39,7 @@ class RateComparison:
     interval: Interval
     """95 % confidence interval of the difference."""
     p_value: float
-    """Probability of a difference at least this large, in either direction, if the two were equally good."""
+    """Probability of a difference at least this large, in either direction, if both models were equally good."""
     test: str
 
 
@@ -69,7 +69,7 @@ def mcnemar_exact(only_a: int, only_b: int) -> float:
 def paired_interval(differences: NDArray[np.float64]) -> Interval:
     """95 % confidence interval of the mean of paired differences.
 
-    Student's interval after one won and one lost problem are added. Without these, it would be too narrow with few
+    Student's interval after adding one won and one lost problem. Without them, it would be too narrow with few
     discordant problems, and a point with none.
 
     Args:

@@ -57,12 +57,12 @@ def summarize(judged: Sequence[JudgedAnswer], elapsed_s: float) -> dict[str, flo
 
     Args:
         judged: at least one answer per problem, and the same number for each.
-        elapsed_s: wall-clock seconds of generating and judging, without loading the model.
+        elapsed_s: wall-clock seconds of generation and judging, without loading the model.
 
     Returns:
         Metrics by name, in order of `metrics.json`; the evaluation guide defines them. Pass ratios are averaged over
         a problem's answers first. Costs are None without a correct answer, and `throughput` if no time has elapsed.
-        `num_samples` and `pass_at_<k>` are there with several answers per problem.
+        `num_samples` and `pass_at_<k>` are included with several answers per problem.
 
     Raises:
         ValueError: no answers, or not the same number for each problem.
@@ -207,10 +207,10 @@ def wilson(k: float, n: float) -> Interval:
 def wilson_clustered(shares_of_problems: ArrayLike, num_samples: int) -> Interval:
     """Wilson's interval with the effective number of answers instead of their number.
 
-    The effective number is that of independent answers with the observed variance between problems,
+    The effective number is the number of independent answers with the observed variance between problems,
     p (1 - p) / Var(p), times (z / t)² because this variance is itself an estimate. It is bounded by the number of
-    problems (a problem's answers are all alike) and the number of answers (they are independent). If all problems
-    have the same share, no variance is observed, and it is the number of problems.
+    problems (if a problem's answers are all alike) and the number of answers (if they are independent). If all problems
+    have the same share, there is no variance, and the number of problems is used.
 
     Args:
         shares_of_problems: share of each problem's answers that count, 0 to 1, of shape (problem,).

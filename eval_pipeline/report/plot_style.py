@@ -121,10 +121,10 @@ def label_points(axes: Axes, x: NDArray[np.float64], y: NDArray[np.float64], lab
     The first point has priority, then the last ones.
 
     Args:
-        axes: with their final limits.
-        x: of each point, in data coordinates.
-        y: of each point, in data coordinates.
-        labels: one per point.
+        axes: axes with their final limits.
+        x: coordinate of each point, in data units.
+        y: coordinate of each point, in data units.
+        labels: one label per point.
     """
     from matplotlib.transforms import Bbox
 

@@ -32,7 +32,7 @@ ERRORS_PLOT = "error_distribution.png"
 LOSS_PLOT = "loss_against_success.png"
 
 _RATE_LINES = {"exec_success_rate": (BLUE, "o"), "accepted_at_1": (ORANGE, "s")}
-_FEW_STEPS = 8  # a band between so few points is hard to read, so error bars are drawn too
+_FEW_STEPS = 8  # with so few points, a band is hard to read, so error bars are drawn too
 _MAX_BAR_LABELS = 16
 _LOSSES = ("val/loss", "train/loss")
 _LOSS_METRIC = "exec_success_rate"
@@ -51,8 +51,8 @@ def plot_rates(
 
     Args:
         datasets: the panels; each was evaluated for some checkpoint.
-        baseline: the initial model; its rates are those of step 0, and horizontal lines.
-        best: its step is marked.
+        baseline: the initial model; its rates are drawn at step 0 and as horizontal lines.
+        best: the best checkpoint, whose step is marked.
         history: checkpoints, ordered by step.
     """
     figure, all_axes = panels(datasets, "Rates over the training, with 95 % intervals")
@@ -91,7 +91,7 @@ def plot_errors(
 ) -> Path:
     """Draw the shares of the six error types as stacked bars, one panel per dataset and one bar per model.
 
-    The arguments are those of `plot_rates`.
+    For the arguments, see `plot_rates`.
     """
     figure, all_axes = panels(datasets, "How the answers ended")
     for axes, dataset in zip(all_axes, datasets):
@@ -131,12 +131,12 @@ def loss_history(rows: Iterable[Mapping[str, Any]], steps: Collection[int]) -> L
     """Extract the loss at the evaluated steps.
 
     Args:
-        rows: of `metrics.jsonl`, oldest first; a later row of the same step takes precedence.
-        steps: of the evaluated checkpoints.
+        rows: rows of `metrics.jsonl`, oldest first; a later row of the same step takes precedence.
+        steps: steps of the evaluated checkpoints.
 
     Returns:
         The validation loss if it was measured at as many of these steps as the training loss, otherwise the training
-        loss; a loss of another step says nothing about the checkpoint. None if no such step has a finite loss.
+        loss. Losses of other steps say nothing about a checkpoint. None if none of these steps has a finite loss.
     """
     values: dict[str, dict[int, float]] = {name: {} for name in _LOSSES}
     for row in rows:
@@ -163,7 +163,7 @@ def plot_loss(directory: Path, datasets: Sequence[str], losses: LossHistory, his
     figure, all_axes = panels(shown, f"{_LOSS_METRIC} against {losses.name}, with 95 % intervals")
     steps = [model.saved_at for model in known]
     colours = Normalize(min(steps), max(max(steps), min(steps) + 1))  # also valid for a single checkpoint
-    if len(steps) > 1:  # before the points: it takes room, which affects where labels fit
+    if len(steps) > 1:  # before the points, because its space affects where labels fit
         scale, ticks = ScalarMappable(colours, _STEP_COLOURS), MaxNLocator(integer=True)
         figure.colorbar(scale, ax=all_axes, label="optimizer step", ticks=ticks, fraction=0.04)
     for axes, dataset in zip(all_axes, shown):

@@ -44,15 +44,15 @@ def write_report(directory: EvalDir, baseline_label: str) -> Path:
     Writes `comparison_table.md`, `comparison_data.json` and the plots to `report/`.
 
     Args:
-        directory: of the run's evaluation.
-        baseline_label: of the initial model, whose results are in the same directory.
+        directory: the run's evaluation directory.
+        baseline_label: label of the initial model, whose results are in the same directory.
 
     Returns:
         The path of `comparison_table.md`.
 
     Raises:
-        UserError: a file cannot be read, the two have no common dataset or were evaluated on different problems, or the
-            report cannot be written.
+        UserError: a file cannot be read, the two models have no common dataset or were evaluated on different problems,
+            or the report cannot be written.
     """
     chosen_by = read_best_checkpoint(directory.of_run)
     folders = [directory.results_of(label) for label in (baseline_label, f"step_{chosen_by.step}")]
@@ -136,7 +136,7 @@ def _render(
         *(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in plots),
     ]
     if LOSS_PLOT not in plots:
-        blocks.append("There is no plot of the success rate over the loss, because the run recorded no loss.")
+        blocks.append("There is no plot of the success rate against the loss, because the run recorded no loss.")
     return "\n\n".join(blocks) + "\n"
 
 
@@ -160,14 +160,14 @@ def _caveats(
     chosen_on = [name for name in comparisons if name in chosen_by.datasets]
     if num_checkpoints > 1 and chosen_on:
         yield (
-            f"The checkpoint was selected by its results on {_listed(chosen_on)}. Its lead there is therefore biased "
-            "upwards and p is too small; other datasets have no such bias."
+            f"The checkpoint was selected by its results on {_listed(chosen_on)}. There, its lead is therefore biased "
+            "upwards, and p is too small. Other datasets have no such bias."
         )
     differing = [name for name in comparisons if _conditions(baseline, name) != _conditions(best, name)]
     if differing:
         yield (
-            f"**The two models were evaluated with different settings on {_listed(differing)}**, so the settings may "
-            "explain a difference there; they are listed below."
+            f"**The two models were evaluated with different settings on {_listed(differing)}**, which may explain a "
+            "difference there. The settings are listed below."
         )
     for model in (baseline, best):
         for name, num in model.incomplete.items():
@@ -263,7 +263,7 @@ def format_table(datasets: Mapping[str, DatasetResult]) -> str:
 
 
 def format_value(value: float | int | None, interval: Interval | None = None) -> str:
-    """A metric with four decimals, or an integer as it is; its interval follows in brackets."""
+    """A metric with four decimals, or an integer unchanged; its interval follows in brackets."""
     if value is None:
         return "-"
     text = str(value) if isinstance(value, int) else f"{value:.4f}"

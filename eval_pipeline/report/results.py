@@ -31,22 +31,22 @@ _QA_SEED = "qa"
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """One model on one dataset."""
+    """Results of one model on one dataset."""
 
     metrics: Metrics
     intervals: Intervals
     tier: int
     protocol: Mapping[str, Any]
-    """How answers were generated and judged, as plain JSON; models are compared under one protocol."""
+    """How answers were generated and judged, as plain JSON; only models with the same protocol are comparable."""
     isolation: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall-clock seconds by phase."""
 
     @property
     def num_api_errors(self) -> int:
-        """Answers without a verdict because the engine or the judge failed. Any of them makes the result incomplete.
+        """Number of answers without a verdict because the engine or the judge failed. The result is then incomplete.
 
-        They count as incorrect, so the rates are lower than the model's.
+        These answers count as incorrect, so the rates are too low.
         """
         num_answers = (self.metrics["num_problems"] or 0) * (self.metrics.get("num_samples") or 1)
         return round((self.metrics.get("api_error_rate") or 0.0) * num_answers)
@@ -60,7 +60,7 @@ class DatasetResult:
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """One model on every dataset that it was evaluated on."""
+    """One model and its results on every dataset."""
 
     label: str
     """`step_<N>`, or the model's name."""
@@ -70,12 +70,12 @@ class EvaluatedModel:
     export: str
     """The Hugging Face directory that was loaded, or the server's name of the model."""
     weights: str
-    """Their digest."""
+    """Digest of the weights."""
     datasets: Mapping[str, DatasetResult]
 
     @property
     def saved_at(self) -> int:
-        """The step; only for a run's checkpoint."""
+        """The step. Only for checkpoints of a run."""
         assert self.step is not None
         return self.step
 
@@ -153,10 +153,10 @@ def _typed(value: Any, *types: type) -> Any:
 
 
 def write_evaluation(directory: Path, model: EvaluatedModel) -> Path:
-    """Replace `summary.json`, then `metrics.json`, whose presence means that all other files are there.
+    """Replace `summary.json`, then `metrics.json`, whose presence means that all other files are complete.
 
     Args:
-        directory: of the evaluation, such as `eval_step_200`; created if missing.
+        directory: directory of the evaluation, such as `eval_step_200`; created if missing.
 
     Returns:
         The path of `metrics.json`.
@@ -271,7 +271,7 @@ def _read_outcomes(path: Path) -> Outcomes:
     return {name: tuple(kinds[sample] for sample in sorted(kinds)) for name, kinds in samples.items()}
 
 
-# Question-and-answer log: some answers of each error type, for a person to read
+# Question-and-answer log: some answers of each error type, to be read by people
 
 
 def sample_answers(judged: Sequence[JudgedAnswer], per_error_type: int = 10) -> list[JudgedAnswer]:
@@ -296,7 +296,7 @@ def sample_answers(judged: Sequence[JudgedAnswer], per_error_type: int = 10) -> 
 
 
 def _rank(judged: JudgedAnswer) -> bytes:
-    # a random order with a fixed seed: a digest is the same in every process and on every machine
+    # a random but reproducible order: a digest is the same in every process and on every machine
     name = f"{_QA_SEED}/{judged.sample}/{judged.problem.problem_id}"
     return hashlib.sha256(name.encode("utf-8", "backslashreplace")).digest()
 

@@ -16,7 +16,7 @@ from verl_ext.errors import UserError
 from verl_ext.files import parse_json
 
 ComparedSettings = Mapping[str, Mapping[str, Any]]
-"""By dataset, the part of the protocol that must be equal for results to be compared."""
+"""The part of the protocol that must be equal for results to be comparable, by dataset."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class SelectionResult:
     mode: Literal["max", "min"]
     """Whether the largest (`max`) or smallest (`min`) value is best."""
     datasets: tuple[str, ...]
-    """What the metric was averaged over."""
+    """Datasets over which the metric was averaged."""
     settings: ComparedSettings
-    """Of each dataset that may count."""
+    """Settings of each dataset that may count."""
     value: float
     """The best checkpoint's metric."""
     interval: Interval | None
-    """Its 95 % confidence interval; None if the metric is not a rate."""
+    """The 95 % confidence interval of `value`; None if the metric is not a rate."""
     values: dict[int, float | None]
     """The metric of every evaluated checkpoint by step, even if it could not be selected; None without a value."""
 
@@ -46,11 +46,11 @@ def select_best(
     mode: Literal["max", "min"] = "max",
     dataset: str | None = None,
 ) -> SelectionResult | None:
-    """Select the best checkpoint; of equal ones the newest.
+    """Select the best checkpoint; in a tie, the newest.
 
-    Without `dataset`, the metric is the mean over the datasets that all compared checkpoints have, weighted by their
-    numbers of problems; the mean of a rate is the rate over all problems. A checkpoint is compared if its directory
-    still exists (training could not continue from it otherwise) and it was evaluated on a dataset that counts.
+    Without `dataset`, the metric is the mean over the datasets on which all compared checkpoints were evaluated,
+    weighted by number of problems; the mean of a rate is the rate over all problems. A checkpoint is compared if it was
+    evaluated on a dataset that counts and its directory still exists, so that training can continue from it.
 
     Args:
         evaluated: the run's checkpoints; models without a step are skipped.
@@ -120,7 +120,7 @@ def _mean(model: EvaluatedModel, metric: str, datasets: Collection[str]) -> floa
 
 
 def _interval(model: EvaluatedModel, metric: str, datasets: Collection[str]) -> Interval | None:
-    """Interval of the weighted mean: the distances of each dataset's rate to its bounds add up in squares.
+    """Interval of the weighted mean: the distances from each dataset's rate to its bounds are added in quadrature.
 
     Source:
         Zou and Donner 2008, Statistics in Medicine 27(10), the method MOVER.
@@ -143,18 +143,18 @@ def _distance(results: Collection[tuple[float, DatasetResult]], metric: str, sid
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The part of `best_checkpoint.json` that is read again."""
+    """The part of `best_checkpoint.json` that is read back."""
 
     step: int
     metric: str
     mode: Literal["max", "min"]
     datasets: tuple[str, ...]
-    """What the metric was averaged over."""
+    """Datasets over which the metric was averaged."""
     settings: dict[str, dict[str, Any]]
-    """Of each dataset that may count."""
+    """Settings of each dataset that may count."""
 
     def __post_init__(self) -> None:
-        """Refuse what another version, or a person, may have written."""
+        """Refuse values of the wrong type, which another version or a person may have written."""
         named = isinstance(self.metric, str) and self.mode in ("max", "min")
         settings = isinstance(self.settings, dict) and all(isinstance(each, dict) for each in self.settings.values())
         datasets = self.datasets and all(isinstance(name, str) for name in self.datasets)

@@ -1,6 +1,7 @@
 """Idefics3 and the first SmolVLM in transformers: a tier is the longest edge of the scaled image.
 
-An image that exceeds the size of the vision encoder is cut into crops, which a scaled copy of the whole image follows.
+An image that is larger than the vision encoder's input is split into crops, followed by a scaled copy of the whole
+image.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from verl_ext.controller.adapters import DecodeState, Inputs, SkippedBlock, VLMA
 
 
 class Idefics3Adapter(VLMAdapter):
-    """A dense language model (Llama) behind SigLIP."""
+    """SigLIP and a dense language model (Llama)."""
 
     unit = "pixels of the longest edge"
 

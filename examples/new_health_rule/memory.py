@@ -1,4 +1,4 @@
-"""A health rule: memory that grows with the run is a leak, which ends the run sooner or later."""
+"""A health rule: memory that grows throughout the run is a leak, which eventually ends the run."""
 
 from __future__ import annotations
 

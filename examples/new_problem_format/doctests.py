@@ -16,7 +16,7 @@ Reply with the function in one ```python code block."""
 
 
 def parse_problem(record: Record) -> Problem:
-    """The problem of one row; each example becomes a test of its own.
+    """The problem of one row; each example becomes a separate test.
 
     Raises:
         UserError: a key is missing or blank, or the examples have no result to compare with.
@@ -24,7 +24,7 @@ def parse_problem(record: Record) -> Problem:
     name, examples = record.text("name"), record.text("examples")
     pairs = [(each.source.strip(), each.want.strip()) for each in doctest.DocTestParser().get_examples(examples)]
     if not pairs or not all(want for _, want in pairs):
-        raise record.error("'examples' must be lines of >>> with a result behind each")
+        raise record.error("'examples' must be >>> lines, each followed by its result")
     return Problem(
         problem_id=name,
         prompt=PROMPT.format(task=record.text("task"), examples=examples.strip()),

@@ -1,4 +1,4 @@
-"""Two reward functions for answers that end with a number in <answer>: how near it is, and how short the answer is."""
+"""Two reward functions for answers that end with a number in <answer>: how close it is, and how short the answer is."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ANSWER = re.compile(r"<answer>\s*(-?\d+(?:\.\d+)?)\s*</answer>")
 
 
 def nearness(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 for the right number, less the further it is off, 0 without one.
+    """1 for the right number, less the further off it is, 0 without a number.
 
-    Named by file (`rewards.py:nearness`) it is called with verl's arguments, in a process of its own that is killed
-    when a call takes longer than `reward.time_limit_s`.
+    Named by file (`rewards.py:nearness`), it is called with verl's arguments, in its own process, which is killed if a
+    call takes longer than `reward.time_limit_s`.
     """
     found = _ANSWER.search(solution_str)
     if found is None:
@@ -24,9 +24,9 @@ def nearness(data_source: str, solution_str: str, ground_truth: Any, extra_info:
 
 
 def brevity(answer: RewardedAnswer) -> float:
-    """From 1 for an answer of one token down to 0 for one that was cut off.
+    """From 1 for an answer of one token down to 0 for an answer that was cut off.
 
-    Named by module (`examples.new_reward.rewards:brevity`) it is called in the rank itself, with all that the rank
-    knows of the answer, and must be quick.
+    Named by module (`examples.new_reward.rewards:brevity`), it is called in the rank itself, with everything that the
+    rank knows about the answer, and must be fast.
     """
     return 0.0 if answer.truncated else 1.0 / answer.num_tokens

@@ -68,6 +68,8 @@ def test_recipes_train(tmp_path: Path) -> None:
         stage = script.removeprefix("run_").removesuffix(".sh")
         run_dir = repository / f"checkpoints/rlvr_coding_model/{stage}_{recipe}"
         run = TrainingRun(["bash", script, "1", f"recipe={recipe}", *one_step, *overrides], run_dir, cwd=repository)
-        run.finish()
+        with run.started() as process:
+            output, errors = process.communicate(timeout=1800)
+        assert process.returncode == 0, output + errors
         assert run.record()["status"] == "finished" and run.last_logged() == 1
         assert (run_dir / "global_step_1/huggingface/model.safetensors").is_file()

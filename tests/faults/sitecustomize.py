@@ -24,13 +24,13 @@ from typing import Any
 
 
 class HoldingFinder(MetaPathFinder):
-    """Finds the module of the function as usual, and wraps the function after the module has been executed."""
+    """Finds the function's module as usual and wraps the function after the module has been executed."""
 
     def __init__(self, hold: dict[str, Any]) -> None:
         self.hold = hold
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find only the module of the function, once."""
+        """Find the function's module once, and no other module."""
         if name != self.hold["module"]:
             return None
         sys.meta_path.remove(self)
@@ -46,7 +46,7 @@ class HoldingFinder(MetaPathFinder):
 
 
 def wrap(module: ModuleType, hold: dict[str, Any]) -> None:
-    """Replace the function by one that waits before or after a matching call, or drops it and later ones."""
+    """Replace the function by one that waits before or after a matching call, or drops it and all later calls."""
     *owners, name = hold["function"].split(".")
     owner = functools.reduce(getattr, owners, module)
     function = getattr(owner, name)

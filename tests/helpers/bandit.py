@@ -25,7 +25,7 @@ DECISIONS = 2
 
 
 class Bandit(Policy):
-    """Scores for each prompt and arm; prompts are known by their index."""
+    """Scores for each prompt and arm; prompts are identified by their index."""
 
     metric_names = ("pulled",)
 
@@ -95,7 +95,7 @@ def _evaluated(scores: torch.Tensor, micro_batch: MicroBatch) -> LogProbs:
 
 
 class Machine(Environment):
-    """Pays for arms: the arm of a prompt's number pays 1 each time it is pulled."""
+    """Rewards pulls: a prompt's own arm gives 1 each time it is pulled."""
 
     reward_names = ("pay",)
 
@@ -103,7 +103,7 @@ class Machine(Environment):
         self.num_batches = 0
 
     def reward_of(self, trajectory: Trajectory) -> Reward:
-        """What the last action earns."""
+        """The reward of the last action."""
         return Reward({"pay": float((trajectory.action[0] == trajectory.prompt.index % NUM_ARMS).sum())})
 
     def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:

@@ -1,4 +1,4 @@
-"""Checkpoints: small ones made by hand, copies, damage, and comparison. torch is imported where it is needed."""
+"""Creates small checkpoints, and copies, damages and compares checkpoints. torch is imported only where needed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def checkpoint_command(*words: str | Path | int, code: int = 0) -> str:
 
     Args:
         words: its arguments.
-        code: the exit code that it must have.
+        code: the expected exit code.
 
     Returns:
         Its standard error with code 2, its standard output with any other.
@@ -126,13 +126,13 @@ def flip_byte(path: Path) -> None:
 
 
 def truncate(path: Path) -> None:
-    """Cut a file to half of its size."""
+    """Truncate a file to half of its size."""
     with path.open("rb+") as file:
         file.truncate(path.stat().st_size // 2)
 
 
 def assert_same_checkpoint(one: Path, other: Path) -> None:
-    """Every tensor of the shards, random states included, and every byte of the export are the same."""
+    """Check that all tensors of the shards, including random states, and all bytes of the export are equal."""
     import torch
 
     for path in one.glob("*_rank_*.pt"):

@@ -1,4 +1,4 @@
-"""Training commands as users type them: `run_sft.sh` and `run_grpo.sh`, started, held at a call, killed and resumed."""
+"""Training commands as users run them: start, hold at a call, kill and resume `run_sft.sh` and `run_grpo.sh`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAULTS = ROOT / "tests/faults"
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a command: this process's, with these variables in addition."""
+    """The environment of a command: this process's with additional variables."""
     ours = {"VERL_EXT_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
     return {**os.environ, **ours, **variables}
 
@@ -83,14 +83,14 @@ class TrainingRun:
             return end_of(process)
 
     def finish(self, *overrides: str) -> subprocess.CompletedProcess[str]:
-        """Run the command to its end, which must be a success."""
+        """Run the command to its end; it must succeed."""
         result = self.start(*overrides)
         assert result.returncode == 0, result.stdout + result.stderr
         return result
 
     @contextlib.contextmanager
     def started(self, *overrides: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-        """Start the command with these variables in addition; nothing of it is left after the block."""
+        """Start the command with additional variables; end all its processes after the block."""
         process = self.popen(*overrides, env={**self.environment, **variables})
         try:
             yield process
@@ -103,7 +103,7 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def held(self, hold: Hold, directory: Path, *overrides: str) -> Iterator[HeldRun]:
-        """Start the command and wait until a rank waits at a call; what still runs after the block is killed.
+        """Start the command and wait until a rank is held at a call; kill all its processes after the block.
 
         Args:
             hold: the call.
@@ -153,7 +153,7 @@ class SFTRun(TrainingRun):
         run_dir: where it writes; may hold checkpoints already.
         overrides: of the recipe, for every start.
         num_ranks: number of ranks.
-        dropout: without it a resume that forgot the random state would go unnoticed, but it belongs to the ranks.
+        dropout: needed to notice a resume that lost the random state; its masks depend on the number of ranks.
         prefix: words before the command, such as `setpriv` and its options; they make it a cold start.
         cold: start new processes only.
     """
@@ -247,7 +247,7 @@ class RecipeRun(TrainingRun):
 
 @dataclass(frozen=True)
 class Hold:
-    """A call at which a rank waits until the test lets it continue; `tests/faults/sitecustomize.py` does it.
+    """A call at which a rank waits until the test releases it; implemented by `tests/faults/sitecustomize.py`.
 
     Attributes:
         module: where the function is looked up when it is called.
@@ -299,7 +299,7 @@ def end_of(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 
 
 def kill_launcher(process: subprocess.Popen[Any]) -> None:
-    """SIGKILL the launcher alone; its ranks must not outlive it."""
+    """SIGKILL only the launcher; its ranks must end, too."""
     family = family_of(process)
     process.kill()
     process.wait()
@@ -307,7 +307,7 @@ def kill_launcher(process: subprocess.Popen[Any]) -> None:
 
 
 def assert_resumes(run: SFTRun, undisturbed: SFTRun, step: int, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """Start a run again: it resumes from `step` and ends as if nothing had happened.
+    """Start a run again and check that it resumes from `step` and ends like the undisturbed run.
 
     Args:
         run: started any number of times.
@@ -325,7 +325,7 @@ def assert_resumes(run: SFTRun, undisturbed: SFTRun, step: int, *overrides: str)
 
 
 def assert_undisturbed(run: SFTRun, undisturbed: SFTRun, begun_at: int) -> None:
-    """A finished run's losses, last checkpoint and directory are those of the undisturbed one.
+    """Check that a finished run's losses, last checkpoint and directory equal those of the undisturbed run.
 
     Args:
         run: started any number of times.

@@ -56,7 +56,7 @@ class ForkCounter(threading.Thread):
 
 
 class Costs:
-    """Adds up what the tests of each file cost; with xdist, each worker sends its sums to the controller."""
+    """Sums the costs of the tests per file; with xdist, each worker sends its sums to the controller."""
 
     def __init__(self) -> None:
         self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])

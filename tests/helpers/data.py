@@ -1,4 +1,4 @@
-"""Small questions about images, chats, and files of them."""
+"""Small image questions and chats, and files of them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def noise(seed: int, side: int) -> bytes:
 
 
 def write_questions(folder: Path, train: int, val: int) -> Path:
-    """`train.parquet` and `val.parquet` of so many questions."""
+    """Write `train.parquet` and `val.parquet` with these numbers of questions."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, numbers in {"train": range(train), "val": range(1000, 1000 + val)}.items():
         parquet.write_table(pa.Table.from_pylist([row(number) for number in numbers]), folder / f"{name}.parquet")
@@ -71,7 +71,7 @@ def write_questions(folder: Path, train: int, val: int) -> Path:
 
 
 def write_budget_inputs(directory: Path) -> Path:
-    """`recipe.yaml` of the stage `budget`, and what it names: 8 questions to learn from, 4 others, model, latencies."""
+    """Write `recipe.yaml` of the budget stage and its inputs: 8 training and 4 other questions, model, latencies."""
     from tests.helpers.vlms import write_model
     from verl_ext.controller.latency import FEATURES, LatencyModel
     from verl_ext.controller.vlm import fingerprint, load_adapter
@@ -90,7 +90,7 @@ def write_budget_inputs(directory: Path) -> Path:
 def dataset_of(
     rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, directory: Path, *overrides: str
 ) -> ChatDataset:
-    """The SFT data set of these rows, whose file is written to `directory`."""
+    """The SFT dataset of these rows, from a file in `directory`."""
     from tests.helpers.trainer import small_config
     from verl_ext.data.chats import ChatDataset
 

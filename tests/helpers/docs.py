@@ -1,4 +1,4 @@
-"""The documentation's pages, and the example that one of them begins with."""
+"""The documentation's pages, and the example at the beginning of docs/guides/grpo.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def link_repository(directory: Path) -> None:
 
 
 class GRPOExample:
-    """What a reader copies from the beginning of docs/guides/grpo.md: files, and the two commands."""
+    """The files and the two commands at the beginning of docs/guides/grpo.md."""
 
     def __init__(self) -> None:
         page = (ROOT / "docs/guides/grpo.md").read_text()

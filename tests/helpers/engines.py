@@ -1,4 +1,4 @@
-"""Requests for the engines of an evaluation, and processes that own an engine."""
+"""Requests for evaluation engines, and processes that own an engine."""
 
 from __future__ import annotations
 

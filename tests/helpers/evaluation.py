@@ -1,4 +1,4 @@
-"""The commands of the evaluation, problems for them, and a model that has been trained to answer these problems."""
+"""Evaluation commands, problems for them, and a model trained to answer these problems."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HEART = [
 
 
 def slow_problems(number: int, seconds: float) -> list[dict[str, Any]]:
-    """Problems that the trained model solves and whose judging takes this many seconds each."""
+    """Problems that the trained model solves; judging takes `seconds` each."""
     tests = [f"import time\ntime.sleep({seconds})\nassert add({i}, 2) == {i + 2}" for i in range(number)]
     return [problem(f"slow{i}", ADD, test) for i, test in enumerate(tests)]
 

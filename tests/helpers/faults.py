@@ -84,7 +84,7 @@ def assert_killed_run_resumes(
     *overrides: str,
     seed: int | None = None,
 ) -> None:
-    """Kill ranks of a run at a point; the same command then resumes without any loss.
+    """Kill ranks of a run at a point and check that the same command resumes without any loss.
 
     Args:
         name: of the point.
@@ -124,7 +124,7 @@ def kill_at(name: str, victims: tuple[int, ...], run: SFTRun, directory: Path) -
 
 
 def assert_is_at(name: str, run: SFTRun, rank: int) -> None:
-    """The files show that this rank is held at the point of that name."""
+    """Check by the files that this rank is held at the point of that name."""
     point = POINTS[name]
     assert run.names() == point.names
     assert run.tracker() == point.tracker
@@ -151,11 +151,11 @@ def assert_is_at(name: str, run: SFTRun, rank: int) -> None:
 def assert_random_kills_lose_nothing(
     chance: random.Random, most: int, undisturbed: SFTRun, quickstart: Path, directory: Path
 ) -> int:
-    """Kill each start of a run at a random moment until it finishes in spite of this; nothing is lost.
+    """Kill each start of a run at a random moment until it finishes; check that nothing is lost.
 
     Args:
         chance: chooses moments and victims.
-        most: after this many kills the next start is left alone.
+        most: the maximum number of kills; the start after them is not killed.
         undisturbed: the same run without interruption.
         quickstart: of the fixture of that name.
         directory: a new one.
@@ -210,7 +210,7 @@ def ranks_of_live(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
 def assert_stop_loses_no_step(
     number: signal.Signals, receiver: str, override: str, undisturbed: SFTRun, quickstart: Path, run_dir: Path
 ) -> None:
-    """A signal in the middle of a run saves after the current step; the same command resumes from there.
+    """Check that a signal saves after the current step and that the same command resumes from there.
 
     Args:
         number: the signal.
@@ -240,7 +240,7 @@ def assert_stop_loses_no_step(
     assert run.losses(2) == {step: expected[step] for step in range(last + 1, NUM_STEPS + 1)}
 
 
-# ---- saves that the file system refuses ------------------------------------------------------------------------------
+# ---- saves that fail in the file system ------------------------------------------------------------------------------
 
 KEEP_ONE = "trainer.max_ckpt_to_keep=1"
 IN_A_SHARD = Hold(SAVE, "DigestingFile.write", "global_step_4.tmp/optim", rank=1, call=5)
@@ -275,7 +275,7 @@ def fill(disk: Path) -> Path:
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], run: SFTRun, *words: str) -> None:
-    """The save of step 4 failed with one error message that contains `words`; step 2 is intact."""
+    """Check that the save of step 4 failed with one message that contains `words` and that step 2 is intact."""
     assert result.returncode == 2, result.stderr
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, result.stderr
@@ -289,7 +289,7 @@ def assert_refused(result: subprocess.CompletedProcess[str], run: SFTRun, *words
 def assert_too_large_save_does_not_begin(
     in_background: bool, disk: Path, undisturbed: SFTRun, quickstart: Path
 ) -> None:
-    """A checkpoint that does not fit on the disk is refused before anything of it is written."""
+    """Check that a checkpoint that does not fit on the disk is rejected before anything is written."""
     run = SFTRun(quickstart, disk / "run", KEEP_ONE, f"trainer.checkpoint.async_save={in_background}")
     result = run.start()
     assert_refused(result, run, "global_step_4", "0.02 GiB", "0.01 GiB free")
@@ -301,7 +301,7 @@ def assert_too_large_save_does_not_begin(
 def assert_full_disk_keeps_earlier_checkpoint(
     in_background: bool, disk: Path, undisturbed: SFTRun, quickstart: Path, directory: Path
 ) -> None:
-    """A disk that fills up in the middle of a shard fails the save, and the run resumes once there is space."""
+    """Check that a disk that fills up within a shard fails the save, and that the run resumes once there is space."""
     resize(disk, "64m")
     run = SFTRun(quickstart, disk / "run", KEEP_ONE, f"trainer.checkpoint.async_save={in_background}")
     with run.held(IN_A_SHARD, directory) as held:
@@ -314,7 +314,7 @@ def assert_full_disk_keeps_earlier_checkpoint(
 
 
 def assert_file_size_limit_fails_save(undisturbed: SFTRun, quickstart: Path, directory: Path) -> None:
-    """A limit on the size of files fails the save of the rank that has it."""
+    """Check that a file size limit on a rank fails its save."""
     run = SFTRun(quickstart, directory / "run")
     with run.held(IN_A_SHARD, directory) as held:
         rank = held.ranks()[IN_A_SHARD.rank]

@@ -32,7 +32,7 @@ def multi_turn(quickstart: Path) -> pd.DataFrame:
 def assert_ways_agree(
     data: pd.DataFrame, quickstart: Path, directory: Path, ways: Iterable[str] = ()
 ) -> dict[str, bool]:
-    """One and two ranks find the same in each of the ways; returns which of the ways pack samples.
+    """Check that all ways agree on one and two ranks; return which of the ways pack samples.
 
     Args:
         data: the chats.
@@ -61,7 +61,7 @@ def assert_ways_agree(
 
 
 def measured(num_ranks: int, quickstart: Path, directory: Path, *ways: str) -> dict[str, Any]:
-    """What `tests/ranks/gradients.py` finds for `data.parquet` on this many ranks."""
+    """The results of `tests/ranks/gradients.py` for `data.parquet` on this many ranks."""
     import torch
 
     output = directory / f"ranks_{num_ranks}.pt"

@@ -36,12 +36,12 @@ class Case:
 
     @staticmethod
     def of(fields: dict[str, Any]) -> Case:
-        """From `asdict`."""
+        """Build a case from the output of `asdict`."""
         loss = TokenLossConfig(**fields["actor"]["policy_loss"])
         return Case(**{**fields, "actor": TokenActorConfig(**{**fields["actor"], "policy_loss": loss})})
 
     def fields(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The fields as JSON values."""
         return asdict(self)
 
 
@@ -175,7 +175,7 @@ def write_engine_models(quickstart: Path, directory: Path) -> list[str]:
 
 
 def assert_engines_follow_weights(quickstart: Path, directory: Path) -> None:
-    """On two ranks, after each update, every sampled token has the probability that the updated model gives it.
+    """Check on two ranks that after each update, sampled tokens have the updated model's probabilities.
 
     Both engines sample the same tokens, on prompts of several cache blocks, from weights of several buckets.
 

@@ -1,4 +1,4 @@
-"""Curves of healthy and sick runs, each with the rules that must complain: those at warning or alarm, no others."""
+"""Curves of healthy and unhealthy runs, each with exactly the rules that must reach warning or alarm."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def history_of(rows: Rows) -> MetricHistory:
 
 
 def view_of(curve: Curve, seed: int) -> HealthView:
-    """What the rules see at the end of a curve."""
+    """The view of the rules at the end of a curve."""
     history = history_of(curve.rows(seed))
     schedule = LRSchedule(PEAK, "constant", 0, history.step)
     context = RunContext(curve.stage, history.step, schedule, 512, 1024, SAMPLES, untrained_loss=curve.untrained_loss)

@@ -87,7 +87,7 @@ def judge_config(
     limits: ResourceLimits | None = None,
     packages: Sequence[str] = (),
 ) -> JudgeConfig:
-    """The configuration of a judge whose answers import the standard library only, unless told otherwise."""
+    """The configuration of a judge whose answers may import only the standard library and `packages`."""
     limits = limits or ResourceLimits()
     return JudgeConfig(isolation=isolation, num_workers=num_workers, limits=limits, packages=list(packages))
 
@@ -142,7 +142,7 @@ def processes_of(server: JudgeClient | int) -> list[int]:
 
 
 def until_settled(server: JudgeClient | int, most: int) -> int:
-    """Wait until a server has at most so many processes, and return their number: namespaces take time to end."""
+    """Wait until a server has at most `most` processes and return their number; namespaces take time to end."""
     wait_until(lambda: len(processes_of(server)) <= most)
     return len(processes_of(server))
 
@@ -282,7 +282,7 @@ def _directories_of(server: JudgeClient) -> list[Path]:
 
 
 def check_daemons(server: JudgeClient, count: int) -> None:
-    """Right answers that leave processes are right, and none of the processes outlives its test."""
+    """Check that correct answers that leave processes are accepted and that no process outlives its test."""
     programs = list(itertools.islice(itertools.cycle(DAEMONS.values()), count))
     futures = [server.submit(function(program, TEST), ResourceLimits(cpu_s=5, wall_s=60)) for program in programs]
     verdicts = [future.result(timeout=2 * RESULT_S) for future in futures]
@@ -291,7 +291,7 @@ def check_daemons(server: JudgeClient, count: int) -> None:
 
 
 def check_killed_supervisor(server: JudgeClient) -> None:
-    """The sandbox is replaced, and everything that the answer left ends with it."""
+    """Check that the sandbox is replaced and that all processes of the answer end with it."""
     before = _abandoned()
     assert judged(server, function(KILLS_ITS_SUPERVISOR, TEST))[0] in ("api_error", "runtime_error", "timeout")
     assert judged(server, function(RIGHT, TEST))[0] == "success"
@@ -317,12 +317,12 @@ def lasting(server: JudgeClient, role: str = "answer") -> set[int]:
 
 
 def youngest(pids: set[int]) -> set[int]:
-    """The processes that are parents of none of the others."""
+    """The processes that are not parents of any other."""
     return pids - {psutil.Process(pid).ppid() for pid in pids}
 
 
 def check_memory_of_the_next(server: JudgeClient, scan: str) -> None:
-    """An answer finds in its memory no program, input, output or process name of an answer before it."""
+    """Check that an answer's memory contains no program, input, output or process name of earlier answers."""
     before = lasting(server)
     for program in LEAVES_CANARIES.values():
         judged(server, function(program, TEST))

@@ -56,7 +56,7 @@ class Launcher:
             self.seen = family_of(self.process) or self.seen
 
     def has_a_rank(self) -> bool:
-        """Whether the process of a rank has been started, though it may not have imported anything yet."""
+        """Whether the process of a rank has started; it may not have imported anything yet."""
         return any(RANK_MODULE in words_of(child) for child in children_of(self.process))
 
     def listens_on(self, port: int) -> bool:
@@ -166,7 +166,7 @@ PHASES: dict[str, Callable[[SmallLaunches, Launcher], object]] = {
 
 
 def check_signal_is_not_lost(launches: SmallLaunches, phase: str, delay_s: float = 0) -> None:
-    """A signal some time after the beginning of a phase stops the launcher; its ranks ignore signals."""
+    """Check that a signal `delay_s` after the start of a phase stops the launcher; its ranks ignore signals."""
     launcher = launches.start("ignore_everything", restarts=3, grace_s=1)
     launcher.wait_for(lambda: PHASES[phase](launches, launcher))
     time.sleep(delay_s)

@@ -135,7 +135,7 @@ def write_family(name: str, quickstart: Path, directory: Path) -> Path:
         for parameter_name, parameter in model.named_parameters():
             parameter += 0.05 * torch.randn_like(parameter)
             if parameter_name.endswith("linear_attn.A_log"):
-                parameter.fill_(-3.0)  # random ones forget at once, so that their gradients are mostly rounding
+                parameter.fill_(-3.0)  # random states decay at once, so that their gradients are mostly rounding errors
     directory.mkdir()
     for file in ("train.parquet", "val.parquet"):
         (directory / file).symlink_to(quickstart / file)
@@ -213,7 +213,7 @@ def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: 
         row[: len(tokenizer(start)["input_ids"])] = -100
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several threads make so small a model ten times slower on a busy machine
+    torch.set_num_threads(1)  # several threads slow such a small model down tenfold on a busy machine
     for step in range(600):
         outputs = model(**inputs, labels=labels)
         is_right = (outputs.logits.argmax(-1)[:, :-1] == learnt[:, 1:]) | (learnt[:, 1:] < 0)

@@ -50,7 +50,7 @@ def browser() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def monitor(root: Path, database: Path, *words: str, host: str = "127.0.0.1") -> Iterator[str]:
-    """`python -m verl_ext.monitor` on a free port; its address."""
+    """Run `python -m verl_ext.monitor` on a free port and return its address."""
     port = free_port(host)
     command = [sys.executable, "-m", "verl_ext.monitor", "--root", str(root), "--port", str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -67,7 +67,7 @@ def monitor(root: Path, database: Path, *words: str, host: str = "127.0.0.1") ->
 
 
 def answers(address: str) -> bool:
-    """Whether a server answers there, if only to refuse."""
+    """Whether a server responds there, with any status."""
     try:
         urllib.request.urlopen(address, timeout=5).close()
     except urllib.error.HTTPError:
@@ -170,7 +170,7 @@ def write_rows(run_dir: Path, attempt: int, steps: range, **metrics: float) -> N
 
 
 def look(follower: RunFollower) -> None:
-    """What the follower's thread does in one round, without the thread."""
+    """One iteration of the follower's thread, without the thread."""
     for run in follower.find_runs():
         while follower._read_or_warn(run):
             pass

@@ -1,4 +1,4 @@
-"""Recorded names and values that a change of the code must keep, and the functions by which tests read them.
+"""Recorded names and values that code changes must keep, and functions by which tests read them.
 
 The functions below `check_pin` are the only place where the tests of recorded values import the product: a move or a
 rename needs an edit here and nowhere else.
@@ -57,13 +57,13 @@ def check_pin(name: str, found: Any) -> None:
 
 
 def refuse_names_of_this_machine(text: str) -> None:
-    """Fail if a text has a path or the name of this machine, which another one does not have."""
+    """Fail if a text contains a path or the name of this machine."""
     for name in (str(ROOT), f"{Path.home()}/", "/tmp/", f'"{socket.gethostname()}"'):
         assert name not in text, f"the snapshot would have {name}"
 
 
 def flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys; an empty mapping is a value."""
+    """Flatten nested mappings to dotted keys; an empty mapping is a value."""
     found: dict[str, Any] = {}
     for key, value in content.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

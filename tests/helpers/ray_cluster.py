@@ -70,7 +70,7 @@ def make_inputs(directory: Path, num_problems: int) -> Path:
 
 
 def words_for(inputs: Path, output: Path) -> tuple[str | Path, ...]:
-    """The command that evaluates the model of `make_inputs` on one machine."""
+    """The command line that evaluates the model of `make_inputs` on one machine."""
     return ("run", "--checkpoint", inputs / "model", "--recipe", inputs / "recipe.yaml", "--output", output)
 
 
@@ -104,7 +104,7 @@ def rows_in(output: Path, kind: str) -> dict[str, dict[str, Any]]:
 class RayEvaluation:
     """`run` on a cluster.
 
-    It is a new process: Ray reads variables that the command sets before it imports Ray.
+    It runs in a new process, because the command sets variables before it imports Ray.
 
     Args:
         inputs: of `make_inputs`.

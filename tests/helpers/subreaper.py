@@ -77,7 +77,7 @@ def kill_family() -> None:
 
 
 def stop(number: int) -> None:
-    """End with everything below this process."""
+    """Kill all descendants and exit."""
     kill_family()
     os._exit(128 + number)
 

@@ -40,7 +40,7 @@ def small_config(quickstart: Path, run_dir: Path, *overrides: str) -> SFTConfig:
 
 
 def make_trainer(config: SFTConfig) -> SFTTrainer:
-    """An `SFTTrainer` on the process group that is there."""
+    """An `SFTTrainer` on the current process group."""
     torch.manual_seed(config.trainer.seed)
     device_name = settle_device(config)
     tokenizer = load_tokenizer(config)

@@ -171,7 +171,7 @@ def idefics3(seed: int = 0) -> tuple[nn.Module, Idefics3Processor]:
 
 
 def special_ids() -> dict[str, int]:
-    """Where a configuration of the Qwen family finds its special tokens."""
+    """The ids of the special tokens in a Qwen configuration."""
     ids = tokenizer().convert_tokens_to_ids
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
@@ -179,7 +179,7 @@ def special_ids() -> dict[str, int]:
 
 
 def continued(inputs: Mapping[str, torch.Tensor], tokens: Sequence[int]) -> dict[str, torch.Tensor]:
-    """What a model reads of a prompt and the tokens that answer it."""
+    """The model inputs for a prompt followed by answer tokens."""
     more = torch.tensor([tokens])
     added = {"input_ids": more, "attention_mask": torch.ones_like(more), "mm_token_type_ids": torch.zeros_like(more)}
     longer = {name: torch.cat([inputs[name], added[name]], dim=1) for name in added if name in inputs}
@@ -196,7 +196,7 @@ def loud(model: nn.Module) -> nn.Module:
 
 
 class StandInConfig:
-    """What an adapter asks of a configuration."""
+    """The part of a configuration that adapters read."""
 
     model_type = "molmo"
 

@@ -63,7 +63,7 @@ on_server: list[Callable[[int], object]] = []
 
 
 def popen(words: Sequence[str | os.PathLike[str]], *, imports: str = "torch", **options: Any) -> subprocess.Popen[Any]:
-    """Start a command, warm where that is possible.
+    """Start a command, warm if possible.
 
     Args:
         words: `bash run_sft.sh ...`, `python -m MODULE ...`, or any other command.
@@ -84,7 +84,7 @@ def popen(words: Sequence[str | os.PathLike[str]], *, imports: str = "torch", **
 def run(
     words: Sequence[str | os.PathLike[str]], *, imports: str = "torch", timeout: float = 300, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, warm where that is possible, and return its output as text."""
+    """Run a command to its end, warm if possible, and return its output as text."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     with popen(words, imports=imports, **pipes) as process:
         try:
@@ -96,7 +96,7 @@ def run(
 
 
 def _warm_options(words: list[str], options: dict[str, Any]) -> tuple[list[str], dict[str, Any]] | None:
-    """The command line of the Python process that a command comes to, and its options; None where it must be cold."""
+    """The command line and options of a command's Python process; None if it must start cold."""
     if options.keys() - {"cwd", "env", "stdin", "stdout", "stderr", "text", "start_new_session"}:
         return None
     environment = dict(os.environ if options.get("env") is None else options["env"])
@@ -218,7 +218,7 @@ def _directory() -> Path:
 
 
 def _connect(imports: str, seed: str) -> socket.socket:
-    """A connection for one command to a server, which is started where there is none."""
+    """A connection for one command to a server, which is started if there is none."""
     _keep_alive(imports, seed)
     return _reached(_directory() / f"{imports}{seed}")
 

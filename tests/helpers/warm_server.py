@@ -124,7 +124,7 @@ class Server:
             connection.close()
 
     def part(self, connection: socket.socket) -> None:
-        """A test process has closed a connection; a command of its own has nobody left who would end it."""
+        """A test process has closed a connection; end its commands, which no one else would end."""
         self.selector.unregister(connection)
         connection.close()
         self.clients.discard(connection)

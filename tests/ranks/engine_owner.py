@@ -1,7 +1,7 @@
-"""Opens an engine and asks it until it dies. Arguments: the model's directory and the settings as JSON.
+"""Opens an engine and queries it until it dies. Arguments: the model's directory and the settings as JSON.
 
-Prints a JSON value per line: which large packages it has imported, the answers to `REQUESTS`, and why the engine died;
-or why the engine cannot be opened.
+Prints one JSON value per line: the large packages that it has imported, the answers to `REQUESTS`, and why the engine
+died or could not be opened.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def save(run_dir: Path, step: int) -> None:
-    """Leave a complete checkpoint, as far as the launcher looks."""
+    """Write a checkpoint that the launcher regards as complete."""
     directory = run_dir / f"global_step_{step}"
     directory.mkdir(exist_ok=True)
     manifest = Manifest(step, world_size=int(os.environ["WORLD_SIZE"]), config_digest="", files={}, time=time.time())
@@ -34,7 +34,7 @@ def save(run_dir: Path, step: int) -> None:
 
 
 def listen() -> list[int]:
-    """Collect the stop signals in the list that is returned."""
+    """Collect stop signals in the returned list."""
     received: list[int] = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))

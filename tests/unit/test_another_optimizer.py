@@ -31,7 +31,7 @@ def run_dir(quickstart: Path, tmp_path: Path) -> Iterator[Path]:
     return tmp_path / "run"
 
 
-def forget_the_optimizer(run_dir: Path) -> None:
+def remove_optimizer_from_manifest(run_dir: Path) -> None:
     """Make the checkpoint look like one from before the manifest recorded the optimizer."""
     path = run_dir / "global_step_1" / "manifest.json"
     content = json.loads(path.read_text())
@@ -50,7 +50,7 @@ def test_launcher_and_ranks_reject_another_optimizer(quickstart: Path, run_dir: 
     for refuse in (resume_candidate, make_trainer):
         with pytest.raises(UserError, match=r"torch\.optim\.AdamW.*torch\.optim\.SGD.*load_contents=\[model\]"):
             refuse(config)
-    with pytest.raises(UserError, match=r"torch\.optim\.Adam\b"):  # of the same state, and with another decay
+    with pytest.raises(UserError, match=r"torch\.optim\.Adam\b"):  # same state, different weight decay
         resume_candidate(small_config(quickstart, run_dir, "optim.optimizer=Adam"))
     assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_1"]
 
@@ -69,7 +69,7 @@ def test_fused_optimizer_setting_may_change_on_resume(quickstart: Path, run_dir:
 
 
 def test_unnamed_optimizer_is_identified_by_hyperparameters(quickstart: Path, run_dir: Path) -> None:
-    forget_the_optimizer(run_dir)
+    remove_optimizer_from_manifest(run_dir)
     with pytest.raises(UserError, match=r"betas.*momentum.*load_contents=\[model\]"):
         make_trainer(small_config(quickstart, run_dir, *SGD))
     resume(small_config(quickstart, run_dir))
@@ -87,7 +87,7 @@ def test_unknown_hyperparameters_of_newer_torch_are_accepted(
 
 
 @pytest.mark.parametrize("begins_elsewhere", [False, True])
-def test_weights_only_start_then_resumes_with_optimizer(
+def test_run_started_from_weights_resumes_with_optimizer(
     begins_elsewhere: bool, quickstart: Path, run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["trainer.checkpoint.load_contents=[model]"]

@@ -29,7 +29,7 @@ def test_overlap_ratio_is_relative_to_longer_phase():
 def test_overlap_bound_includes_total_cpu_time():
     found = overlap_of(timed(10, 20), timed(5, 10), timed(15, 30), 2)
     assert found["cpu_bound_s"] == 15.0 and found["over_cpu_bound"] == 1.0 and found["ratio"] == 1.5
-    idle = overlap_of(timed(10, 2), timed(5, 2), timed(11, 4), 2)  # the longer of the two is the bound then
+    idle = overlap_of(timed(10, 2), timed(5, 2), timed(11, 4), 2)  # here, the longer phase is the bound
     assert idle["over_cpu_bound"] == idle["ratio"] == 1.1
 
 

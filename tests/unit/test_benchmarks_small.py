@@ -55,7 +55,7 @@ def test_controller_benchmark_covers_requested_values(tmp_path: Path, monkeypatc
     rows = results_of(adaptive, words, tmp_path, monkeypatch)["rows"]
     values = {knob: [row["value"] for row in rows if row["knob"] == knob] for knob in ("tier", "top-k")}
     assert values == {"tier": ["tier 2304", "tier 1024"], "top-k": ["8", "2"]}
-    assert {row["decode_ms"] for row in rows} == {0.0}  # the prompt gives the first token
+    assert {row["decode_ms"] for row in rows} == {0.0}  # the first token comes from prefill
 
 
 def test_only_option_selects_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

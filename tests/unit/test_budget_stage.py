@@ -56,9 +56,9 @@ def test_recipe_names_its_stage(recipe: Path, tmp_path: Path) -> None:
         "source": str(tmp_path / "questions"),
         "val": 1,
     }
-    with pytest.raises(UserError, match=r"is of the stage 'budget'; run_sft.sh has sft, vlm_sft"):
+    with pytest.raises(UserError, match=r"has the stage 'budget'; run_sft.sh has sft, vlm_sft"):
         load_config("sft", [f"recipe={recipe}"])
-    with pytest.raises(UserError, match="stage=grpo is not for the command line"):
+    with pytest.raises(UserError, match="stage=grpo cannot be set on the command line"):
         config_of(recipe, "stage=grpo")
 
 
@@ -82,8 +82,8 @@ def test_recipe_names_its_stage(recipe: Path, tmp_path: Path) -> None:
         ("controller.topk_choices=[a]", "controller.topk_choices.*list .* of whole numbers"),
         ("data.eval_every_steps=0", "or -1 for the epochs' ends"),
         ("actor.ppo_epochs=2", "set controller.dropout=0"),
-        ("data.datasets.tiny.train=0", "there is no question for train"),
-        ("data.datasets.tiny.val=0", "there is no question for val"),
+        ("data.datasets.tiny.train=0", "there are no questions for train"),
+        ("data.datasets.tiny.val=0", "there are no questions for val"),
         ("data.datasets.tiny.train=many", "must be a number of rows, or -1 for all"),
         ("data.datasets.tiny.size=3", "it must be a mapping of train, val, source, metric"),
         ("data.datasets.tiny.metric=bleu", "take one of vqa, cider"),

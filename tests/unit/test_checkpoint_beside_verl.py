@@ -63,7 +63,7 @@ def test_verl_deletes_only_checkpoint_before_saving_next(ours: SFTTrainer, tmp_p
     assert not (tmp_path / "stock/global_step_1").exists()
 
     ours.save_checkpoint(1)
-    (ours.run_dir / "global_step_2.tmp").touch()  # in the way of the next save
+    (ours.run_dir / "global_step_2.tmp").touch()  # blocks the next save
     with pytest.raises(UserError, match=r"global_step_2\.tmp"):
         ours.save_checkpoint(2)
     assert (ours.run_dir / "global_step_1/manifest.json").exists()
@@ -162,7 +162,7 @@ def test_fsdp1_flat_parameters_are_loaded(num_ranks: int, ours: SFTTrainer, quic
     )
     vectors = list(units.parameters())
     groups = torch.optim.AdamW(vectors, lr=1e-3).state_dict()["param_groups"]
-    for rank in range(num_ranks):  # weights for moments, as they say by themselves whose they are
+    for rank in range(num_ranks):  # weights in place of moments, because they identify their parameter
         pieces = [FlatParamHandle._get_shard(vector.detach(), rank, num_ranks)[0] for vector in vectors]
         moments = [{"step": torch.tensor(5.0), "exp_avg": piece, "exp_avg_sq": 2 * piece} for piece in pieces]
         saved = {"state": dict(enumerate(moments)), "param_groups": groups}
@@ -181,11 +181,11 @@ def test_fsdp1_flat_parameters_are_loaded(num_ranks: int, ours: SFTTrainer, quic
 def test_verl_loads_only_same_number_of_ranks(ours: SFTTrainer, tmp_path: Path) -> None:
     ours.save_checkpoint(1)
     checkpoint = ours.run_dir / "global_step_1"
-    for path in checkpoint.glob("*_world_size_1_rank_0.pt"):  # as two ranks would have named them
+    for path in checkpoint.glob("*_world_size_1_rank_0.pt"):  # the names that two ranks would use
         path.rename(path.with_name(path.name.replace("world_size_1", "world_size_2")))
     with pytest.raises((FileNotFoundError, AssertionError)):
         stock_of(ours).load_checkpoint(str(checkpoint))
-    # ours reads any number: tests/integration/test_world_sizes.py; here a shard is missing, and it says so
+    # ours loads any number (tests/integration/test_world_sizes.py); here it reports the missing shard
     with pytest.raises(UserError, match=r"1 model shards of \[2\] ranks"):
         ours.checkpoint_manager.load_checkpoint(str(checkpoint))
 

@@ -88,7 +88,7 @@ def test_verify_lists_damage_and_exits_1(run_dir: Path) -> None:
     model = run_dir / "global_step_30" / NAMES[0]
     flipped = bytearray(model.read_bytes())
     flipped[0] ^= 1
-    model.write_bytes(flipped)  # of the same size, so that only the digest tells
+    model.write_bytes(flipped)  # of the same size, so that only the digest differs
     output = checkpoint_command("verify", run_dir, code=1)
     assert "global_step_30: damaged or incomplete\n  " + NAMES[0] + " has the digest " in output
     assert output.count("every digest is correct") == 3 and "Verified: 3 of 4 checkpoints" in output
@@ -152,7 +152,7 @@ def test_prune_drops_optimizer_of_best_checkpoint(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text(
         "trainer: {max_ckpt_to_keep: 3, checkpoint: {keep_best: 1, drop_optimizer_of_best: true}}\n"
     )
-    save(run_dir, 50)  # now 20 is kept as best alone
+    save(run_dir, 50)  # now 20 is kept only as the best
     assert "rotation would drop its optimizer" in checkpoint_command("ls", run_dir)
     assert "global_step_20 (optimizer only)" in checkpoint_command("prune", run_dir, "--yes")
     assert kept(run_dir) == [20, 30, 40, 50]

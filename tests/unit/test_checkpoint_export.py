@@ -41,7 +41,7 @@ def test_export_from_shards_merges_adapters(
     assert not any("norm" in name or "embed" in name for name in changed)
 
 
-def test_export_has_all_files_of_the_model(quickstart: Path, tmp_path: Path) -> None:
+def test_export_has_all_model_files(quickstart: Path, tmp_path: Path) -> None:
     make_trainer(small_config(quickstart, tmp_path, EVERYTHING)).save_checkpoint(1)
     export, model = tmp_path / "global_step_1/huggingface", quickstart / "model"
     names = {path.name for path in model.iterdir()}
@@ -66,7 +66,7 @@ def test_export_interval_is_respected(quickstart: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", "fp32"), ("fp16", "fp16"), ("bf16", "bf16")])
-def test_later_export_uses_dtype_of_the_run(
+def test_later_export_uses_dtype_of_run(
     dtype: str, expected: str, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`auto`, the default of GRPO, is the dtype that training computes in: fp32 on a CPU."""

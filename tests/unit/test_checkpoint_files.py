@@ -46,7 +46,7 @@ def test_committed_directory_is_complete_and_tracked(tmp_path: Path) -> None:
     )
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+def test_saving_same_step_again_replaces_checkpoint(tmp_path: Path) -> None:
     first = commit(tmp_path, 10)
     (first / "extra").write_text("from the first time")
     assert not (commit(tmp_path, 10) / "extra").exists()
@@ -61,7 +61,7 @@ def test_replaced_best_checkpoint_is_renamed_with_its_record(tmp_path: Path) -> 
     commit(tmp_path, 10)
     assert len(list(tmp_path.glob("global_step_10_formerly_*"))) == 1
     assert len(list(tmp_path.glob("best_checkpoint_formerly_*.json"))) == 1
-    assert not (tmp_path / "best_checkpoint.json").exists()  # it would name weights that nobody chose
+    assert not (tmp_path / "best_checkpoint.json").exists()  # it would name weights that were not selected
 
 
 def test_replaced_held_checkpoint_is_renamed_and_kept(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_resume_modes_select_expected_checkpoint(tmp_path: Path) -> None:
     assert find(tmp_path, "disable") == (None, [])
     assert find(tmp_path, "resume_path", str(older)) == (older, [])
     elsewhere = commit(tmp_path / "other", 15)
-    assert find(tmp_path, "auto", str(elsewhere))[0] == tmp_path / "global_step_20"  # the run has gone on since
+    assert find(tmp_path, "auto", str(elsewhere))[0] == tmp_path / "global_step_20"  # the run has continued since
     assert find(tmp_path, "resume_path", str(elsewhere))[0] == elsewhere
 
 

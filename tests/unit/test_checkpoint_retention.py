@@ -131,7 +131,7 @@ def test_next_rotation_removes_leftover_optimizer_files(tmp_path: Path) -> None:
     settings = retention(1, keep_best=1, drop_optimizer_of_best=True)
     rotate(tmp_path, *settings, 2, pytest.fail)
     (best / OPTIMIZER[0]).write_text("was not deleted yet")
-    (best / "keep").touch()  # no longer as best alone, and still complete without its optimizer
+    (best / "keep").touch()  # no longer kept only as the best, but still complete without its optimizer
     rotate(tmp_path, *settings, 2, pytest.fail)
     assert not list(best.glob("optim_*"))
     assert Manifest.read(best).dropped == ("optimizer",)
@@ -261,7 +261,7 @@ def test_evaluation_takes_lease_and_continues_without(tmp_path: Path, capsys: py
     assert lease_holders(path) == []
     with lease_checkpoint(replace(checkpoint, run_dir=None)):
         assert lease_holders(path) == []
-    # root writes into read-only directories too, but nobody writes a file where a directory is
+    # root can write into read-only directories, but not a file over a directory
     (path / f"lease.{socket.gethostname()}.{os.getpid()}.json.tmp").mkdir()
     with lease_checkpoint(checkpoint):
         assert lease_holders(path) == []

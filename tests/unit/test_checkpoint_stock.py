@@ -50,7 +50,7 @@ def remove_data_and_optimizer(checkpoint: Path) -> None:
         (checkpoint / name).unlink()
 
 
-def only_the_first_rank(checkpoint: Path) -> None:
+def keep_only_extra_state_of_rank_0(checkpoint: Path) -> None:
     for path in checkpoint.glob("*.pt"):
         if path.name != "extra_state_world_size_2_rank_0.pt":
             path.unlink()
@@ -73,7 +73,7 @@ def test_complete_verl_checkpoint_is_found_and_described(tmp_path: Path) -> None
         (lambda path: cut(path / "data.pt", 0), "data.pt is truncated"),
         (lambda path: (path / "model_world_size_2_rank_1.pt").unlink(), "model_world_size_2_rank_1.pt is missing"),
         (remove_data_and_optimizer, "it has no data.pt, which verl writes last"),
-        (only_the_first_rank, "model_world_size_2_rank_0.pt is missing"),
+        (keep_only_extra_state_of_rank_0, "model_world_size_2_rank_0.pt is missing"),
         (
             lambda path: torch.save({}, path / "model_world_size_4_rank_3.pt"),
             "it holds shards of 2 and of 4 ranks; remove those of one run",
@@ -126,7 +126,7 @@ def test_rotation_neither_removes_nor_counts_verl_checkpoints(tmp_path: Path) ->
     stock = [save_as_verl(tmp_path, step) for step in (10, 20, 30)]
     cut(stock[2] / "data.pt", 0.5)
     before = {path: path.read_bytes() for each in stock for path in each.rglob("*") if path.is_file()}
-    for step in (5, 15, 25):  # a run that was begun again from the start
+    for step in (5, 15, 25):  # a run that started over
         save(tmp_path, step, val=1.0)
     removed = rotate(tmp_path, *retention(2, drop_optimizer_of_best=True), 25, pytest.fail)
     assert [path.name for path in removed] == ["global_step_5"]
@@ -171,7 +171,7 @@ def test_commands_label_verl_checkpoints(tmp_path: Path) -> None:
 def test_verify_finds_flipped_byte_by_zip_checksum(tmp_path: Path) -> None:
     shard = save_as_verl(tmp_path, 10) / "model_world_size_2_rank_1.pt"
     flip_byte(shard)
-    assert find(tmp_path)[0] == shard.parent  # the quick look does not read it
+    assert find(tmp_path)[0] == shard.parent  # the quick check does not read it
     assert f"{shard.name} is damaged (Bad CRC-32" in checkpoint_command("verify", tmp_path, code=1)
     assert "cannot be exported" in checkpoint_command(
         "export", tmp_path, "--step", 10, "--output", tmp_path / "model", code=2

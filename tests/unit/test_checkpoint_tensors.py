@@ -36,7 +36,7 @@ from verl_ext.checkpoint.shards import ShardFiles
 from verl_ext.distributed import shard_rows, to_local
 from verl_ext.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("one_rank")  # without which a mesh cannot be made
+pytestmark = pytest.mark.usefixtures("one_rank")  # required to create a mesh
 
 
 def shard(tensor: torch.Tensor, num_ranks: int, rank: int) -> DTensor:
@@ -129,7 +129,7 @@ def test_staged_copy_is_independent_and_keeps_ties(state: dict) -> None:
     assert torch.equal(copy["list"][0], before[2])
     assert copy["list"][1:] == [3, "x"]
     assert copy["a"].data_ptr() == copy["b"].data_ptr()
-    assert stager.stage(tied)["a"].data_ptr() == copy["a"].data_ptr()  # the memory serves again
+    assert stager.stage(tied)["a"].data_ptr() == copy["a"].data_ptr()  # the memory is reused
 
 
 def model_of(kind: str) -> PreTrainedModel:
@@ -215,7 +215,7 @@ def lora_model(kind: str) -> peft.PeftModel:
         sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1)
         base = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
         config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"])
-    elif kind == "experts":  # each expert has adapters of its own; peft wraps their module once for each parameter
+    elif kind == "experts":  # each expert has its own adapters; peft wraps the module once per parameter
         base = model_of("experts")
         config = peft.LoraConfig(r=2, lora_alpha=6, target_modules="all-linear")
     elif kind == "turned experts":  # stored as (experts, in, out)

@@ -50,7 +50,7 @@ def test_checkpoint_settings_take_effect(quickstart: Path, tmp_path: Path, monke
         trainer.save_checkpoint(step)
     assert trainer.checkpoint_manager.wait() is not None
     assert rotations == [(4, 3, "train/loss", "max", True, step) for step in (1, 2, 3)]
-    assert threads == {("checkpoint", True)}  # a daemon, so that it does not keep a rank alive that crashed
+    assert threads == {("checkpoint", True)}  # a daemon thread, which does not keep a crashed rank alive
     num_files = [len(list(tmp_path.glob(f"global_step_{step}/huggingface/*.safetensors"))) for step in (1, 2, 3)]
     assert num_files[0] == 0 and num_files[1] > 1 and num_files[2] > 1  # the last step is always exported
     assert Manifest.read(tmp_path / "global_step_2").export_dtype == "fp16"
@@ -69,7 +69,7 @@ def test_stage_defaults_for_best_checkpoint_and_export(stage: str) -> None:
     checkpoint = STAGES[stage].root().trainer.checkpoint
     assert lookup_metric(checkpoint.best_metric).unit
     assert checkpoint.best_mode == ("min" if checkpoint.best_metric.endswith("loss") else "max")
-    # a controller is small, and GRPO's steps are
+    # controllers are small, and so are GRPO's steps
     assert checkpoint.export.dtype == {"budget": "fp32", "grpo": "auto"}.get(stage, "bf16")
 
 

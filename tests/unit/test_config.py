@@ -70,7 +70,7 @@ def test_7b_recipe_has_specified_hyperparameters() -> None:
         ("recipe=quickstrt", "did you mean recipe=quickstart"),
         ("a b=", "not an override of the form key=value"),
         ("data.train_files=~/it's/a b", "'data.train_files=.*quote the value inside shell quotes"),
-        ("data.train_files=glob(*)", "'data.train_files=.* sweeps over values"),
+        ("data.train_files=glob(*)", "'data.train_files=.* is a sweep"),
     ],
 )
 def test_mistyped_override_is_rejected_with_hint(override: str, names: str) -> None:
@@ -298,7 +298,7 @@ def test_invalid_hub_name_is_rejected_when_offline(name: str, monkeypatch: pytes
         check_named(name)
 
 
-def test_hub_names_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_are_distinguished_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("local", "models/local"):
         Path(name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Damaged small files in a run directory: no command ends in a traceback, and a complete checkpoint is still found."""
+"""Damaged small files in a run directory: commands print no traceback and still find complete checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Change = Callable[[dict[str, Any]], None]
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 300 steps with checkpoints of steps 100, 200 and 300."""
+    """A run of 300 steps with checkpoints at steps 100, 200 and 300."""
     run_dir = write_run(tmp_path_factory.mktemp("run"), "a textbook run")
     for step in (100, 200):
         save(run_dir, step, val=1.5)
@@ -44,7 +44,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_dir(finished_run: Path, tmp_path: Path) -> Path:
-    """A copy, which a test may damage."""
+    """A copy that a test may damage."""
     return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
@@ -72,7 +72,7 @@ def add_file(name: str) -> Callable[[Path], None]:
     return change_manifest(lambda content: content["files"].update({name: {"bytes": 1}}))
 
 
-def a_manifest_of_text(text: str) -> Callable[[Path], None]:
+def write_manifest_text(text: str) -> Callable[[Path], None]:
     def damage(run_dir: Path) -> None:
         (run_dir / "global_step_300" / "manifest.json").write_text(text)
 
@@ -80,10 +80,10 @@ def a_manifest_of_text(text: str) -> Callable[[Path], None]:
 
 
 MANIFESTS = {
-    "deep": a_manifest_of_text(DEEP),
-    "deep_in_files": a_manifest_of_text('{"files": ' + DEEP),
-    "list": a_manifest_of_text("[]"),
-    "huge_number": a_manifest_of_text('{"step": ' + HUGE + "}"),
+    "deep": write_manifest_text(DEEP),
+    "deep_in_files": write_manifest_text('{"files": ' + DEEP),
+    "list": write_manifest_text("[]"),
+    "huge_number": write_manifest_text('{"step": ' + HUGE + "}"),
     "infinite_size": replace_text('"bytes": 64', '"bytes": Infinity'),
     "size_nan": replace_text('"bytes": 64', '"bytes": NaN'),
     "size_of_300_digits": replace_text('"bytes": 64', f'"bytes": {"1" * 300}'),
@@ -108,7 +108,7 @@ MANIFESTS = {
 
 
 @pytest.mark.parametrize("damage", MANIFESTS.values(), ids=MANIFESTS.keys())
-def test_a_damaged_manifest_is_passed_over_with_a_warning(
+def test_damaged_manifest_is_skipped_with_warning(
     damage: Callable[[Path], None], run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(run_dir)
@@ -134,9 +134,7 @@ TRACKERS = ["1" * 300, HUGE, "\0", "\N{ARABIC-INDIC DIGIT THREE}00", "-300", "3e
 
 
 @pytest.mark.parametrize("text", TRACKERS, ids=["300_digits", "5000_digits", "nul", "arabic", "negative", "float"])
-def test_a_damaged_tracker_is_passed_over_with_a_warning(
-    text: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_tracker_is_ignored_with_warning(text: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / TRACKER).write_text(text)
     warnings: list[str] = []
     assert find_checkpoint(run_dir, "auto", None, warnings.append) == run_dir / "global_step_300"
@@ -148,7 +146,7 @@ def test_a_damaged_tracker_is_passed_over_with_a_warning(
     assert "instead of a step" in capsys.readouterr().out
 
 
-def test_a_tracker_that_is_a_directory_is_passed_over(run_dir: Path) -> None:
+def test_tracker_that_is_a_directory_is_ignored(run_dir: Path) -> None:
     (run_dir / TRACKER).unlink()
     (run_dir / TRACKER).mkdir()
     warnings: list[str] = []
@@ -160,7 +158,7 @@ CHOICES = [DEEP, '{"step": ' + DEEP, f'{{"step": {HUGE}}}', '{"step": true}', '{
 
 
 @pytest.mark.parametrize("text", CHOICES)
-def test_a_damaged_choice_of_the_best_keeps_everything(text: str, run_dir: Path) -> None:
+def test_damaged_best_record_keeps_all_checkpoints(text: str, run_dir: Path) -> None:
     (run_dir / "best_checkpoint.json").write_text(text)
     warnings: list[str] = []
     assert rotate(run_dir, *retention(1), 300, warnings.append) == []
@@ -177,7 +175,7 @@ def test_a_damaged_choice_of_the_best_keeps_everything(text: str, run_dir: Path)
     [DEEP, '{"host": ' + DEEP, '{"host": "h", "pid": 1, "expires": 1e300}', f'{{"host": "h", "pid": {HUGE}}}'],
     ids=["deep", "deep_host", "endless", "huge_pid"],
 )
-def test_a_damaged_lease_counts_until_it_is_old(text: str, run_dir: Path) -> None:
+def test_damaged_lease_counts_until_old(text: str, run_dir: Path) -> None:
     path = run_dir / "global_step_100" / "lease.other.1.json"
     path.write_text(text)
     assert lease_holders(path.parent) == ["lease.other.1.json, which cannot be read"]
@@ -201,7 +199,9 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("text", CONFIGS.values(), ids=CONFIGS.keys())
-def test_a_damaged_configuration_is_one_sentence(text: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_configuration_prints_one_sentence(
+    text: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run_dir / "config.yaml").write_bytes(text.encode("latin-1"))
     for command in ("ls", "prune"):
         error = checkpoint_command(command, run_dir, code=2)
@@ -215,7 +215,7 @@ def test_a_damaged_configuration_is_one_sentence(text: str, run_dir: Path, capsy
 
 
 @pytest.mark.parametrize("text", [CONFIGS[name] for name in ("deep", "deep_mappings", "huge_number")])
-def test_a_configuration_that_python_cannot_hold_is_one_sentence(text: str, tmp_path: Path) -> None:
+def test_unparsable_configuration_raises_user_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match="cannot be read"):
         read_config_file(tmp_path / "config.yaml")
@@ -242,7 +242,7 @@ RECORDS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", [*RECORDS.values(), None], ids=[*RECORDS.keys(), "deep"])
-def test_a_damaged_run_record_is_one_sentence_and_put_aside_at_a_start(
+def test_damaged_run_record_is_reported_and_moved_at_start(
     change: Change | None, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = run_dir / "run.json"
@@ -273,7 +273,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
-def test_a_damaged_line_of_metrics_is_left_out(line: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_metrics_line_is_skipped(line: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_dir / "metrics.jsonl"
     rows = path.read_text()
     path.write_text(f"{line}\n{rows}")
@@ -286,7 +286,7 @@ def test_a_damaged_line_of_metrics_is_left_out(line: str, run_dir: Path, capsys:
     assert path.read_text() == rows
 
 
-def test_a_damaged_line_of_events_is_left_out(tmp_path: Path) -> None:
+def test_damaged_events_line_is_skipped(tmp_path: Path) -> None:
     event = '{"step": 1, "name": "loss_zero", "level": "alarm"}'
     bad = [DEEP, '{"step": 1, "name": [], "level": "alarm"}', '{"step": 1, "name": "loss_zero", "level": 5}']
     (tmp_path / "events.jsonl").write_text("\n".join([*bad, event]))
@@ -295,7 +295,7 @@ def test_a_damaged_line_of_events_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["export_plan.json", "huggingface/config.json"])
 @pytest.mark.parametrize("text", [DEEP, "[]", "3", "{"])
-def test_a_damaged_file_of_an_export_is_one_sentence(name: str, text: str, tmp_path: Path) -> None:
+def test_damaged_export_file_prints_one_sentence(name: str, text: str, tmp_path: Path) -> None:
     import torch
 
     checkpoint = tmp_path / "global_step_1"
@@ -311,5 +311,5 @@ def test_a_damaged_file_of_an_export_is_one_sentence(name: str, text: str, tmp_p
     assert name in error and error.count("\n") == 1
 
 
-def test_names_that_no_stream_can_encode_are_shown() -> None:
+def test_unencodable_names_are_printable() -> None:
     assert printable(os.fsdecode(b"run\xff") + "\x1b\ud800\n") == "run\\udcff\\x1b\\ud800\n"

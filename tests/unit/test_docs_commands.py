@@ -39,11 +39,12 @@ NOT_RUN = {
     r"bash scripts/audit\.sh": "asks PyPI",
     r"pip install( --no-deps \.| nicegui)|(python -m venv )?\.venv-lmms": "installs from PyPI",
     r"ssh ": "needs another machine",
-    r"python -m scripts\.monitor_screenshots": "replaces the pictures of a page",
+    r"python -m scripts\.pictures": "replaces the pictures of the pages",
     r"python -m verl\.\.\.": "stands for verl's own commands",
 }
 """Commands that no test runs, by their beginning, with the reason."""
 RUN_BY = {
+    r"bash run_sft\.sh .*--show-samples": "unit/test_launch.py::test_show_samples_marks_tokens_in_loss",
     r"bash run_(sft|grpo)\.sh .*--print-config": "unit/test_pins_config.py::test_recipe_changes_match_record",
     r"bash run_sft\.sh .*eval\.watch=true.*": (
         "integration/test_eval_beside_training.py::test_every_checkpoint_is_evaluated_despite_killed_watcher"
@@ -87,7 +88,7 @@ RUN_BY = {
         "integration/test_eval_run.py::test_report_compares_best_checkpoint_with_base_model"
     ),
     r"bash eval_pipeline/run\.sh judge --recipe examples/": (
-        "unit/test_examples.py::test_the_problem_format_is_loaded_and_judged"
+        "unit/test_examples.py::test_example_problem_format_is_loaded_and_judged"
     ),
     r"bash eval_pipeline/run\.sh judge": ("integration/test_eval_run.py::test_answers_from_file_are_judged_in_order"),
     r"bash eval_pipeline/run\.sh check": ("unit/test_launch_evaluation.py::test_rejects_served_model_only_if_watching"),
@@ -121,7 +122,7 @@ RUN_BY = {
     ),
     r"python -m verl_ext\.data\.prepare prompts": "unit/test_docs_commands.py::test_json_examples_are_converted",
     r"python -m verl_ext\.data\.prepare problems": (
-        "unit/test_examples.py::test_the_problem_format_becomes_prompts_for_grpo"
+        "unit/test_examples.py::test_example_problem_format_gives_grpo_prompts"
     ),
     r"python -m verl_ext\.data\.prepare reasoning_gym": (
         "unit/test_prepare_reasoning_gym.py::test_prompts_have_examples_and_splits_are_disjoint"
@@ -206,7 +207,7 @@ TYPED = [(page, words) for page, words in COMMANDS if page != "cluster.md"]
 
 
 @pytest.mark.parametrize(("page", "words"), TYPED, ids=[" ".join(words)[:60] for _, words in TYPED])
-def test_command_is_understood(page: str, words: list[str]) -> None:
+def test_documented_command_parses(page: str, words: list[str]) -> None:
     program, *rest = words
     if program == "verl-ext" and rest != ["NAME"]:
         command = PRODUCT[rest[0]]

@@ -1,4 +1,4 @@
-"""An engine whose log-probabilities are not the trained model's is found in the first steps of a start."""
+"""An engine whose log-probabilities differ from the trained model's is detected in the first steps after a start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPTS = [Prompt(f"p{length}", length, {"prompt_ids": tuple(range(3, 3 + length
 
 
 class OtherEngine(RolloutEngine):
-    """Generates with a model of its own, to which nothing is ever sent."""
+    """An engine that generates with its own model and never receives weights."""
 
     dtype = torch.float32
 
@@ -51,19 +51,19 @@ def check_steps(guard: EngineGuard, policy: TokenPolicy, steps: Sequence[int]) -
         guard.check(step, guard.generate(step, list(policy.generate(trajectories, step))))
 
 
-def test_an_engine_with_the_trained_weights_passes() -> None:
+def test_engine_with_trained_weights_passes() -> None:
     policy = policy_of(OtherEngine(0.0))
     check_steps(EngineGuard(policy, FLOAT32_GAP, 4, "cpu"), policy, range(1, 5))
 
 
-def test_an_engine_with_other_weights_stops_the_run() -> None:
+def test_engine_with_other_weights_stops_run() -> None:
     policy = policy_of(OtherEngine(0.05))
     with pytest.raises(UserError, match=r"step 1: the engine's log-probabilities differ .* \(limit: 0.01\)"):
         check_steps(EngineGuard(policy, FLOAT32_GAP, 4, "cpu"), policy, [1])
 
 
-def test_only_the_first_steps_are_checked() -> None:
-    """`train/rollout_logprob_diff_mean` watches the others."""
+def test_only_first_steps_are_checked() -> None:
+    """Later steps are covered by `train/rollout_logprob_diff_mean`."""
     right, wrong = policy_of(OtherEngine(0.0)), policy_of(OtherEngine(0.05))
     guard = EngineGuard(right, FLOAT32_GAP, 4, "cpu")
     check_steps(guard, right, range(CHECKED_STEPS))
@@ -71,13 +71,13 @@ def test_only_the_first_steps_are_checked() -> None:
     check_steps(guard, wrong, [CHECKED_STEPS])
 
 
-def test_a_model_that_generates_itself_is_not_checked() -> None:
+def test_trained_model_as_engine_is_not_checked() -> None:
     policy = policy_of(HFEngine(make_model(0.05), 0, [2], 8, nullcontext))
     check_steps(EngineGuard(policy, FLOAT32_GAP, 4, "cpu"), policy, [1])
 
 
-def test_an_engine_of_a_part_of_the_distribution_generates_again() -> None:
-    """What `top_p` leaves has other probabilities than the model's."""
+def test_truncated_sampling_is_checked_with_full_distribution() -> None:
+    """With `top_p`, the sampling probabilities differ from the model's."""
     engine = OtherEngine(0.0)
     policy = policy_of(engine, replace(SAMPLING, top_p=0.7, max_tokens=40))
     check_steps(EngineGuard(policy, FLOAT32_GAP, 4, "cpu"), policy, [1])
@@ -88,8 +88,8 @@ def test_an_engine_of_a_part_of_the_distribution_generates_again() -> None:
 
 
 @pytest.mark.parametrize(("error", "releases"), [(Stop("SIGTERM"), True), (ValueError("the cause"), False)])
-def test_an_error_while_sampling_is_told_though_the_engine_is_dead(error: Exception, releases: bool) -> None:
-    """A stop gives back the engine's memory; any other error may be that of a dead engine."""
+def test_sampling_error_is_raised_even_if_engine_is_dead(error: Exception, releases: bool) -> None:
+    """A stop releases the engine's memory. After any other error, the engine may be dead."""
     engine, calls = OtherEngine(0.0), []
     engine.release_memory = lambda: calls.append("released")  # type: ignore[method-assign]
     with pytest.raises(type(error), match=str(error)) as caught, policy_of(engine).sampling(0):
@@ -100,17 +100,17 @@ def test_an_error_while_sampling_is_told_though_the_engine_is_dead(error: Except
     assert len(calls) == 1 + releases
 
 
-def test_a_class_that_vllm_changes_serves_the_trainer_too() -> None:
-    """As vLLM changes a class of transformers that it runs: calls look for an attribute of vLLM's own instances."""
+def test_model_class_patched_by_vllm_still_works_in_trainer() -> None:
+    """vLLM patches a transformers class so that calls read an attribute that only vLLM's instances have."""
 
     class Decoder(torch.nn.Module):
         def forward(self, value: int) -> int:
             return value
 
-    trained, drawing = Decoder(), Decoder()
+    trained, generating = Decoder(), Decoder()
     Decoder.__call__ = lambda self, value: self.forward(value) if self.do_not_compile else -1  # type: ignore[method-assign]
-    drawing.do_not_compile = False
+    generating.do_not_compile = False
     with pytest.raises(AttributeError):
         trained(3)
-    leave_to_trainer(torch.nn.Sequential(drawing))
-    assert trained(3) == 3 and drawing(3) == -1
+    leave_to_trainer(torch.nn.Sequential(generating))
+    assert trained(3) == 3 and generating(3) == -1

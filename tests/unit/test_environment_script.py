@@ -1,4 +1,4 @@
-"""scripts/environment.sh never changes an environment that is not this checkout's own."""
+"""scripts/environment.sh never changes an environment outside this checkout."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 
 
 @pytest.mark.parametrize("stamp", [None, "cpu of-other-requirements"])
-def test_an_environment_behind_a_link_is_refused_and_left_alone(tmp_path: Path, stamp: str | None) -> None:
+def test_symlinked_environment_is_rejected_and_unchanged(tmp_path: Path, stamp: str | None) -> None:
     shared, checkout = tmp_path / "shared", tmp_path / "checkout"
     (shared / "bin").mkdir(parents=True)
     (shared / "bin/python").write_text("others use this\n")
@@ -30,7 +30,7 @@ def test_an_environment_behind_a_link_is_refused_and_left_alone(tmp_path: Path, 
     assert {path: path.read_text() for path in shared.rglob("*") if path.is_file()} == before
 
 
-def test_the_versions_of_python_are_those_of_pyproject(tmp_path: Path) -> None:
+def test_python_versions_match_pyproject(tmp_path: Path) -> None:
     settings = (ROOT / "pyproject.toml").read_text()
     allowed = re.search(r'^requires-python = ">=(3\.\d+),<3\.(\d+)"', settings, re.MULTILINE)
     assert allowed is not None
@@ -42,13 +42,13 @@ def test_the_versions_of_python_are_those_of_pyproject(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu", "lmms"])
-def test_a_local_build_of_torch_is_not_taken(name: str) -> None:
-    """torchvision is built for the index's torch, and cannot be imported beside another build."""
+def test_torch_is_pinned_to_exact_build(name: str) -> None:
+    """torchvision is built for the torch of the index and cannot be imported with another build."""
     text = (ROOT / f"requirements/{name}.txt").read_text()
     assert re.findall("^torch(=+)", text, re.MULTILINE) == ["==="]  # pip takes 2.13.0+cpu for ==2.13.0
 
 
-def test_checks_that_are_not_installed_are_told_before_any_test_runs(tmp_path: Path) -> None:
+def test_missing_lint_tools_are_reported_before_tests_run(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     bare.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Answers and verdicts on disk, and a job that resumes from them."""
+"""Answers and verdicts on disk, and jobs that resume from them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def evaluation(directory: Path, recipe: EvalConfig, job: Job = JOB) -> closing[A
 
 
 def work(one: ActiveJob, batch: Batch) -> None:
-    """Bring in what a worker would, in its order."""
+    """Report the events of a worker, in its order."""
     one.handle(BatchStarted(batch.id, CONTEXT))
     for request in batch.requests:
         key = key_of(request)
@@ -86,7 +86,7 @@ def work(one: ActiveJob, batch: Batch) -> None:
     one.handle(BatchFinished(batch.id, {"generate_s": 2.0, "judge_s": 0.5}))
 
 
-def test_what_was_kept_is_there_again(tmp_path: Path) -> None:
+def test_reopened_store_has_stored_rows(tmp_path: Path) -> None:
     fill(tmp_path, num_answers=5, num_verdicts=3)
     with open_store(tmp_path) as store:
         assert store.answers == ANSWERS
@@ -96,7 +96,7 @@ def test_what_was_kept_is_there_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 30])
 @pytest.mark.parametrize("kind", ["answers", "verdicts"])
-def test_a_torn_last_line_is_dropped_and_done_again(
+def test_torn_last_line_is_dropped_and_rewritten(
     tmp_path: Path, kind: str, num_bytes: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path, num_answers=5, num_verdicts=5)
@@ -113,7 +113,7 @@ def test_a_torn_last_line_is_dropped_and_done_again(
         assert (store.answers, store.verdicts) == (ANSWERS, VERDICTS)
 
 
-def test_a_second_row_of_one_key_is_ignored(tmp_path: Path) -> None:
+def test_second_row_of_same_key_is_ignored(tmp_path: Path) -> None:
     fill(tmp_path, num_answers=1, num_verdicts=1)
     other = {"answers": replace(ANSWERS[KEYS[0]], text="other"), "verdicts": Verdict("timeout", 0, 1)}
     with open_store(tmp_path) as store:
@@ -122,13 +122,13 @@ def test_a_second_row_of_one_key_is_ignored(tmp_path: Path) -> None:
     for kind, row in other.items():
         path = file_of(tmp_path, kind)
         assert len(path.read_text().splitlines()) == 1
-        with path.open("a") as file:  # as by a process that was cut off from its claim
+        with path.open("a") as file:  # as if by a process that lost its claim
             file.write(json.dumps({"problem_id": "p0", "sample": 0, **vars(row)}) + "\n")
     with open_store(tmp_path) as store:
         assert (store.answers[KEYS[0]], store.verdicts[KEYS[0]]) == (ANSWERS[KEYS[0]], VERDICTS[KEYS[0]])
 
 
-def test_a_verdict_without_its_answer_is_not_believed_now_nor_later(tmp_path: Path) -> None:
+def test_verdict_without_its_answer_is_discarded(tmp_path: Path) -> None:
     fill(tmp_path, num_answers=2, num_verdicts=2)
     lines = file_of(tmp_path, "answers").read_bytes().splitlines(keepends=True)
     file_of(tmp_path, "answers").write_bytes(lines[0])
@@ -141,7 +141,7 @@ def test_a_verdict_without_its_answer_is_not_believed_now_nor_later(tmp_path: Pa
         assert store.verdicts == {KEYS[0]: VERDICTS[KEYS[0]], KEYS[1]: new}
 
 
-def test_a_line_that_a_crash_has_blotted_out_is_done_again(tmp_path: Path) -> None:
+def test_zeroed_line_is_dropped(tmp_path: Path) -> None:
     fill(tmp_path, num_answers=3, num_verdicts=0)
     path = file_of(tmp_path, "answers")
     lines = path.read_bytes().splitlines(keepends=True)
@@ -165,10 +165,10 @@ def test_a_line_that_a_crash_has_blotted_out_is_done_again(tmp_path: Path) -> No
     ],
 )
 @pytest.mark.parametrize("row", [1, 4])
-def test_a_row_of_another_version_is_skipped_and_made_again(
+def test_row_of_another_version_is_skipped_and_recomputed(
     tmp_path: Path, recipe: EvalConfig, kind: str, change: dict, row: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last row, too, is no torn one."""
+    """The last row is not treated as torn."""
     fill(tmp_path, num_answers=5, num_verdicts=5)
     path = file_of(tmp_path, kind)
     lines = path.read_text().splitlines(keepends=True)
@@ -190,7 +190,7 @@ def test_a_row_of_another_version_is_skipped_and_made_again(
 
 @pytest.mark.parametrize("kind", ["protocol", "isolation"])
 @pytest.mark.parametrize("content", [None, "", "7", "\x00"])
-def test_rows_of_unknown_origin_are_made_again(
+def test_rows_without_readable_context_are_recomputed(
     tmp_path: Path, recipe: EvalConfig, kind: str, content: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path, num_answers=5, num_verdicts=5)
@@ -207,17 +207,17 @@ def test_rows_of_unknown_origin_are_made_again(
         assert (store.answers, store.verdicts, store.context) == (ANSWERS, VERDICTS, CONTEXT)
 
 
-def test_another_digest_has_other_files(tmp_path: Path) -> None:
+def test_another_digest_uses_other_files(tmp_path: Path) -> None:
     fill(tmp_path, num_answers=5, num_verdicts=5)
     with open_store(tmp_path, verdicts="w" * 32) as store:  # only the judge's limits have changed
         assert (store.answers, store.verdicts) == (ANSWERS, {})
-        assert store.context == {"protocol": {"engine": "vllm"}}  # of the answers, which are the same
+        assert store.context == {"protocol": {"engine": "vllm"}}  # the context of the answers, which are unchanged
     with open_store(tmp_path, "b" * 32, "x" * 32) as store:
         assert (store.answers, store.verdicts) == ({}, {})
 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(1, 2), (3, 4), (1, 64)])
-def test_batches_hold_every_request_once_and_are_the_same_each_time(num_samples: int, size: int) -> None:
+def test_batches_cover_every_request_once_in_stable_order(num_samples: int, size: int) -> None:
     sampling = SamplingConfig(temperature=1.0, num_samples=num_samples)
     batches = split_into_batches(PROBLEMS, sampling, size)
     assert batches == split_into_batches(list(PROBLEMS), sampling, size)
@@ -226,7 +226,7 @@ def test_batches_hold_every_request_once_and_are_the_same_each_time(num_samples:
     assert {len(batch) for batch in batches[:-1]} <= {size}
 
 
-def test_an_evaluation_from_nothing_to_the_end(tmp_path: Path, recipe: EvalConfig) -> None:
+def test_evaluation_runs_from_start_to_completion(tmp_path: Path, recipe: EvalConfig) -> None:
     with evaluation(tmp_path, recipe) as one:
         sizes = []
         while one.has_batches:
@@ -245,9 +245,7 @@ def test_an_evaluation_from_nothing_to_the_end(tmp_path: Path, recipe: EvalConfi
 
 
 @pytest.mark.parametrize("num_verdicts", [0, 2, 5])
-def test_what_decides_the_figures_is_known_wherever_a_kill_fell(
-    tmp_path: Path, recipe: EvalConfig, num_verdicts: int
-) -> None:
+def test_result_context_survives_kill_at_any_point(tmp_path: Path, recipe: EvalConfig, num_verdicts: int) -> None:
     with evaluation(tmp_path, recipe) as one:  # killed before any batch has finished
         while one.has_batches:
             batch = one.next_batch()
@@ -269,7 +267,7 @@ def test_what_decides_the_figures_is_known_wherever_a_kill_fell(
         assert one.context == CONTEXT
 
 
-def test_a_batch_that_is_known_in_part_is_given_out_whole(tmp_path: Path, recipe: EvalConfig) -> None:
+def test_partly_judged_batch_includes_known_answers(tmp_path: Path, recipe: EvalConfig) -> None:
     fill(tmp_path, num_answers=4, num_verdicts=3)
     with evaluation(tmp_path, recipe) as one:
         second, third = one.next_batch(), one.next_batch()
@@ -281,7 +279,7 @@ def test_a_batch_that_is_known_in_part_is_given_out_whole(tmp_path: Path, recipe
     assert set(third.problems) == {"p4"}
 
 
-def test_a_half_answered_batch_asks_for_all_of_it(tmp_path: Path, recipe: EvalConfig) -> None:
+def test_partly_answered_batch_requests_all_answers(tmp_path: Path, recipe: EvalConfig) -> None:
     fill(tmp_path, num_answers=1, num_verdicts=0)
     with evaluation(tmp_path, recipe) as one:
         batch = one.next_batch()
@@ -289,7 +287,7 @@ def test_a_half_answered_batch_asks_for_all_of_it(tmp_path: Path, recipe: EvalCo
     assert set(batch.answers) == {KEYS[0]} and batch.needs_engine
 
 
-def test_a_lost_batch_is_given_out_again_until_it_was_lost_too_often(tmp_path: Path, recipe: EvalConfig) -> None:
+def test_lost_batch_is_retried_up_to_limit(tmp_path: Path, recipe: EvalConfig) -> None:
     with evaluation(tmp_path, recipe) as one:
         for _ in range(MAX_LOSSES - 1):
             batch = one.next_batch()
@@ -299,7 +297,7 @@ def test_a_lost_batch_is_given_out_again_until_it_was_lost_too_often(tmp_path: P
         assert error is not None and error.startswith("it died; 3 workers or engines have died")
 
 
-def test_a_node_that_dies_with_many_batches_is_one_loss_of_each(tmp_path: Path, recipe: EvalConfig) -> None:
+def test_node_death_counts_one_loss_per_batch(tmp_path: Path, recipe: EvalConfig) -> None:
     with evaluation(tmp_path, recipe) as one:
         batches = [one.next_batch() for _ in range(3)]
         assert len(batches) >= MAX_LOSSES
@@ -307,7 +305,7 @@ def test_a_node_that_dies_with_many_batches_is_one_loss_of_each(tmp_path: Path, 
         assert {one.next_batch().id for _ in range(3)} == {batch.id for batch in batches}
 
 
-def test_a_failed_batch_fails_the_job(tmp_path: Path, recipe: EvalConfig) -> None:
+def test_failed_batch_fails_job(tmp_path: Path, recipe: EvalConfig) -> None:
     with evaluation(tmp_path, recipe) as one:
         assert one.handle(BatchFailed(one.next_batch().id, "no such model")) == "no such model"
 

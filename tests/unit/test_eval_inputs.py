@@ -1,4 +1,4 @@
-"""Checkpoints, their exports, run settings and places: what is read, and what is refused with which words."""
+"""Checkpoints, their exports, run settings and output directories: what is read and what is rejected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from verl_ext.checkpoint.save import sync_and_digest
 from verl_ext.errors import UserError
 
 
-def test_a_step_directory_knows_its_export_run_and_step(tmp_path: Path) -> None:
+def test_step_directory_has_export_run_and_step(tmp_path: Path) -> None:
     export = make_export(tmp_path / "run" / "global_step_40" / "huggingface")
     for named in (export.parent, export):
         checkpoint = find_checkpoint(named)
@@ -42,12 +42,12 @@ def test_a_step_directory_knows_its_export_run_and_step(tmp_path: Path) -> None:
         assert (checkpoint.path, checkpoint.label) == (export.parent, "step_40")
 
 
-def test_a_plain_model_directory_has_no_step(tmp_path: Path) -> None:
+def test_plain_model_directory_has_no_step(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(make_export(tmp_path / "base"))
     assert (checkpoint.run_dir, checkpoint.step, checkpoint.label) == (None, None, "base")
 
 
-def test_a_base_model_is_no_checkpoint_of_the_run(tmp_path: Path) -> None:
+def test_base_model_is_not_checkpoint_of_run(tmp_path: Path) -> None:
     export = make_export(tmp_path / "run" / "global_step_40" / "huggingface")
     base = base_model(export)
     assert (base.run_dir, base.step, base.label, base.export) == (None, None, "base_step_40", export)
@@ -57,13 +57,13 @@ def test_a_base_model_is_no_checkpoint_of_the_run(tmp_path: Path) -> None:
     ("name", "label"),
     [("org/name", "org_name"), ("/models/a b:7", "models_a_b_7"), ("../..", "served_model"), ("x" * 300, "x" * 120)],
 )
-def test_a_served_model_has_no_export(name: str, label: str, tmp_path: Path) -> None:
+def test_served_model_has_no_export(name: str, label: str, tmp_path: Path) -> None:
     model = served_checkpoint(ServedModel(name, root=None, max_model_len=None), tmp_path)
     assert (model.export, model.label, model.run_dir) == (None, label, None)
     assert model.path.parent == tmp_path
 
 
-def test_a_served_model_is_what_its_server_says_of_it(tmp_path: Path) -> None:
+def test_served_model_identity_follows_its_server_card(tmp_path: Path) -> None:
     cards = [
         ServedModel("a", "/m", 96),
         ServedModel("b", "/m", 96),
@@ -84,7 +84,7 @@ def test_a_served_model_is_what_its_server_says_of_it(tmp_path: Path) -> None:
     ("name", "message"),
     [("config.json", "no config.json"), ("tokenizer.json", "no tokenizer"), ("model.safetensors", "no .*weights")],
 )
-def test_an_export_without_a_file_is_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_export_without_required_file_is_rejected(tmp_path: Path, name: str, message: str) -> None:
     export = make_export(tmp_path / "base")
     (export / name).unlink()
     with pytest.raises(UserError, match=message):
@@ -92,14 +92,14 @@ def test_an_export_without_a_file_is_refused(tmp_path: Path, name: str, message:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "\x00"])
-def test_an_export_with_a_broken_config_is_refused(tmp_path: Path, content: str) -> None:
+def test_export_with_invalid_config_is_rejected(tmp_path: Path, content: str) -> None:
     export = make_export(tmp_path / "base")
     (export / "config.json").write_text(content)
     with pytest.raises(UserError, match="config.json"):
         find_checkpoint(export)
 
 
-def test_a_chat_template_is_required_in_either_place(tmp_path: Path) -> None:
+def test_chat_template_is_required_in_either_file(tmp_path: Path) -> None:
     export = make_export(tmp_path / "base")
     (export / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="no chat template"):
@@ -108,7 +108,7 @@ def test_a_chat_template_is_required_in_either_place(tmp_path: Path) -> None:
     assert find_checkpoint(export).export == export
 
 
-def test_a_missing_shard_and_a_cut_off_shard_are_refused(tmp_path: Path) -> None:
+def test_missing_and_truncated_shards_are_rejected(tmp_path: Path) -> None:
     export = make_export(tmp_path / "base")
     (export / SHARD_INDEX).write_text('{"weight_map": {"w": "model.safetensors", "v": "second.safetensors"}}')
     with pytest.raises(UserError, match="second.safetensors"):
@@ -121,7 +121,7 @@ def test_a_missing_shard_and_a_cut_off_shard_are_refused(tmp_path: Path) -> None
             find_checkpoint(export)
 
 
-def test_a_missing_directory_and_a_missing_export_are_refused(tmp_path: Path) -> None:
+def test_missing_directory_and_missing_export_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a directory"):
         find_checkpoint(tmp_path / "none")
     (tmp_path / "global_step_1").mkdir()
@@ -129,23 +129,23 @@ def test_a_missing_directory_and_a_missing_export_are_refused(tmp_path: Path) ->
         find_checkpoint(tmp_path / "global_step_1")
 
 
-def test_the_directory_of_a_run_is_no_checkpoint(tmp_path: Path) -> None:
+def test_run_directory_is_rejected_as_checkpoint(tmp_path: Path) -> None:
     commit(tmp_path, 3)
     with pytest.raises(UserError, match=f"is a run directory; name .* such as {tmp_path}/global_step_3"):
         find_checkpoint(tmp_path)
 
 
-def test_an_export_is_whole_until_a_byte_of_it_changes(tmp_path: Path) -> None:
+def test_verify_export_detects_changed_byte(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(commit(tmp_path, 3))
     checkpoint.verify_export()
-    flip_byte(checkpoint.path / "model.pt")  # no business of an evaluation
+    flip_byte(checkpoint.path / "model.pt")  # not part of the export
     checkpoint.verify_export()
     flip_byte(checkpoint.export / "model.safetensors")
     with pytest.raises(UserError, match="huggingface/model.safetensors has the digest .* --step 3"):
         checkpoint.verify_export()
 
 
-def test_an_export_without_a_manifest_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_export_without_manifest_is_accepted(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(make_export(tmp_path / "global_step_3" / "huggingface"))
     checkpoint.verify_export()
     before = checkpoint.identity()
@@ -153,7 +153,7 @@ def test_an_export_without_a_manifest_is_taken_as_it_is(tmp_path: Path) -> None:
     assert checkpoint.identity() != before
 
 
-def test_the_manifest_tells_a_checkpoint_from_a_later_one_of_the_same_step(tmp_path: Path) -> None:
+def test_identity_differs_for_resaved_step(tmp_path: Path) -> None:
     first = find_checkpoint(commit(tmp_path, 3)).identity()
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "copy" / "global_step_3")
     assert find_checkpoint(tmp_path / "copy" / "global_step_3").identity() == first
@@ -165,8 +165,8 @@ def test_the_manifest_tells_a_checkpoint_from_a_later_one_of_the_same_step(tmp_p
     assert find_checkpoint(tmp_path / "copy" / "global_step_3").identity() != first
 
 
-def test_an_evaluation_keeps_its_identity_over_releases(tmp_path: Path) -> None:
-    """Recorded with torch 2.9, transformers 4.57 and vLLM 0.12: with another value, every evaluation starts over."""
+def test_evaluation_digests_are_stable_across_releases(tmp_path: Path) -> None:
+    """Recorded with torch 2.9, transformers 4.57 and vLLM 0.12. If a value changes, all evaluations start over."""
     checkpoint = make_export(tmp_path / "run" / "global_step_3" / "huggingface").parent
     files = {"huggingface/model.safetensors": {"bytes": 1, "xxh3_128": "0" * 32}, "model.pt": {"bytes": 2}}
     (checkpoint / "manifest.json").write_text(Manifest(3, 1, "", files).to_json())
@@ -179,9 +179,7 @@ def test_an_evaluation_keeps_its_identity_over_releases(tmp_path: Path) -> None:
     }
 
 
-def test_discovery_finds_complete_checkpoints_and_says_once_what_is_wrong_with_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scanner_finds_complete_checkpoints_and_warns_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (10, 9, 100):
         commit(tmp_path, step)
     (commit(tmp_path, 20) / "manifest.json").unlink()
@@ -202,11 +200,11 @@ def test_discovery_finds_complete_checkpoints_and_says_once_what_is_wrong_with_o
     assert [checkpoint.step for checkpoint in discovery.checkpoints()] == [10, 100, 110]
 
 
-def test_a_run_that_has_saved_nothing_has_no_checkpoints(tmp_path: Path) -> None:
+def test_run_without_saves_has_no_checkpoints(tmp_path: Path) -> None:
     assert CheckpointScanner(tmp_path).checkpoints() == []
 
 
-def test_a_checkpoint_is_leased_while_it_is_held(tmp_path: Path) -> None:
+def test_checkpoint_is_leased_during_evaluation(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(commit(tmp_path, 3))
     with lease_checkpoint(checkpoint):
         assert len(lease_holders(checkpoint.path)) == 1
@@ -214,13 +212,13 @@ def test_a_checkpoint_is_leased_while_it_is_held(tmp_path: Path) -> None:
     assert list(checkpoint.path.glob("lease.*")) == []
 
 
-def test_a_checkpoint_that_has_gone_cannot_be_held(tmp_path: Path) -> None:
+def test_removed_checkpoint_cannot_be_leased(tmp_path: Path) -> None:
     checkpoint = EvalCheckpoint(tmp_path / "global_step_1", tmp_path / "x", run_dir=tmp_path, step=1)
     with pytest.raises(UserError, match="has just been removed"), lease_checkpoint(checkpoint):
         pass
 
 
-def test_figures_go_to_the_run_or_beside_the_model_or_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_results_directory_follows_run_model_or_option(tmp_path: Path) -> None:
     of_run = find_checkpoint(commit(tmp_path / "run", 5))
     place = eval_dir_of_checkpoint(of_run, None)
     assert place == eval_dir_of_run(tmp_path / "run") == EvalDir(tmp_path / "run" / "eval", tmp_path / "run")
@@ -234,7 +232,7 @@ def test_figures_go_to_the_run_or_beside_the_model_or_where_they_are_asked_for(t
     assert (asked.results_of("step_5"), asked.run_dir) == (tmp_path / "out", tmp_path / "run")
 
 
-def test_a_place_is_found_by_the_run_or_by_itself(tmp_path: Path) -> None:
+def test_eval_directory_is_found_by_run_or_by_itself(tmp_path: Path) -> None:
     root = tmp_path / "run" / "eval"
     root.mkdir(parents=True)
     with pytest.raises(UserError, match="holds no evaluation"):
@@ -249,7 +247,7 @@ def test_a_place_is_found_by_the_run_or_by_itself(tmp_path: Path) -> None:
         eval_dir_of_run(tmp_path / "none")
 
 
-def test_the_run_config_is_read_with_defaults(tmp_path: Path) -> None:
+def test_run_config_is_read_with_defaults(tmp_path: Path) -> None:
     run_dir = tmp_path / "first"
     run_dir.mkdir()
     assert read_training_run(None) == TrainingRun()
@@ -265,7 +263,7 @@ def test_the_run_config_is_read_with_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["eval: [", "- 1\n", "eval: {recipe: 3}\n", "eval: 3\n", "eval: {recipe: '${nowhere}'}\n"]
 )
-def test_a_broken_run_config_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_run_config_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match="config.yaml"):
         read_training_run(tmp_path)

@@ -1,4 +1,4 @@
-"""The job queue, with real processes that claim jobs, die and come back."""
+"""The job queue, with real processes that claim jobs, die and resume."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def only(queue: JobQueue) -> Job:
 
 
 def rewrite(queue: JobQueue, **values: object) -> None:
-    """Change the row behind the queue's back, as a process on another machine would."""
+    """Change the row directly in the database, as a process on another machine would."""
     with sqlite3.connect(queue.path) as database:
         database.execute(f"UPDATE jobs SET {', '.join(f'{name}=?' for name in values)}", tuple(values.values()))
 
@@ -102,7 +102,7 @@ def row_of(queue: JobQueue) -> dict[str, object]:
         return dict(database.execute("SELECT * FROM jobs").fetchone())
 
 
-def test_each_job_is_had_by_exactly_one_of_several_processes(tmp_path: Path) -> None:
+def test_each_job_is_claimed_by_exactly_one_process(tmp_path: Path) -> None:
     workers = [start(CLAIM_ALL, tmp_path) for _ in range(4)]  # they also make the file at the same time
     assert [worker.stdout.readline() for worker in workers] == ["ready\n"] * 4
     queue = JobQueue(tmp_path)
@@ -116,7 +116,7 @@ def test_each_job_is_had_by_exactly_one_of_several_processes(tmp_path: Path) -> 
     assert {job.state for job in queue.jobs()} == {"done"}
 
 
-def test_a_claim_is_kept_while_its_process_lives_and_free_when_it_was_killed(tmp_path: Path) -> None:
+def test_claim_is_released_when_its_process_is_killed(tmp_path: Path) -> None:
     holder = start(ENTER_AND_WAIT, tmp_path, "x")
     assert holder.stdout.readline() == "True\n"
     queue = JobQueue(tmp_path)
@@ -128,7 +128,7 @@ def test_a_claim_is_kept_while_its_process_lives_and_free_when_it_was_killed(tmp
     assert only(queue).worker.startswith(f"process {os.getpid()} on ")
 
 
-def test_a_zombie_holds_nothing(tmp_path: Path) -> None:
+def test_zombie_process_holds_no_claim(tmp_path: Path) -> None:
     holder = start(ENTER_AND_WAIT, tmp_path, "x")
     assert holder.stdout.readline() == "True\n"
     os.kill(holder.pid, signal.SIGKILL)
@@ -137,7 +137,7 @@ def test_a_zombie_holds_nothing(tmp_path: Path) -> None:
     kill(holder)
 
 
-def test_a_claim_of_another_host_is_free_when_it_was_not_renewed_for_long(queue: JobQueue) -> None:
+def test_claim_of_another_host_expires_without_renewal(queue: JobQueue) -> None:
     job = queue.claim(WANTED)
     renewed = row_of(queue)["renewed"]
     rewrite(queue, host="elsewhere/1")
@@ -149,7 +149,7 @@ def test_a_claim_of_another_host_is_free_when_it_was_not_renewed_for_long(queue:
     assert queue.claim(WANTED) == job
 
 
-def test_a_process_of_the_same_number_born_later_is_another(queue: JobQueue) -> None:
+def test_reused_pid_does_not_hold_claim(queue: JobQueue) -> None:
     queue.claim(WANTED)
     rewrite(queue, born=row_of(queue)["born"] - 1)
     assert queue.claim(WANTED) is not None
@@ -169,7 +169,7 @@ def lose_by_its_end(queue: JobQueue) -> None:
 
 
 @pytest.mark.parametrize("lose", [lose_to_another_host, lose_to_another_digest, lose_by_its_end])
-def test_who_has_lost_a_claim_changes_nothing(queue: JobQueue, lose) -> None:
+def test_worker_that_lost_claim_cannot_change_job(queue: JobQueue, lose) -> None:
     job = queue.claim(WANTED)
     lose(queue)
     before = row_of(queue)
@@ -181,7 +181,7 @@ def test_who_has_lost_a_claim_changes_nothing(queue: JobQueue, lose) -> None:
     assert row_of(queue) == before
 
 
-def test_renewal_and_end_keep_the_times(queue: JobQueue) -> None:
+def test_renewal_and_completion_record_times(queue: JobQueue) -> None:
     job = queue.claim(WANTED)
     rewrite(queue, renewed=1.0)
     assert queue.record_seconds(job, {"active_s": 2.5}) and row_of(queue)["renewed"] > 1.0
@@ -192,7 +192,7 @@ def test_renewal_and_end_keep_the_times(queue: JobQueue) -> None:
     assert done.started <= done.ended
 
 
-def test_the_pause_doubles_and_the_last_failure_stays_readable(queue: JobQueue) -> None:
+def test_backoff_doubles_and_last_error_is_kept(queue: JobQueue) -> None:
     pauses = []
     for attempt in (1, 2):
         assert queue.fail(queue.claim(WANTED), f"attempt {attempt} broke", {"active_s": 1.0 * attempt})
@@ -208,38 +208,38 @@ def test_the_pause_doubles_and_the_last_failure_stays_readable(queue: JobQueue) 
     assert only(queue).has_ended and queue.claim(WANTED) is None
 
 
-def test_a_release_counts_no_attempt(queue: JobQueue) -> None:
+def test_release_does_not_count_as_attempt(queue: JobQueue) -> None:
     for _ in range(5):
         assert queue.release(queue.claim(WANTED), {"active_s": 3.0})
     assert (only(queue).state, only(queue).attempts, only(queue).seconds) == ("pending", 0, {"active_s": 3.0})
 
 
-def test_another_digest_makes_a_job_due_again_and_drops_its_history(queue: JobQueue) -> None:
+def test_new_digest_requeues_job_and_clears_history(queue: JobQueue) -> None:
     queue.fail(queue.claim(WANTED), "broken", {"active_s": 9.0})
     queue.add_all([("step_1", "d", 1, "y")])
     job = only(queue)
     assert (job.state, job.digest, job.attempts, job.not_before, job.error) == ("pending", "y", 0, 0, None)
     assert (job.seconds, job.started, job.ended) == ({}, None, None)
-    assert queue.claim(WANTED) is None  # of the digest that it had
+    assert queue.claim(WANTED) is None  # claims with the old digest fail
     assert queue.claim([("step_1", "d", "y")]) is not None
 
 
-def test_the_same_digest_leaves_a_job_as_it_is(queue: JobQueue) -> None:
+def test_same_digest_leaves_job_unchanged(queue: JobQueue) -> None:
     queue.finish(queue.claim(WANTED), {"active_s": 1.0})
     before, content = row_of(queue), queue.path.read_bytes()
     queue.add_all([("step_1", "d", 2, "x")])
     assert row_of(queue) == before
-    assert queue.path.read_bytes() == content  # a look at a thousand checkpoints writes nothing
+    assert queue.path.read_bytes() == content  # polling checkpoints writes nothing
 
 
-def test_a_job_keeps_the_lowest_tier(tmp_path: Path) -> None:
+def test_job_keeps_lowest_tier(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path)
     for tier in (3, 1, 2):
         queue.add_all([("step_1", "d", tier, "x")])
     assert only(queue).tier == 1
 
 
-def test_another_digest_waits_while_another_process_is_at_work(tmp_path: Path) -> None:
+def test_new_digest_waits_for_running_worker(tmp_path: Path) -> None:
     holder = start(ENTER_AND_WAIT, tmp_path, "x")
     assert holder.stdout.readline() == "True\n"
     queue = JobQueue(tmp_path)
@@ -250,7 +250,7 @@ def test_another_digest_waits_while_another_process_is_at_work(tmp_path: Path) -
     assert (only(queue).digest, only(queue).state) == ("y", "pending")
 
 
-def test_what_a_living_process_wants_done_is_not_undone_by_other_settings(tmp_path: Path) -> None:
+def test_done_job_of_live_owner_keeps_its_digest(tmp_path: Path) -> None:
     owner = start(ENTER_AND_WAIT, tmp_path, "x")
     assert owner.stdout.readline() == "True\n"
     queue = JobQueue(tmp_path)
@@ -262,12 +262,12 @@ def test_what_a_living_process_wants_done_is_not_undone_by_other_settings(tmp_pa
     assert (only(queue).digest, only(queue).state) == ("y", "pending")
 
 
-def test_of_two_that_wait_for_each_other_the_first_goes_on(tmp_path: Path) -> None:
+def test_mutual_wait_is_resolved_in_favor_of_first_owner(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path)
     wanted = [("step_1", "d", "x"), ("step_2", "d", "x")]
     queue.add_all([(*wanted[0][:2], 1, "x")])
     other = start(ENTER_BOTH, tmp_path)
-    say(other, "second\n")  # enters what this process enters too late
+    say(other, "second\n")  # adds it before this process does
     assert other.stdout.readline() == "None\n"  # and does not begin, for step_1 is not its own
     queue.add_all([(*wanted[1][:2], 1, "x")])
     assert queue.claim(wanted) is None
@@ -284,7 +284,7 @@ def test_of_two_that_wait_for_each_other_the_first_goes_on(tmp_path: Path) -> No
     kill(other)
 
 
-def test_who_wants_the_same_after_the_owner_has_died_is_the_next_owner(tmp_path: Path) -> None:
+def test_same_digest_takes_ownership_after_owner_died(tmp_path: Path) -> None:
     first = start(ENTER_AND_WAIT, tmp_path, "x")
     assert first.stdout.readline() == "True\n"
     kill(first)
@@ -297,7 +297,7 @@ def test_who_wants_the_same_after_the_owner_has_died_is_the_next_owner(tmp_path:
     kill(second)
 
 
-def test_an_owner_on_another_host_lives_while_it_is_heard_of(queue: JobQueue) -> None:
+def test_owner_on_another_host_lives_until_heartbeat_expires(queue: JobQueue) -> None:
     other = ProcessId("elsewhere/1/1", 7, 8)
     rewrite(queue, owner=other.key)
     with sqlite3.connect(queue.path) as database:
@@ -310,7 +310,7 @@ def test_an_owner_on_another_host_lives_while_it_is_heard_of(queue: JobQueue) ->
     assert only(queue).digest == "y"
 
 
-def test_a_beat_renews_claims_and_ownership(queue: JobQueue) -> None:
+def test_heartbeat_renews_claims_and_ownership(queue: JobQueue) -> None:
     queue.claim(WANTED)
     rewrite(queue, renewed=1.0)
     with sqlite3.connect(queue.path) as database:
@@ -322,7 +322,7 @@ def test_a_beat_renews_claims_and_ownership(queue: JobQueue) -> None:
     assert heard >= before and row_of(queue)["renewed"] >= before
 
 
-def test_the_heartbeat_goes_on_while_the_main_thread_is_busy(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_continues_while_main_thread_is_busy(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_module, "HEARTBEAT_S", 0.01)
     queue.claim(WANTED)
     with queue.heartbeat():
@@ -331,7 +331,7 @@ def test_the_heartbeat_goes_on_while_the_main_thread_is_busy(queue: JobQueue, mo
             wait_until(lambda: row_of(queue)["renewed"] != 1.0)
 
 
-def test_jobs_of_vanished_checkpoints_are_given_up(tmp_path: Path) -> None:
+def test_jobs_of_removed_checkpoints_fail(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path)
     for label in ("step_1", "step_2", "step_3", "base_model", "step_4"):
         queue.add_all([(label, "d", 1, "x")])
@@ -343,11 +343,11 @@ def test_jobs_of_vanished_checkpoints_are_given_up(tmp_path: Path) -> None:
         "step_1": "failed", "step_2": "running", "step_3": "pending", "base_model": "pending", "step_4": "done",
     }  # fmt: skip
     assert "removed" in queue.jobs()[0].error
-    queue.add_all([("step_1", "d", 1, "x")])  # and there it is again
+    queue.add_all([("step_1", "d", 1, "x")])  # the checkpoint exists again
     assert (queue.jobs()[0].state, queue.jobs()[0].error) == ("pending", None)
 
 
-def test_a_vanished_checkpoint_whose_worker_died_is_given_up_too(tmp_path: Path) -> None:
+def test_job_of_removed_checkpoint_fails_after_worker_died(tmp_path: Path) -> None:
     holder = start(ENTER_AND_WAIT, tmp_path, "x")
     assert holder.stdout.readline() == "True\n"
     queue = JobQueue(tmp_path)
@@ -357,7 +357,7 @@ def test_a_vanished_checkpoint_whose_worker_died_is_given_up_too(tmp_path: Path)
     assert (only(queue).state, only(queue).worker) == ("failed", None)
 
 
-def test_retry_makes_failed_and_waiting_jobs_due_at_once(tmp_path: Path) -> None:
+def test_retry_requeues_failed_and_waiting_jobs(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path, max_attempts=2)
     for label in ("step_1", "step_2", "step_3"):
         queue.add_all([(label, "d", 1, "x")])
@@ -373,7 +373,7 @@ def test_retry_makes_failed_and_waiting_jobs_due_at_once(tmp_path: Path) -> None
     assert queue.retry() == []
 
 
-def test_what_was_published_is_remembered(queue: JobQueue) -> None:
+def test_published_digests_are_persistent(queue: JobQueue) -> None:
     assert queue.published("step_1") == (None, None)
     queue.mark_published("step_1", "one")
     queue.mark_published("step_1", "two")
@@ -385,7 +385,7 @@ def test_what_was_published_is_remembered(queue: JobQueue) -> None:
 
 
 @pytest.mark.parametrize("content", [b"no database, but long enough to be taken for one" * 100, None])
-def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_invalid_ledger_file_is_rejected(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / LEDGER_FILE
     path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(UserError, match=f"cannot use the ledger {path}"):
@@ -400,7 +400,7 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, content: bytes | No
         ("DROP TABLE published; CREATE TABLE published (checkpoint TEXT)", "published.digest"),
     ],
 )
-def test_a_ledger_of_another_version_is_refused(tmp_path: Path, change: str, missing: str) -> None:
+def test_ledger_of_another_version_is_rejected(tmp_path: Path, change: str, missing: str) -> None:
     with closing(JobQueue(tmp_path)) as queue:
         queue.add_all([("step_1", "d", 1, "x")])
         path = queue.path
@@ -412,7 +412,7 @@ def test_a_ledger_of_another_version_is_refused(tmp_path: Path, change: str, mis
     assert path.read_bytes() == before
 
 
-def test_a_ledger_with_a_column_more_is_used(tmp_path: Path) -> None:
+def test_ledger_with_extra_column_is_accepted(tmp_path: Path) -> None:
     JobQueue(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / LEDGER_FILE)) as database:
         database.executescript("ALTER TABLE jobs ADD COLUMN newer TEXT")
@@ -421,14 +421,14 @@ def test_a_ledger_with_a_column_more_is_used(tmp_path: Path) -> None:
         assert queue.claim([("step_1", "d", "x")]) is not None
 
 
-def test_a_ledger_that_breaks_while_it_is_open_is_told_in_a_sentence(queue: JobQueue) -> None:
+def test_ledger_damaged_while_open_raises_user_error(queue: JobQueue) -> None:
     queue.path.write_bytes(b"\0" * 8192)
     for use in (lambda: queue.jobs(), lambda: queue.claim(WANTED), lambda: queue.add_all([("a", "b", 1, "c")])):
         with pytest.raises(UserError, match="cannot use the ledger"):
             use()
 
 
-def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+def test_unwritable_ledger_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot use the ledger"):
         JobQueue(tmp_path / "file" / "eval")

@@ -1,4 +1,4 @@
-"""Figures, intervals and comparisons against values worked out by hand, by scipy and by simulation; their files."""
+"""Metrics, intervals and comparisons, against hand computation, scipy and simulation; and their files."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def checkpoint(run_dir: Path, step: int, exists: bool = True, **datasets: Datase
 # figures
 
 
-def test_figures_by_hand() -> None:
+def test_metrics_equal_hand_computation() -> None:
     assert summarize(FOUR, elapsed_s=8.0) == pytest.approx(
         {
             "num_problems": 4,
@@ -111,7 +111,7 @@ def test_figures_by_hand() -> None:
     )
 
 
-def test_figures_of_several_samples_by_hand() -> None:
+def test_metrics_of_several_samples_equal_hand_computation() -> None:
     figures = summarize(list(reversed(SAMPLED)), elapsed_s=4.0)
     expected = {
         "num_problems": 2,
@@ -129,7 +129,7 @@ def test_figures_of_several_samples_by_hand() -> None:
     assert "pass_at_5" not in figures and "pass_at_1" not in summarize(FOUR, 1.0)
 
 
-def test_figures_that_do_not_exist_are_none_and_a_dash() -> None:
+def test_undefined_metrics_are_none_and_shown_as_dash() -> None:
     figures = summarize(FOUR[1:], elapsed_s=0.0)
     absent = ("cost_per_solved_tokens", "cost_per_solved_judge_time", "throughput")
     assert all(figures[name] is None for name in absent)
@@ -143,12 +143,12 @@ def test_figures_that_do_not_exist_are_none_and_a_dash() -> None:
     ("answers", "message"),
     [([], "at least one"), (FOUR + FOUR[:1], "occurs twice"), (SAMPLED[:7], r"not \[3, 4\]")],
 )
-def test_answers_that_make_no_data_set_are_refused(answers: list[JudgedAnswer], message: str) -> None:
+def test_inconsistent_answers_are_rejected(answers: list[JudgedAnswer], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         summarize(answers, elapsed_s=1.0)
 
 
-def test_pass_at_k_is_that_of_the_definition() -> None:
+def test_pass_at_k_equals_definition() -> None:
     for n, c, k in product(range(1, 9), range(9), range(1, 9)):
         if c <= n and k <= n:
             assert pass_at_k(n, c, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k))
@@ -161,13 +161,13 @@ def test_pass_at_k_is_that_of_the_definition() -> None:
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 1), (0, 164), (1, 4), (82, 164), (163, 164), (164, 164)])
-def test_wilson_is_scipys(k: int, n: int) -> None:
+def test_wilson_interval_equals_scipy(k: int, n: int) -> None:
     expected = binomtest(k, n).proportion_ci(method="wilson")
     assert wilson(k, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert wilson(k, n)[0] <= k / n <= wilson(k, n)[1]
 
 
-def test_every_rate_has_an_interval_around_it() -> None:
+def test_every_rate_lies_in_its_interval() -> None:
     for answers in (FOUR, SAMPLED):
         figures, intervals = summarize(answers, 1.0), rate_intervals(answers)
         assert RATES.keys() <= intervals.keys() <= figures.keys()
@@ -175,7 +175,7 @@ def test_every_rate_has_an_interval_around_it() -> None:
     assert rate_intervals(FOUR)["accepted_at_1"] == wilson(1, 4)
 
 
-def test_samples_that_are_all_alike_are_worth_one() -> None:
+def test_identical_samples_count_as_one() -> None:
     alike = np.array([1.0] * 30 + [0.0] * 70)
     assert wilson_clustered(alike, 10) == wilson(30, 100)
     assert wilson_clustered([1.0] * 100, 10) == wilson(100, 100)
@@ -186,7 +186,7 @@ def test_samples_that_are_all_alike_are_worth_one() -> None:
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.9])
 @pytest.mark.parametrize("alikeness", [0.05, 0.4, 0.9])
-def test_intervals_of_clusters_hold_the_rate_as_often_as_they_say(rate: float, alikeness: float) -> None:
+def test_clustered_intervals_have_nominal_coverage(rate: float, alikeness: float) -> None:
     rng = np.random.default_rng(1)
     spread = (1 - alikeness) / alikeness  # beta-binomial answers with this correlation within a problem
     chances = rng.beta(rate * spread, (1 - rate) * spread, size=(1000, 117))
@@ -204,7 +204,7 @@ def outcomes(*kinds: ErrorType) -> dict[str, tuple[ErrorType, ...]]:
     return {f"p{number}": (kind,) for number, kind in enumerate(kinds)}
 
 
-def test_comparison_by_hand() -> None:
+def test_comparison_equals_hand_computation() -> None:
     base = outcomes("success", "success", "timeout", "timeout", "timeout", "wrong_answer")
     best = outcomes("success", "timeout", "success", "success", "success", "timeout")
     found = compare_models(base, best)
@@ -216,14 +216,14 @@ def test_comparison_by_hand() -> None:
     assert accepted.interval[0] < accepted.difference < accepted.interval[1]
 
 
-def test_mcnemar_of_models_that_never_differ_and_of_one_that_always_wins() -> None:
+def test_mcnemar_of_equal_models_and_of_constant_winner() -> None:
     assert mcnemar_exact(0, 0) == 1.0
     assert mcnemar_exact(0, 10) == pytest.approx(2 / 2**10)
     same = compare_models(outcomes("success", "timeout"), outcomes("success", "timeout"))["accepted_at_1"]
     assert same.p_value == 1.0 and same.interval[0] < 0 < same.interval[1]
 
 
-def test_several_samples_are_compared_problem_by_problem() -> None:
+def test_several_samples_are_compared_per_problem() -> None:
     base = {f"p{n}": ("timeout", "timeout") for n in range(5)}
     best = {f"p{n}": ("success", "success" if n else "timeout") for n in range(5)}
     found = compare_models(base, best)["accepted_at_1"]
@@ -232,7 +232,7 @@ def test_several_samples_are_compared_problem_by_problem() -> None:
     assert found.p_value == pytest.approx(2 / 2**5)  # all signs one way or all the other
 
 
-def test_several_samples_that_are_copies_give_mcnemars_p() -> None:
+def test_duplicated_samples_give_mcnemar_p_value() -> None:
     rng = np.random.default_rng(3)
     kinds = np.array(["success", "timeout"])
     base, best = (outcomes(*kinds[rng.integers(2, size=12)]) for _ in range(2))
@@ -241,7 +241,7 @@ def test_several_samples_that_are_copies_give_mcnemars_p() -> None:
 
 
 @pytest.mark.parametrize("cells", [(0.5, 0.05, 0.15, 0.3), (0.2, 0.2, 0.2, 0.4), (0.9, 0.02, 0.03, 0.05)])
-def test_intervals_of_differences_hold_them_as_often_as_they_say(cells: tuple[float, ...]) -> None:
+def test_difference_intervals_have_nominal_coverage(cells: tuple[float, ...]) -> None:
     values = np.array([0.0, -1.0, 1.0, 0.0])  # both, only a, only b, neither
     runs = np.random.default_rng(2).choice(values, p=cells, size=(1000, 117))
     truth = float(values @ cells)
@@ -249,7 +249,7 @@ def test_intervals_of_differences_hold_them_as_often_as_they_say(cells: tuple[fl
     assert 0.93 <= held <= 0.985
 
 
-def test_other_problems_are_refused() -> None:
+def test_comparison_of_different_problems_is_rejected() -> None:
     with pytest.raises(UserError, match="1 problems .*'p1'"):
         compare_models(outcomes("success"), outcomes("success", "timeout"))
     with pytest.raises(UserError, match="num_samples"):
@@ -259,7 +259,7 @@ def test_other_problems_are_refused() -> None:
 # the choice
 
 
-def test_the_best_is_named_to_rotation(tmp_path: Path) -> None:
+def test_best_checkpoint_file_is_read_by_rotation(tmp_path: Path) -> None:
     evaluated = [checkpoint(tmp_path, step, x=result(rate)) for step, rate in ((10, 0.2), (20, 0.8), (30, 0.5))]
     choice = select_best(evaluated, X)
     assert choice is not None and (choice.best.step, choice.value) == (20, 0.8)
@@ -275,12 +275,12 @@ def test_the_best_is_named_to_rotation(tmp_path: Path) -> None:
     assert (best.step, best.datasets, best.settings) == (20, ("x",), X)
 
 
-def test_of_equal_checkpoints_the_newer_is_chosen_in_both_modes(tmp_path: Path) -> None:
+def test_tie_for_best_selects_newer_checkpoint(tmp_path: Path) -> None:
     evaluated = [checkpoint(tmp_path, step, x=result(0.5)) for step in (30, 10, 20)]
     assert [select_best(evaluated, X, mode=mode).best.step for mode in ("max", "min")] == [30, 30]
 
 
-def test_a_checkpoint_that_is_gone_or_has_no_value_is_not_chosen(tmp_path: Path) -> None:
+def test_removed_or_unmeasured_checkpoints_are_not_selected(tmp_path: Path) -> None:
     evaluated = [
         checkpoint(tmp_path, 10, x=result(0.1, cost=5.0)),
         checkpoint(tmp_path, 20, exists=False, x=result(0.9, cost=1.0)),
@@ -296,7 +296,7 @@ def test_a_checkpoint_that_is_gone_or_has_no_value_is_not_chosen(tmp_path: Path)
         select_best(evaluated, X, "speed")
 
 
-def test_a_checkpoint_that_was_evaluated_otherwise_is_not_compared(tmp_path: Path) -> None:
+def test_other_protocol_excludes_checkpoint_from_selection(tmp_path: Path) -> None:
     evaluated = [checkpoint(tmp_path, step, x=result(rate)) for step, rate in ((10, 0.2), (20, 0.1))]
     other = replace(result(0.9), protocol={"n": 2, "batch_size": 1})
     choice = select_best([*evaluated, checkpoint(tmp_path, 30, x=other)], X)
@@ -305,14 +305,14 @@ def test_a_checkpoint_that_was_evaluated_otherwise_is_not_compared(tmp_path: Pat
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_copy_of_a_result_counts_as_it_was_evaluated(tmp_path: Path, order: int) -> None:
+def test_partial_copy_of_result_restricts_selection_datasets(tmp_path: Path, order: int) -> None:
     whole = checkpoint(tmp_path, 10, x=result(0.2), y=result(0.4))
     evaluated = [whole, replace(whole, datasets={"x": whole.datasets["x"]})]
     choice = select_best(evaluated[::order], {"x": {"n": 1}, "y": {"n": 1}})
     assert (choice.best.step, choice.datasets, choice.value) == (10, ("x",), 0.2)
 
 
-def test_the_choice_is_over_the_problems_that_count_and_that_all_have(tmp_path: Path) -> None:
+def test_selection_uses_tier_1_problems_that_all_have(tmp_path: Path) -> None:
     evaluated = [
         checkpoint(tmp_path, 10, x=result(0.5, 100), y=result(0.9, 300), z=result(0.9), big=result(0.1, tier=2)),
         checkpoint(tmp_path, 20, x=result(0.9, 100), y=result(0.5, 300), big=result(0.9, tier=2)),
@@ -330,7 +330,7 @@ def test_the_choice_is_over_the_problems_that_count_and_that_all_have(tmp_path: 
 # files
 
 
-def test_an_evaluation_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_evaluation_file_round_trips(tmp_path: Path) -> None:
     figures = DatasetResult(
         summarize(SAMPLED, 1.0), rate_intervals(SAMPLED), 2, {"temperature": 0.8}, "bwrap", {"judge_s": 1.5}
     )
@@ -346,7 +346,7 @@ def test_an_evaluation_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert {"num_problems", "accepted_at_1", "pass_at_4", "intervals"} <= summary["datasets"]["heart"].keys()
 
 
-def test_figures_that_json_cannot_hold_leave_the_old_file(tmp_path: Path) -> None:
+def test_non_finite_metrics_leave_old_file_unchanged(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, 1, x=result(0.5))
     path = write_evaluation(tmp_path, model)
     before = path.read_text()
@@ -355,7 +355,7 @@ def test_figures_that_json_cannot_hold_leave_the_old_file(tmp_path: Path) -> Non
     assert path.read_text() == before
 
 
-def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+def test_unusable_files_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "metrics.json").write_text('{"label": "x"}')
     (tmp_path / "best_checkpoint.json").write_text("{}")
@@ -368,7 +368,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
             read(tmp_path)
 
 
-def test_verdicts_are_read_back_in_the_order_of_the_samples(tmp_path: Path) -> None:
+def test_verdicts_are_read_in_sample_order(tmp_path: Path) -> None:
     path = write_verdicts(tmp_path, "heart", reversed(SAMPLED))
     found = read_outcomes(tmp_path)["heart"]
     assert found["a"] == ("success",) * 3 + ("wrong_answer",) and found["b"] == ("success",) + ("timeout",) * 3
@@ -384,7 +384,7 @@ def many() -> list[JudgedAnswer]:
     return [judged(f"p{number}", kind) for number, kind in enumerate(kinds)]
 
 
-def test_the_sample_has_each_error_type_and_is_the_same_each_time() -> None:
+def test_answer_sample_covers_error_types_and_is_deterministic() -> None:
     answers = many()
     drawn = sample_answers(answers, per_error_type=5)
     for kind in ERROR_TYPES:
@@ -396,7 +396,7 @@ def test_the_sample_has_each_error_type_and_is_the_same_each_time() -> None:
     assert ids[:5] != [one.problem.problem_id for one in answers if one.verdict.error_type == "success"][:5]
 
 
-def test_the_log_holds_any_text(tmp_path: Path) -> None:
+def test_qa_log_stores_any_text(tmp_path: Path) -> None:
     path = write_qa_log(tmp_path / "new", "heart", FOUR)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert path == tmp_path / "new" / "qa_logs" / "heart_qa.jsonl"
@@ -420,7 +420,7 @@ OTHERS = {
 
 
 def changed(content: dict[str, Any], key: str, *value: Any) -> dict[str, Any]:
-    """A copy with another value at a dotted key, or without the key where there is none."""
+    """A copy with another value at a dotted key, or without the key if no value is given."""
     head, _, rest = key.strip().partition(".")
     if rest:
         return {**content, head: changed(content[head], rest, *value)}
@@ -428,7 +428,7 @@ def changed(content: dict[str, Any], key: str, *value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_files_of_another_version_are_refused(name: str, tmp_path: Path) -> None:
+def test_files_of_another_version_are_rejected(name: str, tmp_path: Path) -> None:
     model = checkpoint(tmp_path, 10, x=result(0.5))
     write_evaluation(tmp_path, model)
     write_best_checkpoint(tmp_path, select_best([model], X), [model])

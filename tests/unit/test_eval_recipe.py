@@ -1,4 +1,4 @@
-"""Evaluation recipes: every shipped one parses, and what cannot work is refused by its key."""
+"""Evaluation recipes: shipped ones parse, and invalid values are rejected with their key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "eval").glob("*.yaml"
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_shipped_recipe_parses_and_evaluates_something(name: str) -> None:
+def test_shipped_recipe_parses_and_has_datasets(name: str) -> None:
     recipe = load_eval_config(name)
     assert recipe.tiers.tier1
     assert (recipe.sampling.temperature, recipe.sampling.top_p, recipe.sampling.num_samples) == (0.0, 1.0, 1)
@@ -34,7 +34,7 @@ def test_a_shipped_recipe_parses_and_evaluates_something(name: str) -> None:
     assert {name for name, _ in recipe.datasets_up_to(3)} == recipe.datasets.keys()
 
 
-def test_the_protocol_is_that_of_the_specification() -> None:
+def test_phase1_protocol_matches_specification() -> None:
     recipe = load_eval_config("phase1")
     assert (recipe.sampling.max_tokens, recipe.engine.max_model_len) == (2048, 6144)
     assert (recipe.judge.limits.wall_s, recipe.judge.limits.memory_mb) == (30.0, 1024)
@@ -48,17 +48,17 @@ def test_the_protocol_is_that_of_the_specification() -> None:
     }  # fmt: skip
 
 
-def test_the_default_recipe_is_the_quickstart() -> None:
+def test_default_recipe_is_quickstart() -> None:
     assert load_eval_config(None) == load_eval_config("quickstart")
 
 
-def test_a_data_set_of_two_tiers_counts_for_the_first() -> None:
+def test_dataset_of_two_tiers_counts_for_first() -> None:
     recipe = load_eval_config("phase1", ["tiers.tier2=[humaneval,mbpp]", "tiers.tier1=[mbpp]"])
     assert recipe.datasets_up_to(1) == [("mbpp", 1)]
     assert recipe.datasets_up_to(3) == [("mbpp", 1), ("humaneval", 2), ("codecontests_test", 3)]
 
 
-def test_nested_keys_are_overridden() -> None:
+def test_nested_keys_can_be_overridden() -> None:
     recipe = load_eval_config(
         "quickstart",
         [
@@ -78,7 +78,7 @@ def test_nested_keys_are_overridden() -> None:
     assert recipe.engine.vllm == {"enforce_eager": True, "max_num_seqs": 8}
 
 
-def test_a_recipe_may_be_any_file(tmp_path: Path) -> None:
+def test_recipe_may_be_any_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("datasets:\n  a: {format: gsm8k, path: a.jsonl}\ntiers: {tier1: [a]}\nbatch_size: 3\n")
     recipe = load_eval_config(str(path), ["batch_size=4"])
@@ -174,7 +174,7 @@ def test_a_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("selection.metric=cost_per_solved_tokens", "set selection.mode=min"),
     ],
 )
-def test_what_cannot_work_is_refused_by_its_key(override: str, words: str) -> None:
+def test_invalid_recipe_values_are_rejected_by_key(override: str, words: str) -> None:
     with pytest.raises(UserError, match=words.replace("?", r"\?").replace("+", r"\+")):
         load_eval_config("quickstart", [override])
 
@@ -188,7 +188,7 @@ def test_what_cannot_work_is_refused_by_its_key(override: str, words: str) -> No
         (["tiers.tier1=[]", "tiers.tier2=[]"], "tiers.tier1 is empty"),
     ],
 )
-def test_tiers_by_which_nothing_is_best_are_refused(overrides: list[str], words: str) -> None:
+def test_tiers_without_selectable_dataset_are_rejected(overrides: list[str], words: str) -> None:
     with pytest.raises(UserError, match=f"{words}.*; (add|set)"):
         load_eval_config("phase1", overrides)
 
@@ -202,18 +202,18 @@ def test_tiers_by_which_nothing_is_best_are_refused(overrides: list[str], words:
         [f"tiers.tier{tier}=[]" for tier in (1, 2, 3)],
     ],
 )
-def test_tiers_by_which_one_is_best_or_of_a_recipe_for_judging(overrides: list[str]) -> None:
+def test_tiers_with_selectable_dataset_or_none_are_accepted(overrides: list[str]) -> None:
     assert load_eval_config("phase1", overrides).selection.metric == "exec_success_rate"
 
 
-def test_the_value_of_a_key_that_may_be_secret_is_not_shown() -> None:
+def test_possibly_secret_values_are_not_shown() -> None:
     for override in ("engine.api_key_env=123456", "engine.base_url=[secret]"):
         with pytest.raises(UserError) as refused:
             load_eval_config("quickstart", [override])
         assert "123456" not in str(refused.value) and "secret" not in str(refused.value)
 
 
-def test_a_number_outside_its_range_is_refused_with_the_range() -> None:
+def test_out_of_range_error_states_range() -> None:
     for words, range_ in {
         "engine.gpu_memory_utilization=2": "it must be a number above 0 and at most 1",
         "sampling.max_tokens=0": "it must be a whole number of at least 1",
@@ -227,7 +227,7 @@ def test_a_number_outside_its_range_is_refused_with_the_range() -> None:
         assert str(refused.value) == f"{key} is {value}; {range_}"
 
 
-def test_no_key_can_be_added_and_none_is_suggested_to_be() -> None:
+def test_unknown_keys_cannot_be_added() -> None:
     for override in ("bogus_thing=1", "+bogus_thing=1", "++bogus_thing=1"):
         with pytest.raises(UserError, match="'bogus_thing', which is not a configuration key; known keys begin") as no:
             load_eval_config("quickstart", [override])
@@ -236,18 +236,18 @@ def test_no_key_can_be_added_and_none_is_suggested_to_be() -> None:
     assert (recipe.engine.vllm, recipe.batch_size) == ({"max_num_seqs": 8}, 3)
 
 
-def test_a_mapping_on_the_command_line_adds_to_the_recipes() -> None:
+def test_mapping_override_extends_recipe() -> None:
     recipe = load_eval_config("quickstart", ["datasets={mine: {format: mbpp, path: mine.jsonl}}"])
     assert list(recipe.sources) == ["quickstart", "mine"]
 
 
-def test_every_key_is_described() -> None:
+def test_recipe_keys_are_documented() -> None:
     for name, key in keys(EvalConfig).items():
         assert key.setting.doc and not key.setting.doc.endswith("."), name
         check_value(key, key.default)
 
 
-def test_the_configuration_needs_no_engine_and_no_sandbox() -> None:
+def test_config_imports_no_engine_and_no_sandbox() -> None:
     code = "import sys, eval_pipeline.config; print(*sorted(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     modules = found.stdout.split()
@@ -273,24 +273,24 @@ SEVERAL = ("sampling.num_samples=7", "sampling.temperature=1")
         ("selection.metric=pass_at_7", *SEVERAL),
     ],
 )
-def test_figures_to_choose_by(overrides: tuple[str, ...]) -> None:
+def test_selection_metrics_are_accepted(overrides: tuple[str, ...]) -> None:
     assert load_eval_config("quickstart", overrides).selection.metric == overrides[0].partition("=")[2]
 
 
 @pytest.mark.parametrize("k", [2, 10])
-def test_a_pass_at_k_that_is_not_reported_is_refused(k: int) -> None:
+def test_unreported_pass_at_k_is_rejected(k: int) -> None:
     with pytest.raises(UserError, match=f"selection.metric is 'pass_at_{k}'.* pass_at_1, pass_at_5, pass_at_7"):
         load_eval_config("quickstart", [f"selection.metric=pass_at_{k}", *SEVERAL])
 
 
 @pytest.mark.parametrize("num_samples", [1, 7])
-def test_the_figures_to_choose_by_are_those_that_an_evaluation_has(num_samples: int) -> None:
+def test_selectable_metrics_equal_reported_metrics(num_samples: int) -> None:
     problem, verdict = Problem("a", "Say 1.", ReferenceAnswer("1")), Verdict("success", 1, 1)
     answers = [JudgedAnswer(problem, sample, GeneratedAnswer("1", 1, False), verdict) for sample in range(num_samples)]
     assert set(summarize(answers, elapsed_s=1.0)) == set(metric_names(num_samples))
 
 
-def test_a_recipe_can_be_restricted_to_data_sets() -> None:
+def test_recipe_can_be_restricted_to_datasets() -> None:
     recipe = restrict_datasets(load_eval_config("phase1"), {"mbpp", "humaneval", "gone"})
     assert recipe.datasets_up_to(3) == [("mbpp", 1), ("humaneval", 3)]
     chosen_by_another = load_eval_config("phase1", ["selection.dataset=mbpp"])
@@ -300,19 +300,19 @@ def test_a_recipe_can_be_restricted_to_data_sets() -> None:
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "a: [", "datasets: {a: 1}\nfoo: 2\n", "\x00"])
-def test_a_broken_recipe_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_recipe_file_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match="mine.yaml|foo|lacks a key"):
         load_eval_config(str(path))
 
 
-def test_an_unknown_recipe_names_the_closest() -> None:
+def test_unknown_recipe_error_names_closest() -> None:
     with pytest.raises(UserError, match="humaneval"):
         load_eval_config("human_eval")
 
 
-def test_key_value_words_may_stand_anywhere() -> None:
+def test_overrides_may_appear_anywhere() -> None:
     words = ["run", "a=1", "--checkpoint", "model", "b=2", "--limit", "3", "~c", "--no-wandb", "+d=4"]
     arguments = parse(words)
     assert sorted(arguments.overrides) == sorted(["a=1", "b=2", "~c", "+d=4"])
@@ -320,12 +320,12 @@ def test_key_value_words_may_stand_anywhere() -> None:
 
 
 @pytest.mark.parametrize("words", [["a=1", "dir", "b=2"], ["dir", "a=1", "b=2"], ["a=1", "b=2", "dir"]])
-def test_the_directory_is_the_word_without_a_value(words: list[str]) -> None:
+def test_directory_is_word_without_value(words: list[str]) -> None:
     arguments = parse(["watch", *words])
     assert (arguments.directory, arguments.overrides) == (Path("dir"), ["a=1", "b=2"])
 
 
-def test_a_directory_may_hold_an_equals_sign() -> None:
+def test_directory_may_contain_equals_sign() -> None:
     assert parse(["watch", "lr=1/sft"]).directory == Path("lr=1/sft")
 
 
@@ -339,7 +339,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_what_is_read_is_looked_up_where_the_user_stands_and_then_in_the_repository(
+def test_input_paths_resolve_from_caller_then_repository(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(tmp_path / "a=b"))  # as run.sh does before it changes directory
@@ -356,16 +356,14 @@ def test_what_is_read_is_looked_up_where_the_user_stands_and_then_in_the_reposit
 
 
 @pytest.mark.parametrize("words", [["run"], ["judge", "--problems", "x", "--answers", "y"]])
-def test_what_is_written_goes_where_the_user_stands(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_paths_resolve_from_caller(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(tmp_path))
     assert parse([*words, "--output", "recipes"]).output == tmp_path / "recipes"
     monkeypatch.delenv("VERL_EXT_CALLED_FROM")
     assert parse([*words, "--output", "recipes"]).output == Path("recipes")
 
 
-def test_a_data_set_of_a_recipe_counts_from_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_paths_in_recipe_resolve_from_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_eval_config("quickstart", ["datasets.quickstart.path=tests/assets/none.jsonl"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=f"{ROOT}/tests/assets/none.jsonl"):
@@ -388,7 +386,7 @@ def test_a_data_set_of_a_recipe_counts_from_the_repository(tmp_path: Path, monke
         [],
     ],
 )
-def test_unknown_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_options_are_rejected(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 2

@@ -1,4 +1,4 @@
-"""The report of a made-up run, and what W&B receives, read from its own file."""
+"""The report of a synthetic run, and the W&B records, read from their files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def answer_all(dataset: str, share: float, num_problems: int, num_samples: int) 
 def evaluate(
     run_dir: Path, step: int | None, share: float, *datasets: str, samples: int = 1, problems: int = 40
 ) -> EvaluatedModel:
-    """A model with its files on the disk."""
+    """An evaluated model with its files on disk."""
     label = "base" if step is None else f"step_{step}"
     path = run_dir / ("base" if step is None else f"global_step_{step}")
     path.mkdir(parents=True)
@@ -72,7 +72,7 @@ def evaluate(
 
 
 def report(run_dir: Path, rows: list[dict[str, Any]]) -> tuple[str, dict[str, Any], Path]:
-    """Choose and report from the files alone; the rows go to `metrics.jsonl`."""
+    """Select the best checkpoint and write the report from files only; `rows` go to `metrics.jsonl`."""
     log = MetricsFile(run_dir / "metrics.jsonl", attempt=1)
     for row in rows:
         log.append(row["step"], {name: value for name, value in row.items() if name != "step"})
@@ -97,7 +97,7 @@ def plots(directory: Path) -> list[str]:
 ALL_PLOTS = ["error_distribution.png", "loss_against_success.png", "rates_over_steps.png"]
 
 
-def test_report_from_files_alone(tmp_path: Path) -> None:
+def test_report_is_built_from_files_only(tmp_path: Path) -> None:
     evaluate(tmp_path, None, 0.2, "x", "y")
     for step, share in ((10, 0.5), (20, 0.9), (100, 0.7)):
         evaluate(tmp_path, step, share, "x", "y")
@@ -126,8 +126,10 @@ def test_report_from_files_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_checkpoints", "datasets"), [(1, "w"), (2, "wxyz"), (30, "wxyz")])
-def test_report_of_few_and_many_checkpoints_and_data_sets(tmp_path: Path, num_checkpoints: int, datasets: str) -> None:
-    evaluate(tmp_path, None, 0.3, *datasets[:3])  # not asked the last of four
+def test_report_handles_few_and_many_checkpoints_and_datasets(
+    tmp_path: Path, num_checkpoints: int, datasets: str
+) -> None:
+    evaluate(tmp_path, None, 0.3, *datasets[:3])  # the last of four datasets is not evaluated
     for number in range(num_checkpoints):
         last = number == num_checkpoints - 1
         evaluate(tmp_path, 500 * (number + 1), 0.3 + 0.6 * number / 30, *(datasets if last else datasets[:2]))
@@ -137,7 +139,7 @@ def test_report_of_few_and_many_checkpoints_and_data_sets(tmp_path: Path, num_ch
     assert ("biased upwards" in text) == (num_checkpoints > 1)
 
 
-def test_report_of_several_samples_and_no_loss(tmp_path: Path) -> None:
+def test_report_handles_several_samples_and_no_loss(tmp_path: Path) -> None:
     evaluate(tmp_path, None, 0.2, "x", samples=5)
     evaluate(tmp_path, 10, 0.8, "x", samples=5)
     text, data, directory = report(tmp_path, [{"step": 10, "train/loss": math.nan}])
@@ -147,7 +149,7 @@ def test_report_of_several_samples_and_no_loss(tmp_path: Path) -> None:
     assert data["comparisons"]["x"]["accepted_at_1"]["both"] is None
 
 
-def test_checkpoints_without_a_loss_and_rates_at_the_ends(tmp_path: Path) -> None:
+def test_report_handles_missing_losses_and_extreme_rates(tmp_path: Path) -> None:
     evaluate(tmp_path, None, 0.0, "x", "y")
     evaluate(tmp_path, 10, 0.0, "x", "y")
     evaluate(tmp_path, 20, 1.0, "x")
@@ -156,7 +158,7 @@ def test_checkpoints_without_a_loss_and_rates_at_the_ends(tmp_path: Path) -> Non
     assert "| 1.0000 [0.9124, 1.0000] | +1.0000 [" in text
 
 
-def test_other_settings_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_names_different_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate(tmp_path, None, 0.2, "x")
     monkeypatch.setattr(f"{__name__}.ISOLATION", "sandlock")
     evaluate(tmp_path, 10, 0.8, "x")
@@ -164,7 +166,7 @@ def test_other_settings_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "different settings on `x`" in text and "| `isolation` | bwrap | sandlock |" in text
 
 
-def test_models_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+def test_incomparable_models_are_rejected(tmp_path: Path) -> None:
     evaluate(tmp_path / "a", None, 0.2, "x")
     evaluate(tmp_path / "a", 10, 0.8, "y")
     with pytest.raises(UserError, match="evaluate both on a common dataset"):
@@ -178,7 +180,7 @@ def test_models_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
         report(tmp_path / "b", [])
 
 
-def test_loss_is_the_last_attempts_at_the_evaluated_steps_alone() -> None:
+def test_loss_is_from_last_attempt_at_evaluated_steps() -> None:
     rows = [{"step": 1, "train/loss": 5.0}, {"step": 2, "train/loss": 4.0}, {"step": 2, "train/loss": 3.0}]
     losses = loss_history(rows, {2, 50})
     assert losses is not None and (losses.name, losses.values) == ("train/loss", {2: 3.0})
@@ -193,7 +195,7 @@ def test_loss_is_the_last_attempts_at_the_evaluated_steps_alone() -> None:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A machine on which nobody ever configured W&B."""
+    """A machine without any W&B configuration."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb_config"))
     monkeypatch.chdir(tmp_path)
@@ -202,7 +204,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     wandb.teardown()
 
 
-def test_wandb_has_figures_intervals_and_the_table(tmp_path: Path, offline: None) -> None:
+def test_wandb_gets_metrics_intervals_and_table(tmp_path: Path, offline: None) -> None:
     model = evaluate(tmp_path, 30, 0.5, "x", "y", problems=4)
     directory = EvalDir(tmp_path / "eval", tmp_path)
     for dataset, answers in {"x": answer_all("x", 0.5, 4, 1), "y": []}.items():
@@ -235,7 +237,7 @@ def test_wandb_has_figures_intervals_and_the_table(tmp_path: Path, offline: None
     assert table["data"][0][table["columns"].index("prompt")] == "p|rompt \\ud800"
 
 
-def test_wandb_that_fails_only_warns(
+def test_wandb_failure_only_warns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, offline: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""Jobs whose batches several workers share, and workers whose parts fail."""
+"""Jobs whose batches are shared by several workers, and workers that fail in part."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CONTEXT = {"isolation": "rlimits", "protocol": {"engine": "none"}}
 
 
 class Pool(WorkerPool):
-    """Takes every batch; its events are those that the test puts there."""
+    """A pool that accepts every batch and returns the events that the test sets."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -108,7 +108,7 @@ class Setup:
 
 
 def done(batch: Batch) -> list[Event]:
-    """What a worker says of a batch that goes well."""
+    """The events of a worker for a successful batch."""
     events: list[Event] = [BatchStarted(batch.id, CONTEXT)]
     for key in map(key_of, batch.requests):
         events += [AnswerReceived(batch.id, key, RIGHT), AnswerJudged(batch.id, key, Verdict("success", 1, 1))]
@@ -116,8 +116,8 @@ def done(batch: Batch) -> list[Event]:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_events_of_a_failed_attempt_do_not_reach_the_next_one(tmp_path: Path, ends: bool) -> None:
-    """The engine of one worker dies; another worker ends or fails its batch while the next attempt is under way."""
+def test_events_of_failed_attempt_do_not_reach_next_attempt(tmp_path: Path, ends: bool) -> None:
+    """One worker's engine dies. Another worker finishes or fails its batch during the next attempt."""
     pool = Pool()
     setup = Setup(tmp_path, pool)
     setup.step()
@@ -138,8 +138,8 @@ def test_events_of_a_failed_attempt_do_not_reach_the_next_one(tmp_path: Path, en
 
 
 @pytest.mark.parametrize("fails_again", [False, True])
-def test_an_api_error_is_tried_once_more(tmp_path: Path, fails_again: bool) -> None:
-    """Only what failed, the engine or the judge: what was answered and judged is kept."""
+def test_api_error_is_retried_once(tmp_path: Path, fails_again: bool) -> None:
+    """Only the failed part is repeated; finished answers and verdicts are kept."""
     pool = Pool()
     setup = Setup(tmp_path, pool)
     setup.step()
@@ -171,13 +171,13 @@ def test_an_api_error_is_tried_once_more(tmp_path: Path, fails_again: bool) -> N
     setup.step()
     kinds = ["api_error" if fails_again else "success", *["success"] * 3]
     assert setup.job.state == "done" and setup.judged == [kinds] and len(pool.batches) == 3
-    with closing(AnswerStore(tmp_path / "work", "a" * 32, "v" * 32)) as store:  # what another process finds
+    with closing(AnswerStore(tmp_path / "work", "a" * 32, "v" * 32)) as store:  # seen from another process
         assert [store.verdicts[problem.problem_id, 0].error_type for problem in PROBLEMS] == kinds
         assert (store.answers[refused].error is None) != fails_again
 
 
 class Workers(Pool):
-    """Workers in this process, which take turns and work when they are asked for events."""
+    """Workers in this process that take turns and work when asked for events."""
 
     def __init__(self, *workers: EvalWorker) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Workers(Pool):
 
 
 class Engines:
-    """Opens engines that answer right, the first of which dies at its first answer; counts what is asked."""
+    """Opens engines that answer correctly and counts requests; the first engine dies at its first answer."""
 
     def __init__(self) -> None:
         self.num_opened = 0
@@ -219,7 +219,7 @@ class Engines:
             yield request, RIGHT
 
 
-def test_an_engine_that_dies_costs_its_own_batch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_engine_loses_only_its_own_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = Engines()
     monkeypatch.setattr("eval_pipeline.worker.open_engine", engines)
     with EvalWorker(RECIPE) as first, EvalWorker(RECIPE) as second:
@@ -234,10 +234,10 @@ def test_an_engine_that_dies_costs_its_own_batch_alone(tmp_path: Path, monkeypat
     ("kind", "dies_at", "event"),
     [("vllm", "load", BatchFailed), ("vllm", "answer", BatchLost), ("openai", "answer", BatchFailed)],
 )
-def test_what_a_dead_engine_means_for_its_batch(
+def test_dead_engine_loses_or_fails_batch_by_kind(
     kind: str, dies_at: str, event: type[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new process of vLLM can do the batch; a server, and vLLM that cannot load, need the pause before a retry."""
+    """A new vLLM process can run the batch. A dead server or a failed load needs the backoff before a retry."""
     engine = MagicMock(protocol=CONTEXT["protocol"], seconds={})
     engine.__enter__.return_value = engine
     part = engine.__enter__ if dies_at == "load" else engine.answers
@@ -252,8 +252,8 @@ def test_what_a_dead_engine_means_for_its_batch(
     assert type(events[-1]) is event and "it died" in str(events[-1])
 
 
-def test_a_lost_batch_is_repeated_and_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """By a worker that lives, and by one that has died with another batch."""
+def test_lost_batch_is_retried_with_message(capsys: pytest.CaptureFixture[str]) -> None:
+    """The batch may be lost by a live worker or by one that died with another batch."""
     batches = [
         Batch(BatchId(claim=1, number=number), None, {}, (), SamplingConfig()) for number in range(BATCHES_PER_WORKER)
     ]
@@ -269,7 +269,7 @@ def test_a_lost_batch_is_repeated_and_said_so(capsys: pytest.CaptureFixture[str]
 
 
 class ScriptedWorker(PoolWorker):
-    """Has these events, then dies."""
+    """A worker that returns these events, then dies."""
 
     def __init__(self, events: list[Event], death: str) -> None:
         super().__init__()
@@ -282,8 +282,8 @@ class ScriptedWorker(PoolWorker):
         return self._script
 
 
-def test_a_hung_judge_does_not_hang_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of the answer may take 0.1 s, and the judge says nothing at all."""
+def test_hung_judge_does_not_hang_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of the answer may take 0.1 s, and the judge never replies."""
     for name, seconds in {"_CHECK_S": 0.05, "_SANDBOX_START_S": 0.0, "_GRACE_S": 0.0}.items():
         monkeypatch.setattr(f"eval_pipeline.judge.client.{name}", seconds)
     batch = Batch(BatchId(claim=1, number=0), None, {"p0": PROBLEMS[0]}, (), SamplingConfig())
@@ -306,14 +306,14 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eval_pipeline.watch.run_jobs", lambda *_: set())
 
 
-def test_an_engine_says_that_vllm_is_missing(without_vllm: None) -> None:
-    """Instead of "the vLLM process died (exit code 1)", which suggests that another attempt could succeed."""
+def test_missing_vllm_is_reported(without_vllm: None) -> None:
+    """The message must not be "the vLLM process died (exit code 1)", which suggests that a retry could succeed."""
     with pytest.raises(UserError, match="vLLM"):
         VllmModel(EngineConfig(), "model")
 
 
 @pytest.mark.parametrize("command", ["check", "run", "watch"])
-def test_commands_refuse_to_start_without_vllm(
+def test_commands_reject_missing_vllm(
     command: str, tmp_path: Path, without_vllm: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tmp_path / "few.yaml", {"tier1": {"few": HEART}}, judge={"isolation": "rlimits"})

@@ -1,4 +1,4 @@
-"""Each example of docs/guides/extending.md goes through the product's own entry."""
+"""Each example of docs/guides/extending.md runs through the product's own entry points."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ADAPTER = "examples/new_adapter/idefics3.py:Idefics3Adapter"
 RULES = "examples/new_health_rule/memory.py:RULES"
 
 
-def test_the_recipes_compose_and_pass_the_checks() -> None:
+def test_example_recipes_pass_checks() -> None:
     sft = load_config("sft", ["recipe=examples/new_recipe/conversions.yaml"])
     grpo = load_config("grpo", ["recipe=examples/new_reward/near.yaml"])
     for config in (sft, grpo):
@@ -52,7 +52,7 @@ def test_the_recipes_compose_and_pass_the_checks() -> None:
 
 
 def completion(model: Any, tokenizer: Any, prompt: str) -> Trajectory:
-    """What a model draws for a prompt."""
+    """A completion that a model samples for a prompt."""
     inputs = tokenizer(prompt, return_tensors="pt")
     torch.manual_seed(0)
     tokens = model.generate(**inputs, max_new_tokens=8, do_sample=True)[0, inputs["input_ids"].shape[1] :]
@@ -61,7 +61,7 @@ def completion(model: Any, tokenizer: Any, prompt: str) -> Trajectory:
     return Trajectory(prompt, 0).act(Completion(tuple(tokens.tolist()), torch.zeros(len(tokens)), True, text))
 
 
-def test_the_rewards_score_completions(quickstart: Path) -> None:
+def test_example_rewards_score_completions(quickstart: Path) -> None:
     config = load_config("grpo", ["recipe=examples/new_reward/near.yaml"])
     assert isinstance(config, GRPOConfig)
     environment = TextEnvironment(replace(REWARD, functions=config.reward.functions, time_limit_s=5.0), MAX_TOKENS, 1)
@@ -77,7 +77,7 @@ def test_the_rewards_score_completions(quickstart: Path) -> None:
     assert rewards[0].components["reward_correct"] == 1.0
 
 
-def test_the_problem_format_is_loaded_and_judged(tmp_path: Path) -> None:
+def test_example_problem_format_is_loaded_and_judged(tmp_path: Path) -> None:
     recipe = load_eval_config("examples/new_problem_format/doctests.yaml")
     problems = load_problems(recipe.sources["doctests"])
     assert problems[0].tests.tests == ("assert double(2) == 4", "assert double(-1.5) == -3.0")
@@ -93,7 +93,7 @@ def test_the_problem_format_is_loaded_and_judged(tmp_path: Path) -> None:
     assert [row["error_type"] for row in rows] == ["success", "wrong_answer", "api_error"]
 
 
-def test_the_page_lists_the_members_of_a_record() -> None:
+def test_page_lists_all_members_of_record() -> None:
     page = (ROOT / "docs/guides/extending.md").read_text()
     _, _, table = page.partition("| member of `Record` |")
     listed = re.findall(r"^\| `(\w+)[`(]", table.partition("\n\n")[0], re.MULTILINE)
@@ -101,7 +101,7 @@ def test_the_page_lists_the_members_of_a_record() -> None:
     assert set(listed) == members and len(listed) == len(members)
 
 
-def test_the_problem_format_becomes_prompts_for_grpo(tmp_path: Path) -> None:
+def test_example_problem_format_gives_grpo_prompts(tmp_path: Path) -> None:
     folder = "examples/new_problem_format"
     words = ["problems", "--format", f"{folder}/doctests.py:parse_problem", "--source", f"{folder}/problems.jsonl"]
     prepare([*words, "--output", str(tmp_path)])
@@ -110,11 +110,11 @@ def test_the_problem_format_becomes_prompts_for_grpo(tmp_path: Path) -> None:
     assert json.loads(rows[0]["reward_model"]["ground_truth"])["entry_point"] == "double"
 
 
-def test_a_row_that_is_no_problem_is_named(tmp_path: Path) -> None:
+def test_invalid_problem_row_is_named(tmp_path: Path) -> None:
     recipe = load_eval_config("examples/new_problem_format/doctests.yaml")
     path = tmp_path / "rows.jsonl"
     path.write_text('{"name": "f", "task": "Do.", "examples": ">>> f(1)\\n"}\n')
-    with pytest.raises(UserError, match="rows.jsonl, line 1: 'examples' must be lines of >>> with a result"):
+    with pytest.raises(UserError, match="rows.jsonl, line 1: 'examples' must be >>> lines, each followed by"):
         load_problems(replace(recipe.sources["doctests"], path=str(path)))
 
 
@@ -130,7 +130,7 @@ def idefics3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_adapter_answers_at_several_settings(idefics3: Path) -> None:
+def test_example_adapter_answers_at_several_settings(idefics3: Path) -> None:
     controlled = ControlledModel(str(idefics3 / "model"), (32, 64, 128), 3, adapter=ADAPTER)
     runner = controlled.runner("cpu", torch.float32, Plugin.parse(ADAPTER, "--adapter"))
     space, asked = runner.adapter.space(1, 4), question(0)
@@ -142,7 +142,7 @@ def test_the_adapter_answers_at_several_settings(idefics3: Path) -> None:
     assert len(runner.features(asked)[0]) == 32
 
 
-def test_an_exports_word_is_not_enough_to_run_an_adapter(idefics3: Path, tmp_path: Path) -> None:
+def test_adapter_named_by_export_needs_confirmation(idefics3: Path, tmp_path: Path) -> None:
     vlm = ControlledModel(str(idefics3 / "model"), (32, 64), 3, adapter=ADAPTER).to_dict()
     config = BudgetControllerConfig(("low", "high"), 4, 1, 4, vision_width=32, language_width=32, vlm=vlm)
     BudgetController(config).save_pretrained(tmp_path)
@@ -150,7 +150,7 @@ def test_an_exports_word_is_not_enough_to_run_an_adapter(idefics3: Path, tmp_pat
         load_controller(tmp_path)[1].runner("cpu", torch.float32)
 
 
-def test_the_adapter_serves_the_commands_that_measure_a_model(
+def test_example_adapter_works_in_measuring_commands(
     idefics3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["importance", "--model", str(idefics3 / "model"), "--questions", str(idefics3), "--num-questions", "1"]
@@ -165,7 +165,7 @@ def test_the_adapter_serves_the_commands_that_measure_a_model(
 
 
 def growing_run(run_dir: Path, growth: float) -> Path:
-    """A run whose peak memory grows by so many GiB a step."""
+    """A run whose peak memory grows by `growth` GiB per step."""
     write_run(run_dir, "a textbook run")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [{**row, "system/peak_memory_gib": 1.0 + growth * row["step"]} for row in lines]
@@ -174,7 +174,7 @@ def growing_run(run_dir: Path, growth: float) -> Path:
 
 
 @pytest.mark.parametrize(("growth", "level"), [(0.002, "warning"), (0.0, "ok")])
-def test_the_health_rule_looks_at_a_run(
+def test_example_health_rule_checks_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], growth: float, level: str
 ) -> None:
     run_dir = growing_run(tmp_path, growth)
@@ -185,9 +185,7 @@ def test_the_health_rule_looks_at_a_run(
     assert "memory_growing" not in capsys.readouterr().out
 
 
-def test_a_health_rule_of_the_former_interface_finds_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_old_health_rule_interface_gives_same_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`tests/data/old_health_rule/memory.py` is the example of the release before `Rule(name, check, ...)`."""
     run_dir = growing_run(tmp_path, 0.002)
     words = [str(run_dir), "--json", "--own-rules"]
@@ -201,7 +199,7 @@ def test_a_health_rule_of_the_former_interface_finds_the_same(
     assert "uses @rule, which the next release removes" in warned
 
 
-def test_the_launcher_takes_a_health_rule_of_the_former_interface(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launcher_accepts_old_health_rule_interface(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["health.rules=[tests/data/old_health_rule/memory.py:RULES]", "health.stop_on=[memory_growing]"]
     check_health(load_config("sft", words))
     [warned] = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""A command line that was typed for verl's own trainer: which keys, which defaults, and from where its paths count."""
+"""A command line written for verl's own trainer: its keys, its defaults, and how its paths resolve."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ GSM8K = (
 
 @pytest.fixture
 def stock_run(tmp_path: Path) -> Path:
-    """A run directory, as far as it is looked at here."""
+    """A run directory with only the files that these tests read."""
     checkpoint = tmp_path / "somewhere/sft/global_step_2"
     checkpoint.mkdir(parents=True)
     torch.save({}, checkpoint / "model_world_size_1_rank_0.pt")
     return checkpoint.parent
 
 
-def test_verls_keys_mean_what_they_meant(stock_run: Path) -> None:
+def test_verl_keys_keep_their_meaning(stock_run: Path) -> None:
     config = configure(parse_arguments(["sft", "8", *GSM8K, f"trainer.default_local_dir={stock_run}"]))
     check_settings(config)
     assert isinstance(config, SFTConfig)
     data = config.data
     assert (config.recipe, config.trainer.n_gpus_per_node, data.micro_batch_size_per_gpu) == ("verl", 8, 8)
     assert (data.prompt_dict_keys, data.response_dict_keys) == (["content"], ["answer"])
-    # not typed, so verl's; the default recipe has other ones
+    # not overridden, so verl's defaults; the default recipe has others
     assert (data.train_batch_size, data.max_length, config.optim.lr, list(config.prepare)) == (256, 1024, 1e-5, [])
     assert load_config("sft", GSM8K).data.train_batch_size == 32
 
 
-def test_without_verls_checkpoints_the_default_recipe_stays(stock_run: Path) -> None:
+def test_default_recipe_is_used_without_verl_checkpoints(stock_run: Path) -> None:
     elsewhere = f"trainer.default_local_dir={stock_run.parent}"
     assert resolve_config("sft", [*GSM8K, elsewhere]).recipe == "quickstart"
     assert resolve_config("sft", []).recipe == "quickstart"
@@ -56,22 +56,22 @@ def test_without_verls_checkpoints_the_default_recipe_stays(stock_run: Path) -> 
     assert resolve_config("sft", begins).recipe == "verl"
 
 
-def test_words_that_only_the_default_recipe_allows_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl's defaults have no save that could be exported, and no key of another stage."""
+def test_overrides_only_valid_in_default_recipe_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's defaults have no save to export and no keys of other stages."""
     assert resolve_config("sft", ["trainer.checkpoint.export.every=400"]).recipe == "quickstart"
     monkeypatch.setattr("verl_ext.config.recipes.default_recipe", lambda command: "budget_vlm")
     config = resolve_config("sft", ["configurations.share=0.5"])
     assert isinstance(config, VLMSFTConfig) and config.configurations.share == 0.5
 
 
-def test_the_recipe_lasts_when_verls_checkpoints_have_gone(stock_run: Path) -> None:
+def test_verl_recipe_is_kept_after_its_checkpoints_are_removed(stock_run: Path) -> None:
     about = {"project": "p", "experiment": "e", "stage": "sft", "config_digest": ""}
     RunRecord(stock_run).mark_waiting(recipe="verl", **about)
     (stock_run / "global_step_2/model_world_size_1_rank_0.pt").unlink()
     assert resolve_config("sft", [f"trainer.default_local_dir={stock_run}"]).recipe == "verl"
 
 
-def test_paths_count_from_where_the_command_was_typed(stock_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_resolve_from_caller_directory(stock_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caller = stock_run.parent
     (caller / "model").mkdir()
     monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(caller))
@@ -88,7 +88,7 @@ def test_paths_count_from_where_the_command_was_typed(stock_run: Path, monkeypat
     assert paths("google/gemma-2b-it")[2] == "google/gemma-2b-it"  # a name on the hub
 
 
-def test_ranks_said_twice_must_agree() -> None:
+def test_contradicting_rank_counts_are_rejected() -> None:
     configure(parse_arguments(["sft", "8", "trainer.n_gpus_per_node=8", "trainer.nnodes=1"]))
     configure(parse_arguments(["sft", "8", "+trainer.n_gpus_per_node=8", "trainer={nnodes: 1}"]))
     words = ("trainer.n_gpus_per_node=4", "trainer.nnodes=2", "+trainer.nnodes=3", "++trainer.n_gpus_per_node=2")
@@ -97,7 +97,7 @@ def test_ranks_said_twice_must_agree() -> None:
             configure(parse_arguments(["sft", "8", word]))
 
 
-def test_nested_columns_are_descended_into_as_verl_does() -> None:
+def test_nested_columns_are_read_as_in_verl() -> None:
     one_turn = [{"content": "2 + 2?", "role": "user"}]
     assert pick(one_turn, ["content"]) == "2 + 2?"
     assert pick({"question": "2 + 2?"}, ["question"]) == "2 + 2?"

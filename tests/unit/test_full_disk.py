@@ -1,4 +1,4 @@
-"""A run directory on a disk with 0 bytes free: what still works there, and that nothing is left behind."""
+"""A run directory on a disk with 0 bytes free: what still works, and that no temporary file is left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def run_dir(disk: Path) -> Path:
-    """Steps 10 to 40 on a full disk; 20 is the best, and kept as that alone."""
+    """Steps 10 to 40 on a full disk; 20 is kept only because it is the best."""
     run_dir = disk / "run"
     for step, loss in ((10, 2.0), (20, 1.5), (30, 3.0), (40, 2.5)):
         save(run_dir, step, val=loss)
@@ -44,7 +44,7 @@ def free_bytes(disk: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def test_a_full_disk_does_not_prevent_a_lock(run_dir: Path) -> None:
+def test_run_lock_works_on_full_disk(run_dir: Path) -> None:
     assert free_bytes(run_dir) == 0
     with hold_run_lock(run_dir):
         assert (run_dir / RUN_LOCK).read_text() == ""
@@ -53,7 +53,7 @@ def test_a_full_disk_does_not_prevent_a_lock(run_dir: Path) -> None:
                 pass
 
 
-def test_a_disk_without_room_for_a_file_does_not_prevent_a_removal(
+def test_prune_works_without_room_for_lock_file(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened = Path.open
@@ -69,7 +69,7 @@ def test_a_disk_without_room_for_a_file_does_not_prevent_a_removal(
     assert "Disk quota exceeded" in capsys.readouterr().err
 
 
-def test_prune_makes_room_on_a_full_disk(run_dir: Path) -> None:
+def test_prune_frees_space_on_full_disk(run_dir: Path) -> None:
     unfinished = run_dir / "global_step_50.tmp"
     unfinished.mkdir()
     (run_dir.parent / "filler").rename(unfinished / "model.pt")
@@ -77,16 +77,16 @@ def test_prune_makes_room_on_a_full_disk(run_dir: Path) -> None:
     told = checkpoint_command("prune", run_dir, "--yes")
     assert all(name in told for name in ("global_step_10", "global_step_30", "global_step_50.tmp"))
     assert kept(run_dir) == [20, 40]
-    assert Manifest.read(run_dir / "global_step_20").dropped == ("optimizer",)  # written into the room that was made
+    assert Manifest.read(run_dir / "global_step_20").dropped == ("optimizer",)  # written to the freed space
     assert find_leftovers(run_dir) == [] and free_bytes(run_dir) > 1 << 20
 
 
-def test_prune_of_steps_makes_room_on_a_full_disk(run_dir: Path) -> None:
+def test_prune_by_step_frees_space_on_full_disk(run_dir: Path) -> None:
     checkpoint_command("prune", run_dir, "--step", 10, 30, "--yes")
     assert kept(run_dir) == [20, 40]
 
 
-def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_behind(run_dir: Path) -> None:
+def test_failed_replace_keeps_file_and_leaves_no_leftover(run_dir: Path) -> None:
     before = sorted(run_dir.rglob("*"))
     config = (run_dir / "config.yaml").read_text()
     with pytest.raises(OSError, match="No space left"):
@@ -99,7 +99,7 @@ def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_behind(run_dir:
 
 @pytest.fixture
 def launch(quickstart: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Launches an SFT run up to its ranks."""
+    """Launch an SFT run up to the start of its ranks."""
 
     def reached(self: Launch, restarts: int, first_pause_s: float) -> None:
         raise UserError("the ranks would start")
@@ -117,14 +117,14 @@ def launch(quickstart: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return start
 
 
-def test_a_launch_on_a_full_disk_names_the_file_that_has_no_room(launch: Callable[[], None], disk: Path) -> None:
+def test_launch_on_full_disk_names_unwritable_file(launch: Callable[[], None], disk: Path) -> None:
     fill(disk)
     with pytest.raises(UserError, match=r"run\.json \(No space left on device\)"):
         launch()
     assert [path.name for path in (disk / "run").iterdir()] == [RUN_LOCK]
 
 
-def test_a_launch_on_a_disk_that_leftovers_fill_makes_room_first(launch: Callable[[], None], disk: Path) -> None:
+def test_launch_removes_leftovers_that_fill_disk(launch: Callable[[], None], disk: Path) -> None:
     leftover = disk / "run" / "global_step_4.tmp.removing"
     leftover.mkdir(parents=True)
     fill(leftover)
@@ -134,7 +134,7 @@ def test_a_launch_on_a_disk_that_leftovers_fill_makes_room_first(launch: Callabl
     assert sorted(path.name for path in (disk / "run").iterdir()) == ["run.json", RUN_LOCK]
 
 
-def test_leftovers_of_a_finished_run_are_removed_unless_another_launch_is_at_work(tmp_path: Path) -> None:
+def test_leftovers_of_finished_run_are_removed_unless_locked(tmp_path: Path) -> None:
     save(tmp_path, 1)
     tidy_finished_run(tmp_path)
     assert not (tmp_path / RUN_LOCK).exists()

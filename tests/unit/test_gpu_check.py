@@ -1,4 +1,4 @@
-"""The GPU check: what a part's rows mean, and that a part which fails costs only itself."""
+"""The GPU check: meaning of result rows, and isolation of failing parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(tmp_path: Path) -> GPUCheck:
 
 
 @pytest.mark.parametrize("tiny", [False, True])
-def test_every_part_has_a_name_of_its_own_and_something_to_run(tiny: bool) -> None:
+def test_parts_have_unique_names_and_existing_functions(tiny: bool) -> None:
     parts = parts_of(tiny)
     assert len({part.name for part in parts}) == len(parts)
     modules = {"gpu_correctness": gpu_correctness, "gpu_speed": gpu_speed}
@@ -37,12 +37,12 @@ def test_every_part_has_a_name_of_its_own_and_something_to_run(tiny: bool) -> No
         assert function not in ("steps", "save") or words[0] in gpu_speed.SHAPES
 
 
-def test_a_check_holds_up_to_its_limit() -> None:
+def test_row_passes_up_to_its_limit() -> None:
     rows = [{"value": value, "limit": limit} for value, limit in ((1.0, 1.0), (1.1, 1.0), (math.nan, 1.0), (9.0, None))]
     assert [is_wrong(row) for row in rows] == [False, True, True, False]
 
 
-def test_a_part_that_fails_costs_only_itself(check: GPUCheck) -> None:
+def test_failed_part_does_not_stop_others(check: GPUCheck) -> None:
     check.run(GPUCheckPart("fails", ("no_such_module", "losses"), 60))
     check.run(GPUCheckPart("is skipped", ("gpu_correctness", "losses"), 60, needs=("no_such_package",)))
     failed, skipped = check.results
@@ -52,7 +52,7 @@ def test_a_part_that_fails_costs_only_itself(check: GPUCheck) -> None:
     assert len(check.failures) == 1 and check.failures[0].startswith("fails: ")
 
 
-def test_a_part_that_takes_too_long_is_stopped(check: GPUCheck) -> None:
+def test_part_past_its_timeout_is_stopped(check: GPUCheck) -> None:
     check.run(GPUCheckPart("slow", ("gpu_correctness", "losses", "qwen2"), 0.5))
     assert check.results[0]["problem"] == "ran out of time after 0 s"
     check.deadline = time.monotonic()
@@ -62,7 +62,7 @@ def test_a_part_that_takes_too_long_is_stopped(check: GPUCheck) -> None:
     assert len(check.failures) == 1
 
 
-def test_a_row_above_its_limit_is_a_failure(check: GPUCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_above_its_limit_is_failure(check: GPUCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(part: GPUCheckPart, limit_s: float) -> str:
         check.settings.add_row("error", 2e-3, limit=1e-3)
         check.settings.add_row("seconds", 5.0)
@@ -73,7 +73,7 @@ def test_a_row_above_its_limit_is_a_failure(check: GPUCheck, monkeypatch: pytest
     assert check.failures == ["wrong: error is 0.002, above 0.001"]
 
 
-def test_processes_of_a_stopped_part_end_with_it() -> None:
+def test_stopping_part_kills_its_processes() -> None:
     code = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True); sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     children = wait_until(lambda: psutil.Process(process.pid).children(recursive=True))
@@ -81,15 +81,13 @@ def test_processes_of_a_stopped_part_end_with_it() -> None:
     wait_gone(children)
 
 
-def test_an_unknown_part_is_refused() -> None:
+def test_unknown_part_is_rejected() -> None:
     with pytest.raises(UserError, match="there is no part 'SFT'"):
         chosen_parts(["SFT"], tiny=True)
     assert [part.name for part in chosen_parts(["controller"], tiny=False)] == ["controller"]
 
 
-def test_without_a_gpu_the_command_says_how_to_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_gpu_error_suggests_tiny(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["gpu_check"])
     monkeypatch.setattr(gpu_check, "visible_gpus", list)
     with pytest.raises(SystemExit, match="2"):
@@ -97,14 +95,14 @@ def test_without_a_gpu_the_command_says_how_to_run(
     assert capsys.readouterr().err == "error: no GPU is visible; --tiny runs the check on the CPU\n"
 
 
-def test_gradients_are_apart_by_the_norm_of_their_difference() -> None:
+def test_relative_distance_is_norm_of_difference() -> None:
     expected = {"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2)}
     assert relative_distance(expected, expected) == 0.0
     assert relative_distance(expected | {"b": torch.tensor([0.0, 0.5])}, expected) == pytest.approx(0.1)
     assert relative_distance({"a": expected["a"]}, expected) == math.inf
 
 
-def test_the_wheels_have_the_releases_of_the_product() -> None:
+def test_gpu_check_wheels_match_product_pins() -> None:
     pinned, carried = (
         dict(re.findall(r"^([\w.-]+)===?([\w.]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
         for name in ("cpu.txt", "gpu_check.txt")

@@ -1,4 +1,4 @@
-"""Prompts, recipes and settings of the stage grpo, and what is refused of them."""
+"""Prompts, recipes and settings of the GRPO stage, and how invalid ones are rejected."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ GSM8K = {"question": "What is 40 + 2?", "answer": "It is <<40+2=42>>42.\n#### 42
 
 @pytest.fixture(scope="module")
 def tokenizer(quickstart: Path) -> PreTrainedTokenizerBase:
-    """The quickstart's."""
+    """The tokenizer of the quickstart model."""
     return AutoTokenizer.from_pretrained(quickstart / "model")
 
 
 def config_with(quickstart: Path, tmp_path: Path, *overrides: str) -> GRPOConfig:
-    """The quickstart recipe on the session's small data."""
+    """The quickstart recipe on the small data of the test session."""
     config = load_config(
         "grpo",
         [
@@ -57,8 +57,7 @@ def config_with(quickstart: Path, tmp_path: Path, *overrides: str) -> GRPOConfig
     return config
 
 
-def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
-    """Nothing is refused of them."""
+def test_valid_settings_are_accepted(quickstart: Path, tmp_path: Path) -> None:
     config = config_with(quickstart, tmp_path)
     check_config(config)
     check_inputs(config)
@@ -96,8 +95,7 @@ def test_good_settings(quickstart: Path, tmp_path: Path) -> None:
         ("data.val_files=[]", "data.val_files is empty"),
     ],
 )
-def test_bad_settings(quickstart: Path, tmp_path: Path, override: str, says: str) -> None:
-    """One sentence each."""
+def test_invalid_settings_are_rejected(quickstart: Path, tmp_path: Path, override: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         config = config_with(quickstart, tmp_path, override)
         check_config(config)
@@ -105,14 +103,14 @@ def test_bad_settings(quickstart: Path, tmp_path: Path, override: str, says: str
 
 
 @pytest.mark.parametrize("measures", ["data.eval_split=train", "data.eval_every_steps=0"])
-def test_validation_set_is_needed_only_to_measure_it(quickstart: Path, tmp_path: Path, measures: str) -> None:
+def test_validation_file_is_needed_only_for_validation(quickstart: Path, tmp_path: Path, measures: str) -> None:
     config = config_with(quickstart, tmp_path, "data.val_files=null", measures)
     check_config(config)
     check_inputs(config)
 
 
 def write_checkpoint(path: Path, *files: str) -> Path:
-    """A complete checkpoint with these files, by default those of an export."""
+    """A complete checkpoint with these files; the default is the files of an export."""
     files = files or ("huggingface/config.json", "huggingface/model.safetensors")
     for name in files:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -123,14 +121,14 @@ def write_checkpoint(path: Path, *files: str) -> Path:
 
 
 def settled(quickstart: Path, tmp_path: Path, *overrides: str) -> GRPOConfig:
-    """The quickstart's recipe after an SFT run in `tmp_path / "sft"`."""
+    """The quickstart recipe after an SFT run in `tmp_path / "sft"`."""
     sft_run = ("model.partial_pretrain=null", f"model.sft_run={tmp_path / 'sft'}")
     config = config_with(quickstart, tmp_path, *sft_run, *overrides)
     settle_model(config)
     return config
 
 
-def test_the_newest_checkpoint_of_the_sft_run_until_an_evaluation_has_chosen_the_best(
+def test_initial_model_is_best_or_else_newest_checkpoint(
     quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sft_run = tmp_path / "sft"
@@ -149,8 +147,8 @@ def test_the_newest_checkpoint_of_the_sft_run_until_an_evaluation_has_chosen_the
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_keeps_the_model_it_began_from(quickstart: Path, tmp_path: Path) -> None:
-    """However its SFT run is spelled, if it has something to resume. The checkpoint is held; a lost one is reported."""
+def test_resumed_run_keeps_its_initial_model(quickstart: Path, tmp_path: Path) -> None:
+    """This holds for any spelling of the SFT run's path. The checkpoint is held; a missing one is reported."""
     sft_run, run_dir = tmp_path / "sft", tmp_path / "run"
     for step in (10, 20):
         write_checkpoint(sft_run / f"global_step_{step}")
@@ -176,7 +174,7 @@ def test_a_run_keeps_the_model_it_began_from(quickstart: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("model", ["gpt2", "Qwen/Qwen2.5-1.5B-Instruct", "~/model"])
-def test_restart_keeps_a_model_of_the_hub_or_of_the_home_directory(
+def test_restart_keeps_hub_model_and_home_directory_model(
     model: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -192,7 +190,7 @@ def test_restart_keeps_a_model_of_the_hub_or_of_the_home_directory(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "owner/name"])
-def test_ranks_load_a_model_by_its_hub_name_from_the_cache(
+def test_ranks_load_hub_model_from_cache(
     name: str, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = cache_as_hub(quickstart / "model", name, tmp_path)
@@ -204,15 +202,14 @@ def test_ranks_load_a_model_by_its_hub_name_from_the_cache(
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"checkpoint": 5}', '{"checkpoint": "../other/global_step_5"}'])
-def test_a_damaged_choice_is_refused_though_there_is_an_export(content: str, quickstart: Path, tmp_path: Path) -> None:
+def test_damaged_best_record_is_rejected_despite_export(content: str, quickstart: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "sft" / "global_step_5")
     (tmp_path / "sft" / "best_checkpoint.json").write_text(content)
     with pytest.raises(UserError, match="best_checkpoint.json .*delete it.*model.partial_pretrain="):
         settled(quickstart, tmp_path)
 
 
-def test_checkpoints_without_an_export(quickstart: Path, tmp_path: Path) -> None:
-    """The message has the command that makes it."""
+def test_missing_export_error_has_export_command(quickstart: Path, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "sft" / "global_step_5", "huggingface/config.json")
     with pytest.raises(UserError, match=f"verl_ext.checkpoint export {checkpoint}`"):
         settled(quickstart, tmp_path)
@@ -231,7 +228,7 @@ def test_checkpoints_without_an_export(quickstart: Path, tmp_path: Path) -> None
         ("budget_controller", " recipe=budget_vlm"),
     ],
 )
-def test_a_recipe_that_needs_another_run_names_the_command_that_makes_it(
+def test_missing_sft_run_error_has_its_command(
     recipe: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # no run is here
@@ -240,7 +237,7 @@ def test_a_recipe_that_needs_another_run_names_the_command_that_makes_it(
     config.trainer.n_gpus_per_node = 4
     with pytest.raises(UserError, match=f"`bash run_sft.sh 4{re.escape(words)}`"):
         settle_model(config)
-    Path(config.model.sft_run).mkdir(parents=True)  # begun, and nothing saved
+    Path(config.model.sft_run).mkdir(parents=True)  # started, but nothing saved
     with pytest.raises(UserError, match=f"`bash run_sft.sh 4{re.escape(words)}`"):
         settle_model(config)
     config.model.sft_run = f"{tmp_path}/elsewhere/{config.model.sft_run.removeprefix('checkpoints/')}"
@@ -248,26 +245,27 @@ def test_a_recipe_that_needs_another_run_names_the_command_that_makes_it(
         settle_model(config)
 
 
-def test_every_recipe_that_needs_another_run_needs_one_of_a_shipped_recipe() -> None:
+def test_shipped_recipes_build_on_shipped_sft_recipes() -> None:
     for path in (RECIPES / "grpo").glob("*.yaml"):
         run_dir = load_yaml(path).get("model", {}).get("sft_run")
         assert run_dir is None or sft_recipe_of(Path(run_dir)) is not None, path
 
 
-def test_a_run_of_no_shipped_recipe(quickstart: Path, tmp_path: Path) -> None:
+def test_missing_run_of_unknown_recipe_is_reported(quickstart: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="sft does not exist; name the run directory of an SFT run"):
         settled(quickstart, tmp_path)
 
 
-def test_no_model_at_all(quickstart: Path, tmp_path: Path) -> None:
-    """Neither a run nor a model."""
+def test_missing_model_settings_are_rejected(quickstart: Path, tmp_path: Path) -> None:
     config = config_with(quickstart, tmp_path, "model.partial_pretrain=null", "model.sft_run=null")
     with pytest.raises(UserError, match="model.sft_run=RUN_DIRECTORY"):
         settle_model(config)
 
 
-def test_quickstarts_prompts(quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    """They have tests, and none is a held-out problem or measured."""
+def test_quickstart_prompts_are_disjoint_from_held_out(
+    quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Prompts have tests, and no prompt is a held-out problem."""
     config = config_with(quickstart, tmp_path).data
     train, val = (PromptDataset(getattr(config, name), tokenizer, config) for name in ("train_files", "val_files"))
     held_out = {json.loads(line)["problem_id"] for line in (quickstart / "problems.jsonl").open()}
@@ -281,8 +279,8 @@ def test_quickstarts_prompts(quickstart: Path, tokenizer: PreTrainedTokenizerBas
     assert tests.entry_point in item["prompt_text"]  # type: ignore[union-attr]
 
 
-def test_gsm8k_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, quickstart: Path) -> None:
-    """As verl's own preparation writes them, with the instruction for the tags."""
+def test_gsm8k_prompts_match_verl_format(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, quickstart: Path) -> None:
+    """The rows equal those of verl's preparation, with the instruction for the tags."""
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(GSM8K) + "\n")
     output = tmp_path / "out"
@@ -303,10 +301,9 @@ def test_gsm8k_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, quick
         (None, "not a list of turns"),
     ],
 )
-def test_prompts_that_are_refused(
+def test_invalid_prompts_are_rejected_with_row(
     prompt: Any, says: str, quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    """File and row are named."""
     path = tmp_path / "prompts.parquet"
     pd.DataFrame({"prompt": [[{"role": "user", "content": "fine"}], prompt]}).to_parquet(path)
     with pytest.raises(UserError, match=f"prompts.parquet row 1 .*{says}"):
@@ -314,7 +311,7 @@ def test_prompts_that_are_refused(
 
 
 @pytest.mark.parametrize("column", ["reward_model", "extra_info"])
-def test_a_column_of_text_is_refused(
+def test_text_in_mapping_column_is_rejected(
     column: str, quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     path = tmp_path / "prompts.parquet"
@@ -323,8 +320,8 @@ def test_a_column_of_text_is_refused(
         PromptDataset(str(path), tokenizer, config_with(quickstart, tmp_path).data)
 
 
-def test_a_template_gets_the_date_that_is_asked_for(quickstart: Path, tmp_path: Path) -> None:
-    """By its `strftime_now`, in the place of the clock's."""
+def test_chat_template_uses_given_date(quickstart: Path, tmp_path: Path) -> None:
+    """The date replaces the clock in the template's `strftime_now`."""
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
     pd.DataFrame({"prompt": ["What day is it?"]}).to_parquet(tmp_path / "prompts.parquet")
@@ -337,9 +334,7 @@ def test_a_template_gets_the_date_that_is_asked_for(quickstart: Path, tmp_path: 
     assert datetime.strptime(prompt(None).partition(":")[0], "%d %b %Y") >= datetime(2026, 1, 1)
 
 
-def test_text_parts_of_a_prompt_are_joined(
-    quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_text_parts_of_prompt_are_joined(quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "Write "}, {"type": "text", "text": "f."}]
     for name, content in {"parts": parts, "text": "Write f."}.items():
         pd.DataFrame({"prompt": [[{"role": "user", "content": content}]]}).to_parquet(tmp_path / f"{name}.parquet")
@@ -348,10 +343,10 @@ def test_text_parts_of_a_prompt_are_joined(
     assert joined[0]["prompt_ids"] == text[0]["prompt_ids"]
 
 
-def test_prompts_that_are_too_long_or_of_one_name(
+def test_too_long_prompts_are_dropped_and_ids_made_unique(
     quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    """Too long ones are left out where that is asked; equal names are told apart, for seeds derive from them."""
+    """Too long prompts are dropped on request. Ids are made unique because seeds derive from them."""
     frame = pd.read_parquet(quickstart / "val_prompts.parquet").head(4)
     frame.at[1, "prompt"] = [{"role": "user", "content": "long " * 500}]
     frame["extra_info"] = [*[{"problem_id": "same"}] * 3, {"problem_id": "same#2"}]
@@ -370,8 +365,8 @@ def test_prompts_that_are_too_long_or_of_one_name(
 
 
 @pytest.mark.parametrize("name", ["mbpp", "codecontests"])
-def test_problems_become_prompts(name: str, tmp_path: Path) -> None:
-    """Training asks and judges what the evaluation would; of many tests the first ones."""
+def test_problems_are_converted_to_prompts(name: str, tmp_path: Path) -> None:
+    """Training uses the prompts and tests of the evaluation, limited to the first tests."""
     source = ROOT / "tests" / "assets" / f"{name}_small.jsonl"
     prepare(["problems", "--format", name, "--source", str(source), "--max-tests", "2", "--output", str(tmp_path)])
     expected = load_problems(DatasetSource(name, name, str(source)))

@@ -1,4 +1,4 @@
-"""The policy loss: verl's formulas, and one gradient for any split of the batch."""
+"""The policy loss: verl's formulas, and the same gradient for any split of the batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 
 def random_inputs(seed: int, samples: int = 8, decisions: int = 16) -> LossInputs:
-    """Ragged samples, in float64, far enough off the policy for every clip to be hit."""
+    """Ragged float64 samples, far enough off-policy to reach every clip."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> torch.Tensor:
@@ -41,17 +41,17 @@ def random_inputs(seed: int, samples: int = 8, decisions: int = 16) -> LossInput
 
 
 def part(inputs: LossInputs, rows: slice) -> LossInputs:
-    """Some of the samples."""
+    """A subset of the samples."""
     return LossInputs(**{name: value if value is None else value[rows] for name, value in vars(inputs).items()})
 
 
 def whole(inputs: LossInputs, num_ranks: int = 1) -> GlobalBatch:
-    """All of them as one global batch."""
+    """All samples as one global batch."""
     return GlobalBatch(float(inputs.mask.sum()), float((inputs.mask.sum(-1) > 0).sum()), num_ranks, MAX_DECISIONS)
 
 
 def dense_loss(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
-    """The same by the papers, sample by sample and decision by decision."""
+    """The loss by the papers' formulas, sample by sample and decision by decision."""
     total = torch.zeros((), dtype=torch.float64)
     kept = [int(row.sum()) for row in inputs.mask]
     for i, length in enumerate(kept):
@@ -77,14 +77,13 @@ def dense_loss(inputs: LossInputs, actor: TokenActorConfig) -> torch.Tensor:
 
 
 def gradient(loss: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
-    """Of the log-probabilities."""
+    """The gradient with respect to the log-probabilities."""
     return torch.autograd.grad(loss, inputs.log_probs, retain_graph=True)[0]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("seed", "divisor"), [(0, None), (1, None), (2, 7)])
-def test_equal_to_a_dense_reference(mode: Any, seed: int, divisor: int | None) -> None:
-    """Value and gradient."""
+def test_loss_equals_dense_reference(mode: Any, seed: int, divisor: int | None) -> None:
     inputs, actor = random_inputs(seed), replace(ACTOR, loss_agg_mode=mode, loss_scale_factor=divisor)
     loss, _ = micro_batch_loss(inputs, actor, whole(inputs))
     expected = dense_loss(inputs, actor)
@@ -93,8 +92,8 @@ def test_equal_to_a_dense_reference(mode: Any, seed: int, divisor: int | None) -
 
 
 @pytest.mark.parametrize("mode", MODES[:3])
-def test_equal_to_verls(mode: str) -> None:
-    """With its own normalisation, on a whole batch at once."""
+def test_vanilla_loss_equals_verl(mode: str) -> None:
+    """verl's own normalization is used, on a whole batch at once."""
     inputs = random_inputs(7)
     config = VerlActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1, clip_ratio_high=0.28)
     arguments = (inputs.old_log_probs, inputs.log_probs, inputs.advantages, inputs.mask, mode, config)
@@ -126,8 +125,8 @@ SPLITS = [(1, 1), (1, 3), (2, 4), (2, 2), (2, 3), (4, 1)]
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("num_ranks", "size"), SPLITS)
-def test_any_split_has_one_gradient(mode: str, num_ranks: int, size: int) -> None:
-    """The mean over ranks of each rank's sum over micro-batches."""
+def test_gradient_is_same_for_any_split(mode: str, num_ranks: int, size: int) -> None:
+    """The total is the mean over ranks of each rank's sum over micro-batches."""
     inputs, actor = random_inputs(1), replace(ACTOR, loss_agg_mode=mode)
     expected, _ = micro_batch_loss(inputs, actor, whole(inputs))
     split = split_loss(inputs, actor, num_ranks, size)
@@ -135,15 +134,15 @@ def test_any_split_has_one_gradient(mode: str, num_ranks: int, size: int) -> Non
     torch.testing.assert_close(gradient(split, inputs), gradient(expected, inputs), rtol=1e-9, atol=1e-12)
 
 
-def test_verls_own_sum_norm_grows_with_the_batch() -> None:
-    """Which is why it gets another factor: the same samples twice would have twice the gradient."""
+def test_verl_sum_norm_grows_with_batch_size() -> None:
+    """Duplicating the samples doubles verl's gradient, so this pipeline uses another factor."""
     once, mask = torch.ones(2, 4), torch.ones(2, 4)
     mode: Any = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 4}
     assert agg_loss(once.repeat(2, 1), mask.repeat(2, 1), **mode) == 2 * agg_loss(once, mask, **mode)
 
 
-def test_samples_without_decisions_count_for_nothing() -> None:
-    """As padding of a batch."""
+def test_samples_without_decisions_are_ignored() -> None:
+    """Such samples occur as padding of a batch."""
     inputs = random_inputs(2)
     mask = inputs.mask.clone()
     mask[5] = 0
@@ -155,8 +154,7 @@ def test_samples_without_decisions_count_for_nothing() -> None:
         torch.testing.assert_close(with_padding, micro_batch_loss(dropped, actor, whole(dropped))[0])
 
 
-def test_sums() -> None:
-    """Of entropy and KL, over what counts."""
+def test_entropy_and_kl_sums_cover_masked_tokens() -> None:
     inputs = random_inputs(3)
     _, sums = micro_batch_loss(inputs, ACTOR, whole(inputs))
     assert inputs.entropy is not None and inputs.reference_log_probs is not None
@@ -168,8 +166,8 @@ def test_sums() -> None:
 
 
 @pytest.mark.parametrize("kind", get_args(KLType))
-def test_every_kl_estimator(kind: str) -> None:
-    """verl's value, and verl's gradient or, with a trailing +, that of k2."""
+def test_kl_estimators_equal_verl(kind: str) -> None:
+    """The value and gradient equal verl's; a trailing + takes the gradient of k2."""
     inputs = random_inputs(4)
     assert inputs.reference_log_probs is not None
     actor = replace(ACTOR, entropy_coeff=0.0, kl_loss_coef=1.0, kl_loss_type=kind)
@@ -204,7 +202,7 @@ def plain_inputs(seed: int) -> LossInputs:
 
 
 def aggregated(terms: list[torch.Tensor], mode: str) -> torch.Tensor:
-    """The mean of the tokens' terms, one tensor for each sample."""
+    """The aggregate of per-token terms, given as one tensor per sample."""
     if mode == "token-mean":
         return torch.cat(terms).mean()
     if mode == "seq-mean-token-mean":
@@ -276,28 +274,28 @@ LOSSES = [
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, inputs: LossInputs, rtol: float = 1e-6) -> None:
-    """Value and gradient, which is not zero."""
+    """Check that values and nonzero gradients are equal."""
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-9)
     wanted = gradient(expected, inputs)
     torch.testing.assert_close(gradient(found, inputs), wanted, rtol=rtol, atol=1e-9)
     assert wanted.count_nonzero() > 20
 
 
-def test_every_offered_loss_is_tested() -> None:
+def test_every_loss_mode_is_tested() -> None:
     assert {*REFERENCES, *COVARIANCES} == {*get_args(LossMode)}
 
 
 @pytest.mark.parametrize(("loss", "mode"), [each for each in LOSSES if REFERENCES.get(each[0])])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_equal_to_the_papers_loss(loss: str, mode: Any, seed: int) -> None:
+def test_loss_equals_published_formula(loss: str, mode: Any, seed: int) -> None:
     inputs, actor = plain_inputs(seed), with_loss(loss, loss_agg_mode=mode, tau_pos=1.3, tau_neg=1.7)
     reference: Any = REFERENCES[loss]
     assert_same(micro_batch_loss(inputs, actor, whole(inputs))[0], reference(inputs, actor), inputs)
 
 
 @pytest.mark.parametrize("loss", ["gspo", "sapo", "gpg", "cispo", "geo_mean"])
-def test_losses_agree_before_the_first_update(loss: str) -> None:
-    """With one update per step all of them have the policy gradient, averaged over tokens and then over samples."""
+def test_losses_agree_before_first_update(loss: str) -> None:
+    """With one update per step, all give the policy gradient, averaged over tokens and then over samples."""
     inputs = replace(plain_inputs(2), rollout_is_weights=None)
     inputs = replace(inputs, old_log_probs=inputs.log_probs.detach())
     mode: Any = {"loss_agg_mode": "seq-mean-token-mean"}
@@ -308,15 +306,15 @@ def test_losses_agree_before_the_first_update(loss: str) -> None:
 
 
 def covariances(inputs: LossInputs) -> torch.Tensor:
-    """Of advantage and log-probability at each decision (arXiv 2505.22617); NaN where none counts."""
+    """Covariance of advantage and log-probability per decision (arXiv 2505.22617); NaN where masked."""
     kept = inputs.mask > 0
     centered = [each.detach() - each.detach()[kept].mean() for each in (inputs.advantages, inputs.log_probs)]
     return torch.where(kept, centered[0] * centered[1], torch.nan)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_kl_cov_penalizes_the_tokens_of_highest_covariance(mode: Any) -> None:
-    """As in arXiv 2505.22617."""
+def test_kl_cov_penalizes_tokens_of_highest_covariance(mode: Any) -> None:
+    """The definition is in arXiv 2505.22617."""
     inputs, actor = plain_inputs(3), with_loss("kl_cov", loss_agg_mode=mode, kl_cov_ratio=0.2, ppo_kl_coef=0.7)
     assert inputs.rollout_is_weights is not None
     covariance = covariances(inputs)
@@ -331,7 +329,7 @@ def test_kl_cov_penalizes_the_tokens_of_highest_covariance(mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_clip_cov_excludes_tokens_of_high_covariance(mode: Any) -> None:
-    """(arXiv 2505.22617) It picks at random: here among as many as it may pick, so that all are picked."""
+    """It picks at random (arXiv 2505.22617). Here, it may pick all candidates, so all are picked."""
     settings: Any = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.5, "clip_cov_ub": 5.0}
     inputs, actor = plain_inputs(4), with_loss("clip_cov", loss_agg_mode=mode, **settings)
     assert inputs.rollout_is_weights is not None
@@ -345,7 +343,7 @@ def test_clip_cov_excludes_tokens_of_high_covariance(mode: Any) -> None:
     assert_same(micro_batch_loss(inputs, actor, whole(inputs))[0], aggregated(terms, mode), inputs)
 
 
-def test_clip_cov_excludes_its_share() -> None:
+def test_clip_cov_excludes_configured_share() -> None:
     inputs = plain_inputs(4)
     actor = with_loss("clip_cov", clip_cov_ratio=0.05, clip_cov_lb=0.5, clip_cov_ub=5.0)
     _, sums = micro_batch_loss(inputs, actor, whole(inputs))
@@ -354,8 +352,8 @@ def test_clip_cov_excludes_its_share() -> None:
 
 @pytest.mark.parametrize(("loss", "mode"), [each for each in LOSSES if each[0] not in COVARIANCES])
 @pytest.mark.parametrize(("num_ranks", "size"), SPLITS)
-def test_any_split_has_one_gradient_of_every_loss(loss: str, mode: Any, num_ranks: int, size: int) -> None:
-    """Also if samples have no reward, and so no part in the loss: the denominator is the sum of the final mask."""
+def test_every_loss_has_same_gradient_for_any_split(loss: str, mode: Any, num_ranks: int, size: int) -> None:
+    """This includes samples without a reward, which are masked: the denominator is the sum of the final mask."""
     inputs, actor = plain_inputs(1), with_loss(loss, loss_agg_mode=mode)
     mask = inputs.mask.clone()
     mask[[0, 5]] = 0
@@ -368,8 +366,8 @@ def test_any_split_has_one_gradient_of_every_loss(loss: str, mode: Any, num_rank
 
 
 @pytest.mark.parametrize("loss", COVARIANCES)
-def test_a_split_changes_the_gradient_of_covariances(loss: str) -> None:
-    """Which is why more than one micro-batch in a rank's update is refused."""
+def test_split_changes_gradient_of_covariance_losses(loss: str) -> None:
+    """Therefore, settings with several micro-batches per rank and update are rejected."""
     inputs = plain_inputs(3)
     actor = with_loss(loss, clip_cov_ratio=1.0, clip_cov_lb=0.5, kl_cov_ratio=0.2, ppo_kl_coef=0.7)
     expected, _ = micro_batch_loss(inputs, actor, whole(inputs))
@@ -377,8 +375,8 @@ def test_a_split_changes_the_gradient_of_covariances(loss: str) -> None:
     assert (gradient(split, inputs) - gradient(expected, inputs)).norm() > 0.01 * gradient(expected, inputs).norm()
 
 
-def test_verls_geo_mean_depends_on_the_micro_batch_size() -> None:
-    """Which is why it gets a factor: summed over two micro-batches it is twice as large."""
+def test_verl_geo_mean_depends_on_micro_batch_size() -> None:
+    """Summed over two micro-batches, verl's loss is twice as large, so this pipeline uses a factor."""
     inputs = plain_inputs(1)
     config = VerlActorConfig(strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=1)
 

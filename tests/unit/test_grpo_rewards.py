@@ -1,4 +1,4 @@
-"""Reward functions, and the environment that computes their weighted parts."""
+"""Reward functions, and the environment that computes their weighted components."""
 
 from __future__ import annotations
 
@@ -71,26 +71,24 @@ def answer(text: str, **changes: Any) -> RewardedAnswer:
         ("", 0, 0),
     ],
 )
-def test_format_and_tags(text: str, format_: float, tags: float) -> None:
-    """As specified."""
+def test_format_and_tag_rewards(text: str, format_: float, tags: float) -> None:
     assert (reward_format(answer(text)), tag_count_reward(answer(text))) == (format_, tags)
 
 
-def test_format_of_a_hostile_text_is_quick() -> None:
-    """The time is linear in the length; these texts would take hours otherwise."""
+def test_format_reward_is_fast_on_hostile_text() -> None:
+    """The time is linear in the length; a quadratic pattern would take hours on these texts."""
     assert reward_format(answer("<think>" + "<think" * 200_000)) == 0
     assert reward_format(answer("<think>" + "x</think> " * 100_000)) == 0
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(1, 0), (80, 0), (85, -0.25), (90, -0.5), (100, -1)])
-def test_length_penalty(num_tokens: int, expected: float) -> None:
-    """Grows over the last 20 of 100 tokens."""
+def test_length_penalty_grows_over_buffer(num_tokens: int, expected: float) -> None:
+    """The buffer is the last 20 of 100 tokens."""
     assert LengthPenalty(100, 20)(answer("", num_tokens=num_tokens)) == expected
     assert LengthPenalty(100, 20)(answer("", num_tokens=num_tokens, truncated=True)) == -1
 
 
-def test_tests_of() -> None:
-    """Three kinds of ground truth."""
+def test_read_tests_accepts_three_kinds_of_ground_truth() -> None:
     assert read_tests("72", "s") == ReferenceAnswer("72")
     assert read_tests("x < 3", "s") == ReferenceAnswer("x < 3") and read_tests(0, "s") == ReferenceAnswer("0")
     assert read_tests(json.loads(TESTS), "s") == read_tests(TESTS, "s")
@@ -111,14 +109,13 @@ def test_tests_of() -> None:
         '{"entry_point": "f", "tests": [1]}',
     ],
 )
-def test_tests_that_cannot_be_read(text: str) -> None:
-    """They name their sample."""
+def test_invalid_tests_error_names_sample(text: str) -> None:
     with pytest.raises(UserError, match="sample_7"):
         read_tests(text, "sample_7")
 
 
-def test_wanted_rewards(tmp_path: Path) -> None:
-    """Names, weights and files."""
+def test_reward_entries_are_parsed(tmp_path: Path) -> None:
+    """Entries have names, weights and files."""
     (tmp_path / "mine.py").write_text(CUSTOM)
     entries = ["reward_correct", "reward_format * 0.5", f"{tmp_path}/mine.py:score*-2", f"b={tmp_path}/mine.py:score"]
     wanted = parse_reward_functions(entries)
@@ -148,14 +145,14 @@ def test_wanted_rewards(tmp_path: Path) -> None:
         (["nowhere.py:score"], "does not exist"),
     ],
 )
-def test_wanted_rewards_that_are_refused(entries: list[str], says: str) -> None:
+def test_invalid_reward_entries_are_rejected(entries: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         parse_reward_functions(entries)
 
 
 @pytest.fixture
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TextEnvironment]:
-    """An environment with the functions that a test asks for."""
+    """An environment with the reward functions that the test requests."""
     (tmp_path / "mine.py").write_text(CUSTOM)
     entries = [entry.replace("TMP", str(tmp_path)) for entry in request.param]
     environment = TextEnvironment(replace(REWARD, functions=list(entries)), MAX_TOKENS, num_ranks_here=1)
@@ -164,8 +161,8 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TextEnvir
 
 
 @pytest.mark.parametrize("opened", [["reward_correct", "reward_format*0.5", "tag_count_reward*0.5"]], indirect=True)
-def test_gsm8k(opened: TextEnvironment) -> None:
-    """Weighted parts, in the order of the samples."""
+def test_gsm8k_rewards_are_weighted_and_ordered(opened: TextEnvironment) -> None:
+    """Rewards keep the order of the samples."""
     texts = (GOOD, GOOD.replace("7", "8"), "The answer is 7", "")
     rewards = rewards_of(opened, [sample(text, "7") for text in texts])
     names = ("reward_correct", "reward_format", "tag_count_reward")
@@ -179,8 +176,8 @@ def test_gsm8k(opened: TextEnvironment) -> None:
 
 
 @pytest.mark.parametrize("opened", [["code_tests", "exec_success*0.1", "length_penalty"]], indirect=True)
-def test_code(opened: TextEnvironment) -> None:
-    """Share of tests, whether it ran, and how long it was."""
+def test_code_rewards_score_tests_execution_and_length(opened: TextEnvironment) -> None:
+    """The components are the share of passed tests, execution success and the length penalty."""
     right = "```python\ndef double(x):\n    return 2 * x\n```"
     answers = ((right, 4), ("def double(x): return 2", 90), ("def double(x): return y", 4), ("No.", 100))
     rewards = rewards_of(opened, [sample(text, TESTS, num_tokens) for text, num_tokens in answers])
@@ -193,8 +190,7 @@ def test_code(opened: TextEnvironment) -> None:
 
 
 @pytest.mark.parametrize("opened", [["code_tests", "exec_success", "tag_count_reward"]], indirect=True)
-def test_tests_that_cannot_be_read_cost_their_sample(opened: TextEnvironment) -> None:
-    """No other sample loses anything."""
+def test_invalid_tests_only_affect_their_sample(opened: TextEnvironment) -> None:
     answer = "def double(x): return 2 * x\n# <think>"
     good, bad = rewards_of(opened, [sample(answer, ground_truth) for ground_truth in (TESTS, '{"tests": 3}')])
     assert good.components == {"code_tests": 1, "exec_success": 1, "tag_count_reward": 0.25} and good.failures == {}
@@ -205,8 +201,8 @@ def test_tests_that_cannot_be_read_cost_their_sample(opened: TextEnvironment) ->
 
 
 @pytest.mark.parametrize("opened", [["code_tests"]], indirect=True)
-def test_the_same_answer_is_judged_once(opened: TextEnvironment) -> None:
-    """In a later batch it is judged again."""
+def test_identical_answers_in_batch_are_judged_once(opened: TextEnvironment) -> None:
+    """A later batch judges them again."""
     assert opened._judge is not None
     client = opened._judge.client
     for expected in (2, 3):
@@ -218,8 +214,8 @@ def test_the_same_answer_is_judged_once(opened: TextEnvironment) -> None:
 
 
 @pytest.mark.parametrize("opened", [["code_tests", "exec_success"]], indirect=True)
-def test_a_judge_that_dies_is_replaced(opened: TextEnvironment) -> None:
-    """The next one judges the remaining answers."""
+def test_dead_judge_is_replaced(opened: TextEnvironment) -> None:
+    """The new judge handles the remaining answers."""
     assert opened._judge is not None
     process = opened._judge.client._process
     waits = []
@@ -227,7 +223,7 @@ def test_a_judge_that_dies_is_replaced(opened: TextEnvironment) -> None:
         waits.append(opened.step(sample(f"def double(x): return 2 * x  # {number}", TESTS)))
         if number == 0:
             waits[0]()
-            process.send_signal(signal.SIGSTOP)  # it judges nothing more
+            process.send_signal(signal.SIGSTOP)  # no further verdicts
         if number == 2:
             process.kill()
     rewards = [wait().reward for wait in waits]
@@ -235,8 +231,8 @@ def test_a_judge_that_dies_is_replaced(opened: TextEnvironment) -> None:
 
 
 @pytest.mark.parametrize("opened", [["code_tests"]], indirect=True)
-def test_a_judge_that_hangs_is_replaced(opened: TextEnvironment) -> None:
-    """A rank waits for it only for a limited time."""
+def test_hung_judge_is_replaced(opened: TextEnvironment) -> None:
+    """A rank waits only for a limited time."""
     assert opened._judge is not None
     client = opened._judge.client
     process = client._process
@@ -251,8 +247,10 @@ def test_a_judge_that_hangs_is_replaced(opened: TextEnvironment) -> None:
 
 
 @pytest.mark.parametrize("opened", [["TMP/mine.py:score*2"]], indirect=True)
-def test_a_function_of_the_user(opened: TextEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it does to one sample, the others keep their rewards; a call that times out is repeated once."""
+def test_failing_custom_reward_affects_only_its_sample(
+    opened: TextEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other samples keep their rewards. A call that times out is repeated once."""
     texts = ("good", "raise", "hang", "die", "none", "nan", "text", "mapping", "again")
     limits, called, call = set(), [], process_pool._Process.call
 
@@ -282,8 +280,8 @@ def test_a_function_of_the_user(opened: TextEnvironment, monkeypatch: pytest.Mon
     assert not failures["nan"].traceback and "ended its process" in failures["die"].reason
 
 
-def test_a_function_that_cannot_be_loaded(tmp_path: Path) -> None:
-    """The error comes before the run begins."""
+def test_unloadable_reward_function_is_rejected(tmp_path: Path) -> None:
+    """The error is raised before the run begins."""
     (tmp_path / "mine.py").write_text("import nothing_of_this_name\n")
     for name in ("score", "other"):
         with pytest.raises(UserError, match="nothing_of_this_name" if name == "score" else "no 'other'"):
@@ -296,8 +294,8 @@ def children_of_this_process() -> set[int]:
 
 
 @pytest.mark.parametrize("first", ["reward_correct", "TMP/mine.py:score"])
-def test_nothing_is_left_if_a_later_function_cannot_be_loaded(tmp_path: Path, first: str) -> None:
-    """Neither a judge nor the processes of another function."""
+def test_failed_construction_leaves_no_process(tmp_path: Path, first: str) -> None:
+    """The judge and the processes of other functions end, too."""
     (tmp_path / "mine.py").write_text(CUSTOM)
     (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
     functions = [first.replace("TMP", str(tmp_path)), f"{tmp_path}/broken.py:score_2"]
@@ -308,7 +306,7 @@ def test_nothing_is_left_if_a_later_function_cannot_be_loaded(tmp_path: Path, fi
 
 
 @pytest.mark.parametrize("opened", [["TMP/mine.py:score"]], indirect=True)
-def test_processes_end_with_the_environment(opened: TextEnvironment) -> None:
+def test_close_ends_reward_processes(opened: TextEnvironment) -> None:
     rewards_of(opened, [sample("good", "0.5", extra_info={"index": 3})])
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     ours = [pid for pid in children if b"custom_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -317,8 +315,8 @@ def test_processes_end_with_the_environment(opened: TextEnvironment) -> None:
     assert not [pid for pid in ours if Path(f"/proc/{pid}").exists()]
 
 
-def test_the_time_limit_also_ends_half_a_reply(tmp_path: Path) -> None:
-    """A function can write to the pipe of replies, for example when it runs an answer in a process that it forks."""
+def test_time_limit_applies_to_partial_reply(tmp_path: Path) -> None:
+    """A function can write to the reply pipe, for example if it forks a process that runs an answer."""
     (tmp_path / "mine.py").write_text(
         "import os, time\n"
         "def score(**_):\n"
@@ -335,8 +333,8 @@ def test_the_time_limit_also_ends_half_a_reply(tmp_path: Path) -> None:
         pool.close()
 
 
-def test_nothing_of_a_function_outlives_a_killed_rank(tmp_path: Path) -> None:
-    """Neither its process nor a process that it started."""
+def test_reward_processes_end_with_killed_rank(tmp_path: Path) -> None:
+    """This includes processes that the function started."""
     (tmp_path / "mine.py").write_text(
         "import subprocess\ndef score(**_): return subprocess.Popen(['sleep', '1000']).pid\n"
     )

@@ -1,4 +1,4 @@
-"""Each key of the stage grpo reaches the part that it is for."""
+"""GRPO configuration keys reach the components that they configure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config_with(*overrides: str) -> GRPOConfig:
     return config
 
 
-def test_the_judge_has_the_limits_of_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_gets_configured_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
     class Watched(JudgeClient):
@@ -48,14 +48,14 @@ def test_the_judge_has_the_limits_of_the_section(monkeypatch: pytest.MonkeyPatch
         ("reward_format", 0, True),
     ],
 )
-def test_the_buffer_must_fit_where_the_penalty_is_wanted(functions: str, buffer: int, is_refused: bool) -> None:
+def test_length_buffer_must_fit_if_penalty_is_used(functions: str, buffer: int, is_refused: bool) -> None:
     words = [f"reward.functions=[{functions}]", f"reward.length_buffer={buffer}", "data.max_response_length=32"]
     with pytest.raises(UserError, match="reward.length_buffer") if is_refused else nullcontext():
         config = config_with(*words)
         check_reward_settings(config.reward, config.data)
 
 
-def test_vllm_has_the_settings_of_the_section() -> None:
+def test_vllm_gets_rollout_settings() -> None:
     memory: Any = {"gpu_memory_utilization": 0.3, "max_num_seqs": 11, "dtype": "float16"}
     rollout = RolloutConfig(**memory, tensor_model_parallel_size=2, vllm={"swap_space": 1})
     found = _arguments(rollout, on_gpu=True, releases_memory=True)
@@ -65,7 +65,7 @@ def test_vllm_has_the_settings_of_the_section() -> None:
 
 
 @pytest.mark.parametrize(("device", "bucket"), [("cuda", 64 << 20), ("cpu", CPU_BUCKET_MB << 20)])
-def test_buckets_of_weights(device: str, bucket: int) -> None:
+def test_weight_bucket_size_follows_setting_on_gpu(device: str, bucket: int) -> None:
     assert bucket_bytes(RolloutConfig(update_weights_bucket_megabytes=64), device) == bucket
 
 
@@ -84,16 +84,14 @@ LOSS, MEANS = "actor.policy_loss.loss_mode", "actor.loss_agg_mode=seq-mean-token
         ([f"{LOSS}=clip_cov", "actor.policy_loss.clip_cov_lb=5"], "clip_cov_lb=5 is not below clip_cov_ub=5"),
     ],
 )
-def test_losses_that_cannot_be_averaged_as_wanted_are_refused(words: list[str], says: str | None) -> None:
+def test_incompatible_loss_and_aggregation_are_rejected(words: list[str], says: str | None) -> None:
     with pytest.raises(UserError, match=says) if says else nullcontext():
         config_with(*words)
 
 
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", "vanilla"])
 @pytest.mark.parametrize(("num_ranks", "size"), [(1, 48), (2, 24), (4, 12)])
-def test_losses_of_covariances_need_all_samples_of_an_update_in_a_micro_batch(
-    loss: str, num_ranks: int, size: int
-) -> None:
+def test_covariance_losses_need_one_micro_batch_per_update(loss: str, num_ranks: int, size: int) -> None:
     """An update has 8 prompts of 6 samples over all ranks."""
     words = [f"{LOSS}={loss}", "data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "rollout.n=6"]
     config_with(*words, f"data.micro_batch_size_per_gpu={size}").check_ranks(num_ranks)

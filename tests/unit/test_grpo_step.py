@@ -1,4 +1,4 @@
-"""Steps of a policy that has no tokens: nothing of `GRPOStep` may need any."""
+"""Steps of a policy without tokens: `GRPOStep` must not depend on tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GROUP = 8
 
 
 class BrokenMachine(Machine):
-    """Gives no reward to some samples."""
+    """A machine that gives some samples no reward."""
 
     def __init__(self, *broken: tuple[int, int]) -> None:
         """Index of the prompt and number of each such sample."""
@@ -58,7 +58,7 @@ def step_of(
     lr: float = 0.0,
     replacement_prompts: Callable[[int, int], Sequence[Prompt]] = lambda round_number, count: [],
 ) -> GRPOStep:
-    """A step for the bandit; at a learning rate of 0 the gradients add up."""
+    """A step for the bandit; with a learning rate of 0, gradients accumulate."""
 
     def optimizer_step(loss: float) -> float:
         assert bandit.scores.grad is not None
@@ -87,14 +87,14 @@ def step_of(
 
 
 def sampled(bandit: Bandit, indices: Sequence[int], machine: Machine | None = None) -> list[Trajectory]:
-    """The trajectories of a step, with their advantages; the gradient is as before."""
+    """The trajectories of a step with their advantages; leaves the gradient unchanged."""
     trajectories, _ = step_of(bandit, machine).run(prompts(*indices), 1)
     bandit.scores.grad = None
     return trajectories
 
 
 def shifted(trajectories: list[Trajectory], difference: float) -> list[Trajectory]:
-    """The same, but sampled with other probabilities."""
+    """The same trajectories as if sampled with other probabilities."""
     for trajectory in trajectories:
         arms, log_probs = trajectory.action
         trajectory.turns[-1] = replace(trajectory.turns[-1], action=(arms, log_probs + difference))
@@ -108,8 +108,8 @@ def dynamic(max_rounds: int) -> TokenAlgorithmConfig:
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def test_trajectories_are_in_order() -> None:
-    """However they came, each with its own reward."""
+def test_trajectories_keep_prompt_order() -> None:
+    """Each has its own reward."""
     machine = Machine()
     trajectories = sampled(Bandit(6), [4, 1, 5], machine)
     places = [(trajectory.prompt.index, trajectory.number) for trajectory in trajectories]
@@ -123,7 +123,7 @@ def test_trajectories_are_in_order() -> None:
 
 
 class Patient(Machine):
-    """Episodes of one to three turns: it pays for what was pulled in all of them, and shows the turn's number."""
+    """Episodes of one to three turns: rewards all pulls, and the observation is the turn's number."""
 
     max_turns = 3
 
@@ -134,8 +134,8 @@ class Patient(Machine):
         return lambda: StepResult(reward=Reward({"pay": pulled}))
 
 
-def test_episodes_of_several_turns() -> None:
-    """Each generates in the rounds in which it is live, and repeats whatever else is live."""
+def test_multi_turn_episodes_collect_all_turns() -> None:
+    """Each episode generates only in the rounds in which it is live."""
     bandit = Bandit(6)
     trajectories = step_of(bandit, Patient()).rollout(prompts(2, 3), 1, GROUP)
     assert [len(trajectory.turns) for trajectory in trajectories] == [1 + n % 3 for n in range(GROUP)] * 2
@@ -147,7 +147,7 @@ def test_episodes_of_several_turns() -> None:
         assert [turn.action[0].tolist() for turn in one.turns] == [turn.action[0].tolist() for turn in other.turns]
 
 
-def test_an_episode_without_end_is_an_error() -> None:
+def test_endless_episode_raises() -> None:
     class Endless(Machine):
         max_turns = 2
 
@@ -158,8 +158,8 @@ def test_an_episode_without_end_is_an_error() -> None:
         step_of(Bandit(6), Endless()).rollout(prompts(0), 1, GROUP)
 
 
-def test_groups_without_signal_are_replaced() -> None:
-    """By others that have one, up to a limit; those that are left then stay."""
+def test_groups_without_signal_are_replaced_up_to_limit() -> None:
+    """Groups that remain after the limit are kept."""
     bandit = Bandit(40)
     with torch.no_grad():
         bandit.scores[:20] = torch.eye(4).repeat(5, 1) * 50  # always right: nothing to learn
@@ -187,7 +187,7 @@ def test_groups_without_signal_are_replaced() -> None:
 
 
 class ImpreciseMachine(Machine):
-    """Pays all samples of a prompt the same but for float64's last digits."""
+    """Gives all samples of a prompt the same reward except for the last digits of float64."""
 
     def __init__(self, *indices: int) -> None:
         """Of the prompts."""
@@ -200,8 +200,8 @@ class ImpreciseMachine(Machine):
         return super().reward_of(trajectory)
 
 
-def test_rewards_that_only_float64_tells_apart_have_no_signal() -> None:
-    """Their advantages, which are float32, are 0: dynamic sampling replaces such a group."""
+def test_rewards_equal_in_float32_have_no_signal() -> None:
+    """Their float32 advantages are 0, so dynamic sampling replaces such a group."""
     assert 0.1 + 0.2 != 0.3
     machine = ImpreciseMachine(0, 1)
     trajectories, metrics = step_of(Bandit(40), machine).run(prompts(0, 25), 1)
@@ -223,8 +223,8 @@ BROKEN = [(0, 1), (0, 6), (4, 3), *((1, number) for number in range(1, GROUP))]
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_a_sample_without_a_reward_is_not_in_the_loss(mode: Any) -> None:
-    """The gradient is that of the other samples alone, with all terms of the loss."""
+def test_sample_without_reward_is_excluded_from_loss(mode: Any) -> None:
+    """The gradient equals that of the other samples, with all loss terms."""
     actor = replace(ACTOR, loss_agg_mode=mode, **PENALTIES)
     found, expected = Bandit(6), Bandit(6)
     for bandit in (found, expected):
@@ -241,8 +241,7 @@ def test_a_sample_without_a_reward_is_not_in_the_loss(mode: Any) -> None:
     torch.testing.assert_close(found.scores.grad, expected.scores.grad)
 
 
-def test_a_group_with_one_reward_is_replaced() -> None:
-    """As one without a signal is."""
+def test_group_with_one_reward_is_replaced() -> None:
     step = step_of(
         Bandit(40),
         BrokenMachine(*BROKEN),
@@ -253,8 +252,8 @@ def test_a_group_with_one_reward_is_replaced() -> None:
     assert [trajectory.prompt.index for trajectory in trajectories[::GROUP]] == [0, 4, 5]
 
 
-def test_metrics_of_a_step_with_missing_rewards() -> None:
-    """They are those of the samples with a reward; a step without any has none."""
+def test_metrics_exclude_samples_without_reward() -> None:
+    """A step without any reward has no reward metrics."""
     bandit = Bandit(6)
     machine = BrokenMachine(*BROKEN)
     trajectories = sampled(bandit, [0, 1, 4], machine)
@@ -271,8 +270,8 @@ def test_metrics_of_a_step_with_missing_rewards() -> None:
     assert "train/reward_total_mean" not in metrics and metrics["train/samples_without_reward"] == GROUP
 
 
-def test_first_update_is_the_policy_gradient() -> None:
-    """-(1/N) sum of advantage times gradient of log-probability, in float64."""
+def test_first_update_equals_policy_gradient() -> None:
+    """The reference is -(1/N) sum of advantage times gradient of log-probability, in float64."""
     bandit, other = Bandit(6), Bandit(6)
     trajectories, metrics = step_of(bandit).run(prompts(0, 1, 2), 1)
     advantages = torch.tensor([trajectory.advantage for trajectory in trajectories], dtype=torch.float64)
@@ -285,8 +284,7 @@ def test_first_update_is_the_policy_gradient() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5, 24])
-def test_micro_batches_change_nothing(size: int) -> None:
-    """With all terms of the loss."""
+def test_gradient_is_independent_of_micro_batch_size(size: int) -> None:
     actor = replace(ACTOR, **PENALTIES)
     gradients, losses = [], []
     for micro_batch_size in (24, size):
@@ -299,16 +297,16 @@ def test_micro_batches_change_nothing(size: int) -> None:
     assert losses[0] == pytest.approx(losses[1]) and losses[0] != 0
 
 
-def test_old_probabilities_are_those_before_the_first_update() -> None:
-    """The ratio is 1 at the first of several updates, and moves then."""
+def test_old_log_probs_are_from_before_first_update() -> None:
+    """The ratio is 1 at the first of several updates and changes afterwards."""
     step = step_of(Bandit(6), actor=replace(ACTOR, ppo_epochs=4), num_mini_batches=3, lr=3.0)
     _, metrics = step.run(prompts(0, 1, 2), 1)
     assert step.num_updates == 12 and metrics["train/ratio_deviation_max"] < 1e-12
     assert metrics["train/clip_fraction"] > 0 and abs(metrics["train/update_kl"]) > 1e-3
 
 
-def test_importance_weights_correct_another_sampler() -> None:
-    """Weights are the truncated ratio of the trainer's to the sampler's probabilities."""
+def test_importance_weights_correct_off_policy_samples() -> None:
+    """The weights are the truncated ratio of trainer to sampler probabilities."""
     plain, corrected = Bandit(6), Bandit(6)
     trajectories = shifted(sampled(plain, [0, 1, 2]), -0.5)
     metrics = step_of(plain).update(trajectories)
@@ -322,16 +320,16 @@ def test_importance_weights_correct_another_sampler() -> None:
 
 
 @pytest.mark.parametrize(("num_epochs", "expected"), [(1, np.expm1(0.5)), (2, 0.0)])
-def test_the_ratio_of_a_single_update_is_to_the_samplers_probabilities(num_epochs: int, expected: float) -> None:
-    """Any other would be 1 by construction. With several updates, it is the ratio of the loss."""
+def test_single_update_ratio_is_relative_to_sampler(num_epochs: int, expected: float) -> None:
+    """Relative to the trainer, it would be 1 by construction. With several updates, it is the loss ratio."""
     bandit = Bandit(6)
     trajectories = shifted(sampled(bandit, [0, 1, 2]), -0.5)
     metrics = step_of(bandit, actor=replace(ACTOR, ppo_epochs=num_epochs)).update(trajectories)
     assert metrics["train/ratio_deviation_max"] == pytest.approx(expected, abs=1e-9)
 
 
-def test_a_stop_in_a_validation_ends_sampling_before_the_run_saves() -> None:
-    """A policy that generates with vLLM gives back the GPU's memory there."""
+def test_stop_during_validation_ends_sampling_before_save() -> None:
+    """A policy that generates with vLLM releases its GPU memory when sampling ends."""
     bandit, signals = Bandit(6), StopSignals(STOP_SIGNALS)
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     trainer.policy, trainer.global_step, trainer.stop_vote = bandit, 3, StopVote(signals, None)
@@ -350,8 +348,7 @@ def test_a_stop_in_a_validation_ends_sampling_before_the_run_saves() -> None:
 
 
 @pytest.mark.parametrize(("num_epochs", "num_mini_batches"), [(1, 1), (2, 4)])
-def test_it_learns(num_epochs: int, num_mini_batches: int) -> None:
-    """The arm that pays, for every prompt."""
+def test_policy_learns_best_arm(num_epochs: int, num_mini_batches: int) -> None:
     bandit = Bandit(8)
     actor = replace(ACTOR, ppo_epochs=num_epochs)
     step = step_of(bandit, actor=actor, num_mini_batches=num_mini_batches, lr=20.0)
@@ -361,8 +358,8 @@ def test_it_learns(num_epochs: int, num_mini_batches: int) -> None:
     assert float(chances[range(8), [row % 4 for row in range(8)]].min()) > 0.9
 
 
-def test_distributions() -> None:
-    """Those of all values, population standard deviation."""
+def test_distribution_metrics_equal_numpy() -> None:
+    """The standard deviation is that of the population."""
     values = np.random.default_rng(0).normal(5, 2, 100)
     columns, statistics = {"a": values.tolist(), "b": [3.0], "c": []}, dict.fromkeys("abc", ALL_STATISTICS)
     found = distribution_metrics(columns, statistics, "cpu")

@@ -1,4 +1,4 @@
-"""A group's prompt is computed once: each completion has the same log-probabilities as in a row of its own."""
+"""Shared prompts: each completion has the same log-probabilities as in a row of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = {"a": (7, [3, 9, 1]), "b": (12, [5, 5]), "c": (2, [8])}
 
 
 def model_of(model_type: str, implementation: str = "sdpa", **settings: object) -> PreTrainedModel:
-    """A small one with random weights in float64."""
+    """A small model with random float64 weights."""
     config = AutoConfig.for_model(
         model_type,
         vocab_size=64,
@@ -47,7 +47,7 @@ def model_of(model_type: str, implementation: str = "sdpa", **settings: object) 
 
 
 def samples_of(lengths: dict[str, tuple[int, list[int]]]) -> list[Trajectory]:
-    """Random tokens."""
+    """Trajectories of random tokens."""
     torch.manual_seed(1)
     found = []
     for row, (name, (length, completions)) in enumerate(lengths.items()):
@@ -61,7 +61,7 @@ def samples_of(lengths: dict[str, tuple[int, list[int]]]) -> list[Trajectory]:
 def evaluated(
     model: PreTrainedModel, batcher: TokenBatcher, samples: list[Trajectory]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities, and the gradient of a sum of them with a weight for each."""
+    """Log-probabilities and the gradient of their weighted sum."""
     model.zero_grad()
     output = completion_log_probs(model, batcher.collate(samples), 0.7, entropy_gradient=True)
     weights = torch.arange(output.values.numel()).reshape(output.values.shape)
@@ -71,21 +71,21 @@ def evaluated(
 
 
 @pytest.mark.parametrize("model_type", SHARED_PREFIX_ARCHITECTURES)
-def test_sharing_changes_nothing(model_type: str) -> None:
-    """Values and gradients, for each architecture that is let share."""
+def test_shared_prompt_keeps_log_probs_and_gradients(model_type: str) -> None:
+    """Checked for every architecture that supports a shared prompt."""
     model, samples = model_of(model_type), samples_of(LENGTHS)
     shared, alone = ALWAYS.collate(samples), NEVER.collate(samples)
     assert shared["input_ids"].shape == (3, 12 + 13) and alone["input_ids"].shape == (6, 12 + 9)
     values, gradient = evaluated(model, ALWAYS, samples)
     expected, expected_gradient = evaluated(model, NEVER, samples)
-    # the logits are float32 where probabilities are made of them
+    # log-probabilities are computed from float32 logits
     torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
     assert (gradient - expected_gradient).norm() < 1e-5 * expected_gradient.norm()
     assert not torch.equal(values, torch.zeros_like(values))
 
 
-def test_the_cheaper_way_is_taken() -> None:
-    """A long prompt is shared; of long completions, which would look at one another in vain, each has a row."""
+def test_cheaper_layout_is_chosen() -> None:
+    """Long prompts are shared. Long completions get separate rows, because shared rows would waste attention."""
     model = model_of("llama")
     batcher = TokenBatcher(0, forward_flops(model))
     assert len(batcher.rows(samples_of({"a": (40, [2, 2, 2, 2])}))) == 1
@@ -95,8 +95,8 @@ def test_the_cheaper_way_is_taken() -> None:
     )
 
 
-def test_order_keeps_prompts_together_where_they_are_shared() -> None:
-    """Else samples of like length share a forward pass."""
+def test_sort_groups_shared_prompts_or_similar_lengths() -> None:
+    """Without sharing, samples of similar length share a forward pass."""
     samples = samples_of(LENGTHS)
     mixed = [samples[number] for number in (5, 3, 0, 4, 2, 1)]
     assert [sample.prompt.sample_id for sample in ALWAYS.sort(mixed)] == ["b", "b", "a", "a", "a", "c"]
@@ -113,6 +113,8 @@ def test_order_keeps_prompts_together_where_they_are_shared() -> None:
         ("qwen2", "sdpa", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     ],
 )
-def test_models_that_cannot_share(model_type: str, implementation: str, settings: dict[str, object]) -> None:
-    """Another attention, an architecture that is not on the list, and windows."""
+def test_unsupported_models_do_not_share_prompts(
+    model_type: str, implementation: str, settings: dict[str, object]
+) -> None:
+    """Other attention implementations, unlisted architectures and sliding windows are not supported."""
     assert forward_flops(model_of(model_type, implementation, **settings)) is None

@@ -1,4 +1,4 @@
-"""Completions as actions: their log-probabilities, their random numbers, and the engine that needs no vLLM."""
+"""Token completions as actions: their log-probabilities, their seeds, and the Hugging Face engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SAMPLING = SamplingArgs(0.8, 1.0, -1, 12)
 
 @pytest.fixture(scope="module")
 def model(quickstart: Path) -> PreTrainedModel:
-    """Small, with random weights that make its probabilities uneven."""
+    """A small model with random weights and uneven probabilities."""
     model = AutoModelForCausalLM.from_pretrained(quickstart / "model").double().eval()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -50,18 +50,18 @@ def model(quickstart: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def pad(quickstart: Path) -> int:
-    """Its padding."""
+    """The padding token of the model."""
     return AutoTokenizer.from_pretrained(quickstart / "model").pad_token_id
 
 
 def prompt_of(length: int) -> tuple[int, ...]:
-    """Random tokens, others for each length."""
+    """Random tokens that differ for each length."""
     generator = torch.Generator().manual_seed(length)
     return tuple(torch.randint(10, 400, (length,), generator=generator).tolist())
 
 
 def requests(*lengths: int) -> list[SampleRequest]:
-    """One request for each length of a prompt."""
+    """One request for each prompt length."""
     return [SampleRequest(prompt_of(length), sample_seed(1, 2, f"p{length}", 0)) for length in lengths]
 
 
@@ -72,12 +72,12 @@ def generated(engine: HFEngine, wanted: list[SampleRequest], sampling: SamplingA
 
 
 def engine_of(model: PreTrainedModel, pad: int, batch_size: int = 8, end: int = 3) -> HFEngine:
-    """An engine for it."""
+    """An engine for the model."""
     return HFEngine(model, pad, [end], batch_size, nullcontext)
 
 
-def test_log_probs_of_padded_completions(model: PreTrainedModel, pad: int) -> None:
-    """Those of each sample alone, at the temperature; zero beyond its end."""
+def test_log_probs_ignore_padding(model: PreTrainedModel, pad: int) -> None:
+    """They equal those of each sample alone at the temperature, and are zero after its end."""
     samples = [
         Trajectory(Prompt(f"{n}", n, {"prompt_ids": prompt_of(n)}), 0).act(
             Completion(prompt_of(m), torch.arange(m) / 9, False)
@@ -102,10 +102,8 @@ def test_log_probs_of_padded_completions(model: PreTrainedModel, pad: int) -> No
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("size", "rollout_is"), [(1, None), (2, None), (4, None), (1, "token"), (1, "sequence")])
-def test_a_micro_batch_without_rewards_changes_nothing(
-    size: int, rollout_is: Literal["token", "sequence"] | None
-) -> None:
-    """Its forward pass has a part in FSDP's collectives, but none in the loss."""
+def test_micro_batch_without_rewards_keeps_gradient(size: int, rollout_is: Literal["token", "sequence"] | None) -> None:
+    """Its forward pass takes part in FSDP's collectives but not in the loss."""
     trajectories = make_trajectories()[:GROUP_SIZE]
     for number, trajectory in enumerate(trajectories):
         trajectory.advantage = number - 1.5
@@ -132,15 +130,15 @@ def test_a_micro_batch_without_rewards_changes_nothing(
     assert expected.count_nonzero() > 100
 
 
-def test_seeds_are_of_one_sample() -> None:
-    """Any part makes another; none is too large for an engine."""
+def test_sample_seeds_are_unique_and_fit_31_bits() -> None:
+    """Every component changes the seed. Engines accept seeds of 31 bits."""
     others = ((2, 2, "p", 0), (1, 3, "p", 0), (1, 2, "q", 0), (1, 2, "p", 1))
     seeds = {sample_seed(1, 2, "p", 0), *(sample_seed(*parts) for parts in others)}
     assert len(seeds) == 5 and max(seeds) < 1 << 31 and sample_seed(1, 2, "p", 0) in seeds
 
 
-def test_completions_do_not_depend_on_their_batch(model: PreTrainedModel, pad: int) -> None:
-    """A resumed run generates what the uninterrupted one would have generated, however it is batched."""
+def test_completions_are_independent_of_batch(model: PreTrainedModel, pad: int) -> None:
+    """A resumed run generates the same completions as an uninterrupted one, for any batching."""
     wanted = requests(5, 20, 11, 7)
     together = generated(engine_of(model, pad), wanted)
     alone = generated(engine_of(model, pad, batch_size=1), wanted)
@@ -152,8 +150,8 @@ def test_completions_do_not_depend_on_their_batch(model: PreTrainedModel, pad: i
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, temperature=0.0), SamplingArgs(1.0, 1.0, -1, 4)])
-def test_log_probs_are_the_models(model: PreTrainedModel, pad: int, sampling: SamplingArgs) -> None:
-    """Of the tokens that were generated; greedy ones are the likeliest."""
+def test_engine_log_probs_equal_model_log_probs(model: PreTrainedModel, pad: int, sampling: SamplingArgs) -> None:
+    """Greedy tokens are the most likely ones."""
     for request, completion in zip(requests(5, 20), generated(engine_of(model, pad), requests(5, 20), sampling)):
         ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
         logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
@@ -164,8 +162,7 @@ def test_log_probs_are_the_models(model: PreTrainedModel, pad: int, sampling: Sa
             assert logits.argmax(-1).tolist() == list(completion.token_ids)
 
 
-def test_completions_end(model: PreTrainedModel, pad: int) -> None:
-    """With the token that ends them, or at the limit."""
+def test_completions_end_at_eos_or_limit(model: PreTrainedModel, pad: int) -> None:
     (whole,) = generated(engine_of(model, pad), requests(5))
     assert whole.truncated and len(whole.token_ids) == 12
     (cut,) = generated(engine_of(model, pad, end=whole.token_ids[4]), requests(5))
@@ -174,22 +171,22 @@ def test_completions_end(model: PreTrainedModel, pad: int) -> None:
     assert len(cut.log_probs) == len(cut.token_ids)
 
 
-def test_tokens_are_sampled_by_their_probabilities() -> None:
-    """Counts of 20000 tokens; nothing outside the likeliest that top_k or top_p keeps."""
+def test_token_frequencies_match_probabilities() -> None:
+    """Checked with 20,000 tokens; tokens outside top_k or top_p never occur."""
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, -torch.inf]]).expand(20_000, -1)
     for top_p, top_k, kept in ((1.0, -1, 4), (1.0, 2, 2), (0.6, -1, 2)):
         sampling = SamplingArgs(2.0, top_p, top_k, 1)
-        drawing = SeededHFLogitsProcessor(range(20_000), sampling)
-        chosen = drawing(torch.zeros(20_000, 1, dtype=torch.long), logits.clone()).argmax(-1)
+        processor = SeededHFLogitsProcessor(range(20_000), sampling)
+        chosen = processor(torch.zeros(20_000, 1, dtype=torch.long), logits.clone()).argmax(-1)
         expected = torch.zeros(5)
         expected[4 - kept : 4] = (logits[0, 4 - kept : 4] / 2).softmax(-1)
         found = torch.bincount(chosen, minlength=5) / 20_000
         assert (found - expected).abs().max() < 0.02 and found[expected == 0].eq(0).all()
-        torch.testing.assert_close(drawing.log_probs()[:, 0], expected.log()[chosen], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(processor.log_probs()[:, 0], expected.log()[chosen], rtol=1e-4, atol=1e-4)
 
 
-def test_a_groups_prompt_is_computed_once(model: PreTrainedModel, pad: int) -> None:
-    """And its completions are those that each request has alone."""
+def test_prompt_of_group_is_computed_once(model: PreTrainedModel, pad: int) -> None:
+    """The completions equal those of each request alone."""
     wanted = [SampleRequest(prompt_of(length), seed) for length in (9, 14, 3) for seed in (1, 2, 3)]
     engine, rows = engine_of(model, pad, batch_size=9), []
     hook = model.register_forward_pre_hook(lambda *a: rows.append(tuple(a[2]["input_ids"].shape)), with_kwargs=True)
@@ -203,8 +200,8 @@ def test_a_groups_prompt_is_computed_once(model: PreTrainedModel, pad: int) -> N
 
 
 @pytest.mark.parametrize("has_adapters", [False, True])
-def test_the_models_own_generation_settings_count_for_nothing(has_adapters: bool) -> None:
-    """They would be generated by another distribution than the trainer's; afterwards they are as they were."""
+def test_generation_config_of_model_is_ignored(has_adapters: bool) -> None:
+    """Its settings would change the sampling distribution. They are restored afterwards."""
     base = family("qwen2")
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=2)) if has_adapters else base
     expected = [completion.token_ids for completion in generated(engine_of(model, 0), requests(5, 20))]
@@ -233,8 +230,8 @@ HYBRID = {
 
 
 @pytest.mark.parametrize("name", ["mistral with a window", "gemma3", "gpt_oss", "gemma2", "jamba", "mamba", *HYBRID])
-def test_a_groups_prompt_in_caches_of_every_kind(name: str) -> None:
-    """Of a window that is shorter than a prompt, of a state in place of keys and values, and of both."""
+def test_prompt_sharing_works_with_every_cache_type(name: str) -> None:
+    """Caches have sliding windows shorter than the prompt, recurrent states, or both."""
     model = family(name)
     wanted = [SampleRequest(prompt_of(length), seed) for length in (40, 60, 5) for seed in (1, 2)]
     together, alone = (generated(engine_of(model, 0, batch_size=size), wanted) for size in (6, 1))
@@ -247,8 +244,8 @@ def test_a_groups_prompt_in_caches_of_every_kind(name: str) -> None:
         torch.testing.assert_close(one.log_probs, log_probs, rtol=1e-3, atol=1e-3)
 
 
-def test_dropout_is_off() -> None:
-    """Of modules and of attention's calls; the configuration that is exported stays."""
+def test_dropout_is_disabled() -> None:
+    """This covers modules and attention calls; the exported configuration is unchanged."""
     config = Qwen2Config(
         vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, attention_dropout=0.5,
@@ -261,8 +258,8 @@ def test_dropout_is_off() -> None:
     assert model.config.attention_dropout == 0.5
 
 
-def test_logits_that_are_no_numbers_are_told() -> None:
-    """Instead of an index out of range."""
+def test_non_finite_logits_are_reported() -> None:
+    """The error must not be an index out of range."""
     for bad in (float("nan"), float("inf")):
         with pytest.raises(UserError, match="rollout.dtype"):
             sample_tokens(torch.tensor([[0.0, bad]]), torch.tensor([0.5], dtype=torch.float64), SAMPLING)

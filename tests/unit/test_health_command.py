@@ -1,4 +1,4 @@
-"""`python -m verl_ext.health RUN_DIR` on run directories of known content."""
+"""`python -m verl_ext.health RUN_DIR` on run directories with known content."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def change_config(run_dir: Path, key: str, value: Any) -> None:
     OmegaConf.save(config, run_dir / "config.yaml")
 
 
-def look(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    """Exit code, and what is said of each item and rule: level by text; and the status."""
+def run_health(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    """The exit code, and the level of each item and rule by its text, with the status."""
     code = main([str(run_dir), "--json"])
     content = json.loads(capsys.readouterr().out)
     items = {item["text"]: item["level"] for listed in content["checklists"].values() for item in listed}
     return code, {"status": content["status"], **items, **{each["rule"]: each["level"] for each in content["rules"]}}
 
 
-def test_a_healthy_run_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_healthy_run_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
-    code, levels = look(run_dir, capsys)
+    code, levels = run_health(run_dir, capsys)
     assert code == 0 and levels.pop("status") == "finished" and set(levels.values()) == {"ok", None}
     for point in ("train/loss falls", "train/lr(1e-3) follows its schedule", "all steps are done"):
         assert levels[point] == "ok"
@@ -49,18 +49,18 @@ def test_a_healthy_run_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "p/e (sft), finished, step 300" in shown and "too little to judge" in shown
 
 
-def test_an_alarm_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, levels = look(write_run(tmp_path, "exploding gradients"), capsys)
+def test_alarm_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, levels = run_health(write_run(tmp_path, "exploding gradients"), capsys)
     assert code == 1 and levels["grad_norm_exploding"] == "alarm"
-    assert levels["train/grad_norm is in range"] == "ok"  # the first hundred steps were well
+    assert levels["train/grad_norm is in range"] == "ok"  # the first hundred steps were normal
 
 
-def test_what_is_wrong_with_the_files_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_problems_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run", "failed", "rank 1 was killed: NCCL timeout")
     (run_dir / "latest_checkpointed_iteration.txt").write_text("200")
     write_checkpoint(run_dir, 200)
     (run_dir / "global_step_300/huggingface/model.safetensors").write_bytes(b"x")
-    code, levels = look(run_dir, capsys)
+    code, levels = run_health(run_dir, capsys)
     assert code == 1
     assert levels["every checkpoint is complete, including huggingface/"] == "alarm"
     assert levels["the expected checkpoints exist"] == "alarm"
@@ -69,11 +69,11 @@ def test_what_is_wrong_with_the_files_is_seen(tmp_path: Path, capsys: pytest.Cap
     assert levels["latest_checkpointed_iteration.txt names the newest checkpoint"] == "ok"  # of those that are complete
 
 
-def test_a_tracker_that_lags_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outdated_tracker_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
     write_checkpoint(run_dir, 200)
     (run_dir / "latest_checkpointed_iteration.txt").write_text("200")
-    code, levels = look(run_dir, capsys)
+    code, levels = run_health(run_dir, capsys)
     assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest checkpoint"] == "warning"
 
 
@@ -91,7 +91,7 @@ def change_attempt(run_dir: Path, **values: object) -> None:
 
 @pytest.fixture(scope="module")
 def gone() -> int:
-    """The number of a process that has ended."""
+    """The PID of a process that has ended."""
     process = subprocess.Popen(["true"])
     process.wait()
     return process.pid
@@ -100,12 +100,12 @@ def gone() -> int:
 HERE = {"host": socket.gethostname(), "pid_namespace": pid_namespace()}
 
 
-def test_a_run_that_logs_nothing_any_more_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_run_is_reported_as_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run", "running", "")
-    code, levels = look(run_dir, capsys)
+    code, levels = run_health(run_dir, capsys)
     assert code == 0 and levels["the run is alive"] == "ok" and levels["status"] == "running"
     make_silent(run_dir, 3600)
-    code, levels = look(run_dir, capsys)
+    code, levels = run_health(run_dir, capsys)
     assert code == 1 and levels["the run is alive"] == "alarm" and levels["status"] == "killed"
     assert main([str(run_dir)]) == 1
     shown = capsys.readouterr().out
@@ -113,16 +113,14 @@ def test_a_run_that_logs_nothing_any_more_is_killed(tmp_path: Path, capsys: pyte
     assert "it has logged nothing for 36" in shown and "run the same command again" in shown
 
 
-def test_long_steps_and_long_validations_may_be_silent_for_longer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_silence_limit_grows_with_step_and_validation_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run", "running", "")
     make_silent(run_dir, 3600)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(
             json.dumps({"step": 300, "attempt": 1, "time": time.time() - 3600, "time/val/step_s": 2000.0}) + "\n"
         )
-    assert look(run_dir, capsys)[1]["status"] == "running"
+    assert run_health(run_dir, capsys)[1]["status"] == "running"
 
 
 @pytest.mark.parametrize(
@@ -131,32 +129,32 @@ def test_long_steps_and_long_validations_may_be_silent_for_longer(
         ({}, "killed"),
         ({"pid": os.getpid()}, "running"),
         ({"pid": os.getpid(), "pid_start_ticks": start_ticks(os.getpid())}, "running"),
-        ({"pid": os.getpid(), "pid_start_ticks": 1}, "killed"),  # another process has the number since
+        ({"pid": os.getpid(), "pid_start_ticks": 1}, "killed"),  # the PID was reused
         ({"host": "elsewhere"}, "running"),
         ({"pid_namespace": 1}, "running"),
         ({"pid_namespace": None}, "running"),
     ],
 )
-def test_a_run_whose_process_is_gone_is_killed(
+def test_run_without_live_process_is_reported_as_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: int, changed: dict[str, object], status: str
 ) -> None:
     run_dir = write_run(tmp_path, "a textbook run", "running", "")
     change_attempt(run_dir, pid=gone, **HERE)
     change_attempt(run_dir, **changed)
-    code, levels = look(run_dir, capsys)
+    code, levels = run_health(run_dir, capsys)
     assert (code, levels["status"]) == (int(status == "killed"), status)
     assert levels["the run is alive"] == ("alarm" if status == "killed" else "ok")
 
 
-def test_a_run_that_has_ended_was_not_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: int) -> None:
+def test_finished_run_is_not_reported_as_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: int) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
     change_attempt(run_dir, pid=gone, **HERE)
     make_silent(run_dir, 3600)
-    code, levels = look(run_dir, capsys)
+    code, levels = run_health(run_dir, capsys)
     assert code == 0 and levels["status"] == "finished" and "the run is alive" not in levels
 
 
-def test_a_new_attempt_records_its_process(tmp_path: Path) -> None:
+def test_new_attempt_records_its_process(tmp_path: Path) -> None:
     record = RunRecord(tmp_path)
     record.start_attempt(first_step=0, world_size=1, total_steps=3)
     run = record.read()
@@ -166,31 +164,29 @@ def test_a_new_attempt_records_its_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("newest", "level"), [(None, "warning"), (1, "ok"), (2, "warning")])
-def test_checkpoints_that_rotation_keeps_are_missed(
+def test_missing_checkpoints_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], newest: int | None, level: str
 ) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
     write_checkpoint(run_dir, 100)
     change_config(run_dir, "trainer.save_freq", 100)
     change_config(run_dir, "trainer.max_ckpt_to_keep", newest)
-    assert look(run_dir, capsys)[1]["the expected checkpoints exist"] == level
+    assert run_health(run_dir, capsys)[1]["the expected checkpoints exist"] == level
     assert main([str(run_dir)]) == 0
     assert ("global_step_200 should be kept, too" in capsys.readouterr().out) == (level == "warning")
     write_checkpoint(run_dir, 200)
-    assert look(run_dir, capsys)[1]["the expected checkpoints exist"] == "ok"
+    assert run_health(run_dir, capsys)[1]["the expected checkpoints exist"] == "ok"
 
 
-def test_checkpoints_from_before_the_last_attempt_are_not_expected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_before_last_attempt_are_not_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
     change_config(run_dir, "trainer.save_freq", 100)
     change_attempt(run_dir, first_step=200)  # which may have had another save_freq before
-    assert look(run_dir, capsys)[1]["the expected checkpoints exist"] == "ok"
+    assert run_health(run_dir, capsys)[1]["the expected checkpoints exist"] == "ok"
 
 
 @pytest.mark.parametrize(("every", "level"), [(None, "warning"), (200, "ok"), (100, "warning")])
-def test_exports_that_are_due_are_missed(
+def test_missing_exports_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int | None, level: str
 ) -> None:
     point = "every checkpoint is complete, including huggingface/"
@@ -199,9 +195,9 @@ def test_exports_that_are_due_are_missed(
     shutil.rmtree(run_dir / "global_step_100/huggingface")
     (run_dir / "global_step_100/manifest.json").write_text(Manifest(100, 1, "", {}).to_json())
     change_config(run_dir, "trainer.checkpoint.export.every", every)
-    assert look(run_dir, capsys)[1][point] == level
+    assert run_health(run_dir, capsys)[1][point] == level
     change_config(run_dir, "trainer.checkpoint.save_contents", ["model", "optimizer", "extra"])
-    assert look(run_dir, capsys)[1][point] == "ok"
+    assert run_health(run_dir, capsys)[1][point] == "ok"
 
 
 def test_trends_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +212,7 @@ def test_trends_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert loss["p_value"] < 1e-6
 
 
-def test_trends_of_a_controller_are_those_of_its_epochs() -> None:
+def test_controller_trends_are_over_epochs() -> None:
     [curve] = [each for each in CURVES if each.name == "more and more are over budget"]
     found = {each.metric: each for each in metric_trends(view_of(curve, 0))}
     assert list(found) == ["train/reward_total_mean", "train/accuracy_mean", "train/budget_violation_mean"]
@@ -227,7 +223,7 @@ def test_trends_of_a_controller_are_those_of_its_epochs() -> None:
     assert {each.sign for each in metric_trends(view_of(flat, 0))} == {0}
 
 
-def test_what_the_disk_lacks_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_or_uneven_checkpoints_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
     (run_dir / "latest_checkpointed_iteration.txt").unlink()
     write_checkpoint(run_dir, 200)
@@ -236,14 +232,14 @@ def test_what_the_disk_lacks_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     (run_dir / "global_step_200/manifest.json").write_text(
         Manifest(200, 1, "", {"huggingface/model.safetensors": {"bytes": 640}}).to_json()
     )
-    code, levels = look(run_dir, capsys)
+    code, levels = run_health(run_dir, capsys)
     assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest checkpoint"] == "warning"
     assert levels["checkpoints have similar sizes"] == "notice"
     shutil.rmtree(run_dir / "global_step_300")
-    code, levels = look(run_dir, capsys)
+    code, levels = run_health(run_dir, capsys)
     assert code == 1 and levels["the expected checkpoints exist"] == "alarm"
     shutil.rmtree(run_dir / "global_step_200")
-    code, levels = look(run_dir, capsys)
+    code, levels = run_health(run_dir, capsys)
     assert code == 1 and levels["the expected checkpoints exist"] == "alarm"
     assert (
         levels["checkpoints have similar sizes"]
@@ -252,18 +248,18 @@ def test_what_the_disk_lacks_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
 
 
-def test_thresholds_are_those_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_thresholds_come_from_run_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
     config = OmegaConf.load(run_dir / "config.yaml")
     config.health.limits.initial_loss_max = 1.0
     OmegaConf.save(config, run_dir / "config.yaml")
-    assert look(run_dir, capsys)[1]["initial_loss"] == "warning"
+    assert run_health(run_dir, capsys)[1]["initial_loss"] == "warning"
     config.health.limits = {"of_another_version": 1}
     OmegaConf.save(config, run_dir / "config.yaml")
     assert refused(run_dir, capsys).startswith("error: health.limits in config.yaml is from another version")
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directory_that_is_no_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no run.json" in refused(tmp_path, capsys)
     run_dir = write_run(tmp_path, "a textbook run")
     (run_dir / "config.yaml").write_text("- a list")
@@ -284,7 +280,7 @@ def refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("closed", "level"), [(["csv", "console", "wandb"], "ok"), (["csv", "console"], "warning"), (None, None)]
 )
-def test_the_record_says_whether_wandb_was_closed(
+def test_unclosed_wandb_run_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], closed: list[str] | None, level: str | None
 ) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
@@ -293,4 +289,4 @@ def test_the_record_says_whether_wandb_was_closed(
         record = RunRecord(run_dir)
         record.start_attempt(first_step=300, world_size=1, total_steps=300)
         record.end_attempt("finished", 300, "all steps are done", closed)
-    assert look(run_dir, capsys)[1]["the W&B run is closed"] == level
+    assert run_health(run_dir, capsys)[1]["the W&B run is closed"] == level

@@ -1,4 +1,4 @@
-"""A labeled set of runs: every rule that must complain does, and no other one."""
+"""On labeled synthetic runs, exactly the expected health rules report a finding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def findings_of(curve: Curve, seed: int) -> list[Finding]:
 
 
 @pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name.replace(" ", "_"))
-def test_no_false_alarm_and_no_miss(curve: Curve) -> None:
+def test_rules_have_no_false_alarm_and_no_miss(curve: Curve) -> None:
     for seed in SEEDS:
         found = findings_of(curve, seed)
         assert {each.rule for each in found if each.level >= Level.WARNING} == curve.complaints, found
@@ -25,7 +25,7 @@ def test_no_false_alarm_and_no_miss(curve: Curve) -> None:
         assert not [each for each in found if "the rule itself failed" in each.message]
 
 
-def test_every_rule_has_a_labeled_run() -> None:
+def test_every_rule_has_labeled_run() -> None:
     labeled = frozenset().union(*(curve.complaints | curve.notices for curve in CURVES))
     only_notices = {"grad_norm_range", "prompts_at_limit", "completions_at_limit"}
     assert labeled == {rule.name for rule in RULES} - only_notices

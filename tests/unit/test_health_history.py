@@ -1,4 +1,4 @@
-"""What the rules see: series, epochs, trends, the schedule, and the rows of a run without repeated steps."""
+"""The input of health rules: series, epochs, trends, the schedule, and rows without repeated steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, SFTConfig
 
 
 @pytest.mark.parametrize("at_once", [7, 4096, 100_000])
-def test_a_series_keeps_its_ends_and_means_of_all_and_no_more(at_once: int) -> None:
+def test_series_keeps_ends_and_means_in_bounded_memory(at_once: int) -> None:
     series, values = MetricSeries(), np.arange(100_000, dtype=float)
     for start in range(0, len(values), at_once):
         part = values[start : start + at_once]
@@ -49,7 +49,7 @@ def test_a_series_keeps_its_ends_and_means_of_all_and_no_more(at_once: int) -> N
     )
 
 
-def test_epochs_are_means_over_their_steps_once_they_are_over() -> None:
+def test_epoch_values_are_means_of_complete_epochs() -> None:
     history = MetricHistory()
     for step in range(1, 8):  # three steps an epoch
         history.add(step, {"train/loss": float(step), "train/epoch": step / 3})
@@ -60,7 +60,7 @@ def test_epochs_are_means_over_their_steps_once_they_are_over() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5, 1000])
-def test_means_of_epochs_keep_their_fractions_beside_rows_without_values(at_once: int) -> None:
+def test_epoch_means_ignore_rows_without_values(at_once: int) -> None:
     history = MetricHistory()
     for step in range(1, 41):
         loss = math.nan if step in (11, 12) else 0.04
@@ -72,7 +72,7 @@ def test_means_of_epochs_keep_their_fractions_beside_rows_without_values(at_once
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5, 1000])
-def test_epochs_do_not_depend_on_how_many_rows_are_added_at_once(at_once: int) -> None:
+def test_epochs_are_independent_of_read_intervals(at_once: int) -> None:
     history, rng = MetricHistory(), np.random.default_rng(3)
     losses = rng.standard_normal(300)
     for step, loss in enumerate(losses, start=1):  # seven steps an epoch, the last of which is not always logged
@@ -88,7 +88,7 @@ def test_epochs_do_not_depend_on_how_many_rows_are_added_at_once(at_once: int) -
     assert history.num_epochs("train/loss") == 42 and history.num_epochs("val/loss") == 0
 
 
-def test_a_decorated_rule_that_reads_first_sees_each_row_once() -> None:
+def test_old_interface_reads_each_row_once() -> None:
     history = MetricHistory()
     for step in range(1, 41):
         history.add(step, {"train/loss": 1.0, "train/epoch": step / 10})
@@ -97,7 +97,7 @@ def test_a_decorated_rule_that_reads_first_sees_each_row_once() -> None:
     assert history.series("train/loss").num_points == 40
 
 
-def test_losses_that_are_not_finite_are_counted_and_enter_no_mean() -> None:
+def test_non_finite_losses_are_counted_but_excluded_from_means() -> None:
     history = MetricHistory()
     for step, loss in enumerate((1.0, math.nan, math.inf, 2.0, math.nan), start=1):
         history.add(step, {"train/loss": loss, "train/epoch": step / 5})
@@ -107,7 +107,7 @@ def test_losses_that_are_not_finite_are_counted_and_enter_no_mean() -> None:
     assert history.epochs("train/loss").tolist() == [1.5]
 
 
-def test_epochs_that_are_not_numbers_are_ignored() -> None:
+def test_non_finite_epochs_are_ignored() -> None:
     history = MetricHistory()
     for step, epoch in enumerate((0.5, math.nan, math.inf, 1.0), start=1):
         history.add(step, {"train/loss": float(step), "train/epoch": epoch})
@@ -117,7 +117,7 @@ def test_epochs_that_are_not_numbers_are_ignored() -> None:
     assert history.steps_per_epoch == 4
 
 
-def test_trend_and_noise_of_a_known_line() -> None:
+def test_trend_and_noise_of_known_line() -> None:
     rng = np.random.default_rng(0)
     values = np.linspace(0, 5, 500) + 0.5 * rng.standard_normal(500)
     found = trend(values)
@@ -127,19 +127,19 @@ def test_trend_and_noise_of_a_known_line() -> None:
     assert not trend(rng.standard_normal(11)).rises(1e-3)
 
 
-def test_a_constant_series_has_no_trend() -> None:
+def test_constant_series_has_no_trend() -> None:
     found = trend(np.ones(10))
     assert (found.change, found.sign, found.p_value) == (0.0, 0, 1.0)
     assert not found.rises(0.9) and not found.falls(0.9) and noise(np.ones(10)) == 0
 
 
-def test_p_values_of_monotone_series_are_those_of_permutations() -> None:
+def test_monotone_p_values_equal_permutation_test() -> None:
     assert trend(np.arange(7.0)).p_value == pytest.approx(1 / math.factorial(7))
     swapped = np.array([0.0, 2, 1, 3, 4, 5, 6])  # one of the seven orders that are at least as close to rising
     assert trend(swapped).p_value == pytest.approx(7 / math.factorial(7))
 
 
-def test_a_short_series_has_a_trend_only_if_it_is_monotone() -> None:
+def test_short_series_has_trend_only_if_monotone() -> None:
     assert trend(np.array([1.0, 2, 3, 4])).rises(1e-3)  # one of 24 orders: p = 0.04
     assert not trend(np.array([1.0, 3, 2, 4])).rises(1e-3)
     assert not trend(np.array([1.0, 2])).rises(1e-3)
@@ -148,7 +148,7 @@ def test_a_short_series_has_a_trend_only_if_it_is_monotone() -> None:
 @pytest.mark.parametrize("kind", ["constant", "cosine", "wsd"])
 @pytest.mark.parametrize("warmup", [{"lr_warmup_steps_ratio": 0.1}, {"lr_warmup_steps": 7}])
 @pytest.mark.parametrize("epochs", [2, 1])
-def test_the_schedule_is_what_verl_does(kind: Schedule, warmup: dict[str, Any], epochs: int) -> None:
+def test_schedule_equals_verl(kind: Schedule, warmup: dict[str, Any], epochs: int) -> None:
     config = SFTConfig(optim=OptimConfig(lr=3e-4, lr_scheduler=kind, min_lr_ratio=0.1, **warmup))
     config.trainer.total_epochs = epochs
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.optim.lr)
@@ -162,7 +162,7 @@ def test_the_schedule_is_what_verl_does(kind: Schedule, warmup: dict[str, Any], 
         scheduler.step()
 
 
-def test_several_updates_in_a_step_move_the_schedule_as_often() -> None:
+def test_schedule_counts_updates_not_steps() -> None:
     config = GRPOConfig(optim=OptimConfig(lr=1e-3, lr_scheduler="cosine", lr_warmup_steps=1))
     config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = 8, 4, 3
     config.trainer.total_epochs = 1
@@ -172,7 +172,7 @@ def test_several_updates_in_a_step_move_the_schedule_as_often() -> None:
     assert schedule.at(2) == 1e-3 and schedule.at(11) == pytest.approx(0.0)
 
 
-def test_a_controllers_rate_follows_measurements_and_no_schedule() -> None:
+def test_controller_has_no_fixed_schedule() -> None:
     assert schedule_of(as_dict(BudgetConfig()), 10, 10) is None
     assert schedule_of(as_dict(SFTConfig()), 10, None) is None
 
@@ -186,7 +186,7 @@ ROWS = [*(row(1, step) for step in (1, 2, 3)), *(row(2, step) for step in (2, 3,
 ATTEMPTS = [{"attempt": 1, "first_step": 0}, {"attempt": 2, "first_step": 1}, {"attempt": 3, "first_step": None}]
 
 
-def test_rows_that_a_later_attempt_did_again_do_not_count(tmp_path: Path) -> None:
+def test_rows_repeated_by_later_attempt_are_replaced(tmp_path: Path) -> None:
     kept = [(row["attempt"], row["step"]) for row in effective_rows(iter(ROWS), ATTEMPTS)]
     assert kept == [(1, 1), (2, 2), (2, 3), (2, 4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -200,7 +200,7 @@ def test_rows_that_a_later_attempt_did_again_do_not_count(tmp_path: Path) -> Non
 
 
 def calls_to_read(run_dir: Path, num_metrics: int) -> int:
-    """Calls of functions while a history of a thousand rows is read."""
+    """The number of function calls while a history of 1,000 rows is read."""
     run_dir.mkdir()
     metrics = {f"train/metric_{number}": 0.5 for number in range(num_metrics)}
     rows = ({**row(2, step), **metrics} for step in range(1, 1001))
@@ -219,6 +219,6 @@ def calls_to_read(run_dir: Path, num_metrics: int) -> int:
     return num_calls
 
 
-def test_a_long_run_is_read_without_a_call_for_each_value(tmp_path: Path) -> None:
+def test_reading_history_needs_no_call_per_value(tmp_path: Path) -> None:
     few, many = calls_to_read(tmp_path / "few", 4), calls_to_read(tmp_path / "many", 44)
     assert (many - few) / (1000 * 40) < 0.2 and few / 1000 < 50

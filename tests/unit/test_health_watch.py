@@ -1,4 +1,4 @@
-"""The rules inside the loop: what is news, what stops a run, and what is refused."""
+"""Health rules in the training loop: new findings, stopping a run, and rejected settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def feed(monitor: HealthMonitor, steps: range, **metrics: float) -> list[tuple[i
     return [(step, each.rule, each.level) for step in steps for each in monitor.check(step, named)]
 
 
-def test_a_finding_is_reported_once_and_again_when_it_gets_worse() -> None:
+def test_finding_is_reported_once_and_again_if_worse() -> None:
     health = monitor()
     assert feed(health, range(1, 41), loss=2.0, grad_norm=1.0) == []
     changes = feed(health, range(41, 51), loss=2.0, grad_norm=300.0)
@@ -50,7 +50,7 @@ def test_a_finding_is_reported_once_and_again_when_it_gets_worse() -> None:
 
 
 @pytest.mark.parametrize(("norm", "says"), [(1e-3, "raise optim.lr"), (60.0, "lower optim.lr")])
-def test_a_gradient_norm_out_of_range_gets_advice_by_its_direction(norm: float, says: str) -> None:
+def test_grad_norm_advice_depends_on_direction(norm: float, says: str) -> None:
     history = MetricHistory()
     for step in range(1, 101):
         history.add(step, {"train/grad_norm": norm})
@@ -68,7 +68,7 @@ def test_a_gradient_norm_out_of_range_gets_advice_by_its_direction(norm: float, 
         ([1.0] * 5 + [math.inf] * 20, Level.ALARM, "100%"),
     ],
 )
-def test_every_large_gradient_norm_of_the_window_counts(norms: list[float], level: Level, share: str) -> None:
+def test_grad_norm_share_counts_window_and_non_finite(norms: list[float], level: Level, share: str) -> None:
     history = MetricHistory()
     for step, norm in enumerate(norms, start=1):
         history.add(step, {"train/grad_norm": norm})
@@ -76,23 +76,23 @@ def test_every_large_gradient_norm_of_the_window_counts(norms: list[float], leve
     assert found.level == level and found.message.startswith(share)
 
 
-def test_a_finding_is_gone_after_several_clear_checks() -> None:
+def test_finding_clears_after_several_clear_checks() -> None:
     health = monitor()
     feed(health, range(1, 41), loss=2.0, grad_norm=1e-4)
     changes = feed(health, range(41, 101), loss=2.0, grad_norm=1.0)
     gone = {rule: step for step, rule, level in changes if level == Level.OK}
-    # the median of 20 norms is back to normal at step 60, or at 50 where half of them are
+    # the median of 20 norms is normal again at step 60, or at step 50 if half of them are
     assert gone["grad_norm_vanishing"] in (50 + 10 * (CLEAR_CHECKS - 1), 60 + 10 * (CLEAR_CHECKS - 1))
 
 
-def test_a_loss_that_is_not_finite_is_reported_at_once() -> None:
+def test_non_finite_loss_is_reported_at_once() -> None:
     health = monitor()
     feed(health, range(1, 13), loss=2.0)
     changes = feed(health, range(13, 17), loss=math.nan)
     assert changes == [(13, "loss_not_finite", Level.WARNING), (15, "loss_not_finite", Level.ALARM)]
 
 
-def test_only_rules_that_are_named_stop_a_run_and_a_notice_does_not() -> None:
+def test_named_rules_stop_run_above_notice() -> None:
     health = monitor("grad_norm_range", "loss_not_finite")
     feed(health, range(1, 41), loss=2.0, grad_norm=300.0)
     assert health.stop_rule is None
@@ -101,7 +101,7 @@ def test_only_rules_that_are_named_stop_a_run_and_a_notice_does_not() -> None:
 
 
 @pytest.mark.parametrize("was_reported", [True, False])
-def test_what_was_reported_before_is_not_reported_and_does_not_stop_again(was_reported: bool) -> None:
+def test_reported_finding_neither_repeats_nor_stops_resumed_run(was_reported: bool) -> None:
     history = MetricHistory()
     for step in range(1, 37):  # the run was stopped between two checks
         history.add(step, {"train/loss": 2.0, "train/grad_norm": 300.0})
@@ -112,7 +112,7 @@ def test_what_was_reported_before_is_not_reported_and_does_not_stop_again(was_re
     assert health.stop_rule == (None if was_reported else "grad_norm_exploding")
 
 
-def test_a_validation_is_checked_when_it_comes() -> None:
+def test_validation_is_checked_when_logged() -> None:
     health = monitor(every=1000)
     for step, loss, val in ((500, 1.2, 1.5), (1000, 0.8, 1.3), (1500, 0.5, 1.4), (2000, 0.3, 1.6)):
         for each in range(step - 499, step + 1):
@@ -122,7 +122,7 @@ def test_a_validation_is_checked_when_it_comes() -> None:
     assert found.level == Level.WARNING and "1.3 at step 1000" in found.message
 
 
-def test_overfitting_names_the_checkpoint_to_take() -> None:
+def test_overfitting_names_checkpoint_to_use() -> None:
     history = MetricHistory()
     for step in range(1, 41):
         history.add(step, {"train/loss": 2 - step / 50})
@@ -135,7 +135,7 @@ def test_overfitting_names_the_checkpoint_to_take() -> None:
 @pytest.mark.parametrize(
     ("step", "untrained_loss", "level"), [(95, None, Level.NOTICE), (80, None, None), (95, 6.2, None)]
 )
-def test_the_final_validation_loss_of_pretrained_weights_has_a_range(
+def test_final_validation_loss_of_pretrained_weights_has_range(
     step: int, untrained_loss: float | None, level: Level | None
 ) -> None:
     history = MetricHistory()
@@ -145,7 +145,7 @@ def test_the_final_validation_loss_of_pretrained_weights_has_a_range(
     assert (None if found is None else found.level) == level
 
 
-def test_a_threshold_is_set_by_its_name() -> None:
+def test_threshold_is_set_by_name() -> None:
     config = load_config("sft", ["health.limits.grad_norm_alarm=7"])
     assert config.health.limits.grad_norm_alarm == 7.0
     config = load_config("grpo", ["health.limits.reward_milestones=[0, 0.5]", "health.limits.trend_p=0.01"])
@@ -166,12 +166,12 @@ def test_a_threshold_is_set_by_its_name() -> None:
         ("health.limits.reward_milestones=[low]", "list .* numbers"),
     ],
 )
-def test_invalid_settings_are_refused(override: str, says: str) -> None:
+def test_invalid_settings_are_rejected(override: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         check_health(load_config("sft", [override]))
     check_health(load_config("sft", ["health.stop_on=[overfitting, loss_not_finite]"]))
 
 
-def test_stopping_needs_the_rules() -> None:
+def test_stop_on_needs_health_enabled() -> None:
     with pytest.raises(UserError, match="health.enabled"):
         check_health(load_config("sft", ["health.stop_on=[overfitting]", "health.enabled=false"]))

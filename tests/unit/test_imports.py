@@ -125,7 +125,7 @@ def test_sandbox_modules_import_nothing_of_the_product() -> None:
         assert found <= sys.stdlib_module_names | SIBLINGS | {"numpy", "sandlock"}, path
 
 
-def test_modules_shared_with_sandbox_import_no_other_sandbox_module() -> None:
+def test_shared_sandbox_modules_import_no_other_sandbox_module() -> None:
     """The other modules are found by plain names, and only in a sandbox."""
     outside = [path for path in MODULES.values() if path.parent == INSIDE.parent]
     package = "eval_pipeline.judge.inside."

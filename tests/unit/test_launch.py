@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import pandas as pd
 import pytest
 
 from tests.helpers import ROOT
@@ -29,6 +30,7 @@ from verl_ext.launch.configure import configure
 from verl_ext.launch.outcome import first_failure
 from verl_ext.launch.preflight import check_components, check_config, check_inputs, check_run_directory, needed_commands
 from verl_ext.launch.run import former_start, is_finished, may_be_longer
+from verl_ext.launch.show_samples import show_samples
 from verl_ext.launch.torchrun import torchrun_options
 from verl_ext.metrics.recorder import verl_backends
 from verl_ext.metrics.run_record import RunRecord
@@ -432,3 +434,23 @@ def test_finished_run_of_earlier_release_may_have_extra_keys(tmp_path: Path, mon
     record = Mock(read=lambda: {"config_digest": config_digest(content)})
     assert is_finished(load_config("grpo", words), record)
     assert not is_finished(load_config("grpo", [*words, "optim.lr=1"]), record)
+
+
+def test_show_samples_marks_tokens_in_loss(
+    quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [("user", "Name \N{SNOWMAN}"), ("assistant", "r\N{LATIN SMALL LETTER E WITH ACUTE}d")]
+    chat = [{"role": role, "content": content} for role, content in [*turns, *turns]]
+    pd.DataFrame({"messages": [chat]}).to_parquet(tmp_path / "chats.parquet")
+    words = launch_arguments(quickstart, tmp_path / "run")
+    data = [f"data.train_files={tmp_path / 'chats.parquet'}", f"data.token_cache={tmp_path}"]
+    assert launch(parse_arguments([*words, *data, "--show-samples", "3"]), StopSignals()) == 0
+    header, *lines = capsys.readouterr().out.partition("--- sample 0: ")[2].splitlines()
+    turn = "<|im_start|>user\nName \N{SNOWMAN}<|im_end|>\n<|im_start|>assistant\n[[r\xe9d<|im_end|>]]\n"
+    assert "\n".join(lines).strip() == (turn + turn).strip()
+    assert header.endswith(" in the loss") and not (tmp_path / "run").exists()
+
+
+def test_show_samples_refuses_stage_without_chats() -> None:
+    with pytest.raises(UserError, match="--show-samples shows chats, but the recipe's stage is budget; omit"):
+        show_samples(load_config("grpo", ["recipe=budget_controller"]), 1)

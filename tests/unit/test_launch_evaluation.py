@@ -93,7 +93,7 @@ def test_rejects_recipe_that_is_not_text() -> None:
 def test_rejects_watching_checkpoints_without_export() -> None:
     contents = "trainer.checkpoint.save_contents=[model]"
     load_config("sft", [contents])
-    with pytest.raises(UserError, match="put hf_model into trainer.checkpoint.save_contents"):
+    with pytest.raises(UserError, match="add hf_model to trainer.checkpoint.save_contents"):
         load_config("sft", [contents, "eval.watch=true"])
 
 

@@ -19,7 +19,7 @@ def make_recorder(run_dir, *backends, attempt=1, **more):
     return MetricsRecorder(run_dir=run_dir, attempt=attempt, backends=backends, **{**arguments, **more})
 
 
-def test_tensorboard_contains_rows_of_both_attempts_without_close(tmp_path):
+def test_tensorboard_has_rows_of_both_attempts_before_close(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     recorders = [make_recorder(tmp_path, "tensorboard", attempt=attempt) for attempt in (1, 2)]

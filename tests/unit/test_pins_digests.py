@@ -91,7 +91,7 @@ def test_config_digests_match_record() -> None:
 
 
 def test_evaluation_digests_match_record(tmp_path: Path) -> None:
-    """Of one model; `test_an_evaluation_keeps_its_identity_over_releases` has those of the quickstart."""
+    """Of one model; `test_evaluation_digests_are_stable_across_releases` has those of the quickstart."""
     checkpoint = make_export(tmp_path / "run" / "global_step_3" / "huggingface").parent
     files = {"huggingface/model.safetensors": {"bytes": 1, "xxh3_128": "0" * 32}, "model.pt": {"bytes": 2}}
     manifest = {"format": 1, "step": 3, "world_size": 1, "config_digest": "", "files": files, "metrics": {}}

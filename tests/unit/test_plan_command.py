@@ -48,7 +48,7 @@ def test_collective_time_within_and_between_nodes() -> None:
     assert Cluster(H100, 64, 8).collective_s(8) > 63 * H100.latency
 
 
-def test_compute_is_six_flops_per_parameter_or_eight_checkpointed() -> None:
+def test_compute_is_six_flops_per_parameter_eight_checkpointed() -> None:
     plain = plan_7b("model.enable_gradient_checkpointing=false", "data.max_length=1")
     tokens = 128
     expected = 6 * SHAPE_7B.matmul_numel * tokens
@@ -103,7 +103,7 @@ def test_advice_names_settings_that_fit() -> None:
     assert suggest_fix(plan).startswith("with model.fused_loss=true it takes ")
     assert "8 GPUs" in suggest_fix(plan_7b(gpus=1)) or "2 GPUs" in suggest_fix(plan_7b(gpus=1))
     tiny = make_plan(plan.config, SHAPE_7B, Cluster(replace(H100, memory_bytes=1e9), 8, 8), ALL)
-    assert suggest_fix(tiny).startswith("no setting that the plan knows makes it fit")
+    assert suggest_fix(tiny).startswith("no known setting makes it fit")
 
 
 def test_advice_for_grpo_starts_with_engine() -> None:
@@ -203,12 +203,12 @@ def test_save_time_follows_disk_bandwidth(capsys: pytest.CaptureFixture[str]) ->
     main(words)
     text = capsys.readouterr().out
     assert "99.30   42.6 s to write at disk_gbps=2.5, while training waits" in text
-    assert "397.19   at most 4, the one being written included" in text
+    assert "397.19   at most 4, including the one being written" in text
     main([*words, "--markdown"])
     assert capsys.readouterr().out.splitlines()[-1].endswith("| 99.3 | 397.2 | 42.6 |")
     main([*words, "trainer.checkpoint.async_save=true", "trainer.max_ckpt_to_keep=null"])
     text = capsys.readouterr().out
-    assert "in the background" in text and "keeps all, so this much is added every 10 steps" in text
+    assert "in the background" in text and "keeps all checkpoints: one more every 10 steps" in text
 
 
 def test_default_disk_bandwidth_is_ten_gigabits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +225,7 @@ def test_largest_micro_batch_fits_and_twice_that_does_not() -> None:
 def test_command_output_and_exit_code_say_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=qwen2.5_coder_7b", "gpus=8"]) == 0
     told = capsys.readouterr().out
-    assert "7,615,616,512 parameters" in told and "its dimensions are built in" in told and "It fits." in told
+    assert "7,615,616,512 parameters" in told and "using built-in dimensions" in told and "It fits." in told
     assert main(["recipe=qwen2.5_coder_7b", "gpus=1", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)
     assert not found["fits"] and "GPUs" in found["advice"]

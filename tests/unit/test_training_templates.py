@@ -300,4 +300,4 @@ def test_exports_keep_model_template_unless_prompts_differ(
     export = AutoTokenizer.from_pretrained(tmp_path / "run/global_step_1/huggingface")
     assert trainer.tokenizer.chat_template == read_chat_template(name)
     assert export.chat_template == (without_marks(read_chat_template(name)) if exported in TEMPLATE_NAMES else own)
-    assert (f"Exports get {name}" in capsys.readouterr().err) == (exported in TEMPLATE_NAMES)
+    assert (f"Exports use {name}" in capsys.readouterr().err) == (exported in TEMPLATE_NAMES)

@@ -221,7 +221,7 @@ def test_questions_per_chat_sets_chat_length(recipe: Path, tmp_path: Path) -> No
         ("configurations.tier_sizes=[]", "configurations.tier_sizes is .*ascending whole numbers"),
         ("configurations.topk_choices=[2.5]", "configurations.topk_choices' to .*must be a list .* of whole numbers"),
         ("model.lora_rank=8", "model.lora_rank has no effect here; leave it at 0: vision-language models"),
-        ("data.datasets.tiny.train=0", "there is no question for train"),
+        ("data.datasets.tiny.train=0", "there are no questions for train"),
     ],
 )
 def test_rejects_settings_that_cannot_work(override: str, message: str, recipe: Path) -> None:

@@ -60,6 +60,11 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
         from verl_ext.launch.run import run_to_the_end
 
         prepare_inputs(config)
+        if arguments.show_samples:
+            from verl_ext.launch.show_samples import show_samples
+
+            show_samples(config, arguments.show_samples)
+            return 0
         preflight(config)
     return run_to_the_end(config, signals, restarts=arguments.restarts)
 
@@ -90,7 +95,8 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     """Parse `STAGE NUM_PROCESSES [recipe=NAME] [key=value ...]`, with the options anywhere among the words.
 
     Returns:
-        `stage`, `num_processes` (None if it is not given), `overrides`, `restarts`, `trace` and `print_config`.
+        `stage`, `num_processes` (None if it is not given), `overrides`, `restarts`, `trace`, `print_config` and
+        `show_samples`.
 
     Raises:
         UserError: a word is unknown or malformed.
@@ -108,7 +114,8 @@ def make_parser(stage: str) -> CommandParser:
     folder = "recipes" if CHECKOUT else RECIPES
     parser = CommandParser(
         prog=command,
-        usage=f"{command} NUM_PROCESSES [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config]",
+        usage=f"{command} NUM_PROCESSES [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config] "
+        "[--show-samples N]",
         description=f"{STAGES[stage]} on NUM_PROCESSES ranks of this machine, one per GPU. The same command resumes a "
         "stopped run from its last checkpoint.",
         examples=[
@@ -137,6 +144,13 @@ def make_parser(stage: str) -> CommandParser:
         "--trace", action="store_true", help="write a timeline of each rank to trace/, as JSON for Perfetto"
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    parser.add_argument(
+        "--show-samples",
+        metavar="N",
+        type=IntArg(1),
+        help="SFT: print the first N training samples as the model sees them, with the tokens in the loss marked, and "
+        "exit",
+    )
     return parser
 
 

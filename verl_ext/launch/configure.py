@@ -72,7 +72,7 @@ def configure(arguments: argparse.Namespace) -> RunConfig:
 
 def set_num_ranks(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Fill in the number of nodes and of ranks per node; refuse keys that contradict them."""
-    if arguments.num_processes is None and not arguments.print_config:
+    if arguments.num_processes is None and not (arguments.print_config or arguments.show_samples):
         raise UserError(f"no number of processes is given; type for example `{program(arguments.stage)} 2`")
     ranks = {"nnodes": num_nodes(), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
     typed = keys_set_by(config.stage, arguments.overrides)

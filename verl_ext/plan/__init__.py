@@ -1,1 +1,1 @@
-"""Predicts memory, speed and disk use of a recipe on a number of GPUs before any exists; nothing else imports it."""
+"""Predicts memory, speed and disk use of a recipe on a number of GPUs without any GPU; no other package imports it."""

@@ -1,4 +1,4 @@
-"""`python -m verl_ext.plan recipe=NAME gpus=8 [key=value ...]`: does it fit, how long does a step take, and why."""
+"""`python -m verl_ext.plan recipe=NAME gpus=8 [key=value ...]`: predicts memory, step time and disk use."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from verl_ext.plan.planner import RunPlan
 
 TOP_LEVEL = ("recipe", "prepare", "use_remove_padding", "ulysses_sequence_parallel_size")
-"""Keys of the configuration that are in no section."""
+"""Top-level keys of the configuration."""
 
 
 @dataclass(kw_only=True)
 class PlanOptions:
-    """The command's own words; all other words are overrides of the configuration."""
+    """Options of the command; all other arguments are overrides of the configuration."""
 
     gpus: list[int] = setting([8], "Numbers of GPUs, such as 8 or 8,64,512 (default: 8)", ge=1, le=1_000_000)
     hardware: Literal["h100", "h200", "a100", "cpu"] = setting(
@@ -49,16 +49,16 @@ class PlanOptions:
     )
 
     def check(self) -> None:
-        """There is a number of GPUs."""
+        """Refuse an empty list of GPUs."""
         if not self.gpus:
             raise UserError("gpus is empty; give a number of GPUs, or several such as 8,64,512")
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
-        """The command's own words, and the overrides of the configuration among which they are.
+        """Split the arguments into options of the command and overrides of the configuration.
 
         Raises:
-            UserError: a value that its word cannot have, or a word that is misspelt.
+            UserError: an option has an invalid value or is misspelt.
         """
         from verl_ext.config.compose import COMMAND_LINE, Composer  # here, because it imports hydra
 
@@ -77,7 +77,7 @@ class PlanOptions:
 
 
 def known_words(words: Sequence[str]) -> list[str]:
-    """The command's own words and the keys of the configuration, for suggestions."""
+    """Return the options of the command and the keys of the configuration, for suggestions."""
     from verl_ext.trainer.stages import known_keys  # here, because it imports hydra
 
     words = [word for word in words if word.startswith(("recipe=", "stage="))]
@@ -86,7 +86,7 @@ def known_words(words: Sequence[str]) -> list[str]:
 
 
 def stage_of(stage: str | None, overrides: Iterable[str]) -> str:
-    """sft or grpo: the given stage, or the first that has the recipe."""
+    """Return sft or grpo: the given stage, or the first that has the recipe."""
     if stage is not None:
         return stage
     recipes = [text.removeprefix("recipe=") for text in overrides if text.startswith("recipe=")]
@@ -96,11 +96,11 @@ def stage_of(stage: str | None, overrides: Iterable[str]) -> str:
 
 
 def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tuple[list[RunPlan], list[str]]:
-    """A plan for each number of GPUs, and notes about all of them.
+    """Return a plan for each number of GPUs, and notes about all plans.
 
     Args:
-        overrides: of the configuration, with `recipe=`.
-        largest: whether to take the largest micro-batch that fits instead of the configured one.
+        overrides: overrides of the configuration, including `recipe=`.
+        largest: whether to use the largest micro-batch that fits instead of the configured one.
 
     Raises:
         UserError: bad input.
@@ -115,7 +115,7 @@ def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tup
     model_config, notes = find_model(config)
     shape = shape_of(model_config)
     if config.model.use_liger:
-        notes.append("model.use_liger saves activations, which is not counted; the plan is an upper bound")
+        notes.append("the plan ignores that model.use_liger saves fewer activations, so it is an upper bound")
     hardware = HARDWARE[options.hardware]
     if options.mfu is not None:
         hardware = replace(hardware, compute_share=options.mfu)
@@ -132,7 +132,7 @@ def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tup
 
 
 def as_text(plan: RunPlan, notes: Iterable[str]) -> str:
-    """One plan for people."""
+    """Format a plan as text."""
     config, cluster, work, time, disk = plan.config, plan.cluster, plan.work, plan.time, plan.disk
     is_async = config.trainer.checkpoint.async_save
     lines = [
@@ -165,23 +165,23 @@ def as_text(plan: RunPlan, notes: Iterable[str]) -> str:
 
 
 def other_phases(plan: RunPlan) -> str:
-    """The total of each phase but the peak, the largest first."""
+    """Return the total of each phase except the peak, largest first."""
     totals = {name: sum(parts.values()) for name, parts in plan.memory.phases.items() if name != plan.memory.peak_phase}
     ordered = sorted(totals.items(), key=lambda item: -item[1])
     return "; ".join(f"{name} {value / GIB:.2f}" for name, value in ordered)
 
 
 def all_checkpoints(plan: RunPlan) -> str:
-    """How much all checkpoints take, or how fast they grow."""
+    """Say how much space all checkpoints take, or how fast it grows."""
     disk, trainer = plan.disk, plan.config.trainer
     if disk.total_bytes is None:
-        return f"trainer.max_ckpt_to_keep=null keeps all, so this much is added every {trainer.save_freq} steps"
-    number = f"at most {disk.max_checkpoints}, the one being written included" if disk.max_checkpoints != 1 else "one"
+        return f"trainer.max_ckpt_to_keep=null keeps all checkpoints: one more every {trainer.save_freq} steps"
+    number = f"at most {disk.max_checkpoints}, including the one being written" if disk.max_checkpoints != 1 else "one"
     return f"{'all checkpoints':24}{disk.total_bytes / GIB:9.2f}   {number}"
 
 
 def as_markdown(plans: Sequence[RunPlan]) -> str:
-    """A table with a row for each plan, memory and disk in GiB; with a column for the engine if there is one."""
+    """Format plans as a table, one row per plan, in GiB and seconds; with a column for the engine if there is one."""
     from verl_ext.plan.memory import PARTS
 
     has_engine = any(plan.work.is_grpo for plan in plans)
@@ -210,7 +210,7 @@ def as_markdown(plans: Sequence[RunPlan]) -> str:
 
 
 def as_json(plan: RunPlan, notes: Iterable[str]) -> dict[str, Any]:
-    """One plan for programs, in bytes and seconds."""
+    """Format a plan as JSON, in bytes and seconds."""
     return {
         "recipe": plan.config.recipe,
         "stage": plan.config.stage,
@@ -245,7 +245,7 @@ def as_json(plan: RunPlan, notes: Iterable[str]) -> dict[str, Any]:
 
 
 def build_parser() -> CommandParser:
-    """The options."""
+    """Return the parser of the command line."""
     own = {name: key.setting.doc for name, key in keys(PlanOptions).items()}
     parser = CommandParser(
         prog=program("plan"),
@@ -255,17 +255,17 @@ def build_parser() -> CommandParser:
             f"{program('plan')} recipe=qwen2.5_coder_7b gpus=8,64,512 --markdown",
             f"{program('plan')} recipe=quickstart gpus=2 hardware=cpu mean_length=150 --largest",
         ],
-        notes=f"the command's own words:\n{definitions(own)}\n\ndocs/design/memory_model.md explains the formulas.",
-        exit_codes={"0": "every plan fits", "1": "one does not fit", **FAILURES},
+        notes=f"options as key=value:\n{definitions(own)}\n\ndocs/design/memory_model.md explains the formulas.",
+        exit_codes={"0": "every plan fits", "1": "a plan does not fit", **FAILURES},
         keys=known_words,
     )
     parser.add_argument(
         "words",
         nargs="*",
         metavar="key=value",
-        help="recipe=NAME, overrides of its configuration, and the words below",
+        help="recipe=NAME, overrides of its configuration, and the options below",
     )
-    parser.add_argument("--largest", action="store_true", help="take the largest micro-batch or token budget that fits")
+    parser.add_argument("--largest", action="store_true", help="use the largest micro-batch or token budget that fits")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--markdown", action="store_true", help="print a table with a row for each number of GPUs")
     output.add_argument("--json", action="store_true", help="print a JSON list with the memory of every phase in bytes")

@@ -1,13 +1,13 @@
 """The memory of one rank in each phase of a step that can be the peak.
 
-Activations are counted after Korthikanti et al. 2022 (arXiv 2205.05198), section 4, whose count is of a GPT layer with
-dropout: each tensor that autograd saves counts once, with the bytes per number that transformers computes it in. Llama,
-Qwen2 and Qwen3 differ from GPT by RMSNorm (in fp32 in any case), rotary embedding, grouped keys and values, SwiGLU, and
-attention that keeps no scores. A test compares the count with what autograd saves.
+Activations are counted as in Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for a GPT layer with dropout: each
+tensor that autograd saves counts once, in the dtype that transformers uses. Llama, Qwen2 and Qwen3 differ from GPT by
+RMSNorm (always in fp32), rotary embedding, grouped keys and values, SwiGLU, and attention that keeps no scores. A test
+compares the count with the tensors that autograd saves.
 
-Sharded state follows ZeRO stage 3 (Rajbhandari et al. 2020, arXiv 1910.02054, section 5). What FSDP2 holds in addition,
-and when, is read from torch 2.9's `torch/distributed/fsdp/_fully_shard` for the groups that verl's `apply_fsdp2` makes:
-every decoder layer, the input embedding, and the root with the output projection.
+Sharded state follows ZeRO stage 3 (Rajbhandari et al. 2020, arXiv 1910.02054, section 5). The additional memory of
+FSDP2 is derived from torch 2.9's `torch/distributed/fsdp/_fully_shard` for the groups of verl's `apply_fsdp2`: every
+decoder layer, the input embedding, and the root with the output projection.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from verl_ext.trainer.stages import GRPOConfig
 
 FP32 = 4
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "communication")
-"""Weights, gradients and optimizer state are this rank's shards, with gradients that are not reduced yet; gathered
-weights and the buffers of collectives are communication."""
+"""Weights, gradients and optimizer state are this rank's shards, plus unreduced gradients. Communication is gathered
+weights and the buffers of collectives."""
 ENGINE_WEIGHTS, KV_CACHE = "engine weights", "KV cache"
-"""Further parts, of a rollout engine."""
+"""Additional parts of a rollout engine."""
 Parts = dict[str, float]
 
 
@@ -38,17 +38,17 @@ class StepMemory:
 
     @property
     def peak_phase(self) -> str:
-        """The phase that holds most."""
+        """The phase with the highest total."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak(self) -> Parts:
-        """The parts of that phase."""
+        """The parts of the peak phase."""
         return self.phases[self.peak_phase]
 
     @property
     def peak_bytes(self) -> float:
-        """Their sum."""
+        """The total of the peak phase."""
         return sum(self.peak.values())
 
 
@@ -56,19 +56,19 @@ class StepMemory:
 
 
 def norm_bytes(compute: int, width: int, feeds_linear: bool = True) -> int:
-    """One token of an RMSNorm: the input in fp32, the normalized value, and the result if a matrix product saves it."""
+    """Bytes per token of an RMSNorm: input in fp32, normalized value, and the result if a matrix product saves it."""
     return width * (FP32 + compute + (compute if feeds_linear else 0)) + FP32
 
 
 def layer_bytes(shape: ModelShape, work: RankWorkload) -> int:
-    """Everything that one decoder layer saves.
+    """Bytes that one decoder layer saves.
 
-    Two norms; queries, keys, values and the result of attention, with the logarithm of the softmax's denominator; four
-    tensors of the SwiGLU: gate, its SiLU, up, and the product.
+    Counts two norms; queries, keys, values and the attention output, with the logarithm of the softmax's denominator;
+    and four tensors of the SwiGLU: gate, its SiLU, up, and the product.
     """
     compute, heads = work.compute_bytes, shape.num_heads
     query, key = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    # sdpa takes grouped keys and values only without a mask; otherwise transformers repeats them for every head
+    # sdpa accepts grouped keys and values only without a mask; otherwise transformers repeats them for every head
     saved_key = query if work.attention in ("masked", "eager") else key
     norms = 2 * norm_bytes(compute, shape.hidden)
     if shape.has_qk_norm:
@@ -76,15 +76,15 @@ def layer_bytes(shape: ModelShape, work: RankWorkload) -> int:
     attention = compute * (2 * query + 2 * saved_key) + FP32 * heads
     if work.attention == "packed":  # sdpa runs sample by sample, and the results are concatenated
         attention += compute * query
-    if work.attention == "masked":  # sdpa turns the mask into numbers in every layer, and saves them
+    if work.attention == "masked":  # sdpa converts the mask to numbers in every layer and saves them
         attention += compute * work.row_tokens
-    if work.attention == "eager":  # the softmax in fp32, and what is multiplied with the values
+    if work.attention == "eager":  # the softmax in fp32, and its copy that is multiplied with the values
         attention += heads * work.row_tokens * (FP32 + (compute if compute != FP32 else 0))
     return work.tokens * (norms + attention + 4 * compute * shape.intermediate)
 
 
 def activation_bytes(shape: ModelShape, work: RankWorkload) -> int:
-    """All that is saved when the forward pass ends, except logits: the layers' tensors, and the last norm's.
+    """Bytes saved at the end of the forward pass, except logits: the tensors of the layers and of the last norm.
 
     With gradient checkpointing, a layer saves only its input.
     """
@@ -95,10 +95,10 @@ def activation_bytes(shape: ModelShape, work: RankWorkload) -> int:
 
 
 def backward_bytes(shape: ModelShape, work: RankWorkload) -> int:
-    """What the backward pass of a layer holds beyond saved tensors, at its maximum, in the SwiGLU.
+    """Maximum bytes that the backward pass of a layer needs beyond saved tensors; it is reached in the SwiGLU.
 
-    Two gradients of the intermediate width before the tensors they come from are freed, the gradient of the layer's
-    output, and that of the down projection's weight.
+    Counts two gradients of the intermediate width, before their inputs are freed, the gradient of the layer's output,
+    and the gradient of the down projection's weight.
     """
     compute = work.compute_bytes
     gradients = work.tokens * compute * (2 * shape.intermediate + shape.hidden)
@@ -109,10 +109,10 @@ def backward_bytes(shape: ModelShape, work: RankWorkload) -> int:
 
 
 def loss_forward_bytes(shape: ModelShape, work: RankWorkload, on_gpu: bool) -> int:
-    """Logits and cross-entropy: the logits, those of loss tokens selected, in fp32, and their log-softmax.
+    """Bytes of the forward pass of the loss: logits, those of loss tokens in fp32, and their log-softmax.
 
-    The fused loss holds a chunk's gradient in fp32, with a copy in the type of the forward pass. GRPO has logits in
-    fp32, with the softmax and the product of the entropy (verl's `entropy_from_logits`).
+    The fused loss holds a chunk's gradient in fp32, with a copy in the dtype of the forward pass. GRPO has logits in
+    fp32, and the softmax and the product of the entropy (verl's `entropy_from_logits`).
     """
     compute, tokens = work.compute_bytes, work.loss_tokens
     if work.fused_loss:
@@ -125,12 +125,12 @@ def loss_forward_bytes(shape: ModelShape, work: RankWorkload, on_gpu: bool) -> i
 
 
 def loss_backward_bytes(shape: ModelShape, work: RankWorkload) -> int:
-    """The maximum during the backward pass through the loss; the fused loss has none, as its gradients exist already.
+    """Maximum bytes of the backward pass of the loss; 0 for the fused loss, whose gradients already exist.
 
-    The log-softmax with an incoming and an outgoing gradient; then the gradient in the logits' type while it is
-    scattered to all tokens; then two gradients of all tokens, where the last token is cut off. GRPO has the logits, the
-    gradients of each token's sum of exponentials one by one and stacked, and that of the sampled tokens
-    (`logprobs_from_logits_v2`).
+    The maximum of three stages: the log-softmax with an incoming and an outgoing gradient; the gradient in the logits'
+    dtype while it is scattered to all tokens; and two gradients of all tokens, where the last token is cut off. GRPO
+    has the logits, the gradients of each token's sum of exponentials, one by one and stacked, and the gradient of the
+    sampled tokens (`logprobs_from_logits_v2`).
     """
     compute, all_tokens, tokens = work.compute_bytes, work.logit_tokens, work.loss_tokens
     if work.fused_loss:
@@ -141,7 +141,7 @@ def loss_backward_bytes(shape: ModelShape, work: RankWorkload) -> int:
 
 
 def fused_gradient_bytes(shape: ModelShape, work: RankWorkload) -> int:
-    """The fused loss's gradient of the output projection, accumulated in fp32 from the forward pass on."""
+    """Bytes of the output projection's gradient in the fused loss, accumulated in fp32 since the forward pass."""
     return FP32 * shape.vocab * shape.hidden if work.fused_loss else 0
 
 
@@ -152,10 +152,10 @@ class UpdatePhases:
     """The phases of an update: forward and backward passes, reductions, and the optimizer.
 
     Args:
-        shape: of the model.
-        work: of one rank.
-        num_ranks: that the model is sharded over.
-        is_gpu: otherwise gloo, which copies the input of a reduce-scatter.
+        shape: shape of the model.
+        work: workload of one rank.
+        num_ranks: number of ranks that the model is sharded over.
+        is_gpu: false for gloo, which copies the input of a reduce-scatter.
     """
 
     def __init__(self, shape: ModelShape, work: RankWorkload, num_ranks: int, is_gpu: bool) -> None:
@@ -178,7 +178,7 @@ class UpdatePhases:
         self._root_gradient = 0.0 if adds_in_place else self._root
 
     def all(self) -> dict[str, Parts]:
-        """The parts of each phase. Phases that another one always exceeds are left out."""
+        """Return the parts of each phase, without phases that another one always exceeds."""
         phases = {
             "loss, forward": self._loss(loss_forward_bytes(self._shape, self._work, self._is_gpu)),
             "loss, backward": self._loss(loss_backward_bytes(self._shape, self._work)),
@@ -197,8 +197,8 @@ class UpdatePhases:
         """The root is resharded when the model returns its logits, unless weights stay gathered.
 
         A fused loss runs inside the root, before the last layer's buffer is freed. It holds the output projection, its
-        gradient, a chunk's part of it (in fp32 the product is added in place), and the hidden states of loss tokens
-        with their gradients.
+        gradient, the gradient of a chunk (except in fp32, where it is added in place), and the hidden states of loss
+        tokens with their gradients.
         """
         shape, work = self._shape, self._work
         if not work.fused_loss:
@@ -214,7 +214,7 @@ class UpdatePhases:
     def _output_projection(self) -> Parts:
         """The root is gathered again, and the last layer is being gathered.
 
-        The projection's gradient is computed from that of the logits, which the fused loss does not have.
+        The projection's gradient is computed from the gradient of the logits, which the fused loss does not have.
         """
         shape, work = self._shape, self._work
         return {
@@ -227,8 +227,8 @@ class UpdatePhases:
     def _last_layer(self) -> Parts:
         """The layer's backward pass while the one before it is being gathered.
 
-        The root's weights and gradient stay to the end: its inputs are token ids, so no gradient reaches them that
-        would end its backward pass.
+        The root's weights and gradient stay to the end: its inputs are token ids, so no input gradient ends its
+        backward pass.
         """
         return {
             "activations": self._saved + self._layer_backward,
@@ -237,7 +237,7 @@ class UpdatePhases:
         }
 
     def _first_layer(self) -> Parts:
-        """The same at the other end, with the gradients of all other layers, and the last reduce-scatter's input.
+        """The first layer's backward pass, with the gradients of all other layers and the last reduce-scatter's input.
 
         Gradients that stay whole are counted before their reduction, in a micro-batch that is not the last.
         """
@@ -252,9 +252,9 @@ class UpdatePhases:
         return {"activations": activations, "gradients": gradients, "communication": communication}
 
     def _reduction_of_root(self) -> Parts:
-        """The root is reduced last but one; the embedding's weights are still gathered, and its gradient is whole.
+        """The root is reduced second to last; the embedding's weights are still gathered, and its gradient is whole.
 
-        The input and the output of the reduce-scatter, and the gradient that its loop over the parameters keeps alive.
+        Counts input and output of the reduce-scatter, and the gradient that its loop over the parameters keeps alive.
         """
         root, work = self._shape.root, self._work
         gradient_bytes = work.reduce_bytes if self._whole_before else work.compute_bytes
@@ -267,8 +267,8 @@ class UpdatePhases:
     def _optimizer(self) -> Parts:
         """All gradients, and the optimizer's temporaries.
 
-        AdamW holds the square roots of all second moments at a time (foreach, `_multi_tensor_adam`), those of one
-        parameter, before and after a division (for-loop), or none (fused).
+        AdamW holds the square roots of all second moments (foreach, `_multi_tensor_adam`), of one parameter's before
+        and after a division (for-loop), or none (fused).
         """
         groups, work, size = self._shape.groups, self._work, self._work.master_bytes
         shards = [ParameterGroup((each,)).shard_numel(self._num_ranks) for group in groups for each in group.shapes]
@@ -280,7 +280,7 @@ class UpdatePhases:
         return tokens * self._shape.hidden * self._work.compute_bytes
 
     def _reduced_layers(self, count: int) -> float:
-        """Gradient shards of layers, unless those of an earlier micro-batch exist, which are counted already."""
+        """Gradient shards of layers; 0 if those of an earlier micro-batch exist, which are already counted."""
         shard = self._work.master_bytes * self._shape.layer.shard_numel(self._num_ranks)
         return 0 if self._sharded_before else count * shard
 
@@ -289,7 +289,7 @@ class UpdatePhases:
 
 
 def kv_token_bytes(config: GRPOConfig, shape: ModelShape, work: RankWorkload) -> float:
-    """One token's keys and values on one rank of the engine."""
+    """Bytes of one token's keys and values on one rank of the engine."""
     return shape.kv_numel * work.engine_bytes / config.rollout.tensor_model_parallel_size
 
 
@@ -298,8 +298,8 @@ def engine_parts(
 ) -> Parts:
     """Memory of the engine while it generates.
 
-    On a GPU vLLM takes `gpu_memory_utilization`, and what weights leave of it is its cache and working memory. On a CPU
-    the cache is what the concurrent completions need. transformers generates with gathered layers.
+    On a GPU, vLLM reserves `gpu_memory_utilization`; the part that weights do not use is its cache and working memory.
+    On a CPU, the cache is as large as the concurrent completions need. transformers generates with gathered layers.
     """
     rollout = config.rollout
     tokens = min(rollout.max_num_seqs, work.samples / num_ranks) * longest_sample(config)  # of concurrent completions
@@ -313,10 +313,10 @@ def engine_parts(
 
 
 def engine_shortage(config: GRPOConfig, shape: ModelShape, work: RankWorkload, device: DeviceSpec) -> str:
-    """Why vLLM cannot start on these GPUs; empty if it can.
+    """Say why vLLM cannot start on these GPUs; empty if it can.
 
-    vLLM refuses to start if its share of the GPU does not hold the weights and the cache of one sequence of the longest
-    length (`check_enough_kv_cache_memory`).
+    vLLM refuses to start if the weights and the cache of one sequence of maximum length do not fit into its share of
+    the GPU (`check_enough_kv_cache_memory`).
     """
     rollout, longest = config.rollout, longest_sample(config)
     share = rollout.gpu_memory_utilization * device.memory_bytes
@@ -332,7 +332,7 @@ def engine_shortage(config: GRPOConfig, shape: ModelShape, work: RankWorkload, d
 
 
 def rollout_phase(config: GRPOConfig, shape: ModelShape, work: RankWorkload, num_ranks: int, engine: Parts) -> Parts:
-    """The trained weights, the optimizer's moments, the engine, and a bucket of weights in transit to it."""
+    """Return the parts of a rollout: trained weights, optimizer moments, engine, and a bucket of weights in transit."""
     shard = work.master_bytes * shape.shard_numel(num_ranks)
     bucket = 0.0
     if config.rollout.engine == "vllm":
@@ -344,7 +344,7 @@ def rollout_phase(config: GRPOConfig, shape: ModelShape, work: RankWorkload, num
 def step_memory(
     config: PlannedConfig, shape: ModelShape, work: RankWorkload, num_ranks: int, device: DeviceSpec
 ) -> StepMemory:
-    """The memory of one rank in every phase of a step."""
+    """Predict the memory of one rank in every phase of a step."""
     phases = UpdatePhases(shape, work, num_ranks, device.is_gpu).all()
     if isinstance(config, GRPOConfig):
         engine = engine_parts(config, shape, work, num_ranks, device)

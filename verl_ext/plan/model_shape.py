@@ -1,4 +1,4 @@
-"""Which model a configuration names, and its parameters as FSDP2 groups them."""
+"""The model of a configuration, and its parameters in FSDP2's groups."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2_135M,
     "data/smollm2_135m": _SMOLLM2_135M,  # `prepare smollm2` copies it from an installed package
 }
-"""What decides sizes in the `config.json` of the models that recipes name, from the models' pages on the hub."""
+"""Dimensions of the models that recipes name, from their `config.json` on the hub."""
 
 
 # The model of a configuration
 
 
 def find_model(config: PlannedConfig) -> tuple[PretrainedConfig, list[str]]:
-    """The model's own configuration, and notes for the user about its source.
+    """Return the model's own configuration, and notes for the user about its source.
 
-    It is read from a directory, the hub's cache or the hub; without a network, the built-in dimensions are used.
+    Reads it from a directory, the hub's cache or the hub; without a network, uses the built-in dimensions.
 
     Raises:
         UserError: no model is named, or its dimensions cannot be read.
@@ -83,10 +83,10 @@ def find_model(config: PlannedConfig) -> tuple[PretrainedConfig, list[str]]:
         if not asks_hub or (is_hub_name(name) and hub_answers()):
             try:
                 return read_model_config(name, config.model.trust_remote_code, local_files_only=not asks_hub), notes
-            except (OSError, ValueError) as failure:  # what transformers raises for a missing or a damaged file
+            except (OSError, ValueError) as failure:  # transformers raises these for a missing or damaged file
                 error = failure
     if name in BUILT_IN:
-        built_in = f"{name} cannot be read here; its dimensions are built in"
+        built_in = f"{name} cannot be read here; using built-in dimensions"
         return AutoConfig.for_model(**BUILT_IN[name]), [*notes, built_in]
     if is_hub_name(name):
         raise UserError(f"model.partial_pretrain={name} is neither on this machine nor on the hub; name another model")
@@ -98,7 +98,7 @@ def find_model(config: PlannedConfig) -> tuple[PretrainedConfig, list[str]]:
 
 
 def named_model(config: PlannedConfig) -> tuple[str, list[str]]:
-    """`model.partial_pretrain`, or the initial model of the SFT run before this one, with a note for the user.
+    """Return `model.partial_pretrain`, or the initial model of the preceding SFT run, with notes for the user.
 
     Raises:
         UserError: neither is known.
@@ -114,15 +114,15 @@ def named_model(config: PlannedConfig) -> tuple[str, list[str]]:
 
 
 def read_model_config(name: str, trust_remote_code: bool, local_files_only: bool) -> PretrainedConfig:
-    """transformers' configuration of a directory or a name on the hub."""
+    """Read transformers' configuration from a directory or the hub."""
     if (local := Path(name) / "config.json").is_file():
-        read_json(local)  # on other JSON, transformers raises any exception
+        read_json(local)  # if it is not an object, transformers may raise any exception
     require_no_remote_code(name, trust_remote_code, local_files_only)
     return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, local_files_only=local_files_only)
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be reached; asked once, because transformers would retry for half a minute."""
+    """Whether the hub is reachable; checked first, because transformers would retry for half a minute."""
     if HF_HUB_OFFLINE:
         return False
     import requests  # here, because the GPU check runs where it may be missing
@@ -138,7 +138,7 @@ def hub_answers() -> bool:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that FSDP2 gathers and reduces together, by their shapes."""
+    """Shapes of parameters that FSDP2 gathers and reduces together."""
 
     shapes: tuple[tuple[int, ...], ...]
 
@@ -169,7 +169,7 @@ class ModelShape:
         vocab: size of the vocabulary.
         has_qk_norm: whether queries and keys are normalized per head, as in Qwen3.
         layer: one decoder layer.
-        embedding: the input embedding, where it is a group of its own: verl wraps it unless the output shares it.
+        embedding: the input embedding if it is a separate group; verl wraps it unless the output projection shares it.
         root: everything else, including the output projection.
     """
 
@@ -193,7 +193,7 @@ class ModelShape:
 
     @property
     def matmul_numel(self) -> int:
-        """Parameters that every token is multiplied by: those of the layers and of the output projection."""
+        """Parameters of matrix products per token: those of the layers and of the output projection."""
         return self.num_layers * self.layer.numel + self.vocab * self.hidden
 
     @property
@@ -212,21 +212,21 @@ class ModelShape:
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
-    """The dimensions of a model, and the parameters of its real architecture, built without memory.
+    """Return the dimensions of a model, and the parameters of its real architecture, built without memory.
 
     Raises:
-        UserError: transformers cannot build it, or it is not a dense decoder like Llama.
+        UserError: transformers cannot build the model, or it is not a dense decoder like Llama.
     """
     try:
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(config)
-        model.tie_weights()  # without memory, shared parameters come apart
-    except Exception as error:  # an architecture fails in its own way
+        model.tie_weights()  # without memory, shared parameters are separated
+    except Exception as error:  # architectures fail in different ways
         raise UserError(
-            f"transformers builds no causal language model from {config.model_type} ({first_line_of(error)}); name "
+            f"transformers cannot build a causal language model of {config.model_type} ({first_line_of(error)}); name "
             "another model"
         ) from error
-    # what verl's `apply_fsdp2` makes groups of
+    # modules that verl's `apply_fsdp2` wraps
     layers = [each for each in model.modules() if type(each).__name__ in (model._no_split_modules or ())]
     if any("expert" in name for name, _ in layers[0].named_modules()) or len({group_of(each) for each in layers}) != 1:
         raise UserError(f"the plan covers dense decoders with equal layers, not {config.model_type}; there is no plan")
@@ -259,7 +259,7 @@ def group_of(module: torch.nn.Module) -> ParameterGroup:
 
 
 def root_group(model: PreTrainedModel, layers: list[torch.nn.Module], tied: bool) -> ParameterGroup:
-    """The parameters outside of all other groups, in the model's order."""
+    """Return the parameters outside all other groups, in the model's order."""
     others = [*layers] if tied else [*layers, model.get_input_embeddings()]
     taken = {id(each) for module in others for each in module.parameters()}
     return ParameterGroup(tuple(tuple(each.shape) for each in model.parameters() if id(each) not in taken))

@@ -1,4 +1,4 @@
-"""The plan of one configuration on a number of GPUs: memory, time and disk, whether it fits, and what makes it fit."""
+"""The plan of a configuration on a number of GPUs: memory, time, disk, whether it fits, and how to make it fit."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from verl_ext.trainer.stages import GRPOConfig
 Overrides = dict[str, Any]
 UTILIZATION, TENSOR_PARALLEL = "rollout.gpu_memory_utilization", "rollout.tensor_model_parallel_size"
 MAX_UTILIZATION = 90
-"""Percent of a GPU's memory that a suggestion gives to an engine at most."""
+"""Maximum percentage of a GPU's memory that a suggestion gives to an engine."""
 WORKING_SHARE = 0.05
-"""Share of a GPU's memory that a suggestion leaves for vLLM's activations, for which the plan has no formula."""
+"""Fraction of a GPU's memory that a suggestion leaves for vLLM's activations, for which the plan has no formula."""
 
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Checkpoints on the disk.
+    """Disk use of checkpoints.
 
     Attributes:
         parts: bytes of one checkpoint: weights, optimizer, export.
-        max_checkpoints: most that exist at a time, the one being written included; None if all are kept and the
-            configuration does not say how many there will be.
-        num_without_optimizer: those of them whose optimizer state is deleted.
+        max_checkpoints: maximum number that exist at a time, including the one being written; None if all are kept and
+            their number depends on the data.
+        num_without_optimizer: number of them whose optimizer state is deleted.
         save_s: seconds to write one checkpoint.
     """
 
@@ -52,12 +52,12 @@ class DiskUse:
 
     @property
     def checkpoint_bytes(self) -> float:
-        """One checkpoint."""
+        """Bytes of one checkpoint."""
         return sum(self.parts.values())
 
     @property
     def total_bytes(self) -> float | None:
-        """All checkpoints that exist at a time; None if the number is unknown."""
+        """Bytes of all checkpoints that exist at a time; None if their number is unknown."""
         if self.max_checkpoints is None:
             return None
         return self.max_checkpoints * self.checkpoint_bytes - self.num_without_optimizer * self.parts["optimizer"]
@@ -68,8 +68,8 @@ class RunPlan:
     """The memory of a rank, the time of a step, and the disk use of a run.
 
     Attributes:
-        lengths: of the data.
-        work: a rank's step.
+        lengths: lengths of the data.
+        work: workload of a rank in a step.
         shortage: why the rollout engine cannot start; empty if it can, or if there is none.
     """
 
@@ -90,23 +90,23 @@ class RunPlan:
 
     @property
     def fix(self) -> str:
-        """What makes the plan fit, one sentence; empty if it fits."""
+        """How to make the plan fit, in one sentence; empty if it fits."""
         return "" if self.fits else suggest_fix(self)
 
     @property
     def bound_by(self) -> str:
-        """What the step mostly waits for."""
+        """The longest part of a step."""
         bound = self.time.bound_by
         return f"{bound} ({self.cluster.slowest_link})" if bound == "communication" else bound
 
     @property
     def mfu(self) -> float:
-        """The model's operations, relative to the peak of all GPUs."""
+        """Model FLOPs utilization: the model's operations relative to the peak of all GPUs."""
         return self.time.model_flops / self.time.total_s / self.cluster.gpus / self.cluster.hardware.flops
 
     @property
     def micro_batch(self) -> str:
-        """How samples share a forward pass, as the configuration sets it."""
+        """The configured size of a micro-batch, in tokens or samples."""
         budget = token_budget(self.config)
         if budget is not None:
             return f"{budget} tokens"
@@ -117,7 +117,7 @@ def make_plan(config: PlannedConfig, shape: ModelShape, cluster: Cluster, length
     """Predict memory, time and disk of a resolved configuration.
 
     Raises:
-        UserError: the configuration cannot run there, or the plan has no formulas for it.
+        UserError: the configuration cannot run on the cluster, or the plan has no formulas for it.
     """
     hardware = cluster.hardware
     work = workload_of(config, shape.numel, cluster.gpus, hardware, lengths)
@@ -132,10 +132,10 @@ def make_plan(config: PlannedConfig, shape: ModelShape, cluster: Cluster, length
 
 
 def disk_use(config: PlannedConfig, shape: ModelShape, work: RankWorkload, gbps: float) -> DiskUse:
-    """What checkpoints take: weights and AdamW's two moments in the stored type, and the export in its own type.
+    """Predict disk use: weights and AdamW's two moments in the stored dtype, and the export in its dtype.
 
-    Schedule, random states and tokenizer are not counted; they take a few MB. All ranks together write `gbps` 10^9
-    bytes per second.
+    Schedule, random states and tokenizer are ignored; they take a few MB. All ranks together write `gbps` 10^9 bytes
+    per second.
     """
     checkpoint = config.trainer.checkpoint
     export = work.compute_bytes if checkpoint.export.dtype == "auto" else DTYPE_BYTES[checkpoint.export.dtype]
@@ -150,7 +150,7 @@ def disk_use(config: PlannedConfig, shape: ModelShape, work: RankWorkload, gbps:
 
 
 def max_checkpoints(config: PlannedConfig) -> int | None:
-    """Most checkpoints that exist at a time; None if all are kept and the number of steps depends on the data.
+    """Maximum number of checkpoints at a time; None if all are kept and the number of steps depends on the data.
 
     Rotation keeps the newest and the best ones, and removes others after the commit of the next one.
     """
@@ -165,11 +165,11 @@ def max_checkpoints(config: PlannedConfig) -> int | None:
     return min(counts, default=None)
 
 
-# What makes it fit
+# Suggestions that make it fit
 
 
 def with_overrides(plan: RunPlan, overrides: Overrides, gpus: int | None = None) -> RunPlan | None:
-    """The plan with other settings or another number of GPUs; None if they cannot run."""
+    """Return the plan with other settings or another number of GPUs; None if it cannot run."""
     config = deepcopy(plan.config)
     for key, value in overrides.items():
         set_at(config, key, value)
@@ -181,7 +181,7 @@ def with_overrides(plan: RunPlan, overrides: Overrides, gpus: int | None = None)
 
 
 def suggest_fix(plan: RunPlan) -> str:
-    """One sentence: what makes the plan fit by the same formulas, the cheapest change first."""
+    """Say in one sentence which change makes the plan fit; cheap changes are tried first."""
     cause = f"{plan.shortage}; " if plan.shortage else ""
     for overrides, gpus in candidate_fixes(plan):
         other = with_overrides(plan, overrides, gpus)
@@ -191,11 +191,11 @@ def suggest_fix(plan: RunPlan) -> str:
             ]
             text = " and ".join(changes + ([f"{gpus} GPUs"] if gpus else []))
             return f"{cause}with {text} it takes {other.memory.peak_bytes / GIB:.1f} GiB and fits."
-    return f"{cause}no setting that the plan knows makes it fit; take GPUs with more memory, or a smaller model."
+    return f"{cause}no known setting makes it fit; use GPUs with more memory, or a smaller model."
 
 
 def candidate_fixes(plan: RunPlan) -> Iterator[tuple[Overrides, int | None]]:
-    """Overrides to try, in order, and numbers of GPUs; all of them give the rollout engine the memory that it needs."""
+    """Yield overrides and numbers of GPUs to try, in order; all give the rollout engine the memory that it needs."""
     room = room_for_engine(plan)
     if room:
         yield room, None
@@ -213,9 +213,9 @@ def candidate_fixes(plan: RunPlan) -> Iterator[tuple[Overrides, int | None]]:
 
 
 def room_for_engine(plan: RunPlan) -> Overrides:
-    """The smallest change with which an engine that lacks memory starts: a larger share, or more GPUs per engine.
+    """Return the smallest change that lets an engine start: a larger share of the memory, or more GPUs per engine.
 
-    Empty if the engine has room, or if neither is enough.
+    Empty if the engine has enough memory, or if no change suffices.
     """
     if not plan.shortage:
         return {}
@@ -236,7 +236,7 @@ def room_for_engine(plan: RunPlan) -> Overrides:
 
 
 def smaller_engines(plan: RunPlan) -> Iterator[Overrides]:
-    """Where an engine shares the GPUs: let it sleep, or give it less memory."""
+    """Yield overrides for an engine that shares the GPUs: let it sleep, or give it less memory."""
     if isinstance(plan.config, GRPOConfig) and plan.config.rollout.engine == "vllm":
         if not plan.config.rollout.free_cache_engine:
             yield {"rollout.free_cache_engine": True}
@@ -246,9 +246,9 @@ def smaller_engines(plan: RunPlan) -> Iterator[Overrides]:
 
 
 def largest_that_fits(plan: RunPlan) -> RunPlan:
-    """The plan with the largest micro-batch that fits, or the largest token budget if it has one.
+    """Return the plan with the largest micro-batch that fits, or the largest token budget if it has one.
 
-    Sizes are doubled from one sample, budgets from the longest sample. If none fits, the smallest is returned.
+    Doubles sizes from one sample, and budgets from the longest sample. If none fits, returns the smallest.
     """
     key, size = "data.micro_batch_size_per_gpu", 1
     if token_budget(plan.config) is not None:

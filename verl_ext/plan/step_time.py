@@ -1,4 +1,4 @@
-"""How long a step takes: what the machines can do, operations, bytes over links and from memory, and what overlaps."""
+"""Predicts step time from hardware speed, operations, bytes over links and from memory, and overlap."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ADAMW_PASSES = 25
 2.9, `_multi_tensor_adam`) 2 for the weight decay, 3 for the first moment, 5 for the second, 8 for its roots, 4 for the
 weights."""
 DECODE_SHARE = 0.8
-"""Share of a GPU's memory bandwidth that decoding reaches; an assumption."""
+"""Fraction of a GPU's memory bandwidth that decoding reaches; an assumption."""
 
 DISK_GBPS = 1.0
-"""Default of `disk_gbps`, in 10^9 bytes per second: what protocols leave of a 10 Gbit/s link (1.25) to shared storage,
-where the checkpoints of several nodes have to be. A local NVMe disk writes several times as much."""
+"""Default of `disk_gbps`, in 10^9 bytes per second: a 10 Gbit/s link (1.25) to shared storage, which several nodes
+need, minus protocol overhead. A local NVMe disk is several times as fast."""
 
 
 # Machines
@@ -26,20 +26,20 @@ where the checkpoints of several nodes have to be. A local NVMe disk writes seve
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware(DeviceSpec):
-    """One kind of GPU or processor core, with its links, from data sheets.
+    """A type of GPU or processor core with its links, from data sheets.
 
-    `memory_bytes` counts 80 GB as 80e9, as data sheets do. A GPU shows some 6 % more, which is left for what has no
-    formula here: the CUDA context, NCCL's own buffers, workspaces and the allocator's fragments.
+    `memory_bytes` counts 80 GB as 80e9, as data sheets do. GPUs report about 6 % more, which is reserved for memory
+    without a formula here: the CUDA context, NCCL's own buffers, workspaces and allocator fragmentation.
 
     Attributes:
-        name: as in `hardware=`.
-        flops: dense matrix products per second, in the type of the forward pass.
+        name: name in `hardware=`.
+        flops: operations per second of dense matrix products, in the dtype of the forward pass.
         memory_bandwidth: bytes per second from and to its memory.
-        link: bytes per second that it sends to others of its node, while it receives as many.
-        network: the same to other nodes, its share of the node's adapters.
-        compute_share: share of `flops` that a training step reaches, everything between matrix products included.
-        link_share: share of `link` and `network` that a large collective reaches.
-        latency: seconds that a collective takes per rank that its ring passes.
+        link: bytes per second in each direction, within a node.
+        network: bytes per second in each direction to other nodes, its share of the node's adapters.
+        compute_share: fraction of `flops` that a training step reaches, including all other operations.
+        link_share: fraction of `link` and `network` that a large collective reaches.
+        latency: seconds per hop of a collective's ring.
     """
 
     name: str
@@ -80,14 +80,14 @@ _CPU = Hardware(  # a core of an Intel Xeon with AVX-512 at 2.3 GHz: 64 fp32 ope
     latency=1e-4,
 )
 HARDWARE = {each.name: each for each in (_H100, _H200, _A100, _CPU)}
-"""By name. The compute shares are estimates from what torchtitan reports: 33 to 39 % on H100, without recomputed
+"""Hardware by name. The compute shares are estimated from torchtitan's reports: 33 to 39 % on H100, without recomputed
 operations, which count here (docs/design/memory_model.md has the link), and 57 % on A100 with torch.compile
 (torchtitan's docs/performance.md)."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks on nodes, each with one GPU or core, which together write `disk_gbps` 10^9 bytes per second to the disk."""
+    """Ranks on nodes, each with one GPU or core; together they write `disk_gbps` 10^9 bytes per second to disk."""
 
     hardware: Hardware
     gpus: int
@@ -96,12 +96,12 @@ class Cluster:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, of which the last may not be full."""
+        """Number of nodes; the last may be partly used."""
         return -(-self.gpus // self.gpus_per_node)
 
     @property
     def slowest_link(self) -> str:
-        """What a large collective waits for."""
+        """The link that limits a large collective."""
         slow_network = self.hardware.network * self.gpus_per_node < self.hardware.link
         return "the network" if self.num_nodes > 1 and slow_network else "the links of a node"
 
@@ -111,11 +111,11 @@ class Cluster:
         return self.hardware.flops * self.hardware.compute_share
 
     def collective_s(self, whole_bytes: float) -> float:
-        """Seconds of an all-gather or a reduce-scatter of a tensor of `whole_bytes` in total.
+        """Seconds of an all-gather or reduce-scatter of a tensor of `whole_bytes` in total.
 
-        A ring moves (n - 1) / n of it through each rank (NCCL's doc/PERFORMANCE.md, "bus bandwidth"). Between nodes the
-        same holds for whole nodes, each of which sends through the adapters of all its GPUs. The slower of the two
-        counts, and every hop of the ring adds a latency.
+        A ring moves (n - 1) / n of the tensor through each rank (NCCL's doc/PERFORMANCE.md, "bus bandwidth"). Between
+        nodes, the same holds for whole nodes, which send through the adapters of all their GPUs. The slower of the two
+        counts, and every hop of the ring adds latency.
         """
         if self.gpus == 1 or not whole_bytes:
             return 0.0
@@ -133,7 +133,8 @@ class StepTime:
     """Seconds of a step.
 
     Attributes:
-        parts: in sequence; GRPO adds generation and weight sync to compute, exposed communication and optimizer.
+        parts: seconds of sequential parts: compute, exposed communication and optimizer; generation and weight sync in
+            GRPO.
         hidden_s: communication that overlaps with compute.
         model_flops: operations of the model itself, without recomputed ones, over all ranks.
         tokens: trained tokens, over all ranks.
@@ -151,7 +152,7 @@ class StepTime:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all ranks."""
+        """Trained tokens per second over all ranks."""
         return self.tokens / self.total_s
 
     @property
@@ -161,7 +162,7 @@ class StepTime:
 
 
 def step_time(config: PlannedConfig, shape: ModelShape, work: RankWorkload, cluster: Cluster) -> StepTime:
-    """The time of a step, with all its updates."""
+    """Predict the time of a step with all its updates."""
     forward, layers = forward_flops(shape, work, cluster.gpus)
     num_micro_batches = work.num_micro_batches * work.num_updates
     forward_s = forward / cluster.flops_per_s / num_micro_batches
@@ -190,11 +191,11 @@ def step_time(config: PlannedConfig, shape: ModelShape, work: RankWorkload, clus
 
 
 def forward_flops(shape: ModelShape, work: RankWorkload, num_ranks: int) -> tuple[float, float]:
-    """Operations of one forward pass over all of a rank's tokens, and those of its layers, which checkpointing repeats.
+    """Operations of a forward pass over all of a rank's tokens, and those of its layers, which checkpointing repeats.
 
-    Two for each parameter and token, and 4 x width of the heads for each pair of tokens in attention (Kaplan et al.
-    2020, arXiv 2001.08361, table 1). GRPO needs only the logits of completions. Half of the pairs count with kernels
-    that skip what comes later; sdpa skips nothing once it has a mask.
+    Counts 2 per parameter and token, and 4 x total head width per pair of tokens in attention (Kaplan et al. 2020,
+    arXiv 2001.08361, table 1). GRPO needs only the logits of completions. Causal kernels compute half of the pairs;
+    sdpa with a mask computes all.
     """
     tokens = work.samples / num_ranks * work.tokens_per_sample
     seen_tokens = work.tokens_per_sample if work.attention == "masked" else work.tokens_per_sample / 2
@@ -207,11 +208,11 @@ def forward_flops(shape: ModelShape, work: RankWorkload, num_ranks: int) -> tupl
 def collectives_s(
     shape: ModelShape, work: RankWorkload, cluster: Cluster, is_first: bool, is_last: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Seconds of collectives that layers can hide, and of those that nothing can: forward, then backward.
+    """Seconds of collectives that can overlap with layers, and of those that cannot: forward, then backward.
 
-    FSDP2 gathers a layer while the one before computes, and reduces its gradient while the next one computes. Gathering
-    the root and the embedding at the start has nothing before it, and reducing them at the end has nothing after it.
-    Weights that stay gathered are gathered for the first micro-batch, and reduced in the last.
+    FSDP2 gathers a layer while the previous one computes, and reduces its gradient while the next one computes. The
+    root and the embedding are gathered at the start and reduced at the end, without overlap. Weights that stay gathered
+    are gathered in the first micro-batch and reduced in the last.
     """
     layer, ends = shape.layer.numel, [shape.root.numel, shape.embedding.numel]
 
@@ -227,10 +228,10 @@ def collectives_s(
 
 
 def generation_s(config: GRPOConfig, shape: ModelShape, work: RankWorkload, cluster: Cluster) -> float:
-    """Prompts take one forward pass; then every token reads all weights, and the keys and values before it.
+    """Seconds of generation: one forward pass for prompts; then each token reads all weights, keys and values.
 
-    Pope et al. 2022 (arXiv 2211.05102), section 2. All completions have the mean length, and as many are concurrent as
-    the engine takes and its cache holds.
+    See Pope et al. 2022 (arXiv 2211.05102), section 2. All completions have the mean length; their concurrency is
+    limited by the engine and its cache.
     """
     rollout, hardware = config.rollout, cluster.hardware
     tensor_parallel, length = rollout.tensor_model_parallel_size, work.tokens_per_sample

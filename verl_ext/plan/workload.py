@@ -1,4 +1,4 @@
-"""What one rank does in a step: number and size of its micro-batches, number types, and switches."""
+"""The workload of one rank in a step: number and size of its micro-batches, dtypes, and switches."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from verl_ext.trainer.config import GATHERED_SHARE
 from verl_ext.trainer.stages import GRPOConfig, RunConfig, SFTConfig
 
 PlannedConfig = SFTConfig | GRPOConfig
-"""The stages for which there are formulas."""
+"""Stages with formulas."""
 DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 UNSUPPORTED = {"model.lora_rank": 0, "model.fsdp_config.cpu_offload": False, "ulysses_sequence_parallel_size": 1}
-"""Keys without formulas, each with the value that it must keep."""
+"""Keys without formulas, and their only supported values."""
 Attention = Literal["flash", "causal", "masked", "packed", "eager"]
-"""flash-attention; sdpa with its causal kernel; sdpa with a mask of all pairs, for rows of unequal length; sdpa sample
-by sample over packed rows; or eager, which keeps the attention scores."""
+"""flash-attention; sdpa with its causal kernel; sdpa with a full mask, for rows of unequal length; sdpa per sample over
+packed rows; or eager, which keeps the attention scores."""
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One GPU or CPU core; NCCL, bf16 and optimizers over lists of tensors are used on GPUs."""
+    """A GPU or CPU core; GPUs use NCCL, bf16 and multi-tensor optimizers."""
 
     memory_bytes: float
     is_gpu: bool
@@ -31,11 +31,11 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class DataLengths:
-    """What a configuration does not say about its data.
+    """Properties of data that a configuration does not determine.
 
     Attributes:
-        mean: mean tokens per sample; None takes the longest.
-        loss_share: share of a sample's tokens that are in the loss.
+        mean: mean tokens per sample; None uses the maximum.
+        loss_share: fraction of a sample's tokens that are in the loss.
         are_equal: whether all samples have the same length, so that nothing is padded.
     """
 
@@ -46,22 +46,22 @@ class DataLengths:
 
 @dataclass(frozen=True)
 class RankWorkload:
-    """A step of one rank.
+    """The workload of one rank in a step.
 
     Attributes:
         is_grpo: whether completions are generated first.
-        samples: sequences of a step, over all ranks.
-        tokens_per_sample: mean length, which decides time.
-        rows: of the largest micro-batch, which decides memory.
-        num_micro_batches: of a rank, for one update.
-        logit_tokens: tokens of the largest micro-batch that get logits.
-        loss_tokens: those of them that are in the loss.
-        forward_passes: over all samples without a backward pass, for GRPO's old log-probabilities.
+        samples: number of sequences in a step, over all ranks.
+        tokens_per_sample: mean length, which determines time.
+        rows: rows of the largest micro-batch, which determines memory.
+        num_micro_batches: number of micro-batches per rank and update.
+        logit_tokens: tokens of the largest micro-batch that have logits.
+        loss_tokens: tokens of the largest micro-batch that are in the loss.
+        forward_passes: number of forward passes without backward over all samples, for GRPO's old log-probabilities.
         master_bytes: bytes of a stored weight.
         compute_bytes: bytes of a number in the forward pass.
         reduce_bytes: bytes of a gradient in a reduction.
         engine_bytes: bytes of a weight in the rollout engine; 0 without one.
-        fused_loss: whether the loss is computed chunk by chunk, and its gradients with it.
+        fused_loss: whether the loss and its gradients are computed chunk by chunk.
         keeps_gathered: whether weights stay gathered, and gradients whole, until the last micro-batch of an update.
         optimizer_implementation: for-loop, foreach or fused, as in `torch.optim`.
     """
@@ -88,19 +88,19 @@ class RankWorkload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the largest micro-batch, padding included."""
+        """Tokens of the largest micro-batch, including padding."""
         return self.rows * self.row_tokens
 
 
 def workload_of(
     config: PlannedConfig, numel: int, num_ranks: int, device: DeviceSpec, lengths: DataLengths
 ) -> RankWorkload:
-    """The workload of a resolved configuration.
+    """Return the workload of a resolved configuration.
 
     Args:
         numel: number of parameters of its model.
-        num_ranks: that share a step.
-        device: of each rank; decides what `auto` means.
+        num_ranks: number of ranks that share a step.
+        device: device of each rank; determines the meaning of `auto`.
 
     Raises:
         UserError: the batch does not divide over the ranks, or the plan has no formulas for a setting.
@@ -116,7 +116,7 @@ def workload_of(
         samples *= config.rollout.n
         num_updates = config.num_mini_batches * config.actor.ppo_epochs
         logit_tokens = loss_tokens = rows * config.data.max_response_length
-        engine_bytes = DTYPE_BYTES.get(config.rollout.dtype, 2 if device.is_gpu else 4)  # auto is in no table
+        engine_bytes = DTYPE_BYTES.get(config.rollout.dtype, 2 if device.is_gpu else 4)  # auto has no entry
     else:
         logit_tokens = rows * row_tokens
         loss_tokens = round(logit_tokens * lengths.loss_share)
@@ -147,7 +147,7 @@ def workload_of(
 
 
 def require_formulas(config: RunConfig) -> PlannedConfig:
-    """The configuration, unless its plan would be wrong.
+    """Return the configuration if the plan has formulas for it.
 
     Raises:
         UserError: the plan has no formulas for its stage or for a setting.
@@ -168,14 +168,14 @@ def require_formulas(config: RunConfig) -> PlannedConfig:
 
 
 def longest_sample(config: PlannedConfig) -> int:
-    """Tokens of the longest sample that the configuration lets through."""
+    """Return the maximum tokens per sample that the configuration allows."""
     if isinstance(config, GRPOConfig):
         return config.data.max_prompt_length + config.data.max_response_length
     return config.data.max_length
 
 
 def samples_per_update(config: PlannedConfig, num_ranks: int) -> int:
-    """A rank's samples for one update.
+    """Return the number of samples per rank and update.
 
     Raises:
         UserError: the batch does not divide over the ranks.
@@ -191,21 +191,21 @@ def samples_per_update(config: PlannedConfig, num_ranks: int) -> int:
 
 
 def token_budget(config: PlannedConfig) -> int | None:
-    """`data.max_tokens_per_gpu`, which only SFT has."""
+    """Return `data.max_tokens_per_gpu`, which only SFT has."""
     return config.data.max_tokens_per_gpu if isinstance(config, SFTConfig) else None
 
 
 def packs(config: PlannedConfig) -> bool:
-    """Whether samples share a row. Training also tests whether the model can do so, which the plan cannot."""
+    """Whether samples share a row. Training also tests whether the model supports this, which the plan cannot."""
     return isinstance(config, SFTConfig) and config.packs_samples and config.model.attn_implementation != "eager"
 
 
 def micro_batches(config: PlannedConfig, samples: int, mean: float) -> tuple[int, int, int]:
-    """Rows of the largest micro-batch, tokens of each, and how many micro-batches a rank's samples make.
+    """Return the rows of the largest micro-batch, tokens per row, and the number of micro-batches of a rank.
 
-    A micro-batch holds as many whole samples as its budget allows, and at least one. Packed samples are one row, whose
-    default budget is `micro_batch_size_per_gpu` samples of the longest length. Otherwise the largest micro-batch has
-    rows of the longest length.
+    A micro-batch holds as many whole samples as its budget allows, but at least one. Packed samples form one row, whose
+    default budget is `micro_batch_size_per_gpu` samples of maximum length. Otherwise, the largest micro-batch has rows
+    of maximum length.
     """
     budget, longest = token_budget(config), longest_sample(config)
     size = min(config.data.micro_batch_size_per_gpu, samples)
@@ -218,15 +218,15 @@ def micro_batches(config: PlannedConfig, samples: int, mean: float) -> tuple[int
     return min(budget // longest, samples), longest, count
 
 
-# Switches and number types
+# Switches and dtypes
 
 
 def attention_of(config: PlannedConfig, is_padded: bool, by_flash: bool) -> Attention:
-    """The attention kernel.
+    """Return the attention kernel.
 
     Args:
         is_padded: whether rows of unequal length share a micro-batch.
-        by_flash: whether the device and the number type have a kernel for samples of different lengths.
+        by_flash: whether the device and dtype have a kernel for samples of different lengths.
     """
     implementation = config.model.attn_implementation
     if implementation == "flash_attention_2":
@@ -239,13 +239,13 @@ def attention_of(config: PlannedConfig, is_padded: bool, by_flash: bool) -> Atte
 
 
 def keeps_gathered(config: PlannedConfig, whole_bytes: int, device: DeviceSpec) -> bool:
-    """`model.fsdp_config.keep_gathered`; auto keeps what takes little of the memory, as the trainer does."""
+    """Resolve `model.fsdp_config.keep_gathered`; auto keeps models that need little of the memory, like the trainer."""
     setting = config.model.fsdp_config.keep_gathered
     return whole_bytes <= GATHERED_SHARE * device.memory_bytes if setting == "auto" else bool(setting)
 
 
 def optimizer_implementation(config: PlannedConfig, device: DeviceSpec) -> str:
-    """What `optim.override_optimizer_config` asks for; otherwise fused on GPUs where the class can, else for-loop."""
+    """Return the setting of `optim.override_optimizer_config`; by default fused on GPUs if supported, else for-loop."""
     arguments = config.optim.override_optimizer_config or {}
     if arguments.get("fused", device.is_gpu and config.optim.runs_fused_on_gpus):
         return "fused"
@@ -253,7 +253,7 @@ def optimizer_implementation(config: PlannedConfig, device: DeviceSpec) -> str:
 
 
 def weight_bytes(config: PlannedConfig, device: DeviceSpec) -> tuple[int, int]:
-    """Bytes of a stored weight, and of a number in the forward pass."""
+    """Return the bytes of a stored weight and of a number in the forward pass."""
     master, precision = DTYPE_BYTES[config.model.fsdp_config.model_dtype], config.model.mixed_precision
     if precision == "auto":
         precision = "bf16" if device.is_gpu else "fp32"

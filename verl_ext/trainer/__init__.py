@@ -1,1 +1,1 @@
-"""The trainers: verl's FSDPSFTTrainer with the loop that every stage shares, and one subclass per stage."""
+"""Trainers: verl's FSDPSFTTrainer with a loop that all stages share, and one subclass per stage."""

@@ -1,4 +1,4 @@
-"""What torchrun starts on every rank: `python -m verl_ext.trainer CONFIG.yaml`."""
+"""The entry point of every rank, which torchrun starts: `python -m verl_ext.trainer CONFIG.yaml`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def main() -> None:
 
 
 def end_with_launcher() -> None:
-    """Have the kernel kill this rank when its launcher dies.
+    """Make the kernel kill this rank when its launcher dies.
 
-    torchrun gives each rank a session of its own. Without this, a launcher killed by SIGKILL would leave ranks that
-    train on in a run directory which the next start of the same command uses.
+    torchrun starts each rank in its own session. Without this, if the launcher were killed by SIGKILL, the ranks would
+    keep training in a run directory that the next start of the same command uses.
     """
     launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
     end_with_parent()
-    if os.getppid() != launcher:  # it died before the kernel knew, perhaps while this interpreter started
+    if os.getppid() != launcher:  # the launcher died before, perhaps while this interpreter started
         os._exit(1)
 
 
@@ -64,14 +64,14 @@ def run_rank(config: RunConfig) -> int:
     """Join the process group, build the stage's data and trainer, and train.
 
     Returns:
-        0 if all steps are done, otherwise the code of what stopped the run.
+        0 if all steps are done, otherwise the exit code of the stop.
 
     Raises:
         UserError: the input cannot be used.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)
     stage = STAGES[config.stage]
-    with defer_gc():  # here, because they take seconds, and `end_with_launcher` comes first
+    with defer_gc():  # here, because they take seconds, and `end_with_launcher` must run first
         import torch.distributed as dist
         from transformers import set_seed
 
@@ -86,7 +86,7 @@ def run_rank(config: RunConfig) -> int:
     with quiet_stdout():
         init_process_group(device_name)
         meshes = build_meshes(device_name, config.sequence_parallel_size)
-    # Dropout differs between ranks, but not between those that share a sequence.
+    # Dropout differs between ranks, but not between ranks that share a sequence.
     set_seed(config.trainer.seed + dist.get_rank() // config.sequence_parallel_size)
     startup.mark("process_group")
     tokenizer = on_every_rank(lambda: load_tokenizer(config))
@@ -101,7 +101,7 @@ def run_rank(config: RunConfig) -> int:
         trainer.fit()
     except Stop as stop:
         exit_code = stop.exit_code
-    # torchrun ends all ranks when the first one exits with a code; rank 0 may still be closing the trackers.
+    # torchrun ends all ranks when the first one exits with an error; rank 0 may still be closing the trackers.
     dist.barrier()
     dist.destroy_process_group()
     return exit_code

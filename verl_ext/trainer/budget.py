@@ -49,12 +49,12 @@ from verl_ext.trainer.stages import BudgetConfig
 from verl_ext.trainer.trainer import Metrics
 
 NUM_MEASURED_QUESTIONS = 32
-"""Questions on which a latency model is fitted."""
+"""Number of questions for fitting a latency model."""
 BEST_MODEL = "best_model.pt"
 
 
 class BudgetTrainer(RewardTrainer):
-    """One step is a batch of questions, a budget and a group of configurations for each, and an update from them."""
+    """Trains on a batch of questions per step, with a budget and a group of configurations for each question."""
 
     config: BudgetConfig
     train_dataset: ImageQuestionDataset
@@ -78,7 +78,7 @@ class BudgetTrainer(RewardTrainer):
         return shard(controller, self.config.model.fsdp_config, self.device_mesh, self.precision)
 
     def controlled_model(self) -> ControlledModel:
-        """The vision-language model of the configuration."""
+        """Return the description of the vision-language model."""
         config, controller = self.config, self.config.controller
         return ControlledModel(
             local_model_path(config),
@@ -91,7 +91,7 @@ class BudgetTrainer(RewardTrainer):
         )
 
     def build_runner(self) -> VLMRunner:
-        """The frozen model, whole on every rank."""
+        """Build the frozen model, unsharded on every rank."""
         controller, device, named = self.config.controller, self.config.trainer.device, self.config.model.adapter
         dtype = pick_precision(controller.dtype, device)
         plugin = None if named is None else Plugin.parse(named, "model.adapter")
@@ -110,9 +110,9 @@ class BudgetTrainer(RewardTrainer):
         return None if file is None else load_importance(file, self.runner.adapter)
 
     def build_controller(self) -> BudgetController:
-        """A controller for the model, with new weights or those of `controller.init_from`."""
+        """Build a controller for the model, with new weights or those of `controller.init_from`."""
         section = self.config.controller
-        vision, language = self.runner.features(self.train_dataset.samples[0])  # any question shows the widths
+        vision, language = self.runner.features(self.train_dataset.samples[0])  # any question gives the widths
         low_ms, high_ms = self.budgets_ms
         controller = BudgetController(
             BudgetControllerConfig(
@@ -135,7 +135,7 @@ class BudgetTrainer(RewardTrainer):
     # Latency and budgets
 
     def build_latency_source(self) -> LatencySource:
-        """Measured latency or a latency model, which rank 0 fits if it is missing; collective."""
+        """Build measured latency or a latency model, which rank 0 fits if it is missing; collective."""
         if self.config.latency.source == "measured":
             sample = self.train_dataset.samples[:NUM_MEASURED_QUESTIONS]
             return MeasuredLatency(measure_deciding_ms(self.runner, self.space, sample, self.config.controller.hidden))
@@ -143,7 +143,7 @@ class BudgetTrainer(RewardTrainer):
         return on_every_rank(self.modelled_latency)
 
     def modelled_latency(self) -> ModelledLatency:
-        """The latency model of `latency.file`, or that of the run, which is fitted if it is missing.
+        """Load the latency model of `latency.file` or of the run; fit the latter if it is missing.
 
         Raises:
             UserError: the latency model was fitted on another model.
@@ -156,7 +156,7 @@ class BudgetTrainer(RewardTrainer):
         return ModelledLatency.load(path, adapter, latency.percentile)
 
     def build_budgets(self) -> tuple[float, float]:
-        """Lowest and highest budget, ms, as configured, or as shares of the full configuration's latency."""
+        """Return lowest and highest budget in ms, as configured or as fractions of the full configuration's latency."""
         section, questions = self.config.controller, self.train_dataset.samples[:NUM_MEASURED_QUESTIONS]
         if section.budgets_of_full is None:
             low_ms, high_ms = section.budgets_ms
@@ -170,13 +170,12 @@ class BudgetTrainer(RewardTrainer):
         """Refuse budgets that no configuration can meet.
 
         Raises:
-            UserError: for most of the questions, the cheapest configuration and the decision for it exceed the lowest
-                budget.
+            UserError: for most questions, the cheapest configuration and its decision exceed the lowest budget.
         """
         cheapest = cheapest_configuration(self.space, self.block_scores)
         questions = self.train_dataset.samples[:NUM_CHECKED_QUESTIONS]
         self.runner.run(questions[0], cheapest)  # the first run includes the warm-up
-        # as the reward counts it: at the lowest tier, deciding and answering share the image encoding
+        # as in the reward: at the lowest tier, decision and answer share the image encoding
         taken_ms = [
             self.latency.run_ms(self.runner.run_uncached(each, cheapest)) + self.latency.deciding_ms
             for each in questions
@@ -244,7 +243,7 @@ class BudgetTrainer(RewardTrainer):
         return self.global_step > 0 and self.global_step % self.steps_per_epoch == 0
 
     def due(self, frequency: int) -> bool:
-        """See `PipelineTrainer.due`; an epoch ends with a validation and a checkpoint, whatever the frequency is."""
+        """See `PipelineTrainer.due`; every epoch ends with a validation and a checkpoint."""
         return super().due(frequency) or self.is_at_end_of_epoch
 
     def run_validation(self) -> None:
@@ -281,7 +280,7 @@ class BudgetTrainer(RewardTrainer):
 
 
 def epoch_metrics(metrics: Metrics, kind: str) -> dict[str, float]:
-    """The arguments of `EpochSums.add`, from the metrics of a step (`train`) or a validation (`eval`)."""
+    """Return arguments of `EpochSums.add` from the metrics of a step (`train`) or a validation (`eval`)."""
     names = {"reward": "reward_total", "accuracy": "accuracy", "latency": "latency_ms"}
     values = {
         f"{column}_{statistic}": metrics[f"{kind}/{name}_{statistic}"]
@@ -292,12 +291,12 @@ def epoch_metrics(metrics: Metrics, kind: str) -> dict[str, float]:
 
 
 def save_weights(paths: Sequence[Path], weights: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> None:
-    """Write `.pt` files of a controller, which `load_weights` reads; each is complete or absent.
+    """Write the weights of a controller to `.pt` files, which `load_weights` reads, atomically.
 
     Args:
-        paths: of the files.
+        paths: paths of the files.
         weights: the controller's state on the CPU.
-        info: other keys of the files.
+        info: additional keys of the files.
 
     Raises:
         UserError: a file cannot be written.

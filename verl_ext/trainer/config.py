@@ -20,17 +20,17 @@ Attention = Literal["auto", "flash_attention_2", "sdpa", "eager"]
 Device = Literal["auto", "cuda", "npu", "cpu"]
 Schedule = Literal["cosine", "wsd", "constant"]
 GATHERED_SHARE = 0.15
-"""Of a rank's memory, the most that `keep_gathered=auto` lets whole weights and gradients take."""
+"""Maximum fraction of a rank's memory for full weights and gradients with `keep_gathered=auto`."""
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "gpu": 1 << 28}
-"""Logits that the fused loss holds at a time: on a CPU 64 MiB of fp32, or 110 tokens of a vocabulary of 152,000."""
+"""Logits per chunk of the fused loss: on a CPU 64 MiB in fp32, or 110 tokens with a vocabulary of 152,000."""
 MIN_CHUNK_TOKENS = 128
 """Minimum tokens per chunk of logits; matrix products of fewer rows are slow."""
 FUSED_OPTIMIZERS = ("Adam", "AdamW")
-"""Classes of torch.optim whose fused kernel for GPUs takes the DTensors of FSDP2; SGD has one that does not."""
+"""Classes of torch.optim whose fused GPU kernel supports FSDP2's DTensors; SGD's does not."""
 
 
 def chunk_tokens(vocab_size: int, on_gpu: bool) -> int:
-    """Tokens whose logits the fused loss computes at a time."""
+    """Return the number of tokens per chunk of the fused loss."""
     return max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS["gpu" if on_gpu else "cpu"] // vocab_size)
 
 
@@ -63,7 +63,7 @@ class FSDPConfig:
 
 @dataclass(kw_only=True)
 class GatheringFSDPConfig(FSDPConfig):
-    """`model.fsdp_config` of the stages whose updates have several micro-batches of a sharded model."""
+    """`model.fsdp_config` of stages that train a sharded model on several micro-batches per update."""
 
     keep_gathered: Literal["auto"] | bool = setting(
         "auto", "Gather weights and reduce gradients once per update; auto: if both take at most 15 % of memory"
@@ -72,7 +72,7 @@ class GatheringFSDPConfig(FSDPConfig):
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """`model`: what is loaded, and how it runs."""
+    """`model`: the model to load, and how it runs."""
 
     partial_pretrain: str | None = setting(None, "Initial model: directory or Hub name")
     use_shm: bool = setting(False, "Load the model through shared memory")
@@ -99,7 +99,7 @@ class ModelConfig:
         return self.lora_adapter_path is not None or self.lora_rank > 0
 
     def check(self) -> None:
-        """Refuse other ways of sharding than FSDP2."""
+        """Refuse sharding strategies other than FSDP2."""
         if self.strategy != "fsdp2":
             raise UserError(
                 f"model.strategy is '{self.strategy}', but this trainer shards with fsdp2; set it to fsdp2, which "
@@ -130,7 +130,7 @@ class GRPOModelConfig(ModelConfig):
 
 @dataclass(kw_only=True)
 class VLMConfig(ModelConfig):
-    """`model` of the stages whose model is a vision-language model."""
+    """`model` of stages with a vision-language model."""
 
     partial_pretrain: str | None = setting(None, "Initial model: directory or Hub name")
     enable_gradient_checkpointing: bool = unused(False, "vision-language models keep their activations")
@@ -160,7 +160,7 @@ class ControllerFSDPConfig(FSDPConfig):
 
 @dataclass(kw_only=True)
 class BudgetModelConfig(VLMConfig):
-    """`model` of the budget controller's GRPO: the vision-language model, which is frozen."""
+    """`model` of the budget controller's GRPO: the frozen vision-language model."""
 
     sft_run: str | None = setting(
         None,
@@ -198,18 +198,18 @@ class OptimConfig:
 
     @property
     def class_name(self) -> str:
-        """The optimizer's class with its module, as a checkpoint's manifest has it."""
+        """The optimizer's class with its module, as in a checkpoint's manifest."""
         return f"{self.optimizer_impl}.{self.optimizer}"
 
     @property
     def runs_fused_on_gpus(self) -> bool:
-        """Whether GPUs use torch's fused kernel: where the class has one, and the configuration asks for no other."""
+        """Whether GPUs use torch's fused kernel: the class has one, and the configuration selects no other."""
         asked = self.override_optimizer_config or {}
         has_kernel = self.optimizer_impl == "torch.optim" and self.optimizer in FUSED_OPTIMIZERS
         return has_kernel and not {"fused", "foreach", "differentiable"} & asked.keys()
 
     def check(self) -> None:
-        """Adam has two moments."""
+        """Refuse `betas` other than two numbers."""
         if len(self.betas) != 2:
             raise UserError(
                 f"optim.betas is {self.betas}; it must be two numbers from 0 to below 1, such as [0.9, 0.95]"
@@ -235,13 +235,13 @@ class PlateauOptimConfig(OptimConfig):
 
 @dataclass(kw_only=True)
 class PreemptionConfig:
-    """`trainer.preemption`: what the run does when the machine is taken away."""
+    """`trainer.preemption`: how the run reacts to preemption."""
 
     grace_s: float = setting(120.0, "Seconds to save after a signal, before the ranks are killed", gt=0)
     deadline: float | str | None = setting(None, "Time of preemption, in Unix seconds or ISO 8601")
 
     def check(self) -> None:
-        """The deadline is a time."""
+        """Refuse a deadline that is not a time."""
         parse_deadline(self.deadline)
 
     def check_deadline_ahead(self) -> None:
@@ -249,8 +249,8 @@ class PreemptionConfig:
         deadline = parse_deadline(self.deadline)
         if deadline is not None and deadline <= time.time():
             raise UserError(
-                f"trainer.preemption.deadline is {self.deadline}, which is past; give the time at which this machine "
-                "is preempted, or null"
+                f"trainer.preemption.deadline is {self.deadline}, which is in the past; give the time at which this "
+                "machine is preempted, or null"
             )
 
 
@@ -261,10 +261,10 @@ def parse_deadline(value: object) -> float | None:
         value: None, seconds since 1970 (a number, or text of one), or ISO 8601 text with a time zone.
 
     Returns:
-        Seconds since 1970, None for None.
+        Seconds since 1970; None for None.
 
     Raises:
-        UserError: it is anything else.
+        UserError: the value is anything else.
     """
     if value is None:
         return None
@@ -278,7 +278,7 @@ def parse_deadline(value: object) -> float | None:
 
 
 def to_seconds(value: object) -> float | None:
-    """Seconds since 1970 of a number, its text, or ISO 8601 text with a time zone; None for anything else."""
+    """Convert a number, its text, or ISO 8601 text with a time zone to seconds since 1970; else return None."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -287,7 +287,7 @@ def to_seconds(value: object) -> float | None:
     except ValueError:
         pass
     try:
-        moment = datetime.fromisoformat(str(value).strip().upper())  # which reads Z, but not z
+        moment = datetime.fromisoformat(str(value).strip().upper())  # accepts Z, but not z
     except ValueError:
         return None
     return moment.timestamp() if moment.tzinfo is not None else None
@@ -336,11 +336,11 @@ class TrainerConfig:
         return Path(self.default_local_dir)
 
     def check(self) -> None:
-        """Saves, exports and the checkpoint to resume from fit together."""
+        """Refuse contradictory settings of saves, exports and resuming."""
         every = self.checkpoint.export.every
         if every is not None and (self.save_freq < 1 or every % self.save_freq):
             raise UserError(
-                f"trainer.checkpoint.export.every is {every}, which is no multiple of trainer.save_freq="
+                f"trainer.checkpoint.export.every is {every}, which is not a multiple of trainer.save_freq="
                 f"{self.save_freq}; an export is written with a save"
             )
         if self.resume_mode == "resume_path" and self.resume_from_path is None:
@@ -358,7 +358,7 @@ class SFTTrainerConfig(TrainerConfig):
 
 @dataclass(kw_only=True)
 class RewardTrainerConfig(TrainerConfig):
-    """`trainer` of the stages that learn from rewards."""
+    """`trainer` of stages that learn from rewards."""
 
     test_freq: int = setting(
         "${data.eval_every_steps}",
@@ -406,7 +406,7 @@ class WatchConfig:
         """`devices` as names for `CUDA_VISIBLE_DEVICES`; None if it is null.
 
         Raises:
-            UserError: it names no GPU, or one twice, or something else.
+            UserError: `devices` is empty, repeats a GPU, or names something else.
         """
         if self.devices is None:
             return None
@@ -414,7 +414,7 @@ class WatchConfig:
         names = [self._device_name(item) for item in items]
         if not names or len(set(names)) < len(names):
             raise UserError(
-                f"eval.devices is {self.devices!r}; it must name at least one GPU, and each once, or be null"
+                f"eval.devices is {self.devices!r}; it must name at least one GPU, and each only once, or be null"
             )
         return names
 
@@ -428,13 +428,13 @@ class WatchConfig:
         return str(int(name)) if name.isdecimal() else name
 
     def check(self) -> None:
-        """The devices are GPUs."""
+        """Refuse devices that are not GPUs."""
         _ = self.device_names
 
 
 @dataclass(kw_only=True)
 class VLMWatchConfig(WatchConfig):
-    """`eval` of the stages whose model is a vision-language model, which are evaluated by other commands."""
+    """`eval` of stages with a vision-language model, which other commands evaluate."""
 
     watch: bool = unused(False, "`bash eval_pipeline/run.sh` evaluates language models")
     devices: int | str | list[int | str] | None = unused(None, "`bash eval_pipeline/run.sh` evaluates language models")

@@ -1,4 +1,4 @@
-"""What "auto" means on this machine: the device, the attention function, the number type of the forward pass."""
+"""Resolves "auto" on this machine: the device, the attention function, and the dtype of the forward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from verl_ext.trainer.stages import RunConfig, SFTConfig
 from verl_ext.verl_api import PrecisionType, get_device_name
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
-"""Flags of processors that multiply in bf16; others emulate it, slower than fp32."""
+"""Flags of processors with bf16 units; others emulate bf16, which is slower than fp32."""
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from <malloc.h>
 TOP_PAD_BYTES = 64 << 20
 LARGEST_INT = 2**31 - 1
@@ -33,7 +33,7 @@ def settle_device(config: RunConfig) -> str:
     """Set `trainer.device=auto` to the accelerator of this machine, or to cpu, and return it.
 
     Raises:
-        UserError: the configuration asks for an accelerator that this machine lacks.
+        UserError: the configured accelerator is not available on this machine.
     """
     available = get_device_name()
     wanted = config.trainer.device
@@ -49,10 +49,10 @@ def settle_device(config: RunConfig) -> str:
 
 
 def pick_attention(setting: str, device_name: str, precision: torch.dtype) -> str:
-    """`model.attn_implementation` with auto resolved: flash-attention where it can run, else sdpa.
+    """Resolve `model.attn_implementation`: auto is flash-attention where it can run, else sdpa.
 
     Args:
-        precision: type of the forward pass; flash-attention has no fp32.
+        precision: dtype of the forward pass; flash-attention does not support fp32.
     """
     can_flash = device_name == "cuda" and precision != torch.float32 and is_flash_attn_2_available()
     if setting == "auto":
@@ -66,9 +66,9 @@ def pick_attention(setting: str, device_name: str, precision: torch.dtype) -> st
 
 
 def pick_precision(setting: str, device_name: str) -> torch.dtype:
-    """`model.mixed_precision` with auto resolved: bf16 on accelerators that have it, fp32 elsewhere.
+    """Resolve `model.mixed_precision`: auto is bf16 on accelerators that support it, else fp32.
 
-    On CPUs, `settle_precision` has decided before: without bf16 units, autocast doubles the step time.
+    `settle_precision` handles CPUs: without bf16 units, autocast doubles the step time.
     """
     if setting == "auto":
         has_bf16 = device_name == "npu" or (
@@ -79,10 +79,10 @@ def pick_precision(setting: str, device_name: str) -> torch.dtype:
 
 
 def settle_precision(config: RunConfig, device_name: str) -> torch.dtype:
-    """`model.mixed_precision` with auto resolved; collective.
+    """Resolve `model.mixed_precision`; collective.
 
-    On CPUs auto is fp32, except in the stage sft: there a resumed run keeps what its first start chose, which is bf16
-    if the processor of every rank has units for it.
+    On CPUs, auto is fp32, except in the stage sft, where it is bf16 if the processor of every rank has bf16 units, and
+    a resumed run keeps the choice of its first start.
     """
     setting = config.model.mixed_precision
     if setting != "auto" or config.stage != "sft" or device_name != "cpu":
@@ -92,9 +92,7 @@ def settle_precision(config: RunConfig, device_name: str) -> torch.dtype:
     if recorded is None:
         return torch.bfloat16 if has_units else torch.float32
     if recorded == "bf16" and not has_units:
-        message = (
-            "This run computes in bf16 since its first start, which takes longer on a processor without bf16 units."
-        )
+        message = "This run has used bf16 since its first start, which is slower on this processor without bf16 units."
         on_rank_zero(lambda: print_line(message, sys.stderr))
     return PrecisionType.to_dtype(recorded)
 
@@ -105,7 +103,7 @@ def has_bf16_units() -> bool:
 
 
 def autocast(precision: torch.dtype, device_name: str) -> Any:
-    """The forward pass's autocast context; does nothing in fp32."""
+    """Return the autocast context of a forward pass; it does nothing in fp32."""
     return nullcontext() if precision == torch.float32 else torch.autocast(device_name, dtype=precision)
 
 
@@ -119,7 +117,7 @@ def prepare_device(config: RunConfig) -> str:
     if device_name == "cpu":
         keep_freed_memory()
     if device_name == "cuda":
-        # torch prefers cuDNN on Hopper, which plans attention again for each new length, in 40 ms and more
+        # torch prefers cuDNN on Hopper, which plans attention for each new length and needs 40 ms or more
         torch.backends.cuda.enable_cudnn_sdp(False)
     if isinstance(config, SFTConfig) and config.trainer.deterministic:
         use_deterministic_kernels()
@@ -127,10 +125,10 @@ def prepare_device(config: RunConfig) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc's malloc reuse freed memory instead of returning it to the kernel.
+    """Make glibc's malloc reuse freed memory instead of returning it to the kernel.
 
-    By default, malloc maps each block of more than 32 MiB separately, and the kernel zeroes every page of it: at every
-    micro-batch, for every activation of that size. Does nothing with another C library.
+    By default, malloc maps each block above 32 MiB separately, and the kernel zeroes all of its pages, in every
+    micro-batch for every activation of that size. Does nothing with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -140,9 +138,9 @@ def keep_freed_memory() -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Have torch, cuBLAS and flash-attention compute the same bits every time; an operation that cannot raises.
+    """Make torch, cuBLAS and flash-attention bitwise deterministic; operations that cannot be raise an error.
 
-    cuBLAS and flash-attention read their environment variables at their first use.
+    cuBLAS and flash-attention read these environment variables at their first use.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"

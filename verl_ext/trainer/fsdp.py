@@ -1,4 +1,4 @@
-"""Sharding with FSDP2: the model, and what stays gathered between the micro-batches of a step."""
+"""Shards models with FSDP2, and decides whether weights stay gathered between micro-batches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ BYTES_OF_GRADIENT = 4
 def shard(
     model: PreTrainedModel, config: FSDPConfig, device_mesh: DeviceMesh, precision: torch.dtype
 ) -> PreTrainedModel:
-    """Shard in place with FSDP2 and send rank 0's weights to all ranks.
+    """Shard a model in place with FSDP2 and send rank 0's weights to all ranks.
 
     Args:
-        model: with rank 0's weights.
+        model: the model; only rank 0 needs its weights.
         device_mesh: one-dimensional mesh over all ranks.
-        precision: number type of the forward pass; gradients are reduced in fp32.
+        precision: dtype of the forward pass; gradients are reduced in fp32.
 
     Raises:
         UserError: see `layer_classes`; on every rank.
@@ -45,14 +45,14 @@ def shard(
 
 
 def layer_classes(model: PreTrainedModel, configured: Any) -> list[str]:
-    """Names of the classes whose modules FSDP2 shards separately.
+    """Return the names of the classes whose modules FSDP2 shards separately.
 
-    A module inside another module that is sharded belongs to the outer one: verl's `apply_fsdp2` shards the outer one
-    first, and FSDP2 accepts no parameter twice. The layers of Mamba have such modules.
+    A module inside another sharded module is part of the outer one: verl's `apply_fsdp2` shards the outer one first,
+    and FSDP2 does not accept a parameter twice. Mamba's layers have such modules.
 
     Args:
-        model: before it is sharded.
-        configured: `wrap_policy.transformer_layer_cls_to_wrap`, a name or a list of names; None takes the model's own.
+        model: the unsharded model.
+        configured: `wrap_policy.transformer_layer_cls_to_wrap`, a name or a list of names; None uses the model's own.
 
     Raises:
         UserError: the model has no such module.
@@ -71,13 +71,13 @@ def layer_classes(model: PreTrainedModel, configured: Any) -> list[str]:
 
 
 class FSDPReshardPolicy:
-    """Gathers weights once a step and reduces gradients once, where memory allows.
+    """Gathers weights and reduces gradients only once per step if memory allows.
 
     Otherwise each micro-batch gathers every block twice and reduces its gradients.
 
     Args:
-        model: sharded with FSDP2.
-        keeps_gathered: whether weights and gradients stay whole between micro-batches.
+        model: the model, sharded with FSDP2.
+        keeps_gathered: whether weights and gradients stay unsharded between micro-batches.
     """
 
     def __init__(self, model: FSDPModule, keeps_gathered: bool) -> None:
@@ -85,17 +85,17 @@ class FSDPReshardPolicy:
         model.set_reshard_after_forward(not keeps_gathered)
 
     def before_micro_batch(self, is_last: bool) -> None:
-        """Set what happens to weights and gradients after the next forward and backward pass.
+        """Configure resharding and reduction for the next forward and backward pass.
 
-        Weights that forward passes gathered stay gathered until the last micro-batch's backward pass, or `reshard`.
+        Gathered weights stay gathered until the backward pass of the last micro-batch, or until `reshard`.
         """
         if self.keeps_gathered:
-            self._model.set_reshard_after_forward(False)  # generation by the model itself leaves it at true
+            self._model.set_reshard_after_forward(False)  # generation by the model itself sets it to true
             self._model.set_requires_gradient_sync(is_last)
             self._model.set_reshard_after_backward(is_last)
 
     def reshard(self) -> None:
-        """Shard the weights that forward passes without a backward pass have left gathered."""
+        """Shard weights that are still gathered after forward passes without a backward pass."""
         for module in cast("torch.nn.Module", self._model).modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -104,11 +104,11 @@ class FSDPReshardPolicy:
 def keeps_gathered(
     config: GatheringFSDPConfig, model: torch.nn.Module, precision: torch.dtype, device_name: str
 ) -> bool:
-    """`model.fsdp_config.keep_gathered` with auto resolved: whether that takes a small part of the memory.
+    """Resolve `model.fsdp_config.keep_gathered`: auto is true if this needs a small fraction of the memory.
 
     Args:
-        model: before or after it is sharded.
-        precision: of the forward pass, and so of gathered weights.
+        model: the model, sharded or not.
+        precision: dtype of the forward pass, and therefore of gathered weights.
     """
     if config.keep_gathered != "auto":
         return config.keep_gathered
@@ -118,7 +118,7 @@ def keeps_gathered(
 
 
 def _memory_of_rank(device_name: str) -> float:
-    """Bytes that this rank may use, the same on all ranks of equal machines."""
+    """Return the memory of this rank in bytes, the same on all ranks of equal machines."""
     if device_name == "cpu":
         return psutil.virtual_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return float(getattr(torch, device_name).get_device_properties(0).total_memory)

@@ -1,4 +1,4 @@
-"""The cross-entropy of a language model, computed in chunks without its full logits."""
+"""The cross-entropy of a language model, computed in chunks without materializing all logits."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from verl_ext.data.batching import MicroBatch
 from verl_ext.trainer.config import chunk_tokens
 
 LogitGradients = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""Of a chunk's logits and labels: the summed loss, the logits' gradients times sums, and these sums."""
+"""Given a chunk's logits and labels, returns the summed loss, the logits' gradients times sums, and these sums."""
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
-"""Largest accepted difference from the loss of the logits, which are rounded, in nat per token."""
+"""Largest accepted difference from the loss of the rounded logits, in nats per token."""
 
 
 class FusedLinearCrossEntropy(nn.Linear):
-    """The output layer of a language model, which returns the loss instead of logits inside `computing_loss`.
+    """Output layer of a language model that returns the loss instead of logits inside `computing_loss`.
 
-    It replaces the model's own layer, so that the weights are gathered, tied and saved as before. With
-    `model.use_liger` on a GPU, Liger's kernel computes the loss.
+    It replaces the model's own layer, so the weights are gathered, tied and saved as before. With `model.use_liger` on
+    a GPU, Liger's kernel computes the loss.
 
     Args:
-        linear: the model's own layer, whose parameters this one shares.
+        linear: the model's own layer; this layer shares its parameters.
         by_liger: whether to use Liger's fused linear cross-entropy.
-        compiles: whether to compile what happens to a chunk's logits, which makes a third of the passes over them.
+        compiles: whether to compile the operations on a chunk's logits, which reduces the passes over them to a third.
     """
 
     def __init__(self, linear: nn.Linear, by_liger: bool = False, compiles: bool = False) -> None:
@@ -43,11 +43,11 @@ class FusedLinearCrossEntropy(nn.Linear):
 
     @contextmanager
     def computing_loss(self, positions: torch.Tensor, labels: torch.Tensor) -> Iterator[None]:
-        """Have forward passes return the summed cross-entropy, a scalar, in place of logits.
+        """Make forward passes return the summed cross-entropy, a scalar, instead of logits.
 
         Args:
-            positions: indices into the flattened (batch, seq) whose next token is predicted, (num_loss_tokens,).
-            labels: the tokens to predict, (num_loss_tokens,).
+            positions: (num_loss_tokens,), indices into the flattened (batch, seq) at which to predict the next token.
+            labels: (num_loss_tokens,), tokens to predict.
         """
         self._positions_and_labels = positions, labels
         try:
@@ -70,7 +70,7 @@ class FusedLinearCrossEntropy(nn.Linear):
 
 
 def install_fused_loss(model: PreTrainedModel, by_liger: bool, compiles: bool) -> FusedLinearCrossEntropy | None:
-    """Replace the model's output layer by a `FusedLinearCrossEntropy`; None if it is no plain linear layer."""
+    """Replace the model's output layer with a `FusedLinearCrossEntropy`; None if it is not a plain linear layer."""
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear:
         return None
@@ -85,14 +85,14 @@ def fused_loss_error(
     loss_of: Callable[[MicroBatch], torch.Tensor],
     micro_batch: MicroBatch,
 ) -> float:
-    """Difference per token between the fused loss and the cross-entropy of the logits, in nat; collective.
+    """Return the difference between the fused loss and the cross-entropy of the logits, in nats per token; collective.
 
-    A model can scale or cap its logits after the output layer, which no list of architectures would tell.
+    A model may scale or cap its logits after the output layer, which a list of architectures cannot cover.
 
     Args:
         logits_of: returns the logits (batch, seq, vocab) of a micro-batch.
-        loss_of: returns its summed loss.
-        micro_batch: one sample, every token of which counts in the loss.
+        loss_of: returns the summed loss of a micro-batch.
+        micro_batch: one sample, with all tokens in the loss.
     """
     logits, labels = logits_of(micro_batch)[0, :-1].float(), micro_batch["input_ids"][0, 1:]
     plain = F.cross_entropy(logits, labels.to(logits.device), reduction="sum")
@@ -102,7 +102,7 @@ def fused_loss_error(
 class _SummedCrossEntropy(torch.autograd.Function):
     """Sum over tokens of the cross-entropy of softmax(hidden weight^T + bias), chunk by chunk.
 
-    The forward pass computes the gradients as well, so that no chunk's logits are kept or computed twice.
+    The forward pass also computes the gradients, so that no chunk's logits are kept or computed twice.
     """
 
     @staticmethod
@@ -157,14 +157,14 @@ class _Gradients:
     def add(
         self, hidden: torch.Tensor, weight: torch.Tensor, of_logits: torch.Tensor, sums: torch.Tensor, part: slice
     ) -> None:
-        """Add those of a chunk.
+        """Add the gradients of a chunk.
 
         Args:
-            hidden: of the chunk (tokens, hidden).
-            weight: of the layer (vocab, hidden).
-            of_logits: gradients of the chunk's logits times `sums` (tokens, vocab).
-            sums: (tokens, 1), by which the narrow factor of each product is divided, not the wide one.
-            part: of the tokens.
+            hidden: (tokens, hidden), hidden states of the chunk.
+            weight: (vocab, hidden), weight of the layer.
+            of_logits: (tokens, vocab), gradients of the chunk's logits times `sums`.
+            sums: (tokens, 1); the narrow factor of each product is divided by them, not the wide one.
+            part: the chunk's slice of the tokens.
         """
         rounded = of_logits.to(weight.dtype)
         if self.of_hidden is not None:
@@ -176,12 +176,12 @@ class _Gradients:
 
 
 def _unscaled_gradients(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Summed loss, and the logits' gradients as `_Gradients.add` takes them, in place.
+    """Compute the summed loss and, in place, the logits' gradients for `_Gradients.add`.
 
     With e = exp(logits - peak) and s its sum over the vocabulary, the gradient is (e - s at the label) / s.
 
     Args:
-        logits: of a chunk (tokens, vocab), overwritten if they are fp32.
+        logits: (tokens, vocab), logits of a chunk; overwritten if they are fp32.
         labels: (tokens,).
     """
     logits = logits.float()
@@ -194,7 +194,7 @@ def _unscaled_gradients(logits: torch.Tensor, labels: torch.Tensor) -> tuple[tor
 
 
 def _softmax_gradients(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `_unscaled_gradients` returns, for torch.compile: two passes over the logits, in their own type."""
+    """Like `_unscaled_gradients`, for torch.compile: two passes over the logits, in their own dtype."""
     wide = logits.float()
     peak = wide.amax(-1, keepdim=True)
     exps = (wide - peak).exp()
@@ -205,7 +205,7 @@ def _softmax_gradients(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torc
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, without a copy if the types allow it."""
+    """total += left @ right, without a copy if the dtypes allow it."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

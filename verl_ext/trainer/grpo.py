@@ -1,7 +1,7 @@
-"""GRPO: generate groups of actions, reward them, and learn from those better than their group.
+"""GRPO: generate groups of actions, reward them, and reinforce those better than their group.
 
-`RewardTrainer` is the trainer of any policy and environment, around `GRPOStep`; `GRPOTrainer` is that of language
-models, whose actions are completions.
+`RewardTrainer` trains any policy in any environment with `GRPOStep`; `GRPOTrainer` trains language models, whose
+actions are completions.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from verl_ext.trainer.trainer import Metrics, PipelineTrainer
 
 MB = 1 << 20
 CPU_BUCKET_MB = 4
-"""Buckets that fit a processor's cache are gathered in two thirds of the time of larger ones."""
+"""Buckets that fit into a processor's cache take two thirds of the time of larger ones."""
 
 
 class RewardTrainer(PipelineTrainer):
-    """Trains on a batch of prompts per step: a group of actions for each, and one or more updates from them.
+    """Trains on a batch of prompts per step, with a group of actions for each prompt and one or more updates.
 
     A stage defines `build_environment`, `build_policy`, `build_reshard_policy` and `max_decisions`.
 
     Attributes:
         environment: rewards actions.
-        policy: generates actions and evaluates them; the model that is trained.
+        policy: the trained model; generates actions and evaluates them.
         step: generates, rewards and updates.
     """
 
@@ -85,20 +85,20 @@ class RewardTrainer(PipelineTrainer):
 
     @abstractmethod
     def build_environment(self) -> Environment:
-        """Build what rewards actions; collective."""
+        """Build the environment, which rewards actions; collective."""
 
     @abstractmethod
     def build_policy(self) -> Policy:
-        """Build what generates actions and evaluates them; collective."""
+        """Build the policy, which generates actions and evaluates them; collective."""
 
     @abstractmethod
     def build_reshard_policy(self) -> FSDPReshardPolicy:
-        """Decide what stays gathered between the micro-batches of an update."""
+        """Decide whether weights stay gathered between the micro-batches of an update."""
 
     @property
     @abstractmethod
     def max_decisions(self) -> int:
-        """Most decisions of a sample, such as tokens of a completion."""
+        """Maximum number of decisions in a sample, such as tokens of a completion."""
 
     # Building
 
@@ -112,7 +112,7 @@ class RewardTrainer(PipelineTrainer):
         return self.config.num_mini_batches * self.config.actor.ppo_epochs
 
     def max_engine_gap(self) -> float:
-        """Largest accepted difference between log-probabilities of engine and trainer in their number types, in nat."""
+        """Return the largest accepted difference between log-probabilities of engine and trainer, in nats, by dtype."""
         trained = {parameter.dtype for parameter in self.model.parameters()}
         dtypes = {self.policy.engine_dtype, self.precision} | trained
         return FLOAT32_GAP if dtypes == {torch.float32} else self.config.health.limits.logprob_gap_alarm
@@ -154,12 +154,12 @@ class RewardTrainer(PipelineTrainer):
             return {}
         start = time.perf_counter()
         trajectories: list[Trajectory] = []
-        with self.policy.sampling(self.global_step):  # a stop inside frees the GPU for the save
+        with self.policy.sampling(self.global_step):  # a stop inside the block frees the GPU for the save
             for prompts in batches:
                 self.stop_vote.check()
                 batch_start = time.perf_counter()
                 trajectories += self.step.rollout(prompts, self.global_step, group_size=1, greedy=True)
-                # a batch can take longer than a step; before the first step, none stops a run
+                # a batch may take longer than a step; before the first step, no deadline stops a run
                 if self.stop_vote.longest_step_s:
                     self.stop_vote.note(step_s=time.perf_counter() - batch_start)
         self.step.reward_guard.report(f"evaluation at step {self.global_step}", trajectories)
@@ -172,7 +172,7 @@ class RewardTrainer(PipelineTrainer):
         return metrics
 
     def validation_step(self, batch: Any) -> torch.Tensor:
-        """verl's method for a validation loss, which a stage that learns from rewards does not have.
+        """verl's method for a validation loss, which stages that learn from rewards do not have.
 
         Raises:
             NotImplementedError: always.
@@ -180,7 +180,7 @@ class RewardTrainer(PipelineTrainer):
         raise NotImplementedError("a stage that learns from rewards has no validation loss; call validate()")
 
     def eval_batches(self) -> list[list[Prompt]]:
-        """This rank's evaluation prompts in batches, as many on every rank; a batch can be empty."""
+        """Return this rank's evaluation prompts in batches, as many on every rank; a batch may be empty."""
         data = self.config.data
         dataset = self.val_dataset if data.eval_split == "test" else self.train_dataset
         if dataset is None or data.eval_every_steps == 0:
@@ -193,15 +193,15 @@ class RewardTrainer(PipelineTrainer):
         ]
 
     def replacement_prompts(self, round_number: int, count: int) -> Sequence[Prompt]:
-        """Prompts for a round of dynamic sampling: different on each rank, and the same in a resumed run.
+        """Return prompts for a round of dynamic sampling, different on each rank and the same in a resumed run.
 
         Args:
-            round_number: in the step, from 1.
-            count: most prompts for this rank.
+            round_number: number of the round in the step, from 1.
+            count: maximum number of prompts for this rank.
         """
         seed = sample_seed(self.config.trainer.seed, self.global_step, "replacement prompts", 0)
         order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(seed)).tolist()
-        # whole batches, one for each round, so that no prompt is used twice in a step
+        # one whole batch per round, so that no prompt is used twice in a step
         size = self.config.data.train_batch_size
         fresh = [row for row in order if row not in self.rows_of_step][(round_number - 1) * size : round_number * size]
         return prompts_of([self.train_dataset[row] for row in fresh[self.dp_rank :: self.dp_size][:count]])
@@ -226,12 +226,12 @@ class RewardTrainer(PipelineTrainer):
 
 
 class GRPOTrainer(RewardTrainer):
-    """GRPO of a language model: completions by vLLM or transformers, rewarded by the recipe's functions."""
+    """GRPO of a language model: vLLM or transformers generates completions, and the recipe's functions reward them."""
 
     config: GRPOConfig
 
     def build_model(self) -> PreTrainedModel:
-        """See `PipelineTrainer.build_model`; without dropout, whose noise would appear in the ratios."""
+        """See `PipelineTrainer.build_model`; disables dropout, whose noise would change the ratios."""
         model = super().build_model()
         disable_dropout(model)
         return model
@@ -252,7 +252,7 @@ class GRPOTrainer(RewardTrainer):
             UserError: the engine cannot be built.
         """
         config, rollout = self.config, self.config.rollout
-        # First, because building vLLM changes classes of transformers if vLLM does not implement the model itself.
+        # First, because vLLM patches classes of transformers for models that it does not implement itself.
         reference = self.build_reference()
         return TokenPolicy(
             self.model,
@@ -270,7 +270,7 @@ class GRPOTrainer(RewardTrainer):
         )
 
     def build_engine(self) -> RolloutEngine:
-        """The engine of `rollout.engine`; collective."""
+        """Build the engine of `rollout.engine`; collective."""
         rollout, data, path = self.config.rollout, self.config.data, local_model_path(self.config)
         ends = stop_token_ids(generation_settings(path), self.tokenizer)
         if rollout.engine == "hf":
@@ -291,7 +291,7 @@ class GRPOTrainer(RewardTrainer):
         return engine
 
     def build_reference(self) -> ReferenceModel | None:
-        """The frozen initial model if there is a KL term: this one without its new adapters, or another; collective."""
+        """Build the frozen initial model for a KL term: this model without new adapters, or a copy; collective."""
         config, model = self.config, self.model
         if not config.actor.use_kl_loss:
             return None
@@ -314,7 +314,7 @@ class GRPOTrainer(RewardTrainer):
         return FSDPReshardPolicy(model, keeps)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context of a forward pass."""
+        """Return the autocast context of a forward pass."""
         return autocast(self.precision, self.device_name)
 
     @property
@@ -324,18 +324,18 @@ class GRPOTrainer(RewardTrainer):
 
 
 def prompts_of(items: Sequence[dict[str, Any]]) -> list[Prompt]:
-    """Items of a `PromptDataset` as prompts."""
+    """Convert items of a `PromptDataset` to prompts."""
     return [Prompt(item["sample_id"], item["row"], item) for item in items]
 
 
 def bucket_bytes(rollout: RolloutConfig, device_name: str) -> int:
-    """Most bytes of weights in transit to the engine at a time."""
+    """Return the maximum bytes of weights in transit to the engine."""
     megabytes = rollout.update_weights_bucket_megabytes
     return (min(megabytes, CPU_BUCKET_MB) if device_name == "cpu" else megabytes) * MB
 
 
 def generation_settings(path: str) -> GenerationConfig | None:
-    """The generation settings in a model's directory, if any."""
+    """Read the generation settings of a model's directory, if any."""
     try:
         return GenerationConfig.from_pretrained(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Loads a model: its configuration, its attention function, LoRA adapters, kernels and patches."""
+"""Loads models: configuration, attention function, LoRA adapters, kernels and patches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from verl_ext.trainer.stages import RunConfig
 from verl_ext.verl_api import PrecisionType, apply_monkey_patch, convert_to_regular_types, copy_to_local
 
 SHARED_MEMORY = Path("/dev/shm/verl-cache")
-"""Where verl looks for a copy and accepts any files that have the same names and sizes."""
+"""Directory in which verl looks for copies; it accepts any files with the same names and sizes."""
 
 
 def build_model(
@@ -39,7 +39,7 @@ def build_model(
     """Load the model of `model.partial_pretrain`, add LoRA if configured, and shard it; collective.
 
     Args:
-        before_sharding: called with the model while its parameters are whole.
+        before_sharding: called with the model before it is sharded.
 
     Returns:
         The model as FSDP2 modules; its parameters are DTensors of `model.fsdp_config.model_dtype`.
@@ -57,7 +57,7 @@ def build_model(
 
 
 def load_model_config(config: RunConfig) -> PretrainedConfig:
-    """The model's configuration, with its context extended to `data.max_length` as in verl."""
+    """Load the model's configuration, with its context extended to `data.max_length` as in verl."""
     if config.model.external_lib is not None:
         importlib.import_module(config.model.external_lib)  # registers the user's architecture with transformers
     path = local_model_path(config)
@@ -71,7 +71,7 @@ def load_model_config(config: RunConfig) -> PretrainedConfig:
 def load_model(
     config: RunConfig, device_mesh: DeviceMesh, precision: torch.dtype, auto_class: Any = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """The unsharded model, with weights on rank 0 only; `shard` sends them to the other ranks.
+    """Load the unsharded model, with weights on rank 0 only; `shard` sends them to the other ranks.
 
     Args:
         auto_class: class of transformers that loads the model.
@@ -95,7 +95,7 @@ def load_model(
             return auto_class.from_config(model_config, **arguments)
     except UserError:
         raise
-    except Exception as error:  # a damaged model can raise anything
+    except Exception as error:  # damaged models may raise anything
         first_line = first_line_of(error)
         raise UserError(
             f"model.partial_pretrain={config.model.partial_pretrain} cannot be loaded ({first_line}); restore it, "
@@ -106,20 +106,20 @@ def load_model(
 def attention_of(
     config: ModelConfig, model_config: PretrainedConfig, device_name: str, precision: torch.dtype, auto_class: Any
 ) -> str:
-    """Name of the attention function in transformers; auto takes one that the model supports.
+    """Return the name of the attention function in transformers; auto selects one that the model supports.
 
     Raises:
-        UserError: the configured function would ignore a part of the model's attention.
+        UserError: the configured function would ignore part of the model's attention.
     """
     setting = config.attn_implementation
     picked = pick_attention(setting, device_name, precision)
     caps_scores = getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None
-    if setting == "sdpa" and caps_scores:  # transformers would run it without the cap, with no more than a warning
+    if setting == "sdpa" and caps_scores:  # transformers would only warn and ignore the cap
         raise UserError(
-            f"model.attn_implementation=sdpa cannot cap attention scores, which {model_config.model_type} models do; "
+            f"model.attn_implementation=sdpa cannot cap attention scores, which {model_config.model_type} models need; "
             "set it to auto or eager"
         )
-    model_class = auto_class._model_mapping.get(type(model_config), None)  # None: the model brings its own code
+    model_class = auto_class._model_mapping.get(type(model_config), None)  # None: the model ships its own code
     if setting != "auto" or model_class is None:
         return picked
     if picked == "flash_attention_2" and not model_class._supports_flash_attn:
@@ -128,7 +128,7 @@ def attention_of(
 
 
 def compile_blocks(model: PreTrainedModel) -> None:
-    """Compile each transformer block in place, for any length, because lengths differ between micro-batches."""
+    """Compile each transformer block in place, with dynamic lengths, because micro-batches differ in length."""
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):
             module.compile(dynamic=True)
@@ -140,7 +140,7 @@ def disable_dropout(model: PreTrainedModel) -> None:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):  # a rate that attention is called with
+            if "dropout" in name and isinstance(value, float):  # a rate that is passed to attention
                 setattr(module, name, 0.0)
 
 
@@ -160,7 +160,7 @@ def patch_model(model: PreTrainedModel, config: RunConfig) -> None:
 
 
 def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel | PeftModel:
-    """Wrap the model in new LoRA adapters (`lora_rank`), or in those of `lora_adapter_path`."""
+    """Add new LoRA adapters (`lora_rank`) or those of `lora_adapter_path` to the model."""
     if not config.uses_lora:
         return model
     model.enable_input_require_grads()
@@ -186,7 +186,7 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
         bias="none",
     )
     with warnings.catch_warnings():
-        # peft looks up the ranks of experts among the modules, but finds them among the parameters
+        # peft searches for experts among the modules, but finds them among the parameters
         warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys")
         return get_peft_model(model, lora)
 
@@ -195,12 +195,12 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
 
 
 def local_model_path(config: RunConfig) -> str:
-    """`model.partial_pretrain` as a local directory, which is a copy with `model.use_shm`, or as a hub name."""
+    """Return `model.partial_pretrain` as a local directory, copied with `model.use_shm`, or as a hub name."""
     return local_path(str(Path(str(config.model.partial_pretrain)).expanduser()), config.model.use_shm)
 
 
 def local_path(path: str, use_shm: bool) -> str:
-    """A local directory or a hub name; with `use_shm`, a copy in shared memory.
+    """Return a local directory or a hub name; with `use_shm`, a copy in shared memory.
 
     Raises:
         UserError: another user could have put the copy there.
@@ -211,7 +211,7 @@ def local_path(path: str, use_shm: bool) -> str:
 
 
 def require_own(directory: Path) -> None:
-    """Create a directory that only this user can write to, unless there is one.
+    """Create a directory that only this user can write to, unless it exists.
 
     Raises:
         UserError: other users can write to the directory.

@@ -1,4 +1,4 @@
-"""The optimizer and the learning-rate schedules, from verl's builders and torch."""
+"""Builds the optimizer and the learning-rate schedules with verl and torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from verl_ext.verl_api import (
 
 
 def build_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of `optim.optimizer` over the trainable parameters.
+    """Build the optimizer of `optim.optimizer` over the trainable parameters.
 
-    On GPUs it is fused where torch has such a kernel: with DTensors, torch's own default is a loop over parameters.
+    On GPUs it is fused if torch has such a kernel, because torch's default for DTensors is a loop over parameters.
 
     Raises:
-        UserError: the optimizer does not exist or does not take its arguments.
+        UserError: the optimizer does not exist or does not accept its arguments.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.runs_fused_on_gpus and all(parameter.is_cuda for parameter in trained):
@@ -31,7 +31,7 @@ def build_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.
     try:
         return build_verl_optimizer(trained, config)  # type: ignore[arg-type]  # verl's class has the same keys
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        reason = str(error).split(". Available")[0]  # verl lists the whole module behind it
+        reason = str(error).split(". Available")[0]  # verl appends a list of the whole module
         raise UserError(
             f"optim.optimizer={config.optimizer} of {config.optimizer_impl} cannot be built: {reason}; "
             "correct the optim section"
@@ -41,11 +41,11 @@ def build_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, num_steps: int, updates_per_step: int = 1
 ) -> LRScheduler:
-    """The schedule of `optim.lr_scheduler` over `num_steps` updates.
+    """Build the schedule of `optim.lr_scheduler` over `num_steps` updates.
 
     Args:
         config: `optim`; `lr_warmup_steps` takes precedence over `lr_warmup_steps_ratio`.
-        updates_per_step: updates in one of `lr_warmup_steps`.
+        updates_per_step: number of updates per step, for `lr_warmup_steps`.
     """
     warmup = config.lr_warmup_steps
     if warmup is None or warmup < 0:
@@ -65,16 +65,16 @@ def build_scheduler(
 
 
 class PlateauScheduler(ReduceLROnPlateau):
-    """torch's, in a loop that calls `step` after each update: only a validation changes the rate.
+    """torch's scheduler, in a loop that calls `step` after each update; only validations change the learning rate.
 
     Args:
-        patience: validations without a higher reward before the rate falls.
+        patience: number of validations without a higher reward before the learning rate falls.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: float, patience: int) -> None:
         super().__init__(optimizer, mode="max", factor=factor, patience=patience)
 
     def step(self, metrics: float | None = None, epoch: int | None = None) -> None:  # type: ignore[override]
-        """Take the reward of a validation; without one, do nothing."""
+        """Process the reward of a validation; without one, do nothing."""
         if metrics is not None:
             super().step(metrics)

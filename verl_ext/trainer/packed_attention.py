@@ -1,4 +1,4 @@
-"""Causal attention over several samples packed into one row, and the check that a model supports it."""
+"""Causal attention over several samples packed into one row, and a check that a model supports it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PACKED_SDPA = "packed_sdpa"
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest accepted relative difference of a token's logits between packed and separate samples."""
 TRIAL_LENGTHS = (7, 5, 9)
-"""Tokens of the samples with which a model is tried out."""
+"""Lengths of the samples for checking a model, in tokens."""
 FLASH_TYPES, FLASH_HEAD_DIM, FLASH_CAPABILITY = (torch.bfloat16, torch.float16), 256, (8, 0)
-"""What torch's flash-attention kernel takes: number types, the largest head, and the oldest NVIDIA GPUs."""
+"""Requirements of torch's flash-attention kernel: dtypes, largest head, and minimum compute capability."""
 flash_attention: Any = varlen_attn
-"""Torch's kernel for samples of different lengths, whose parameters differ between releases."""
+"""Torch's kernel for samples of different lengths; its parameters differ between releases."""
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Torch 2.11 takes fewer heads of keys than of queries without being asked."""
+"""Argument that enables fewer key heads than query heads; torch 2.11 does not need it."""
 
 
 class PackingUnsupportedError(ValueError):
@@ -33,9 +33,9 @@ class PackingUnsupportedError(ValueError):
 
 
 class SampleLengths:
-    """Tokens of each sample of a row.
+    """Lengths of the samples of a row, in tokens.
 
-    Neither a list nor a dataclass: torch.compile inspects these, and would recompile for each number of samples.
+    Neither a list nor a dataclass: torch.compile would inspect them and recompile for each number of samples.
     """
 
     def __init__(self, tokens: list[int]) -> None:
@@ -43,11 +43,11 @@ class SampleLengths:
 
 
 def packed_arguments(sample_lengths: torch.Tensor, device: torch.device | str) -> dict[str, Any]:
-    """Arguments of a forward pass that describe a packed row, for flash-attention and for `packed_sdpa`.
+    """Return forward-pass arguments that describe a packed row, for flash-attention and for `packed_sdpa`.
 
     Args:
-        sample_lengths: tokens of each sample (num_samples,), on the CPU.
-        device: of the model.
+        sample_lengths: (num_samples,), tokens per sample, on the CPU.
+        device: device of the model.
     """
     borders = F.pad(sample_lengths.cumsum(0), (1, 0)).to(device, dtype=torch.int32, non_blocking=True)
     longest = int(sample_lengths.max())
@@ -74,18 +74,18 @@ def packed_sdpa(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention sample by sample: without padding, and without a mask of the row's length squared.
+    """Causal attention sample by sample, without padding and without a mask of quadratic size.
 
     Args:
         query: (1, heads, tokens, head_dim).
         key: (1, kv_heads, tokens, head_dim).
-        value: as `key`.
+        value: (1, kv_heads, tokens, head_dim).
         attention_mask: None; `sample_lengths` replaces it.
-        sample_lengths: of the row; None if the model's layers do not pass it on.
-        cu_seq_lens_q: borders of the samples (num_samples + 1,), for the kernel of GPUs.
-        max_length_q: tokens of the longest sample, for the same.
-        sliding_window: tokens that a token attends to, itself included; None for all before it.
-        softcap: of the scores; sdpa does not support it.
+        sample_lengths: lengths of the row's samples; None if the model's layers do not pass them on.
+        cu_seq_lens_q: (num_samples + 1,), boundaries of the samples, for the GPU kernel.
+        max_length_q: tokens of the longest sample, for the GPU kernel.
+        sliding_window: number of tokens that a token attends to, including itself; None for all earlier ones.
+        softcap: cap of the scores; sdpa does not support it.
         s_aux: attention sinks; sdpa does not support them.
 
     Returns:
@@ -108,7 +108,7 @@ def packed_sdpa(
 
 
 def has_flash_kernel(query: torch.Tensor) -> bool:
-    """Whether torch has a kernel of flash-attention for these queries, which takes all samples of a row at once."""
+    """Whether torch has a flash-attention kernel for these queries, which processes all samples of a row at once."""
     head_dim = query.shape[-1]
     fits = query.dtype in FLASH_TYPES and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM
     return fits and query.is_cuda and _gpu_has_flash_kernel()
@@ -128,7 +128,7 @@ def _sample_by_sample(
     sliding_window: int | None,
     arguments: dict[str, Any],
 ) -> torch.Tensor:
-    """Run sdpa for each sample of a row; `arguments` are those of all samples."""
+    """Run sdpa for each sample of a row; `arguments` apply to all samples."""
     parts = [
         F.scaled_dot_product_attention(q, k, v, **_causal(q.shape[2], sliding_window, query.device), **arguments)
         for q, k, v in zip(*(tensor.split(sample_lengths.tokens, dim=2) for tensor in (query, key, value)))
@@ -137,7 +137,7 @@ def _sample_by_sample(
 
 
 def _causal(length: int, sliding_window: int | None, device: torch.device) -> dict[str, Any]:
-    """Arguments of sdpa for causal attention within a sample of `length` tokens."""
+    """Return sdpa's arguments for causal attention within a sample of `length` tokens."""
     if sliding_window is None or length <= sliding_window:
         return {"is_causal": True}
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -149,7 +149,7 @@ AttentionMaskInterface.register(PACKED_SDPA, lambda *_, **__: None)  # it needs 
 
 
 def trial_samples(vocab_size: int) -> list[Sample]:
-    """Samples of random tokens, the same on every rank."""
+    """Return samples of random tokens, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, vocab_size, (length,), generator=generator) for length in TRIAL_LENGTHS]
     return [{"input_ids": ids, "loss_mask": torch.ones_like(ids)} for ids in tokens]
@@ -159,16 +159,16 @@ def trial_samples(vocab_size: int) -> list[Sample]:
 def why_not_packed(
     logits_of: Callable[[MicroBatch], torch.Tensor], vocab_size: int, precision: torch.dtype
 ) -> str | None:
-    """Why samples cannot be packed, as the end of a sentence about the model; None if they can; collective.
+    """Say why samples cannot be packed, as the end of a sentence about the model; None if they can; collective.
 
-    The model answers: one of the user's own can carry a state from sample to sample, which no list of architectures
-    would tell.
+    This runs the model, because a user's model may carry state from sample to sample, which a list of architectures
+    cannot cover.
 
     Args:
         logits_of: returns the logits (1, tokens, vocab) of a packed micro-batch.
 
     Returns:
-        None if packed samples have the logits that each sample has alone.
+        None if packed samples have the same logits as separate samples.
     """
     samples = trial_samples(vocab_size)
     try:

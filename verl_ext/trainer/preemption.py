@@ -16,18 +16,18 @@ from verl_ext.processes import StopSignals
 from verl_ext.trainer.config import PreemptionConfig, parse_deadline, to_seconds
 
 SLACK = 1.25
-"""Factor on the longest step and save so far when another one of each is expected."""
+"""Safety factor for the expected duration of the next step and save."""
 SLACK_S = 5.0
 """Seconds for closing the trackers and exiting."""
 DEADLINE_VARIABLES = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
 )
-"""Those that verl's `should_save_ckpt_esi` knows: Volcano Engine's machine learning platform, and SageMaker."""
+"""Variables that verl's `should_save_ckpt_esi` reads: Volcano Engine's machine learning platform and SageMaker."""
 
 
 def ignore_stop_signals(worker: int) -> None:
-    """For a worker of a data loader, whatever its number: it must live until its rank has saved, and ends with it."""
+    """Ignore stop signals in a data loader worker, which must live until its rank has saved; it ends with the rank."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -36,14 +36,14 @@ class StopVote:
     """Lets all ranks agree on stopping.
 
     Args:
-        signals: of this rank; None if the process handles its signals itself. However often a rank is signalled, it
-            saves at the next step boundary: only the launcher decides to stop sooner.
-        deadline: when this machine is taken away, in seconds since 1970; None if unknown.
+        signals: signals of this rank; None if the process handles its signals itself. A rank always saves at the next
+            step boundary, even after several signals; only the launcher stops it sooner.
+        deadline: time of preemption, in seconds since 1970; None if unknown.
         rules: health rules that stop the run; the same on every rank.
 
     Attributes:
-        expected_save_s: expected duration of a save before one was measured.
-        failed_rule: the one of `rules` that has found a problem; set on rank 0 only.
+        expected_save_s: expected duration of a save until one is measured.
+        failed_rule: rule that has found a problem, from `rules`; set on rank 0 only.
         longest_step_s: longest step so far, in seconds.
         longest_save_s: longest save so far, in seconds.
     """
@@ -55,8 +55,8 @@ class StopVote:
         self.longest_step_s = self.longest_save_s = self.expected_save_s = 0.0
 
     def arm(self) -> None:
-        """Note signals from now on instead of ending this rank; collective."""
-        dist.barrier()  # all ranks together: a rank that ended now would crash those that are armed already
+        """Record signals from now on instead of ending this rank; collective."""
+        dist.barrier()  # all ranks together, because a rank that ends now would crash ranks that are already armed
         if self.signals is not None:
             self.signals.install()
 
@@ -66,7 +66,7 @@ class StopVote:
         self.longest_save_s = max(self.longest_save_s, save_s)
 
     def check(self, is_writing: bool = False) -> bool:
-        """Stop if any rank has to; collective.
+        """Stop all ranks if any rank must stop; collective.
 
         Args:
             is_writing: whether this rank is still writing a checkpoint in the background.
@@ -94,7 +94,7 @@ class StopVote:
         """Whether another step and a save might end too late; never before the first step.
 
         Args:
-            is_writing: whether a save under way has to end first.
+            is_writing: whether a save in progress must end first.
         """
         if self.deadline is None or not self.longest_step_s:
             return False
@@ -104,10 +104,10 @@ class StopVote:
 
 
 def known_deadline(config: PreemptionConfig, warns: bool) -> float | None:
-    """When this machine is taken away, in seconds since 1970, by the configuration or the environment; None if unknown.
+    """Return the time of preemption, in seconds since 1970, from configuration and environment; None if unknown.
 
     Args:
-        warns: whether this rank warns of variables that cannot be read.
+        warns: whether this rank warns about variables that cannot be read.
     """
     from_environment = deadline_from_environment(warn if warns else lambda sentence: None)
     known = [parse_deadline(config.deadline), from_environment]
@@ -115,10 +115,10 @@ def known_deadline(config: PreemptionConfig, warns: bool) -> float | None:
 
 
 def deadline_from_environment(warn: Callable[[str], None]) -> float | None:
-    """The earliest future time in `DEADLINE_VARIABLES` at which the cloud takes this machine back.
+    """Return the earliest future time of preemption in `DEADLINE_VARIABLES`.
 
     Args:
-        warn: receives a sentence for each variable that cannot be read.
+        warn: called with a message for each variable that cannot be read.
 
     Returns:
         Seconds since 1970; None if no variable has a future time.

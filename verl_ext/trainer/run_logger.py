@@ -1,4 +1,4 @@
-"""What rank 0 records of one start of a run: run.json, metrics, health findings and the progress bar."""
+"""Records one start of a run on rank 0: run.json, metrics, health findings and the progress bar."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class RunLogger:
         config: the resolved configuration; written to `config.yaml` in the run directory.
         first_step: step of the checkpoint from which this start resumes.
         total_steps: step at which the run is finished.
-        steps_per_epoch: optimizer steps in a pass over the data.
+        steps_per_epoch: number of optimizer steps in a pass over the data.
         world_size: number of ranks.
         is_main: whether this is rank 0.
-        precision: number type of the forward pass.
-        health: the health rules; None if they are disabled, or if one of them or a record of earlier starts is broken.
+        precision: dtype of the forward pass.
+        health: the health rules; None if they are disabled, or if a rule or a record of earlier starts is broken.
     """
 
     config: RunConfig
@@ -61,7 +61,7 @@ class RunLogger:
             total_steps=self.total_steps,
             precision=self.precision,
         )
-        self.recorder = self._open_recorder(number)  # can refuse, which leaves config.yaml as it was
+        self.recorder = self._open_recorder(number)  # may fail, and config.yaml then stays unchanged
         replace_file(run_dir / "config.yaml", [to_yaml(self.config)])
         self.bar = ProgressBar(self.total_steps, initial=self.first_step)
         startup.mark("trackers")
@@ -81,7 +81,7 @@ class RunLogger:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one row of metrics to all destinations; a step may have several (training, validation, saving)."""
+        """Write one row of metrics to all destinations; a step may have several rows (training, validation, saving)."""
         if not self.is_main or not metrics:
             return
         self.recorder.log(step, metrics)
@@ -97,7 +97,7 @@ class RunLogger:
             self.recorder.log_event(HealthEvent(step, found.rule, found.level.word, found.sentence))
 
     def _open_health(self, run_dir: Path) -> HealthMonitor | None:
-        """The health rules with what earlier starts recorded."""
+        """Load the health rules with the records of earlier starts."""
         if not self.config.health.enabled:
             return None
         try:
@@ -127,7 +127,7 @@ class RunLogger:
             self.recorder.log_epoch(kind, row)
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Write some samples for readers."""
+        """Write some samples."""
         if self.is_main and rows:
             self.recorder.log_samples(step, rows)
 
@@ -145,7 +145,7 @@ class RunLogger:
             warn(str(lost))  # the error that ended training matters more
 
     def _outcome(self, error: BaseException | None) -> tuple[EndStatus, str, int]:
-        """Status and reason for run.json, and the exit code for the trackers."""
+        """Return status and reason for run.json, and the exit code for the trackers."""
         if error is None:
             return "finished", "all steps are done", 0
         if isinstance(error, Stop):

@@ -48,11 +48,11 @@ from verl_ext.verl_api import FlopsCounter, FSDPUlyssesShardingManager
 class SFTTrainer(PipelineTrainer):
     """Supervised fine-tuning with a token-mean loss over the global batch, packed rows and a fused cross-entropy.
 
-    Neither the micro-batch size nor the number of ranks changes the loss or its gradient.
+    The loss and its gradient do not depend on the micro-batch size or the number of ranks.
 
     Attributes:
-        token_loss: the forward pass, from a micro-batch to its summed loss.
-        reshard_policy: what stays gathered between micro-batches.
+        token_loss: computes the summed loss of a micro-batch.
+        reshard_policy: decides whether weights stay gathered between micro-batches.
     """
 
     config: SFTConfig | VLMSFTConfig
@@ -63,7 +63,7 @@ class SFTTrainer(PipelineTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See `PipelineTrainer`."""
         super().__init__(*args, **kwargs)
-        # What verl's `_compute_loss_and_backward` reads, besides configuration, model and meshes.
+        # verl's `_compute_loss_and_backward` reads these, besides configuration, model and meshes.
         self.use_remove_padding = self.config.use_remove_padding
         self.sharding_manager = FSDPUlyssesShardingManager(self.ulysses_device_mesh)
 
@@ -83,7 +83,7 @@ class SFTTrainer(PipelineTrainer):
         return self.validation_plan(dataset)
 
     def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
-        """Which samples share a forward pass: at most `data.max_tokens_per_gpu` tokens, or as many samples as set."""
+        """Return which samples share a forward pass: up to `data.max_tokens_per_gpu` tokens, or a fixed number."""
         assert isinstance(self.config, SFTConfig) and isinstance(dataset, TokenDataset)
         data, packs = self.config.data, self.packs
         most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
@@ -94,24 +94,24 @@ class SFTTrainer(PipelineTrainer):
     def attention_share(self) -> float:
         """`MicroBatchPlan.quadratic` of the model.
 
-        Read once, on all ranks together: a validation must not depend on the model's directory, and if one rank alone
+        Read once, on all ranks together: validation must not depend on the model's directory, and if only one rank
         failed, the others would wait in the forward pass.
         """
         config = self.config
         return on_every_rank(lambda: attention_share(load_model_config(config).get_text_config().hidden_size))
 
     def build_model(self) -> PreTrainedModel:
-        """See `PipelineTrainer.build_model`; the model itself decides whether it can be packed and its loss fused."""
+        """See `PipelineTrainer.build_model`; also tests whether the model supports packing and the fused loss."""
         model = self.model = build_model(self.config, self.device_mesh, self.precision, self.prepare_loss)
         assert isinstance(self.train_dataset, TokenDataset)
         sync_eos_token(model, self.tokenizer, self.train_dataset.final_tokens(), self.is_main)
         self.reshard_policy = self.build_reshard_policy(model)
-        with torch.compiler.set_stance("force_eager"):  # compiled graphs for these few samples would not be used again
+        with torch.compiler.set_stance("force_eager"):  # compiled graphs for these few samples would not be reused
             self.check_forward(model)
         return model
 
     def prepare_loss(self, model: PreTrainedModel) -> None:
-        """Change the output layer and compile the blocks, which is only possible before the model is sharded."""
+        """Replace the output layer and compile the blocks, which must happen before the model is sharded."""
         config, head = self.config, None
         compiles = isinstance(config, SFTConfig) and config.model.compile
         if config.model.fused_loss and config.sequence_parallel_size == 1:
@@ -122,12 +122,12 @@ class SFTTrainer(PipelineTrainer):
         self.token_loss = TokenLoss(model, head, self.precision, self.device_name)
 
     def build_reshard_policy(self, model: Any) -> FSDPReshardPolicy:
-        """What stays gathered between micro-batches, by the configuration and this machine's memory."""
+        """Decide from configuration and memory whether weights stay gathered between micro-batches."""
         keeps = keeps_gathered(self.config.model.fsdp_config, model, self.precision, self.device_name)
         return FSDPReshardPolicy(model, keeps)
 
     def check_forward(self, model: PreTrainedModel) -> None:
-        """Fall back to padding or to the loss of the logits where the model needs it; collective."""
+        """Fall back to padding or to the loss of the logits if the model needs it; collective."""
         loss, vocab_size = self.token_loss, model.config.get_text_config().vocab_size
         model.eval()
         if self.packs:
@@ -144,11 +144,11 @@ class SFTTrainer(PipelineTrainer):
     def pack_if_possible(self, model: PreTrainedModel, vocab_size: int) -> None:
         """Fall back to padding if the model cannot keep packed samples apart; collective.
 
-        The answer depends on the initial weights, which are loaded before a checkpoint is: a resumed run packs if it
-        did before. The order of the data does not depend on it.
+        The result depends on the initial weights, which are loaded before any checkpoint, so a resumed run packs if it
+        packed before. The order of the data does not depend on it.
 
         Raises:
-            UserError: the model cannot, and the configuration insists.
+            UserError: the model does not support packing, but the configuration requires it.
         """
         base = unwrap_peft(model)
         attention = base.config._attn_implementation
@@ -176,7 +176,7 @@ class SFTTrainer(PipelineTrainer):
     # One step
 
     def training_step(self, batch: Any) -> Metrics:
-        """One optimizer step; see `PipelineTrainer.training_step`."""
+        """Run one optimizer step; see `PipelineTrainer.training_step`."""
         lr, micro_batches = self.lr_scheduler.get_last_lr()[0], self.to_micro_batches(batch)
         self.model.train()
         with self.timer.measure("forward_backward"):
@@ -195,7 +195,7 @@ class SFTTrainer(PipelineTrainer):
         }
 
     def to_micro_batches(self, batch: Any) -> TokenBatch:
-        """The collator's batch as tensors."""
+        """Convert the collator's batch to tensors."""
         return batch
 
     def forward_backward(self, batch: TokenBatch) -> tuple[torch.Tensor, float]:
@@ -204,12 +204,12 @@ class SFTTrainer(PipelineTrainer):
         FSDP averages gradients over ranks, so each rank's sum is scaled by ranks / tokens of the global batch.
 
         Returns:
-            The mean loss, a scalar that a GPU may still be computing, and the number of loss tokens of the global
-            batch, both the same on every rank.
+            The mean loss, a scalar that a GPU may still be computing, and the number of loss tokens in the global
+            batch; both are the same on every rank.
         """
         num_tokens = max(self.sum_over_data_ranks(batch.num_loss_tokens), 1.0)
         total = torch.zeros((), dtype=torch.float64, device=self.device_name)
-        with self.sequence_parallelism():  # also for the backward pass, where checkpointed layers run forward again
+        with self.sequence_parallelism():  # also around the backward pass, where checkpointed layers run forward again
             for number, micro_batch in enumerate(batch.micro_batches):
                 self.reshard_policy.before_micro_batch(is_last=number == len(batch.micro_batches) - 1)
                 with self.partial_model(number):
@@ -220,35 +220,37 @@ class SFTTrainer(PipelineTrainer):
         return total / (num_tokens * self.config.sequence_parallel_size), num_tokens
 
     def partial_model(self, number: int) -> AbstractContextManager[None]:
-        """Context of the step's micro-batch `number` that selects the part of the model that runs; all of it here."""
+        """Return a context that selects the part of the model to run for micro-batch `number`; here the whole model."""
         return nullcontext()
 
     def sequence_parallelism(self) -> AbstractContextManager:
-        """Context in which attention is split over the ranks of a sequence, if several ranks share one."""
+        """Return a context that splits attention over the ranks that share a sequence, if any."""
         return self.sharding_manager if self.config.sequence_parallel_size > 1 else nullcontext()
 
     def summed_loss(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Sum of the cross-entropy over a micro-batch's loss tokens, a scalar with gradient."""
+        """Return the summed cross-entropy of a micro-batch's loss tokens, a scalar with gradient."""
         if self.config.sequence_parallel_size == 1:
             return self.token_loss(micro_batch)
         # With the sequence split by Ulysses, the mean of verl's forward pass is converted to a sum.
         tensors = {name: tensor.to(self.device_name) for name, tensor in micro_batch.items()}
         num_tokens = tensors["loss_mask"][:, 1:].sum()
-        if isinstance(self.config, SFTConfig) and self.config.data.balance_dp_token:  # then verl's mean is another one
+        if (
+            isinstance(self.config, SFTConfig) and self.config.data.balance_dp_token
+        ):  # verl then computes a different mean
             dist.all_reduce(num_tokens)
             num_tokens = num_tokens / self.dp_size
         return self._compute_loss_and_backward(tensors, do_backward=False) * num_tokens
 
     def sum_over_data_ranks(self, value: float) -> float:
-        """Sum over data-parallel ranks; the ranks of one sequence-parallel group hold the same samples.
+        """Sum over data-parallel ranks; the ranks of a sequence-parallel group have the same samples.
 
-        Reduced on the CPU, where the value is, so that nothing waits for a GPU.
+        Reduces on the CPU, where the value is, so that nothing waits for a GPU.
         """
         reduced = reduce_over_ranks(sums={"value": value})["value"]
         return reduced / self.config.sequence_parallel_size
 
     def step_costs(self, batch: TokenBatch) -> Metrics:
-        """Time and memory of the step: seconds of the slowest rank, throughput of all ranks."""
+        """Return time and memory of the step: seconds of the slowest rank, throughput of all ranks."""
         seconds = time.perf_counter() - self.step_start
         parts = {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
         compute = parts["time/train/forward_backward_s"] + parts["time/train/optimizer_s"]
@@ -265,7 +267,7 @@ class SFTTrainer(PipelineTrainer):
         return reduced
 
     def flops(self, batch: TokenBatch, seconds: float) -> Metrics:
-        """This rank's share of the GPU's peak by verl's count; nothing on a CPU, whose peak verl only guesses."""
+        """Return this rank's fraction of the GPU's peak by verl's count; empty on CPUs, whose peak verl guesses."""
         if self.device_name != "cuda":
             return {}
         achieved, peak = self.flops_counter.estimate_flops(batch.lengths, seconds)
@@ -273,14 +275,14 @@ class SFTTrainer(PipelineTrainer):
 
     @cached_property
     def flops_counter(self) -> FlopsCounter:
-        """verl's count of a model's operations."""
+        """verl's counter of a model's operations."""
         return FlopsCounter(self.model_config)
 
     # Validation
 
     @torch.no_grad()
     def validate(self) -> Metrics:
-        """Token-weighted loss over the whole validation set, the same for any number of ranks."""
+        """Return the token-weighted loss over the whole validation set; it does not depend on the number of ranks."""
         if self.val_dataset is None:
             return {}
         start = time.perf_counter()
@@ -297,7 +299,7 @@ class SFTTrainer(PipelineTrainer):
         }
 
     def mean_loss(self, dataset: SampleDataset) -> tuple[float, float]:
-        """Cross-entropy of a whole data set in nat per loss token, and the number of those; the same on every rank."""
+        """Return the cross-entropy in nats per loss token and the number of loss tokens; the same on every rank."""
         plan, num_tokens = self.validation_plan(dataset), 0
         total = torch.zeros((), dtype=torch.float64, device=self.device_name)
         collate, rank, num_ranks = self.collator.micro_batch, self.dp_rank, self.dp_size
@@ -310,13 +312,13 @@ class SFTTrainer(PipelineTrainer):
 
     @torch.no_grad()
     def validation_step(self, batch: Any) -> torch.Tensor:
-        """Mean cross-entropy of one batch in nat per loss token, a scalar; collective.
+        """Return the mean cross-entropy of one batch in nats per loss token, a scalar; collective.
 
-        Unlike `validate`, which weights every token of the validation set equally, it is the mean of this batch, as in
+        Unlike `validate`, which weights every token of the validation set equally, it averages this batch only, like
         verl.
 
         Args:
-            batch: a mapping with `input_ids`, `attention_mask` and `loss_mask`, each (batch, seq), padded on the right.
+            batch: a mapping with `input_ids`, `attention_mask` and `loss_mask`, each (batch, seq), right-padded.
         """
         masks = batch["attention_mask"].bool()
         tokens = zip(batch["input_ids"], batch["loss_mask"], masks)
@@ -324,7 +326,7 @@ class SFTTrainer(PipelineTrainer):
         return self.validation_loss(self.collator.micro_batch(samples))
 
     def validation_loss(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Mean cross-entropy of a micro-batch in nat per loss token, a scalar; collective."""
+        """Return the mean cross-entropy of a micro-batch in nats per loss token, a scalar; collective."""
         self.model.eval()
         with self.sequence_parallelism():
             loss = self.summed_loss(micro_batch)
@@ -333,11 +335,11 @@ class SFTTrainer(PipelineTrainer):
 
 
 class TokenLoss:
-    """The forward pass: sums the cross-entropy over the loss tokens of a micro-batch.
+    """Runs the forward pass and sums the cross-entropy over the loss tokens of a micro-batch.
 
     Args:
-        model: sharded.
-        head: its output layer, if that computes the loss; None computes the loss from logits.
+        model: the sharded model.
+        head: its output layer if that computes the loss; None computes the loss from logits.
     """
 
     def __init__(
@@ -346,9 +348,11 @@ class TokenLoss:
         self._model, self.head, self.precision, self._device = model, head, precision, device_name
 
     def __call__(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of a micro-batch, a scalar with gradient."""
+        """Return the loss of a micro-batch, a scalar with gradient."""
         predicts = F.pad(micro_batch["loss_mask"][:, 1:], (0, 1)).bool()  # (batch, seq): the next token counts
-        positions = self._moved(predicts.flatten().nonzero()[:, 0])  # found on the CPU, so that no GPU is waited for
+        positions = self._moved(
+            predicts.flatten().nonzero()[:, 0]
+        )  # computed on the CPU, so that nothing waits for a GPU
         labels = self._moved(micro_batch["input_ids"].roll(-1, dims=1)[predicts])
         if self.head is None:
             logits = self.logits(micro_batch)
@@ -357,7 +361,7 @@ class TokenLoss:
             return self.logits(micro_batch)
 
     def logits(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The model's output for each token, (batch, seq, vocab)."""
+        """Return the model's output for each token, (batch, seq, vocab)."""
         inputs: dict[str, Any] = {
             name: self._moved(tensor)
             for name, tensor in micro_batch.items()
@@ -373,7 +377,7 @@ class TokenLoss:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite if a float cannot hold it."""
+    """Return exp(loss); infinite if it overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The stages: the configuration of each, and the trainer that it starts. Imports neither torch nor a trainer."""
+"""The stages with their configurations and trainers. Imports neither torch nor a trainer."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from verl_ext.trainer.config import (
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """What every stage has."""
+    """The configuration that all stages share."""
 
     stage: str = setting("sft", "Stage; set in the recipe")
     recipe: str | None = setting(None, "Recipe; set by the launcher")
@@ -85,14 +85,14 @@ class RunConfig:
 
     @property
     def packs_samples(self) -> bool:
-        """Whether samples are packed into rows, as far as the configuration decides."""
+        """Whether the configuration allows packing samples into rows."""
         return False
 
     def check(self) -> None:
-        """Refuse settings of several components that contradict each other."""
+        """Refuse contradictory settings of several components."""
         if self.eval.watch and "hf_model" not in self.trainer.checkpoint.save_contents:
             raise UserError(
-                "eval.watch=true evaluates the export of each checkpoint; put hf_model into trainer.checkpoint."
+                "eval.watch=true evaluates the export of each checkpoint; add hf_model to trainer.checkpoint."
                 "save_contents"
             )
 
@@ -103,7 +103,7 @@ class RunConfig:
             world_size: number of ranks on all nodes.
 
         Raises:
-            UserError: the message names values of all keys concerned that work together.
+            UserError: the message suggests values that work together.
         """
         require_divisible(self, world_size, None)
 
@@ -155,7 +155,7 @@ class SFTConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class VLMSFTConfig(RunConfig):
-    """Supervised fine-tuning of a vision-language model in which parts are skipped at random."""
+    """Supervised fine-tuning of a vision-language model with randomly skipped parts."""
 
     stage: str = setting("vlm_sft", "Stage; set in the recipe")
     data: ImageChatDataConfig = section(ImageChatDataConfig)
@@ -166,7 +166,7 @@ class VLMSFTConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class RewardStageConfig(RunConfig):
-    """What the stages that learn from rewards have in common."""
+    """The configuration that stages with rewards share."""
 
     data: EvaluatedDataConfig = section(EvaluatedDataConfig)
     trainer: RewardTrainerConfig = section(RewardTrainerConfig)
@@ -182,7 +182,7 @@ class RewardStageConfig(RunConfig):
 
     @property
     def num_mini_batches(self) -> int:
-        """Updates in one pass over a step's samples."""
+        """Number of updates in one pass over a step's samples."""
         return self.data.train_batch_size // (self.actor.ppo_mini_batch_size or self.data.train_batch_size)
 
 
@@ -267,7 +267,7 @@ def require_divisible(config: RunConfig, world_size: int, mini_batch: int | None
     Args:
         world_size: number of ranks on all nodes.
         mini_batch: samples of an update over all ranks; None for the whole batch.
-        unit: ranks that only come together, such as those of an engine.
+        unit: number of ranks that must stay together, such as those of an engine.
     """
     sequence_parallel, batch = config.sequence_parallel_size, config.data.train_batch_size
     ranks, divided = world_size // sequence_parallel, mini_batch or batch
@@ -287,7 +287,7 @@ def require_divisible(config: RunConfig, world_size: int, mini_batch: int | None
 
 
 def nearest_batches(batch: int, mini_batch: int | None, ranks: int) -> tuple[int, int]:
-    """The global batch and mini-batch nearest to those given that divide over the ranks and into each other.
+    """Return the nearest global batch and mini-batch that divide over the ranks and into each other.
 
     Args:
         batch: samples of a step, over all ranks.
@@ -314,12 +314,12 @@ class Stage:
     """A stage.
 
     Attributes:
-        command: sft or grpo, of `run_sft.sh` and `run_grpo.sh`.
-        root: its configuration.
-        trainer: its class, as module:name.
-        datasets: function that loads its training and validation set, as module:name.
-        keeps_tokens: whether what one rank of a node has loaded is there for its others.
-        reads_texts: whether its data are rendered by a chat template.
+        command: sft or grpo, for `run_sft.sh` and `run_grpo.sh`.
+        root: configuration class.
+        trainer: trainer class, as module:name.
+        datasets: function that loads training and validation set, as module:name.
+        keeps_tokens: whether one rank per node caches the tokenized data for the others.
+        reads_texts: whether a chat template renders its data.
     """
 
     command: str
@@ -334,10 +334,9 @@ class Stage:
         return _load_named(self.trainer)
 
     def load_datasets(self, config: RunConfig, tokenizer: Any, progress: bool = False) -> tuple[Any, Any]:
-        """Training and validation set.
+        """Load training and validation set.
 
-        A chat template that asks for the date gets that of the run's first start, so that a resumed run has the same
-        tokens.
+        Chat templates that use the date get that of the run's first start, so that a resumed run has the same tokens.
         """
         load = _load_named(self.datasets)
         if not self.reads_texts:
@@ -377,13 +376,13 @@ STAGES = {
 
 
 def _load_named(text: str) -> Any:
-    """Import what `module:name` names."""
+    """Import the object that `module:name` names."""
     module, _, name = text.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def stages_of(command: str) -> list[str]:
-    """The stages of a command; the first is that of a recipe that names none."""
+    """Return the stages of a command; the first is the default of recipes."""
     return [name for name, stage in STAGES.items() if stage.command == command]
 
 
@@ -395,8 +394,8 @@ def load_config(command: str, words: Iterable[str]) -> RunConfig:
         words: Hydra overrides (`key=value`, `+key=value`, `~key`); `recipe=` names a recipe or a YAML file.
 
     Raises:
-        UserError: an unknown recipe or key, a value that cannot work, an interpolation without target, a secret, or a
-            stage that the command does not have.
+        UserError: an unknown recipe or key, an invalid value, an interpolation without target, a secret, or a stage
+            that the command does not have.
     """
     overrides = list(words)
     recipe, content, stage = chosen_recipe(command, overrides)
@@ -405,16 +404,16 @@ def load_config(command: str, words: Iterable[str]) -> RunConfig:
     composer.add_overrides(word for word in overrides if not word.startswith("recipe="))
     values = composer.values
     if values["stage"] != stage:
-        raise UserError(f"stage={values['stage']} is not for the command line; give a recipe of that stage")
+        raise UserError(f"stage={values['stage']} cannot be set on the command line; give a recipe of that stage")
     composer.set_key("recipe", recipe.stem)
     config: RunConfig = composer.build(str(recipe))
     return config
 
 
 def read_config(path: Path) -> RunConfig:
-    """The resolved configuration of a run, also one that an earlier release wrote.
+    """Read the resolved configuration of a run, including runs of earlier releases.
 
-    Keys that were added since then get their defaults.
+    New keys get their defaults.
 
     Raises:
         UserError: the file cannot be read, or has a key or value that its stage does not have.
@@ -423,7 +422,7 @@ def read_config(path: Path) -> RunConfig:
 
 
 def config_of(config: DictConfig) -> RunConfig:
-    """A resolved configuration as verl passes it, by the same rules as a recipe.
+    """Convert a resolved configuration from verl, by the same rules as a recipe.
 
     Raises:
         UserError: it has a key or value that its stage does not have.
@@ -434,7 +433,7 @@ def config_of(config: DictConfig) -> RunConfig:
 def _config_of_values(values: dict[str, Any], source: str) -> RunConfig:
     stage = values.get("stage", "sft")
     if stage not in STAGES:
-        raise UserError(f"{source} is of the stage {stage!r}; the stages are {', '.join(STAGES)}")
+        raise UserError(f"{source} has the stage {stage!r}; the stages are {', '.join(STAGES)}")
     composer = composer_of(stage)
     composer.add_recipe(values, source, adds=True)
     config: RunConfig = composer.build(source)
@@ -442,41 +441,41 @@ def _config_of_values(values: dict[str, Any], source: str) -> RunConfig:
 
 
 def composer_of(stage: str) -> Composer:
-    """A composer of a stage's configuration, with its defaults; the keys of other stages have no effect."""
+    """Return a composer of a stage's configuration with defaults; keys of other stages have no effect."""
     return Composer(STAGES[stage].root, [other.root for name, other in STAGES.items() if name != stage])
 
 
 def chosen_recipe(command: str, words: Iterable[str]) -> tuple[Path, dict[str, Any], str]:
-    """The recipe that `recipe=` names, or the default one: its file, its content and its stage.
+    """Return file, content and stage of the recipe that `recipe=` names, or of the default recipe.
 
     Raises:
-        UserError: there is no such recipe, or it is of a stage that the command does not have.
+        UserError: there is no such recipe, or the command does not have its stage.
     """
     names = [text.removeprefix("recipe=") for text in words if text.startswith("recipe=")]
     recipe = find_recipe(command, names[-1] if names else None)
     content = load_yaml(recipe)
     stage = content.get("stage", stages_of(command)[0])
     if stage not in stages_of(command):
-        raise UserError(f"{recipe} is of the stage '{stage}'; run_{command}.sh has {', '.join(stages_of(command))}")
+        raise UserError(f"{recipe} has the stage '{stage}'; run_{command}.sh has {', '.join(stages_of(command))}")
     return recipe, content, stage
 
 
 def keys_set_by(stage: str, words: Iterable[str]) -> set[str]:
-    """The dotted keys that the words of a command line set."""
+    """Return the dotted keys that command-line arguments set."""
     return composer_of(stage).keys_set_by(word for word in words if not word.startswith("recipe="))
 
 
 def known_keys(command: str, words: Iterable[str]) -> list[str]:
-    """The keys that have an effect in the stage of the recipe that `words` name, for suggestions."""
+    """Return the keys that have an effect in the stage of the recipe in `words`, for suggestions."""
     try:
         *_, stage = chosen_recipe(command, words)
-    except UserError:  # another mistake than the one that needs a suggestion
+    except UserError:  # a different mistake from the one that needs a suggestion
         stage = stages_of(command)[0]
     return [name for name, key in keys(STAGES[stage].root).items() if not key.setting.unused]
 
 
 def sft_recipe_of(run_dir: Path) -> Path | None:
-    """The file in `recipes/sft/` whose project and experiment name a run directory, None if there is none."""
+    """Return the file in `recipes/sft/` whose project and experiment name a run directory; None if there is none."""
     for path in sorted((RECIPES / "sft").glob("*.yaml")):
         trainer = load_yaml(path).get("trainer", {})
         if run_dir.parts[-2:] == tuple(trainer.get(f"{key}_name") for key in ("project", "experiment")):

@@ -1,4 +1,4 @@
-"""The tokenizer, its chat template, and the token that ends an assistant's turn."""
+"""Loads the tokenizer, its chat template, and the token that ends an assistant's turn."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from verl_ext.verl_api import hf_tokenizer
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.partial_pretrain`, with the template of `data.chat_template` if there is one.
+    """Load the tokenizer of `model.partial_pretrain`, with the template of `data.chat_template` if it is set.
 
     Raises:
-        UserError: the tokenizer cannot be loaded, the model brings code that may not run, or there is no such template.
+        UserError: the tokenizer cannot be loaded, the model ships code that may not run, or the template is missing.
     """
     tokenizer = _own_tokenizer(config)
     if isinstance(config.data, TextDataConfig) and config.data.chat_template is not None:
@@ -35,10 +35,10 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 def tokenizer_of_exports(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, prints: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer for exports: that of the training, without one of our training templates.
+    """Return the tokenizer for exports: the tokenizer of training, but without our training templates.
 
-    Exports keep the model's own template if it renders prompts as the training template does. Otherwise they get the
-    training template without its generation marks, which not every server supports.
+    Exports keep the model's own template if it renders prompts like the training template. Otherwise, they get the
+    training template without its generation marks, which some servers do not support.
 
     Args:
         prints: whether this rank reports the second case.
@@ -52,11 +52,11 @@ def tokenizer_of_exports(
     if exported.chat_template:
         if renders_alike(exported, exported.get_chat_template(), training, kwargs, whole=False):
             return exported
-        why = "the model's own one renders prompts differently"
+        why = "the model's own template renders prompts differently"
     else:
         why = "the model has none"
     if prints:
-        print_line(f"Exports get {name} as their chat template, because {why}.", sys.stderr)
+        print_line(f"Exports use {name} as their chat template, because {why}.", sys.stderr)
     exported.chat_template = without_marks(training)
     return exported
 
@@ -66,7 +66,7 @@ def _own_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     require_no_remote_code(path, trusted)
     try:
         return hf_tokenizer(path, trust_remote_code=trusted)
-    except Exception as error:  # a damaged tokenizer.json raises a bare Exception
+    except Exception as error:  # a damaged tokenizer.json raises a plain Exception
         first_line = first_line_of(error)
         raise UserError(
             f"the tokenizer of {config.model.partial_pretrain} cannot be loaded ({first_line}); "
@@ -75,9 +75,9 @@ def _own_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def missing_eos_token(turn_ends: Counter[int], known: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that ends most turns, if it is not among the `known` stop tokens.
+    """Return the special token that ends most turns, if it is not among the `known` stop tokens.
 
-    Ordinary tokens do not count: a chat that was truncated at `data.max_length` ends with any of them.
+    Ordinary tokens do not count, because a chat that is truncated at `data.max_length` may end with any of them.
     """
     added = tokenizer.added_tokens_decoder
     special = [(count, token) for token, count in turn_ends.items() if token in added and added[token].special]
@@ -90,12 +90,12 @@ def sync_eos_token(
 ) -> None:
     """Add the token that ends turns in the data to the generation settings, which exports, evaluation and GRPO use.
 
-    A base model often ends texts with another token than its chat template ends turns with: Qwen2.5 has
-    `<|endoftext|>` and `<|im_end|>`. Trained on chats, it generates the latter, and would not stop there.
+    The end-of-text token of a base model often differs from the end-of-turn token of its chat template: Qwen2.5 has
+    `<|endoftext|>` and `<|im_end|>`. Trained on chats, it generates the latter, but would not stop there.
 
     Args:
-        model: its generation settings change if they have to.
-        turn_ends: number of samples by their last loss token.
+        model: the model whose generation settings change if necessary.
+        turn_ends: number of samples by last loss token.
         is_main: whether this rank prints messages.
     """
     base = unwrap_peft(model)
@@ -105,7 +105,7 @@ def sync_eos_token(
         base.generation_config.eos_token_id = [found, *known]
         if is_main:
             name = tokenizer.convert_ids_to_tokens(found)
-            sentence = f"Turns end with {name}, which was not a stop token of this model; its exports add it"
+            sentence = f"Turns end with {name}, which is not a stop token of this model; exports add it"
             print_line(sentence, sys.stderr)
     elif is_main and not turn_ends.keys() & set(known):
         warn(

@@ -1,4 +1,4 @@
-"""The trainer of every stage: build, resume, then step, log, validate and save until done or asked to stop."""
+"""The trainer of all stages: builds, resumes, then steps, logs, validates and saves until done or stopped."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ KEPT_METRICS = ("train/", "val/", "eval/")
 
 
 class PipelineTrainer(FSDPSFTTrainer, ABC):
-    """verl's SFT trainer as the base of every stage: exact resume, committed checkpoints, and a loop that can stop.
+    """verl's SFT trainer as the base of all stages: exact resume, committed checkpoints, and a loop that can stop.
 
-    A stage defines `build_collator`, `training_step` and `validate`, and replaces other parts where it needs to.
+    A stage defines `build_collator`, `training_step` and `validate`, and overrides other methods as needed.
 
-    verl's constructor does not run: it refuses `data.chat_template`, and it divides the batch size in the
-    configuration, which is recorded here. This one takes the same arguments. Of verl's methods, only
+    verl's constructor does not run, because it refuses `data.chat_template` and changes the batch size in the
+    configuration, which is recorded here. This constructor has the same arguments. Of verl's methods, only
     `_compute_loss_and_backward` is used, by `SFTTrainer` under Ulysses.
 
     Args:
         config: the configuration; a `DictConfig` with verl's keys is converted.
         device_mesh: one-dimensional mesh over all ranks, for FSDP2.
         ulysses_device_mesh: mesh with dimensions dp and sp.
-        tokenizer: with a chat template.
-        train_dataset: samples, each with its number as `row`; the padding of one of verl's data sets is removed.
-        val_dataset: the same, or None for a run without validation.
-        signals: what this rank is asked by signals; None if the process handles its signals itself.
+        tokenizer: tokenizer with a chat template.
+        train_dataset: samples, each with its number as `row`; padding of verl's datasets is removed.
+        val_dataset: validation samples; None for a run without validation.
+        signals: stop signals of this rank; None if the process handles its signals itself.
 
     Attributes:
-        precision: number type of the forward pass.
-        global_step: optimizer steps done.
+        precision: dtype of the forward pass.
+        global_step: number of optimizer steps so far.
         saved_step: step of the last checkpoint.
         total_training_steps: step at which the run is finished.
         owes_validation: whether the run stopped before the validation of its current step.
@@ -122,40 +122,40 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
     @abstractmethod
     def build_collator(self) -> Callable[[list[Any]], Any]:
-        """What turns one rank's samples of a step, or the groups of them in `micro_batch_plan`, into its batch."""
+        """Return a function that builds a rank's batch from its samples, or from groups of `micro_batch_plan`."""
 
     @abstractmethod
     def training_step(self, batch: Any) -> Metrics:
         """Update the model once and return metrics that are reduced over all ranks.
 
         Args:
-            batch: what `build_collator`'s collator returned, with the `rows` that are in it.
+            batch: batch from the collator, with the `rows` of its samples.
         """
 
     @abstractmethod
     def validate(self) -> Metrics:
-        """Metrics of the model on the validation set; empty without one.
+        """Return metrics of the model on the validation set; empty without one.
 
-        Calls `stop_vote.check` now and then, so that a long validation does not delay a stop.
+        Calls `stop_vote.check` regularly, so that a long validation does not delay a stop.
         """
 
     def micro_batch_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
-        """Which samples share a micro-batch and on which rank; None leaves that to the collator."""
+        """Return which samples share a micro-batch and on which rank; None leaves this to the collator."""
         return None
 
     def build_model(self) -> PreTrainedModel:
-        """The model to train, sharded."""
+        """Build the sharded model to train."""
         return build_model(self.config, self.device_mesh, self.precision)
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates in a step, each of which advances the learning-rate schedule."""
+        """Number of optimizer updates per step; each advances the learning-rate schedule."""
         return 1
 
     # Building
 
     def build_batches(self) -> None:
-        """The sampler, the loader and the number of steps."""
+        """Build the sampler and the loader, and compute the number of steps."""
         data, trainer = self.config.data, self.config.trainer
         self.collator = self.build_collator()
         plan = self.micro_batch_plan(self.train_dataset)
@@ -168,7 +168,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             num_workers=data.num_workers,
             collate_fn=self.collator,
             worker_init_fn=ignore_stop_signals,
-            # Each iterator takes a seed. From the global generator, a resumed run would take one more.
+            # Each iterator draws a seed; a resumed run would draw one more from the global generator.
             generator=torch.Generator(),
         )
         self.train_dataloader = loader if data.num_workers else Prefetcher(loader)
@@ -176,9 +176,9 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.total_training_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
 
     def build_scheduler(self) -> LRScheduler:
-        """The learning-rate schedule.
+        """Build the learning-rate schedule.
 
-        As in verl it spans the epochs, so that a run ended early by `total_training_steps` can be prolonged.
+        As in verl, it spans the epochs, so that a run that `total_training_steps` ends early can be extended.
         """
         steps = self.config.optim.total_training_steps
         if steps <= 0:
@@ -186,7 +186,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         return build_scheduler(self.optimizer, self.config.optim, steps * self.updates_per_step, self.updates_per_step)
 
     def build_checkpoint_manager(self) -> CheckpointManager:
-        """verl's checkpoint manager with this run's model, optimizer and schedule."""
+        """Build verl's checkpoint manager with this run's model, optimizer and schedule."""
         trainer = self.config.trainer
         return CheckpointManager(
             model=self.model,
@@ -204,16 +204,16 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
     @cached_property
     def processing_class(self) -> ProcessorMixin | PreTrainedTokenizerBase:
-        """What exports contain besides the model."""
+        """The tokenizer or processor for exports."""
         return on_every_rank(lambda: tokenizer_of_exports(self.config, self.tokenizer, self.is_main))
 
     # The loop
 
     def fit(self) -> None:
-        """Train from the resumed step to the last one; every step is recorded.
+        """Train from the resumed step to the last one and record every step.
 
         Raises:
-            Stop: the run was asked to stop; everything is saved.
+            Stop: a stop was requested; everything is saved.
         """
         self.stop_vote.arm()
         self.logger = RunLogger(
@@ -239,7 +239,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             self.wait_for_save()
 
     def train(self) -> None:
-        """Run the steps from the current one to the last, with what is due after each."""
+        """Run the remaining steps, each followed by validation and saving if due."""
         trainer = self.config.trainer
         self.stop_vote.check()
         if self.owes_validation or (self.global_step == 0 and trainer.val_before_train):
@@ -257,7 +257,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             self.stop_if_asked()
 
     def batches(self) -> Iterator[Any]:
-        """Batches from the current position to the last step, epoch after epoch; increments `global_step`."""
+        """Yield batches from the current position to the last step, epoch after epoch; increments `global_step`."""
         while self.global_step < self.total_training_steps:
             batches = iter(self.train_dataloader)
             for _ in range(min(len(self.train_sampler) - self.train_sampler.batches_done, self.steps_left)):
@@ -269,15 +269,15 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
     @property
     def steps_left(self) -> int:
-        """Steps until the run is finished."""
+        """Number of steps until the run is finished."""
         return self.total_training_steps - self.global_step
 
     def due(self, frequency: int) -> bool:
-        """Whether something done every `frequency` steps, and at the last, is due now; -1 means only at the last."""
+        """Whether an action every `frequency` steps and at the last step is due; -1 means only at the last step."""
         return self.steps_left == 0 or (frequency > 0 and self.global_step % frequency == 0)
 
     def stop_if_asked(self) -> None:
-        """Stop if any rank was asked to, except after the last step; record a save that has ended; collective.
+        """Stop if any rank must, except after the last step; record a completed background save; collective.
 
         Raises:
             Stop: on every rank.
@@ -294,12 +294,12 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.log(metrics)
 
     def log(self, metrics: Metrics) -> None:
-        """Record metrics of the current step, also in the checkpoint of this step."""
+        """Record metrics of the current step, and keep them for its checkpoint."""
         self.step_metrics.update(metrics)
         self.logger.log(self.global_step, metrics)
 
     def end_step_timing(self) -> None:
-        """Record the step in the trace, and how long it took for the deadline."""
+        """Record the step in the trace, and its duration for the deadline."""
         end = time.perf_counter()
         if self.trace is not None:
             self.trace.span("step", self.step_start, end, step=self.global_step)
@@ -308,13 +308,13 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def optimizer_step(self, loss: float | torch.Tensor) -> tuple[float, float]:
         """Clip the gradient and update; skip the update and the schedule if loss or gradient is not finite.
 
-        Loss and gradient norm are read together: this is the only point of a step that waits for the GPU.
+        Loss and gradient norm are read together, because this is the only point of a step that waits for the GPU.
 
         Args:
-            loss: of this step, the same on every rank.
+            loss: loss of this step, the same on every rank.
 
         Returns:
-            The loss, and the gradient's norm before clipping.
+            The loss, and the gradient norm before clipping.
         """
         foreach = True if self.device_name == "cuda" else None  # torch's default for DTensors is a loop
         norm = fsdp2_clip_grad_norm_(self.model.parameters(), max_norm=self.config.optim.clip_grad, foreach=foreach)
@@ -331,7 +331,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     # Saving
 
     def save(self) -> None:
-        """Save the current step and record how long training waited for it."""
+        """Save the current step and record how long training waited for the save."""
         start = time.perf_counter()
         self.wait_for_save()
         self.checkpoint_manager.step_metrics = {
@@ -344,7 +344,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.log({"time/train/save_s": time.perf_counter() - start})
 
     def save_checkpoint(self, step: int) -> None:
-        """Commit a checkpoint of this step, or begin to if it is written in the background; collective."""
+        """Commit a checkpoint of this step, or start to write it in the background; collective."""
         self.checkpoint_manager.data_state = self.data_state()
         self.checkpoint_manager.save_checkpoint(
             str(self.run_dir / f"global_step_{step}"),
@@ -353,7 +353,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         )
 
     def wait_for_save(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and record how long it took."""
+        """Wait for the checkpoint that is being written, if any, and record its duration."""
         seconds = self.checkpoint_manager.wait()
         if seconds is not None:
             self.stop_vote.note(save_s=seconds)
@@ -373,7 +373,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         """Load the checkpoint to resume from, and return its step; 0 if there is none.
 
         Raises:
-            UserError: the checkpoint does not fit this run.
+            UserError: the checkpoint does not match this run.
         """
         self.data_digest = on_rank_zero(lambda: training_data_digest(self.config.data))
         trainer, optimizer = self.config.trainer, self.config.optim.class_name
@@ -384,20 +384,20 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.checkpoint_manager.load_checkpoint(str(path))
         state = on_every_rank(lambda: self.saved_data_state(path))
         self.load_data_state(state)
-        former = state.get("data_digest", "")  # older checkpoints have none
+        former = state.get("data_digest", "")  # older checkpoints do not have it
         if self.is_main and former and self.data_digest and former != self.data_digest:
             warn(
-                f"the training data are not those of {path.name}, although the number of samples is the same; the run "
-                "continues at the same position in the new data. Restore the previous data to resume exactly"
+                f"the training data differ from those of {path.name}, although the number of samples is the same; the "
+                "run continues at the same position in the new data. Restore the previous data to resume exactly"
             )
         return step_of(path) or 0
 
     def saved_data_state(self, checkpoint: Path) -> dict[str, Any]:
-        """What `data_state` returned when a checkpoint was saved, also for a checkpoint that verl wrote."""
+        """Return the `data_state` of a checkpoint, including checkpoints that verl wrote."""
         state = self.checkpoint_manager.load_data_state(str(checkpoint))
         if not is_verl_checkpoint(checkpoint):
             return state
-        if "samples_seen" in state:  # this pipeline wrote it, and its manifest and export plan are lost
+        if "samples_seen" in state:  # this pipeline wrote it, but its manifest and export plan are lost
             raise UserError(
                 f"{checkpoint} lost its manifest.json; restore it, or name another checkpoint to resume from"
             )
@@ -416,7 +416,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         return state
 
     def data_state(self) -> dict[str, Any]:
-        """What a resumed run needs besides model, optimizer, schedule and random states."""
+        """Return the state that a resumed run needs besides model, optimizer, schedule and random states."""
         return {
             **self.train_sampler.state_dict(),
             "skipped_steps": self.guard.num_skipped,
@@ -432,10 +432,10 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
 
 class NonFiniteGuard:
-    """Counts consecutive steps without a finite loss and gradient, whose updates are skipped.
+    """Counts consecutive steps with a non-finite loss or gradient, whose updates are skipped.
 
     Args:
-        limit: consecutive steps after which the run stops.
+        limit: number of consecutive steps after which the run stops.
         describe: names samples by their numbers in the training set.
     """
 
@@ -445,7 +445,7 @@ class NonFiniteGuard:
         self.num_skipped = 0
 
     def count(self, finite: bool) -> None:
-        """Count one step by whether its loss and gradient norm are finite; the same on every rank."""
+        """Count a step; `finite` says whether its loss and gradient norm are, and is the same on every rank."""
         self.streak = 0 if finite else self.streak + 1
         self.num_skipped += not finite
 
@@ -456,7 +456,7 @@ class NonFiniteGuard:
             rows: this rank's samples of the step.
 
         Raises:
-            UserError: it names the step and every rank's rows.
+            UserError: with the step and the rows of all ranks.
         """
         if self.streak < self.limit:
             return

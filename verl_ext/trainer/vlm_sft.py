@@ -1,4 +1,4 @@
-"""Fine-tuning of a vision-language model with random parts skipped, so that it works without any of them."""
+"""Fine-tuning of a vision-language model with randomly skipped parts, so that it works without any of them."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from verl_ext.trainer.trainer import Metrics
 
 
 def load_processor(config: VLMSFTConfig) -> ProcessorMixin:
-    """The model's processor.
+    """Load the model's processor.
 
     Raises:
-        UserError: it cannot be loaded, or belongs to a family whose chats are not supported.
+        UserError: the processor cannot be loaded, or its family is not supported.
     """
     path = local_model_path(config)
     require_no_remote_code(path, config.model.trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except Exception as error:  # a damaged checkpoint can raise anything
+    except Exception as error:  # damaged checkpoints may raise anything
         raise UserError(
             f"the processor of {path} cannot be loaded ({first_line_of(error)}); give the directory of a complete model"
         ) from error
@@ -45,7 +45,7 @@ def load_processor(config: VLMSFTConfig) -> ProcessorMixin:
 
 
 class VLMSFTTrainer(SFTTrainer):
-    """Trains on chats about images; a share of the micro-batches runs a configuration sampled uniformly."""
+    """Trains on chats about images; a fraction of the micro-batches uses a uniformly sampled configuration."""
 
     config: VLMSFTConfig
     collator: ImageChatCollator
@@ -93,30 +93,30 @@ class VLMSFTTrainer(SFTTrainer):
         return TokenBatch(micro_batches, batch.rows)
 
     def partial_model(self, number: int) -> AbstractContextManager[None]:
-        """See `SFTTrainer.partial_model`: the same on every rank, because each gathers a block's weights from all."""
+        """See `SFTTrainer.partial_model`: the same on every rank, because ranks gather a block's weights together."""
         return self.adapter.configured(self.configuration(number))
 
     @torch.no_grad()
     def validation_step(self, batch: MicroBatch) -> torch.Tensor:
-        """See `SFTTrainer.validation_step`: the whole model, on a micro-batch of the collator, which has the images."""
+        """See `SFTTrainer.validation_step`: runs the whole model on a micro-batch of the collator, with images."""
         with self.adapter.configured(self.space.full):
             return self.validation_loss(batch)
 
     def tier(self, number: int) -> int:
-        """Tier of a micro-batch of this step, the same on every rank, so that none waits for another."""
+        """Return the tier of a micro-batch of this step, the same on every rank, so that no rank waits for another."""
         section, tiers = self.config.configurations, range(len(self.config.configurations.tier_sizes))
         tier = self.step_rng("tier", number).choices(tiers, list(section.tier_weights))[0]
         return 0 if self.global_step <= section.lowest_tier_steps else tier
 
     def configuration(self, number: int) -> Configuration:
-        """Configuration of a micro-batch of this step, whatever its tier."""
+        """Return the configuration of a micro-batch of this step, independent of its tier."""
         section, rng = self.config.configurations, self.step_rng("configuration", number)
         if self.global_step <= section.whole_model_steps or rng.random() >= section.share:
             return self.space.full
         return self.space.sample(rng)
 
     def step_rng(self, what: str, number: int) -> random.Random:
-        """Random numbers of a micro-batch of this step, the same in a resumed run."""
+        """Return random numbers for a micro-batch of this step, the same in a resumed run."""
         return random.Random(f"{self.config.trainer.seed} {self.global_step} {number} {what}")
 
     @torch.no_grad()

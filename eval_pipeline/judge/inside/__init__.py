@@ -1,1 +1,1 @@
-"""Runs inside the sandboxes: standard library only, and modules import each other by plain names."""
+"""Code that runs inside the sandboxes: standard library only, and modules import each other by plain names."""

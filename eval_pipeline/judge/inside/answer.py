@@ -20,7 +20,7 @@ import confinement
 import protocol
 from rpc import AnswerPeer, ConversationError, describe
 
-_setrlimit = resource.setrlimit  # before answers get another one (`confinement.prepare`)
+_setrlimit = resource.setrlimit  # before `confinement.prepare` replaces it
 _MESSAGE_CHARS = 500
 
 
@@ -32,9 +32,9 @@ def run(
     Args:
         limits: see `confinement.resource_limits`.
         kind: "function" or "program".
-        files: its open files.
-        directory: its own, and empty.
-        jail: where it runs (`jail.py`).
+        files: the answer's open files.
+        directory: the answer's own, empty directory.
+        jail: where the answer runs (`jail.py`).
     """
     is_open = False
     try:
@@ -61,7 +61,7 @@ def run(
 
 
 def _compile(program: str) -> types.CodeType:
-    """The program; reports on the status pipe whether it compiled, and closes it before any code of the answer runs."""
+    """Compile the program. Reports the result on the status pipe, and closes it before any code of the answer runs."""
     try:
         code = compile(program, "<answer>", "exec", dont_inherit=True)
     except BaseException as error:  # deep nesting raises MemoryError or RecursionError, a null byte ValueError
@@ -85,7 +85,7 @@ def _module(name: str, preamble: str, file: str) -> types.ModuleType:
 
 
 def _run_program(preamble: str, code: types.CodeType, file: str) -> int:
-    """Run it as Python runs a script; returns its exit status."""
+    """Run the answer like a Python script; returns its exit status."""
     status = _exit_status(lambda: exec(code, _module("__main__", preamble, file).__dict__))
     return _exit_status(_end_as_the_interpreter) or status
 
@@ -116,13 +116,13 @@ def _finish(status: int) -> int:
         try:
             if stream is not None and not stream.closed:
                 stream.flush()
-        except BaseException:  # something that the answer put there, or a closed descriptor
+        except BaseException:  # the answer replaced the stream or closed its descriptor
             return status or 120
     return status
 
 
 def _serve_function(preamble: str, code: types.CodeType, file: str) -> None:
-    """Run the answer, which defines its functions, then serve the test until it is done."""
+    """Run the answer to define its functions, then serve the test until it is done."""
     connection = socket.socket(fileno=confinement.RPC)
     module = _module("answer", preamble, file)
     try:

@@ -1,6 +1,6 @@
-"""How the process of an answer is confined: what it may use, which files it has, and what it may ask of the kernel.
+"""Confines the process of an answer: its resource limits, its open files, and its system calls.
 
-Each process has all of its memory yet to be copied when it does its own part, so that part touches as little as it can.
+After the fork, every page that the process touches must be copied, so the code that runs there touches little memory.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class Files:
     """The open files that the process needs."""
 
     program: int
-    """Preamble and program (`protocol.read_program`); read once, and not kept."""
+    """Preamble and program (`protocol.read_program`); closed after it is read."""
     stdin: int
     stdout: int
     stderr: int
     rpc: int
     """Socket to the test; /dev/null for a program."""
     status: int
-    """Pipe on which `answer.py`, and never the answer, reports how compiling went."""
+    """Pipe on which `answer.py`, and never the answer itself, reports the result of compiling."""
 
 
 def prepare() -> None:
-    """What is the same for all answers, done once before the first fork, so that no fork pays for copies."""
-    # not 0, with which the kernel would still hand the memory to a program that collects core dumps
+    """Do once, before the first fork, what is the same for all answers, so that no fork copies memory for it."""
+    # with a limit of 0, the kernel would still pipe the memory to a program that collects core dumps
     for limit, value in ((resource.RLIMIT_CORE, 1), (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_MSGQUEUE, 0)):
         resource.setrlimit(limit, (value, value))
-    # of the first thread, which grows only when used. An answer may raise it: the memory limit covers the stack too
+    # The first thread's stack, which grows only when used. Answers may raise it: the memory limit covers the stack too.
     highest = resource.getrlimit(resource.RLIMIT_STACK)[1]
     resource.setrlimit(resource.RLIMIT_STACK, (_lowered(resource.RLIMIT_STACK, _STACK_BYTES)[1][0], highest))
     _make_limits_settable()
@@ -54,9 +54,9 @@ def prepare() -> None:
 
 
 def _make_limits_settable() -> None:
-    """Replace `setrlimit`, `prlimit` and `stack_size`, because programs ask for unlimited stacks and the like.
+    """Replace `setrlimit`, `prlimit` and `stack_size` with versions that clip values to the allowed maximum.
 
-    Instead of an error they get the most that the kernel allows.
+    Programs ask for unlimited stacks and the like, and should not fail for that.
     """
     set_limit, set_limit_of, set_stack_size = resource.setrlimit, resource.prlimit, _thread.stack_size
 
@@ -76,13 +76,13 @@ def _make_limits_settable() -> None:
         return set_stack_size(min(size, most))
 
     resource.setrlimit, resource.prlimit = setrlimit, prlimit
-    _thread.stack_size = stack_size  # where `threading` gets it, unless it is imported already
+    _thread.stack_size = stack_size  # `threading` imports it from here
     if "threading" in sys.modules:
         vars(sys.modules["threading"])["stack_size"] = stack_size
 
 
 def _allowed(limit: int, values: Any) -> Any:
-    """Soft and hard limit, neither above the current hard one; invalid values unchanged, to be refused as usual."""
+    """Clip soft and hard limit to the current hard limit; invalid values stay unchanged, to be refused as usual."""
     highest = resource.getrlimit(limit)[1]
     if highest == resource.RLIM_INFINITY or type(values) not in (tuple, list) or {*map(type, values)} != {int}:
         return values
@@ -93,7 +93,7 @@ def _open_standard_streams() -> None:
     options: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape", "closefd": False}
     # final in typeshed, but not in Python
     sys.stdin = sys.__stdin__ = open(0, **options)  # type: ignore[misc]
-    # pipes in their place for now, because a stream remembers whether it can seek
+    # open them on pipes first, because a stream remembers whether it can seek
     saved, pipe = [os.dup(1), os.dup(2)], os.pipe()
     for target in (1, 2):
         os.dup2(pipe[1], target)
@@ -130,7 +130,7 @@ def _lowered(limit: int, value: int) -> tuple[int, tuple[int, int]]:
 
 
 def take_files(files: Files) -> None:
-    """Keep these files under their numbers, and close all others."""
+    """Move these files to their fixed descriptors, and close all others."""
     wanted = (files.stdin, files.stdout, files.stderr, files.rpc, files.status)
     kept = [fd if fd >= _FIRST_FREE else fcntl.fcntl(fd, fcntl.F_DUPFD, _FIRST_FREE) for fd in wanted]
     for target, fd in enumerate(kept):
@@ -156,7 +156,7 @@ def confine(policy: Any, drop_user: bool) -> None:
     seccomp.OF_ANSWERS.install()
 
 
-# Landlock, of the level `sandlock`
+# Landlock, for the level `sandlock`
 
 _READABLE_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
 _READABLE_DEVICES = ("/dev/urandom", "/dev/random")
@@ -168,8 +168,8 @@ def landlock_policy(site_packages: str, package_paths: list[str]) -> Callable[[s
     Answers may read what Python needs, write their directory, and nothing else.
 
     Args:
-        site_packages: where the package sandlock is installed.
-        package_paths: what answers may read in addition to the system and Python.
+        site_packages: folder where the package sandlock is installed.
+        package_paths: files and folders that answers may read in addition to the system and Python.
     """
     sys.path.append(site_packages)
     import sandlock

@@ -1,4 +1,4 @@
-"""Where the answers of one supervisor run, and how everything of a run is ended."""
+"""Where the answers of one supervisor run, and how all processes of a run are ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from usage import MOST_FILES, ProcessTree, directory_usage, remove_tree
 
 _TEMPORARY = "/tmp"
 _PAUSE_S = 0.0005
-"""Between two looks at processes that take their time to die."""
+"""Pause between two checks whether killed processes have died."""
 
 
 class NamespaceJail:
@@ -28,13 +28,13 @@ class NamespaceJail:
     num_unlimited = 1
     """Tasks that the kernel counts in addition to those of an answer: the supervisor."""
     policy = None
-    """A confinement that needs a library, which this jail does not."""
+    """No policy, because the namespaces confine the answer."""
 
     def __init__(self, tree: ProcessTree, nested: bool, drop_user: bool) -> None:
         if nested:
             kernel.enter_namespaces()
         self.drop_user = drop_user
-        # both need /proc, which is hidden next
+        # these need /proc, which is hidden next
         tree.find_self()
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -48,7 +48,7 @@ class NamespaceJail:
         return _TEMPORARY
 
     def end_all(self, first: int) -> int:
-        """End every process here but this one; returns the exit status of the first, negative for a signal."""
+        """End all other processes in the namespace; returns the exit status of the first, negative for a signal."""
         with suppress(ProcessLookupError):  # there is no other process
             os.kill(-1, signal.SIGKILL)
         reaper = _Reaper(first)
@@ -60,7 +60,7 @@ class NamespaceJail:
         return False
 
     def close(self) -> None:
-        """The namespaces end with this process."""
+        """Do nothing, because the namespaces end with this process."""
 
 
 class HostJail:
@@ -68,13 +68,13 @@ class HostJail:
 
     Args:
         tree: finds the processes of an answer.
-        policy_for: makes the confinement for a directory.
+        policy_for: creates the confinement for a directory; None without one.
     """
 
     num_unlimited = -1
-    """The kernel counts all tasks of the user, so the process tree counts those of an answer."""
+    """No kernel limit, which would count all tasks of the user; the process tree counts an answer's tasks instead."""
     drop_user = False
-    """Even root stays root, because nobody could not read a Python in root's home."""
+    """Root stays root, because the user `nobody` could not read a Python in root's home."""
 
     def __init__(self, tree: ProcessTree, policy_for: Callable[[str], Callable[[], None]] | None) -> None:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
@@ -87,8 +87,8 @@ class HostJail:
     def new_scratch_dir(self, file_mb: int) -> str:
         """An empty directory for the next run; nothing of the previous one is left."""
         self.close()
-        # Not through `tempfile`, which would remember /tmp for the answer, which may not write there. The number is the
-        # zygote's: if an answer kills this process, the server removes the directories with that number.
+        # Not with `tempfile`, which would remember /tmp, where the answer may not write. The number is the zygote's: if
+        # an answer kills this process, the server removes the directories with that number.
         self._directory = f"{_TEMPORARY}/judge_{os.getppid()}_{os.urandom(8).hex()}"
         os.mkdir(self._directory, 0o700)
         self.policy = None if self._policy_for is None else self._policy_for(self._directory)
@@ -97,8 +97,8 @@ class HostJail:
     def end_all(self, first: int) -> int:
         """End every descendant; returns the exit status of the first, negative for a signal.
 
-        Reading /proc is not atomic and may miss a process that was just born or orphaned. But every orphan becomes a
-        child of this process, so the run is over only once this process has no children.
+        Reading /proc is not atomic and may miss a new or orphaned process. But every orphan becomes a child of this
+        process, so the run is over only once this process has no children.
         """
         reaper = _Reaper(first)
         self._tree.counted = []
@@ -113,7 +113,7 @@ class HostJail:
             time.sleep(_PAUSE_S)
 
     def too_large(self, file_mb: int) -> bool:
-        """Whether its files are too many or too large; deleted files count while they are open."""
+        """Whether the answer has too many or too large files; deleted files count while they are open."""
         num_files, num_bytes = directory_usage(self._directory or "/nowhere")
         return num_files > MOST_FILES or num_bytes + self._tree.deleted_bytes() > file_mb << 20
 
@@ -134,7 +134,7 @@ class _Reaper:
         self.status = 0
 
     def reap(self, options: int = 0) -> bool:
-        """Wait for all children, or with `os.WNOHANG` reap those that have ended; returns whether none is left."""
+        """Reap all children, or with `os.WNOHANG` only those that have ended; returns whether none is left."""
         while True:
             try:
                 pid, raw = os.waitpid(-1, options)

@@ -1,6 +1,6 @@
-"""System calls that Python has no function for, and namespaces, which need no privilege inside a worker's sandbox.
+"""System calls for which Python has no function, and namespaces, which need no privilege inside a worker's sandbox.
 
-Everything here that makes a system call raises an `OSError` if the kernel refuses it.
+Every function that makes a system call raises an `OSError` if the kernel refuses it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def limit_arenas() -> None:
 
 
 def drop_capabilities() -> None:
-    """Drop every capability; with PR_SET_NO_NEW_PRIVS, no program that is run can gain one again."""
+    """Drop every capability. With PR_SET_NO_NEW_PRIVS, running a program cannot regain one."""
     _check(_libc.capset(*_CAPABILITIES), "capset")
 
 
@@ -80,7 +80,7 @@ _PRIVATE = MS_NOSUID | MS_NODEV
 
 
 class PidNamespaceForker:
-    """Forks processes that are each the first one of a new process namespace.
+    """Forks processes, each of which is the first one of a new process namespace.
 
     The constructor returns in a child that may create namespaces; the calling process waits for it and ends with it.
     """
@@ -125,7 +125,7 @@ def _write(path: str, text: str) -> None:
 def mount_scratch(file_mb: int, most_files: int) -> None:
     """Hide /proc and everything that could hold memory beyond the limits, and mount empty temporary directories."""
     mount("none", "/proc", "tmpfs", MS_RDONLY | _PRIVATE, "size=4k,mode=555")
-    # once unmapped, a shared mapping of /dev/zero is memory that no process is charged with
+    # an unmapped shared mapping of /dev/zero is memory that no process is charged for
     mount("/dev/null", "/dev/zero", None, MS_BIND)
     for directory in _SCRATCH:
         _mount_empty(directory, file_mb, most_files)

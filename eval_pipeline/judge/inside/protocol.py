@@ -1,6 +1,6 @@
-"""What the judge server and the processes in its sandboxes agree on: messages, the file of a program, loaded modules.
+"""What the judge server and the processes in its sandboxes share: messages, the program file, and preloaded modules.
 
-A message is a JSON object with a blob of bytes, and on sockets open files. It is JSON because a reader need not trust
+A message is a JSON object with a blob of bytes and, on sockets, open files. It is JSON so that a reader need not trust
 the writer. The server and its client import this module too, so it imports no sibling.
 """
 
@@ -19,7 +19,7 @@ MOST_BYTES = 1 << 30
 
 
 class FrameError(Exception):
-    """The other side ended in the middle of a message, or wrote something else."""
+    """The other side ended in the middle of a message, or wrote something that is not a message."""
 
 
 def pack(message: dict[str, Any], blob: bytes = b"") -> bytes:
@@ -35,7 +35,7 @@ def send(connection: socket.socket, message: dict[str, Any], blob: bytes = b"", 
         connection: a connected unix stream socket.
         message: anything that JSON can express.
         blob: bytes to send with it.
-        fds: open files, of which the other side gets copies.
+        fds: open files; the other side gets copies.
 
     Raises:
         OSError: the other side is gone.
@@ -70,10 +70,10 @@ def send_parts(connection: socket.socket, message: dict[str, Any], parts: list[m
 
 
 def receive(connection: socket.socket, most_fds: int = 0) -> tuple[dict[str, Any], bytes, list[int]] | None:
-    """One message with its blob and open files; None once the other side has closed.
+    """Receive one message with its blob and open files; None once the other side has closed the connection.
 
     Raises:
-        FrameError: the received data are not a whole message.
+        FrameError: the received data is not a whole message.
     """
     fds: list[int] = []
     head = b""
@@ -89,10 +89,10 @@ def receive(connection: socket.socket, most_fds: int = 0) -> tuple[dict[str, Any
 
 
 def read(fd: int) -> tuple[dict[str, Any], bytes] | None:
-    """One message from a pipe; None at its end.
+    """Read one message from a pipe; None at its end.
 
     Raises:
-        FrameError: the data are not a whole message.
+        FrameError: the data is not a whole message.
     """
     return _parts(lambda size: os.read(fd, size), b"")
 
@@ -129,7 +129,7 @@ def _exactly(take: Callable[[int], bytes], size: int, may_end: bool = False) -> 
 
 _LENGTH = struct.Struct(">Q")
 _ENCODING = ("utf-8", "surrogatepass")
-"""A program may hold half a surrogate pair; its verdict is that it does not compile."""
+"""A program may contain half a surrogate pair; the verdict is then that it does not compile."""
 
 
 def pack_program(preamble: str, program: str) -> bytes:
@@ -139,21 +139,21 @@ def pack_program(preamble: str, program: str) -> bytes:
 
 
 def read_program(fd: int) -> tuple[str, str]:
-    """Preamble and program, read without moving the offset of the file, which all runs of the answer share."""
+    """Read preamble and program without moving the file offset, which all runs of the answer share."""
     data = os.pread(fd, os.fstat(fd).st_size, 0)
     start, middle = _LENGTH.size, _LENGTH.size + _LENGTH.unpack_from(data)[0]
     return data[start:middle].decode(*_ENCODING), data[middle:].decode(*_ENCODING)
 
 
-# What programs of each role commonly import, so that each run only pays for a fork. Not `threading`, which runs code in
-# every fork, and not `hashlib`, which maps libraries: each makes every fork half as expensive again.
+# Modules that programs of each role commonly import, so that a run costs only a fork. Not `threading`, which runs code
+# in every fork, and not `hashlib`, which maps libraries: each of them makes every fork 50 % more expensive.
 PRELOADED = {
     "answer": (
         *("abc", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
         *("functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re", "statistics", "string"),
         "typing",
     ),
-    # a tester that serves several tests may serve those that import no other module (`runs.leaves_no_trace`)
+    # a tester that serves several tests serves only tests that import no other module (`runs.leaves_no_trace`)
     "tester": (
         *("bisect", "cmath", "collections", "collections.abc", "copy", "fractions", "functools", "heapq", "itertools"),
         *("math", "operator", "random", "re", "string", "typing"),

@@ -1,8 +1,8 @@
-"""Stand-ins for objects and exceptions of the other side, and what one side may ask of an object on the other.
+"""Stand-ins for objects and exceptions of the other side, and the operations that one side may request on the other's.
 
-No value of the test may reach the answer except through the arguments of a call that the test makes, and no comparison
-with such a value may be decided by the answer. So comparison and arithmetic are forwarded only between two remote
-objects (except for a product with a number that is again a remote object), membership is decided here by iterating, and
+A value of the test may reach the answer only as an argument of a call that the test makes, and the answer must not
+decide a comparison with such a value. So comparison and arithmetic are forwarded only between two remote objects
+(except for a product with a number if the product is a remote object too), membership is decided here by iterating, and
 a remote object equals no plain value.
 """
 
@@ -42,7 +42,7 @@ def _defines(kind: type, name: str) -> bool:
 
 
 class Remote:
-    """A stand-in that forwards what Python does with it to the other side, which knows the object by its number."""
+    """A stand-in that forwards every operation to the other side, which knows the object by its number."""
 
     __slots__ = ("_number", "_peer")
 
@@ -51,17 +51,17 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute that it has there."""
+        """Get the attribute on the other side."""
         if name.startswith("__") and name.endswith("__") and name not in _READABLE_DUNDERS:
             raise AttributeError(name)
         return self._peer.attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set it there."""
+        """Set the attribute on the other side."""
         self._peer.request("setattr", self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete it there."""
+        """Delete the attribute on the other side."""
         self._peer.request("delattr", self, name)
 
     def __instancecheck__(self, value: Any) -> bool:
@@ -129,7 +129,7 @@ for _name in _BETWEEN_REMOTES:
     setattr(Remote, f"__{_name}__", _forwarding_between_remotes(_name))
 
 
-# What one side may ask of an object on the other
+# Operations that one side may request on an object of the other
 
 
 def _run_coroutine(coroutine: Any) -> Any:
@@ -156,7 +156,8 @@ OF_A_TEST: dict[str, Callable[..., Any]] = {
     **{name: vars(operator)[name] for name in _BETWEEN_REMOTES},
     **{"isinstance": isinstance, "enter": lambda value: type(value).__enter__(value), "exit": _exit_manager},
 }
-"""An answer may use what a test passes, but not inspect it: the globals of a function hold the test."""
+"""Operations of an answer on objects that a test passes. It may not inspect them, because a function's globals hold the
+test."""
 
 OF_TEST_INSTANCES: dict[str, Callable[..., Any]] = {
     **{name: vars(operator)[name] for name in (*_OPERATORS, "neg", "pos", "abs", "invert", "index")},
@@ -165,10 +166,10 @@ OF_TEST_INSTANCES: dict[str, Callable[..., Any]] = {
     **{"round": round, "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "format": format},
     "rmul": lambda value, other: other * value,
 }
-"""What an answer may also do with an instance of a class that the test defines."""
+"""Further operations of an answer on instances of classes that the test defines."""
 
 TAKE_AN_ERROR = frozenset(("exit", "throw"))
-"""Operations that are sent with the description of an exception, and performed with the exception."""
+"""Operations that are sent with an exception's description, and performed with the exception itself."""
 
 OF_AN_ANSWER: dict[str, Callable[..., Any]] = {
     **OF_A_TEST,
@@ -176,17 +177,18 @@ OF_AN_ANSWER: dict[str, Callable[..., Any]] = {
     **{"getattr": getattr, "setattr": setattr, "delattr": delattr},
     **{"throw": lambda value, error: value.throw(error), "run": _run_coroutine},
 }
-"""A test may do anything with what an answer defines."""
+"""Operations of a test on objects of an answer: anything."""
 
 CHANGES = frozenset(
     ("call", "run", "next", "throw", "setattr", "delattr", "setitem", "delitem", "enter", "exit", "iter", "reversed")
 )
 """Operations that may change an object."""
 CONVERSIONS = frozenset({*OF_A_TEST, *OF_TEST_INSTANCES} - CHANGES)
-"""Operations that give the same value again until the object changes. An attribute may be a clock's."""
+"""Operations that return the same value until the object changes. Attributes are excluded, because one may be a clock.
+"""
 
 
-# Exceptions of an answer as its test sees them: of the same classes, but never mistaken for the test's assertions
+# Exceptions of an answer, as its test sees them: they keep their classes, but never pass for assertions of the test
 
 Row = tuple[int, str, list[Any]]
 """One class of an answer: its number, its name, and its bases, each the number of a row before it or a known name."""
@@ -209,9 +211,9 @@ def is_of_test(error: Any) -> bool:
 
 
 def description_of(error: BaseException | None) -> tuple[Any, ...]:
-    """How to send an exception to the side that handles it: its class, its arguments, and the original there.
+    """What to send of an exception to the side that handles it: its class, its arguments, and the original there.
 
-    The message of a failed assertion of the test is not for the answer.
+    The answer must not see the message of a failed assertion of the test.
     """
     if error is None:
         return (None,)
@@ -220,7 +222,7 @@ def description_of(error: BaseException | None) -> tuple[Any, ...]:
 
 
 def error_of_description(kind: str | None, arguments: tuple[Any, ...] = (), original: Any = None) -> Any:
-    """The argument of `description_of`, a similar exception, or None."""
+    """Inverse of `description_of`: the exception, a similar one, or None."""
     if kind is None or original is not None:
         return original
     try:
@@ -230,7 +232,7 @@ def error_of_description(kind: str | None, arguments: tuple[Any, ...] = (), orig
 
 
 def known_name(kind: type) -> str | None:
-    """The name by which the other side knows an exception class of Python or the standard library."""
+    """The name that both sides use for an exception class of Python or the standard library; None for other classes."""
     module = kind.__module__
     if _is_standard(module) and vars(sys.modules[module]).get(kind.__qualname__) is kind:
         return f"{module}:{kind.__qualname__}"
@@ -270,7 +272,7 @@ def _is_standard(module: Any) -> bool:
 
 
 class ClassesOfAnswer:
-    """The test's stand-ins for an answer's exception classes; no `except` for one catches an assertion of the test."""
+    """The test's stand-ins for an answer's exception classes. Catching one never catches an assertion of the test."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, type] = {}
@@ -298,7 +300,7 @@ class ClassesOfAnswer:
         return self._by_number[rows[-1][0]]
 
     def of_name(self, name: Any) -> type:
-        """A known class; for assertions, a stand-in that is not mistaken for a failure of the test.
+        """A known class; for assertions, a stand-in that does not pass for a failure of the test.
 
         Raises:
             ValueError, TypeError: there is no such class.

@@ -1,4 +1,4 @@
-"""Both ends of the conversation between an answer and its test: requests, each served while its sender waits."""
+"""The conversation between an answer and its test: requests, each of which is served while its sender waits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CallError(BaseException):
     """A call has failed; the exception is its cause.
 
     Args:
-        containers: those in the arguments as they are now; None if none has changed.
+        containers: the containers in the arguments, as the call left them; None if none has changed.
     """
 
     def __init__(self, containers: list[Any] | None) -> None:
@@ -38,11 +38,11 @@ class CallError(BaseException):
 
 
 class Peer:
-    """What both ends share; each end defines in `perform` what it does for the other."""
+    """The part that both ends share. Each end implements `perform`, which serves the other end's requests."""
 
     reader: type[values.Reader]
     trusted: bool
-    """Whether this end's functions of the standard library may be sent by name."""
+    """Whether functions of the standard library are sent by name."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -60,7 +60,7 @@ class Peer:
         """Serve one request.
 
         Returns:
-            Its result; and the containers in the arguments of a call if it changed or returned any, otherwise None.
+            The result; and the containers in the arguments of a call if it changed or returned any, otherwise None.
 
         Raises:
             CallError: a call has failed.
@@ -68,11 +68,11 @@ class Peer:
         raise NotImplementedError
 
     def error_of(self, kind: str, arguments: tuple[Any, ...], original: Any) -> BaseException:
-        """What to raise here for an exception of the other side; `original` is the result of `original_of` there."""
+        """The exception to raise for one of the other side; `original` is the result of `original_of` there."""
         raise NotImplementedError
 
     def original_of(self, error: BaseException) -> Any:
-        """What to send of an exception in addition to its known class and its arguments."""
+        """What to send of an exception besides its known class and its arguments."""
         return None
 
     def of_error_class(self, rows: Any) -> Any:
@@ -84,10 +84,10 @@ class Peer:
         raise ConversationError("no coroutine is expected")
 
     def request(self, operation: str, *arguments: Any) -> Any:
-        """Have the other side do something.
+        """Request an operation from the other side.
 
         Raises:
-            ConversationError: it has ended, or broken the protocol.
+            ConversationError: the other side has ended or broken the protocol.
         """
         return self._request(operation, arguments, [])
 
@@ -103,7 +103,7 @@ class Peer:
         return self.request("getattr", value, name)
 
     def leave(self, manager: remote.Remote, error: BaseException | None) -> Any:
-        """Have a context manager of the other side end a `with`; returns whether it swallows the error."""
+        """Leave a `with` block of a context manager on the other side; returns whether it swallows the error."""
         return self.request("exit", manager, *remote.description_of(error))
 
     def serve(self) -> None:
@@ -146,7 +146,7 @@ class Peer:
         kind = remote.nearest_known(type(error))
         try:
             return self.dumps((_ERROR, kind, (error.args, self.original_of(error), containers)))
-        except Exception:  # arguments that cannot travel, or an exception class whose methods raise
+        except Exception:  # arguments that cannot be sent, or an exception class whose methods raise
             return self.dumps((_ERROR, kind, ((type(error).__name__,), None, None)))
 
     def _raised(self, kind: Any, details: Any, containers: list[Any]) -> BaseException:
@@ -162,11 +162,11 @@ class Peer:
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._exported)
-            self._exported.append(value)  # kept alive, so that its id stays its own
+            self._exported.append(value)  # kept alive, so that no other object gets its id
         return number
 
     def name_of(self, value: Any) -> values.Name:
-        """What is sent instead of an object that cannot travel."""
+        """What to send instead of an object that cannot be sent itself."""
         if isinstance(value, remote.Remote) and object.__getattribute__(value, "_peer") is self:
             return values.Handle(object.__getattribute__(value, "_number"), of_sender=False)
         kind: type = type(value)
@@ -233,7 +233,7 @@ def describe(error: BaseException) -> str:
 
 
 class AnswerPeer(Peer):
-    """The answer's end of the conversation; `namespace` is what the answer defines."""
+    """The answer's end of the conversation; `namespace` holds the answer's globals."""
 
     reader = values.TrustingReader
     trusted = False
@@ -269,12 +269,12 @@ class AnswerPeer(Peer):
         return remote.known_class(kind)(*arguments)
 
     def original_of(self, error: BaseException) -> Any:
-        """An exception whose class the answer defines, and the class."""
+        """The exception and its class, if the answer defines the class."""
         rows = remote.rows_of(type(error), self.number_of)
         return (error, rows) if rows else None
 
     def name_of(self, value: Any) -> values.Name:
-        """What is sent instead of an object that cannot travel."""
+        """What to send instead of an object that cannot be sent itself."""
         if isinstance(value, type) and issubclass(value, BaseException) and remote.known_name(value) is None:
             return values.ErrorClass(remote.rows_of(value, self.number_of))
         if type(value) is types.CoroutineType:

@@ -1,9 +1,9 @@
 """System calls that no honest answer needs, refused by a filter in the kernel.
 
-Each refusal closes a way around the limits or the namespaces: memory that no process is charged with, sockets (AF_VSOCK
-of a virtual machine ignores network namespaces), more namespaces, access to other processes. One call is not refused
-but has no effect, because honest programs make it: `sigaction` for SIGCHLD. If a parent ignored that signal, the kernel
-would not add the processor time of its children to any readable sum.
+Each refusal closes a way around the limits or the namespaces: memory that no process is charged for, sockets (AF_VSOCK
+of a virtual machine ignores network namespaces), more namespaces, access to other processes. `sigaction` for SIGCHLD is
+not refused but has no effect, because honest programs call it. If a parent ignored that signal, the kernel would not
+add the CPU time of its children to any readable sum.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _REFUSED_TO_ANSWERS = {
     "umount2": (166, 39),
     "memfd_create": (319, 279),
 }
-# with Landlock, the owner of a file can still change everything but its content
+# Landlock does not keep the owner of a file from changing everything but its content
 _REFUSED_ON_THE_HOST = {
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -99,7 +99,7 @@ _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 
 
 def _filter(refused: Mapping[str, tuple[int, int | None]], rules: Callable[[int], list[bytes]]) -> bytes:
-    """A filter for this machine's processor: refused calls, then rules about arguments.
+    """Build a filter for this machine's processor: refused calls, then rules about arguments.
 
     Raises:
         OSError: the system call numbers of this processor are unknown.
@@ -115,7 +115,7 @@ def _filter(refused: Mapping[str, tuple[int, int | None]], rules: Callable[[int]
 
 
 def _rules_of_supervisors(column: int) -> list[bytes]:
-    # with ENOSYS the C library falls back to clone, whose flags a filter can see
+    # on ENOSYS, the C library falls back to clone, whose flags a filter can read
     return [_step(_EQUAL, _CLONE3[column], 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
 
 
@@ -126,7 +126,7 @@ def _rules_of_answers(column: int) -> list[bytes]:
         *_when(_PRLIMIT[column], 0, [_step(_EQUAL, 0, 1, 0), _REFUSE]),  # of another process
         *_when(_KILL[column], 0, [_step(_AT_LEAST, 1 << 31, 0, 1), _REFUSE]),  # a negative number: a group, or all
         *_when(_MMAP[column], 3, shared),
-        # other kinds can send to any socket that has a path
+        # other kinds of sockets can send to any socket that has a path
         *_when(_SOCKETPAIR[column], 1, [_step(_AND, _KIND_OF_SOCKET), _step(_EQUAL, _STREAM, 1, 0), _REFUSE]),
         # a lease delays other processes that open the file
         *_when(_FCNTL[column], 1, [_step(_EQUAL, _SET_LEASE, 0, 1), _REFUSE]),
@@ -137,7 +137,7 @@ def _rules_of_answers(column: int) -> list[bytes]:
 
 
 class Filter:
-    """A filter that is prepared before the fork, because an answer has all of its memory yet to be copied."""
+    """A filter that is prepared before the fork, so that installing it touches little memory."""
 
     def __init__(self, program: bytes) -> None:
         self._steps = ctypes.create_string_buffer(program, len(program))
@@ -167,7 +167,7 @@ def _when(number: int, argument: int, steps: list[bytes]) -> list[bytes]:
 
 
 _REFUSE = _step(_RETURN, _ERRNO | errno.EPERM)
-# a null pointer, in two halves, as the second argument reads the disposition and does not change it
+# with a null pointer (compared in two halves) as its second argument, the call only reads the disposition
 _PRETEND_UNLESS_QUERY = [
     *(_step(_LOAD, _ARGUMENTS + 8), _step(_EQUAL, 0, 0, 2)),
     *(_step(_LOAD, _ARGUMENTS + 12), _step(_EQUAL, 0, 1, 0)),
@@ -175,8 +175,8 @@ _PRETEND_UNLESS_QUERY = [
 ]
 # built once, before any answer runs
 OF_SUPERVISORS = Filter(_filter(_REFUSED_TO_SUPERVISORS, _rules_of_supervisors))
-"""Installed once for all supervisors, and so for their answers: what neither needs."""
+"""Refuses what neither supervisors nor answers need. Installed once, before supervisors are forked."""
 OF_ANSWERS = Filter(_filter(_REFUSED_TO_ANSWERS, _rules_of_answers))
-"""For answers, in addition to the other."""
+"""Installed in answers, in addition to `OF_SUPERVISORS`."""
 OF_ANSWERS_ON_THE_HOST = Filter(_filter(_REFUSED_ON_THE_HOST, lambda column: []))
-"""For answers that only Landlock keeps from the files of the machine, in addition to both."""
+"""Installed in answers that only Landlock keeps from the host's files, in addition to both."""

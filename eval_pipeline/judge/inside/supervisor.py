@@ -1,6 +1,6 @@
-"""A supervisor: runs answers one at a time, each once for each of its tests, and reports what it saw from outside.
+"""A supervisor: runs answers one at a time, each once per test, and reports what it observed from outside.
 
-With namespaces it serves many answers, so it never holds anything of one in memory that the next would inherit: it
+With namespaces, it serves many answers, so it never holds data of one answer in memory that the next would inherit: it
 passes program and input on unread, and reads output into memory that no fork inherits.
 """
 
@@ -32,7 +32,7 @@ _STATUS = 1 << 16
 
 
 def work(fds: list[int], options: dict[str, Any], policy_for: Callable[[str], Callable[[], None]] | None) -> None:
-    """Supervise for the server behind the one descriptor, in the jail that the zygote's options ask for."""
+    """Serve the server connected to the one descriptor, in the jail that the zygote's options select."""
     tree = ProcessTree(unforked(mmap.PAGESIZE))
     jail: Jail
     if options["own_namespaces"]:
@@ -48,12 +48,12 @@ class Supervisor:
 
     def __init__(self, control: socket.socket, jail: Jail, tree: ProcessTree) -> None:
         self._control, self._jail, self._tree = control, jail, tree
-        # the captured output of one run after another
+        # these hold the captured output of one run after another
         self._output = unforked(_CHUNK)
         self._errors, self._status = unforked(_TAIL + _CHUNK), unforked(_STATUS + _CHUNK)
 
     def serve(self) -> None:
-        """Run an answer at each request of the server, until the server closes the connection."""
+        """Run an answer for each request, until the server closes the connection."""
         # signals from inside new namespaces reach their first process only if it handles them
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -70,7 +70,7 @@ class Supervisor:
             self._jail.close()
 
     def _run(self, message: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[memoryview]]:
-        """The report of one run, and the captured parts that it gives the sizes of."""
+        """Run an answer once; returns the report, and the captured parts, whose sizes are in the report."""
         limits, is_program = message["limits"], message["kind"] == "program"
         resource_limits = confinement.resource_limits(limits, self._jail.num_unlimited)
         directory = self._jail.new_scratch_dir(limits["file_mb"])
@@ -121,16 +121,16 @@ class Supervisor:
         ]
 
     def _watch(self, pid: int, captures: list[PipeCapture], limits: dict[str, Any]) -> str:
-        """Return once a run is over, with its processes still to be killed.
+        """Wait until a run is over. The caller kills its processes.
 
         Args:
-            pid: its first process, a child of this one.
-            captures: its pipes.
+            pid: the run's first process, a child of this one.
+            captures: the run's pipes.
             limits: the fields of `ResourceLimits`.
 
         Returns:
-            "exited"; the limit that it hit ("cpu", "wall", "memory", "processes", "files"); "ended" if the server said
-            so; or "gone" if the server is gone.
+            "exited"; the limit that it hit ("cpu", "wall", "memory", "processes", "files"); "ended" if the server ended
+            the run; or "gone" if the server is gone.
         """
         pidfd = os.pidfd_open(pid)
         poll = select.poll()
@@ -177,7 +177,7 @@ class Supervisor:
 
 
 def _children_cpu_s() -> float:
-    """Processor seconds of all children that this process has waited for, and of theirs."""
+    """CPU seconds of all descendants that have been waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -186,7 +186,7 @@ def _children_cpu_s() -> float:
 
 
 def unforked(size: int) -> mmap.mmap:
-    """Memory that a fork leaves out, so that no later answer finds an earlier one's output in its own."""
+    """Memory that forks do not inherit, so that no answer finds an earlier answer's output."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)
     return memory
@@ -196,7 +196,7 @@ class PipeCapture:
     """Reads a pipe to its end and keeps the beginning or the end of its data, never as a Python object.
 
     Args:
-        fd: of the pipe.
+        fd: file descriptor of the pipe.
         memory: where to keep the data, larger than `most` by a chunk.
         most: bytes to keep.
         last: whether to keep the end.
@@ -211,7 +211,7 @@ class PipeCapture:
 
     @property
     def kept(self) -> memoryview:
-        """The kept data, until the next capture in the same memory."""
+        """The kept data; valid until the next capture in the same memory."""
         return self._view[: self._size]
 
     def read(self) -> bool:

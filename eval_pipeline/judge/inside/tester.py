@@ -1,4 +1,4 @@
-"""The process that runs tests. It holds what the answer must not see, and gets only plain values from the answer."""
+"""The process that runs tests. It holds what the answer must not see, and receives only plain values from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, t
 _OF_FUNCTIONS = frozenset(("__name__", "__qualname__", "__doc__"))
 """What an answer may read of a function or class of the test."""
 _MOST_GROWTH_KB = 32 << 10
-"""Of the memory of a process that may run the next test."""
+"""A process whose memory has grown by more than this runs no further tests."""
 
 
 def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
@@ -44,7 +44,7 @@ def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
             peer = TesterPeer(answer)
             outcome, message = _judge(job, blob, peer)
         _set_timers(0, 0)
-        # nothing that an answer made this process allocate or import may affect the next answer
+        # what an answer made this process allocate or import must not affect the next answer
         is_small = _memory_kb() < most_kb and len(sys.modules) == num_modules
         is_clean = job["leaves_no_trace"] and is_small and (peer.lost is None or isinstance(peer.lost, GoneError))
         reply = {"outcome": outcome, "message": message[:_MESSAGE_CHARS], "is_clean": is_clean}
@@ -55,7 +55,7 @@ def _judge(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[str,
     outcome, message = run_test(job, compiled, peer)
     if peer.lost is None:
         return outcome, message
-    # whatever the outcome of the test: without its answer it does not count
+    # without its answer, the outcome of the test does not count
     return "lost" if isinstance(peer.lost, GoneError) else "error", str(peer.lost)
 
 
@@ -87,7 +87,7 @@ def run_test(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[st
 
     Args:
         job: preamble and test as text, and the entry point.
-        compiled: both as marshalled code; empty if they do not compile.
+        compiled: marshalled code of preamble and test; empty if they do not compile.
         peer: this end of the conversation with the answer.
 
     Returns:
@@ -113,19 +113,19 @@ def _message(error: BaseException, test: str) -> str:
     where = f" in `{test.splitlines()[lines[-1] - 1].strip()}`" if lines and lines[-1] else ""
     try:
         return describe(error) + where
-    except BaseException:  # it contains a remote object that cannot be printed, or is gone
+    except BaseException:  # it contains a remote object that cannot be printed or is gone
         return type(error).__name__ + where
 
 
 class Names(dict):
-    """The test's globals: its own names, then builtins, then the answer's names."""
+    """The test's globals: the test's own names, then builtins, then the answer's names."""
 
     def __init__(self, peer: TesterPeer) -> None:
         super().__init__(__name__="test")
         self._peer = peer
 
     def __missing__(self, name: str) -> Any:
-        """Called by Python before it looks among the builtins."""
+        """Called by Python before it looks up builtins."""
         if name not in vars(builtins) and not name.startswith("__"):
             # looked up each time, because a call may have changed it
             found, value = self._peer.look_up(name)
@@ -139,7 +139,7 @@ class TesterPeer(Peer):
 
     Attributes:
         lost: why the answer cannot be reached any more.
-        sources: test and preamble, by the names of their files.
+        sources: test and preamble, by file name.
     """
 
     reader = values.Reader
@@ -152,12 +152,12 @@ class TesterPeer(Peer):
         self._classes = remote.ClassesOfAnswer()
         self._converted: dict[tuple[Any, ...], Any] = {}
         self._generators_send: Any = None
-        """The `send` of an object of the answer that was looked up last."""
+        """The most recently looked up `send` of an object of the answer."""
         self._failed: AssertionError | None = None
         """An assertion of the test that failed in a function that the answer called during the current request."""
 
     def look_up(self, name: str) -> tuple[bool, Any]:
-        """Whether the answer defines a name, and what it is."""
+        """Whether the answer defines a name, and its value."""
         reply = self.request("lookup", name)
         if type(reply) is not tuple or len(reply) != 2 or type(reply[0]) is not bool:
             self.lost = ConversationError("no reply to a lookup")
@@ -165,10 +165,10 @@ class TesterPeer(Peer):
         return reply
 
     def request(self, operation: str, *arguments: Any) -> Any:
-        """Have the answer do something.
+        """Request an operation from the answer.
 
-        Until an object changes, each conversion of it gives the same value: an object that gave another number each
-        time could be the root of a polynomial for a test that converts it twice.
+        Until an object changes, each conversion of it returns the same value. If it returned another number each time,
+        a test that converts it twice could accept it as the root of a polynomial.
         """
         if operation not in remote.CONVERSIONS or not _are_constant(arguments):
             return super().request(operation, *arguments)
@@ -194,10 +194,10 @@ class TesterPeer(Peer):
         return throw
 
     def leave(self, manager: remote.Remote, error: BaseException | None) -> Any:
-        """Have a context manager of the answer end a `with`.
+        """Leave a `with` block of a context manager of the answer.
 
         Returns:
-            Whether it swallows the error, which it may do if no assertion of the test is skipped by it.
+            Whether it swallows the error, which it may do only if that skips no assertion of the test.
         """
         if error is None:
             return super().leave(manager, error)
@@ -212,7 +212,7 @@ class TesterPeer(Peer):
             return False
 
     def _handed_over(self, operation: str, value: remote.Remote, error: BaseException) -> Any:
-        """Have the answer handle an exception; a failed assertion of the test stays one."""
+        """Let the answer handle an exception. A failed assertion of the test is raised again."""
         try:
             return self.request(operation, value, *remote.description_of(error))
         finally:
@@ -227,7 +227,7 @@ class TesterPeer(Peer):
             if not remote.is_of_test(error):
                 raise
             self._failed = self._failed or error
-            raise AssertionError from None  # its message is not for the answer
+            raise AssertionError from None  # the answer must not see the message
 
     def _perform(self, operation: str, arguments: tuple[Any, ...]) -> Any:
         if operation == "call":
@@ -246,7 +246,7 @@ class TesterPeer(Peer):
         """An exception of the same class or its stand-in, marked as the answer's."""
         if original is None:
             kind_here = self._classes.of_name(kind)
-            # not through Python code of the standard library, which may take other arguments
+            # avoid `__init__` of standard-library classes, which may take other arguments
             return kind_here(*arguments) if kind.startswith("builtins:") else kind_here.__new__(kind_here, *arguments)
         instance, rows = original
         kind_here = self._classes.of_rows(rows)
@@ -268,7 +268,7 @@ class TesterPeer(Peer):
         return run_there()
 
     def name_of(self, value: Any) -> values.Name:
-        """What is sent instead of an object that cannot travel."""
+        """What to send instead of an object that cannot be sent itself."""
         number = self._classes.number_of(value)
         return super().name_of(value) if number is None else values.Handle(number, of_sender=False)
 
@@ -298,12 +298,12 @@ class TesterPeer(Peer):
                 raise
             if any("StopIteration" in source for source in self.sources.values()):
                 raise
-            # it would end a loop over `map` without an error, and with it the assertions in the loop
+            # it would silently end a loop over `map`, and skip the assertions in the loop
             raise RuntimeError("the answer raised StopIteration") from error
         finally:
             failed, self._failed = self._failed, outer
             if failed is not None and self.lost is None:
-                raise failed  # whatever the answer did with it
+                raise failed  # whatever the answer did with the exception
 
 
 def _are_constant(arguments: tuple[Any, ...]) -> bool:
@@ -311,7 +311,7 @@ def _are_constant(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_passable(value: Any) -> bool:
-    """Whether an answer may read its attributes: it is an instance of the test's own classes.
+    """Whether an answer may read the value's attributes: only if it is an instance of the test's own classes.
 
     Functions, generators and modules lead to the test's globals.
     """
@@ -319,13 +319,13 @@ def _is_passable(value: Any) -> bool:
 
 
 def skips_assertions(frame: types.FrameType | None, sources: dict[str, str]) -> bool:
-    """Whether a `with` statement of the test that ends has assertions in its body, or calls functions that may assert.
+    """Whether the body of the test's `with` statement that is ending asserts, or calls functions that may assert.
 
     An answer that swallowed an exception there would pass assertions that never ran.
 
     Args:
-        frame: where the end is handled; the next outer frame of the test counts.
-        sources: test and preamble, by the names of their files.
+        frame: the frame that handles the end; the next outer frame of the test counts.
+        sources: test and preamble, by file name.
     """
     import ast  # rarely needed
 

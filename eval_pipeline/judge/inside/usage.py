@@ -1,4 +1,4 @@
-"""What an answer uses, seen by processes that it cannot reach: processes and memory from /proc, and its directory.
+"""Measures an answer's processes and memory (from /proc) and its directory, from processes that it cannot reach.
 
 The server imports this module too, so it imports no sibling.
 """
@@ -25,24 +25,24 @@ _PARENT, _UTIME, _STIME, _CUTIME, _CSTIME, _THREADS = 1, 11, 12, 13, 14, 17
 
 @dataclass(frozen=True)
 class Usage:
-    """Sums over the living descendants of a process."""
+    """Sums over the live descendants of a process."""
 
     num_tasks: int
     """Processes and threads."""
     memory_bytes: int
-    """Resident pages that belong to no file; pages that processes share since a fork count in each."""
+    """Resident pages that belong to no file; pages that processes share since a fork count for each of them."""
     cpu_s: float
-    """Of them, and of their children that they have waited for."""
+    """CPU seconds of the descendants, and of their children that they have waited for."""
 
 
 class ProcessTree:
     """The descendants of a process. The proc file system stays open although answers cannot see it.
 
     Args:
-        page: memory for what is read of a process, which chooses its own name.
+        page: memory for the stat file of a process, which contains a name that the process chooses.
 
     Attributes:
-        fd: of /proc, as it is now.
+        fd: file descriptor of /proc at the time of construction.
         counted: the descendants that `usage` found last.
     """
 
@@ -53,14 +53,14 @@ class ProcessTree:
         self.counted: list[int] = []
 
     def find_self(self) -> None:
-        """Learn this process's number in that proc file system, which may differ from `os.getpid()`."""
+        """Find this process's id in that proc file system, which may differ from `os.getpid()`."""
         self._own = int(os.readlink("self", dir_fd=self.fd))
 
     def descendants(self, of: int | None = None) -> dict[int, list[bytes]]:
-        """The stat fields of every descendant, by its number in that file system.
+        """The stat fields of every descendant, by process id in that file system.
 
         Args:
-            of: a process; None takes this one.
+            of: a process id; None means this process.
         """
         found = ((name, self._stat(name)) for name in os.listdir(self.fd) if name.isdigit())
         processes = {int(name): fields for name, fields in found if fields}
@@ -72,7 +72,7 @@ class ProcessTree:
         return ours
 
     def usage(self) -> Usage:
-        """What all living descendants of this process use now."""
+        """Current resource usage of all live descendants of this process."""
         processes = self.descendants()
         self.counted = list(processes)
         ticks = sum(int(fields[n]) for fields in processes.values() for n in (_UTIME, _STIME, _CUTIME, _CSTIME))
@@ -80,14 +80,14 @@ class ProcessTree:
         return Usage(num_tasks, sum(map(self._memory, processes)), ticks * _TICK_S)
 
     def shared_memory(self) -> int:
-        """Resident bytes of all descendants, where pages that several share count once; slower to read."""
+        """Resident bytes of all descendants, counting shared pages once; slower than `usage`."""
         return sum(map(self._share_of_memory, self.descendants()))
 
     def deleted_bytes(self) -> int:
-        """Bytes on disk of the files without a name that the counted descendants hold open."""
+        """Bytes on disk of deleted files that the counted descendants hold open."""
         sizes: dict[tuple[int, int], int] = {}
         for pid in self.counted:
-            # a thread may have open files of its own, and the first one may have ended
+            # a thread may have its own table of open files, and the first thread may have ended
             for task in self._names(f"{pid}/task"):
                 sizes.update(self._deleted(f"{pid}/task/{task}/fd"))
         return sum(sizes.values())
@@ -104,7 +104,7 @@ class ProcessTree:
                 continue
 
     def _names(self, folder: str) -> list[str]:
-        """The names in one of its directories; none if the process has ended."""
+        """The names in a directory of /proc; empty if the process has ended."""
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.fd)
         except OSError:
@@ -131,12 +131,12 @@ class ProcessTree:
         return (int(numbers[1]) - int(numbers[2])) * _PAGE if numbers else 0
 
     def _read(self, path: str) -> bytes:
-        """A file that contains only numbers; empty if the process has ended."""
+        """Read a file that contains only numbers; empty if the process has ended."""
         data = bytearray(_PAGE)
         return bytes(data[: self._read_into(data, path)])
 
     def _read_into(self, memory: mmap.mmap | bytearray, path: str) -> int:
-        """Returns the number of bytes; 0 if the process has ended."""
+        """Read a file into memory; returns the number of bytes, or 0 if the process has ended."""
         try:
             fd = os.open(path, os.O_RDONLY, dir_fd=self.fd)
         except OSError:
@@ -149,9 +149,9 @@ class ProcessTree:
             os.close(fd)
 
 
-# The temporary directory of an answer. An answer can nest directories deeper than Python recurses and longer than a
-# path may be, and can remove its own rights to them. So every step goes from one open directory to the next, and
-# restores the rights first.
+# The temporary directory of an answer. An answer can nest directories deeper than Python's recursion limit and the
+# maximum path length, and can remove its own permissions. So every step goes from one open directory to the next, and
+# restores the permissions first.
 
 
 def remove_tree(path: str) -> None:
@@ -198,10 +198,10 @@ def _remove_files(fd: int) -> list[str]:
 
 
 def _open(name: str, parent: int | None = None) -> int:
-    """A directory, opened to be read, with the rights of its owner restored.
+    """Open a directory for reading, and restore its owner's permissions.
 
     Raises:
-        OSError: it is gone, or no directory.
+        OSError: it is gone, or not a directory.
     """
     found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
@@ -217,8 +217,7 @@ def _open(name: str, parent: int | None = None) -> int:
 def directory_usage(path: str) -> tuple[int, int]:
     """Number of files and directories in a directory that may change meanwhile, and the disk space of the files.
 
-    It stops counting past `MOST_FILES`, and takes directories for as many that nest deeper than this process may have
-    files open.
+    Counting stops above `MOST_FILES`. Directories nested deeper than this process may have open files count as more.
     """
     num_files = num_bytes = 0
     seen: set[int] = set()  # files with several names

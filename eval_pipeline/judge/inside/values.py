@@ -1,12 +1,12 @@
-"""How values travel between an answer and its test, so that nothing that the answer created arrives but plain values.
+"""Sends values between an answer and its test, so that the test receives only plain values from the answer.
 
-Pickle carries them (it preserves aliases and is fast), but the test's side knows a short list of globals. Each of them
-is a type that C defines and nobody can change, or a function below: if a class written in Python were on the list,
-pickle's BUILD could give that class an `__eq__` that is always true.
+Values are pickled, which preserves aliases and is fast, but the test's side accepts only a short list of globals. Each
+of them is an immutable type defined in C, or a function below: if a class written in Python were on the list, pickle's
+BUILD could give that class an `__eq__` that is always true.
 
 A call may change its arguments, and return them or parts of them. So both sides number the mutable containers in the
-arguments in the same order. The answer sends them back with the result, in one message, which preserves identity within
-it; the test then replaces them with its own objects.
+arguments in the same order. The answer sends them back together with the result, in one message, which preserves
+identity; the test then replaces them with its own objects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEAP_TYPE = 1 << 9
 
 
 class Handle(NamedTuple):
-    """Names an object that stays on one side; reading a message replaces it at once, as it does the next two."""
+    """Names an object that stays on one side. Like the next two classes, it is replaced while a message is read."""
 
     number: int
     of_sender: bool
@@ -44,14 +44,14 @@ class Handle(NamedTuple):
 
 
 class ErrorClass(NamedTuple):
-    """Names an exception class of the sender's."""
+    """Names an exception class of the sender."""
 
     rows: list[tuple[int, str, list[Any]]]
     """See `remote.rows_of`."""
 
 
 class Coroutine(NamedTuple):
-    """Names a coroutine of the sender's."""
+    """Names a coroutine of the sender."""
 
     number: int
 
@@ -76,7 +76,7 @@ def values_view(values: list[Any]) -> ValuesView[Any]:
 
 
 def fraction(numerator: int, denominator: int) -> Fraction:
-    """The number; accepts whole numbers only."""
+    """A `Fraction` of two whole numbers."""
     return Fraction(int(numerator), int(denominator))
 
 
@@ -102,13 +102,13 @@ def typed_array(kind: str, data: bytes) -> array:
     return array(kind, data)
 
 
-# NumPy's arrays and numbers travel as bytes, from which the reader's NumPy rebuilds them
+# NumPy's arrays and numbers are sent as bytes, from which the reader's NumPy rebuilds them
 _PLAIN_ELEMENTS = re.compile(r"[<>|=][biufcSUmM]\d+(\[\w+\])?")
 """Element types that are plain bytes; others hold objects or code."""
 
 
 def _reduced_array(value: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """How to send an array or a number; None for anything else, and for an array that cannot travel."""
+    """How to send an array or a number; None for anything else, and for an array that cannot be sent."""
     numpy = sys.modules.get("numpy")
     if (
         numpy is None
@@ -124,7 +124,7 @@ def numpy_array(kind: str, shape: tuple[int, ...], data: bytes) -> Any:
     """An array of this type and shape, in C order.
 
     Raises:
-        ValueError: the type is not plain bytes, or the data do not have that size.
+        ValueError: the type is not plain bytes, or the data does not have that size.
     """
     import numpy
 
@@ -140,13 +140,13 @@ def numpy_scalar(kind: str, shape: tuple[int, ...], data: bytes) -> Any:
     """A number of this type.
 
     Raises:
-        ValueError: as `numpy_array`.
+        ValueError: see `numpy_array`.
     """
     return numpy_array(kind, shape, data)[()]
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is an array that travels."""
+    """Whether a value is an array that can be sent."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray and _PLAIN_ELEMENTS.fullmatch(value.dtype.str) is not None
 
@@ -177,7 +177,7 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
 )
 _KNOWN |= {(function.__module__, function.__qualname__): function for function in _FUNCTIONS}
 _PLAIN = frozenset((*_C_TYPES, type(...), type(NotImplemented)))
-# what an instance of a subclass of these is sent as, without calling any method of the subclass
+# converts an instance of a subclass to its base class for sending, without calling any method of the subclass
 _BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (int, int.__pos__),
     (float, float.__pos__),
@@ -200,7 +200,7 @@ class Writer(pickle.Pickler):
     """Writes a message.
 
     Args:
-        export: gives a name for a value that cannot travel.
+        export: returns a name for a value that cannot be sent itself.
         trusted: whether functions and classes of the standard library are sent by name.
     """
 
@@ -267,7 +267,7 @@ class Reader(pickle.Unpickler):
     """Reads a message that an untrusted side wrote; only `read` performs all checks.
 
     Args:
-        resolve: gives what a `Handle`, `ErrorClass` or `Coroutine` names.
+        resolve: returns the object that a `Handle`, `ErrorClass` or `Coroutine` names.
     """
 
     def __init__(self, data: bytes, resolve: Mapping[str, Callable[..., Any]]) -> None:
@@ -280,10 +280,10 @@ class Reader(pickle.Unpickler):
         """The value.
 
         Raises:
-            Exception: of any class, if the message is malformed.
+            Exception: the message is malformed; can be of any class.
         """
         value = self.load()
-        # after the fact: a caller that gets this error no longer uses anything that the message may have changed
+        # checked afterwards: a caller that gets this error no longer uses anything that the message may have changed
         if self._changeable and b"b" in self._data and _sets_attributes(self._data):
             raise pickle.UnpicklingError("a message may not set attributes")
         return value
@@ -337,7 +337,7 @@ def containers_of(value: Any) -> list[Any]:
 
 
 def contains_any(value: Any, containers: list[Any]) -> bool:
-    """Whether one of these very objects is inside a value, or is the value."""
+    """Whether a value is or contains one of these containers, by identity."""
     wanted = {id(container) for container in containers}
     return bool(wanted) and any(id(part) in wanted for part in _walk(value))
 
@@ -374,7 +374,7 @@ def restore(value: Any, old: list[Any], new: list[Any]) -> Any:
         The value.
 
     Raises:
-        ValueError: the new containers are not of the kinds of the old ones.
+        ValueError: the new containers do not match the old ones in number and kind.
     """
     if type(new) is not list or [_kind(part) for part in old] != [_kind(part) for part in new]:
         raise ValueError("other containers came back than were sent")
@@ -408,7 +408,7 @@ def _fill(old: Any, new: Any, replaced: Callable[[Any], Any]) -> None:
 
 
 class _Replacing:
-    """Replaces received objects with the objects that they stand for, which are known by the ids of the received."""
+    """Replaces received objects with the objects that they stand for, given by the ids of the received ones."""
 
     def __init__(self, known: dict[int, Any]) -> None:
         self._done = dict(known)
@@ -423,7 +423,7 @@ class _Replacing:
         parts = _parts(value)
         if parts is None or UNCHANGEABLE.issuperset(map(type, parts(value))):
             return value
-        self._kept.append(value)  # alive, so that its id stays its own
+        self._kept.append(value)  # kept alive, so that no other object gets its id
         self._done[id(value)] = value
         if isinstance(value, tuple):
             self._done[id(value)] = self._tuple(value)

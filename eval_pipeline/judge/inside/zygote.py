@@ -1,7 +1,7 @@
-"""A process that has Python ready and forks for each piece of work.
+"""A process with an initialized Python that forks for each piece of work.
 
-It reads nothing but the open files that it passes on, so that its forks inherit no answer and no test. Started as
-`python zygote.py OPTIONS`, a JSON object, with its control socket as standard input.
+It only passes open files on and does not read them, so its forks inherit no answer and no test. It is started as
+`python zygote.py OPTIONS`, where OPTIONS is a JSON object, with its control socket as standard input.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def main() -> None:
-    """Get ready, report it, then fork at each request until the server closes the connection."""
+    """Initialize, report readiness, then fork for each request until the server closes the connection."""
     options = json.loads(sys.argv[1])
     is_for_answers = options["role"] == "answer"
     control = socket.socket(fileno=os.dup(0))
@@ -54,16 +54,16 @@ def main() -> None:
         work = supervisor.work
         if options["sandlock"]:
             policy_for = confinement.landlock_policy(options["sandlock"], options["package_paths"])
-    # so that an import in an answer does not find the files of this folder
+    # so that imports in an answer do not find the files of this folder
     sys.path.pop(0)
     _allow_packages(options["modules"])
     if options["drop_user"] and not options["single_use"]:
         kernel.become_nobody()
-        # lost with the change of user, and needed to write the maps of a user namespace
+        # reset by the change of user, but needed to write the maps of a user namespace
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     if not options["own_namespaces"]:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        # what an answer leaves after it killed its supervisor stays below this process, where the server finds it
+        # if an answer kills its supervisor, its processes become children of this one, where the server finds them
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     fork = os.fork
     if options["own_namespaces"] and is_for_answers and not options["single_use"]:
@@ -98,7 +98,7 @@ def _serve(control: socket.socket, fork: Callable[[], int], work: Callable[[list
 
 
 class PackageFinder:
-    """Finds modules by their listed files, and nothing else of the folder where they are installed."""
+    """Finds the listed modules, and nothing else in the folder where they are installed."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self._files = files
@@ -115,8 +115,8 @@ def _allow_packages(files: dict[str, str]) -> None:
     sys.meta_path.append(PackageFinder(files))
 
 
-# Warm-up: do once what every fork will do. Python fills caches as it runs, in memory that a fork must copy before it
-# can write. Filled beforehand they are shared, which saves about a seventh of the processor time of a run.
+# Warm-up: do once what every fork will do. Python fills caches as it runs, in memory that a fork must copy before
+# writing. Caches that are filled beforehand are shared, which saves about a seventh of the CPU time of a run.
 
 _ROUNDS = 20
 """Python specialises the code of a function after a few calls."""
@@ -137,7 +137,7 @@ _COMPILED = marshal.dumps((compile("import math\n", "<preamble>", "exec"), compi
 
 
 def _warm_up() -> None:
-    """Run a test against an answer, both known, in this process."""
+    """Run a known test against a known answer in this process."""
     for _ in range(_ROUNDS):
         module = types.ModuleType("answer")
         exec(compile(_ANSWER, "<answer>", "exec", dont_inherit=True), module.__dict__)
@@ -158,7 +158,7 @@ def _serve_answer(connection: socket.socket, module: types.ModuleType) -> None:
 
 
 def _exchange_messages() -> None:
-    """What a supervisor does, as far as it is possible here."""
+    """Do what a supervisor does, as far as possible here."""
     ours, theirs = socket.socketpair()
     null = os.open(os.devnull, os.O_RDONLY)
     protocol.send(ours, {"op": "run", "kind": "function", "limits": {"cpu_s": 1.5}}, b"x", (null,))
