@@ -266,6 +266,9 @@ def report(arguments: argparse.Namespace) -> int:
     config = load_config(arguments, directory.run_dir)
     config.engine.require_own_model("report")
     best = read_evaluation(directory.results_of(f"step_{read_best_checkpoint(directory.of_run).step}"))
+    if config.engine.dtype == "auto":  # follows the weights, but both models need the same dtype
+        dtype = next(iter(best.datasets.values())).protocol.get("dtype", "auto")
+        config = replace(config, engine=replace(config.engine, dtype=dtype))
     baseline = base_model(arguments.baseline)
     context = EvalContext(directory, restrict_datasets(config, best.datasets))
     if evaluate_checkpoint(context, baseline, max(TIERS)) != 0:

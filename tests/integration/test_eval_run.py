@@ -150,14 +150,20 @@ def test_evaluation_is_wandb_run_with_documented_keys(setup: Setup, printed: str
 
 
 def test_report_compares_best_checkpoint_with_base_model(setup: Setup, output: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     run_dir = shutil.copytree(setup.run_dir, tmp_path / "sft")
-    words = ("report", run_dir, "--baseline", setup.random, "--recipe", setup.recipe, "--no-wandb")
+    random = shutil.copytree(setup.random, tmp_path / "random")
+    AutoModelForCausalLM.from_pretrained(random, dtype=torch.bfloat16).save_pretrained(random)
+    words = ("report", run_dir, "--baseline", random, "--recipe", setup.recipe, "--no-wandb")
     process = evaluate(*words)
     assert process.returncode == 0, process.stderr
     table = run_dir / "eval" / "report" / "comparison_table.md"
     assert any(line.endswith(str(table)) for line in process.stdout.splitlines())
     lines = table.read_text().splitlines()
-    assert f"- Base model: `base_random`, loaded from `{setup.random}`" in lines
+    assert f"- Base model: `base_random`, loaded from `{random}`" in lines
+    assert not any("evaluated with different settings" in line for line in lines)
     (compared,) = (line.split("|") for line in lines if line.startswith("| `accepted_at_1` |"))
     rates = ("0.0000 [", "0.2500 [", "+0.2500 [")
     assert all(cell.strip().startswith(rate) for cell, rate in zip(compared[2:5], rates, strict=True))
