@@ -84,7 +84,9 @@ RUN_BY = {
         "integration/test_eval_server.py::test_served_model_is_identified_by_server_report"
     ),
     r"bash eval_pipeline/run\.sh run": "integration/test_eval_run.py::test_metrics_of_checkpoint_are_correct",
-    r"python -m vllm\.entrypoints": "integration/test_eval_engines.py::test_vllm_runs_model_code_only_on_request",
+    r"python -m vllm\.entrypoints": (
+        "integration/test_eval_engines.py::test_checkpoint_is_evaluated_on_server_that_loaded_it"
+    ),
     r"bash eval_pipeline/run\.sh report": (
         "integration/test_eval_run.py::test_report_compares_best_checkpoint_with_base_model"
     ),
