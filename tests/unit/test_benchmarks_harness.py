@@ -100,10 +100,8 @@ def test_grpo_summary_has_median_and_range_without_first_step() -> None:
     def step(seconds: float) -> grpo.GRPOStep:
         return {"step_s": seconds, "generation_s": seconds / 4, "model_s": seconds / 2, "tokens_mean": 64.0}
 
-    runs = [
-        [step(100.0), step(4.0), step(8.0)],
-        [step(100.0), step(2.0), step(6.0)],
-    ]  # the first step of each run is excluded
+    # the first step of each run is excluded
+    runs = [[step(100.0), step(4.0), step(8.0)], [step(100.0), step(2.0), step(6.0)]]
     summary = grpo.summary_of(runs)
     assert summary["step_s"] == 5.0 and summary["ranges"]["step_s"] == [2.0, 8.0]
     assert summary["sync_s"] == 0.0 and summary["rest_share"] == 0.25 and summary["steps"] == runs

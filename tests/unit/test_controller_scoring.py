@@ -44,11 +44,8 @@ def test_answer_normalization_equals_official_evaluation(answer: str, wanted: st
         ("yes", ["yes"] * 10, 1.0),
         ("Yes.", ["yes"] * 10, 1.0),
         ("no", ["yes"] * 10, 0.0),
-        (
-            "no",
-            ["no"] + ["yes"] * 9,
-            0.3,
-        ),  # one annotator agrees with no other; for the other nine, one of three is matched
+        # one annotator agrees with no other; for the other nine, one of three is matched
+        ("no", ["no"] + ["yes"] * 9, 0.3),
         ("no", ["no"] * 2 + ["yes"] * 8, 0.6),
         ("no", ["no"] * 3 + ["yes"] * 7, 0.9),
         ("no", ["no"] * 4 + ["yes"] * 6, 1.0),

@@ -27,9 +27,8 @@ CONTRACTED = """
     what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've
     wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've
 """.split()
-CONTRACTIONS = {full[:i] + full[i + 1 :]: full for full in CONTRACTED for i, sign in enumerate(full) if sign == "'"} | {
-    "somebody'd": "somebodyd"
-}  # the official table has this entry reversed
+CONTRACTIONS = {full[:i] + full[i + 1 :]: full for full in CONTRACTED for i, sign in enumerate(full) if sign == "'"}
+CONTRACTIONS["somebody'd"] = "somebodyd"  # the official table has this entry reversed
 FULL_AGREEMENT = 3
 """Number of annotators who must give an answer for it to score 1."""
 FULL_CIDER = 1.0

@@ -187,9 +187,8 @@ class RunFollower(threading.Thread):
         ids = []
         directories, errors = run_directories(self.root)
         for error in errors:
-            if error.filename == str(self.root) or not isinstance(
-                error, FileNotFoundError
-            ):  # otherwise it was just deleted
+            was_just_deleted = isinstance(error, FileNotFoundError) and error.filename != str(self.root)
+            if not was_just_deleted:
                 self._warn_once(
                     f"{error.filename} cannot be listed ({error.strerror}); its runs are shown as last read"
                 )

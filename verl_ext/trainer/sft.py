@@ -234,9 +234,7 @@ class SFTTrainer(PipelineTrainer):
         # With the sequence split by Ulysses, the mean of verl's forward pass is converted to a sum.
         tensors = {name: tensor.to(self.device_name) for name, tensor in micro_batch.items()}
         num_tokens = tensors["loss_mask"][:, 1:].sum()
-        if (
-            isinstance(self.config, SFTConfig) and self.config.data.balance_dp_token
-        ):  # verl then computes a different mean
+        if isinstance(self.config, SFTConfig) and self.config.data.balance_dp_token:  # verl's mean differs then
             dist.all_reduce(num_tokens)
             num_tokens = num_tokens / self.dp_size
         return self._compute_loss_and_backward(tensors, do_backward=False) * num_tokens
@@ -350,9 +348,7 @@ class TokenLoss:
     def __call__(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss of a micro-batch, a scalar with gradient."""
         predicts = F.pad(micro_batch["loss_mask"][:, 1:], (0, 1)).bool()  # (batch, seq): the next token counts
-        positions = self._moved(
-            predicts.flatten().nonzero()[:, 0]
-        )  # computed on the CPU, so that nothing waits for a GPU
+        positions = self._moved(predicts.flatten().nonzero()[:, 0])  # computed on the CPU: nothing waits for a GPU
         labels = self._moved(micro_batch["input_ids"].roll(-1, dims=1)[predicts])
         if self.head is None:
             logits = self.logits(micro_batch)
