@@ -84,7 +84,7 @@ def test_arguments_parsed_by_lmms_eval_are_accepted() -> None:
     ("words", "message"),
     [
         ({}, "needs pretrained and budget_ms; set them in --model_args"),
-        ({"pretrained": "x"}, "lacks budget_ms"),
+        ({"pretrained": "x"}, "needs budget_ms"),
         ({"pretrained": "x", "budget_ms": "fast"}, "budget_ms=fast must be a number"),
         ({"pretrained": "x", "budget_ms": True}, "must be a number"),
         ({"pretrained": "x", "budget_ms": 0}, "above 0"),
@@ -124,9 +124,9 @@ def test_answer_ends_before_until(until: Any, expected: str) -> None:
     ("visuals", "message"),
     [
         (lambda document: [image_of(document)] * 2, r"document 0 of cards has 2 visuals \(PngImageFile, PngImageFile"),
-        (lambda _: [], r"has 0 visuals \(none\), and"),
-        (lambda _: None, r"has 0 visuals \(none\), and"),
-        (lambda _: ["film.mp4"], r"has 1 visuals \(str\), and"),
+        (lambda _: [], r"has 0 visuals \(none\), but"),
+        (lambda _: None, r"has 0 visuals \(none\), but"),
+        (lambda _: ["film.mp4"], r"has 1 visuals \(str\), but"),
     ],
 )
 def test_questions_without_exactly_one_image_are_rejected(visuals: Any, message: str) -> None:

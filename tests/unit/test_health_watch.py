@@ -157,7 +157,7 @@ def test_threshold_is_set_by_name() -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("health.stop_on=[overfiting]", "take overfitting"),
+        ("health.stop_on=[overfiting]", "use overfitting"),
         ("health.stop_on=[violation_high]", "not a rule of this stage"),
         ("health.every=0", "whole number of at least 1"),
         ("health.limits.window=300", "from 3 to 256"),

@@ -454,7 +454,7 @@ def test_text_is_kept_verbatim(tmp_path: Path) -> None:
         ("in.csv", "prompt,response\np,é\n".encode("latin-1"), "save it as UTF-8"),
         ("in.json", '[{"prompt": "p", "response": "r"} {}]', "after row 1"),
         ("in.json", '[{"prompt": "p", "response": "r"}, {]', "from row 2 on"),
-        ("in.json", '{"data": []}', "row 1: no conversation"),
+        ("in.json", '{"data": []}', "row 1: its columns data hold no known conversation layout"),
     ],
 )
 def test_rejects_unreadable_file(tmp_path: Path, name: str, content: str | bytes, reason: str) -> None:

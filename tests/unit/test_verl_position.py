@@ -87,11 +87,11 @@ def test_other_data_are_detected_from_step_count() -> None:
     taken = list(OfVerl(40, 8, 2).epochs(2))
     state, doubt = state_after_verl(taken[6][1], 7, 48, 8, 2)  # 6 batches an epoch by now
     assert (state["epoch"], state["samples_seen"]) == (1, 8)
-    assert "2 batches of 8 samples into an epoch, which contradicts step 7 on 48 samples" in str(doubt)
+    assert "2 batches of 8 samples into an epoch, which contradicts step 7 with 48 samples" in str(doubt)
 
 
 def test_rejects_seed_of_another_run() -> None:
     sampler = GlobalBatchSampler(40, 8, 0, 1, seed=42)
     sampler.load_state_dict(state_after_verl({}, 3, 40, 8, 2)[0])
-    with pytest.raises(UserError, match="seed=42, this run has 1"):
+    with pytest.raises(UserError, match="seed=42, but this run has 1"):
         GlobalBatchSampler(40, 8, 0, 1, seed=1).load_state_dict(sampler.state_dict())
