@@ -132,6 +132,13 @@ def test_overfitting_names_checkpoint_to_use() -> None:
     assert found.level == Level.WARNING and found.message.endswith("the checkpoint to use is global_step_15")
 
 
+def test_overfitting_reports_best_value_of_latest_validation_once() -> None:
+    history = MetricHistory()
+    for step, val in ((10, 1.2), (20, 1.0)):
+        history.add(step, {"val/loss": val})
+    assert found_by("overfitting", history).message == "val/loss is at its best, 1, at step 20"
+
+
 @pytest.mark.parametrize(
     ("step", "untrained_loss", "level"), [(95, None, Level.NOTICE), (80, None, None), (95, 6.2, None)]
 )

@@ -170,6 +170,8 @@ def past_best(measured: str, trained: str, better: int, worse_by: Callable[[Heal
         values = np.array([value for _, value in points])
         place = int((better * values).argmax())
         (step, best), later = points[place], values[place + 1 :]
+        if not len(later):
+            return ok(f"{measured} is at its best, {best:.4g}, at step {step}")
         message = f"{measured} was {best:.4g} at step {step} and is {values[-1]:.4g} at step {points[-1][0]}"
         is_worse = better * (best - later) > worse_by(view, values, best)
         num_worse = len(later) if is_worse.all() else int(is_worse[::-1].argmin())
