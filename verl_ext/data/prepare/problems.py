@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--subset", metavar="NAME", help="configuration of a dataset on the hub")
     parser.add_argument("--split", metavar="NAME", help="split of a dataset that has splits")
     parser.add_argument("--skip", type=IntArg(0), default=0, help="number of problems to skip at the beginning")
-    parser.add_argument("--limit", type=IntArg(), help="maximum number of problems after the skipped ones (default: all)")
+    parser.add_argument("--limit", type=IntArg(), help="number of problems after the skipped ones (default: all)")
     parser.add_argument(
         "--max-tests", type=IntArg(), default=16, help="maximum number of tests per problem; keeps the first ones"
     )
