@@ -23,6 +23,8 @@ Item = TypeVar("Item")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters except tabs and newlines, and surrogates (from names that are not UTF-8), which no stream encodes.
 """
+LINE_EVERY_S = 60.0
+"""Seconds between two lines of progress without a terminal."""
 _write_errors: list[OSError] = []
 """Errors of writing to standard output. A reader that closes the pipe is not an error."""
 
@@ -111,15 +113,22 @@ def _escape(code: int) -> str:
 
 
 def progress_bar(
-    items: Iterable[Item] | None = None, *, desc: str, unit: str, show: bool = True, **settings: Any
+    items: Iterable[Item] | None = None,
+    *,
+    desc: str,
+    unit: str,
+    show: bool = True,
+    lines: bool = True,
+    **settings: Any,
 ) -> tqdm[Item]:
-    """A tqdm progress bar on standard error, shown only on a terminal.
+    """A tqdm progress bar on standard error. Without a terminal, it prints a line each minute instead.
 
     Args:
         items: items to iterate over; None for a bar that `update` advances.
         desc: description of the work, such as `tokenizing`.
         unit: unit of the count in the plural, such as `chats`; `B` counts bytes.
-        show: whether this process shows the bar.
+        show: whether this process reports progress.
+        lines: whether to print lines without a terminal.
         settings: other arguments of tqdm, such as `total`, `initial` and `leave`.
     """
     from tqdm import tqdm  # here, so that --help needs no package
@@ -128,8 +137,24 @@ def progress_bar(
         settings |= {"unit_scale": True, "unit_divisor": 1024}
     else:
         unit = f" {unit}"
+    if show and lines and not sys.stderr.isatty():
+        known = items is not None and hasattr(items, "__len__") or settings.get("total") is not None
+        form = "{desc}: {n_fmt}/{total_fmt}{unit}, {remaining} left" if known else "{desc}: {n_fmt}{unit}"
+        settings |= {"bar_format": form, "file": _LineStream(), "delay": LINE_EVERY_S, "miniters": 1}
+        return tqdm(items, desc=desc, unit=unit, mininterval=LINE_EVERY_S, **settings)
     disable = None if show else True
     return tqdm(items, desc=desc, unit=unit, disable=disable, dynamic_ncols=True, mininterval=0.5, **settings)
+
+
+class _LineStream:
+    """Prints what tqdm draws as lines on standard error."""
+
+    def write(self, text: str) -> None:
+        if text := text.strip("\r\n "):
+            print_line(text, sys.stderr)
+
+    def flush(self) -> None:
+        """Nothing to do, because `print_line` flushes."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One progress bar for all long work, with the time left, on terminals only."""
+"""One progress bar for all long work, with the time left; lines without a terminal."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ def test_bar_is_drawn_only_on_terminal(
         assert "reading:  50%" in shown.err and "1.00k/2.00k" in shown.err
     else:
         assert shown.err == ""
+
+
+def test_long_work_prints_lines_without_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_ext.console.LINE_EVERY_S", 0.0)
+    with progress_bar(total=4, desc="measuring", unit="runs") as bar:
+        bar.update(2)
+    list(progress_bar(iter("ab"), desc="reading", unit="rows", leave=False))
+    with progress_bar(total=4, desc="training", unit="steps", lines=False) as bar:
+        bar.update(2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("measuring: 0/4 runs, ") and "measuring: 2/4 runs, 00:00 left" in lines
+    assert "reading: 2 rows" in lines and not any("training" in line for line in lines)
 
 
 def test_parts_advance_bar_by_expected_duration(

@@ -197,10 +197,10 @@ class LogFileSink(ConsoleSink):
 
 
 class ProgressBar:
-    """A progress bar over the steps of a run, starting at `initial`; drawn only on a terminal."""
+    """A progress bar over the steps of a run; without a terminal, the console's lines suffice."""
 
     def __init__(self, total_steps: int, initial: int = 0) -> None:
-        self._bar = progress_bar(total=total_steps, initial=initial, desc="training", unit="steps")
+        self._bar = progress_bar(total=total_steps, initial=initial, desc="training", unit="steps", lines=False)
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Advance by one step and show its loss, reward and accuracy if logged."""
