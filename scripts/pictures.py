@@ -1,7 +1,7 @@
 """Make the pictures of the documentation from the runs of docs/start/walkthrough.md.
 
 Starts the monitor and headless Chromium, and writes a PNG file for each view. Without --names, it makes all pictures
-except that of a run in progress.
+except that of a run in progress. Needs the Debian packages chromium, fonts-noto-cjk and fonts-noto-color-emoji.
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ def show_monitor(running: Browser, address: str, view: MonitorView, path: Path, 
         wait_for_text(page, "runs", SFT)
     elif "tab" not in view.address and view.address["run"] == SFT:
         page.get_by_test_id("fold").locator(".q-item").click()
+    if view.address.get("tab") == "Samples":
+        page.locator("tbody tr").first.click()
     if is_live:
         wait_for_text(page, "mode", "Live")
     if view.is_dark:
