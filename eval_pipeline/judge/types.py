@@ -73,8 +73,8 @@ class Submission:
     """One answer to judge."""
 
     program: str
-    """The program found in the answer, empty if there is none; for `ReferenceAnswer` and `ScoredAnswer` the whole
-    answer."""
+    """The program found in the answer, empty if there is none; the whole answer for `ReferenceAnswer` and
+    `ScoredAnswer`."""
     tests: Tests
     error: str | None = None
     """Why there is no answer; the verdict is then `api_error`, and nothing runs."""
