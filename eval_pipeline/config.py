@@ -124,7 +124,7 @@ class SelectionConfig:
         quoted=True,
     )
     mode: Literal["max", "min"] = setting("max", "Whether higher or lower is better; costs need min")
-    dataset: str | None = setting(None, "Its dataset; null: all problems of tier 1", quoted=True)
+    dataset: str | None = setting(None, "Dataset of that metric; null: all problems of tier 1", quoted=True)
 
     def check(self) -> None:
         """Refuse a mode that would select the most expensive checkpoint."""
@@ -137,7 +137,7 @@ class ExecutorConfig:
     """`executor`: where the workers run."""
 
     kind: Literal["local", "ray"] = setting("local", "Processes on this machine, or a Ray cluster")
-    num_workers: int | None = setting(None, "Workers; null: one per tensor_parallel_size GPUs, or one on a CPU", ge=1)
+    num_workers: int | None = setting(None, "Workers; null: one per tensor_parallel_size GPUs, or one on CPUs", ge=1)
     address: str | None = setting(
         None,
         "Ray cluster; null: RAY_ADDRESS or this machine's",
@@ -151,7 +151,7 @@ class EvalConfig:
 
     datasets: dict[str, Any] = setting({}, "NAME: {format, path, split, subset, limit}; see docs/guides/evaluation.md")
     tiers: TiersConfig = section(TiersConfig)
-    tier2_every: int = setting(4, "Checkpoints per evaluation of tier 2", ge=1)
+    tier2_every: int = setting(4, "Evaluate tier 2 on every N-th checkpoint", ge=1)
     sampling: SamplingConfig = section(SamplingConfig)
     batch_size: int = setting(
         256,
@@ -162,8 +162,8 @@ class EvalConfig:
     judge: JudgeConfig = section(JudgeConfig)
     selection: SelectionConfig = section(SelectionConfig)
     executor: ExecutorConfig = section(ExecutorConfig)
-    max_attempts: int = setting(3, "Failures before a job needs `retry`", ge=1)
-    backoff_s: float = setting(30.0, "Delay of the second attempt, then doubled", ge=0)
+    max_attempts: int = setting(3, "Failures after which a job needs `retry`", ge=1)
+    backoff_s: float = setting(30.0, "Delay before the second attempt; doubles each time", ge=0)
     poll_s: float = setting(10.0, "Time between scans for checkpoints", gt=0)
     qa_per_error_type: int = setting(10, "Answers per error type in qa_logs and W&B", ge=1)
     wandb: bool = setting(True, "Log to the run's W&B project")

@@ -38,9 +38,9 @@ class GeneratedAnswer:
     num_tokens: int
     """New tokens, including the end-of-turn token."""
     truncated: bool
-    """Whether the token limit or the model's context length cut it off."""
+    """Whether the token limit or the model's context length cut off the answer."""
     error: str | None = None
-    """Why there is no answer; None if there is one."""
+    """Why generation failed; None if it succeeded."""
 
     @staticmethod
     def failed(reason: str) -> GeneratedAnswer:
@@ -99,7 +99,7 @@ class Engine(ABC):
 
     @abstractmethod
     def __enter__(self) -> Engine:
-        """Start.
+        """Start the engine.
 
         Raises:
             UserError: the model or the server cannot be used.

@@ -73,8 +73,8 @@ class Submission:
     """One answer to judge."""
 
     program: str
-    """The program found in the answer, empty if there is none; for `ReferenceAnswer` and `ScoredAnswer` the whole
-    answer."""
+    """The program found in the answer, empty if there is none; the whole answer for `ReferenceAnswer` and
+    `ScoredAnswer`."""
     tests: Tests
     error: str | None = None
     """Why there is no answer; the verdict is then `api_error`, and nothing runs."""
@@ -164,8 +164,8 @@ _TEST_SHARE = 0.8
 class ResourceLimits:
     """`judge.limits`: resource limits of one test."""
 
-    cpu_s: float = setting(30.0, "Processor time of a test", gt=0)
-    wall_s: float = setting(30.0, "Wall-clock time of a test, with one retry", gt=0)
+    cpu_s: float = setting(30.0, "CPU time per test", gt=0)
+    wall_s: float = setting(30.0, "Wall-clock time per test, with one retry", gt=0)
     memory_mb: int = setting(1024, "Memory of all processes, address space of each", ge=1)
     num_processes: int = setting(64, "Processes and threads of an answer", ge=1)
     file_mb: int = setting(16, "Size of files and of the temporary directory", ge=1)
@@ -189,7 +189,7 @@ class JudgeConfig:
     num_workers: int | None = setting(None, "Concurrent programs; null: one per core", ge=1)
     packages: list[str] = setting(
         ["numpy"],
-        "Packages for answers and tests",
+        "Packages that answers and tests can import",
         quoted=True,
     )
     limits: ResourceLimits = section(ResourceLimits)

@@ -18,7 +18,7 @@ class ExportConfig:
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting("bf16", "dtype of huggingface/; auto: the forward pass's")
     every: int | None = setting(
         None,
-        "Steps between exports, besides the last; a multiple of save_freq",
+        "Steps between exports, a multiple of save_freq; also after the last step",
         ge=1,
         null="every save",
     )
@@ -39,8 +39,8 @@ class CheckpointConfig:
     )
     async_save: bool = setting(False, "Write in the background; training waits only for a copy")
     export: ExportConfig = section(ExportConfig)
-    keep_best: int = setting(1, "Best checkpoints to keep as well", ge=0)
-    best_metric: str = setting("val/loss", "train/, val/ or eval/ metric")
+    keep_best: int = setting(1, "Best checkpoints to keep in addition", ge=0)
+    best_metric: str = setting("val/loss", "Ranking metric: train/, val/ or eval/")
     best_mode: Literal["min", "max"] = setting("min", "Whether lower or higher is better")
     drop_optimizer_of_best: bool = setting(False, "Delete optimizer shards of checkpoints kept only as best")
     verify: bool = setting(True, "Verify digests before resuming")

@@ -45,7 +45,7 @@ class ControllerConfig:
     init_from: str | None = setting(None, "Initial controller: best_model.pt, checkpoint_epoch_N.pt or an export")
     max_new_tokens: int = setting(16, "Maximum answer tokens", ge=1)
     dtype: Literal["auto", "bf16", "fp32"] = setting("auto", "dtype of the vision-language model")
-    most_encodings: int = setting(256, "Encoded images to cache", ge=1)
+    most_encodings: int = setting(256, "Maximum encoded images to cache", ge=1)
 
     def check(self) -> None:
         """Refuse tiers, experts and budgets that are not ascending."""
@@ -60,14 +60,14 @@ class ControllerConfig:
 class LatencyConfig:
     """`latency`: the source of latencies in rewards."""
 
-    source: Literal["model", "measured"] = setting("model", "Latency in rewards: the latency model's or measured")
+    source: Literal["model", "measured"] = setting("model", "Latency in rewards: from the latency model, or measured")
     file: str | None = setting(
         None,
         "Output of `verl_ext.controller.calibrate`; null: the run's latency_model.json",
     )
     configurations: int = setting(100, "Configurations to measure for latency_model.json", ge=10)
-    repeats: int = setting(9, "Measurements of each", ge=1)
-    percentile: Percentile = setting(50, "Percentile of latencies in rewards")
+    repeats: int = setting(9, "Measurements per configuration", ge=1)
+    percentile: Percentile = setting(50, "Latency percentile used in rewards")
     validation: Literal["same", "measured"] = setting("same", "Latency in evaluations: as in training, or measured")
 
 
@@ -79,14 +79,14 @@ class BudgetRewardConfig:
     latency_penalty: float = setting(0.5, "Weight of the penalty around the budget", ge=0)
     budget_violation: float = setting(10.0, "Weight of the squared excess over the budget", ge=0)
     efficiency: float = setting(0.1, "Weight of the unused fraction of the budget", ge=0)
-    complexity: float = setting(0.05, "Weight of the fraction that ran", ge=0)
+    complexity: float = setting(0.05, "Weight of the fraction of the model that ran", ge=0)
 
 
 @dataclass(kw_only=True)
 class SkipSamplingConfig:
     """`configurations`: the configurations that SFT of a vision-language model samples from."""
 
-    share: float = setting(0.75, "Fraction of micro-batches under a sampled configuration", ge=0, le=1)
+    share: float = setting(0.75, "Fraction of micro-batches with a sampled configuration", ge=0, le=1)
     tier_sizes: list[int] = setting([65536, 262144, 1048576], "Image pixels of each tier")
     tier_weights: list[float] = setting([1.0, 1.0, 1.0], "Weight of each tier", ge=0)
     lowest_tier_steps: int = setting(0, "Initial steps at the lowest tier", ge=0)

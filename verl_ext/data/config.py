@@ -61,8 +61,8 @@ class TextDataConfig(DataConfig):
     val_files: str | list[str] | None = setting(
         "~/data/gsm8k/test.parquet", "The same for validation; null disables it"
     )
-    train_max_samples: int = setting(-1, "First training rows to read", ge=1, also=ALL)
-    val_max_samples: int = setting(-1, "First validation rows to read", ge=1, also=ALL)
+    train_max_samples: int = setting(-1, "Training rows to read, from the first", ge=1, also=ALL)
+    val_max_samples: int = setting(-1, "Validation rows to read, from the first", ge=1, also=ALL)
     prompt_key: str = setting("question", "Prompt column (grpo: a list of messages)")
     chat_template: str | None = setting(
         None,
@@ -91,7 +91,7 @@ class ChatDataConfig(TextDataConfig):
     """`data` of SFT."""
 
     response_key: str = setting("answer", "Response column")
-    prompt_dict_keys: list[str] | None = setting(None, "Path to the prompt in a nested column")
+    prompt_dict_keys: list[str] | None = setting(None, "Keys to the prompt in a nested column")
     response_dict_keys: list[str] | None = setting(None, "The same for the response")
     multiturn: MultiturnConfig = section(MultiturnConfig)
     truncation: Literal["error", "left", "right"] = setting("error", "Refuse longer samples, or truncate one side")
@@ -99,12 +99,12 @@ class ChatDataConfig(TextDataConfig):
     custom_cls: CustomClassConfig = section(CustomClassConfig)
     packing: Literal["auto"] | bool = setting(
         "auto",
-        "One row per micro-batch, without padding; auto pads for models without support",
+        "One row per micro-batch, without padding; auto pads if the model cannot pack",
     )
     max_tokens_per_gpu: int | None = setting(
         None, "Maximum tokens per micro-batch", ge=1, null="micro_batch_size_per_gpu * max_length when packing"
     )
-    token_cache: str | None = setting(None, "Cache of tokenized data; null uses the user's")
+    token_cache: str | None = setting(None, "Cache directory for tokens; null uses the user's cache")
     num_tokenizers: int | None = setting(None, "Tokenizer processes", ge=1, null="one per core")
 
     @property
@@ -121,10 +121,10 @@ class ChatDataConfig(TextDataConfig):
 class EvaluatedDataConfig(DataConfig):
     """`data` of the stages that evaluate rewards at intervals."""
 
-    eval_split: Literal["test", "train"] = setting("test", "Evaluated split")
+    eval_split: Literal["test", "train"] = setting("test", "Split to evaluate")
     eval_batches: int = setting(1, "Batches per evaluation", ge=0, also=ALL)
     eval_every_steps: int = setting(
-        0, "Steps between evaluations, besides the last (budget: of each epoch)", ge=1, also=(0, "never")
+        0, "Steps between evaluations; also after the last step (budget: of each epoch)", ge=1, also=(0, "never")
     )
 
 
@@ -140,7 +140,7 @@ class PromptDataConfig(EvaluatedDataConfig, TextDataConfig):
     prompt_key: str = setting("prompt", "Prompt column (grpo: a list of messages)")
     max_length: int = unused(1, "prompts and completions have separate limits")
     max_prompt_length: int = setting(512, "Maximum prompt tokens", ge=1)
-    filter_overlong_prompts: bool = setting(False, "Skip longer prompts instead of refusing")
+    filter_overlong_prompts: bool = setting(False, "Skip longer prompts instead of failing")
     max_response_length: int = setting(512, "Maximum completion tokens; longer ones are truncated", ge=1)
 
 
@@ -157,7 +157,7 @@ class ImageDataConfig(DataConfig):
         "source defaults to NAME on the hub",
     )
     question_suffix: str = setting("", "Appended to every question")
-    max_unreadable_images: int = setting(0, "Unreadable images to skip at most", ge=0)
+    max_unreadable_images: int = setting(0, "Maximum unreadable images to skip", ge=0)
 
     def check(self) -> None:
         """Refuse entries of `data.datasets` with unknown keys or invalid values."""
@@ -207,7 +207,7 @@ class QuestionDataConfig(ImageDataConfig, EvaluatedDataConfig):
     eval_batches: int = setting(-1, "Batches per evaluation", ge=1, also=ALL)
     eval_every_steps: int = setting(
         -1,
-        "Steps between evaluations, besides the last (budget: of each epoch)",
+        "Steps between evaluations; also after the last step (budget: of each epoch)",
         ge=1,
         also=(-1, "the epochs' ends"),
     )

@@ -24,7 +24,7 @@ class DynamicSamplingConfig:
 class RolloutCorrectionConfig:
     """`algorithm.rollout_correction`: truncated importance sampling against the engine's probabilities."""
 
-    rollout_is: Literal["token", "sequence"] | None = setting(None, "Importance sampling; null disables")
+    rollout_is: Literal["token", "sequence"] | None = setting(None, "Importance sampling level; null disables it")
     rollout_is_threshold: float = setting(2.0, "Maximum importance weight", ge=1e-9)
 
 
@@ -60,8 +60,8 @@ class TokenLossConfig:
 
     loss_mode: LossMode = setting("vanilla", "Policy loss; see docs/guides/grpo.md")
     clip_cov_ratio: float = setting(0.0002, "Fraction of tokens that clip_cov excludes", gt=0, le=1)
-    clip_cov_lb: float = setting(1.0, "Their minimum covariance")
-    clip_cov_ub: float = setting(5.0, "Their maximum covariance")
+    clip_cov_lb: float = setting(1.0, "Minimum covariance of these tokens")
+    clip_cov_ub: float = setting(5.0, "Maximum covariance of these tokens")
     kl_cov_ratio: float = setting(0.0002, "Fraction of tokens that kl_cov penalizes", gt=0, le=1)
     ppo_kl_coef: float = setting(0.1, "Weight of that penalty", ge=0)
 
@@ -90,8 +90,8 @@ class TokenActorConfig(ActorConfig):
     """`actor` of language models."""
 
     policy_loss: TokenLossConfig = section(TokenLossConfig)
-    tau_pos: float = setting(1.0, "sapo's temperature, positive advantages", gt=0)
-    tau_neg: float = setting(1.05, "sapo's temperature, negative advantages", gt=0)
+    tau_pos: float = setting(1.0, "sapo's temperature for positive advantages", gt=0)
+    tau_neg: float = setting(1.05, "sapo's temperature for negative advantages", gt=0)
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         setting("token-mean", "Aggregation of token losses")
     )
@@ -101,7 +101,7 @@ class TokenActorConfig(ActorConfig):
     share_prompts: bool = setting(True, "Compute a group's prompt once if possible")
     use_kl_loss: bool = setting(False, "KL penalty toward the initial model")
     kl_loss_coef: float = setting(0.001, "Weight of that penalty", ge=0)
-    kl_loss_type: KLType = setting("low_var_kl", "KL estimator; + uses k2's gradient")
+    kl_loss_type: KLType = setting("low_var_kl", "KL estimator; with +, k2's gradient")
 
     def check(self) -> None:
         """Refuse an aggregation mode that the policy loss does not support, and bounds that exclude nothing."""
@@ -157,7 +157,7 @@ class RolloutConfig(GroupConfig):
     tensor_model_parallel_size: int = setting(1, "Ranks per vLLM engine", ge=1)
     gpu_memory_utilization: float = setting(0.5, "Fraction of GPU memory for vLLM", ge=0.01, le=1)
     free_cache_engine: bool = setting(True, "Free vLLM's GPU memory during updates")
-    update_weights_bucket_megabytes: int = setting(512, "Bucket of a weight sync; at most 4 on CPUs", ge=1)
+    update_weights_bucket_megabytes: int = setting(512, "Bucket size of a weight sync; at most 4 on CPUs", ge=1)
     vllm: dict[str, Any] = setting({}, "Arguments of vllm.LLM")
 
 
@@ -168,14 +168,14 @@ class RewardConfig:
     functions: list[str] = setting(
         ["reward_correct"], "NAME, path.py:function or package.module:function, with optional *WEIGHT"
     )
-    time_limit_s: float = setting(10.0, "Time per call of a custom function", ge=1e-3)
+    time_limit_s: float = setting(10.0, "Time limit of a custom function call", ge=1e-3)
     length_buffer: int = setting(64, "Tokens over which length_penalty grows", ge=1)
     num_workers: int | None = setting(None, "Concurrent calls per rank; null: the rank's share of the cores", ge=1)
     isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting("auto", "Sandbox; auto: bwrap, else sandlock")
-    packages: list[str] = setting(["numpy"], "Packages for programs")
+    packages: list[str] = setting(["numpy"], "Packages that programs can import")
     cpu_s: float = setting(5.0, "CPU seconds per test", ge=1e-3)
     wall_s: float = setting(20.0, "Wall-clock seconds per test", ge=1e-3)
-    memory_mb: int = setting(1024, "Memory of a program's processes", ge=16)
+    memory_mb: int = setting(1024, "Memory limit of a program's processes", ge=16)
 
     def check(self) -> None:
         """Refuse an empty list of reward functions."""

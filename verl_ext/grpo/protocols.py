@@ -226,10 +226,10 @@ class Policy(ABC):
 
     @abstractmethod
     def generate(self, trajectories: Sequence[Trajectory], step: int, greedy: bool = False) -> Iterator[Trajectory]:
-        """Append one turn to each trajectory of this rank; inside `sampling`, and collective.
+        """Append one turn to each trajectory of this rank; collective. Call it inside `sampling`.
 
         Args:
-            trajectories: those of this rank, possibly none.
+            trajectories: trajectories of this rank, possibly none.
             step: seeds derive from the step, the run's seed, `sample_id` and number.
             greedy: take the most likely action instead of sampling.
 
@@ -240,7 +240,7 @@ class Policy(ABC):
     def generate_unfiltered(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
         """Return trajectories with log-probabilities under the unfiltered distribution, as in `log_probs`.
 
-        Inside `sampling`, and collective.
+        Collective; call it inside `sampling`.
         """
         return list(trajectories)
 
@@ -262,7 +262,7 @@ class Policy(ABC):
 
     @abstractmethod
     def num_decisions(self, trajectory: Trajectory) -> int:
-        """Number of decisions of a trajectory in the loss."""
+        """Number of decisions of a trajectory that count in the loss."""
 
     @abstractmethod
     def sample_metrics(self, trajectory: Trajectory) -> Metrics:

@@ -102,7 +102,7 @@ class HealthView:
         return next((each for each in metrics if self.series(each).num_points), None)
 
     def threshold(self, threshold: float | str) -> float:
-        """The number itself, or the limit of that name."""
+        """The threshold itself if it is a number, otherwise the limit with that name."""
         return float(vars(self.limits)[threshold]) if isinstance(threshold, str) else threshold
 
     @property
@@ -151,9 +151,9 @@ class Rule:
     Attributes:
         name: name in recipes and messages.
         check: detects the problem; a pure function of the view.
-        description: when the rule reports a problem, one sentence.
-        advice: what to do, one sentence without a period.
-        stages: stages to check.
+        description: one sentence that says when the rule reports a problem.
+        advice: one sentence without a period that says what to do.
+        stages: stages that the rule applies to.
     """
 
     name: str

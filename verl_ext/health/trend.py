@@ -32,7 +32,7 @@ class Trend:
     def goes(self, sign: int, p_value: float) -> bool:
         """Whether the series moves significantly in a direction.
 
-        Series that are too short to reach the p-value count if they are strictly monotone.
+        A series that is too short to reach the p-value must be strictly monotone.
         """
         attainable = 1.001 / math.factorial(min(self.count, 20))
         return self.sign == sign and self.p_value < max(p_value, attainable)

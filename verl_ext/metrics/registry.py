@@ -63,11 +63,11 @@ def names_of(pattern: str) -> list[str]:
 
 
 _TRAINING = Section(
-    "Every training stage logs these with each step.",
+    "Every training stage logs these at each step.",
     {
         "train/loss": Metric(
             "nat/token",
-            "Cross-entropy; in grpo the clipped policy loss, in budget `train/policy_gradient_loss`.",
+            "Cross-entropy; grpo: clipped policy loss; budget: `train/policy_gradient_loss`.",
             TOKENS,
         ),
         "train/perplexity": Metric("1", "exp(`train/loss`).", "of the reduced loss"),
@@ -76,11 +76,13 @@ _TRAINING = Section(
         "train/num_loss_tokens": Metric("token", "Tokens that contribute to the loss.", SUM),
         "train/epoch": Metric("epoch", "Passes over the training data since the run began, such as 1.5.", SAME),
         "train/skipped_steps": Metric("step", "Updates skipped so far because of a non-finite loss or gradient.", SAME),
-        "train/time(s)": Metric("s", "Forward, backward and update, without waiting for data (verl's name).", LARGEST),
+        "train/time(s)": Metric(
+            "s", "Forward, backward and update, without waiting for data (named as in verl).", LARGEST
+        ),
     },
 )
 _VALIDATION = Section(
-    "Both SFT stages log these with each validation.",
+    "Both SFT stages log these at each validation.",
     {
         "val/loss": Metric("nat/token", "Cross-entropy over the whole validation set.", TOKENS),
         "val/perplexity": Metric("1", "exp(`val/loss`).", "of the reduced loss"),
@@ -103,7 +105,7 @@ _TIME = Section(
         "time/train/forward_backward_s": Metric("s", "Forward and backward passes of all micro-batches.", LARGEST),
         "time/train/optimizer_s": Metric("s", "Gradient clipping and weight update.", LARGEST),
         "time/train/save_s": Metric("s", "The part of a save that training waits for.", RANK_0),
-        "time/checkpoint/write_s": Metric("s", "The whole save until commit, including background work.", RANK_0),
+        "time/checkpoint/write_s": Metric("s", "The whole save until its commit, including background work.", RANK_0),
         "time/val/step_s": Metric("s", "A validation pass.", RANK_0),
     },
 )
@@ -139,9 +141,9 @@ _SYSTEM = Section(
 # Stages that learn from rewards
 
 _GRPO = Section(
-    "The stage grpo logs these, and the stage budget some of them. `<reward>` is the name of a reward function.",
+    "The grpo stage logs these, and the budget stage logs some of them. `<reward>` is a reward function's name.",
     {
-        "{train,eval}/reward_total_{mean,std,min,max}": Metric("1", "Weighted sum of rewards of a sample.", SAMPLES),
+        "{train,eval}/reward_total_{mean,std,min,max}": Metric("1", "Weighted sum of a sample's rewards.", SAMPLES),
         "{train,eval}/<reward>_mean": Metric("1", "Weighted contribution of one reward function.", SAMPLES),
         "{train,eval}/samples_without_reward": Metric("sample", "Samples dropped because a reward failed.", SUM),
         "{train,eval}/reward_failures": Metric("sample", "Reward calls that returned no reward.", SUM),
@@ -164,14 +166,16 @@ _GRPO = Section(
         "train/rollout_logprob_diff_max": Metric("nat", "The largest such difference.", LARGEST),
         "train/ratio_deviation_max": Metric(
             "1",
-            "Largest distance of a probability ratio from 1 at the step's first update. With one update per step, the "
-            "ratio is to the engine's probability.",
+            "Largest deviation of a probability ratio from 1 at the step's first update. With one update per step, the "
+            "ratio is relative to the engine's probability.",
             LARGEST,
         ),
         "train/groups_without_signal": Metric("group", "Groups whose rewards are all equal.", SUM),
-        "train/groups_replaced": Metric("group", "Such groups that dynamic sampling replaced.", SUM),
+        "train/groups_replaced": Metric("group", "Such groups replaced by dynamic sampling.", SUM),
         "throughput/{train,eval}/valid_tokens_per_s": Metric("token/s", "Completion tokens.", RATE),
-        "throughput/train/valid_tokens_per_s_update": Metric("token/s", "Completion tokens per update time.", RATE),
+        "throughput/train/valid_tokens_per_s_update": Metric(
+            "token/s", "Completion tokens per second of update.", RATE
+        ),
         "time/{train,eval}/rollout_s": Metric("s", "Generating completions.", LARGEST),
         "time/{train,eval}/reward_s": Metric("s", "Waiting for rewards after the last completion.", LARGEST),
         "time/train/advantages_s": Metric("s", "Computing advantages.", LARGEST),
@@ -184,7 +188,7 @@ _GRPO = Section(
     },
 )
 _BUDGET = Section(
-    "The stage budget logs these. The x-axis of `Train/` and `Val/` is the epoch. `Val/` holds its last validation.",
+    "The budget stage logs these. The x-axis of `Train/` and `Val/` is the epoch. `Val/` is from its last validation.",
     {
         "{train,eval}/accuracy_{mean,std}": Metric("1", "Accuracy of the answers, from 0 to 1.", SAMPLES),
         "{train,eval}/latency_ms_{mean,std}": Metric("ms", "Latency of a configuration.", SAMPLES),
@@ -195,7 +199,9 @@ _BUDGET = Section(
         "{train,eval}/topk_{mean,max}": Metric("expert", "Experts per token in an active block.", SAMPLES),
         "{train,eval}/num_configs": Metric("configuration", "Configurations chosen.", SUM),
         "throughput/{train,eval}/configs_per_s": Metric("configuration/s", "Configurations.", RATE),
-        "throughput/train/configs_per_s_update": Metric("configuration/s", "Configurations per update time.", RATE),
+        "throughput/train/configs_per_s_update": Metric(
+            "configuration/s", "Configurations per second of update.", RATE
+        ),
         "throughput/train/cache_hit_rate": Metric(
             "1", "Fraction of configurations whose result for the sample was cached.", SAMPLES
         ),
@@ -225,7 +231,7 @@ _EVALUATION = Section(
             "accepted_at_1": ("1", "Fraction of answers that solve their problem."),
             "num_samples": ("answer", "Answers per problem, if more than one."),
             "pass_at_<k>": ("1", "Unbiased pass@k, with several answers per problem."),
-            "pass_ratio_{mean,p50,p90}": ("1", "Fraction of tests passed, over the problems."),
+            "pass_ratio_{mean,p50,p90}": ("1", "Fraction of tests passed: mean and percentiles over problems."),
             "avg_gen_tokens": ("token", "Mean length of an answer."),
             "avg_judge_time": ("s", "Mean time to judge an answer."),
             "throughput": ("problem/s", "Problems generated and judged per second."),
@@ -245,27 +251,30 @@ _ADAPTIVE = Section(
     _evaluated(
         ADAPTIVE_PREFIX,
         {
-            "budget_ms": ("ms", "Latency budget, the x-axis of the metrics of methods."),
+            "budget_ms": ("ms", "Latency budget, the x-axis for metrics of a `<method>`."),
             "<method>_accuracy": ("1", "Mean accuracy of the answers, from 0 to 1."),
             "<method>_latency_ms_{mean,p50,p95}": ("ms", "Latency; the controller's includes its decision."),
             "<method>_violation_rate": ("1", "Fraction of questions with a latency above the budget."),
             "<method>_complexity": ("1", "Mean fraction of the model that ran."),
-            "controller_minus_lookup_table": ("1", "Accuracy difference to the lookup table, mean over budgets."),
+            "controller_minus_lookup_table": (
+                "1",
+                "Controller's accuracy minus the lookup table's, mean over budgets.",
+            ),
             "controller_minus_lookup_table_{low,high}": ("1", "Bounds of its 95 % confidence interval."),
             "gap_closed": ("1", "Fraction of the accuracy gap from lookup table to oracle that the controller closes."),
             "num_gap_budgets": (
                 "budget",
-                "Budgets with a gap of at least one point, which `gap_closed` averages.",
+                "Budgets with a gap of at least one point; `gap_closed` averages over them.",
             ),
             "worst_violation_rate": ("1", "The controller's highest violation rate over the budgets."),
-            "worst_violation_budget_ms": ("ms", "The budget of that rate."),
-            "decision_ms": ("ms", "Mean time that the decision adds to a latency."),
+            "worst_violation_budget_ms": ("ms", "The budget with that rate."),
+            "decision_ms": ("ms", "Mean time that the decision adds to the latency."),
             "features_ms": ("ms", "Part of `decision_ms`: pooling image and question."),
             "network_ms": ("ms", "Part of `decision_ms`: the controller's forward pass."),
             "choice_ms": ("ms", "Part of `decision_ms`: selecting the most likely configuration."),
             "full_ms": ("ms", "Mean measured latency of the full model."),
             "network_share": ("1", "`network_ms` / `full_ms`."),
-            "measured_again": ("1", "Repeated measurements per run, because another process used the CPU."),
+            "measured_again": ("1", "Repeats per measured run, caused by other load on the CPU."),
         },
     ),
 )
@@ -339,14 +348,14 @@ rows = pd.read_json("checkpoints/rlvr_coding_model/sft_quickstart/metrics.jsonl"
 rows.plot(x="step", y="train/loss")
 ```
 
-In a name, `{train,eval}` stands for either word. Parentheses hold the unit, unless the name shows it. Each value is
+In a name, `{train,eval}` stands for either word. Units are in parentheses unless the name shows them. Each value is
 reduced over all ranks before rank 0 logs it:
 
 | over ranks | value |
 | --- | --- |
-| sum, mean, max | of the values of the ranks |
+| sum, mean, max | of the ranks' values |
 | samples | the statistic over the samples of all ranks |
-| tokens | mean over the tokens of all ranks, for losses over the loss tokens |
+| tokens | mean over the tokens of all ranks; for losses, over the loss tokens |
 | rate | sum over the ranks divided by the seconds of the slowest rank |
 | rank 0 | measured on rank 0 |
 | same | identical on every rank |

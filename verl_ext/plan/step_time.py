@@ -81,8 +81,7 @@ _CPU = Hardware(  # a core of an Intel Xeon with AVX-512 at 2.3 GHz: 64 fp32 ope
 )
 HARDWARE = {each.name: each for each in (_H100, _H200, _A100, _CPU)}
 """Hardware by name. The compute shares are estimated from torchtitan's reports: 33 to 39 % on H100, without recomputed
-operations, which count here (docs/design/memory_model.md has the link), and 57 % on A100 with torch.compile
-(torchtitan's docs/performance.md)."""
+operations, which count here, and 57 % on A100 with torch.compile (torchtitan's docs/performance.md)."""
 
 
 @dataclass(frozen=True)

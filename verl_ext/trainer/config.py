@@ -57,7 +57,7 @@ class FSDPConfig:
 
     model_dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "dtype of the master weights")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
-    cpu_offload: bool = setting(False, "Parameters and optimizer state in CPU memory")
+    cpu_offload: bool = setting(False, "Keep parameters and optimizer state in CPU memory")
     offload_params: bool = unused(False, "set model.fsdp_config.cpu_offload")
 
 
@@ -66,7 +66,7 @@ class GatheringFSDPConfig(FSDPConfig):
     """`model.fsdp_config` of stages that train a sharded model on several micro-batches per update."""
 
     keep_gathered: Literal["auto"] | bool = setting(
-        "auto", "Gather weights and reduce gradients once per update; auto: if both take at most 15 % of memory"
+        "auto", "Gather weights and reduce gradients once per update; auto: if both fit in 15 % of memory"
     )
 
 
@@ -82,9 +82,9 @@ class ModelConfig:
     trust_remote_code: bool = setting(False, "Run the model's own code")
     lora_rank: int = setting(0, "LoRA rank; 0 trains the whole model", ge=0)
     lora_alpha: int = setting(16, "LoRA scaling")
-    lora_adapter_path: str | None = setting(None, "Directory of LoRA adapters to continue", path=True)
-    target_modules: str | list[str] = setting("all-linear", "Modules with adapters")
-    use_liger: bool = setting(False, "Liger kernels, on GPUs also for `fused_loss`")
+    lora_adapter_path: str | None = setting(None, "Directory of LoRA adapters to train further", path=True)
+    target_modules: str | list[str] = setting("all-linear", "Modules with LoRA adapters")
+    use_liger: bool = setting(False, "Use Liger kernels; on GPUs also for `fused_loss`")
     strategy: str = setting("fsdp2", "Sharding strategy; only fsdp2")
     attn_implementation: Attention = setting(
         "auto", "Attention kernel; auto: flash-attention if installed, in bf16 on GPUs; else sdpa"
@@ -113,8 +113,8 @@ class SFTModelConfig(ModelConfig):
 
     partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Initial model: directory or Hub name")
     fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
-    fused_loss: bool = setting(True, "Loss in chunks, without all logits")
-    compile: bool = setting(False, "torch.compile for each block; slows down the first steps")
+    fused_loss: bool = setting(True, "Compute the loss in chunks, without all logits")
+    compile: bool = setting(False, "torch.compile each block; slows down the first steps")
 
 
 @dataclass(kw_only=True)
@@ -147,7 +147,7 @@ class VLMSFTModelConfig(VLMConfig):
 
     partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Initial model: directory or Hub name")
     fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
-    fused_loss: bool = setting(True, "Loss in chunks, without all logits")
+    fused_loss: bool = setting(True, "Compute the loss in chunks, without all logits")
 
 
 @dataclass(kw_only=True)
@@ -304,11 +304,11 @@ class TrainerConfig:
     project_name: str = setting("gsm8k-sft", "Project name in paths and trackers", nonempty=True)
     experiment_name: str = setting("test", "Run name in paths and trackers", nonempty=True)
     total_epochs: int = setting(4, "Passes over the data", ge=1)
-    total_training_steps: int | None = setting(None, "Last step; keeps the schedule", ge=1, null="all epochs")
-    logger: list[str] = setting(["console", "wandb"], "console, tensorboard, wandb and others of verl's Tracking")
+    total_training_steps: int | None = setting(None, "Last step; does not change the schedule", ge=1, null="all epochs")
+    logger: list[str] = setting(["console", "wandb"], "Backends of verl's Tracking, such as tensorboard")
     seed: int = setting(42, "Seed of initialization, dropout and data order", ge=0, le=2**31 - 1)
-    save_freq: int = setting(-1, "Steps between checkpoints; -1: the last step only. A stopped run saves too")
-    test_freq: int = setting(-1, "Steps between validations; -1: the last step only")
+    save_freq: int = setting(-1, "Steps between checkpoints; -1: only the last step. A stopped run also saves")
+    test_freq: int = setting(-1, "Steps between validations; -1: only the last step")
     nnodes: int = setting(1, "Nodes; set by NNODES")
     n_gpus_per_node: int = setting(8, "Ranks per node; set by the first argument")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep", ge=1, null="all")
@@ -321,7 +321,7 @@ class TrainerConfig:
         path=True,
     )
     checkpoint: CheckpointConfig = section(CheckpointConfig)
-    device: Device = setting("auto", "Device; for the CPUs of a GPU machine, set CUDA_VISIBLE_DEVICES=''")
+    device: Device = setting("auto", "Device; to use the CPUs of a GPU machine, set CUDA_VISIBLE_DEVICES=''")
     log_every: int = setting(10, "Steps between console lines", ge=1)
     val_before_train: bool = setting(True, "Validate before the first step")
     max_nonfinite_steps: int = setting(
@@ -362,7 +362,7 @@ class RewardTrainerConfig(TrainerConfig):
 
     test_freq: int = setting(
         "${data.eval_every_steps}",
-        "Steps between validations; -1: the last step only",
+        "Steps between validations; -1: only the last step",
     )
     log_samples_every: int = setting(10, "Steps between sample tables", ge=1, also=(0, "never"))
     samples_per_table: int = setting(8, "Rows of a sample table", ge=1)

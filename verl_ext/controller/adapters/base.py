@@ -93,7 +93,7 @@ class CachedVisionEncoder(nn.Module):
 
 
 class VLMAdapter(ABC):
-    """Base class of architectures. An adapter modifies its model only within `configured` and `with_encoding`.
+    """Base class of adapters. An adapter modifies its model only within `configured` and `with_encoding`.
 
     Args:
         model: a model of this architecture.
@@ -134,14 +134,14 @@ class VLMAdapter(ABC):
     @property
     @abstractmethod
     def vision_site(self) -> tuple[nn.Module, str]:
-        """The parent module of the vision encoder, and the encoder's name there."""
+        """The parent module of the vision encoder, and the name of the encoder in it."""
 
     @abstractmethod
     def skipped_block(self, index: int) -> SkippedBlock:
         """The replacement of a skipped block."""
 
     def mixture(self, block: Any) -> Any:
-        """The mixture of experts of a block, or None; by default its `mlp` if that has `experts`."""
+        """The mixture of experts of a block, or None; by default, the block's `mlp` if it has `experts`."""
         return block.mlp if hasattr(block, "mlp") and hasattr(block.mlp, "experts") else None
 
     def router(self, mixture: Any) -> Any:
@@ -154,7 +154,7 @@ class VLMAdapter(ABC):
 
     @abstractmethod
     def num_patches(self, inputs: Inputs) -> int:
-        """Number of patches for the vision encoder."""
+        """Number of patches that the vision encoder processes."""
 
     @abstractmethod
     def encode(self, inputs: Inputs) -> Any:
