@@ -167,7 +167,7 @@ def staged_progress(expected_s: Mapping[str, float]) -> Iterator[Callable[[str],
     form = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
     begun: list[str] = []
     total, desc = sum(expected_s.values()), f"{next(iter(expected_s))}: "
-    with progress_bar(total=total, desc=desc, unit="s", bar_format=form) as bar:
+    with progress_bar(total=total, desc=desc, unit="s", lines=False, bar_format=form) as bar:
 
         def begin(name: str) -> None:
             bar.update(sum(expected_s[done] for done in begun[-1:]))
