@@ -1,4 +1,4 @@
-"""Make the pictures of the documentation from the runs of docs/start/walkthrough.md.
+"""Make the pictures of the documentation from the runs of the quickstart and of the walkthrough.
 
 Starts the monitor and headless Chromium, and writes a PNG file for each view. Without --names, it makes all pictures
 except that of a run in progress. Needs the Debian packages chromium, fonts-noto-cjk and fonts-noto-color-emoji.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlencode
 
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser
 
 from tests.helpers import ROOT
 from tests.helpers.monitor import browser, monitor, wait_for_text
@@ -28,8 +28,9 @@ from verl_ext.errors import UserError
 
 WIDTH, HEIGHT = 1280, 1090
 PROJECT = "rlvr_coding_model"
-SFT, GRPO, CONTROLLER = (
-    f"{PROJECT}/{name}" for name in ("sft_smollm2_135m", "grpo_smollm2_reasoning", "controller_quickstart")
+QUICKSTART, SFT, GRPO, CONTROLLER = (
+    f"{PROJECT}/{name}"
+    for name in ("sft_quickstart", "sft_smollm2_135m", "grpo_smollm2_reasoning", "controller_quickstart")
 )
 CHAT = [
     {"role": "system", "content": "Answer in one word."},
@@ -50,27 +51,24 @@ class MonitorView:
     Attributes:
         address: state of the page in its address; empty for the table of runs.
         height: in pixels.
-        is_dark: whether the page is dark and in Chinese.
     """
 
     address: Mapping[str, str]
     height: int = HEIGHT
-    is_dark: bool = False
 
 
 VIEWS = {
     "monitor_runs": MonitorView({}, height=340),
-    "monitor_light": MonitorView({"run": SFT}),
-    "monitor_dark": MonitorView({"run": SFT}, is_dark=True),
+    "monitor_light": MonitorView({"run": QUICKSTART}),
     "monitor_live": MonitorView({"run": GRPO}, height=740),
-    "evaluation_tab": MonitorView({"run": SFT, "tab": "Evaluation"}, height=760),
-    "health_tab": MonitorView({"run": SFT, "tab": "Health"}, height=760),
+    "walkthrough_sft": MonitorView({"run": SFT}),
+    "walkthrough_evaluation": MonitorView({"run": SFT, "tab": "Evaluation"}, height=760),
     "grpo_training": MonitorView({"run": GRPO}),
     "grpo_samples": MonitorView({"run": GRPO, "tab": "Samples"}, height=760),
-    "controller_training": MonitorView({"run": CONTROLLER}),
+    "walkthrough_controller": MonitorView({"run": CONTROLLER}),
 }
 LIVE = "monitor_live"
-PLOTS = {"evaluation_rates": f"{SFT}/eval/report/rates_over_steps.png"}
+PLOTS = {"walkthrough_rates": f"{SFT}/eval/report/rates_over_steps.png"}
 """Pictures that the evaluation itself makes, by their path below the root."""
 MASK = "chat_mask"
 NAMES = (*VIEWS, *PLOTS, MASK)
@@ -118,20 +116,16 @@ def show_monitor(running: Browser, address: str, view: MonitorView, path: Path, 
     page.get_by_test_id("shown" if view.address else "runs").wait_for()
     if not view.address:
         wait_for_text(page, "runs", SFT)
-    elif "tab" not in view.address and view.address["run"] == SFT:
+    elif "tab" not in view.address and view.address["run"] == QUICKSTART:
         page.get_by_test_id("fold").locator(".q-item").click()
     if view.address.get("tab") == "Samples":
         page.locator("tbody tr").first.click()
     if is_live:
         wait_for_text(page, "mode", "Live")
-    if view.is_dark:
-        page.get_by_test_id("language").get_by_text("中文").click()
-        page.get_by_text("训练监控").wait_for()
-        page.get_by_test_id("dark").click()
-        page.locator("body.body--dark").wait_for()
     page.mouse.move(0, 300)  # off the controls, whose hints would cover others
     page.wait_for_timeout(2500)
-    save(page, path)
+    page.screenshot(path=path)
+    page.context.close()
 
 
 def show_chat_mask(running: Browser, path: Path) -> None:
@@ -176,12 +170,6 @@ def run_on_terminal(command: list[str]) -> str:
     if process.wait():
         raise UserError(f"`{' '.join(command)}` failed: {output}")
     return output
-
-
-def save(page: Page, path: Path) -> None:
-    """Take the picture and close the page."""
-    page.screenshot(path=path)
-    page.context.close()
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def has_ended(pid: int) -> bool:
 def say_ready(run_dir: Path) -> None:
     path = run_dir / f"ready_{RANK}"
     path.with_suffix(".new").write_text(str(os.getpid()))
-    path.with_suffix(".new").rename(path)  # whoever sees it can read it
+    path.with_suffix(".new").rename(path)  # visible only when complete
 
 
 def stop_when_one_is_asked(run_dir: Path, attempt: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.pictures import NAMES
 from tests.helpers import ROOT
 from tests.helpers.docs import PAGES
 from tests.helpers.models import CELLS, SUPPORT
@@ -15,6 +16,11 @@ from verl_ext.metrics.registry import render_metrics_page
 
 def test_metrics_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/reference/metrics.md").read_text().strip() == render_metrics_page().strip()
+
+
+def test_pictures_are_shown_and_can_be_made() -> None:
+    shown = {name for page in PAGES for name in re.findall(r"images/(\w+)\.png", page.read_text())}
+    assert shown == {path.stem for path in (ROOT / "docs/images").iterdir()} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])

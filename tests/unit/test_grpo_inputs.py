@@ -163,8 +163,8 @@ def test_resumed_run_keeps_its_initial_model(quickstart: Path, tmp_path: Path) -
     assert kept.model.partial_pretrain == begun
     (sft_run / "best_checkpoint.json").write_text(json.dumps({"checkpoint": "global_step_20"}))
     assert settled(quickstart, tmp_path).model.partial_pretrain == begun
-    anew = settled(quickstart, tmp_path, "trainer.resume_mode=disable")
-    assert str(anew.model.partial_pretrain).endswith("global_step_20/huggingface")
+    restarted = settled(quickstart, tmp_path, "trainer.resume_mode=disable")
+    assert str(restarted.model.partial_pretrain).endswith("global_step_20/huggingface")
     with hold_model(kept):
         assert lease_holders(sft_run / "global_step_10") and not lease_holders(sft_run / "global_step_20")
     assert not lease_holders(sft_run / "global_step_10")
