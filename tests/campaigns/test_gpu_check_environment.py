@@ -54,7 +54,7 @@ def test_check_runs_with_listed_wheels_only(python: str, tmp_path: Path) -> None
     command = [python, "-m", "benchmarks.gpu_check", "--tiny", "--output", str(output)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(output.read_text())
-    assert figures["versions"]["torch"].startswith("2.11.0") and figures["versions"]["transformers"] == "5.17.0"
-    skipped = {part["part"] for part in figures["parts"] if [row["name"] for row in part["rows"]] == ["skipped"]}
+    report = json.loads(output.read_text())
+    assert report["versions"]["torch"].startswith("2.11.0") and report["versions"]["transformers"] == "5.17.0"
+    skipped = {part["part"] for part in report["parts"] if [row["name"] for row in part["rows"]] == ["skipped"]}
     assert skipped == {"GRPO, vLLM", "controller"}

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from eval_pipeline.jobs import Job
 
 MAX_MODEL_LEN = 96
-LEARNT = {
+LEARNED = {
     "add: write the function add.": "Here:\n```python\ndef add(a, b):\n    return a + b\n```",
     "neg: write the function neg.": "```python\ndef neg(a):\n    return a\n```\nEasy.",
     "two: write the function two.": "```python\ndef two(:\n```",
 }
 """What the model answers to each prompt: a correct answer, a wrong one and one with a syntax error."""
-ADD, NEG, TWO = LEARNT
+ADD, NEG, TWO = LEARNED
 
 
 def problem(name: str, prompt: str, *tests: str) -> dict[str, Any]:
@@ -88,13 +88,13 @@ def write_recipe(path: Path, tiers: Mapping[str, Mapping[str, Sequence[Mapping[s
 
 
 def make_exports(directory: Path) -> tuple[Path, Path]:
-    """A model that has been trained on `LEARNT`, and one with random weights."""
+    """A model that has been trained on `LEARNED`, and one with random weights."""
     from tests.helpers.models import learn, make_model, make_tokenizer, save
 
-    tokenizer = make_tokenizer(LEARNT.values())
+    tokenizer = make_tokenizer(LEARNED.values())
     random = save(directory / "random", make_model(tokenizer, MAX_MODEL_LEN), tokenizer)
     model = make_model(tokenizer, MAX_MODEL_LEN)
-    learn(model, tokenizer, LEARNT)
+    learn(model, tokenizer, LEARNED)
     return save(directory / "learnt", model, tokenizer), random
 
 

@@ -16,7 +16,7 @@ from eval_pipeline.jobs import LEDGER_FILE
 from tests.helpers.evaluation import (
     ADD,
     HEART,
-    LEARNT,
+    LEARNED,
     MAX_MODEL_LEN,
     evaluate,
     jobs,
@@ -88,8 +88,8 @@ def test_metrics_of_checkpoint_are_correct(output: Path) -> None:
     from tests.helpers.models import make_tokenizer
 
     metrics = json.loads((output / "metrics.json").read_text())
-    tokenizer = make_tokenizer(LEARNT.values())
-    num_tokens = sum(len(tokenizer(answer)["input_ids"]) + 1 for answer in LEARNT.values())  # and the end-of-turn token
+    tokenizer = make_tokenizer(LEARNED.values())
+    num_tokens = sum(len(tokenizer(answer)["input_ids"]) + 1 for answer in LEARNED.values())  # + the end of turn
     expected = {
         "num_problems": 4,
         "exec_success_rate": 0.5,
@@ -107,10 +107,10 @@ def test_metrics_of_checkpoint_are_correct(output: Path) -> None:
         "avg_gen_tokens": num_tokens / 4,
         "cost_per_solved_tokens": num_tokens,
     }
-    figures = metrics["datasets"]["heart"]
-    assert {name: figures[name] for name in expected} == pytest.approx(expected)
-    assert figures["throughput"] > 0 and figures["avg_judge_time"] > 0
-    assert figures["intervals"]["accepted_at_1"] == pytest.approx([0.0456, 0.6994], abs=1e-4)  # Wilson
+    heart = metrics["datasets"]["heart"]
+    assert {name: heart[name] for name in expected} == pytest.approx(expected)
+    assert heart["throughput"] > 0 and heart["avg_judge_time"] > 0
+    assert heart["intervals"]["accepted_at_1"] == pytest.approx([0.0456, 0.6994], abs=1e-4)  # Wilson
     assert (metrics["step"], metrics["label"], metrics["tier"]) == (30, "step_30", {"heart": 1})
     assert metrics["isolation"]["heart"] in ("bwrap", "sandlock")
     protocol = metrics["protocol"]["heart"]
@@ -122,7 +122,7 @@ def test_every_answer_is_stored_with_its_verdict(output: Path) -> None:
     rows = {row["problem_id"]: row for row in read_lines(output / "qa_logs" / "heart_qa.jsonl")}
     kinds = {"add": "success", "neg": "wrong_answer", "two": "syntax_error", "long": "api_error"}
     assert {name: row["error_type"] for name, row in rows.items()} == kinds
-    assert [rows[name]["answer"] for name in ("add", "neg", "two", "long")] == [*LEARNT.values(), ""]
+    assert [rows[name]["answer"] for name in ("add", "neg", "two", "long")] == [*LEARNED.values(), ""]
     assert rows["neg"]["program"].startswith("def neg") and rows["long"]["error"]
     verdicts = read_lines(output / "verdicts" / "heart.jsonl")
     assert [(row["problem_id"], row["error_type"]) for row in verdicts] == list(kinds.items())
@@ -321,7 +321,7 @@ def judging(tmp_path: Path) -> tuple[str, ...]:
 def test_answers_from_file_are_judged_in_order(judging: tuple[str, ...], tmp_path: Path) -> None:
     answers = [
         ("neg", "def neg(a): return -a"),
-        ("add", LEARNT[ADD]),
+        ("add", LEARNED[ADD]),
         ("add", "def add(a, b): return 0"),
         ("two", "def two(:"),
         ("neg", "def neg(a): raise ValueError('\u2028no')"),

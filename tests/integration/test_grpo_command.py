@@ -18,16 +18,16 @@ from verl_ext.checkpoint.manifest import damaged_files
 from verl_ext.errors import STOPPED_EXIT_CODE
 
 SPECIFIED = (
-    *(f"train/reward_total_{figure}" for figure in ("mean", "std", "min", "max")),
-    *(f"train/adv_{figure}" for figure in ("mean", "std", "min", "max")),
+    *(f"train/reward_total_{statistic}" for statistic in ("mean", "std", "min", "max")),
+    *(f"train/adv_{statistic}" for statistic in ("mean", "std", "min", "max")),
     *("train/exec_success_mean", "train/length_penalty_mean", "train/loss", "train/entropy"),
-    *(f"train/seq_{part}_len_{figure}" for part in ("prompt", "completion", "total") for figure in ("mean", "max")),
+    *(f"train/seq_{part}_len_{value}" for part in ("prompt", "completion", "total") for value in ("mean", "max")),
     *("train/total_valid_token_count", "train/rollout_logprob_diff_mean", "train/rollout_logprob_diff_max"),
     *(f"time/train/{part}_s" for part in ("rollout", "reward", "advantages", "shard", "update", "step")),
     *("throughput/train/valid_tokens_per_s", "throughput/train/valid_tokens_per_s_update"),
 )
 EVALUATED = (
-    *(f"eval/reward_total_{figure}" for figure in ("mean", "std", "min", "max")),
+    *(f"eval/reward_total_{statistic}" for statistic in ("mean", "std", "min", "max")),
     *("eval/exec_success_mean", "eval/length_penalty_mean"),
     *(f"time/eval/{part}_s" for part in ("rollout", "reward", "step")),
     *("eval/total_valid_token_count", "throughput/eval/valid_tokens_per_s"),

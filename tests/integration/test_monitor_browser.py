@@ -79,8 +79,8 @@ def test_charts_show_every_value_and_separate_restarts(page: Page, root: Path) -
     [loss] = series(page, "Loss")
     assert [place for place, _ in loss["data"]] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]  # steps 1 to 6, then 5 to 8
     assert loss["marks"] == [NUM_STEPS]
-    assert text(page, "figure Current step") == "8" and text(page, "status") == "finished"
-    assert text(page, "mode") == "History" and text(page, "figure Progress") == "100.0%"
+    assert text(page, "value Current step") == "8" and text(page, "status") == "finished"
+    assert text(page, "mode") == "History" and text(page, "value Progress") == "100.0%"
 
 
 def test_failed_run_is_red_with_its_reason(page: Page) -> None:
@@ -98,10 +98,10 @@ def test_live_run_updates_open_page(page: Page, root: Path, quickstart: Path, tm
     with run.held(Hold("verl_ext.trainer.sft", "SFTTrainer.training_step", call=11), tmp_path) as held:
         choose(page, "project/live")  # it appears in the open list
         wait_for_text(page, "mode", "Live")
-        wait_for_text(page, "figure Current step", "10")
+        wait_for_text(page, "value Current step", "10")
         until_passes(lambda: assert_losses(page, run, 10))
         assert held.release().returncode == 0
-    wait_for_text(page, "figure Current step", "40")
+    wait_for_text(page, "value Current step", "40")
     wait_for_text(page, "mode", "History")
     until_passes(lambda: assert_losses(page, run, 40))
     smoothed, raw = series(page, "Loss")
@@ -236,7 +236,7 @@ def test_other_machines_need_token(chromium: Browser, root: Path, tmp_path: Path
         assert page.goto(f"{address}?token=secret").status == 200
         page.get_by_test_id("run").wait_for()
         assert page.goto(f"{address}?run=project/restarted").status == 200  # by the cookie
-        page.get_by_test_id("figure Current step").wait_for()  # over the web socket
+        page.get_by_test_id("value Current step").wait_for()  # over the web socket
         page.close()
 
 

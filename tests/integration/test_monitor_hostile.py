@@ -43,8 +43,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
     place = run_dir / "eval" / "eval_step_1"
     place.mkdir(parents=True)
-    figures = {"accepted_at_1": 0.5, "intervals": {"accepted_at_1": [0.1, 0.9]}, MARK: 1.0}
-    (place / "metrics.json").write_text(json.dumps({"datasets": {f"set {MARK}": figures}}))
+    metrics = {"accepted_at_1": 0.5, "intervals": {"accepted_at_1": [0.1, 0.9]}, MARK: 1.0}
+    (place / "metrics.json").write_text(json.dumps({"datasets": {f"set {MARK}": metrics}}))
     checkpoint = run_dir / "global_step_1"
     checkpoint.mkdir()
     (checkpoint / "manifest.json").write_text(json.dumps({"files": {f"../{MARK}": {}}}))

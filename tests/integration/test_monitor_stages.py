@@ -20,7 +20,7 @@ OF_GRPO = {
     "Rewards": {"train/reward_total_mean", "eval/reward_total_mean"},
     "Reward by function": {"train/exec_success_mean", "train/length_penalty_mean"},
     "Loss": {"train/loss"},
-    "Advantages": {f"train/adv_{figure}" for figure in ("mean", "std", "min", "max")},
+    "Advantages": {f"train/adv_{statistic}" for statistic in ("mean", "std", "min", "max")},
     "Entropy": {"train/entropy"},
     "Completion and prompt length": {"train/seq_completion_len_mean", "train/seq_prompt_len_mean"},
     "Engine against trainer": {"train/rollout_logprob_diff_mean", "train/rollout_logprob_diff_max"},

@@ -72,9 +72,9 @@ def test_new_evaluation_resets_restart_count(
     killed: set[int] = set()
     for number in range(3):
         process = next_watcher(config, killed)
-        figures = Path(config.trainer.default_local_dir) / f"eval/eval_step_{number}/metrics.json"
-        figures.parent.mkdir()
-        figures.touch()
+        path = Path(config.trainer.default_local_dir) / f"eval/eval_step_{number}/metrics.json"
+        path.parent.mkdir()
+        path.touch()
         killed.add(process.pid)
         process.kill()
     next_watcher(config, killed)

@@ -239,14 +239,14 @@ def test_measured_latencies_include_decision(
 def check_wandb(run: Path, content: dict[str, Any]) -> None:
     [path] = run.glob("wandb/offline-run-*/run-*.wandb")
     history, records = read_history(path), read_records(path)
-    figures = [row for row in history if "eval/adaptive/budget_ms" in row]
-    assert [row["eval/adaptive/budget_ms"] for row in figures] == [1e6, 2e6]
+    metrics = [row for row in history if "eval/adaptive/budget_ms" in row]
+    assert [row["eval/adaptive/budget_ms"] for row in metrics] == [1e6, 2e6]
     assert {row["global_step"] for row in history} == {2}
     for row in content["rows"]:
-        logged = next(each for each in figures if each["eval/adaptive/budget_ms"] == row["budget_ms"])
+        logged = next(each for each in metrics if each["eval/adaptive/budget_ms"] == row["budget_ms"])
         assert logged[f"eval/adaptive/{row['method']}_accuracy"] == row["accuracy"]
     axes = {record.metric.name: record.metric.step_metric for record in records if record.HasField("metric")}
-    names = [name for name in figures[0] if name.startswith("eval/adaptive/")]
+    names = [name for name in metrics[0] if name.startswith("eval/adaptive/")]
     assert all(axes[name] == "eval/adaptive/budget_ms" for name in names if not name.endswith("/budget_ms"))
     [started] = [record.run for record in records if record.HasField("run")]
     assert (started.display_name, started.project, started.run_group) == ("adaptive_eval_step_2", "tiny", "budget")

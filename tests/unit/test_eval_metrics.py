@@ -70,10 +70,10 @@ X = {"x": {"n": 1}}
 """The settings that checkpoints are compared under."""
 
 
-def result(rate: float, num_problems: int = 100, tier: int = 1, **figures: Any) -> DatasetResult:
+def result(rate: float, num_problems: int = 100, tier: int = 1, **metrics: Any) -> DatasetResult:
     rates = {"exec_success_rate": rate, "accepted_at_1": rate / 2}
     intervals = {name: wilson(value * num_problems, num_problems) for name, value in rates.items()}
-    return DatasetResult({"num_problems": num_problems, **rates, **figures}, intervals, tier, {"n": 1}, "bwrap")
+    return DatasetResult({"num_problems": num_problems, **rates, **metrics}, intervals, tier, {"n": 1}, "bwrap")
 
 
 def checkpoint(run_dir: Path, step: int, exists: bool = True, **datasets: DatasetResult) -> EvaluatedModel:
@@ -83,7 +83,7 @@ def checkpoint(run_dir: Path, step: int, exists: bool = True, **datasets: Datase
     return EvaluatedModel(f"step_{step}", step, path, str(path / "huggingface"), "w", datasets)
 
 
-# figures
+# metrics
 
 
 def test_metrics_equal_hand_computation() -> None:
@@ -112,7 +112,7 @@ def test_metrics_equal_hand_computation() -> None:
 
 
 def test_metrics_of_several_samples_equal_hand_computation() -> None:
-    figures = summarize(list(reversed(SAMPLED)), elapsed_s=4.0)
+    metrics = summarize(list(reversed(SAMPLED)), elapsed_s=4.0)
     expected = {
         "num_problems": 2,
         "num_samples": 4,
@@ -125,15 +125,15 @@ def test_metrics_of_several_samples_equal_hand_computation() -> None:
         "cost_per_solved_tokens": 20.0,
         "throughput": 0.5,
     }
-    assert {name: figures[name] for name in expected} == pytest.approx(expected)
-    assert "pass_at_5" not in figures and "pass_at_1" not in summarize(FOUR, 1.0)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert "pass_at_5" not in metrics and "pass_at_1" not in summarize(FOUR, 1.0)
 
 
 def test_undefined_metrics_are_none_and_shown_as_dash() -> None:
-    figures = summarize(FOUR[1:], elapsed_s=0.0)
+    metrics = summarize(FOUR[1:], elapsed_s=0.0)
     absent = ("cost_per_solved_tokens", "cost_per_solved_judge_time", "throughput")
-    assert all(figures[name] is None for name in absent)
-    table = format_table({"x": DatasetResult(figures, rate_intervals(FOUR[1:]), 1, {}, "bwrap")})
+    assert all(metrics[name] is None for name in absent)
+    table = format_table({"x": DatasetResult(metrics, rate_intervals(FOUR[1:]), 1, {}, "bwrap")})
     cells = dict(line.split(maxsplit=1) for line in table.splitlines()[1:])
     assert all(cells[name] == "-" for name in absent)
     assert cells["timeout_rate"] == "0.3333 [0.0615, 0.7923]"
@@ -169,9 +169,9 @@ def test_wilson_interval_equals_scipy(k: int, n: int) -> None:
 
 def test_every_rate_lies_in_its_interval() -> None:
     for answers in (FOUR, SAMPLED):
-        figures, intervals = summarize(answers, 1.0), rate_intervals(answers)
-        assert RATES.keys() <= intervals.keys() <= figures.keys()
-        assert all(0 <= low <= figures[name] <= high <= 1 for name, (low, high) in intervals.items())
+        metrics, intervals = summarize(answers, 1.0), rate_intervals(answers)
+        assert RATES.keys() <= intervals.keys() <= metrics.keys()
+        assert all(0 <= low <= metrics[name] <= high <= 1 for name, (low, high) in intervals.items())
     assert rate_intervals(FOUR)["accepted_at_1"] == wilson(1, 4)
 
 
@@ -331,15 +331,15 @@ def test_selection_uses_tier_1_problems_that_all_have(tmp_path: Path) -> None:
 
 
 def test_evaluation_file_round_trips(tmp_path: Path) -> None:
-    figures = DatasetResult(
+    metrics = DatasetResult(
         summarize(SAMPLED, 1.0), rate_intervals(SAMPLED), 2, {"temperature": 0.8}, "bwrap", {"judge_s": 1.5}
     )
-    model = checkpoint(tmp_path, 30, heart=figures, other=result(0.5))
+    model = checkpoint(tmp_path, 30, heart=metrics, other=result(0.5))
     path = write_evaluation(tmp_path / "eval" / "eval_step_30", model)
     assert read_evaluation(path.parent) == model
     content = json.loads(path.read_text())
     assert content["datasets"]["heart"]["accepted_at_1"] == 0.5
-    assert content["datasets"]["heart"]["intervals"]["accepted_at_1"] == list(figures.intervals["accepted_at_1"])
+    assert content["datasets"]["heart"]["intervals"]["accepted_at_1"] == list(metrics.intervals["accepted_at_1"])
     assert (content["isolation"]["heart"], content["protocol"]["heart"]) == ("bwrap", {"temperature": 0.8})
     summary = json.loads((path.parent / "summary.json").read_text())
     assert (summary["step"], summary["tier"]) == (30, 2)

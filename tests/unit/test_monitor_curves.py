@@ -16,7 +16,7 @@ from verl_ext.monitor.curves import (
     moving_average,
     smooth,
 )
-from verl_ext.monitor.page import FIGURES, PANELS
+from verl_ext.monitor.page import PANELS, STATUS_BAR
 from verl_ext.monitor.state import TABS
 from verl_ext.monitor.text import CHINESE, translate
 
@@ -148,7 +148,7 @@ def test_every_chart_has_hint_in_both_languages() -> None:
 
 def test_every_label_has_translation() -> None:
     assert tuple(PANELS) == TABS
-    for word in [*TABS, *FIGURES, *FIGURES.values()]:
+    for word in [*TABS, *STATUS_BAR, *STATUS_BAR.values()]:
         assert word in CHINESE and translate("zh", word) == CHINESE[word] and translate("en", word) == word
 
 

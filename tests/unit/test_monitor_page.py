@@ -116,11 +116,11 @@ def test_status_follows_run_on_every_tab(
         shown = MonitorPage(follower, PageState(run="p/old", tab=tab))
         shown.update_status()
         await shown.update_panel()
-        assert element(client, "figure Current step").text == "5"
+        assert element(client, "value Current step").text == "5"
         write_rows(root / "p/old", 1, range(6, 8))
         look(follower)
         shown.update_status()
-        assert element(client, "figure Current step").text == "7"
+        assert element(client, "value Current step").text == "7"
 
     on_client(check)
 

@@ -21,7 +21,7 @@ from verl_ext.files import user_cache_dir
 from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow
 from verl_ext.monitor.curves import RunCurves
 
-VERSION = 4
+VERSION = 5
 SCHEMA = """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: open pages know a run by its id
@@ -64,7 +64,7 @@ CREATE INDEX events_by_rule ON events (run, rule) WHERE rule IS NOT NULL;
 CREATE TABLE evaluations (
     run INTEGER NOT NULL, step INTEGER NOT NULL, dataset TEXT NOT NULL,
     stamp TEXT NOT NULL,                   -- size and modification time of the metrics.json
-    figures TEXT NOT NULL,
+    metrics TEXT NOT NULL,
     PRIMARY KEY (run, step, dataset)
 );
 """
@@ -205,7 +205,7 @@ class MonitorDatabase:
             levels.setdefault(run, {})[rule] = level
         accuracies = {}
         rates = (  # the last one of a run counts: among equal rates, the newest checkpoint, as in the evaluation
-            "SELECT run, json_extract(figures, '$.accepted_at_1') AS rate, dataset, step FROM evaluations "
+            "SELECT run, json_extract(metrics, '$.accepted_at_1') AS rate, dataset, step FROM evaluations "
             "WHERE typeof(rate) IN ('integer', 'real') ORDER BY rate, step"
         )
         for run, rate, dataset, step in self._connection.execute(rates):
@@ -385,20 +385,20 @@ class MonitorDatabase:
         query = "SELECT DISTINCT step, stamp FROM evaluations WHERE run = ?"
         return {step: stamp for step, stamp in self._connection.execute(query, (run,))}
 
-    def replace_evaluation(self, run: int, step: int, stamp: str, figures: Mapping[str, Any]) -> None:
+    def replace_evaluation(self, run: int, step: int, stamp: str, metrics: Mapping[str, Any]) -> None:
         """Replace the metrics of an evaluated checkpoint, by dataset; without metrics, remove it."""
         self._connection.execute("DELETE FROM evaluations WHERE run = ? AND step = ?", (run, step))
         self._connection.executemany(
             "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?)",
-            ((run, step, name, stamp, orjson.dumps(values).decode()) for name, values in figures.items()),
+            ((run, step, name, stamp, orjson.dumps(values).decode()) for name, values in metrics.items()),
         )
 
     def evaluations(self, run: int) -> dict[str, dict[int, dict[str, Any]]]:
         """Return the metrics of the evaluated checkpoints by dataset and step."""
-        query = "SELECT dataset, step, figures FROM evaluations WHERE run = ? ORDER BY dataset, step"
+        query = "SELECT dataset, step, metrics FROM evaluations WHERE run = ? ORDER BY dataset, step"
         found: dict[str, dict[int, dict[str, Any]]] = {}
-        for dataset, step, figures in self._connection.execute(query, (run,)):
-            found.setdefault(dataset, {})[step] = orjson.loads(figures)
+        for dataset, step, metrics in self._connection.execute(query, (run,)):
+            found.setdefault(dataset, {})[step] = orjson.loads(metrics)
         return found
 
 

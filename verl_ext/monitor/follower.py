@@ -275,8 +275,8 @@ class RunFollower(threading.Thread):
                 stamp = stamp_of(path)
                 if known.get(step) != stamp:
                     datasets = orjson.loads(path.read_bytes())["datasets"]
-                    figures = {name: each for name, each in datasets.items() if isinstance(each, dict)}
-                    self._database.replace_evaluation(run, step, stamp, figures)
+                    metrics = {name: each for name, each in datasets.items() if isinstance(each, dict)}
+                    self._database.replace_evaluation(run, step, stamp, metrics)
                     self._runs_changed = True
             except (OSError, ValueError, TypeError, KeyError, AttributeError):
                 continue  # incomplete, or another kind of file

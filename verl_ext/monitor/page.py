@@ -43,7 +43,7 @@ SPEEDS = {
     "throughput/train/valid_tokens_per_s": "tokens/s",
     "throughput/train/configs_per_s": "configs/s",
 }
-FIGURES = {
+STATUS_BAR = {
     "Current step": "Steps done",
     "Total steps": "Steps of the whole run",
     "Progress": "Fraction of the steps that are done",
@@ -241,12 +241,12 @@ class RunStatusBar:
             self._health = tag(ui.badge(), "worst")
             self._reason = tag(ui.label().classes("text-sm opacity-70"), "reason")
         self._bar = tag(ui.linear_progress(show_value=False, size="6px").props("rounded instant-feedback"), "progress")
-        self._figures: dict[str, ui.label] = {}
+        self._values: dict[str, ui.label] = {}
         with ui.element("div").classes("w-full grid grid-cols-2 sm:grid-cols-4 lg:grid-cols-7 gap-2"):
-            for name, hint in FIGURES.items():
+            for name, hint in STATUS_BAR.items():
                 with ui.card().tight().props("flat bordered").classes("px-3 py-1"):
                     ui.label(self._say(name)).classes("text-xs opacity-70")
-                    self._figures[name] = tag(ui.label("-").classes("text-lg whitespace-nowrap"), f"figure {name}")
+                    self._values[name] = tag(ui.label("-").classes("text-lg whitespace-nowrap"), f"value {name}")
                     ui.tooltip(self._say(hint))
 
     def show(self, run: RunInfo, curves: RunCurves) -> None:
@@ -265,7 +265,7 @@ class RunStatusBar:
         self._reason.set_text(self._reason_of(run))
         share = step / run.total_steps if run.total_steps else 0.0
         self._bar.set_value(min(share, 1.0))
-        figures = {
+        values = {
             "Current step": f"{step:,}",
             "Total steps": f"{run.total_steps:,}" if run.total_steps else "-",
             "Progress": f"{share:.1%}",
@@ -274,8 +274,8 @@ class RunStatusBar:
             "Learning rate": format_number(latest.get("train/lr(1e-3)"), 1e-3),
             "Speed": self._speed(latest),
         }
-        for name, text in figures.items():
-            self._figures[name].set_text(text)
+        for name, text in values.items():
+            self._values[name].set_text(text)
 
     def _reason_of(self, run: RunInfo) -> str:
         """Say how the last attempt ended, and how many lines of metrics.jsonl cannot be read."""

@@ -212,23 +212,23 @@ class EvaluationPanel(Panel):
         with self._box:
             if not by_dataset:
                 ui.label(self.say("Nothing yet")).classes("opacity-70")
-            for dataset, figures in by_dataset.items():
-                self._draw(dataset, figures, best_step)
+            for dataset, metrics in by_dataset.items():
+                self._draw(dataset, metrics, best_step)
 
-    def _draw(self, dataset: str, figures: Mapping[int, Mapping[str, Any]], best: int | None) -> None:
-        dark, steps = self.state.dark, sorted(figures)
+    def _draw(self, dataset: str, metrics: Mapping[int, Mapping[str, Any]], best: int | None) -> None:
+        dark, steps = self.state.dark, sorted(metrics)
         suffix = f" ({self.say('best')}: {best})" if best is not None else ""
         ui.label(f"{dataset}{suffix}").classes("text-lg").props('data-testid="dataset"')
-        rates = {name: [_rate(figures[step], name) for step in steps] for name in RATES if name in figures[steps[-1]]}
-        shares = {name: [_number(figures[step].get(f"{name}_rate")) for step in steps] for name in ERROR_COLORS}
+        rates = {name: [_rate(metrics[step], name) for step in steps] for name in RATES if name in metrics[steps[-1]]}
+        shares = {name: [_number(metrics[step].get(f"{name}_rate")) for step in steps] for name in ERROR_COLORS}
         with ui.element("div").classes(GRID):
             ChartCard(self.say("Rates by step"), "", "rates", rates_options(steps, rates, best, dark))
             ChartCard(self.say("Error types"), "", "errors", errors_options(steps, shares, dark))
 
 
-def _rate(figures: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+def _rate(metrics: Mapping[str, Any], name: str) -> tuple[float, float, float]:
     """Return a rate and the bounds of its interval; without an interval, the bounds are the rate."""
-    value, intervals = _number(figures.get(name)), figures.get("intervals")
+    value, intervals = _number(metrics.get(name)), metrics.get("intervals")
     bounds = intervals.get(name) if isinstance(intervals, dict) else None
     low, high = bounds if isinstance(bounds, list) and len(bounds) == 2 else (value, value)
     return value, _number(low), _number(high)
