@@ -51,16 +51,20 @@ class MonitorView:
     Attributes:
         address: state of the page in its address; empty for the table of runs.
         height: in pixels.
+        is_dark: whether to switch to the dark mode.
     """
 
     address: Mapping[str, str]
     height: int = HEIGHT
+    is_dark: bool = False
 
 
 VIEWS = {
     "monitor_runs": MonitorView({}, height=340),
     "monitor_light": MonitorView({"run": QUICKSTART}),
+    "monitor_dark": MonitorView({"run": SFT, "tab": "Checkpoints"}, height=560, is_dark=True),
     "monitor_live": MonitorView({"run": GRPO}, height=740),
+    "health_findings": MonitorView({"run": SFT, "tab": "Health"}, height=900),
     "walkthrough_sft": MonitorView({"run": SFT}),
     "walkthrough_evaluation": MonitorView({"run": SFT, "tab": "Evaluation"}, height=760),
     "grpo_training": MonitorView({"run": GRPO}),
@@ -114,6 +118,8 @@ def show_monitor(running: Browser, address: str, view: MonitorView, path: Path, 
     page = running.new_context(viewport={"width": WIDTH, "height": view.height}).new_page()
     page.goto(f"{address}?{urlencode(view.address)}")
     page.get_by_test_id("shown" if view.address else "runs").wait_for()
+    if view.is_dark:
+        page.get_by_test_id("dark").click()
     if not view.address:
         wait_for_text(page, "runs", SFT)
     elif "tab" not in view.address and view.address["run"] == QUICKSTART:
