@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     counts = Counter(verdict.error_type for verdict in verdicts)
     results: dict[str, object] = {**dict(counts.most_common()), "isolation": isolation}
     results["verdicts"] = typed_path(arguments.output)
-    print_summary(f"Judged: {len(verdicts)} answers", results)
+    print_summary(f"Judged: {len(verdicts)} {'answer' if len(verdicts) == 1 else 'answers'}", results)
     return 0
 
 

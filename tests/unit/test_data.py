@@ -170,7 +170,7 @@ def test_prompt_response_data_trains_end_of_turn_unlike_verl(
     targets = tokenizer.decode(stock["input_ids"][1:][stock["loss_mask"][1:].bool()])
     assert not targets.endswith("<|im_end|>")
     assert targets.startswith("\n")  # the end of the prompt, which the model does not generate
-    assert len(stock["input_ids"]) == config.max_length  # fault 3: padded to max_length, ours is not
+    assert len(stock["input_ids"]) == config.max_length  # verl pads each row to max_length
     assert len(ours[0]["input_ids"]) < 40
 
 
