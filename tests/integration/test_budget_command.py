@@ -62,9 +62,12 @@ def test_epochs_are_logged_to_tables_console_and_tensorboard(budget_run: RecipeR
             line = f"{kind} epoch {row['epoch']}: "
             assert line in printed and line in (run_dir / "train.log").read_text()
             [of_epoch] = [each for each in printed.splitlines() if each.startswith(line)]
+            assert (row["loss"] == "nan") == (kind == "Val")
             assert (
                 f"{float(row['latency_mean']):.2f} ms" in of_epoch and f"{float(row['latency_std']):.2f} ms" in of_epoch
             )
+    loaded = "Loaded 8 training and 4 validation samples."
+    assert loaded in printed.splitlines() and loaded in (run_dir / "train.log").read_text()
     last = NUM_EPOCHS * STEPS_PER_EPOCH
     assert f"| reward {metrics[last, 'train/reward_total_mean']:.3f} | acc " in printed
     training = table(run_dir / "training_history.csv")
@@ -83,6 +86,7 @@ def test_reward_terms_are_logged(budget_run: RecipeRun) -> None:
     for step in range(1, 1 + NUM_EPOCHS * STEPS_PER_EPOCH):
         total = sum(metrics[step, f"train/reward_{part}_mean"] for part in parts)
         assert metrics[step, "train/reward_total_mean"] == pytest.approx(total, abs=1e-9)
+        assert metrics[step, "train/num_groups"] == 2
         assert metrics[step, "train/num_configs"] == 2 * GROUP and 60 <= metrics[step, "train/budget_ms_mean"] <= 200
         # dropout is on in the update, but off when configurations are sampled
         assert metrics[step, "train/ratio_deviation_max"] < 0.01 and metrics[step, "train/grad_norm"] > 0
@@ -166,6 +170,7 @@ def test_latency_model_is_fitted_and_budgets_are_shares_of_it(budget_inputs: Pat
     import torch
 
     from verl_ext.controller.latency import ModelledLatency
+    from verl_ext.controller.scoring import soft_accuracy
     from verl_ext.controller.vlm import load_controller
     from verl_ext.data.config import QuestionSource
     from verl_ext.data.image_questions import ImageQuestionDataset
@@ -186,6 +191,9 @@ def test_latency_model_is_fitted_and_budgets_are_shares_of_it(budget_inputs: Pat
     assert (controller.config.low_ms, controller.config.high_ms) == pytest.approx((1.5 * full_ms, 3.0 * full_ms))
     rows = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * GROUP and {"budget_ms", "tier", "blocks", "accuracy", "latency_ms"} <= rows[0].keys()
+    for row in rows:  # what the advice of the rule accuracy_zero asks for
+        assert row["metric"] == "vqa"
+        assert row["accuracy"] == soft_accuracy(row["answer"], json.loads(row["references"]))
 
 
 def test_rejects_budgets_that_no_configuration_meets(budget_inputs: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def test_example_trains_and_prints_documented_output(quickstart: Path, tmp_path:
     samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
     for sample in samples:
         [truth] = [truth for prompt, truth in truths.items() if prompt in sample["prompt"]]
+        assert sample["reference"] == truth
         assert sample["reward_total"] == sample["brief"] == scope["brief"]("prompts", sample["answer"], truth, {})
     steps = int(example.settings["trainer.total_epochs"]) * len(prompts) // 8
     rows = [row for row in run.rows() if "train/loss" in row]

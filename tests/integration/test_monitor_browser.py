@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 ON_THE_PAGE = ["Loss", "Perplexity"]
 IN_THE_FOLD = [
-    *("Gradient norm", "Learning rate and its schedule", "Evaluation loss", "Training speed", "Step time"),
-    *("Time by part", "Memory and disk"),
+    *("Gradient norm", "Learning rate and its schedule", "Evaluation loss", "Training speed", "Token throughput"),
+    *("Step time", "Time by part", "Memory and disk"),
 ]
 
 

@@ -35,7 +35,7 @@ OF_THE_CONTROLLER = {
     "Accuracy": {"train/accuracy_mean", "eval/accuracy_mean"},
     "Latency and budget": {"train/latency_ms_mean", "eval/latency_ms_mean", "train/budget_ms_mean"},
     "Violation rate": {"train/budget_violation_mean", "eval/budget_violation_mean"},
-    "Training speed": {"throughput/train/configs_per_s"},
+    "Training speed": {"throughput/train/samples_per_s"},
     "Entropy": {"train/entropy"},
 }
 RATES = ("accepted_at_1", "exec_success_rate")

@@ -44,7 +44,7 @@ ROW_KEYS = {"step", "attempt", "time"}
 """Of a row of metrics, besides the metrics."""
 ON_GPUS = {"throughput/train/mfu"}
 EVENT_KEYS = {"step", "attempt", "name", "level", "text", "time"}
-SAMPLE_KEYS = {"step", "attempt", "sample_id", "number", "prompt", "answer", "reward_total", "advantage"}
+SAMPLE_KEYS = {"step", "attempt", "sample_id", "number", "prompt", "answer", "reference", "reward_total", "advantage"}
 """Of a sample, besides the rewards that the recipe names."""
 
 WORK_FILES = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,14 @@ from verl_ext.metrics.csv_tables import EPOCH_COLUMNS, EpochSums, EpochTables
 from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.metrics.registry import lookup_metric
 from verl_ext.metrics.sinks import LogFileSink, epoch_line, epoch_tags
+from verl_ext.trainer.budget import save_weights
 from verl_ext.trainer.optimizer import PlateauScheduler
 from verl_ext.trainer.stages import BudgetConfig, load_config
 
+SIZES: dict[str, Any] = {
+    **{"tiers": (256,), "num_blocks": 2, "min_active": 1, "max_active": 2, "topk_choices": ()},
+    **{"vision_width": 8, "language_width": 8, "low_ms": 1.0, "high_ms": 2.0},
+}
 RECIPE = """
 # of a budget controller
 stage: budget
@@ -109,13 +115,24 @@ def test_fewer_questions_than_batch_size_are_rejected(recipe: Path) -> None:
 
 
 def test_weights_of_another_size_are_rejected(recipe: Path, tmp_path: Path) -> None:
-    sizes = {"tiers": (256,), "num_blocks": 2, "min_active": 1, "max_active": 2, "topk_choices": ()}
-    sizes |= {"vision_width": 8, "language_width": 8, "low_ms": 1.0, "high_ms": 2.0}
-    controller, wider = (BudgetController(BudgetControllerConfig(**sizes, hidden=hidden)) for hidden in (8, 16))
+    controller, wider = (BudgetController(BudgetControllerConfig(**SIZES, hidden=hidden)) for hidden in (8, 16))
     wider.save_pretrained(tmp_path / "wider")
     for path in (recipe, tmp_path / "wider"):
         with pytest.raises(UserError, match="is not a controller of this size"):
             load_weights(controller, path)
+
+
+def test_weights_of_best_model_and_export_are_loaded(tmp_path: Path) -> None:
+    trained = BudgetController(BudgetControllerConfig(**SIZES, hidden=8))
+    for parameter in trained.parameters():
+        torch.nn.init.normal_(parameter)
+    save_weights([tmp_path / "best_model.pt"], trained.state_dict(), {"epoch": 3})
+    trained.save_pretrained(tmp_path / "huggingface")
+    for source in (tmp_path / "best_model.pt", tmp_path / "huggingface"):
+        controller = BudgetController(BudgetControllerConfig(**SIZES, hidden=8))
+        load_weights(controller, source)
+        for name, tensor in controller.state_dict().items():
+            assert torch.equal(tensor, trained.state_dict()[name]), name
 
 
 def test_epoch_row_has_mean_and_std_over_samples() -> None:
@@ -125,9 +142,9 @@ def test_epoch_row_has_mean_and_std_over_samples() -> None:
         mean = sum(values) / len(values)
         std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
         spread = {
-            f"{name}_{figure}": number
+            f"{name}_{statistic}": number
             for name in ("reward", "accuracy", "latency")
-            for figure, number in (("mean", mean), ("std", std))
+            for statistic, number in (("mean", mean), ("std", std))
         }
         sums.add(len(values), {**spread, "budget_violation_rate": 1.0 if len(values) == 1 else 0.0}, loss)
     row = EpochSums(**vars(sums)).row(7)  # as restored from a checkpoint

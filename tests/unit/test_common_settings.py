@@ -76,7 +76,8 @@ def test_stage_defaults_for_best_checkpoint_and_export(stage: str) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_log_every_sets_interval_of_console_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[console]", "trainer.log_every=3"]
-    with RunLogger(load_config("sft", [*words, "health.enabled=false"]), 0, 100, 10, 1, True, "fp32") as run_logger:
+    config = load_config("sft", [*words, "health.enabled=false"])
+    with RunLogger(config, 0, 100, 10, 1, True, "fp32", (12, 4)) as run_logger:
         for step in range(1, 8):
             run_logger.log(step, {"train/loss": 1.0})
     assert re.findall(r"step (\d+)/100", capsys.readouterr().out) == ["3", "6"]

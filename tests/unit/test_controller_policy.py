@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -136,7 +137,10 @@ def test_rewards_follow_the_run_configurations(
     taken = [run + look + 2.0 for run, look in zip([10.0, 30.0, 90.0, 90.0], looked, strict=True)]
     assert [reward.metrics["latency_ms"] for reward in rewards] == taken
     budget = samples[0].action.budget_ms
-    for reward in rewards:
+    question = samples[0].prompt.fields["sample"]
+    for sample, reward in zip(samples, rewards, strict=True):
+        answer = runner.run(question, sample.action.configuration).answer
+        assert reward.texts == {"answer": answer, "references": json.dumps(question.references), "metric": "vqa"}
         assert tuple(reward.components) == environment.reward_names and reward.metrics.keys() == set(
             environment.metric_names
         )

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pytest
 from PIL import Image
@@ -139,6 +140,28 @@ def test_invalid_question_rows_are_rejected(change: dict[str, Any], message: str
         ImageQuestionDataset({"text_vqa": QuestionSource(source=write(tmp_path / "t", rows))}, "train")
 
 
+@pytest.mark.parametrize("name", ["coco_2014_vqa", "okvqa", "coco_caption"])
+def test_shared_split_of_hub_is_divided_by_image(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a local copy of the hub's files, because tests have no network."""
+    images = [png(f"#0000{shade:02x}") for shade in range(0, 240, 6)]
+    row = {"question": "Is it blue?", "answers": ["yes"]}
+    rows = [{"image": {"bytes": image, "path": None}, **row} for image in images for _ in range(3)]
+    data_files, asked = write(tmp_path / "hub", rows) + "/train.parquet", []
+
+    def load_local_copy(hub: str, split: str, streaming: bool) -> datasets.IterableDataset:
+        asked.append((hub, split))
+        return load_dataset("parquet", data_files=data_files, split="train", streaming=streaming)
+
+    load_dataset = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", load_local_copy)
+    parts = [ImageQuestionDataset({name: QuestionSource(train=-1, val=-1)}, part).samples for part in ("train", "val")]
+    train, val = ({sample.image for sample in samples} for samples in parts)
+    assert not train & val and train | val == {*images} and 2 <= len(val) <= 16
+    assert sum(map(len, parts)) == len(rows), "all questions about an image are on one side"
+    assert asked == [(PUBLIC_DATASETS[name].hub, PUBLIC_DATASETS[name].train)] * 2
+    assert all("val" not in split for _, split in asked) or name == "coco_caption"  # benchmarks of lmms-eval
+
+
 def test_invalid_question_sources_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"source=.* has no train\*.parquet"):
         ImageQuestionDataset({"okvqa": QuestionSource(source=str(tmp_path))}, "train")
@@ -147,5 +170,5 @@ def test_invalid_question_sources_are_rejected(tmp_path: Path) -> None:
         ImageQuestionDataset({"okvqa": QuestionSource(source=str(tmp_path))}, "train")
     with pytest.raises(UserError, match="data.datasets.mine has no source and is none of text_vqa"):
         ImageQuestionDataset({"mine": QuestionSource()}, "train")
-    with pytest.raises(UserError, match="cannot be loaded from the hub as lmms-lab/OK-VQA .* set its source"):
+    with pytest.raises(UserError, match="cannot be loaded from the hub as Multimodal-Fatima/OK-VQA_train .* source"):
         ImageQuestionDataset({"okvqa": QuestionSource()}, "train")  # tests have no network

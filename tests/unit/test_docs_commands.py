@@ -39,6 +39,7 @@ NOT_RUN = {
     r"bash scripts/audit\.sh": "asks PyPI",
     r"pip install( --no-deps \.| nicegui)|(python -m venv )?\.venv-lmms": "installs from PyPI",
     r"ssh ": "needs another machine",
+    r"\.venv/bin/tensorboard --logdir": "starts a server that does not end",
     r"python -m scripts\.pictures": "replaces the pictures of the pages",
     r"python -m verl\.\.\.": "stands for verl's own commands",
 }

@@ -177,6 +177,7 @@ def test_groups_without_signal_are_replaced_up_to_limit() -> None:
 
     indices, metrics = run(0)
     assert indices == [0, 25, 1, 30] and metrics["train/groups_without_signal"] == 2
+    assert metrics["train/num_groups"] == 4
     indices, metrics = run(3)
     assert asked == [(1, 2), (2, 2)] and metrics["train/groups_replaced"] == 2
     assert indices == [20, 25, 21, 30] and metrics["train/groups_without_signal"] == 0

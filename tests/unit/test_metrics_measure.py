@@ -134,7 +134,7 @@ def test_progress_bar_is_drawn_only_on_terminal(capsys, monkeypatch):
     for is_terminal in (True, False):
         monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
         bar = ProgressBar(total_steps=10, initial=4)
-        bar.update({"train/loss": 1.5})
+        bar.update({"train/loss": 1.5, "train/latency_ms_mean": 31.25})
         bar.close()
         shown = capsys.readouterr().err
-        assert ("5/10" in shown and "loss=1.5000" in shown) if is_terminal else shown == ""
+        assert ("5/10" in shown and "loss=1.5000, ms=31.2" in shown) if is_terminal else shown == ""

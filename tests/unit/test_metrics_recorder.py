@@ -100,6 +100,14 @@ def test_failing_sink_does_not_stop_events_and_epochs(tmp_path, capsys, monkeypa
     assert [(each["step"], each["level"]) for each in events] == [(3, "warning"), (4, "alarm")]
 
 
+def test_notes_go_to_console_and_log_file(tmp_path, capsys):
+    recorder = make_recorder(tmp_path, "console", "tensorboard", log_file=True)
+    recorder.log_note("Loaded 8 training and 4 validation samples.")
+    recorder.close()
+    assert capsys.readouterr().out == "Loaded 8 training and 4 validation samples.\n"
+    assert (tmp_path / "train.log").read_text().endswith(" - INFO - Loaded 8 training and 4 validation samples.\n")
+
+
 def test_samples_survive_torn_line_and_raise_if_unwritable(tmp_path):
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "text": "a"}\n{"step": 2, "te')
     recorder = make_recorder(tmp_path, attempt=2)

@@ -19,10 +19,11 @@ import pytest
 from tests.helpers.monitor import look, write_record, write_rows
 from tests.helpers.processes import wait_until
 from verl_ext.errors import UserError
+from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.monitor import follower as follower_module
 from verl_ext.monitor.charts import schedule_points
 from verl_ext.monitor.database import MonitorDatabase, database_for
-from verl_ext.monitor.follower import RunFollower
+from verl_ext.monitor.follower import RunFollower, events_of_row
 from verl_ext.monitor.server import csv_lines, csv_response
 from verl_ext.processes import pid_namespace
 
@@ -327,6 +328,14 @@ def test_steps_are_logged_at_log_every_of_run(root: Path, follower: RunFollower)
     look(follower)
     texts = [event.text for _, event in follower.reader.last_events(follower.runs["p/e"].id, 0, 200)]
     assert texts[1:] == ["loss 4", "loss 8"]
+
+
+def test_log_shows_reward_accuracy_and_latency() -> None:
+    metrics = {"loss": 0.5, "reward_total_mean": 0.25, "accuracy_mean": 0.75, "latency_ms_mean": 31.0}
+    for kind in ("train", "eval"):
+        row = MetricsRow(10, 1, 0.0, {f"{kind}/{name}": value for name, value in metrics.items()})
+        [event] = events_of_row(row)
+        assert "reward 0.25, accuracy 0.75, latency ms 31" in event.text
 
 
 @pytest.mark.parametrize("config", ["trainer: [1]", "trainer: often", "trainer: {log_every: often}"])

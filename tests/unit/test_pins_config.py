@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 from tests.helpers.pins import check_pin, evaluation_config, flat, recipes_of, run_modules
+from verl_ext.config.recipes import find_recipe
+from verl_ext.errors import UserError
 
 STAGES = {"sft": "sft", "vlm_sft": "sft", "grpo": "grpo", "budget": "grpo"}
 """The command of each stage."""
@@ -63,6 +65,14 @@ def test_recipe_changes_match_record(printed: dict[str, dict[str, Any]]) -> None
 def test_default_recipe_is_quickstart(printed: dict[str, dict[str, Any]]) -> None:
     for command in ("sft", "grpo"):
         assert printed[command] == printed[f"{command}/quickstart"]
+
+
+def test_variable_sets_default_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_EXT_SFT_RECIPE", "smollm2_135m")
+    assert (find_recipe("sft", None).stem, find_recipe("grpo", None).stem) == ("smollm2_135m", "quickstart")
+    monkeypatch.setenv("VERL_EXT_SFT_RECIPE", "smolm2_135m")
+    with pytest.raises(UserError, match="no recipe 'smolm2_135m' .* did you mean recipe=smollm2_135m"):
+        find_recipe("sft", None)
 
 
 def test_evaluation_configurations_match_record(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from tests.helpers.data import write_questions
 from tests.helpers.vlms import write_model
 from verl_ext.config.schema import set_at
-from verl_ext.controller.distribution import ConfigurationDistribution
+from verl_ext.controller.distribution import ConfigurationDistribution, num_uniforms
 from verl_ext.controller.latency import FEATURES, LatencyModel, ModelledLatency
 from verl_ext.controller.vlm import fingerprint, load_adapter
 from verl_ext.distributed import build_meshes
@@ -53,8 +53,7 @@ def trainer_of(config: RunConfig) -> GRPOTrainer:
     )
 
 
-@pytest.fixture
-def controlled(tmp_path: Path) -> BudgetTrainer:
+def budget_trainer(tmp_path: Path, *overrides: str) -> BudgetTrainer:
     """A budget trainer whose keys all differ from their defaults."""
     model, questions = write_model(tmp_path / "model"), write_questions(tmp_path / "questions", 4, 2)
     name = fingerprint(load_adapter(str(model), TIERS, dtype=torch.bfloat16).model)
@@ -65,7 +64,28 @@ def controlled(tmp_path: Path) -> BudgetTrainer:
     words = [f"recipe={recipe}", f"model.partial_pretrain={model}", f"latency.file={tmp_path / 'latency.json'}"]
     words += [f"trainer.default_local_dir={tmp_path / 'run'}", "data.train_batch_size=2", "trainer.samples_per_table=3"]
     words += [f"reward.{part}={weight}" for part, weight in WEIGHTS.items()]
-    return trainer_of(load_config("grpo", [*words, *OF_ANY_RUN, *CONTROLLER, *LEARNING]))
+    trainer = trainer_of(load_config("grpo", [*words, *OF_ANY_RUN, *CONTROLLER, *LEARNING, *overrides]))
+    assert isinstance(trainer, BudgetTrainer)
+    return trainer
+
+
+@pytest.fixture
+def controlled(tmp_path: Path) -> BudgetTrainer:
+    return budget_trainer(tmp_path)
+
+
+def test_new_controller_prefers_important_blocks(tmp_path: Path) -> None:
+    scores = {"1": 0.1, "2": -1.0, "3": 0.9}
+    (tmp_path / "importance.json").write_text(json.dumps({"merged_scores": scores}))
+    trainer = budget_trainer(tmp_path, f"controller.importance_file={tmp_path / 'importance.json'}")
+    controller = trainer.build_model()
+    values = torch.tensor([*scores.values()])
+    torch.testing.assert_close(controller.block_head.bias, (values - values.mean()) / values.std())
+    uniforms = torch.rand(200, num_uniforms(controller.space), dtype=torch.float64)
+    features = (torch.randn(200, width) for width in (controller.config.vision_width, controller.config.language_width))
+    logits = controller(*features, torch.full((200,), 100.0))
+    active = ConfigurationDistribution(controller.space, *logits).sample(uniforms).masks.float().mean(0)
+    assert active[-1] > active[-3] > active[-2], active  # blocks 3, 1 and 2
 
 
 def test_budget_trainer_follows_configuration(controlled: BudgetTrainer) -> None:

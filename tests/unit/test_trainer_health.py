@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def attempt_in(run_dir: Path, *overrides: str) -> RunLogger:
     words = [f"trainer.default_local_dir={run_dir}", "trainer.logger=[]", "health.every=1", *overrides]
     config = load_config("sft", words)
-    return RunLogger(config, 0, 100, 10, 1, True, "fp32")
+    return RunLogger(config, 0, 100, 10, 1, True, "fp32", (12, 4))
 
 
 def events(run_dir: Path) -> list[str]:
@@ -58,7 +58,7 @@ def test_second_attempt_does_not_repeat_findings(tmp_path: Path) -> None:
     with attempt_in(tmp_path) as attempt:
         for step in range(1, 9):
             attempt.log(step, {"train/loss": 9.0})
-    second = RunLogger(attempt.config, 6, 100, 10, 1, True, "fp32")
+    second = RunLogger(attempt.config, 6, 100, 10, 1, True, "fp32", (12, 4))
     with second:
         for step in range(7, 12):
             second.log(step, {"train/loss": 9.0})

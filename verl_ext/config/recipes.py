@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 
@@ -34,12 +35,23 @@ def find_recipe(stage: str, name: str | None, key: str = "recipe") -> Path:
 
 
 def default_recipe(stage: str) -> str:
-    """The stage's default recipe from `recipes/default.yaml`, which consists of `stage: name` lines."""
+    """The stage's default recipe: from `recipe_variable`, else from the `stage: name` lines of `recipes/default.yaml`.
+
+    Raises:
+        UserError: there is neither.
+    """
+    if name := os.environ.get(recipe_variable(stage)):
+        return name
     path = RECIPES / "default.yaml"
     found = re.search(rf"^{re.escape(stage)}:\s*([^\s#]+)", path.read_text() if path.is_file() else "", re.MULTILINE)
     if not found:
         raise UserError(f"{path} names no recipe for the stage {stage}; add a line '{stage}: NAME' or give recipe=NAME")
     return found.group(1)
+
+
+def recipe_variable(stage: str) -> str:
+    """The environment variable that sets the stage's default recipe, such as `VERL_EXT_SFT_RECIPE`."""
+    return f"VERL_EXT_{stage.upper()}_RECIPE"
 
 
 def recipe_summaries(stage: str) -> dict[str, str]:

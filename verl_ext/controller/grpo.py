@@ -235,7 +235,9 @@ class ControllerEnvironment(Environment):
         components = reward_components(self._weights, accuracy, latency_ms, action.budget_ms, complexity)
         violation = float(latency_ms > action.budget_ms)
         metrics = {"accuracy": accuracy, "latency_ms": latency_ms, "budget_violation": violation}
-        return StepResult(reward=Reward(components, metrics=metrics, finished_at=time.perf_counter()))
+        references = json.dumps(question.references, ensure_ascii=False)
+        texts = {"answer": result.answer, "references": references, "metric": question.metric}
+        return StepResult(reward=Reward(components, metrics=metrics, texts=texts, finished_at=time.perf_counter()))
 
     def _run(self, question: ImageQuestion, configuration: Configuration) -> tuple[RunResult, float]:
         """Run a configuration, and return the result and its latency including the decision.

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from PIL import Image, UnidentifiedImageError
 
 from verl_ext.console import progress_bar, warn
@@ -31,28 +32,30 @@ class PublicDataset:
 
     Attributes:
         hub: name on the hub.
-        splits: names of the splits train and val on the hub.
+        train: the hub's split for training.
+        val: the hub's split for validation. If it is the same, a fifth of its images is held out.
         question: question for rows without one.
         metric: one of `VQA_METRICS`.
     """
 
     hub: str
-    splits: Mapping[str, str]
+    train: str = "train"
+    val: str = "train"
     question: str | None = None
     metric: str = "vqa"
 
 
-_USUAL_SPLITS = {"train": "train", "val": "validation"}
 PUBLIC_DATASETS = {
-    "text_vqa": PublicDataset("lmms-lab/textvqa", _USUAL_SPLITS),
-    "coco_2014_vqa": PublicDataset("lmms-lab/VQAv2", dict.fromkeys(_USUAL_SPLITS, "validation")),
-    "okvqa": PublicDataset("lmms-lab/OK-VQA", dict.fromkeys(_USUAL_SPLITS, "val2014")),
+    "text_vqa": PublicDataset("lmms-lab/textvqa", val="validation"),
+    # The validation splits of these two are benchmarks of lmms-eval, so training and validation share the train split.
+    "coco_2014_vqa": PublicDataset("Multimodal-Fatima/VQAv2_train"),
+    "okvqa": PublicDataset("Multimodal-Fatima/OK-VQA_train"),
     "coco_caption": PublicDataset(
-        "lmms-lab/COCO-Caption", dict.fromkeys(_USUAL_SPLITS, "val"), "Describe the image in one sentence.", "cider"
+        "lmms-lab/COCO-Caption", "val", "val", question="Describe the image in one sentence.", metric="cider"
     ),
 }
-VAL_EVERY = 5
-"""If the hub has answers for only one split, every fifth row belongs to val and the others to train."""
+VAL_SHARE = 5
+"""If train and val share a split, one image of five belongs to val."""
 
 
 @dataclass(frozen=True)
@@ -282,16 +285,22 @@ def iter_records(name: str, source: QuestionSource, split: str) -> Iterator[Mapp
     return islice(rows, size if size >= 0 else None)
 
 
+def _is_held_out(image: Any) -> bool:
+    """Whether an image of a shared split belongs to val; all questions about an image are on the same side."""
+    encoded = image_of(image, folder=None)
+    assert isinstance(encoded, bytes), "a streamed image comes with its bytes"
+    return xxhash.xxh64_intdigest(encoded) % VAL_SHARE == 0
+
+
 def _hub_rows(name: str, split: str) -> Iterator[Mapping[str, Any]]:
     """Stream the rows of one of `PUBLIC_DATASETS`."""
     import datasets
 
     public = PUBLIC_DATASETS[name]
     try:
-        rows = datasets.load_dataset(public.hub, split=public.splits[split], streaming=True)
-        is_shared = public.splits["train"] == public.splits["val"]
-        for row, record in enumerate(rows.cast_column("image", datasets.Image(decode=False))):
-            if not is_shared or (row % VAL_EVERY == 0) == (split == "val"):
+        rows = datasets.load_dataset(public.hub, split=public.val if split == "val" else public.train, streaming=True)
+        for record in rows.cast_column("image", datasets.Image(decode=False)):
+            if public.train != public.val or _is_held_out(record["image"]) == (split == "val"):
                 yield record
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(

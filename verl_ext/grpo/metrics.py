@@ -138,6 +138,7 @@ def sample_rows(
                 "sample_id": trajectory.prompt.sample_id,
                 "number": trajectory.number,
                 **policy.table_row(trajectory),
+                **reward.texts,
                 **{name: reward.components.get(name) for name in environment.reward_names},
                 **reward.metrics,
                 "reward_total": reward.total,

@@ -85,12 +85,14 @@ class Reward:
         components: weighted contribution of each reward function, by name.
         failures: failed reward functions, by name. A trajectory with a failure has no total reward.
         metrics: other measurements, by the environment's `metric_names`.
+        texts: texts of the sample table by column, such as the reference answer; every reward has the same columns.
         finished_at: `time.perf_counter` when the last component arrived; 0 if unknown.
     """
 
     components: dict[str, float]
     failures: dict[str, RewardFailure] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     finished_at: float = 0.0
 
     @property

@@ -105,6 +105,7 @@ class GRPOStep:
         metrics = self.update(trajectories)
         self._trace_update(step, trajectories, start)
         counts = {
+            "train/num_groups": len(trajectories) // self.group_size,
             "train/groups_without_signal": len(self._groups_without_signal(trajectories)),
             "train/groups_replaced": num_replaced,
         }

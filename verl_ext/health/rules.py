@@ -116,7 +116,7 @@ RULES: tuple[Rule, ...] = (
          "fix the reward function: the output of the run has the traceback of its first failure", GRPO),
     Rule("accuracy_zero", checks.accuracy_zero,
          "No answer has been right for stuck_epochs, or 100 steps.",
-         "check in samples.jsonl that the reference answers are right", REWARDED),
+         "compare the answers in samples.jsonl with their references", REWARDED),
     Rule("accuracy_not_rising", plateau(CORRECT, 1, "the accuracy"),
          "The accuracy has not risen for stuck_epochs.",
          "if it should still rise, train longer or adjust optim.lr", REWARDED),

@@ -13,7 +13,7 @@ from functools import partial
 
 from verl_ext.cli import CommandParser, IntArg, definitions
 from verl_ext.commands import program, require_package
-from verl_ext.config.recipes import default_recipe, recipe_summaries
+from verl_ext.config.recipes import default_recipe, recipe_summaries, recipe_variable
 from verl_ext.console import print_line
 from verl_ext.errors import exit_on_user_error
 from verl_ext.metrics.timing import process_start, startup
@@ -123,8 +123,8 @@ def make_parser(stage: str) -> CommandParser:
             f"{command} 8 recipe={EXAMPLES[stage]} optim.lr=1e-5 trainer.experiment_name=low",
             f"NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 {command} 8 --restarts 3",
         ],
-        notes=f"recipes in {folder}/{stage}/ (default: {default_recipe(stage)}, set in ../default.yaml):\n"
-        + definitions(recipes),
+        notes=f"recipes in {folder}/{stage}/ (default: {default_recipe(stage)}, set by {recipe_variable(stage)} or "
+        f"../default.yaml):\n{definitions(recipes)}",
         exit_codes=EXIT_CODES,
         keys=partial(suggested_keys, stage),
     )

@@ -100,6 +100,10 @@ class MetricsRecorder:
         """Record the means of an epoch; see `MetricsSink.log_epoch`."""
         self._send(lambda sink: sink.log_epoch(split, row))
 
+    def log_note(self, text: str) -> None:
+        """Say something about the run on the console and in `train.log`."""
+        self._send(lambda sink: sink.log_note(text))
+
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Record some samples of a step in `samples.jsonl` and W&B; all rows have the same columns.
 

@@ -170,6 +170,7 @@ _GRPO = Section(
             "ratio is relative to the engine's probability.",
             LARGEST,
         ),
+        "train/num_groups": Metric("group", "Groups of samples: the prompts of the step.", SUM),
         "train/groups_without_signal": Metric("group", "Groups whose rewards are all equal.", SUM),
         "train/groups_replaced": Metric("group", "Such groups replaced by dynamic sampling.", SUM),
         "throughput/{train,eval}/valid_tokens_per_s": Metric("token/s", "Completion tokens.", RATE),

@@ -23,7 +23,13 @@ _EVAL_REWARD = "eval/reward_total_mean"
 _LINE_WIDTH = 120
 """Maximum width of a line; rewards that do not fit are omitted."""
 _LENGTH, _LATENCY = "seq_completion_len_mean", "latency_ms_mean"
-_ON_THE_BAR = {"loss": "train/loss", "reward": "train/reward_total_mean", "acc": "train/accuracy_mean"}
+_ON_THE_BAR = {
+    "loss": ("train/loss", "{:.4f}"),
+    "reward": ("train/reward_total_mean", "{:.4f}"),
+    "acc": ("train/accuracy_mean", "{:.4f}"),
+    "ms": (f"train/{_LATENCY}", "{:.1f}"),
+}
+"""Metric and format of each value after the progress bar."""
 
 
 class MetricsSink:
@@ -43,6 +49,9 @@ class MetricsSink:
 
     def log_event(self, event: HealthEvent) -> None:
         """Log a finding of the health rules."""
+
+    def log_note(self, text: str) -> None:
+        """Log a sentence about the run."""
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Log some samples of one step; all rows have the same columns."""
@@ -163,6 +172,10 @@ class ConsoleSink(MetricsSink):
         """Print a finding of the health rules."""
         self._show(f"step {event.step}/{self._total_steps} | {event.level}: {event.name}: {event.text}")
 
+    def log_note(self, text: str) -> None:
+        """Print the sentence."""
+        self._show(text)
+
     def _line(self, parts: list[str], row: MetricsRow) -> str:
         return " | ".join([f"step {row.step}/{self._total_steps}", *filter(None, parts)])
 
@@ -203,8 +216,8 @@ class ProgressBar:
         self._bar = progress_bar(total=total_steps, initial=initial, desc="training", unit="steps", lines=False)
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Advance by one step and show its loss, reward and accuracy if logged."""
-        shown = {word: f"{metrics[name]:.4f}" for word, name in _ON_THE_BAR.items() if name in metrics}
+        """Advance by one step and show its loss, reward, accuracy and latency if logged."""
+        shown = {word: form.format(metrics[name]) for word, (name, form) in _ON_THE_BAR.items() if name in metrics}
         try:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update()

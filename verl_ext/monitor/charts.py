@@ -167,11 +167,19 @@ CHARTS = (
     Chart(
         "Training speed",
         "训练速度曲线",
-        "Samples, tokens or configurations per second. It should be stable, with short dips at saves and validations. "
-        "Strong fluctuations or a low level suggest slow data loading.",
-        "每秒处理的样本、词元或配置数。理想趋势：保持稳定，保存检查点和评估时短暂下降。剧烈波动或持续偏低，可能是 "
-        "I/O 瓶颈。",
-        ("throughput/train/samples_per_s", "throughput/train/valid_tokens_per_s", "throughput/train/configs_per_s"),
+        "Samples per second. It should be stable, with short dips at saves and validations. Strong fluctuations or a "
+        "low level suggest slow data loading. It depends on the batch size and the length of the samples.",
+        "每秒处理的样本数。理想趋势：保持稳定，保存检查点和评估时短暂下降。剧烈波动或持续偏低，可能是 "
+        "I/O 瓶颈。它取决于批大小和序列长度。",
+        ("throughput/train/samples_per_s",),
+    ),
+    Chart(
+        "Token throughput",
+        "词元吞吐量",
+        "Tokens per second, without padding; in GRPO, completion tokens. Unlike samples per second, it hardly depends "
+        "on the length of the samples.",
+        "每秒处理的词元数，不含填充；GRPO 中为生成的词元。与样本速度不同，它几乎不取决于序列长度。",
+        ("throughput/train/tokens_per_s", "throughput/train/valid_tokens_per_s"),
     ),
     Chart(
         "Step time",

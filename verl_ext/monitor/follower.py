@@ -519,7 +519,17 @@ def parse_rows(lines: Sequence[bytes]) -> tuple[list[MetricsRow], list[bytes], i
 # The log
 
 
-_STEP_PARTS = {"reward": "train/reward_total_mean", "accuracy": "train/accuracy_mean", "grad norm": "train/grad_norm"}
+_STEP_PARTS = {
+    "reward": "train/reward_total_mean",
+    "accuracy": "train/accuracy_mean",
+    "latency ms": "train/latency_ms_mean",
+    "grad norm": "train/grad_norm",
+}
+_EVAL_PARTS = {
+    "reward": "eval/reward_total_mean",
+    "accuracy": "eval/accuracy_mean",
+    "latency ms": "eval/latency_ms_mean",
+}
 _ENDED_WELL = ("all steps", "stopped")
 """Prefixes of exit reasons of attempts that did not fail."""
 
@@ -530,7 +540,8 @@ def events_of_row(row: MetricsRow, log_every: int = DEFAULT_LOG_EVERY) -> Iterat
     if "val/loss" in metrics:
         yield LogEvent(time, attempt, step, "evaluation", f"val/loss {_format(metrics['val/loss'])}")
     elif "eval/reward_total_mean" in metrics:
-        yield LogEvent(time, attempt, step, "evaluation", f"eval reward {_format(metrics['eval/reward_total_mean'])}")
+        parts = [f"{word} {_format(metrics[name])}" for word, name in _EVAL_PARTS.items() if name in metrics]
+        yield LogEvent(time, attempt, step, "evaluation", f"eval {', '.join(parts)}")
     if "time/train/save_s" in metrics:
         text = f"checkpoint saved in {_format(metrics['time/train/save_s'])} s"
         yield LogEvent(time, attempt, step, "checkpoint", text)

@@ -38,11 +38,7 @@ PANELS: dict[str, type[Panel]] = {
     "Health": HealthPanel,
     "Log": LogPanel,
 }
-SPEEDS = {
-    "throughput/train/samples_per_s": "samples/s",
-    "throughput/train/valid_tokens_per_s": "tokens/s",
-    "throughput/train/configs_per_s": "configs/s",
-}
+SPEED = "throughput/train/samples_per_s"
 STATUS_BAR = {
     "Current step": "Steps done",
     "Total steps": "Steps of the whole run",
@@ -284,8 +280,7 @@ class RunStatusBar:
         return " · ".join(parts)
 
     def _speed(self, latest: dict[str, float]) -> str:
-        name = next((each for each in SPEEDS if each in latest), None)
-        return "-" if name is None else f"{latest[name]:,.1f} {self._say(SPEEDS[name])}"
+        return f"{latest[SPEED]:,.1f} {self._say('samples/s')}" if SPEED in latest else "-"
 
 
 class RunTable(Panel):

@@ -142,7 +142,8 @@ class RewardTrainer(PipelineTrainer):
             "train/epoch": self.global_step / self.steps_per_epoch,
             "train/skipped_steps": self.guard.num_skipped,
             **self.with_step_costs(
-                sample_metrics("train", trajectories, self.policy, self.environment, self.device_name)
+                sample_metrics("train", trajectories, self.policy, self.environment, self.device_name),
+                num_samples=len(trajectories),
             ),
         }
 
@@ -213,12 +214,17 @@ class RewardTrainer(PipelineTrainer):
             rows = sample_rows(trajectories, trainer.samples_per_table, self.policy, self.environment)
             self.logger.log_samples(self.global_step, rows)
 
-    def with_step_costs(self, metrics: Metrics) -> Metrics:
-        """Add a step's time and memory: seconds of the slowest rank, throughput of all ranks."""
+    def with_step_costs(self, metrics: Metrics, num_samples: int) -> Metrics:
+        """Add a step's time and memory: seconds of the slowest rank, throughput of all ranks.
+
+        Args:
+            num_samples: samples of this rank in the step.
+        """
         parts = {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
         parts["time/train/step_s"] = time.perf_counter() - self.step_start
         maxima = {**parts, **peak_memory(self.device_name)}
-        costs = reduce_over_ranks(maxima=maxima, device=self.device_name)
+        costs = reduce_over_ranks(sums={"samples": num_samples}, maxima=maxima, device=self.device_name)
+        costs["throughput/train/samples_per_s"] = costs.pop("samples") / costs["time/train/step_s"]
         decisions, rate = metrics[f"train/{self.policy.count_name}"], f"throughput/train/{self.policy.rate_name}"
         costs[rate] = decisions / costs["time/train/step_s"]
         costs[f"{rate}_update"] = decisions / costs["time/train/update_s"]

@@ -34,6 +34,7 @@ class RunLogger:
         world_size: number of ranks.
         is_main: whether this is rank 0.
         precision: dtype of the forward pass.
+        num_samples: numbers of training and validation samples; the latter is 0 without validation.
         health: the health rules; None if they are disabled, or if a rule or a record of earlier starts is broken.
     """
 
@@ -44,6 +45,7 @@ class RunLogger:
     world_size: int
     is_main: bool
     precision: str
+    num_samples: tuple[int, int]
     health: HealthMonitor | None = None
 
     def __enter__(self) -> RunLogger:
@@ -63,6 +65,8 @@ class RunLogger:
         )
         self.recorder = self._open_recorder(number)  # may fail, and config.yaml then stays unchanged
         replace_file(run_dir / "config.yaml", [to_yaml(self.config)])
+        train, val = self.num_samples
+        self.recorder.log_note(f"Loaded {train:,} training and {val:,} validation samples.")
         self.bar = ProgressBar(self.total_steps, initial=self.first_step)
         startup.mark("trackers")
 

@@ -224,6 +224,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             dist.get_world_size(),
             self.is_main,
             PrecisionType.to_str(self.precision),
+            (len(self.train_dataset), 0 if self.val_dataset is None else len(self.val_dataset)),
         )
         with self.logger:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from verl_ext.grpo.rewards.functions import (
 )
 from verl_ext.grpo.rewards.process_pool import RewardProcessPool
 
+MAX_REFERENCE_CHARACTERS = 2000
+"""Maximum length of a reference in the sample table; the tests of a program can be much longer."""
 VERDICT = "verdict"
 """Key of the future that all rewards from the judge's verdict share."""
 
@@ -71,7 +74,7 @@ class TextEnvironment(Environment):
         finished_at: list[float] = []
         for future in futures.values():
             future.add_done_callback(lambda _: finished_at.append(time.perf_counter()))
-        return partial(self._wait, futures, finished_at)
+        return partial(self._wait, futures, finished_at, _texts(answer))
 
     def end_batch(self) -> None:
         """See `Environment.end_batch`."""
@@ -82,7 +85,7 @@ class TextEnvironment(Environment):
         """See `Environment.close`."""
         self._started.close()
 
-    def _wait(self, futures: dict[str, Future[Any]], finished_at: list[float]) -> StepResult:
+    def _wait(self, futures: dict[str, Future[Any]], finished_at: list[float], texts: dict[str, str]) -> StepResult:
         components: dict[str, float] = {}
         failures: dict[str, RewardFailure] = {}
         for spec in self._specs:
@@ -96,7 +99,15 @@ class TextEnvironment(Environment):
                 failures[spec.name] = error.failure
             except Exception as error:  # the sample has no reward, and the failure is reported
                 failures[spec.name] = RewardFailure(f"{error}" or type(error).__name__)
-        return StepResult(reward=Reward(components, failures, finished_at=max(finished_at, default=0.0)))
+        done = max(finished_at, default=0.0)
+        return StepResult(reward=Reward(components, failures, texts=texts, finished_at=done))
+
+
+def _texts(answer: RewardedAnswer) -> dict[str, str]:
+    """Columns of the sample table that belong to the row of the data."""
+    truth = answer.ground_truth
+    text = truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, default=str)
+    return {"reference": text[:MAX_REFERENCE_CHARACTERS]}
 
 
 def _judge_client(reward: RewardConfig, num_workers: int) -> JudgeClient:
