@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from torch import nn
 from transformers import (
@@ -16,6 +17,8 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessor,
     Idefics3Processor,
+    PreTrainedConfig,
+    PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -195,10 +198,16 @@ def loud(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-class StandInConfig:
-    """The part of a configuration that adapters read."""
+class StandInConfig(PreTrainedConfig):
+    """The configuration of the stand-in for Molmo."""
 
     model_type = "molmo"
+
+    def __init__(
+        self, num_experts: int = 8, top_k: int = 4, num_blocks: int = 4, width: int = 32, **others: Any
+    ) -> None:
+        self.num_experts, self.top_k, self.num_blocks, self.width = num_experts, top_k, num_blocks, width
+        super().__init__(**others)
 
 
 class StandInMLP(nn.Module):
@@ -281,14 +290,22 @@ class StandInVision(nn.Module):
         return self.project(images), None
 
 
-class StandInMolmo(nn.Module):
-    """`MolmoForCausalLM` by its signature, on one head and one projection; legacy caches as it has them."""
+class StandInMolmo(PreTrainedModel):
+    """`MolmoForCausalLM` by its signature, on one head and one projection; legacy caches as it has them.
 
-    def __init__(self, num_experts: int = 8, top_k: int = 4, num_blocks: int = 4, width: int = 32) -> None:
-        super().__init__()
-        self.config, self.device = StandInConfig(), torch.device("cpu")
-        self.model = StandInMolmoModel(width, num_blocks, num_experts, top_k)
-        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+    Like the published class, which is written for transformers 4, it does not call `post_init`, defines `tie_weights`
+    without parameters, and does not cast images.
+    """
+
+    config_class = StandInConfig
+
+    def __init__(self, config: StandInConfig) -> None:
+        super().__init__(config)
+        self.model = StandInMolmoModel(config.width, config.num_blocks, config.num_experts, config.top_k)
+        self.lm_head = nn.Linear(config.width, VOCABULARY, bias=False)
+
+    def tie_weights(self) -> None:  # type: ignore[override]
+        """Nothing to do."""
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.transformer.wte
@@ -314,7 +331,7 @@ class StandInMolmo(nn.Module):
         if images is not None:
             features, _ = self.model.vision_backbone(images, image_masks)
             x = x.index_add(1, image_input_idx.flatten(), features.flatten(1, 2))
-        bias = torch.full((input_ids.shape[1], past + input_ids.shape[1]), float("-inf")).triu(past + 1)
+        bias = torch.full((input_ids.shape[1], past + input_ids.shape[1]), float("-inf"), dtype=x.dtype).triu(past + 1)
         caches = []
         for number, block in enumerate(self.model.transformer.blocks):
             layer_past = None if past_key_values is None else past_key_values[number]
@@ -348,7 +365,26 @@ class StandInProcessor:
 def molmo(seed: int = 0, **arguments: int) -> tuple[nn.Module, StandInProcessor]:
     """The stand-in with experts, or without by `num_experts=0`."""
     torch.manual_seed(seed)
-    return loud(StandInMolmo(**arguments)), StandInProcessor()
+    return loud(StandInMolmo(StandInConfig(**arguments))), StandInProcessor()
+
+
+def write_molmo(folder: Path) -> nn.Module:
+    """Write the stand-in as a checkpoint with its own code, as on the hub, and return the model."""
+    model, _ = molmo()
+    classes = {"AutoConfig": "StandInConfig", "AutoModelForCausalLM": "Molmo", "AutoProcessor": "Processor"}
+    folder.mkdir()
+    (folder / "code.py").write_text(
+        "from tests.helpers.vlms import StandInConfig, StandInMolmo, StandInProcessor\n\n\n"
+        "class Molmo(StandInMolmo):\n    pass\n\n\n"
+        "class Processor:\n"
+        "    from_pretrained = classmethod(lambda cls, *_, **__: StandInProcessor())\n"
+        "    register_for_auto_class = classmethod(lambda cls, *_: None)\n"
+    )
+    auto_map = {name: f"code.{class_name}" for name, class_name in classes.items()}
+    for name in ("config.json", "processor_config.json"):
+        (folder / name).write_text(json.dumps({**model.config.to_diff_dict(), "auto_map": auto_map}))
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    return model
 
 
 def write_model(folder: Path, seed: int = 0) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from verl_ext.controller.adapters.base import Decoding
 from verl_ext.controller.adapters.molmo import MolmoAdapter
 from verl_ext.controller.execution import LatencyMeter
 from verl_ext.controller.space import Configuration
+from verl_ext.controller.vlm import load_adapter
 from verl_ext.errors import UserError
 from verl_ext.plugins import Plugin
 
@@ -53,6 +55,15 @@ def configuration_of(
 ) -> Configuration:
     choices = (1, 2, adapter.trained_topk) if adapter.trained_topk else ()
     return adapter.space(1, 4, choices).configuration(tier, [each == "1" for each in blocks], topk)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_molmo_with_own_code_for_transformers_4_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = vlms.write_molmo(tmp_path / "molmo").to(dtype)
+    loaded = load_adapter(str(tmp_path / "molmo"), (3, 6, 12), dtype=dtype, trust_remote_code=True)
+    assert type(loaded.model).__name__ == "Molmo", "the checkpoint's own class"
+    expected = MolmoAdapter(model, vlms.StandInProcessor(), (3, 6, 12))
+    assert torch.equal(logits_of(loaded), logits_of(expected))
 
 
 def logits_of(adapter: VLMAdapter, tier: int = 2) -> torch.Tensor:

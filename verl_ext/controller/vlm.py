@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import re
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from verl_ext.console import warn
 from verl_ext.controller.adapters import VLMAdapter, adapter_for
@@ -60,9 +62,13 @@ def load_adapter(
     require_no_remote_code(name, trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        brings_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-        loader = AutoModelForCausalLM if brings_code else AutoModelForImageTextToText
-        model = load_whole(loader, name, dtype=dtype, trust_remote_code=trust_remote_code)
+        custom_class = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
+        if custom_class is None:
+            model = load_whole(AutoModelForImageTextToText, name, dtype=dtype, trust_remote_code=trust_remote_code)
+        else:
+            model_class = get_class_from_dynamic_module(custom_class, name)
+            adapt_model_class(model_class)
+            model = load_whole(model_class, name, config=config, dtype=dtype)
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a damaged model can raise anything
         raise UserError(
@@ -70,6 +76,19 @@ def load_adapter(
             "or set trust_remote_code for a model with custom code"
         ) from error
     return adapter_for(model.to(device).eval().requires_grad_(False), processor, tier_sizes, own_adapter)
+
+
+def adapt_model_class(model_class: type[PreTrainedModel]) -> None:
+    """Let a checkpoint's own model class, written for transformers 4 as Molmo's is, load in transformers 5.
+
+    - transformers 5.0 reads `all_tied_weights_keys`, which is missing if the class does not call `post_init`.
+    - transformers 5.0 passes keywords to `tie_weights`, which the class may define without them.
+    """
+    if not hasattr(model_class, "all_tied_weights_keys"):
+        model_class.all_tied_weights_keys = {}
+    tie_weights = model_class.tie_weights
+    if not inspect.signature(tie_weights).parameters.keys() & {"missing_keys", "kwargs"}:
+        model_class.tie_weights = lambda model, **_: tie_weights(model)
 
 
 # Fingerprints

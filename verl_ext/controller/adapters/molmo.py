@@ -1,7 +1,7 @@
 """Molmo and MolmoE with the code in their checkpoints. A tier is a number of crops in addition to the global crop.
 
-That code is only available on the hub, so tests use a stand-in with the names and signatures of the published
-`modeling_molmo.py` and `modeling_molmoe.py`.
+No package carries that code, so tests use a stand-in with the names and signatures of the published `modeling_molmo.py`
+and `modeling_molmoe.py`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class MolmoAdapter(VLMAdapter):
         inputs = self.processor.process(
             images=[image], text=question, images_kwargs={"max_crops": self.tier_sizes[tier]}
         )
+        inputs["images"] = inputs["images"].to(self.model.dtype)  # the model does not cast them
         return {name: tensor.unsqueeze(0).to(self.model.device) for name, tensor in inputs.items()}
 
     def num_patches(self, inputs: Inputs) -> int:
