@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ from scripts.pictures import NAMES
 from tests.helpers import ROOT
 from tests.helpers.docs import PAGES
 from tests.helpers.models import CELLS, SUPPORT
-from verl_ext.metrics.registry import render_metrics_page
+from verl_ext.config.schema import keys
+from verl_ext.health.config import HealthLimits
+from verl_ext.health.rules import RULES
+from verl_ext.metrics.registry import lookup_metric, render_metrics_page
+from verl_ext.monitor.charts import CHARTS
+from verl_ext.trainer.stages import STAGES
 
 
 def test_metrics_reference_is_up_to_date() -> None:
@@ -41,6 +47,33 @@ def test_model_table_matches_tested_matrix() -> None:
     assert header == ["family", *CELLS]
     expected = [[support.models, *(support.reasons.get(cell, "") for cell in CELLS)] for support in SUPPORT]
     assert rows == [[name, *(f"– {reason}" if reason else "yes" for reason in reasons)] for name, *reasons in expected]
+
+
+def cells_of(table: str) -> list[list[str]]:
+    """The cells of a Markdown table; the first two rows are the header and its line."""
+    return [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in table.splitlines()]
+
+
+def test_names_of_product_in_document_tables_exist() -> None:
+    """On the page that maps the five source documents: metrics, keys, charts, rules and limits."""
+    text = (ROOT / "docs/reference/from_documents.md").read_text()
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    rows = [row for table in tables for row in cells_of(table)[2:]]
+    assert len(tables) == 7 and len(rows) > 60
+    names = {name for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
+    metrics = {name for name in names if re.match(r"(train|val|eval|time|throughput|weights)/\w", name)}
+    assert len(metrics) >= 8 and all(lookup_metric(name) for name in metrics)
+    known = {key for stage in STAGES.values() for key in keys(stage.root)}
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    named = {name for name in names if re.fullmatch(r"[a-z]+\.\w+", name) and name.partition(".")[0] in sections}
+    assert len(named) >= 15 and named <= known
+    charts = {name for name in names if name.istitle() or " and " in name}
+    assert "Loss" in charts and charts <= {chart.name for chart in CHARTS}
+    thresholds = [row for table in tables if "| rule |" in table for row in cells_of(table)[2:]]
+    limits = {field.name for field in fields(HealthLimits)}
+    for _, rules, limit in thresholds:
+        assert set(re.findall(r"`(\w+)`", rules)) <= {rule.name for rule in RULES}, rules
+        assert set(re.findall(r"`(\w+)`", limit)) <= limits, limit
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

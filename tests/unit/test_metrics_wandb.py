@@ -6,9 +6,11 @@ import sys
 import pytest
 import wandb
 
-from tests.helpers.wandb_files import read_history, read_records
+from tests.helpers.wandb_files import read_history, read_records, values_of
+from verl_ext.metrics import wandb_dashboard
 from verl_ext.metrics.jsonl import HealthEvent
 from verl_ext.metrics.recorder import MetricsRecorder
+from verl_ext.metrics.registry import lookup_metric
 from verl_ext.metrics.wandb_sink import RUN_ID_FILE, open_wandb_run, persistent_run_id
 
 
@@ -25,8 +27,8 @@ def no_key(monkeypatch, tmp_path):
     wandb.teardown()
 
 
-def log_attempt(run_dir, attempt, steps):
-    recorder = MetricsRecorder(
+def make_recorder(run_dir, attempt):
+    return MetricsRecorder(
         run_dir=run_dir,
         attempt=attempt,
         backends=["wandb"],
@@ -35,6 +37,10 @@ def log_attempt(run_dir, attempt, steps):
         config={"trainer": {"wandb_proxy": None}},
         total_steps=10,
     )
+
+
+def log_attempt(run_dir, attempt, steps):
+    recorder = make_recorder(run_dir, attempt)
     for step in steps:
         recorder.log(step, {"train/loss": 1.0 / step})
     recorder.close()
@@ -47,10 +53,49 @@ def test_two_attempts_without_key_share_one_offline_run(tmp_path, capsys):
     run_id = persistent_run_id(run_dir)
     files = sorted(run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
     assert len(files) == 2 == len(list(run_dir.glob("wandb/offline-run-*")))
-    rows = [(row["global_step"], row["attempt"], row["train/loss"]) for file in files for row in read_history(file)]
+    rows = [
+        (row["global_step"], row["attempt"], row["train/loss"])
+        for file in files
+        for row in read_history(file)
+        if "attempt" in row
+    ]
     assert rows == [(1, 1, 1.0), (2, 1, 0.5), (3, 1, 1 / 3), (2, 2, 0.5), (3, 2, 1 / 3)]
     shown = capsys.readouterr()
     assert shown.err == "" and shown.out.count("wandb sync") == 2
+
+
+def test_dashboard_compares_metrics_of_all_attempts(tmp_path):
+    for attempt, steps in {1: [1, 2, 3], 2: [3, 4]}.items():
+        recorder = make_recorder(tmp_path, attempt)
+        for step in steps:
+            recorder.log(step, {"train/loss": float(step + 10 * attempt), "train/grad_norm": 1.0})
+            recorder.log(step, {"val/loss": 0.5})
+        recorder.close()
+    path = max(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    shown = [values_of(record.config.update) for record in read_records(path) if record.config.update]
+    charts = {name.rpartition("/")[2] for update in shown for name in update if name.startswith("_wandb/visualize/")}
+    assert charts == {"Loss", "Gradient norm"}
+    path_of_table = "Custom Chart Tables/Dashboard/Loss_table/path"
+    table = [row[path_of_table] for row in read_history(path) if path_of_table in row][-1]
+    rows = json.loads((path.parent / "files" / table).read_text())["data"]
+    assert [row for row in rows if row[1] == "train/loss"] == [
+        [step, "train/loss", value] for step, value in ((1, 11.0), (2, 12.0), (3, 23.0), (4, 24.0))
+    ]
+    assert [row[0] for row in rows if row[1] == "val/loss"] == [1, 2, 3, 4]
+
+
+def test_metrics_of_dashboard_exist():
+    for names in wandb_dashboard.CHARTS.values():
+        assert len({lookup_metric(name).unit for name in names}) == 1, names
+
+
+def test_long_curves_of_dashboard_are_thinned_evenly(monkeypatch):
+    monkeypatch.setattr(wandb_dashboard, "MAX_POINTS", 10)
+    points = wandb_dashboard._Points()
+    for step in range(1, 101):
+        points.add(step, float(step))
+    assert points.values == [float(step) for step in points.steps] and 5 <= len(points.steps) <= 10
+    assert max(points.steps) > 80 and min(points.steps) < 20
 
 
 def test_every_metric_uses_global_step_as_axis(tmp_path):

@@ -21,6 +21,7 @@ from verl_ext.metrics.jsonl import (
     JsonlFile,
     MetricsFile,
     SampleRow,
+    iter_metrics,
 )
 from verl_ext.metrics.sinks import LOG_FILE, ConsoleSink, LogFileSink, MetricsSink, TensorBoardSink, VerlTrackerSink
 from verl_ext.metrics.wandb_sink import WandbSink, open_wandb_run, persistent_run_id
@@ -169,7 +170,7 @@ def _open_wandb(run_dir: Path, project: str, experiment: str, config: Mapping[st
         group=experiment,
         job_type="train",
     )
-    return None if run is None else WandbSink(run)
+    return None if run is None else WandbSink(run, iter_metrics(run_dir / METRICS_FILE))
 
 
 def require_known_backends(backends: Sequence[str]) -> None:

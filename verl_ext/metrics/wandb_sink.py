@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,7 @@ from verl_ext.errors import STOPPED_EXIT_CODE, one_line
 from verl_ext.files import replace_file
 from verl_ext.metrics.jsonl import HealthEvent, MetricsRow, SampleRow
 from verl_ext.metrics.sinks import MetricsSink, epoch_tags
+from verl_ext.metrics.wandb_dashboard import WandbDashboard
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -29,16 +30,23 @@ Mode = Literal["online", "offline", "shared", "disabled"]
 
 
 class WandbSink(MetricsSink):
-    """An open W&B run, from `open_wandb_run`."""
+    """An open W&B run, from `open_wandb_run`.
+
+    Args:
+        earlier: rows of earlier starts of the run, for the dashboard.
+    """
 
     name = "wandb"
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._run, self._dashboard = run, WandbDashboard(run, earlier)
 
     def log_row(self, row: MetricsRow) -> None:
         """Log the row with `global_step` and `attempt`; W&B's own step only counts rows."""
         self._run.log({**row.metrics, "global_step": row.step, "attempt": row.attempt})
+        self._dashboard.add(row.step, row.metrics)
+        if not row.metrics.keys().isdisjoint(("val/loss", "eval/reward_total_mean")):
+            self._dashboard.log()
 
     def log_epoch(self, split: str, row: Mapping[str, float]) -> None:
         """Log an epoch; the x-axis of its charts is the epoch."""
@@ -65,6 +73,7 @@ class WandbSink(MetricsSink):
 
     def close(self, exit_code: int = 0) -> None:
         """Finish the run: as finished for 0, as preempted for `STOPPED_EXIT_CODE`, otherwise as failed."""
+        self._dashboard.log(now=True)
         if exit_code == STOPPED_EXIT_CODE:
             self._run.mark_preempting()
         self._run.finish(exit_code=exit_code)
