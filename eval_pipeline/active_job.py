@@ -141,7 +141,9 @@ class ActiveJob:
         """
         match event:
             case BatchStarted(context=context):
-                self._started = self._started or time.monotonic()
+                if self._started is None:
+                    self._started = time.monotonic()
+                    self._bar.unpause()  # the time left does not count loading the model
                 self._store.add_context(context)
             case AnswerReceived(key=key, answer=answer):
                 self._store.add_answer(key, answer)

@@ -72,7 +72,10 @@ VIEWS = {
     "walkthrough_controller": MonitorView({"run": CONTROLLER}),
 }
 LIVE = "monitor_live"
-PLOTS = {"walkthrough_rates": f"{SFT}/eval/report/rates_over_steps.png"}
+PLOTS = {
+    "walkthrough_rates": f"{SFT}/eval/report/rates_over_steps.png",
+    "controller_pareto": f"{CONTROLLER}/eval/adaptive_step_112/pareto.png",
+}
 """Pictures that the evaluation itself makes, by their path below the root."""
 MASK = "chat_mask"
 NAMES = (*VIEWS, *PLOTS, MASK)

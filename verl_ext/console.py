@@ -141,6 +141,7 @@ def progress_bar(
         known = items is not None and hasattr(items, "__len__") or settings.get("total") is not None
         form = "{desc}: {n_fmt}/{total_fmt}{unit}, {remaining} left" if known else "{desc}: {n_fmt}{unit}"
         settings |= {"bar_format": form, "file": _LineStream(), "delay": LINE_EVERY_S, "miniters": 1}
+        settings["position"] = 0  # otherwise tqdm moves the cursor from bar to bar
         return tqdm(items, desc=desc, unit=unit, mininterval=LINE_EVERY_S, **settings)
     disable = None if show else True
     return tqdm(items, desc=desc, unit=unit, disable=disable, dynamic_ncols=True, mininterval=0.5, **settings)

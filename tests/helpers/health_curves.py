@@ -173,6 +173,7 @@ add("a slow start in the warm-up", "sft", loss=from_(0.1, flat(2.4), falling(2.8
 add("one spike of the loss", "sft", loss=from_(0.5, falling(2.4, 1.1), from_(0.504, flat(6.0), falling(2.4, 1.1))))
 add("saves make steps slow now and then", "sft", step_s=lambda share, rng: 2 + 10 * (rng.random() < 0.05))
 add("validation wobbles", "sft", val=falling(2.3, 1.2, noise=0.008))
+add("batches vary more than the loss falls", "sft", loss=line(1.55, 1.48, 0.25), val=falling(1.66, 1.44, noise=0.003))
 add("a plateau of the validation", "sft", val=falling(2.3, 1.2, rate=20, noise=0.002))
 add("the loss starts high, not too high", "sft", loss=falling(4.6, 1.1))
 add("a long run", "sft", steps=3000)
@@ -219,11 +220,12 @@ add("few configurations are over budget", "budget", epochs=30, budget_violation_
 add("divergence", "sft", "loss_diverging", loss=from_(0.6, falling(2.4, 1.1), line(-3.0, 4.0)))
 add("divergence to nothing", "sft", "loss_not_finite", loss=from_(0.9, falling(2.4, 1.1), NAN))
 add("a rise over every epoch", "sft", "loss_rising", "loss_diverging", "loss_not_falling", epochs=15,
-    loss=line(1.5, 3.5, 0.02))  # fmt: skip
+    loss=line(1.5, 3.5, 0.02), val=flat(1.6, 0.002))  # fmt: skip
 add("a noisy rise over every epoch", "sft", "loss_rising", "loss_not_falling", epochs=15,
-    loss=lambda share, rng: 1.5 + 0.4 * share + 0.12 * rng.standard_normal())  # fmt: skip
-add("nothing is learned", "sft", "loss_not_falling", loss=flat(2.4))
-add("wild jumps", "sft", "loss_jitter", "loss_not_falling", loss=lambda share, rng: 2.4 * abs(rng.standard_normal()))
+    loss=lambda share, rng: 1.5 + 0.4 * share + 0.12 * rng.standard_normal(), val=flat(1.6, 0.002))  # fmt: skip
+add("nothing is learned", "sft", "loss_not_falling", loss=flat(1.9), val=flat(1.9, 0.002))
+add("wild jumps", "sft", "loss_jitter", "loss_not_falling", loss=lambda share, rng: 2.4 * abs(rng.standard_normal()),
+    val=flat(1.9, 0.002))  # fmt: skip
 add("a first loss of another tokenizer", "sft", "initial_loss", loss=falling(9.5, 1.1))
 add("random weights begin far above guessing", "sft", "initial_loss", loss=falling(9.5, 1.1), untrained_loss=6.2)
 add("pretrained weights begin at guessing", "sft", "initial_loss", loss=falling(6.1, 1.1))

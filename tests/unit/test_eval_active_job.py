@@ -86,6 +86,14 @@ def work(one: ActiveJob, batch: Batch) -> None:
     one.handle(BatchFinished(batch.id, {"generate_s": 2.0, "judge_s": 0.5}))
 
 
+def test_time_left_does_not_count_loading(tmp_path: Path, recipe: EvalConfig) -> None:
+    with evaluation(tmp_path, recipe) as one:
+        for name in ("start_t", "last_print_t"):  # the model was loading for an hour
+            setattr(one._bar, name, getattr(one._bar, name) - 3600)
+        work(one, one.next_batch())
+        assert one._bar.n > 0 and one._bar.format_dict["elapsed"] < 60
+
+
 def test_reopened_store_has_stored_rows(tmp_path: Path) -> None:
     fill(tmp_path, num_answers=5, num_verdicts=3)
     with open_store(tmp_path) as store:

@@ -35,12 +35,15 @@ def test_long_work_prints_lines_without_terminal(
     monkeypatch.setattr("verl_ext.console.LINE_EVERY_S", 0.0)
     with progress_bar(total=4, desc="measuring", unit="runs") as bar:
         bar.update(2)
-    list(progress_bar(iter("ab"), desc="reading", unit="rows", leave=False))
+    with progress_bar(total=4, desc="outer", unit="runs") as outer:
+        list(progress_bar(iter("ab"), desc="reading", unit="rows", leave=False))
+        outer.update(4)
     with progress_bar(total=4, desc="training", unit="steps", lines=False) as bar:
         bar.update(2)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("measuring: 0/4 runs, ") and "measuring: 2/4 runs, 00:00 left" in lines
-    assert "reading: 2 rows" in lines and not any("training" in line for line in lines)
+    assert "reading: 2 rows" in lines and "outer: 4/4 runs, 00:00 left" in lines
+    assert not any("training" in line or "x1b" in line for line in lines)
 
 
 def test_parts_advance_bar_by_expected_duration(

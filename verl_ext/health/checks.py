@@ -83,12 +83,19 @@ def loss_diverging(view: HealthView) -> CheckResult | None:
 
 
 def loss_not_falling(view: HealthView) -> CheckResult | None:
-    """A warning if no segment of the run has a clearly lower loss than its start."""
+    """A warning if no segment of the run has a clearly lower loss than its start, and validations do not show one.
+
+    Batches of different texts vary more than a fine-tuned model's loss falls; a validation set stays the same.
+    """
     series = view.series(LOSS)
     if series.num_points < MANY_STEPS or series.first.mean() < view.limits.loss_min_change:
         return None
     best, start = float(series.segment_means[1:].min()), float(series.first[:SEGMENT_VALUES].mean())
     message = f"the loss started at {start:.4g}, and its best value was {best:.4g}"
+    validations = view.series(VAL_LOSS)
+    if validations.num_points > 1 and validations.last_value < (1 - view.limits.val_margin) * validations.first[0]:
+        fall = f"val/loss fell from {validations.first[0]:.4g} to {validations.last_value:.4g}"
+        return ok(f"{message}; {fall}")
     error = noise(series.recent()) / math.sqrt(SEGMENT_VALUES)
     return ok(message) if start - best > max(BEST_NOISES * error, 0.02 * start) else warning(message)
 

@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (
          "The recent loss is far above the best; alarm above the first or twice the best.",
          "stop, lower optim.lr and resume from an earlier checkpoint", LANGUAGE),
     Rule("loss_not_falling", checks.loss_not_falling,
-         "After 100 steps, the loss is not below its start.",
+         "After 100 steps, neither the loss nor `val/loss` is below its start.",
          "check the learning rate, that answers have loss tokens, and that labels belong to their prompts", LANGUAGE),
     Rule("loss_jitter", checks.loss_jitter,
          "The loss varies by loss_jitter_max of its level, or a policy loss exceeds policy_loss_max.",

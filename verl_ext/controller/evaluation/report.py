@@ -287,8 +287,8 @@ EPOCH_SHARES = ("accuracy_mean", "budget_violation_rate")
 def plot_pareto(directory: Path, comparison: ControllerComparison) -> Path:
     """Plot mean accuracy against mean latency; the controller's points are labelled with their budgets."""
     samples = len(comparison.measured.statics.accuracy)
-    late = f"hollow if more than {100 * ALLOWED_VIOLATIONS:.0f} % of the answers exceed the budget"
-    title = f"{samples} questions; the points of a line are budgets, {late}"
+    late = f"hollow: over {100 * ALLOWED_VIOLATIONS:.0f} % of the answers are late"
+    title = f"{samples} questions; a line connects budgets; {late}"
     figure, [axes] = panels([title], "Accuracy against latency")
     latency, accuracy = _means(comparison.measured.statics)
     axes.scatter(latency, accuracy, color="#BBBBBB", s=22, label="static configurations", zorder=2)
