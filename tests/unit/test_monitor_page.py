@@ -15,10 +15,11 @@ from nicegui.events import GenericEventArguments
 from tests.helpers.monitor import look, write_record, write_rows
 from verl_ext.config.schema import to_yaml
 from verl_ext.monitor import charts, page
-from verl_ext.monitor.file_panels import HealthPanel, SamplesPanel, read_samples, sample_columns, sample_sources
+from verl_ext.monitor.file_panels import HealthPanel
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.page import MonitorPage, RunTable
 from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, differing_keys, flatten, short_names
+from verl_ext.monitor.samples import SamplesPanel, read_samples, sample_columns, sample_sources
 from verl_ext.monitor.state import TABS, PageState
 from verl_ext.trainer.stages import load_config
 

@@ -164,9 +164,9 @@ CHARTS = (
     Chart(
         "Token throughput",
         "词元吞吐量",
-        "Tokens per second, without padding; in GRPO, completion tokens. Unlike samples per second, it hardly depends "
-        "on the length of the samples.",
-        "每秒处理的词元数，不含填充；GRPO 中为生成的词元。与样本速度不同，它几乎不取决于序列长度。",
+        "Tokens per second, without padding; in GRPO, completion tokens. It should be stable. Unlike samples per "
+        "second, it hardly depends on the length of the samples.",
+        "每秒处理的词元数，不含填充；GRPO 中为生成的词元。理想趋势：保持稳定。与样本速度不同，它几乎不取决于序列长度。",
         ("throughput/train/tokens_per_s", "throughput/train/valid_tokens_per_s"),
     ),
     Chart(

@@ -13,9 +13,10 @@ from verl_ext.metrics.run_record import seconds_of
 from verl_ext.monitor.colors import LEVELS, LINK_STYLE, STATUSES, THEME
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
-from verl_ext.monitor.file_panels import CheckpointsPanel, HealthPanel, LogPanel, SamplesPanel
+from verl_ext.monitor.file_panels import CheckpointsPanel, HealthPanel, LogPanel
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.panels import ComparePanel, EvaluationPanel, Panel, TrainingPanel, tag
+from verl_ext.monitor.samples import SamplesPanel
 from verl_ext.monitor.state import TABS, PageState
 from verl_ext.monitor.text import LANGUAGES, format_number, format_seconds, format_time
 
