@@ -1,6 +1,7 @@
-"""Every color of the monitor. Texts have a contrast of 4.5 with their background, and lines and marks one of 3 (WCAG AA).
+"""Every color of the monitor.
 
-Colors for lines, marks and badges are used on light and on dark pages; texts have a color for each.
+Contrast follows WCAG AA: 4.5 for texts on their background, and 3 for lines and marks. Colors for lines, marks and
+badges are used on light and on dark pages; texts have a color for each.
 """
 
 from __future__ import annotations
