@@ -37,7 +37,7 @@ def test_every_color_has_enough_contrast() -> None:
         *((each, page, MARK) for each in (*SERIES, *ERRORS.values(), *THEME.values(), GREY, RED, GREEN)
           for page in (*LIGHT, *DARK)),
         *((each, WHITE, TEXT) for each in THEME.values()),
-        *((each[is_dark], page, TEXT) for each in TEXTS.values() for is_dark in (0, 1) for page in (LIGHT, DARK)[is_dark]),
+        *((each[dark], page, TEXT) for each in TEXTS.values() for dark in (0, 1) for page in (LIGHT, DARK)[dark]),
         *((INK[is_dark], page, TEXT) for is_dark in (False, True) for page in (LIGHT, DARK)[is_dark]),
     ]  # fmt: skip
     low = [(one, other, round(contrast(one, other), 2)) for one, other, least in wanted if contrast(one, other) < least]
