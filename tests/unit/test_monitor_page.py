@@ -318,6 +318,6 @@ def test_run_table_updates_with_new_values(root: Path, follower: RunFollower) ->
         look(follower)
         await panel.show()
         [row] = element(client, "runs").rows
-        assert (row["step"], row["Loss"], row["healthLabel"], row["healthColor"]) == (6, 6.0, "alarm", "red")
+        assert (row["step"], row["Loss"], row["healthLabel"], row["healthColor"]) == (6, 6.0, "alarm", "negative")
 
     on_client(check)

@@ -12,24 +12,12 @@ import numpy as np
 from verl_ext.health.context import schedule_of
 from verl_ext.health.trend import Array
 from verl_ext.metrics.registry import METRICS
+from verl_ext.monitor.colors import ERRORS, GREEN, GREY, INK, RED, SERIES
 from verl_ext.monitor.curves import RunCurves, is_worth_smoothing, smooth
 from verl_ext.monitor.text import translate
 
 MAIN, OTHER = "main", "other"
 """Places of charts: always visible, or in a fold below."""
-COLORS = ("#3b82f6", "#ef4444", "#10b981", "#f59e0b", "#8b5cf6", "#ec4899", "#14b8a6", "#84cc16", "#64748b", "#f97316")
-GREY = "#9ca3af"
-RED = "#ef4444"
-GREEN = "#10b981"
-ERROR_COLORS = {
-    "success": GREEN,
-    "wrong_answer": "#f59e0b",
-    "syntax_error": RED,
-    "runtime_error": "#ec4899",
-    "timeout": "#8b5cf6",
-    "api_error": "#64748b",
-}
-"""Colors by error type of an answer."""
 FAINT = 0.25
 """Opacity of the raw curve behind the smoothed one."""
 SCHEDULE_POINTS = 500
@@ -176,9 +164,9 @@ CHARTS = (
     Chart(
         "Token throughput",
         "词元吞吐量",
-        "Tokens per second, without padding; in GRPO, completion tokens. Unlike samples per second, it hardly depends "
-        "on the length of the samples.",
-        "每秒处理的词元数，不含填充；GRPO 中为生成的词元。与样本速度不同，它几乎不取决于序列长度。",
+        "Tokens per second, without padding; in GRPO, completion tokens. It should be stable. Unlike samples per "
+        "second, it hardly depends on the length of the samples.",
+        "每秒处理的词元数，不含填充；GRPO 中为生成的词元。理想趋势：保持稳定。与样本速度不同，它几乎不取决于序列长度。",
         ("throughput/train/tokens_per_s", "throughput/train/valid_tokens_per_s"),
     ),
     Chart(
@@ -290,7 +278,7 @@ def chart_options(
     weight = 0.0 if chart.with_schedule else style.smoothing
     series = [
         line
-        for metric, color in zip(chart.metrics, COLORS)
+        for metric, color in zip(chart.metrics, SERIES)
         for line in _lines(curves, metric, color, weight, scale=chart.scale)
     ]
     names = list(chart.metrics)
@@ -298,14 +286,14 @@ def chart_options(
         names.append(translate(style.language, "schedule"))
         dashed = {"type": "dashed", "width": 1.5, "color": GREY}
         series.append({**_line(names[-1], GREY), "lineStyle": dashed, "data": [list(point) for point in schedule]})
-    series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, style.language)}
+    series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, style)}
     return _curve_options(series, names, style)
 
 
 def comparison_options(runs: Mapping[str, RunCurves], metric: str, style: ChartStyle) -> dict[str, Any]:
     """Return a chart of one metric of several runs; the keys of `runs` are names in the legend."""
     series: list[dict[str, Any]] = []
-    for (name, curves), color in zip(runs.items(), COLORS):
+    for (name, curves), color in zip(runs.items(), SERIES):
         with curves.lock:
             if metric in curves.envelopes:
                 series += _lines(curves, metric, color, style.smoothing, name=name)
@@ -330,7 +318,7 @@ def rates_options(
         best: step of the best checkpoint.
     """
     series: list[dict[str, Any]] = []
-    for (name, values), color in zip(rates.items(), COLORS):
+    for (name, values), color in zip(rates.items(), SERIES):
         points = [[step, rate] for step, (rate, _, _) in zip(steps, values)]
         series.append({**_line(name, color), "data": points, "symbol": "circle", "symbolSize": 8, "showSymbol": True})
         for step, (_, low, high) in zip(steps, values):
@@ -338,7 +326,7 @@ def rates_options(
             ends = {"data": [[step, low], [step, high]], "lineStyle": style, "symbol": "none", "silent": True}
             series.append({"name": name, "type": "line", "tooltip": {"show": False}, **ends})
     if best is not None and series:
-        mark = {"xAxis": best, "lineStyle": {"color": GREEN}, "label": {"formatter": "★", "color": GREEN}}
+        mark = {"xAxis": best, "lineStyle": {"color": GREEN}, "label": {"formatter": "★", "color": INK[dark]}}
         series[0]["markLine"] = {"silent": True, "symbol": "none", "data": [mark]}
     options = _options(series, list(rates), dark)
     options["yAxis"] |= {"min": 0, "max": 1}
@@ -348,7 +336,7 @@ def rates_options(
 def errors_options(steps: Sequence[int], shares: Mapping[str, Sequence[float]], dark: bool) -> dict[str, Any]:
     """Return a chart of the error types of each checkpoint's answers, as stacked bars."""
     series = [
-        {"name": name, "type": "bar", "stack": "all", "data": list(values), "itemStyle": {"color": ERROR_COLORS[name]}}
+        {"name": name, "type": "bar", "stack": "all", "data": list(values), "itemStyle": {"color": ERRORS[name]}}
         for name, values in shares.items()
     ]
     options = _options(series, list(shares), dark)
@@ -378,15 +366,15 @@ def _line(name: str, color: str) -> dict[str, Any]:
     return {"name": name, "type": "line", "showSymbol": False, "itemStyle": {"color": color}}
 
 
-def _marks(curves: RunCurves, chart: Chart, language: str) -> list[dict[str, Any]]:
+def _marks(curves: RunCurves, chart: Chart, style: ChartStyle) -> list[dict[str, Any]]:
     """Return marks of the starts of attempts, and the chart's own line."""
     marks: list[dict[str, Any]] = []
     for attempt, place in [*curves.starts.items()][1:]:
-        text = translate(language, "attempt {}").format(attempt)
-        label = {"formatter": text, "color": GREY, "fontSize": 11}
+        text = translate(style.language, "attempt {}").format(attempt)
+        label = {"formatter": text, "color": INK[style.dark], "fontSize": 11}
         marks.append({"xAxis": place, "lineStyle": {"color": GREY, "type": "dotted"}, "label": label})
     if chart.line is not None:
-        label = {"formatter": f"{chart.line:g}", "color": RED, "position": "insideEndTop"}
+        label = {"formatter": f"{chart.line:g}", "color": INK[style.dark], "position": "insideEndTop"}
         marks.append({"yAxis": chart.line, "lineStyle": {"color": RED}, "label": label})
     return marks
 
@@ -397,7 +385,7 @@ def _pairs(x: Array, values: Array) -> list[list[float]]:
 
 def _options(series: list[dict[str, Any]], names: Sequence[str], dark: bool) -> dict[str, Any]:
     """Return the options that all charts share; `names` are for the legend."""
-    ink, rule = ("#d1d5db", "#374151") if dark else ("#4b5563", "#e5e7eb")
+    ink, rule = INK[dark], "#374151" if dark else "#e5e7eb"
     axis = {
         "type": "value",
         "scale": True,

@@ -14,7 +14,6 @@ from nicegui.events import ValueChangeEventArguments
 from verl_ext.checkpoint.manifest import step_of
 from verl_ext.checkpoint.retention import read_best_file
 from verl_ext.monitor.charts import (
-    ERROR_COLORS,
     MAIN,
     OTHER,
     Chart,
@@ -26,6 +25,7 @@ from verl_ext.monitor.charts import (
     rates_options,
     schedule_points,
 )
+from verl_ext.monitor.colors import ERRORS
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.follower import RunFollower, read_config
@@ -35,8 +35,6 @@ from verl_ext.monitor.text import format_number
 GRID = "w-full grid grid-cols-1 lg:grid-cols-2 gap-4"
 RATES = ("accepted_at_1", "exec_success_rate")
 DEFAULT_METRICS = ("train/loss",)
-LEVEL_COLORS = {"ok": "green", "notice": "grey", "warning": "orange", "alarm": "red"}
-"""Colors by level of a health rule's finding, worst last."""
 MAX_SHOWN_CHARACTERS = 80
 """Maximum length of a value in a table."""
 Go = Callable[..., None]
@@ -117,7 +115,7 @@ class ChartCard:
                     icon = tag(
                         ui.icon("help_outline", size="16px"), f"hint {name}", **{"aria-label": hint, "tabindex": 0}
                     )
-                    with icon.classes("opacity-50 cursor-help"):
+                    with icon.classes("opacity-70 cursor-help"):
                         ui.tooltip(hint).classes("text-xs max-w-96 bg-grey-9")
             self._chart = tag(ui.echart(options).classes(f"w-full {height}"), f"chart {name}")
 
@@ -220,7 +218,7 @@ class EvaluationPanel(Panel):
         suffix = f" ({self.say('best')}: {best})" if best is not None else ""
         ui.label(f"{dataset}{suffix}").classes("text-lg").props('data-testid="dataset"')
         rates = {name: [_rate(metrics[step], name) for step in steps] for name in RATES if name in metrics[steps[-1]]}
-        shares = {name: [_number(metrics[step].get(f"{name}_rate")) for step in steps] for name in ERROR_COLORS}
+        shares = {name: [_number(metrics[step].get(f"{name}_rate")) for step in steps] for name in ERRORS}
         with ui.element("div").classes(GRID):
             ChartCard(self.say("Rates by step"), "", "rates", rates_options(steps, rates, best, dark))
             ChartCard(self.say("Error types"), "", "errors", errors_options(steps, shares, dark))
