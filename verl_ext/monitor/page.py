@@ -14,10 +14,11 @@ from verl_ext.monitor.colors import LEVELS, LINK_STYLE, STATUSES, THEME
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.file_panels import CheckpointsPanel, HealthPanel, LogPanel
+from verl_ext.monitor.flips import EvaluationTab
 from verl_ext.monitor.follower import RunFollower
-from verl_ext.monitor.panels import ComparePanel, EvaluationPanel, Panel, TrainingPanel, tag
+from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, tag
 from verl_ext.monitor.samples import SamplesPanel
-from verl_ext.monitor.state import TABS, PageState
+from verl_ext.monitor.state import OF_RUN, TABS, PageState
 from verl_ext.monitor.text import LANGUAGES, format_number, format_seconds, format_time
 
 UPDATE_S = 0.3
@@ -25,7 +26,7 @@ UPDATE_S = 0.3
 DOTS = {"running": "🟢", "finished": "🔵", "waiting": "🟡", "failed": "🔴", "stopped": "⚪", "killed": "⚫"}
 PANELS: dict[str, type[Panel]] = {
     "Training": TrainingPanel,
-    "Evaluation": EvaluationPanel,
+    "Evaluation": EvaluationTab,
     "Compare": ComparePanel,
     "Checkpoints": CheckpointsPanel,
     "Samples": SamplesPanel,
@@ -118,7 +119,7 @@ class MonitorPage:
     def open_run(self, path: str) -> None:
         """Open a run, or the table for an empty path; the tab stays."""
         if path != self.state.run or self.state.runs:
-            self.go(run=path, runs=(), source="", step=None, search="")
+            self.go(run=path, runs=(), **OF_RUN)
 
     def _choose_run(self, event: ValueChangeEventArguments) -> None:
         if event.value and event.value != self.state.run:  # otherwise the page itself has set it
