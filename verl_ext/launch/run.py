@@ -41,6 +41,7 @@ def run_to_the_end(
     signals: StopSignals,
     *,
     restarts: int = 0,
+    facts: Mapping[str, Any] | None = None,
     module: str = RANK_MODULE,
     first_pause_s: float = FIRST_PAUSE_S,
 ) -> int:
@@ -48,6 +49,7 @@ def run_to_the_end(
 
     Args:
         restarts: number of restarts in a row without a new checkpoint.
+        facts: what the attempts record about this launch.
         module: module that every rank runs; see `run_ranks`.
         first_pause_s: seconds before the first restart.
 
@@ -71,7 +73,7 @@ def run_to_the_end(
         if is_alone:
             with signals.raising():
                 remove_leftovers(run_dir, warn)  # first, because this frees space on a full disk
-        launch = Launch(config, signals, record if leads else None, module)
+        launch = Launch(config, signals, record if leads else None, module, facts)
         launch.mark_waiting()  # before the watcher starts: the record may still say that a shorter run is finished
         print_start(config)
         heartbeat = beating(run_dir) if leads else nullcontext()
@@ -85,10 +87,19 @@ class Launch:
 
     Args:
         record: record of the run; None on nodes other than the first.
+        facts: what the attempts record about this launch.
     """
 
-    def __init__(self, config: RunConfig, signals: StopSignals, record: RunRecord | None, module: str) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        signals: StopSignals,
+        record: RunRecord | None,
+        module: str,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         self.config, self.signals, self.record, self.module = config, signals, record, module
+        self.facts = {**(facts or {}), "heartbeat_s": BEAT_S}
         self.run_dir = config.trainer.run_dir
         self.saved_before = last_checkpoint(self.run_dir)
 
@@ -149,7 +160,7 @@ class Launch:
         config = self.next_config()
         first_start, precision = former_start(config)
         self.record.mark_waiting(
-            launch={"heartbeat_s": BEAT_S},
+            launch=self.facts,
             project=config.trainer.project_name,
             experiment=config.trainer.experiment_name,
             stage=config.stage,
