@@ -77,7 +77,7 @@ def test_charts_show_every_value_and_separate_restarts(page: Page, root: Path) -
     for chart in [*ON_THE_PAGE, *IN_THE_FOLD]:
         until_passes(lambda chart=chart: assert_values(chart))
     loss, validation = series(page, "Loss")
-    assert [place for place, _ in validation["data"]] == [3, 6, 6, 8, 10]
+    assert [place for place, _ in validation["data"]] == [0, 2, 4, 6, 8, 10]
     assert [place for place, _ in loss["data"]] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]  # steps 1 to 6, then 5 to 8
     assert loss["marks"] == [NUM_STEPS]
     assert text(page, "value Current step") == "8" and text(page, "status") == "finished"
