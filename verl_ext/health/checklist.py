@@ -185,7 +185,8 @@ def checkpoints_are_complete(run: RunDirectory) -> CheckResult | None:
     exported = [path for path in paths if has_export(path)]
     message = f"{len(paths)} complete, {len(exported)} of them with {EXPORT}/"
     missing = [path.name for path in paths if path not in exported and _export_is_due(run, step_of(path) or 0)]
-    return warning(f"{message}; {', '.join(missing)} should have one, too") if missing else ok(message)
+    advice = f"{', '.join(missing)} should have one, too; run {program('checkpoint')} export"
+    return warning(f"{message}; {advice}") if missing else ok(message)
 
 
 def _export_is_due(run: RunDirectory, step: int) -> bool:

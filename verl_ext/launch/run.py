@@ -24,6 +24,7 @@ from verl_ext.launch.outcome import FIRST_PAUSE_S, Failure, HandledStop, Outcome
 from verl_ext.launch.ranks import RANK_MODULE, run_ranks
 from verl_ext.launch.report import print_run_summary, report
 from verl_ext.launch.watcher import watching
+from verl_ext.metrics.heartbeat import BEAT_S, beating
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.model_files import untrained_loss
 from verl_ext.processes import StopRequest, StopSignals
@@ -73,7 +74,8 @@ def run_to_the_end(
         launch = Launch(config, signals, record if leads else None, module)
         launch.mark_waiting()  # before the watcher starts: the record may still say that a shorter run is finished
         print_start(config)
-        with launch.recording_refusal(), hold_model(config), watching(config, leads, signals) as watcher:
+        heartbeat = beating(run_dir) if leads else nullcontext()
+        with heartbeat, launch.recording_refusal(), hold_model(config), watching(config, leads, signals) as watcher:
             code = report(launch.run(restarts, first_pause_s), config, launch.record)
             return code if code or watcher is None else watcher.finish(signals)
 
@@ -147,6 +149,7 @@ class Launch:
         config = self.next_config()
         first_start, precision = former_start(config)
         self.record.mark_waiting(
+            launch={"heartbeat_s": BEAT_S},
             project=config.trainer.project_name,
             experiment=config.trainer.experiment_name,
             stage=config.stage,

@@ -10,7 +10,8 @@ from typing import Any
 import orjson
 
 from verl_ext.health.trend import Array
-from verl_ext.monitor.charts import COLORS, ERROR_COLORS, GREEN, GREY, RED, Chart, is_validation, short_labels, unit_of
+from verl_ext.monitor.charts import Chart, is_validation, short_labels, unit_of
+from verl_ext.monitor.colors import ERRORS, GREEN, GREY, INK, RED, SERIES
 from verl_ext.monitor.curves import CurveEnvelope, RunCurves, is_worth_smoothing, smooth
 from verl_ext.monitor.text import translate
 
@@ -45,7 +46,7 @@ def chart_options(
     weight = 0.0 if chart.with_schedule else style.smoothing
     series = [
         line
-        for metric, color in zip(chart.metrics, COLORS)
+        for metric, color in zip(chart.metrics, SERIES)
         for line in _lines(curves.envelopes[metric], metric, metric, color, weight, chart.scale)
     ]
     labels = short_labels(chart.metrics, style.language)
@@ -54,14 +55,14 @@ def chart_options(
         labels[name] = name
         dashed = {"type": "dashed", "width": 1.5, "color": GREY}
         series.append({**_line(name, GREY), "lineStyle": dashed, "data": [list(point) for point in schedule]})
-    series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, style.language)}
+    series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, style)}
     return _curve_options(series, labels, chart.unit, style)
 
 
 def comparison_options(runs: Mapping[str, RunCurves], metric: str, style: ChartStyle) -> dict[str, Any]:
     """Return a chart of one metric of several runs; the keys of `runs` are names in the legend."""
     series: list[dict[str, Any]] = []
-    for (name, curves), color in zip(runs.items(), COLORS):
+    for (name, curves), color in zip(runs.items(), SERIES):
         with curves.lock:
             if metric in curves.envelopes:
                 series += _lines(curves.envelopes[metric], metric, name, color, style.smoothing)
@@ -97,14 +98,14 @@ def rates_options(
         style: language and colors.
     """
     series: list[dict[str, Any]] = []
-    for (name, values), color in zip(rates.items(), COLORS):
+    for (name, values), color in zip(rates.items(), SERIES):
         points = [[step, rate] for step, (rate, _, _) in zip(steps, values)]
         series.append({**_line(name, color), "data": points, "symbol": "circle", "symbolSize": 8, "showSymbol": True})
     has_bands = any(low < high for values in rates.values() for _, low, high in values)
     if has_bands:
-        series += [_band(name, steps, values, color) for (name, values), color in zip(rates.items(), COLORS)]
+        series += [_band(name, steps, values, color) for (name, values), color in zip(rates.items(), SERIES)]
     if best is not None and series:
-        mark = {"xAxis": best, "lineStyle": {"color": GREEN}, "label": {"formatter": "★", "color": GREEN}}
+        mark = {"xAxis": best, "lineStyle": {"color": GREEN}, "label": {"formatter": "★", "color": INK[style.dark]}}
         series[0]["markLine"] = {"silent": True, "symbol": "none", "data": [mark]}
     unit = unit_text("1", style.language) + (f" · {style.say(CONFIDENCE)}" if has_bands else "")
     options = _options(series, short_labels([*rates], style.language), style, unit)
@@ -124,7 +125,7 @@ def _band(name: str, steps: Sequence[int], values: Sequence[tuple[float, float, 
 def errors_options(steps: Sequence[int], shares: Mapping[str, Sequence[float]], style: ChartStyle) -> dict[str, Any]:
     """Return a chart of the error types of each checkpoint's answers, as stacked bars."""
     series = [
-        {"name": name, "type": "bar", "stack": "all", "data": list(values), "itemStyle": {"color": ERROR_COLORS[name]}}
+        {"name": name, "type": "bar", "stack": "all", "data": list(values), "itemStyle": {"color": ERRORS[name]}}
         for name, values in shares.items()
     ]
     labels = {name: name.replace("_", " ") for name in shares}
@@ -156,15 +157,15 @@ def _line(name: str, color: str) -> dict[str, Any]:
     return {"name": name, "type": "line", "showSymbol": False, "itemStyle": {"color": color}}
 
 
-def _marks(curves: RunCurves, chart: Chart, language: str) -> list[dict[str, Any]]:
+def _marks(curves: RunCurves, chart: Chart, style: ChartStyle) -> list[dict[str, Any]]:
     """Return marks of the starts of attempts, and the chart's own line."""
     marks: list[dict[str, Any]] = []
     for attempt, place in [*curves.starts.items()][1:]:
-        text = translate(language, "attempt {}").format(attempt)
-        label = {"formatter": text, "color": GREY, "fontSize": 11}
+        text = style.say("attempt {}").format(attempt)
+        label = {"formatter": text, "color": INK[style.dark], "fontSize": 11}
         marks.append({"xAxis": place, "lineStyle": {"color": GREY, "type": "dotted"}, "label": label})
     if chart.line is not None:
-        label = {"formatter": f"{chart.line:g}", "color": RED, "position": "insideEndTop"}
+        label = {"formatter": f"{chart.line:g}", "color": INK[style.dark], "position": "insideEndTop"}
         marks.append({"yAxis": chart.line, "lineStyle": {"color": RED}, "label": label})
     return marks
 
@@ -188,7 +189,7 @@ def _options(series: list[dict[str, Any]], labels: Mapping[str, str], style: Cha
         style: language and colors.
         unit: name of the y-axis.
     """
-    ink, rule = ("#d1d5db", "#374151") if style.dark else ("#4b5563", "#e5e7eb")
+    ink, rule = INK[style.dark], "#374151" if style.dark else "#e5e7eb"
     axis = {
         "type": "value",
         "scale": True,
@@ -197,10 +198,11 @@ def _options(series: list[dict[str, Any]], labels: Mapping[str, str], style: Cha
         "axisLine": {"lineStyle": {"color": rule}, "onZero": False},
     }
     x_axis = {"name": style.say("step"), "nameLocation": "middle", "nameGap": 22, "splitLine": {"show": False}}
-    left = {"color": ink, "fontSize": 11, "align": "left"}
+    y_axis = {"name": unit, "nameGap": 26, "nameTextStyle": {"color": ink, "fontSize": 11, "align": "left"}}
     tooltip = {"backgroundColor": "#1f2937", "borderColor": rule, "textStyle": {"color": "#f3f4f6"}}
     tools = {"dataZoom": {"yAxisIndex": "none"}, "restore": {"title": "↺"}, "saveAsImage": {"title": "PNG"}}
     legend = {"type": "plain", "bottom": 0, "left": "center", "icon": "circle", "itemHeight": 10, "itemWidth": 10}
+    legend |= {"itemGap": 8, "textStyle": {"fontSize": 11, "color": ink}}
     # a function in the browser, because a label may differ from the name of its series
     label = f"name => new Map({orjson.dumps([*labels.items()]).decode()}).get(name) ?? name"
     below = legend_height(labels) + 24
@@ -211,22 +213,10 @@ def _options(series: list[dict[str, Any]], labels: Mapping[str, str], style: Cha
         # as text, not as markup: names of runs and metrics come from files
         "tooltip": {"trigger": "axis", "renderMode": "richText", **(tooltip if style.dark else {})},
         "xAxis": {**axis, **x_axis, "min": "dataMin", "max": "dataMax"},
-        "yAxis": {
-            **axis,
-            "name": unit,
-            "nameGap": 26,
-            "nameTextStyle": left,
-            "splitLine": {"lineStyle": {"color": rule}},
-        },
+        "yAxis": {**axis, **y_axis, "splitLine": {"lineStyle": {"color": rule}}},
         # without Ctrl, the wheel scrolls the page
         "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "filterMode": "none"}],
         "toolbox": {"right": 8, "top": -4, "itemSize": 13, "iconStyle": {"borderColor": GREY}, "feature": tools},
-        "legend": {
-            "data": [*labels],
-            **legend,
-            "itemGap": 8,
-            ":formatter": label,
-            "textStyle": {"fontSize": 11, "color": ink},
-        },
+        "legend": {**legend, "data": [*labels], ":formatter": label},
         "series": series,
     }

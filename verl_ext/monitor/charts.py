@@ -18,19 +18,6 @@ from verl_ext.monitor.text import translate
 
 MAIN, OTHER = "main", "other"
 """Places of charts: always visible, or in a fold below."""
-COLORS = ("#3b82f6", "#ef4444", "#10b981", "#f59e0b", "#8b5cf6", "#ec4899", "#14b8a6", "#84cc16", "#64748b", "#f97316")
-GREY = "#9ca3af"
-RED = "#ef4444"
-GREEN = "#10b981"
-ERROR_COLORS = {
-    "success": GREEN,
-    "wrong_answer": "#f59e0b",
-    "syntax_error": RED,
-    "runtime_error": "#ec4899",
-    "timeout": "#8b5cf6",
-    "api_error": "#64748b",
-}
-"""Colors by error type of an answer."""
 SCHEDULE_POINTS = 500
 
 

@@ -22,7 +22,6 @@ from verl_ext.monitor.chart_options import (
     rates_options,
 )
 from verl_ext.monitor.charts import (
-    ERROR_COLORS,
     MAIN,
     OTHER,
     Chart,
@@ -32,6 +31,7 @@ from verl_ext.monitor.charts import (
     schedule_points,
     unit_of,
 )
+from verl_ext.monitor.colors import ERRORS
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.follower import RunFollower, read_config
@@ -43,8 +43,6 @@ DEFAULT_RATES = ("accepted_at_1", "exec_success_rate")
 PLOT_PX = 240
 """Height of a chart without what is below its plot."""
 DEFAULT_METRICS = ("train/loss",)
-LEVEL_COLORS = {"ok": "green", "notice": "grey", "warning": "orange", "alarm": "red"}
-"""Colors by level of a health rule's finding, worst last."""
 MAX_SHOWN_CHARACTERS = 80
 """Maximum length of a value in a table."""
 Go = Callable[..., None]
@@ -125,7 +123,7 @@ class ChartCard:
                     icon = tag(
                         ui.icon("help_outline", size="16px"), f"hint {name}", **{"aria-label": hint, "tabindex": 0}
                     )
-                    with icon.classes("opacity-50 cursor-help"):
+                    with icon.classes("opacity-70 cursor-help"):
                         ui.tooltip(hint).classes("text-xs max-w-96 bg-grey-9 whitespace-pre-line")
             self._chart = tag(ui.echart({}).classes("w-full"), f"chart {name}")
         self.draw(options)
@@ -243,7 +241,7 @@ class EvaluationPanel(Panel):
         suffix = f" ({self.say('best')}: {best})" if best is not None else ""
         ui.label(f"{dataset}{suffix}").classes("text-lg").props('data-testid="dataset"')
         rates = {name: [_rate(metrics[step], name) for step in steps] for name in chosen if name in metrics[steps[-1]]}
-        shares = {name: [_number(metrics[step].get(f"{name}_rate")) for step in steps] for name in ERROR_COLORS}
+        shares = {name: [_number(metrics[step].get(f"{name}_rate")) for step in steps] for name in ERRORS}
         meanings = [f"{name}: {metric_hint(EVAL_PREFIX + name, self.state.language)}" for name in rates]
         errors_hint = self.say("Fraction of the answers by the result of their tests; all parts add up to 1")
         with ui.element("div").classes(GRID):

@@ -152,14 +152,14 @@ def disk_use(config: PlannedConfig, shape: ModelShape, work: RankWorkload, gbps:
 def max_checkpoints(config: PlannedConfig) -> int | None:
     """Maximum number of checkpoints at a time; None if all are kept and the number of steps depends on the data.
 
-    Rotation keeps the newest and the best ones, and removes others after the commit of the next one.
+    Rotation keeps the newest, the best and the evaluated best ones, and removes others after the commit of the next.
     """
     trainer = config.trainer
     if trainer.save_freq < 1:  # the last step only
         return 1
     counts = []
     if trainer.max_ckpt_to_keep is not None:
-        counts.append(trainer.max_ckpt_to_keep + trainer.checkpoint.keep_best + 1)
+        counts.append(trainer.max_ckpt_to_keep + trainer.checkpoint.keep_best + config.eval.watch + 1)
     if trainer.total_training_steps is not None:
         counts.append(math.ceil(trainer.total_training_steps / trainer.save_freq))
     return min(counts, default=None)
