@@ -29,6 +29,7 @@ class PageState:
         runs: paths of compared runs.
         metrics: compared metrics.
         smoothing: weight of `curves.smooth`; 0 for none.
+        rates: shown rates of evaluated checkpoints; empty for the default.
         log_scale: whether charts of positive values have a logarithmic axis.
         source: file of the shown samples; empty for the first.
         step: step of the shown samples; None for all.
@@ -45,6 +46,7 @@ class PageState:
     runs: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     smoothing: float = DEFAULT_SMOOTHING
+    rates: tuple[str, ...] = ()
     log_scale: bool = False
     source: str = ""
     step: int | None = None
@@ -67,6 +69,7 @@ class PageState:
             runs=tuple(dict.fromkeys(values.get("runs", ())))[:MAX_COMPARED],
             metrics=tuple(dict.fromkeys(values.get("metric", ()))),
             smoothing=_smoothing(first.get("smoothing", "")),
+            rates=tuple(dict.fromkeys(values.get("rate", ()))),
             log_scale=first.get("scale") == "log",
             source=first.get("source", ""),
             step=int(step) if step.isascii() and step.isdigit() and len(step) < 16 else None,
@@ -85,6 +88,7 @@ class PageState:
         pairs += [("runs", path) for path in self.runs]
         pairs += [("metric", name) for name in self.metrics]
         pairs += [("smoothing", f"{self.smoothing:g}")] if self.smoothing != DEFAULT_SMOOTHING else []
+        pairs += [("rate", name) for name in self.rates]
         pairs += [("scale", "log")] if self.log_scale else []
         pairs += [("source", self.source)] if self.source else []
         pairs += [("step", self.step)] if self.step is not None else []
