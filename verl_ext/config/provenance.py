@@ -17,7 +17,7 @@ from verl_ext.errors import UserError
 from verl_ext.paths import CHECKOUT
 
 PACKAGES = (
-    *("verl_ext", "verl", "torch", "transformers", "vllm", "ray", "tensordict", "peft", "flash-attn", "accelerate"),
+    *("verl-ext", "verl", "torch", "transformers", "vllm", "ray", "tensordict", "peft", "flash-attn", "accelerate"),
     *("numpy", "hydra-core", "wandb"),
 )
 ENVIRONMENT = re.compile(

@@ -37,7 +37,7 @@ class ConfigurationPanel(Panel):
             self._select.on_value_change(self._draw)
         with ui.row().classes("w-full items-center gap-2"):
             self._title("Command")
-            copy = ui.button(icon="content_copy", on_click=lambda: ui.clipboard.write(self._command.text))
+            copy = ui.button(icon="content_copy", on_click=self._copy)
             tag(copy.props("flat dense size=sm"), "copy command", **{"aria-label": self.say("Copy")})
         self._command = tag(ui.label().classes("w-full text-sm rounded p-2 bg-gray-100 dark:bg-gray-800"), "command")
         self._command.style("white-space: pre-wrap; overflow-wrap: anywhere; font-family: monospace")
@@ -54,6 +54,9 @@ class ConfigurationPanel(Panel):
             self._changed.on_value_change(self._draw)
         keys = self._table("settings", KEY_COLUMNS, "Key", pagination=25)
         search.bind_value_to(keys, "filter", forward=lambda text: text or "")
+
+    def _copy(self) -> None:
+        ui.clipboard.write(self._command.text)
 
     def _title(self, text: str) -> None:
         ui.label(self.say(text)).classes("text-base font-medium")
