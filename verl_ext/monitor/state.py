@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlencode
 
 from verl_ext.monitor.text import LANGUAGES, translate
 
-TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log")
+TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log", "Configuration")
 OF_RUN_TEXTS = ("source", "split", "error", "sample", "search", "dataset", "a", "b", "problem")
 OF_RUN: dict[str, Any] = dict.fromkeys(OF_RUN_TEXTS, "") | dict.fromkeys(("step", "reward_from", "reward_to"))
 """Defaults of the attributes that make no sense for another run."""
@@ -30,6 +30,7 @@ class PageState:
         runs: paths of compared runs.
         metrics: compared metrics.
         smoothing: weight of `curves.smooth`; 0 for none.
+        rates: shown rates of evaluated checkpoints; empty for the default.
         log_scale: whether charts of positive values have a logarithmic axis.
         source: file of the shown samples; empty for the first.
         step: step of the shown samples; None for all.
@@ -52,6 +53,7 @@ class PageState:
     runs: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     smoothing: float = DEFAULT_SMOOTHING
+    rates: tuple[str, ...] = ()
     log_scale: bool = False
     source: str = ""
     step: int | None = None
@@ -80,12 +82,13 @@ class PageState:
             runs=tuple(dict.fromkeys(values.get("runs", ())))[:MAX_COMPARED],
             metrics=tuple(dict.fromkeys(values.get("metric", ()))),
             smoothing=_smoothing(first.get("smoothing", "")),
+            rates=tuple(dict.fromkeys(values.get("rate", ()))),
             log_scale=first.get("scale") == "log",
             step=int(step) if step.isascii() and step.isdigit() and len(step) < 16 else None,
             reward_from=_number(first.get("reward_from", "")),
             reward_to=_number(first.get("reward_to", "")),
             grouped=first.get("grouped") == "1",
-            **{name: first.get(name, "") for name in OF_RUN_TEXTS},
+            **{name: first.get(name, "") for name in OF_RUN_TEXTS},  # type: ignore[arg-type]
             preferences={} if preferences is None else preferences,
         )
 
@@ -96,6 +99,7 @@ class PageState:
         pairs += [("runs", path) for path in self.runs]
         pairs += [("metric", name) for name in self.metrics]
         pairs += [("smoothing", f"{self.smoothing:g}")] if self.smoothing != DEFAULT_SMOOTHING else []
+        pairs += [("rate", name) for name in self.rates]
         pairs += [("scale", "log")] if self.log_scale else []
         pairs += [("step", self.step)] if self.step is not None else []
         rewards = {"reward_from": self.reward_from, "reward_to": self.reward_to}
