@@ -25,6 +25,7 @@ from eval_pipeline.report.results import (
     EvaluatedModel,
     read_evaluation,
     read_results,
+    write_answers,
     write_json,
     write_qa_log,
     write_verdicts,
@@ -247,7 +248,7 @@ class JobRunner:
 
 
 def write_job_result(context: EvalContext, active: ActiveJob) -> None:
-    """Write the verdicts, the question-and-answer log and `result.json` of a completed job.
+    """Write the verdicts, the answers, a sample of them and `result.json` of a completed job.
 
     Raises:
         UserError: a file cannot be written.
@@ -256,6 +257,7 @@ def write_job_result(context: EvalContext, active: ActiveJob) -> None:
     judged, seconds = active.judged_answers(), active.seconds
     directory = context.directory.results_of(job.checkpoint)
     write_verdicts(directory, job.dataset, judged)
+    write_answers(directory, job.dataset, judged)
     write_qa_log(directory, job.dataset, judged, config.qa_per_error_type)
     source = asdict(config.sources[job.dataset])
     if source["sample"] is None:

@@ -1,4 +1,4 @@
-"""Results of an evaluated model and their files: metrics.json, summary.json, verdicts and question-and-answer logs."""
+"""Results of an evaluated model and their files: metrics.json, summary.json, verdicts, answers and samples of them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from verl_ext.files import parse_json, replace_file
 METRICS_FILE = "metrics.json"
 SUMMARY_FILE = "summary.json"
 VERDICTS_FOLDER = "verdicts"
+ANSWERS_FOLDER = "answers"
 QA_FOLDER = "qa_logs"
 HEADLINES = ("num_problems", "exec_success_rate", "accepted_at_1", "pass_ratio_mean", "truncation_rate")
 
@@ -271,7 +272,7 @@ def _read_outcomes(path: Path) -> Outcomes:
     return {name: tuple(kinds[sample] for sample in sorted(kinds)) for name, kinds in samples.items()}
 
 
-# Question-and-answer log: some answers of each error type, to be read by people
+# All answers, and the question-and-answer log: some answers of each error type, to be read by people
 
 
 def sample_answers(judged: Sequence[JudgedAnswer], per_error_type: int = 10) -> list[JudgedAnswer]:
@@ -321,6 +322,15 @@ def qa_row(judged: JudgedAnswer) -> dict[str, Any]:
         "error": answer.error,
         "judge_time": round(verdict.judge_time, 4),
     }
+
+
+def write_answers(directory: Path, dataset: str, judged: Iterable[JudgedAnswer]) -> Path:
+    """Write every answer to `answers/<dataset>.jsonl`, in rows like those of the question-and-answer log.
+
+    Raises:
+        UserError: the directory cannot be created or written to.
+    """
+    return write_lines(directory / ANSWERS_FOLDER / f"{dataset}.jsonl", map(qa_row, judged))
 
 
 def write_qa_log(directory: Path, dataset: str, judged: Sequence[JudgedAnswer], per_error_type: int = 10) -> Path:

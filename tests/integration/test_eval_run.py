@@ -124,6 +124,7 @@ def test_every_answer_is_stored_with_its_verdict(output: Path) -> None:
     assert {name: row["error_type"] for name, row in rows.items()} == kinds
     assert [rows[name]["answer"] for name in ("add", "neg", "two", "long")] == [*LEARNED.values(), ""]
     assert rows["neg"]["program"].startswith("def neg") and rows["long"]["error"]
+    assert {row["problem_id"]: row for row in read_lines(output / "answers" / "heart.jsonl")} == rows
     verdicts = read_lines(output / "verdicts" / "heart.jsonl")
     assert [(row["problem_id"], row["error_type"]) for row in verdicts] == list(kinds.items())
     assert [row["pass_ratio"] for row in verdicts] == [1.0, 0.5, 0.0, 0.0]

@@ -14,7 +14,11 @@ import pytest
 
 from tests.helpers.commands import script_run
 from tests.helpers.launchers import Launcher, SmallLaunches, check_signal_is_not_lost, small_launches
-from tests.helpers.processes import free_port
+from tests.helpers.monitor import look
+from tests.helpers.processes import free_port, wait_until
+from verl_ext.health import run_directory
+from verl_ext.metrics import heartbeat
+from verl_ext.monitor.follower import RunFollower
 
 
 @pytest.fixture
@@ -86,6 +90,31 @@ def test_second_interrupt_kills_immediately(launches: SmallLaunches) -> None:
     assert launcher.end() == 128 + signal.SIGINT
     assert "immediately by a second SIGINT" in launcher.output()
     assert launches.record()["status"] == "stopped"
+
+
+def test_killed_launcher_is_seen_from_another_host(
+    launches: SmallLaunches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks log nothing: the run is alive as long as the launcher is, and killed soon after."""
+    monkeypatch.setattr(heartbeat, "DEAD_AFTER_S", 1.0)
+    monkeypatch.setattr(run_directory, "MAX_SILENCE_S", 0.0)  # silence alone does not count
+    monkeypatch.setattr(run_directory, "pid_namespace", lambda: 1)
+    follower = RunFollower(tmp_path / "monitor.sqlite", launches.run_dir.parent)
+
+    def status() -> str:
+        look(follower)
+        return follower.runs["run"].status
+
+    launcher = launches.start("stop_when_one_is_asked")
+    launches.wait_until_ready(launcher)
+    for _ in range(12):
+        assert status() == "running"
+        launcher.wait_while_running(0.15)
+    launcher.process.kill()
+    wait_until(lambda: status() == "killed", pause_s=0.1)
+    assert "no sign of life" in str(follower.runs["run"].exit_reason)
+    assert launches.record()["attempts"][-1]["heartbeat_s"] == heartbeat.BEAT_S
+    follower.stop()
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from playwright.sync_api import expect
@@ -76,7 +76,8 @@ def test_charts_show_every_value_and_separate_restarts(page: Page, root: Path) -
 
     for chart in [*ON_THE_PAGE, *IN_THE_FOLD]:
         until_passes(lambda chart=chart: assert_values(chart))
-    [loss] = series(page, "Loss")
+    loss, validation = series(page, "Loss")
+    assert [place for place, _ in validation["data"]] == [0, 2, 4, 6, 8, 10]
     assert [place for place, _ in loss["data"]] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]  # steps 1 to 6, then 5 to 8
     assert loss["marks"] == [NUM_STEPS]
     assert text(page, "value Current step") == "8" and text(page, "status") == "finished"
@@ -104,18 +105,18 @@ def test_live_run_updates_open_page(page: Page, root: Path, quickstart: Path, tm
     wait_for_text(page, "value Current step", "40")
     wait_for_text(page, "mode", "History")
     until_passes(lambda: assert_losses(page, run, 40))
-    smoothed, raw = series(page, "Loss")
+    smoothed, raw = loss_lines(page)
     assert len(smoothed["data"]) == 40 and smoothed["data"] != raw["data"]
     slider = page.get_by_test_id("smoothing")
     box = slider.bounding_box()
     assert box is not None
 
     def assert_not_smoothed() -> None:
-        [alone] = series(page, "Loss")
+        [alone] = loss_lines(page)
         assert alone["data"] == raw["data"]
 
     def assert_smoother() -> None:
-        smoother, behind = series(page, "Loss")
+        smoother, behind = loss_lines(page)
         lines = (smoother, smoothed, behind)
         spreads = [max(y for _, y in line["data"]) - min(y for _, y in line["data"]) for line in lines]
         assert behind["data"] == raw["data"] and spreads[0] < spreads[1] < spreads[2]
@@ -126,10 +127,15 @@ def test_live_run_updates_open_page(page: Page, root: Path, quickstart: Path, tm
     until_passes(assert_smoother)
 
 
+def loss_lines(page: Page) -> list[dict[str, Any]]:
+    """The lines of the training loss."""
+    return [line for line in series(page, "Loss") if line["name"] == "train/loss"]
+
+
 def assert_losses(page: Page, run: SFTRun, num_steps: int) -> None:
     """Assert that the last line of the chart has the run's unsmoothed losses so far."""
     losses = list(run.losses().values())
-    assert [value for _, value in series(page, "Loss")[-1]["data"]] == pytest.approx(losses, rel=1e-5)
+    assert [value for _, value in loss_lines(page)[-1]["data"]] == pytest.approx(losses, rel=1e-5)
     assert len(losses) == num_steps
 
 
@@ -153,6 +159,7 @@ def test_reload_keeps_language_dark_mode_and_tab(page: Page) -> None:
     wait_for_text(page, "checkpoints", "global_step_8")
     assert "训练监控" in page.inner_text("body") and "已完成" in text(page, "status")
     assert page.evaluate("() => document.body.classList.contains('body--dark')")
+    assert page.evaluate("() => document.documentElement.lang") == "zh"
 
 
 def test_health_tab_shows_findings(page: Page) -> None:
@@ -211,7 +218,7 @@ def test_back_reload_and_links_restore_state_from_url(page: Page, address: str) 
     page.go_back()
     wait_for_text(page, "shown", "project/restarted")
     page.goto(f"{address}?run=project/restarted&smoothing=0")
-    [loss] = series(page, "Loss")
+    [loss] = loss_lines(page)
     assert len(loss["data"]) == 10
     page.goto(f"{address}?run=project/gone")
     wait_for_text(page, "missing", "does not exist")

@@ -105,9 +105,10 @@ def test_evaluation_rates_have_intervals_and_best_is_marked(page: Page, root: Pa
     def assert_rates() -> None:
         lines = series(page, "rates")
         for name in RATES:
-            rate, *intervals = (line["data"] for line in lines if line["name"] == name)
+            rate, band = (line["data"] for line in lines if line["name"] == name)
             assert rate == [[step, metrics[step][name]] for step in metrics]
-            assert intervals == [[[step, end] for end in metrics[step]["intervals"][name]] for step in metrics]
+            low, high = ([[step, metrics[step]["intervals"][name][end]] for step in metrics] for end in (0, 1))
+            assert band == high + low[::-1]
         assert lines[0]["marks"] == [best]
 
     def assert_shares() -> None:
@@ -118,3 +119,11 @@ def test_evaluation_rates_have_intervals_and_best_is_marked(page: Page, root: Pa
 
     until_passes(assert_rates)
     until_passes(assert_shares)
+    page.get_by_test_id("rates").click()
+    page.get_by_role("option").filter(has_text="timeout_rate").click()
+
+    def assert_chosen() -> None:
+        lines = {line["name"]: line["data"] for line in series(page, "rates")[:3]}
+        assert lines["timeout_rate"] == [[step, metrics[step]["timeout_rate"]] for step in metrics]
+
+    until_passes(assert_chosen)

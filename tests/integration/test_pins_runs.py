@@ -196,7 +196,7 @@ def test_evaluation_has_recorded_names(watched_run: SFTRun) -> None:
     root = watched_run.run_dir / "eval"
     assert names_in(root) - {"watch.log"} == {"ledger.sqlite", "publish.lock", *(f"eval_step_{n}" for n in (2, 4, 6))}
     directory = root / "eval_step_2"
-    assert names_in(directory) == {"metrics.json", "qa_logs", "summary.json", "verdicts", "work"}
+    assert names_in(directory) == {"answers", "metrics.json", "qa_logs", "summary.json", "verdicts", "work"}
     work = sorted((directory / "work/few").iterdir())
     assert len(work) == len(WORK_FILES)
     assert all(re.fullmatch(pattern, path.name) for pattern, path in zip(WORK_FILES, work))
@@ -205,6 +205,7 @@ def test_evaluation_has_recorded_names(watched_run: SFTRun) -> None:
         "answers": answers,
         "verdicts": verdicts,
         "published verdicts": directory / "verdicts/few.jsonl",
+        "published answers": directory / "answers/few.jsonl",
         "questions and answers": directory / "qa_logs/few_qa.jsonl",
     }
     files = {

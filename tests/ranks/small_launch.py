@@ -11,11 +11,13 @@ import sys
 from verl_ext.launch import ranks
 from verl_ext.launch.__main__ import heed_stop_signals
 from verl_ext.launch.run import run_to_the_end
+from verl_ext.metrics import heartbeat
 from verl_ext.trainer.stages import load_config
 
 if __name__ == "__main__":
     run_dir, grace_s, restarts, first_pause_s, leave_after_s = sys.argv[1:]
     ranks.LEAVE_AFTER_S = float(leave_after_s)
+    heartbeat.BEAT_S = 0.1
     words = {
         "trainer.default_local_dir": run_dir,
         "trainer.project_name": "tests",

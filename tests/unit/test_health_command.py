@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.health.__main__ import main
 from verl_ext.health.checklist import metric_trends
 from verl_ext.health.run_directory import why_killed
+from verl_ext.metrics import heartbeat
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.processes import pid_namespace, start_ticks
 
@@ -146,6 +148,22 @@ def test_run_without_live_process_is_reported_as_killed(
     assert levels["the run is alive"] == ("alarm" if status == "killed" else "ok")
 
 
+@pytest.mark.parametrize("beats", [True, False])
+def test_command_waits_for_heartbeat_of_silent_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, beats: bool
+) -> None:
+    monkeypatch.setattr(heartbeat, "DEAD_AFTER_S", 0.4)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
+    monkeypatch.setattr(heartbeat, "POLL_S", 0.05)
+    run_dir = write_run(tmp_path, "a textbook run", "running", "")
+    change_attempt(run_dir, host="elsewhere", heartbeat_s=10.0)
+    make_silent(run_dir, 3600)  # its ranks may hang
+    (run_dir / "run.lock").touch()
+    os.utime(run_dir / "run.lock", (1e9, 1e9))
+    with heartbeat.beating(run_dir) if beats else nullcontext():
+        assert run_health(run_dir, capsys)[1]["status"] == ("running" if beats else "killed")
+
+
 def test_finished_run_is_not_reported_as_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: int) -> None:
     run_dir = write_run(tmp_path, "a textbook run")
     change_attempt(run_dir, pid=gone, **HERE)
@@ -159,8 +177,8 @@ def test_new_attempt_records_its_process(tmp_path: Path) -> None:
     record.start_attempt(first_step=0, world_size=1, total_steps=3)
     run = record.read()
     assert run["attempts"][0].items() >= {"pid": os.getpid(), **HERE}.items()
-    assert why_killed(run, 10.0, 600.0) is None
-    assert why_killed(run, 900.0, 600.0) is None, "a first step may be slow"
+    assert why_killed(tmp_path, run, 10.0, 600.0) is None
+    assert why_killed(tmp_path, run, 900.0, 600.0) is None, "a first step may be slow"
 
 
 @pytest.mark.parametrize(("newest", "level"), [(None, "warning"), (1, "ok"), (2, "warning")])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from verl_ext.metrics.jsonl import MetricsRow
-from verl_ext.monitor.charts import CHARTS, ChartStyle, chart_options, charts_for
+from verl_ext.monitor.chart_options import ChartStyle, chart_options, rates_options
+from verl_ext.monitor.charts import CHARTS, charts_for, metric_hint, short_labels, unit_of
 from verl_ext.monitor.curves import (
     MAX_POINTS,
     CurveEnvelope,
@@ -144,6 +145,54 @@ def test_every_chart_has_hint_in_both_languages() -> None:
         (title, hint), (title_zh, hint_zh) = chart.texts("en"), chart.texts("zh")
         assert title.isascii() and hint.isascii() and not title_zh.isascii(), chart.name
         assert len(hint) > 60 and "理想趋势" in hint_zh, chart.name
+
+
+def test_every_chart_has_one_unit_and_names_its_axes() -> None:
+    curves = RunCurves()
+    names = {name for chart in CHARTS for name in chart.metrics} | {"train/code_tests_mean"}
+    curves.add([MetricsRow(1, 1, 1.0, dict.fromkeys(names, 1.0))], {})
+    for chart in charts_for(curves.envelopes):
+        assert len({unit_of(name) for name in chart.metrics}) == 1, chart.name
+        for language in ("en", "zh"):
+            options = chart_options(curves, chart, ChartStyle(0.0, language))
+            unit = translate(language, "no unit" if chart.unit == "1" else chart.unit)
+            assert options["xAxis"]["name"] == translate(language, "step") and options["yAxis"]["name"] == unit
+            assert options["legend"]["type"] == "plain" and options["legend"]["data"] == [*chart.metrics]
+    assert {chart.name: chart.unit for chart in CHARTS[:2]} == {"Loss": "nat/token", "Perplexity": "1"}
+    assert metric_hint("val/loss", "zh") == CHARTS[0].hint_zh and metric_hint("train/kl", "en").startswith("KL")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "labels"),
+    [
+        (["train/grad_norm"], ["train"]),
+        (["train/loss", "val/loss"], ["train", "validation"]),
+        (["train/adv_mean", "train/adv_min"], ["mean", "min"]),
+        (["train/latency_ms_mean", "eval/latency_ms_mean", "train/budget_ms_mean"],
+         ["latency, train", "latency, validation", "budget, train"]),
+        (["system/peak_memory_gib", "system/disk_free_gib"], ["peak memory", "disk free"]),
+        (["train/time(s)", "time/train/step_s"], ["time(s)", "step s"]),
+        (["a/b", "c/b"], ["a/b", "c/b"]),
+        (["train/code_tests_mean"], ["code tests mean"]),
+    ],
+)  # fmt: skip
+def test_legend_shows_what_differs_among_metrics(metrics: list[str], labels: list[str]) -> None:
+    assert short_labels(metrics, "en") == dict(zip(metrics, labels))
+
+
+def test_validations_are_markers_in_chart_of_training_loss() -> None:
+    curves = RunCurves()
+    curves.add([MetricsRow(step, 1, 1.0, {"train/loss": step, "val/loss": step}) for step in range(1, 50)], {})
+    train, raw, validation = chart_options(curves, CHARTS[0], ChartStyle(0.9))["series"]
+    assert (train["name"], raw["name"], validation["name"]) == ("train/loss", "train/loss", "val/loss")
+    assert train["data"] != raw["data"] == validation["data"] and validation["showSymbol"] and not raw["showSymbol"]
+
+
+def test_confidence_bands_enclose_rates() -> None:
+    rates = {"accepted_at_1": [(0.5, 0.25, 0.75), (0.5, 0.5, 0.5)], "timeout_rate": [(0.0, 0.0, 0.0)] * 2}
+    options = rates_options([10, 20], rates, None, ChartStyle(0.0))
+    assert options["series"][2]["data"] == [[10, 0.75], [20, 0.5], [20, 0.5], [10, 0.25]]
+    assert "95 %" in options["yAxis"]["name"]
 
 
 def test_every_label_has_translation() -> None:

@@ -16,7 +16,8 @@ from verl_ext.errors import UserError
 from verl_ext.health.checklist import ChecklistItem, MetricTrend, checklists, metric_trends
 from verl_ext.health.rule import Finding, Level
 from verl_ext.health.rules import load_rules
-from verl_ext.health.run_directory import RunDirectory
+from verl_ext.health.run_directory import RunDirectory, has_remote_heartbeat
+from verl_ext.metrics.heartbeat import await_heartbeat
 from verl_ext.plugins import PLUGIN_FORM
 
 MARKS = {Level.OK: "ok     ", Level.NOTICE: "notice ", Level.WARNING: "WARNING", Level.ALARM: "ALARM  "}
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.run_dir is None:
             raise UserError("no run is given; name its directory, checkpoints/<project>/<experiment>")
         run = RunDirectory.read(arguments.run_dir, rules)
+        if has_remote_heartbeat(run.run):
+            await_heartbeat(run.path)
         lists, trends, findings = checklists(run), metric_trends(run.view), list(run.findings().values())
         print_line((as_json if arguments.json else as_text)(run, lists, trends, findings))
         levels = [each.result.level for each in chain(*lists.values()) if each.result is not None]

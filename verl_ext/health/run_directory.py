@@ -19,6 +19,7 @@ from verl_ext.health.context import RunContext, read_config
 from verl_ext.health.history import MetricHistory, read_history
 from verl_ext.health.rule import STEP_TIME, Finding, HealthView, Rule
 from verl_ext.health.rules import RULES
+from verl_ext.metrics.heartbeat import silent_for_s
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE, load_run, seconds_of
 from verl_ext.processes import is_alive, pid_namespace
@@ -115,7 +116,7 @@ class RunDirectory:
         steps = self.history.series(STEP_TIME).recent(20)
         pauses = [float(each.max()) for name in PAUSES if len(each := self.history.series(name).recent())]
         allowed = max_silence_s(float(np.median(steps)) if len(steps) else 0.0, max(pauses, default=0.0))
-        return why_killed(self.run, silence_s(self.run, self.history.time), allowed)
+        return why_killed(self.path, self.run, silence_s(self.run, self.history.time), allowed)
 
 
 def last_attempt(run: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -139,10 +140,16 @@ def max_silence_s(step_s: float, pause_s: float) -> float:
     return max(MAX_SILENCE_S, MAX_SILENT_STEPS * step_s, 2 * pause_s)
 
 
-def why_killed(run: Mapping[str, Any], silent_s: float, allowed_s: float) -> str | None:
+def has_remote_heartbeat(run: Mapping[str, Any]) -> bool:
+    """Whether the heartbeat alone tells if a run is alive: on another machine, its process cannot be seen."""
+    return run["status"] == "running" and not _is_here(run) and bool(last_attempt(run).get("heartbeat_s"))
+
+
+def why_killed(path: Path, run: Mapping[str, Any], silent_s: float, allowed_s: float) -> str | None:
     """Why a run with the status `running` does not run; None for other statuses, or if it may be alive.
 
     Args:
+        path: run directory.
         run: content of `run.json`.
         silent_s: see `silence_s`.
         allowed_s: see `max_silence_s`.
@@ -150,12 +157,21 @@ def why_killed(run: Mapping[str, Any], silent_s: float, allowed_s: float) -> str
     if run["status"] != "running":
         return None
     attempt = last_attempt(run)
-    is_here = attempt.get("host") == socket.gethostname() and attempt.get("pid_namespace") == pid_namespace()
-    if is_here and attempt.get("pid") is not None:
+    if _is_here(run):
         # a live process may be slow: a first step can take longer than any limit
         is_running = is_alive(attempt["pid"], attempt.get("pid_start_ticks"))
         return None if is_running else f"its process {attempt['pid']} is gone"
+    if has_remote_heartbeat(run):  # even if the ranks hang
+        beat_s = silent_for_s(path)
+        return None if beat_s is None else f"its launcher has shown no sign of life for {beat_s:.0f} s"
     return f"it has logged nothing for {silent_s:.0f} s" if silent_s > allowed_s else None
+
+
+def _is_here(run: Mapping[str, Any]) -> bool:
+    """Whether this process can see the process of a run's last attempt."""
+    attempt = last_attempt(run)
+    is_here = attempt.get("host") == socket.gethostname() and attempt.get("pid_namespace") == pid_namespace()
+    return is_here and attempt.get("pid") is not None
 
 
 def limits_of(config: Mapping[str, Any]) -> HealthLimits:

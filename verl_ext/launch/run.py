@@ -24,6 +24,7 @@ from verl_ext.launch.outcome import FIRST_PAUSE_S, Failure, HandledStop, Outcome
 from verl_ext.launch.ranks import RANK_MODULE, run_ranks
 from verl_ext.launch.report import print_run_summary, report
 from verl_ext.launch.watcher import watching
+from verl_ext.metrics.heartbeat import BEAT_S, beating
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.model_files import untrained_loss
 from verl_ext.processes import StopRequest, StopSignals
@@ -40,6 +41,7 @@ def run_to_the_end(
     signals: StopSignals,
     *,
     restarts: int = 0,
+    facts: Mapping[str, Any] | None = None,
     module: str = RANK_MODULE,
     first_pause_s: float = FIRST_PAUSE_S,
 ) -> int:
@@ -47,6 +49,7 @@ def run_to_the_end(
 
     Args:
         restarts: number of restarts in a row without a new checkpoint.
+        facts: what the attempts record about this launch.
         module: module that every rank runs; see `run_ranks`.
         first_pause_s: seconds before the first restart.
 
@@ -70,10 +73,11 @@ def run_to_the_end(
         if is_alone:
             with signals.raising():
                 remove_leftovers(run_dir, warn)  # first, because this frees space on a full disk
-        launch = Launch(config, signals, record if leads else None, module)
+        launch = Launch(config, signals, record if leads else None, module, facts)
         launch.mark_waiting()  # before the watcher starts: the record may still say that a shorter run is finished
         print_start(config)
-        with launch.recording_refusal(), hold_model(config), watching(config, leads, signals) as watcher:
+        heartbeat = beating(run_dir) if leads else nullcontext()
+        with heartbeat, launch.recording_refusal(), hold_model(config), watching(config, leads, signals) as watcher:
             code = report(launch.run(restarts, first_pause_s), config, launch.record)
             return code if code or watcher is None else watcher.finish(signals)
 
@@ -83,10 +87,19 @@ class Launch:
 
     Args:
         record: record of the run; None on nodes other than the first.
+        facts: what the attempts record about this launch.
     """
 
-    def __init__(self, config: RunConfig, signals: StopSignals, record: RunRecord | None, module: str) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        signals: StopSignals,
+        record: RunRecord | None,
+        module: str,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         self.config, self.signals, self.record, self.module = config, signals, record, module
+        self.facts = {**(facts or {}), "heartbeat_s": BEAT_S}
         self.run_dir = config.trainer.run_dir
         self.saved_before = last_checkpoint(self.run_dir)
 
@@ -147,6 +160,7 @@ class Launch:
         config = self.next_config()
         first_start, precision = former_start(config)
         self.record.mark_waiting(
+            launch=self.facts,
             project=config.trainer.project_name,
             experiment=config.trainer.experiment_name,
             stage=config.stage,

@@ -41,12 +41,17 @@ _TYPES = {
     **dict.fromkeys(("project", "experiment", "stage", "recipe", "config_digest"), _TEXT),
     "total_steps": _COUNT,
     "untrained_loss": (int, float, type(None)),
+    "launch": (dict,),
 }
 _ATTEMPT_TYPES = {
     **{"attempt": (int,), "start": (str,)},
     **dict.fromkeys(("end", "exit_reason", "host"), _TEXT),
     **dict.fromkeys(("first_step", "last_step", "world_size", "pid", "pid_start_ticks", "pid_namespace"), _COUNT),
     "closed_trackers": (list,),
+    "heartbeat_s": (float, type(None)),
+    **dict.fromkeys(("command", "git_commit"), _TEXT),
+    **dict.fromkeys(("packages", "environment", "config_defaults", "config_changes"), (dict,)),
+    "device_names": (list,),
 }
 _REQUIRED_ATTEMPT_KEYS = frozenset({"attempt", "start", "end"})
 _LARGEST_INT = 2**63 - 1  # limit of the monitor's database
@@ -81,8 +86,11 @@ class RunRecord:
                 return datetime.fromtimestamp(seconds)
         return None
 
-    def mark_waiting(self, **identity: Unpack[RunIdentity]) -> None:
+    def mark_waiting(self, launch: Mapping[str, Any] | None = None, **identity: Unpack[RunIdentity]) -> None:
         """Record that a launch was requested but has not started training; earlier attempts stay.
+
+        Args:
+            launch: facts about this launch, which the next attempt records.
 
         Raises:
             UserError: the file cannot be written.
@@ -90,15 +98,24 @@ class RunRecord:
         run = self._load()
         if self._before is None and self._path.exists():
             self._before = self._path.read_text(encoding="utf-8")
-        self._write({**run, **identity, "status": "waiting"})
+        self._write({**run, **identity, "status": "waiting", "launch": dict(launch or {})})
 
-    def start_attempt(self, *, first_step: int, world_size: int, total_steps: int, precision: str | None = None) -> int:
+    def start_attempt(
+        self,
+        *,
+        first_step: int,
+        world_size: int,
+        total_steps: int,
+        precision: str | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> int:
         """Record that training begins, and return the number of the attempt, from 1.
 
         If a kill left an earlier attempt open, its last row of metrics closes it.
 
         Args:
             first_step: step from which this attempt starts.
+            facts: further facts about the attempt, such as the names of its devices.
 
         Raises:
             UserError: the file cannot be written.
@@ -106,7 +123,9 @@ class RunRecord:
         run = self._load()
         self._close_lost_attempt(run)
         number = self._next_number(run)
-        run["attempts"].append(_attempt(number, first_step=first_step, world_size=world_size))
+        launch = run.pop("launch", {})
+        attempt = _attempt(number, first_step=first_step, world_size=world_size)
+        run["attempts"].append({**attempt, **launch, **(facts or {})})
         self._write({**run, "status": "running", "total_steps": total_steps, "precision": precision})
         return number
 
@@ -149,7 +168,8 @@ class RunRecord:
             return False
         if run["status"] == "waiting":
             self._close_lost_attempt(run)
-            run["attempts"].append(_attempt(self._next_number(run)))
+            launch = run.pop("launch", {})
+            run["attempts"].append({**_attempt(self._next_number(run)), **launch})
             self._write(run)
         self.end_attempt(status, None, exit_reason)
         return True

@@ -1,37 +1,23 @@
-"""The charts as data (title, hint, metrics and place), and their ECharts options."""
+"""The charts as data: title, hint, metrics, unit and place."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from verl_ext.errors import UserError
 from verl_ext.health.context import schedule_of
-from verl_ext.health.trend import Array
-from verl_ext.metrics.registry import METRICS
-from verl_ext.monitor.curves import RunCurves, is_worth_smoothing, smooth
+from verl_ext.metrics.registry import METRICS, Metric, lookup_metric
+from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.text import translate
 
 MAIN, OTHER = "main", "other"
 """Places of charts: always visible, or in a fold below."""
-COLORS = ("#3b82f6", "#ef4444", "#10b981", "#f59e0b", "#8b5cf6", "#ec4899", "#14b8a6", "#84cc16", "#64748b", "#f97316")
-GREY = "#9ca3af"
-RED = "#ef4444"
-GREEN = "#10b981"
-ERROR_COLORS = {
-    "success": GREEN,
-    "wrong_answer": "#f59e0b",
-    "syntax_error": RED,
-    "runtime_error": "#ec4899",
-    "timeout": "#8b5cf6",
-    "api_error": "#64748b",
-}
-"""Colors by error type of an answer."""
-FAINT = 0.25
-"""Opacity of the raw curve behind the smoothed one."""
 SCHEDULE_POINTS = 500
 
 
@@ -61,6 +47,11 @@ class Chart:
     line: float | None = None
     with_schedule: bool = False
 
+    @property
+    def unit(self) -> str:
+        """Unit of the values; `1` for plain numbers and scaled ones."""
+        return unit_of(self.metrics[0]) if self.metrics and self.scale == 1.0 else "1"
+
     def texts(self, language: str) -> tuple[str, str]:
         """Title and hint in `en` or `zh`."""
         return (self.name_zh, self.hint_zh) if language == "zh" else (self.name, self.hint)
@@ -71,12 +62,13 @@ CHARTS = (
     Chart(
         "Loss",
         "损失曲线",
-        "Distance between the model's predictions and the references. It should fall quickly at first, then flatten. "
-        "A sudden rise suggests a learning rate that is too high; a lasting rise or strong oscillation suggests "
-        "unstable training. A policy loss (GRPO) may be negative and only has to stay bounded.",
-        "模型预测与真实标签之间的差距。理想趋势：初期快速下降，之后趋于平稳。突然上升可能是学习率过大；持续上升或剧烈"
+        "Distance between the model's predictions and the references, in training and in validation (dots). It should "
+        "fall quickly at first, then flatten. A sudden rise suggests a learning rate that is too high; a lasting rise "
+        "or strong oscillation suggests unstable training. A policy loss (GRPO) may be negative and only has to stay "
+        "bounded.",
+        "模型预测与真实标签之间的差距，圆点为验证损失。理想趋势：初期快速下降，之后趋于平稳。突然上升可能是学习率过大；持续上升或剧烈"
         "震荡表示训练不稳定。GRPO 的策略损失可以为负，稳定即可。",
-        ("train/loss",),
+        ("train/loss", "val/loss"),
         MAIN,
     ),
     Chart(
@@ -85,7 +77,7 @@ CHARTS = (
         "exp(loss): the average number of tokens that the model considers likely. It should fall with the loss; lower "
         "is better, usually between 1 and a few dozen.",
         "exp(loss)：模型平均在多少个候选词中犹豫。理想趋势：与损失同步下降，越低越好，通常为个位数到几十。",
-        ("train/perplexity",),
+        ("train/perplexity", "val/perplexity"),
         MAIN,
     ),
     Chart(
@@ -161,7 +153,7 @@ CHARTS = (
         "while the training loss falls means overfitting; use the checkpoint before the rise.",
         "在评估集上计算的损失与训练损失。理想趋势：同步下降，差距不过大。训练损失下降而评估损失上升 = 过拟合，应选择"
         "上升之前的检查点。",
-        ("val/loss", "train/loss"),
+        ("train/loss", "val/loss"),
         needs="val/loss",
     ),
     Chart(
@@ -270,156 +262,56 @@ def schedule_points(config: Mapping[str, Any], total_steps: int | None, curves: 
     return [(step + offset, schedule.at(step)) for step in steps]
 
 
-# Options of ECharts
+# Metrics
 
 
-@dataclass(frozen=True)
-class ChartStyle:
-    """How charts are drawn; see the attributes of `PageState`."""
-
-    smoothing: float
-    language: str = "en"
-    dark: bool = False
-    log_scale: bool = False
-
-
-def chart_options(
-    curves: RunCurves, chart: Chart, style: ChartStyle, schedule: Sequence[tuple[int, float]] = ()
-) -> dict[str, Any]:
-    """Return one chart of one run; the caller holds the curves' lock, and `schedule` is from `schedule_points`."""
-    weight = 0.0 if chart.with_schedule else style.smoothing
-    series = [
-        line
-        for metric, color in zip(chart.metrics, COLORS)
-        for line in _lines(curves, metric, color, weight, scale=chart.scale)
-    ]
-    names = list(chart.metrics)
-    if chart.with_schedule and schedule:
-        names.append(translate(style.language, "schedule"))
-        dashed = {"type": "dashed", "width": 1.5, "color": GREY}
-        series.append({**_line(names[-1], GREY), "lineStyle": dashed, "data": [list(point) for point in schedule]})
-    series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, style.language)}
-    return _curve_options(series, names, style)
+@lru_cache(10_000)
+def registered(metric: str) -> Metric | None:
+    """Return the registry's entry of a metric; None for a name that it does not have."""
+    try:
+        return lookup_metric(metric)
+    except UserError:
+        return None
 
 
-def comparison_options(runs: Mapping[str, RunCurves], metric: str, style: ChartStyle) -> dict[str, Any]:
-    """Return a chart of one metric of several runs; the keys of `runs` are names in the legend."""
-    series: list[dict[str, Any]] = []
-    for (name, curves), color in zip(runs.items(), COLORS):
-        with curves.lock:
-            if metric in curves.envelopes:
-                series += _lines(curves, metric, color, style.smoothing, name=name)
-    return _curve_options(series, list(runs), style)
+def unit_of(metric: str) -> str:
+    """Return the unit of a metric; `1` for plain numbers and unknown metrics."""
+    entry = registered(metric)
+    return "1" if entry is None else entry.unit
 
 
-def _curve_options(series: list[dict[str, Any]], names: Sequence[str], style: ChartStyle) -> dict[str, Any]:
-    options = _options(series, names, style.dark)
-    if style.log_scale and all(value > 0 for line in series for _, value in line["data"]):
-        options["yAxis"]["type"] = "log"
-    return options
+def metric_hint(metric: str, language: str) -> str:
+    """Explain a metric by the hint of its chart, or else by the registry."""
+    for chart in CHARTS:
+        if metric in chart.metrics:
+            return chart.texts(language)[1]
+    entry = registered(metric)
+    return "" if entry is None else translate(language, entry.meaning)
 
 
-def rates_options(
-    steps: Sequence[int], rates: Mapping[str, Sequence[tuple[float, float, float]]], best: int | None, dark: bool
-) -> dict[str, Any]:
-    """Return a chart of the rates of evaluated checkpoints, with confidence intervals.
-
-    Args:
-        steps: steps of the checkpoints, ascending.
-        rates: by name, the rate and its bounds for each step.
-        best: step of the best checkpoint.
-    """
-    series: list[dict[str, Any]] = []
-    for (name, values), color in zip(rates.items(), COLORS):
-        points = [[step, rate] for step, (rate, _, _) in zip(steps, values)]
-        series.append({**_line(name, color), "data": points, "symbol": "circle", "symbolSize": 8, "showSymbol": True})
-        for step, (_, low, high) in zip(steps, values):
-            style = {"color": color, "width": 2, "opacity": 0.6}
-            ends = {"data": [[step, low], [step, high]], "lineStyle": style, "symbol": "none", "silent": True}
-            series.append({"name": name, "type": "line", "tooltip": {"show": False}, **ends})
-    if best is not None and series:
-        mark = {"xAxis": best, "lineStyle": {"color": GREEN}, "label": {"formatter": "★", "color": GREEN}}
-        series[0]["markLine"] = {"silent": True, "symbol": "none", "data": [mark]}
-    options = _options(series, list(rates), dark)
-    options["yAxis"] |= {"min": 0, "max": 1}
-    return options
+def is_validation(metric: str) -> bool:
+    """Whether a metric is of validation, which runs once in many steps."""
+    return metric.startswith(("val/", "eval/"))
 
 
-def errors_options(steps: Sequence[int], shares: Mapping[str, Sequence[float]], dark: bool) -> dict[str, Any]:
-    """Return a chart of the error types of each checkpoint's answers, as stacked bars."""
-    series = [
-        {"name": name, "type": "bar", "stack": "all", "data": list(values), "itemStyle": {"color": ERROR_COLORS[name]}}
-        for name, values in shares.items()
-    ]
-    options = _options(series, list(shares), dark)
-    options["xAxis"] |= {"type": "category", "data": [str(step) for step in steps]}
-    options["yAxis"] |= {"min": 0, "max": 1}
-    del options["dataZoom"], options["toolbox"]["feature"]["dataZoom"], options["toolbox"]["feature"]["restore"]
-    return options
+_SPLITS = {"train": "train", "val": "validation", "eval": "validation"}
 
 
-def _lines(
-    curves: RunCurves, metric: str, color: str, smoothing: float, *, scale: float = 1.0, name: str = ""
-) -> list[dict[str, Any]]:
-    """Return the curve, or the smoothed curve and a faint raw curve behind it."""
-    envelope = curves.envelopes[metric]
-    x, values = envelope.points()
-    line = _line(name or metric, color)
-    raw = {**line, "data": _pairs(x, values * scale), "lineStyle": {"width": 1.5}, "showSymbol": len(values) == 1}
-    if not is_worth_smoothing(len(values), smoothing):
-        return [raw]
-    faint = {"lineStyle": {"width": 1, "opacity": FAINT}, "tooltip": {"show": False}, "silent": True, "z": 1}
-    x, values = envelope.means()
-    smoothed = _pairs(x, smooth(values, smoothing) * scale)
-    return [{**line, "data": smoothed, "lineStyle": {"width": 2}}, {**raw, **faint}]
-
-
-def _line(name: str, color: str) -> dict[str, Any]:
-    return {"name": name, "type": "line", "showSymbol": False, "itemStyle": {"color": color}}
-
-
-def _marks(curves: RunCurves, chart: Chart, language: str) -> list[dict[str, Any]]:
-    """Return marks of the starts of attempts, and the chart's own line."""
-    marks: list[dict[str, Any]] = []
-    for attempt, place in [*curves.starts.items()][1:]:
-        text = translate(language, "attempt {}").format(attempt)
-        label = {"formatter": text, "color": GREY, "fontSize": 11}
-        marks.append({"xAxis": place, "lineStyle": {"color": GREY, "type": "dotted"}, "label": label})
-    if chart.line is not None:
-        label = {"formatter": f"{chart.line:g}", "color": RED, "position": "insideEndTop"}
-        marks.append({"yAxis": chart.line, "lineStyle": {"color": RED}, "label": label})
-    return marks
-
-
-def _pairs(x: Array, values: Array) -> list[list[float]]:
-    return [[place, float(f"{value:.6g}")] for place, value in zip(x.tolist(), values.tolist())]
-
-
-def _options(series: list[dict[str, Any]], names: Sequence[str], dark: bool) -> dict[str, Any]:
-    """Return the options that all charts share; `names` are for the legend."""
-    ink, rule = ("#d1d5db", "#374151") if dark else ("#4b5563", "#e5e7eb")
-    axis = {
-        "type": "value",
-        "scale": True,
-        "axisLabel": {"color": ink, "hideOverlap": True},
-        "axisLine": {"lineStyle": {"color": rule}, "onZero": False},
-    }
-    tooltip = {"backgroundColor": "#1f2937", "borderColor": rule, "textStyle": {"color": "#f3f4f6"}} if dark else {}
-    tools = {"dataZoom": {"yAxisIndex": "none"}, "restore": {"title": "↺"}, "saveAsImage": {"title": "PNG"}}
-    # the toolbox is right of the legend, and ECharts ignores a right margin if there is a left one
-    legend_place = {"top": 4, "left": 8, "width": "72%"}
-    legend_style = {"type": "scroll", "icon": "circle", "itemHeight": 10, "itemWidth": 10, "itemGap": 8}
-    return {
-        "animation": False,
-        "backgroundColor": "transparent",
-        "grid": {"left": 12, "right": 28, "top": 48, "bottom": 4, "containLabel": True},
-        # as text, not as markup: names of runs and metrics come from files
-        "tooltip": {"trigger": "axis", "renderMode": "richText", **tooltip},
-        "xAxis": {**axis, "min": "dataMin", "max": "dataMax", "splitLine": {"show": False}},
-        "yAxis": {**axis, "splitLine": {"lineStyle": {"color": rule}}},
-        # without Ctrl, the wheel scrolls the page
-        "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "filterMode": "none"}],
-        "toolbox": {"right": 8, "top": -4, "itemSize": 13, "iconStyle": {"borderColor": GREY}, "feature": tools},
-        "legend": {"data": list(names), **legend_place, **legend_style, "textStyle": {"fontSize": 11, "color": ink}},
-        "series": series,
-    }
+def short_labels(metrics: Sequence[str], language: str) -> dict[str, str]:
+    """Return a label for each metric of a chart: what differs among them, such as `train` and `validation`."""
+    splits = [next((_SPLITS[part] for part in name.split("/") if part in _SPLITS), "") for name in metrics]
+    words = [name.split("/")[-1].split("_") for name in metrics]
+    for end in (0, -1):
+        while len({tuple(each) for each in words}) > 1 and len({each[end] for each in words}) == 1:
+            if min(map(len, words)) == 1:
+                break
+            for each in words:
+                del each[end]
+    is_one = len({tuple(each) for each in words}) == 1 and metrics[0] in METRICS  # functions of rewards keep their name
+    labels = []
+    for split, each in zip(splits, words):
+        rest = "" if is_one else " ".join(each)
+        shown = translate(language, split) if split and (is_one or len({*splits}) > 1) else ""
+        labels.append(", ".join(filter(None, [rest, shown])))
+    is_clear = all(labels) and len({*labels}) == len(labels)
+    return dict(zip(metrics, labels if is_clear else metrics))

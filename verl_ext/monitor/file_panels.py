@@ -18,26 +18,27 @@ from verl_ext.health.rule import Finding, Level
 from verl_ext.health.run_directory import RunDirectory
 from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE
+from verl_ext.monitor.colors import LEVELS, text_classes
 from verl_ext.monitor.database import LogEvent
 from verl_ext.monitor.follower import stamp_of
-from verl_ext.monitor.panels import LEVEL_COLORS, Panel, tag
+from verl_ext.monitor.panels import Panel, tag
 from verl_ext.monitor.text import format_time
 
 LAST_LINES = 200
 """Number of log lines to show."""
 FOUND_LINES = 500
 LEVEL_ICONS = {"ok": "check_circle", "notice": "info", "warning": "warning", "alarm": "error"}
-EVENT_CLASSES = {
-    "start": "text-green-600",
-    "step": "text-blue-500",
-    "evaluation": "text-amber-600",
-    "checkpoint": "text-blue-700 dark:text-blue-300",
-    "end": "text-green-700 dark:text-green-400",
-    "failure": "text-red-600 dark:text-red-400",
-    "ok": "text-green-600",
-    "notice": "text-gray-500",
-    "warning": "text-amber-700 dark:text-amber-400",
-    "alarm": "text-red-700 dark:text-red-400",
+EVENT_COLORS = {
+    "start": "green",
+    "step": "blue",
+    "evaluation": "amber",
+    "checkpoint": "blue",
+    "end": "green",
+    "failure": "red",
+    "ok": "green",
+    "notice": "grey",
+    "warning": "amber",
+    "alarm": "red",
 }
 
 
@@ -144,7 +145,7 @@ def _look(directory: Path) -> tuple[dict[str, list[ChecklistItem]], list[Finding
 def _line(level: Level | None, name: str, message: str) -> None:
     word = "" if level is None else level.word
     with ui.row().classes("items-start gap-2 no-wrap"):
-        ui.icon(LEVEL_ICONS.get(word, "remove"), color=LEVEL_COLORS.get(word, "grey")).classes("mt-1")
+        ui.icon(LEVEL_ICONS.get(word, "remove"), color=LEVELS.get(word, "neutral")).classes("mt-1")
         ui.label(name).classes("font-medium whitespace-nowrap")
         ui.label(message).classes("opacity-70")
 
@@ -177,7 +178,7 @@ class LogPanel(Panel):
             self._log.clear()
         for number, event in self.follower.reader.last_events(run.id, self._last, LAST_LINES):
             self._last = max(self._last, number)
-            self._log.push(_log_line(event), classes=EVENT_CLASSES.get(event.kind, ""))
+            self._log.push(_log_line(event), classes=text_classes(EVENT_COLORS.get(event.kind, "grey")))
 
     def _find(self) -> None:
         wanted = (self._search.value or "").strip()

@@ -236,7 +236,9 @@ class RunFollower(threading.Thread):
                 allowed = max_silence_s(state.step_seconds() or 0.0, state.longest_pause_s)
         try:
             record = orjson.loads(run.record)
-            death = why_killed(record, silence_s(record, self._database.last_time(run.id)), allowed)
+            death = why_killed(
+                self.directory(run), record, silence_s(record, self._database.last_time(run.id)), allowed
+            )
         except Exception:  # a run's files may contain anything, and must not hide other runs
             return run
         return run if death is None else replace(run, status=KILLED, exit_reason=death)

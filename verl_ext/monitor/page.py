@@ -10,34 +10,30 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from verl_ext.metrics.run_record import seconds_of
+from verl_ext.monitor.colors import LEVELS, LINK_STYLE, STATUSES, THEME
+from verl_ext.monitor.configuration import ConfigurationPanel
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.file_panels import CheckpointsPanel, HealthPanel, LogPanel
+from verl_ext.monitor.flips import EvaluationTab
 from verl_ext.monitor.follower import RunFollower
-from verl_ext.monitor.panels import LEVEL_COLORS, ComparePanel, EvaluationPanel, Panel, TrainingPanel, tag
+from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, tag
 from verl_ext.monitor.samples import SamplesPanel
-from verl_ext.monitor.state import TABS, PageState
+from verl_ext.monitor.state import OF_RUN, TABS, PageState
 from verl_ext.monitor.text import LANGUAGES, format_number, format_seconds, format_time
 
 UPDATE_S = 0.3
 """Minimum seconds between two updates of a page."""
 DOTS = {"running": "🟢", "finished": "🔵", "waiting": "🟡", "failed": "🔴", "stopped": "⚪", "killed": "⚫"}
-STATUS_COLORS = {
-    "running": "green",
-    "finished": "blue",
-    "waiting": "amber",
-    "failed": "red",
-    "stopped": "grey",
-    "killed": "grey-8",
-}
 PANELS: dict[str, type[Panel]] = {
     "Training": TrainingPanel,
-    "Evaluation": EvaluationPanel,
+    "Evaluation": EvaluationTab,
     "Compare": ComparePanel,
     "Checkpoints": CheckpointsPanel,
     "Samples": SamplesPanel,
     "Health": HealthPanel,
     "Log": LogPanel,
+    "Configuration": ConfigurationPanel,
 }
 SPEED = "throughput/train/samples_per_s"
 STATUS_BAR = {
@@ -78,6 +74,8 @@ LINK = """<q-td :props="props"><a class="text-primary" :href="props.row.href"
   @click.exact.prevent="() => $parent.$emit('open', props.row.path)">{{ props.value }}</a></q-td>"""
 ON_BACK = "<script>addEventListener('popstate', () => emitEvent('address', location.search))</script>"
 
+SET_LANGUAGE = "document.documentElement.lang = '{}'"
+
 
 class MonitorPage:
     """One open page; it builds itself where it is created."""
@@ -86,8 +84,10 @@ class MonitorPage:
         self.follower, self.state = follower, state
         self._runs_version = -1
         self._shown: object = None  # what the panel showed at its last update
+        ui.colors(**THEME)
+        ui.add_css(LINK_STYLE)
         self._dark = ui.dark_mode(state.dark)
-        ui.add_head_html(ON_BACK)
+        ui.add_head_html(f"{ON_BACK}<script>{SET_LANGUAGE.format(state.language)}</script>")
         ui.on("address", self._go_back)
         self._head = ui.header(bordered=True).classes(
             "items-center gap-4 px-4 py-2 bg-[white] text-[black] dark:bg-[#171717] dark:text-[white]"
@@ -121,7 +121,7 @@ class MonitorPage:
     def open_run(self, path: str) -> None:
         """Open a run, or the table for an empty path; the tab stays."""
         if path != self.state.run or self.state.runs:
-            self.go(run=path, runs=(), source="", step=None, search="")
+            self.go(run=path, runs=(), **OF_RUN)
 
     def _choose_run(self, event: ValueChangeEventArguments) -> None:
         if event.value and event.value != self.state.run:  # otherwise the page itself has set it
@@ -140,6 +140,7 @@ class MonitorPage:
 
     def _set_language(self, language: str) -> None:
         self.state.preferences["language"] = language
+        ui.run_javascript(SET_LANGUAGE.format(language))
         self._build()
 
     def _set_dark(self, dark: bool) -> None:
@@ -234,7 +235,7 @@ class RunStatusBar:
         with ui.row().classes("w-full items-center gap-2"):
             self._path = tag(ui.label().classes("text-lg font-medium"), "shown")
             self._status = tag(ui.badge(), "status")
-            self._mode = tag(ui.badge(color="grey-6"), "mode")
+            self._mode = tag(ui.badge(color="neutral"), "mode")
             self._health = tag(ui.badge(), "worst")
             self._reason = tag(ui.label().classes("text-sm opacity-70"), "reason")
         self._bar = tag(ui.linear_progress(show_value=False, size="6px").props("rounded instant-feedback"), "progress")
@@ -254,10 +255,10 @@ class RunStatusBar:
         level = worst_level(run)
         self._path.set_text(run.path)
         self._status.set_text(self._say(run.status))
-        self._status.props["color"] = STATUS_COLORS[run.status]
+        self._status.props["color"] = STATUSES[run.status]
         self._mode.set_text(self._say("Live" if run.status == "running" else "History"))
         self._health.set_text(f"{self._say('Health')}: {self._say(level)}")
-        self._health.props["color"] = LEVEL_COLORS.get(level, "grey")
+        self._health.props["color"] = LEVELS.get(level, "neutral")
         self._health.set_visibility(level not in ("", "ok"))
         self._reason.set_text(self._reason_of(run))
         share = step / run.total_steps if run.total_steps else 0.0
@@ -334,7 +335,7 @@ class RunTable(Panel):
             "href": f"?{urlencode({'run': run.path})}",
             "status": run.status,
             "statusLabel": self.say(run.status),
-            "statusColor": STATUS_COLORS[run.status],
+            "statusColor": STATUSES[run.status],
             "stage": run.stage or "",
             "recipe": run.recipe or "",
             "step": step,
@@ -342,9 +343,9 @@ class RunTable(Panel):
             **{name: _finite(latest.get(metric)) for name, metric in VALUES.items()},
             "best": accuracy,
             "bestLabel": best,
-            "health": ["", *LEVEL_COLORS].index(level),
+            "health": ["", *LEVELS].index(level),
             "healthLabel": self.say(level),
-            "healthColor": LEVEL_COLORS.get(level, "grey"),
+            "healthColor": LEVELS.get(level, "neutral"),
             "start": start or 0,
             "startLabel": "" if start is None else format_time(start),
             "duration": duration or 0,
@@ -361,7 +362,7 @@ class RunTable(Panel):
 
 def worst_level(run: RunInfo) -> str:
     """Return the worst current level of a run's health rules; empty if they have reported nothing."""
-    return next((level for level in reversed(LEVEL_COLORS) if level in run.levels.values()), "")
+    return next((level for level in reversed(LEVELS) if level in run.levels.values()), "")
 
 
 def run_seconds(run: RunInfo) -> float | None:

@@ -13,19 +13,25 @@ from nicegui.events import ValueChangeEventArguments
 
 from verl_ext.checkpoint.manifest import step_of
 from verl_ext.checkpoint.retention import read_best_file
-from verl_ext.monitor.charts import (
-    ERROR_COLORS,
-    MAIN,
-    OTHER,
-    Chart,
+from verl_ext.metrics.registry import EVAL_PREFIX
+from verl_ext.monitor.chart_options import (
     ChartStyle,
     chart_options,
-    charts_for,
     comparison_options,
     errors_options,
     rates_options,
-    schedule_points,
 )
+from verl_ext.monitor.charts import (
+    MAIN,
+    OTHER,
+    Chart,
+    charts_for,
+    metric_hint,
+    registered,
+    schedule_points,
+    unit_of,
+)
+from verl_ext.monitor.colors import ERRORS
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.follower import RunFollower, read_config
@@ -33,10 +39,10 @@ from verl_ext.monitor.state import MAX_COMPARED, MAX_SMOOTHING, PageState
 from verl_ext.monitor.text import format_number
 
 GRID = "w-full grid grid-cols-1 lg:grid-cols-2 gap-4"
-RATES = ("accepted_at_1", "exec_success_rate")
+DEFAULT_RATES = ("accepted_at_1", "exec_success_rate")
+PLOT_PX = 240
+"""Height of a chart without what is below its plot."""
 DEFAULT_METRICS = ("train/loss",)
-LEVEL_COLORS = {"ok": "green", "notice": "grey", "warning": "orange", "alarm": "red"}
-"""Colors by level of a health rule's finding, worst last."""
 MAX_SHOWN_CHARACTERS = 80
 """Maximum length of a value in a table."""
 Go = Callable[..., None]
@@ -108,7 +114,7 @@ class ChartCard:
         shown: the data that the owner has drawn.
     """
 
-    def __init__(self, title: str, hint: str, name: str, options: dict[str, Any], *, height: str = "h-72") -> None:
+    def __init__(self, title: str, hint: str, name: str, options: dict[str, Any]) -> None:
         self.shown: object = None
         with ui.card().classes("w-full p-3 gap-1").props("flat bordered") as self.card:
             with ui.row().classes("w-full items-center gap-1 no-wrap"):
@@ -117,12 +123,14 @@ class ChartCard:
                     icon = tag(
                         ui.icon("help_outline", size="16px"), f"hint {name}", **{"aria-label": hint, "tabindex": 0}
                     )
-                    with icon.classes("opacity-50 cursor-help"):
-                        ui.tooltip(hint).classes("text-xs max-w-96 bg-grey-9")
-            self._chart = tag(ui.echart(options).classes(f"w-full {height}"), f"chart {name}")
+                    with icon.classes("opacity-70 cursor-help"):
+                        ui.tooltip(hint).classes("text-xs max-w-96 bg-grey-9 whitespace-pre-line")
+            self._chart = tag(ui.echart({}).classes("w-full"), f"chart {name}")
+        self.draw(options)
 
     def draw(self, options: dict[str, Any]) -> None:
-        """Redraw the chart with new options."""
+        """Redraw the chart with new options; the card grows with the legend."""
+        self._chart.style(f"height: {PLOT_PX + options['grid']['bottom']}px")
         self._chart.options.clear()
         self._chart.options.update(options)
         self._chart.update()
@@ -187,13 +195,15 @@ class TrainingPanel(Panel):
 
 
 class EvaluationPanel(Panel):
-    """Evaluated checkpoints: rates with intervals, error types, and the best checkpoint."""
+    """Evaluated checkpoints: chosen rates with intervals, error types, and the best checkpoint."""
 
     period_s = 3.0
 
     def build(self) -> None:
-        """Create the box for the charts."""
+        """Create the selector of the rates and the box for the charts."""
         self._shown: object = None
+        self._rates = ui.select([], multiple=True, label=self.say("Rates")).props("use-chips dense")
+        tag(self._rates.classes("min-w-64"), "rates").on_value_change(self._choose_rates)
         self._box = ui.column().classes("w-full")
 
     def redraw(self) -> None:
@@ -204,26 +214,45 @@ class EvaluationPanel(Panel):
         by_dataset = self.follower.reader.evaluations(run.id)
         best = read_best_file(self.follower.directory(run))[0]
         best_step = None if best is None else step_of(best)
-        shown = run.id, best_step, by_dataset, self.style()
+        known = known_rates(by_dataset)
+        chosen = [name for name in self.state.rates or DEFAULT_RATES if name in known]
+        shown = run.id, best_step, by_dataset, chosen, self.style()
         if shown == self._shown:
             return
         self._shown = shown
+        self._rates.set_visibility(bool(known))
+        self._rates.set_options(known, value=chosen)
         self._box.clear()
         with self._box:
             if not by_dataset:
                 ui.label(self.say("Nothing yet")).classes("opacity-70")
             for dataset, metrics in by_dataset.items():
-                self._draw(dataset, metrics, best_step)
+                self._draw(dataset, metrics, chosen, best_step)
 
-    def _draw(self, dataset: str, metrics: Mapping[int, Mapping[str, Any]], best: int | None) -> None:
-        dark, steps = self.state.dark, sorted(metrics)
+    def _choose_rates(self, event: ValueChangeEventArguments) -> None:
+        chosen = tuple(event.value or ())
+        if chosen and chosen != (self.state.rates or DEFAULT_RATES):
+            self.change(rates=chosen)
+
+    def _draw(
+        self, dataset: str, metrics: Mapping[int, Mapping[str, Any]], chosen: list[str], best: int | None
+    ) -> None:
+        style, steps = self.style(), sorted(metrics)
         suffix = f" ({self.say('best')}: {best})" if best is not None else ""
         ui.label(f"{dataset}{suffix}").classes("text-lg").props('data-testid="dataset"')
-        rates = {name: [_rate(metrics[step], name) for step in steps] for name in RATES if name in metrics[steps[-1]]}
-        shares = {name: [_number(metrics[step].get(f"{name}_rate")) for step in steps] for name in ERROR_COLORS}
+        rates = {name: [_rate(metrics[step], name) for step in steps] for name in chosen if name in metrics[steps[-1]]}
+        shares = {name: [_number(metrics[step].get(f"{name}_rate")) for step in steps] for name in ERRORS}
+        meanings = [f"{name}: {metric_hint(EVAL_PREFIX + name, self.state.language)}" for name in rates]
+        errors_hint = self.say("Fraction of the answers by the result of their tests; all parts add up to 1")
         with ui.element("div").classes(GRID):
-            ChartCard(self.say("Rates by step"), "", "rates", rates_options(steps, rates, best, dark))
-            ChartCard(self.say("Error types"), "", "errors", errors_options(steps, shares, dark))
+            ChartCard(self.say("Rates by step"), "\n".join(meanings), "rates", rates_options(steps, rates, best, style))
+            ChartCard(self.say("Error types"), errors_hint, "errors", errors_options(steps, shares, style))
+
+
+def known_rates(by_dataset: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
+    """Return the names of the rates that evaluations of any dataset have, in their order."""
+    names = dict.fromkeys(name for each in by_dataset.values() for metrics in each.values() for name in metrics)
+    return [name for name in names if registered(EVAL_PREFIX + name) and unit_of(EVAL_PREFIX + name) == "1"]
 
 
 def _rate(metrics: Mapping[str, Any], name: str) -> tuple[float, float, float]:
@@ -301,7 +330,8 @@ class ComparePanel(Panel):
                 card.draw(options)
             else:
                 with self._grid:
-                    card = self._cards[metric] = ChartCard(metric, "", f"comparison {metric}", options, height="h-80")
+                    hint = metric_hint(metric, self.state.language)
+                    card = self._cards[metric] = ChartCard(metric, hint, f"comparison {metric}", options)
             card.shown = shown
 
     def _show_tables(self, runs: list[RunInfo], metrics: list[str]) -> None:

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE
-from verl_ext.monitor.charts import Chart, ChartStyle, chart_options, charts_for, schedule_points
+from verl_ext.monitor.chart_options import ChartStyle, chart_options, unit_text
+from verl_ext.monitor.charts import Chart, charts_for, schedule_points
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.follower import RunFollower, read_config
@@ -64,7 +65,7 @@ def plot_run(run_dir: Path, output: Path, smoothing: float) -> list[Path]:
     status = f"{run.status}, step {curves.step} of {run.total_steps or 'unknown'}"
     output.mkdir(parents=True, exist_ok=True)
     _write_page(output / PAGE_FILE, run.path, status, charts)
-    return [_write_png(output, run.path, chart.name, options) for chart, options in charts.items()]
+    return [_write_png(output, run.path, chart, options) for chart, options in charts.items()]
 
 
 def read_run(run_dir: Path) -> tuple[RunInfo, RunCurves]:
@@ -82,7 +83,7 @@ def read_run(run_dir: Path) -> tuple[RunInfo, RunCurves]:
             follower.stop()
 
 
-def _write_png(directory: Path, run: str, chart: str, options: Mapping[str, Any]) -> Path:
+def _write_png(directory: Path, run: str, chart: Chart, options: Mapping[str, Any]) -> Path:
     """Draw a chart like ECharts."""
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots()
@@ -107,12 +108,13 @@ def _write_png(directory: Path, run: str, chart: str, options: Mapping[str, Any]
         label = mark["label"]["formatter"]
         axes.annotate(label, (mark["xAxis"], 1), xycoords=("data", "axes fraction"), fontsize=8, color=color)
     # without math mode, because a path may have dollar signs
-    axes.set_title(f"{chart} · {run}", parse_math=False)
+    axes.set_title(f"{chart.name} · {run}", parse_math=False)
     axes.set_xlabel("steps over all attempts")
+    axes.set_ylabel(unit_text(chart.unit, "en"))
     axes.grid(alpha=0.3)
     for text in axes.legend(fontsize=8).get_texts():
         text.set_parse_math(False)
-    path = directory / f"{re.sub(r'[^a-z0-9]+', '_', chart.lower())}.png"
+    path = directory / f"{re.sub(r'[^a-z0-9]+', '_', chart.name.lower())}.png"
     figure.savefig(path)
     return path
 

@@ -127,10 +127,7 @@ class SamplesPanel(Panel):
                         ui.label(text).classes("text-sm font-medium")
             for name, value in filled.items():
                 if name not in short:
-                    ui.label(name).classes("text-xs opacity-70")
-                    text = ui.label(as_text(value)).classes("w-full text-sm max-h-96 overflow-auto")
-                    text.classes("rounded p-2 bg-gray-100 dark:bg-gray-800")
-                    text.style("white-space: pre-wrap; overflow-wrap: anywhere; font-family: monospace")
+                    text_box(name, as_text(value))
 
     async def _choose_source(self, event: ValueChangeEventArguments) -> None:
         if event.value and event.value != self.state.source and self._read is not None:
@@ -145,6 +142,13 @@ class SamplesPanel(Panel):
     def _search(self, event: ValueChangeEventArguments) -> None:
         self.go(search=event.value or "", push=False)
         self._draw()
+
+
+def text_box(name: str, text: str) -> None:
+    """Create a box with a long text below its name."""
+    ui.label(name).classes("text-xs opacity-70")
+    box = ui.label(text).classes("w-full text-sm max-h-96 overflow-auto rounded p-2 bg-gray-100 dark:bg-gray-800")
+    box.style("white-space: pre-wrap; overflow-wrap: anywhere; font-family: monospace")
 
 
 def sample_sources(run_dir: Path) -> dict[str, str]:

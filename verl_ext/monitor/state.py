@@ -10,7 +10,9 @@ from urllib.parse import parse_qs, urlencode
 
 from verl_ext.monitor.text import LANGUAGES, translate
 
-TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log")
+TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log", "Configuration")
+OF_RUN: dict[str, Any] = {"source": "", "step": None, "search": "", "dataset": "", "a": "", "b": "", "problem": ""}
+"""Defaults of the attributes that make no sense for another run."""
 DEFAULT_SMOOTHING = 0.6
 MAX_SMOOTHING = 0.99
 MAX_COMPARED = 10
@@ -27,10 +29,15 @@ class PageState:
         runs: paths of compared runs.
         metrics: compared metrics.
         smoothing: weight of `curves.smooth`; 0 for none.
+        rates: shown rates of evaluated checkpoints; empty for the default.
         log_scale: whether charts of positive values have a logarithmic axis.
         source: file of the shown samples; empty for the first.
         step: step of the shown samples; None for all.
         search: text that the shown samples contain.
+        dataset: dataset whose flipped problems are shown; empty for the first.
+        a: label of the evaluation that is compared; empty for the base model, or the first.
+        b: label of the evaluation that it is compared with; empty for the best.
+        problem: flipped problem whose answers are shown; empty for none.
         preferences: language (en or zh), dark and fold; the browser stores them for new pages.
     """
 
@@ -39,10 +46,15 @@ class PageState:
     runs: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     smoothing: float = DEFAULT_SMOOTHING
+    rates: tuple[str, ...] = ()
     log_scale: bool = False
     source: str = ""
     step: int | None = None
     search: str = ""
+    dataset: str = ""
+    a: str = ""
+    b: str = ""
+    problem: str = ""
     preferences: MutableMapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -57,10 +69,15 @@ class PageState:
             runs=tuple(dict.fromkeys(values.get("runs", ())))[:MAX_COMPARED],
             metrics=tuple(dict.fromkeys(values.get("metric", ()))),
             smoothing=_smoothing(first.get("smoothing", "")),
+            rates=tuple(dict.fromkeys(values.get("rate", ()))),
             log_scale=first.get("scale") == "log",
             source=first.get("source", ""),
             step=int(step) if step.isascii() and step.isdigit() and len(step) < 16 else None,
             search=first.get("search", ""),
+            dataset=first.get("dataset", ""),
+            a=first.get("a", ""),
+            b=first.get("b", ""),
+            problem=first.get("problem", ""),
             preferences={} if preferences is None else preferences,
         )
 
@@ -71,10 +88,12 @@ class PageState:
         pairs += [("runs", path) for path in self.runs]
         pairs += [("metric", name) for name in self.metrics]
         pairs += [("smoothing", f"{self.smoothing:g}")] if self.smoothing != DEFAULT_SMOOTHING else []
+        pairs += [("rate", name) for name in self.rates]
         pairs += [("scale", "log")] if self.log_scale else []
         pairs += [("source", self.source)] if self.source else []
         pairs += [("step", self.step)] if self.step is not None else []
-        pairs += [("search", self.search)] if self.search else []
+        flips = {"dataset": self.dataset, "a": self.a, "b": self.b, "problem": self.problem}
+        pairs += [(name, value) for name, value in {"search": self.search, **flips}.items() if value]
         return f"?{urlencode(pairs)}" if pairs else "."
 
     @property
