@@ -88,7 +88,7 @@ class PageState:
             reward_from=_number(first.get("reward_from", "")),
             reward_to=_number(first.get("reward_to", "")),
             grouped=first.get("grouped") == "1",
-            **{name: first.get(name, "") for name in OF_RUN_TEXTS},  # type: ignore[arg-type]
+            **{name: first.get(name, "") for name in OF_RUN_TEXTS},
             preferences={} if preferences is None else preferences,
         )
 
