@@ -35,7 +35,7 @@ def recording_console(run_dir: Path, process: str) -> Iterator[None]:
         yield
         return
     former = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (RecordedStream(stream, log) for stream in former)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = (RecordedStream(stream, log) for stream in former)
     try:
         yield
     finally:
