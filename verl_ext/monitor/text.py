@@ -28,6 +28,8 @@ CHINESE = {
     "Learning rate": "学习率",
     "Speed": "训练速度",
     "samples/s": "样本/秒",
+    "Events": "事件",
+    "Console": "控制台",
     "Steps done": "已完成的训练步数",
     "Steps of the whole run": "训练任务的预计总步数",
     "Fraction of the steps that are done": "完成百分比",
