@@ -160,7 +160,9 @@ def test_sft_run_has_recorded_names(sft_run: SFTRun) -> None:
 
 
 def test_grpo_run_has_recorded_names(grpo_run: GRPORun) -> None:
-    assert names_in(grpo_run.run_dir) == RUN_FILES | {"events.jsonl", "samples.jsonl", "train.log", "trace"}
+    assert names_in(grpo_run.run_dir) == RUN_FILES | {
+        *("events.jsonl", "samples.jsonl", "sample_tokens.jsonl", "train.log", "trace"),
+    }
     check_record(grpo_run, "grpo")
     check_config(grpo_run, "grpo")
     check_checkpoint(grpo_run.run_dir / "global_step_4", 2)
