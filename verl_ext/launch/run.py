@@ -17,6 +17,7 @@ from verl_ext.checkpoint.retention import find_leftovers, find_temporary_files, 
 from verl_ext.config.run_config import NOT_IDENTITY, config_digest
 from verl_ext.config.schema import as_dict, flat
 from verl_ext.console import print_line, typed_path, warn
+from verl_ext.console_log import recording_console
 from verl_ext.errors import UserError
 from verl_ext.files import hold_run_lock
 from verl_ext.launch.configure import resume_candidate
@@ -75,11 +76,13 @@ def run_to_the_end(
                 remove_leftovers(run_dir, warn)  # first, because this frees space on a full disk
         launch = Launch(config, signals, record if leads else None, module, facts)
         launch.mark_waiting()  # before the watcher starts: the record may still say that a shorter run is finished
-        print_start(config)
         heartbeat = beating(run_dir) if leads else nullcontext()
-        with heartbeat, launch.recording_refusal(), hold_model(config), watching(config, leads, signals) as watcher:
-            code = report(launch.run(restarts, first_pause_s), config, launch.record)
-            return code if code or watcher is None else watcher.finish(signals)
+        name = "launcher" if leads else f"launcher of node {os.environ['NODE_RANK']}"
+        with recording_console(run_dir, name):
+            print_start(config)
+            with heartbeat, launch.recording_refusal(), hold_model(config), watching(config, leads, signals) as watcher:
+                code = report(launch.run(restarts, first_pause_s), config, launch.record)
+                return code if code or watcher is None else watcher.finish(signals)
 
 
 class Launch:

@@ -11,7 +11,8 @@ from urllib.parse import parse_qs, urlencode
 from verl_ext.monitor.text import LANGUAGES, translate
 
 TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log", "Configuration")
-OF_RUN: dict[str, Any] = {"source": "", "step": None, "search": "", "dataset": "", "a": "", "b": "", "problem": ""}
+OF_RUN_TEXTS = ("source", "split", "error", "sample", "search", "dataset", "a", "b", "problem")
+OF_RUN: dict[str, Any] = dict.fromkeys(OF_RUN_TEXTS, "") | dict.fromkeys(("step", "reward_from", "reward_to"))
 """Defaults of the attributes that make no sense for another run."""
 DEFAULT_SMOOTHING = 0.6
 MAX_SMOOTHING = 0.99
@@ -33,7 +34,13 @@ class PageState:
         log_scale: whether charts of positive values have a logarithmic axis.
         source: file of the shown samples; empty for the first.
         step: step of the shown samples; None for all.
+        split: train or eval, of the shown samples; empty for both.
+        error: error type of the shown samples; empty for all.
+        reward_from: lowest reward of the shown samples; None for no limit.
+        reward_to: highest reward of the shown samples; None for no limit.
         search: text that the shown samples contain.
+        grouped: whether the samples of a prompt are shown side by side.
+        sample: key of the shown group of samples; empty for none.
         dataset: dataset whose flipped problems are shown; empty for the first.
         a: label of the evaluation that is compared; empty for the base model, or the first.
         b: label of the evaluation that it is compared with; empty for the best.
@@ -50,7 +57,13 @@ class PageState:
     log_scale: bool = False
     source: str = ""
     step: int | None = None
+    split: str = ""
+    error: str = ""
+    reward_from: float | None = None
+    reward_to: float | None = None
     search: str = ""
+    grouped: bool = False
+    sample: str = ""
     dataset: str = ""
     a: str = ""
     b: str = ""
@@ -71,13 +84,11 @@ class PageState:
             smoothing=_smoothing(first.get("smoothing", "")),
             rates=tuple(dict.fromkeys(values.get("rate", ()))),
             log_scale=first.get("scale") == "log",
-            source=first.get("source", ""),
             step=int(step) if step.isascii() and step.isdigit() and len(step) < 16 else None,
-            search=first.get("search", ""),
-            dataset=first.get("dataset", ""),
-            a=first.get("a", ""),
-            b=first.get("b", ""),
-            problem=first.get("problem", ""),
+            reward_from=_number(first.get("reward_from", "")),
+            reward_to=_number(first.get("reward_to", "")),
+            grouped=first.get("grouped") == "1",
+            **{name: first.get(name, "") for name in OF_RUN_TEXTS},
             preferences={} if preferences is None else preferences,
         )
 
@@ -90,10 +101,11 @@ class PageState:
         pairs += [("smoothing", f"{self.smoothing:g}")] if self.smoothing != DEFAULT_SMOOTHING else []
         pairs += [("rate", name) for name in self.rates]
         pairs += [("scale", "log")] if self.log_scale else []
-        pairs += [("source", self.source)] if self.source else []
         pairs += [("step", self.step)] if self.step is not None else []
-        flips = {"dataset": self.dataset, "a": self.a, "b": self.b, "problem": self.problem}
-        pairs += [(name, value) for name, value in {"search": self.search, **flips}.items() if value]
+        rewards = {"reward_from": self.reward_from, "reward_to": self.reward_to}
+        pairs += [(name, f"{value:g}") for name, value in rewards.items() if value is not None]
+        pairs += [("grouped", "1")] if self.grouped else []
+        pairs += [(name, value) for name in OF_RUN_TEXTS if (value := getattr(self, name))]
         return f"?{urlencode(pairs)}" if pairs else "."
 
     @property
@@ -113,8 +125,13 @@ class PageState:
 
 
 def _smoothing(text: str) -> float:
+    value = _number(text)
+    return DEFAULT_SMOOTHING if value is None else min(max(value, 0.0), MAX_SMOOTHING)
+
+
+def _number(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
-        return DEFAULT_SMOOTHING
-    return min(max(value, 0.0), MAX_SMOOTHING) if math.isfinite(value) else DEFAULT_SMOOTHING
+        return None
+    return value if math.isfinite(value) else None
