@@ -196,7 +196,8 @@ class AlarmList:
 
     def _line(self, path: str, event: LogEvent) -> None:
         link = ui.link(target=f"?{urlencode({'run': path, 'tab': 'Health'})}")
-        link.classes("w-full flex flex-wrap items-baseline gap-x-2 rounded border border-gray-500 p-2 text-inherit no-underline")
+        link.classes("w-full flex flex-wrap items-baseline gap-x-2 rounded border border-gray-500 p-2")
+        link.classes("text-inherit no-underline")
         tag(link, "alarm").on("click.prevent", lambda: self._panel.go(run=path, runs=(), tab="Health"))
         with link:
             ui.badge(self._panel.say(event.kind), color=LEVELS[event.kind])
