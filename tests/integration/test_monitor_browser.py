@@ -146,6 +146,11 @@ def test_log_can_be_searched(page: Page) -> None:
     page.get_by_test_id("search").fill("val/loss")
     wait_for_text(page, "found", "val/loss")
     assert "attempt 2 began" not in text(page, "found")
+    page.get_by_test_id("search").fill("VAL LOSS")
+    page.get_by_test_id("log source").get_by_text("Console").click()
+    wait_for_text(page, "found", f"rank 0: step {NUM_STEPS}/{NUM_STEPS} | val loss")
+    page.get_by_test_id("search").fill("")
+    wait_for_text(page, "log", "launcher: Starting")
 
 
 def test_reload_keeps_language_dark_mode_and_tab(page: Page) -> None:

@@ -6,6 +6,7 @@ for two steps in the directory that holds `model`, `train.parquet` and `run`.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.helpers import ROOT
 from tests.helpers.commands import environment, python
 from verl_ext.config.schema import as_dict
 from verl_ext.metrics.jsonl import read_metrics
+from verl_ext.metrics.run_record import load_run
 from verl_ext.trainer.stages import read_config
 
 WORDS = (
@@ -57,6 +59,13 @@ def test_run_resumes_from_its_checkpoint(directory: Path) -> None:
     rows = [row for row in read_metrics(directory / "run/metrics.jsonl") if "train/loss" in row]
     assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 2)]
     assert (directory / "run/latest_checkpointed_iteration.txt").read_text() == "3"
+    former, attempt = load_run(directory / "run/run.json")["attempts"]
+    assert attempt["config_changes"]["trainer.total_training_steps"] == [2, 3] and "command" not in former
+    assert attempt["config_defaults"]["trainer.total_training_steps"] is None
+    assert attempt["command"].endswith(
+        " 1 recipe=quickstart 'prepare=[]' " + shlex.join(WORDS[2:]) + " trainer.total_training_steps=3"
+    )
+    assert attempt["packages"]["torch"] and attempt["device_names"] and len(attempt["git_commit"]) == 40
 
 
 def test_configuration_gets_defaults_of_new_keys(directory: Path) -> None:

@@ -19,7 +19,8 @@ from tests.helpers.commands import GRPORun, RecipeRun, SFTRun, TrainingRun
 from tests.helpers.pins import PINS, check_pin, flat
 
 RUN_FILES = {
-    *("config.yaml", "run.json", "run.lock", "metrics.jsonl", "training_history.csv", "validation_history.csv"),
+    *("config.yaml", "run.json", "run.lock", "console.log", "metrics.jsonl"),
+    *("training_history.csv", "validation_history.csv"),
     "latest_checkpointed_iteration.txt",
 }
 """Of every run, besides checkpoints."""

@@ -23,6 +23,7 @@ from tests.helpers import ROOT
 from tests.helpers.commands import SFTRun, environment
 from tests.helpers.processes import WAIT_S, family_of, free_port, wait_until
 from tests.helpers.servers import serving
+from verl_ext.metrics.run_record import load_run
 
 PLANTED = b"PLANTED"
 KEYS = {
@@ -104,7 +105,8 @@ def watched(tmp_path: Path) -> Watched:
     caches = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
     (tmp_path / "tmp").mkdir()
     offline = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path / "tmp")}
-    watched = Watched(environment(**offline, **caches, **KEYS))
+    recorded = {"NCCL_NOTE": f"see {KEYS['OPENAI_API_KEY']}", "VERL_EXT_LOGIN": "http://user:PLANTED@host"}
+    watched = Watched(environment(**offline, **caches, **KEYS, **recorded))
     watched.environment.pop("PYTEST_CURRENT_TEST", None)  # makes NiceGUI believe that it is being tested
     return watched
 
@@ -154,6 +156,8 @@ def test_no_secret_is_shown_or_stored(watched: Watched, quickstart: Path, tmp_pa
     assert PLANTED not in output
     assert len(watched.command_lines) > 5 and not [line for line in watched.command_lines if "PLANTED" in line]
     assert watched.open_to_others == set()
+    [attempt] = load_run(tmp_path / "checkpoints/project/run/run.json")["attempts"]
+    assert attempt["environment"]["NCCL_NOTE"] == "see ***" and attempt["environment"]["HF_HUB_OFFLINE"] == "1"
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"config.yaml", "run.json", "metrics.jsonl", "debug.log", "ledger.sqlite"} <= {path.name for path in files}
     assert [path for path in files if PLANTED in path.read_bytes()] == []

@@ -6,6 +6,7 @@ The complete run, the kills and the resume always run in new processes; the othe
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,9 @@ def test_run_leaves_the_documented_files(whole: tuple[SFTRun, str]) -> None:
     assert len(list((run.run_dir / "wandb").glob("offline-run-*"))) == 1
     assert "val/loss" in output
     assert f"eval_pipeline/run.sh watch {run.run_dir}\n" in output and "warning" not in output
+    console = (run.run_dir / "console.log").read_text()
+    assert re.search(rf"^[-\d]+ [:\d]+ rank 0: step {NUM_STEPS}/{NUM_STEPS} ", console, re.MULTILINE)
+    assert " launcher: Starting " in console and " launcher: Finished: " in console
     record = run.record()
     assert (record["status"], record["total_steps"]) == ("finished", NUM_STEPS)
     assert record["attempts"][0]["world_size"] == 2

@@ -15,6 +15,7 @@ from nicegui.events import GenericEventArguments
 from tests.helpers.monitor import look, write_record, write_rows
 from verl_ext.config.schema import to_yaml
 from verl_ext.monitor import charts, page
+from verl_ext.monitor.configuration import ConfigurationPanel
 from verl_ext.monitor.file_panels import HealthPanel
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.page import MonitorPage, RunTable
@@ -73,7 +74,8 @@ def bytes_read() -> int:
 def test_url_round_trips_page_state() -> None:
     state = PageState(
         run="p/a & b=c,d/é", tab="Samples", runs=("a,b", "c&d"), metrics=("train/lr(1e-3)", "x"), smoothing=0.25,
-        rates=("timeout_rate",), axis="time", log_charts=("Loss",), source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
+        rates=("timeout_rate",), axis="time", log_charts=("Loss",),
+        source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
         dataset="a&b", a="base_x", b="step_4", problem="p #1",
     )  # fmt: skip
     assert PageState.from_query(state.to_query()) == state
@@ -259,6 +261,39 @@ def test_configurations_are_compared_key_by_key() -> None:
     assert differing_keys([one, other]) == {"a.b": ["1", "2"], "d": ["{}", "-"], "e": ["-", "null"]}
     assert short_names(["p/a", "p/b"]) == ["a", "b"] and short_names(["p/a"]) == ["p/a"]
     assert short_names(["p/a", "q/a"]) == ["p/a", "q/a"] and short_names(["p", "p/a"]) == ["p", "a"]
+
+
+def test_configuration_tab_shows_attempts_and_changed_settings(root: Path, follower: RunFollower) -> None:
+    run_dir = root / "p/old"
+    write_record(run_dir, a1=0, a2=3)
+    record = json.loads((run_dir / "run.json").read_text())
+    record["attempts"][0] |= {"command": "bash run_sft.sh 1 <b>x</b>", "device_names": ["CPU", "CPU"]}
+    record["attempts"][1] |= {
+        **{"command": "bash run_sft.sh 2", "packages": {"torch": "2.9"}, "environment": "damaged"},
+        **{"config_defaults": {"optim.lr": 1e-4}, "config_changes": {"optim.lr": [1e-5, 2e-5], "gone": [[1], None]}},
+    }
+    (run_dir / "run.json").write_text(json.dumps(record))
+    (run_dir / "config.yaml").write_text("optim: {lr: 2.0e-05}\nstage: sft\n")
+    look(follower)
+
+    async def check(client: Client) -> None:
+        def rows() -> list[tuple[str, ...]]:
+            return [tuple(row.values()) for row in element(client, "settings").rows]
+
+        panel = panel_of(ConfigurationPanel, follower, PageState(run="p/old"))
+        await panel.show()
+        assert [row["Devices"] for row in element(client, "attempts").rows] == ["2 × CPU", ""]
+        assert element(client, "command").text == "bash run_sft.sh 2"
+        assert element(client, "packages").rows == [{"Name": "torch", "Value": "2.9"}]
+        assert rows() == [("optim.lr", "2e-05", "0.0001", "1e-05"), ("stage", "sft", "", "")]
+        element(client, "changed only").set_value(True)
+        assert rows() == [("optim.lr", "2e-05", "0.0001", "1e-05")]
+        element(client, "changed only").set_value(False)
+        element(client, "attempt").set_value(1)
+        assert element(client, "command").text == "bash run_sft.sh 1 <b>x</b>"
+        assert rows() == [("optim.lr", "1e-05", "", ""), ("stage", "sft", "", ""), ("gone", "[1]", "", "")]
+
+    on_client(check)
 
 
 def test_health_tab_does_not_reread_growing_run(root: Path, follower: RunFollower) -> None:

@@ -186,6 +186,15 @@ def test_disk_usage_follows_save_and_retention_settings() -> None:
         (["trainer.save_freq=10", "trainer.max_ckpt_to_keep=null", "trainer.total_training_steps=35"], 4),
         (["trainer.save_freq=10", "trainer.max_ckpt_to_keep=9", "trainer.total_training_steps=35"], 4),
         (["trainer.save_freq=10", "trainer.max_ckpt_to_keep=1", "trainer.total_training_steps=35"], 3),
+        (
+            [
+                "trainer.save_freq=10",
+                "trainer.max_ckpt_to_keep=1",
+                "trainer.total_training_steps=99",
+                "eval.watch=true",
+            ],
+            4,
+        ),
     ],
 )
 def test_predicts_maximum_number_of_checkpoints(overrides: list[str], number: int | None) -> None:

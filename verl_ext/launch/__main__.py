@@ -48,6 +48,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
     """
     startup.begin(process_start())
     with signals.raising():
+        from verl_ext.config.provenance import launch_facts
         from verl_ext.config.schema import to_yaml
         from verl_ext.launch.configure import configure
 
@@ -66,7 +67,8 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
             show_samples(config, arguments.show_samples)
             return 0
         preflight(config)
-    return run_to_the_end(config, signals, restarts=arguments.restarts)
+        facts = launch_facts(program(arguments.stage), arguments.typed)
+    return run_to_the_end(config, signals, restarts=arguments.restarts, facts=facts)
 
 
 @contextmanager
@@ -95,14 +97,15 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     """Parse `STAGE NUM_PROCESSES [recipe=NAME] [key=value ...]`, with the options anywhere among the words.
 
     Returns:
-        `stage`, `num_processes` (None if it is not given), `overrides`, `restarts`, `trace`, `print_config` and
-        `show_samples`.
+        `stage`, `num_processes` (None if it is not given), `overrides`, `restarts`, `trace`, `print_config`,
+        `show_samples`, and `typed`, all words after the stage.
 
     Raises:
         UserError: a word is unknown or malformed.
     """
     parser = make_parser(words[0] if words and words[0] in STAGES else "sft")
     known = parser.parse_intermixed_args(words)
+    known.typed = words[1:]
     known.overrides = known.words
     known.num_processes = take_num_processes(known.overrides, parser, known.stage)
     return known

@@ -25,8 +25,8 @@ SUMMARY_METRICS = (
 )  # fmt: skip
 """Metrics whose first and last values are shown if the run has them."""
 WRITTEN = (
-    "config.yaml", "run.json", "metrics.jsonl", "*_history.csv", "train.log", "events.jsonl", "samples.jsonl", "trace/",
-    "tensorboard/", "wandb/",
+    "config.yaml", "run.json", "metrics.jsonl", "*_history.csv", "train.log", "console.log", "events.jsonl",
+    "samples.jsonl", "trace/", "tensorboard/", "wandb/",
 )  # fmt: skip
 """Files of a run directory besides checkpoints and evaluations; see docs/reference/run_directory.md."""
 

@@ -17,6 +17,7 @@ from verl_ext.checkpoint.retention import find_leftovers, find_temporary_files, 
 from verl_ext.config.run_config import NOT_IDENTITY, config_digest
 from verl_ext.config.schema import as_dict, flat
 from verl_ext.console import print_line, typed_path, warn
+from verl_ext.console_log import recording_console
 from verl_ext.errors import UserError
 from verl_ext.files import hold_run_lock
 from verl_ext.launch.configure import resume_candidate
@@ -41,6 +42,7 @@ def run_to_the_end(
     signals: StopSignals,
     *,
     restarts: int = 0,
+    facts: Mapping[str, Any] | None = None,
     module: str = RANK_MODULE,
     first_pause_s: float = FIRST_PAUSE_S,
 ) -> int:
@@ -48,6 +50,7 @@ def run_to_the_end(
 
     Args:
         restarts: number of restarts in a row without a new checkpoint.
+        facts: what the attempts record about this launch.
         module: module that every rank runs; see `run_ranks`.
         first_pause_s: seconds before the first restart.
 
@@ -71,13 +74,15 @@ def run_to_the_end(
         if is_alone:
             with signals.raising():
                 remove_leftovers(run_dir, warn)  # first, because this frees space on a full disk
-        launch = Launch(config, signals, record if leads else None, module)
+        launch = Launch(config, signals, record if leads else None, module, facts)
         launch.mark_waiting()  # before the watcher starts: the record may still say that a shorter run is finished
-        print_start(config)
         heartbeat = beating(run_dir) if leads else nullcontext()
-        with heartbeat, launch.recording_refusal(), hold_model(config), watching(config, leads, signals) as watcher:
-            code = report(launch.run(restarts, first_pause_s), config, launch.record)
-            return code if code or watcher is None else watcher.finish(signals)
+        name = "launcher" if leads else f"launcher of node {os.environ['NODE_RANK']}"
+        with recording_console(run_dir, name):
+            print_start(config)
+            with heartbeat, launch.recording_refusal(), hold_model(config), watching(config, leads, signals) as watcher:
+                code = report(launch.run(restarts, first_pause_s), config, launch.record)
+                return code if code or watcher is None else watcher.finish(signals)
 
 
 class Launch:
@@ -85,10 +90,19 @@ class Launch:
 
     Args:
         record: record of the run; None on nodes other than the first.
+        facts: what the attempts record about this launch.
     """
 
-    def __init__(self, config: RunConfig, signals: StopSignals, record: RunRecord | None, module: str) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        signals: StopSignals,
+        record: RunRecord | None,
+        module: str,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         self.config, self.signals, self.record, self.module = config, signals, record, module
+        self.facts = {**(facts or {}), "heartbeat_s": BEAT_S}
         self.run_dir = config.trainer.run_dir
         self.saved_before = last_checkpoint(self.run_dir)
 
@@ -149,7 +163,7 @@ class Launch:
         config = self.next_config()
         first_start, precision = former_start(config)
         self.record.mark_waiting(
-            launch={"heartbeat_s": BEAT_S},
+            launch=self.facts,
             project=config.trainer.project_name,
             experiment=config.trainer.experiment_name,
             stage=config.stage,

@@ -49,6 +49,9 @@ _ATTEMPT_TYPES = {
     **dict.fromkeys(("first_step", "last_step", "world_size", "pid", "pid_start_ticks", "pid_namespace"), _COUNT),
     "closed_trackers": (list,),
     "heartbeat_s": (float, type(None)),
+    **dict.fromkeys(("command", "git_commit"), _TEXT),
+    **dict.fromkeys(("packages", "environment", "config_defaults", "config_changes"), (dict,)),
+    "device_names": (list,),
 }
 _REQUIRED_ATTEMPT_KEYS = frozenset({"attempt", "start", "end"})
 _LARGEST_INT = 2**63 - 1  # limit of the monitor's database
@@ -97,13 +100,22 @@ class RunRecord:
             self._before = self._path.read_text(encoding="utf-8")
         self._write({**run, **identity, "status": "waiting", "launch": dict(launch or {})})
 
-    def start_attempt(self, *, first_step: int, world_size: int, total_steps: int, precision: str | None = None) -> int:
+    def start_attempt(
+        self,
+        *,
+        first_step: int,
+        world_size: int,
+        total_steps: int,
+        precision: str | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> int:
         """Record that training begins, and return the number of the attempt, from 1.
 
         If a kill left an earlier attempt open, its last row of metrics closes it.
 
         Args:
             first_step: step from which this attempt starts.
+            facts: further facts about the attempt, such as the names of its devices.
 
         Raises:
             UserError: the file cannot be written.
@@ -112,7 +124,8 @@ class RunRecord:
         self._close_lost_attempt(run)
         number = self._next_number(run)
         launch = run.pop("launch", {})
-        run["attempts"].append({**_attempt(number, first_step=first_step, world_size=world_size), **launch})
+        attempt = _attempt(number, first_step=first_step, world_size=world_size)
+        run["attempts"].append({**attempt, **launch, **(facts or {})})
         self._write({**run, "status": "running", "total_steps": total_steps, "precision": precision})
         return number
 

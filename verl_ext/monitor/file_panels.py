@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from nicegui import ui
 
 from verl_ext.checkpoint.inspection import list_all, read_retention
 from verl_ext.checkpoint.manifest import EXPORT, has_export
+from verl_ext.console_log import CONSOLE_LOG
 from verl_ext.errors import first_line_of
 from verl_ext.files import format_bytes
 from verl_ext.health.checklist import ChecklistItem, checklists
@@ -28,6 +31,8 @@ from verl_ext.monitor.text import format_time
 LAST_LINES = 200
 """Number of log lines to show."""
 FOUND_LINES = 500
+TAIL_BYTES = 256 * 1024
+"""Number of bytes at the end of the console to show lines of."""
 LEVEL_ICONS = {"ok": "check_circle", "notice": "info", "warning": "warning", "alarm": "error"}
 EVENT_COLORS = {
     "start": "green",
@@ -150,12 +155,19 @@ def _line(level: Level | None, name: str, message: str) -> None:
 
 
 class LogPanel(Panel):
-    """The last lines of a run's log, live, and a search over all lines."""
+    """The last lines of a run's log, live, and a search over all lines: events of the run, or its console."""
+
+    @property
+    def period_s(self) -> float:  # type: ignore[override]
+        """The console may have new lines at any time, and events only with other news of the run."""
+        return 1.0 if self._source.value == "console" else 0.0
 
     def build(self) -> None:
         """Create the log and the table of search results."""
         self._last = 0
-        self._shown: tuple[int, int] | None = None
+        self._shown: object = None
+        sources = {name: self.say(name.capitalize()) for name in ("events", "console")}
+        self._source = tag(ui.toggle(sources, value="events"), "log source").on_value_change(self._switch)
         search = ui.input(self.say("Search the log")).props("clearable debounce=300").classes("w-96")
         self._search = tag(search, "search").on_value_change(self._find)
         self._log = tag(ui.log(max_lines=LAST_LINES).classes("w-full h-[32rem]"), "log")
@@ -172,6 +184,9 @@ class LogPanel(Panel):
         run = self.run
         if run is None:
             return
+        if self._source.value == "console":
+            await self._show_console(self.follower.directory(run) / CONSOLE_LOG)
+            return
         if self._shown != (run.id, run.generation):
             self._shown, self._last = (run.id, run.generation), 0
             self._log.clear()
@@ -179,17 +194,59 @@ class LogPanel(Panel):
             self._last = max(self._last, number)
             self._log.push(_log_line(event), classes=text_classes(EVENT_COLORS.get(event.kind, "grey")))
 
-    def _find(self) -> None:
+    async def _show_console(self, path: Path) -> None:
+        stamp = stamp_of(path) if path.exists() else None
+        if self._shown == (path, stamp):
+            return
+        self._shown = path, stamp
+        lines = await background.io_bound(last_lines, path, LAST_LINES) if stamp else [self.say("Nothing yet")]
+        self._log.clear()
+        for line in lines:
+            self._log.push(line)
+
+    async def _switch(self) -> None:
+        self._log.clear()
+        self._shown, self._last = None, 0
+        await self._find()
+        await self.show()
+
+    async def _find(self) -> None:
         wanted = (self._search.value or "").strip()
         self._table.set_visibility(bool(wanted))
         self._log.set_visibility(not wanted)
         run = self.run  # read once, because the follower may drop it at any time
-        if wanted and run is not None:
+        if wanted and run is not None and self._source.value == "console":
+            path = self.follower.directory(run) / CONSOLE_LOG
+            lines = await background.io_bound(find_lines, path, wanted, FOUND_LINES)
+            self._table.rows = [{"id": number, "kind": f"line {number}", "text": line} for number, line in lines]
+        elif wanted and run is not None:
             found = self.follower.reader.search_events(run.id, wanted, FOUND_LINES)
             self._table.rows = [
                 {"id": number, "time": format_time(each.time), "kind": each.kind, "step": each.step, "text": each.text}
                 for number, each in found
             ]
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a text file, at most `count` and `TAIL_BYTES`; none if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            start = max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0)
+            file.seek(start)
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    return lines[1 if start else 0 :][-count:]
+
+
+def find_lines(path: Path, wanted: str, count: int) -> list[tuple[int, str]]:
+    """The last lines of a text file that contain a text, in any case, with their numbers from 1."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            found = ((number, line.rstrip()) for number, line in enumerate(file, 1) if wanted.lower() in line.lower())
+            return list(deque(found, maxlen=count))
+    except OSError:
+        return []
 
 
 def _log_line(event: LogEvent) -> str:

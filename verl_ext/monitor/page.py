@@ -11,6 +11,7 @@ from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from verl_ext.metrics.run_record import seconds_of
 from verl_ext.monitor.colors import LEVELS, LINK_STYLE, STATUSES, THEME
+from verl_ext.monitor.configuration import ConfigurationPanel
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.file_panels import CheckpointsPanel, HealthPanel, LogPanel
@@ -32,6 +33,7 @@ PANELS: dict[str, type[Panel]] = {
     "Samples": SamplesPanel,
     "Health": HealthPanel,
     "Log": LogPanel,
+    "Configuration": ConfigurationPanel,
 }
 SPEED = "throughput/train/samples_per_s"
 STATUS_BAR = {

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlencode
 from verl_ext.monitor.curves import AXES
 from verl_ext.monitor.text import LANGUAGES, translate
 
-TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log")
+TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log", "Configuration")
 OF_RUN: dict[str, Any] = {"source": "", "step": None, "search": "", "dataset": "", "a": "", "b": "", "problem": ""}
 """Defaults of the attributes that make no sense for another run."""
 DEFAULT_SMOOTHING = 0.6

@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program
+from verl_ext.console_log import recording_console
 from verl_ext.errors import STOP_SIGNALS, USER_ERROR_EXIT_CODE, Stop, UserError
 from verl_ext.metrics.timing import process_start, startup
 from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc, end_with_parent, quiet_stdout
@@ -25,11 +27,15 @@ def main() -> None:
     startup.load(Path(path).parent)
     startup.mark("torchrun", process_start())
     config = read_config(Path(path))
-    try:
-        exit_code = run_rank(config)
-    except UserError as error:
-        report_to_launcher(str(error))
-        exit_code = USER_ERROR_EXIT_CODE
+    with recording_console(config.trainer.run_dir, f"rank {os.environ.get('RANK', '0')}"):
+        try:
+            exit_code = run_rank(config)
+        except UserError as error:
+            report_to_launcher(str(error))
+            exit_code = USER_ERROR_EXIT_CODE
+        except Exception:
+            traceback.print_exc()  # within the block, so that it is recorded
+            exit_code = 1
     sys.exit(exit_code)
 
 

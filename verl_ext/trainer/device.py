@@ -17,7 +17,7 @@ from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.processes import cpu_flags
+from verl_ext.processes import cpu_flags, cpu_name
 from verl_ext.trainer.config import Device
 from verl_ext.trainer.stages import RunConfig, SFTConfig
 from verl_ext.verl_api import PrecisionType, get_device_name
@@ -27,6 +27,13 @@ BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from <malloc.h>
 TOP_PAD_BYTES = 64 << 20
 LARGEST_INT = 2**31 - 1
+
+
+def device_names(device: str) -> list[str]:
+    """Return the name of each accelerator that this process sees, or of the processor."""
+    if device == "cuda":
+        return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return [cpu_name() or device]
 
 
 def settle_device(config: RunConfig) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_ext.config.provenance import config_facts
 from verl_ext.config.schema import as_dict, to_yaml
 from verl_ext.console import warn
 from verl_ext.distributed import on_rank_zero
@@ -19,6 +20,7 @@ from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.run_record import EndStatus, RunRecord
 from verl_ext.metrics.sinks import ProgressBar
 from verl_ext.metrics.timing import startup
+from verl_ext.trainer.device import device_names
 from verl_ext.trainer.stages import RunConfig
 
 
@@ -62,6 +64,10 @@ class RunLogger:
             world_size=self.world_size,
             total_steps=self.total_steps,
             precision=self.precision,
+            facts={
+                "device_names": device_names(self.config.trainer.device),
+                **config_facts(self.config, run_dir / "config.yaml"),
+            },
         )
         self.recorder = self._open_recorder(number)  # may fail, and config.yaml then stays unchanged
         replace_file(run_dir / "config.yaml", [to_yaml(self.config)])

@@ -1,0 +1,176 @@
+"""The tab of a run's attempts: where and how each was started, and with which settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from nicegui import ui
+
+from verl_ext.metrics.run_record import seconds_of
+from verl_ext.monitor.follower import read_config
+from verl_ext.monitor.panels import GRID, Panel, clip, flatten, tag
+from verl_ext.monitor.text import format_time
+
+COMMIT_CHARACTERS = 10
+ATTEMPT_COLUMNS = ("Attempt", "Started", "Ended", "Steps", "Ranks", "Host", "Devices", "Commit", "Reason")
+KEY_COLUMNS = ("Key", "Value", "Default", "Previous attempt")
+Attempt = Mapping[str, Any]
+
+
+class ConfigurationPanel(Panel):
+    """The attempts of a run, and command, packages, environment and settings of one of them."""
+
+    period_s = 3.0
+
+    def build(self) -> None:
+        """Create the tables."""
+        self._shown: object = None
+        self._tables: dict[str, ui.table] = {}
+        self._attempts: list[Attempt] = []
+        self._config: dict[str, str] = {}
+        self._title("Attempts")
+        self._table("attempts", ATTEMPT_COLUMNS, "Attempt")
+        with ui.row().classes("w-full items-center gap-4"):
+            self._select = tag(ui.select([], label=self.say("Attempt")).classes("w-full sm:w-48"), "attempt")
+            self._select.on_value_change(self._draw)
+        with ui.row().classes("w-full items-center gap-2"):
+            self._title("Command")
+            copy = ui.button(icon="content_copy", on_click=self._copy)
+            tag(copy.props("flat dense size=sm"), "copy command", **{"aria-label": self.say("Copy")})
+        self._command = tag(ui.label().classes("w-full text-sm rounded p-2 bg-gray-100 dark:bg-gray-800"), "command")
+        self._command.style("white-space: pre-wrap; overflow-wrap: anywhere; font-family: monospace")
+        with ui.element("div").classes(GRID):
+            for name in ("Packages", "Environment"):
+                with ui.column().classes("w-full"):
+                    self._title(name)
+                    self._table(name.lower(), ("Name", "Value"), "Name")
+        self._title("Settings")
+        with ui.row().classes("w-full items-center gap-4"):
+            search = ui.input(self.say("Search")).props("clearable dense debounce=200").classes("w-full sm:w-80")
+            tag(search, "setting search")
+            self._changed = tag(ui.switch(self.say("Changed settings only")), "changed only")
+            self._changed.on_value_change(self._draw)
+        keys = self._table("settings", KEY_COLUMNS, "Key", pagination=25)
+        search.bind_value_to(keys, "filter", forward=lambda text: text or "")
+
+    def _copy(self) -> None:
+        ui.clipboard.write(self._command.text)
+
+    def _title(self, text: str) -> None:
+        ui.label(self.say(text)).classes("text-base font-medium")
+
+    def _table(self, name: str, columns: Sequence[str], key: str, pagination: int | None = None) -> ui.table:
+        listed = [
+            {"name": each, "field": each, "label": self.say(each), "align": "left", "sortable": True}
+            for each in columns
+        ]
+        table = ui.table(columns=listed, rows=[], row_key=key, pagination=pagination).classes("w-full")
+        table.props("flat bordered dense wrap-cells").props["no-data-label"] = self.say("Not recorded")
+        self._tables[name] = tag(table, name)
+        return table
+
+    def redraw(self) -> None:
+        """Read the record and the configuration, and draw them if they have changed."""
+        run = self.run
+        if run is None:
+            return
+        config = flatten(read_config(self.follower.directory(run)))
+        if (run.id, run.record, config) == self._shown:
+            return
+        self._shown = run.id, run.record, config
+        self._attempts, self._config = attempts_of(run.record), config
+        self._tables["attempts"].rows = [attempt_row(each) for each in self._attempts]
+        numbers = [each["attempt"] for each in self._attempts]
+        self._select.set_options(numbers, value=numbers[-1] if numbers else None)
+        self._draw()
+
+    def _draw(self) -> None:
+        """Show the chosen attempt."""
+        later = [each for each in self._attempts if each["attempt"] > (self._select.value or 0)]
+        attempt = next((each for each in self._attempts if each["attempt"] == self._select.value), {})
+        self._command.set_text(str(attempt.get("command") or "-"))
+        for name in ("packages", "environment"):
+            values = mapping_of(attempt.get(name))
+            self._tables[name].rows = [{"Name": key, "Value": str(value)} for key, value in values.items()]
+        rows = setting_rows(config_before(self._config, later), attempt)
+        changed = bool(self._changed.value)
+        self._tables["settings"].rows = [
+            row for row in rows if not changed or row["Default"] or row["Previous attempt"]
+        ]
+
+
+def attempts_of(record: str) -> list[Attempt]:
+    """Return the attempts in the text of a `run.json`, in order."""
+    try:
+        found = orjson.loads(record)["attempts"]
+        attempts = [each for each in found if isinstance(each, dict) and type(each.get("attempt")) is int]
+    except (ValueError, TypeError, KeyError):  # a run's files may contain anything
+        return []
+    return sorted(attempts, key=lambda each: each["attempt"])
+
+
+def attempt_row(attempt: Attempt) -> dict[str, Any]:
+    """Return a row of the table of attempts."""
+    start, end = seconds_of(attempt.get("start")), seconds_of(attempt.get("end"))
+    first, last = attempt.get("first_step"), attempt.get("last_step")
+    devices = attempt.get("device_names")
+    return {
+        "Attempt": attempt["attempt"],
+        "Started": "" if start is None else format_time(start),
+        "Ended": "" if end is None else format_time(end),
+        "Steps": "" if first is None else f"{first} – {'…' if last is None else last}",
+        "Ranks": _text(attempt.get("world_size")),
+        "Host": _text(attempt.get("host")),
+        "Devices": count_names(devices) if isinstance(devices, list) else "",
+        "Commit": _text(attempt.get("git_commit"))[:COMMIT_CHARACTERS],
+        "Reason": _text(attempt.get("exit_reason")),
+    }
+
+
+def count_names(names: Sequence[Any]) -> str:
+    """Join names, with the number of repeated ones, such as `8 × NVIDIA H100`."""
+    counts = {str(name): names.count(name) for name in names}
+    return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
+
+
+def config_before(config: Mapping[str, str], later: Sequence[Attempt]) -> dict[str, str]:
+    """Return the settings before some attempts: those of the latest without what these attempts changed."""
+    found = dict(config)
+    for attempt in reversed(later):
+        for key, change in mapping_of(attempt.get("config_changes")).items():
+            found[key] = _former(change)
+    return found
+
+
+def setting_rows(config: Mapping[str, str], attempt: Attempt) -> list[dict[str, str]]:
+    """Return a row for each setting of an attempt; a default or a former value is only given if it differs."""
+    defaults, changes = mapping_of(attempt.get("config_defaults")), mapping_of(attempt.get("config_changes"))
+    return [
+        {
+            "Key": key,
+            "Value": clip(value),
+            "Default": clip(_value(defaults[key])) if key in defaults else "",
+            "Previous attempt": clip(_former(changes[key])) if key in changes else "",
+        }
+        for key, value in config.items()
+    ]
+
+
+def mapping_of(value: Any) -> dict[str, Any]:
+    """Return a value if it is a mapping; a run's files may contain anything."""
+    return value if isinstance(value, dict) else {}
+
+
+def _former(change: Any) -> str:
+    return _value(change[0]) if isinstance(change, list) and change else "-"
+
+
+def _value(value: Any) -> str:
+    """Return a value as `flatten` does."""
+    return next(iter(flatten({"": value}).values()))
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
