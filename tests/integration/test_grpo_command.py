@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from eval_pipeline.judge import ERROR_TYPES
 from tests.helpers.checkpoints import copy_checkpoints
 from tests.helpers.commands import GRPORun, Hold, RecipeRun, SFTRun, TrainingRun, end_of, kill_launcher
 from tests.helpers.judge import killing_judges
@@ -68,11 +69,17 @@ def test_every_specified_metric_is_logged(grpo_run: GRPORun, shared: Path) -> No
 
 def test_samples_have_every_reward(grpo_run: GRPORun) -> None:
     rows = [json.loads(line) for line in (grpo_run.run_dir / "samples.jsonl").read_text().splitlines()]
-    assert sorted({row["step"] for row in rows}) == [2, 4] and len(rows) == 16
-    assert len({row["sample_id"] for row in rows if row["step"] == 2}) == 2
+    found: dict[tuple[str, int], list[tuple[str, int]]] = {(row["split"], row["step"]): [] for row in rows}
     for row in rows:
+        found[row["split"], row["step"]].append((row["sample_id"], row["number"]))
+        assert row["error_type"] in ERROR_TYPES and (row["advantage"] is None) == (row["split"] == "eval")
         assert "Write " in row["prompt"] and isinstance(row["answer"], str)
         assert row["reward_total"] == pytest.approx(row["exec_success"] + row["length_penalty"])
+        assert row["exec_success"] == (row["error_type"] in ("success", "wrong_answer"))
+    assert list(found) == [("eval", 0), ("train", 2), ("eval", 2), ("train", 4), ("eval", 4)]
+    assert found["eval", 0] == found["eval", 2] == found["eval", 4], "the same prompts"
+    for step in (2, 4):
+        assert [number for _, number in found["train", step]] == [*range(4), *range(4)], "whole groups"
 
 
 def test_trace_follows_each_sample(grpo_run: GRPORun) -> None:

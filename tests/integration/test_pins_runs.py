@@ -45,7 +45,10 @@ ROW_KEYS = {"step", "attempt", "time"}
 """Of a row of metrics, besides the metrics."""
 ON_GPUS = {"throughput/train/mfu"}
 EVENT_KEYS = {"step", "attempt", "name", "level", "text", "time"}
-SAMPLE_KEYS = {"step", "attempt", "sample_id", "number", "prompt", "answer", "reference", "reward_total", "advantage"}
+SAMPLE_KEYS = {
+    *("step", "attempt", "split", "sample_id", "number", "prompt", "answer", "reference"),
+    *("error_type", "message", "reward_total", "advantage"),
+}
 """Of a sample, besides the rewards that the recipe names."""
 
 WORK_FILES = (
@@ -173,7 +176,7 @@ def test_budget_run_has_recorded_names(budget_run: RecipeRun) -> None:
 
     run_dir = budget_run.run_dir
     epochs = {"best_model.pt", "checkpoint_epoch_1.pt", "checkpoint_epoch_2.pt"}
-    assert names_in(run_dir) - {"events.jsonl"} == RUN_FILES | epochs | {"tensorboard", "train.log"}
+    assert names_in(run_dir) - {"events.jsonl"} == RUN_FILES | epochs | {"samples.jsonl", "tensorboard", "train.log"}
     check_record(budget_run, "budget")
     check_config(budget_run, "budget")
     check_checkpoint(run_dir / "global_step_8", 1, further=("epoch_sums", "best_reward"))

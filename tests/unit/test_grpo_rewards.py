@@ -187,6 +187,9 @@ def test_code_rewards_score_tests_execution_and_length(opened: TextEnvironment) 
         (0, 0, 0),
         (0, 0, -1),
     ]
+    verdicts = [(reward.texts["error_type"], reward.texts["message"]) for reward in rewards]
+    assert [kind for kind, _ in verdicts] == ["success", "wrong_answer", "runtime_error", "syntax_error"]
+    assert verdicts[0][1] == "" and "test " in verdicts[1][1] and "'y'" in verdicts[2][1]
 
 
 @pytest.mark.parametrize("opened", [["code_tests", "exec_success", "tag_count_reward"]], indirect=True)
@@ -197,6 +200,7 @@ def test_invalid_tests_only_affect_their_sample(opened: TextEnvironment) -> None
     assert bad.components == {"tag_count_reward": 0.25} and bad.total is None
     assert {*bad.failures} == {"code_tests", "exec_success"}
     assert "cannot read the tests" in bad.failures["code_tests"].reason
+    assert (bad.texts["error_type"], "cannot read" in bad.texts["message"]) == ("api_error", True)
     assert good.finished_at > 0
 
 

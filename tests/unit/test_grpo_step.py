@@ -262,7 +262,7 @@ def test_metrics_exclude_samples_without_reward() -> None:
     totals = [each.total_reward for each in trajectories if each.total_reward is not None]
     assert metrics["train/reward_total_mean"] == metrics["train/pay_mean"] == pytest.approx(sum(totals) / len(totals))
     assert metrics["train/reward_failures"] == metrics["train/samples_without_reward"] == len(BROKEN)
-    shown = {(row["sample_id"], row["number"]): row for row in sample_rows(trajectories, 3 * GROUP, bandit, machine)}
+    shown = {(row["sample_id"], row["number"]): row for row in sample_rows("train", trajectories, bandit, machine)}
     broken = shown["prompt_0", 1]
     assert (broken["pay"], broken["reward_total"], broken["advantage"]) == (None, None, 0.0)
     machine = BrokenMachine(*((0, number) for number in range(GROUP)))

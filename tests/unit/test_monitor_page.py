@@ -18,9 +18,11 @@ from verl_ext.monitor import charts, page
 from verl_ext.monitor.configuration import ConfigurationPanel
 from verl_ext.monitor.file_panels import HealthPanel
 from verl_ext.monitor.follower import RunFollower
-from verl_ext.monitor.page import MonitorPage, RunTable
+from verl_ext.monitor.overview import RunTable
+from verl_ext.monitor.page import MonitorPage
 from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, differing_keys, flatten, short_names
-from verl_ext.monitor.samples import SamplesPanel, read_samples, sample_columns, sample_sources
+from verl_ext.monitor.sample_rows import groups_of, matches, read_samples, sample_columns, sample_sources
+from verl_ext.monitor.samples import SamplesPanel
 from verl_ext.monitor.state import TABS, PageState
 from verl_ext.trainer.stages import load_config
 
@@ -76,6 +78,7 @@ def test_url_round_trips_page_state() -> None:
         run="p/a & b=c,d/é", tab="Samples", runs=("a,b", "c&d"), metrics=("train/lr(1e-3)", "x"), smoothing=0.25,
         rates=("timeout_rate",), axis="time", log_charts=("Loss",),
         source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
+        split="eval", error="timeout", reward_from=-0.5, reward_to=1.0, grouped=True, sample="4 x/1",
         dataset="a&b", a="base_x", b="step_4", problem="p #1",
     )  # fmt: skip
     assert PageState.from_query(state.to_query()) == state
@@ -89,6 +92,9 @@ def test_url_round_trips_page_state() -> None:
         "smoothing=nan",
         "smoothing=inf",
         "smoothing=x",
+        "reward_from=nan",
+        "reward_to=x",
+        "grouped=yes",
         "step=-1",
         "step=²",
         "step=" + "9" * 400,
@@ -334,12 +340,54 @@ def test_sample_with_id_can_be_opened(follower: RunFollower) -> None:
     async def check(client: Client) -> None:
         panel = panel_of(SamplesPanel, follower, PageState())
         panel._samples = [{"id": f"{name} {'x' * 30}", "answer": name} for name in ("first", "second")]
-        panel._draw()
+        panel.redraw()
         table = element(client, "samples")
         row = table.rows[1]
         panel._select(GenericEventArguments(sender=table, client=client, args=[None, row, 1]))
         shown = [each.text for each in element(client, "sample").descendants() if isinstance(each, ui.label)]
         assert row["id"].startswith("second") and "second" in shown
+
+    on_client(check)
+
+
+GROUPED = [
+    {"step": 0, "attempt": 1, "split": "eval", "sample_id": "v", "number": 0, "answer": "no", "reward_total": 0.0},
+    {"step": 4, "attempt": 1, "split": "train", "sample_id": "t", "number": 0, "answer": "a", "reward_total": 0.5},
+    {"step": 4, "attempt": 1, "split": "train", "sample_id": "t", "number": 1, "answer": "b", "reward_total": None},
+    {"step": 4, "attempt": 1, "split": "eval", "sample_id": "v", "number": 0, "answer": "lost", "reward_total": 0.25},
+    {"step": 4, "attempt": 2, "split": "eval", "sample_id": "v", "number": 0, "answer": "yes", "reward_total": 1.0},
+]
+"""Samples of a training step and of an evaluation prompt; an attempt repeats step 4."""
+
+
+def test_samples_of_a_prompt_are_grouped() -> None:
+    groups = {group.key: [row["answer"] for row in group.rows] for group in groups_of(GROUPED[::-1])}
+    assert groups == {"v": ["no", "yes"], "4 t": ["a", "b"]}
+    answers = [{"problem_id": "p", "sample": sample, "answer": "x"} for sample in (1, 0)]
+    assert [(group.key, [row["sample"] for row in group.rows]) for group in groups_of(answers)] == [("p", [0, 1])]
+
+
+def test_samples_are_filtered_by_reward_and_error_type() -> None:
+    rows = [{"reward_total": 0.5, "error_type": "timeout"}, {"pass_ratio": 1}, {"reward_total": None}]
+
+    def found(**limits: Any) -> list[int]:
+        return [number for number, row in enumerate(rows) if matches(row, PageState(**limits))]
+
+    assert found() == [0, 1, 2] and found(reward_from=0.6) == [1] and found(reward_to=0.5) == [0]
+    assert found(error="timeout") == [0] and found(reward_from=0.5, reward_to=1.0) == [0, 1]
+
+
+def test_groups_are_shown_side_by_side(root: Path, follower: RunFollower) -> None:
+    (root / "p/old/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GROUPED))
+
+    async def check(client: Client) -> None:
+        panel = panel_of(SamplesPanel, follower, PageState(run="p/old", grouped=True, reward_from=1.0))
+        await panel.show()
+        [row] = element(client, "samples").rows
+        assert (row["sample_id"], row["step"], row["rewards"], row["mean reward"]) == ("v", "0–4", "0, 1", 0.5)
+        panel._select(GenericEventArguments(sender=panel._table, client=client, args=[None, row, 0]))
+        shown = [each.text for each in element(client, "group").descendants() if isinstance(each, ui.label)]
+        assert panel.state.sample == "v" and shown.index("no") < shown.index("yes") and "lost" not in shown
 
     on_client(check)
 
@@ -354,5 +402,40 @@ def test_run_table_updates_with_new_values(root: Path, follower: RunFollower) ->
         await panel.show()
         [row] = element(client, "runs").rows
         assert (row["step"], row["Loss"], row["healthLabel"], row["healthColor"]) == (6, 6.0, "alarm", "negative")
+
+    on_client(check)
+
+
+def test_run_table_shows_chains_progress_and_current_warnings(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(ui, "page_title", titles.append)
+    write_record(root / "p/new", status="finished", total_steps=20)
+    write_record(root / "p/grpo")
+    write_rows(root / "p/grpo", 1, range(1, 3))
+    (root / "p/grpo/config.yaml").write_text("model: {partial_pretrain: /x/p/new/global_step_8/huggingface}\n")
+    path = root / "p/new/eval/eval_step_8/metrics.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"datasets": {"humaneval": {"accepted_at_1": 0.25}}}))
+    found = {"step": 6, "name": "loss_diverging", "text": "it <b>rises</b>; lower the rate"}
+    for name, level, moment in (("old", "alarm", 1.0), ("grpo", "warning", 2.0), ("new", "alarm", 3.0)):
+        (root / f"p/{name}/events.jsonl").write_text(json.dumps({**found, "level": level, "time": moment}) + "\n")
+    look(follower)
+
+    async def check(client: Client) -> None:
+        shown = MonitorPage(follower, PageState())
+        await shown.update_panel()
+        rows = element(client, "runs").rows
+        place = [row["label"] for row in rows].index("p/new")
+        assert [(row["label"], row["depth"], row.get("from")) for row in rows[place : place + 3]] == [
+            ("p/new", 0, ""), ("humaneval", 1, ""), ("p/grpo", 1, "from step 8"),
+        ]  # fmt: skip
+        assert rows[place + 1]["bestLabel"] == "25.0%, step 8" and rows[place + 1]["tab"] == "Evaluation"
+        [old] = [row for row in rows if row["label"] == "p/old"]
+        assert (old["share"], old["stepLabel"]) == (0.05, "5 / 100")
+        warned = [each for each in client.elements.values() if each.props.get("data-testid") == "alarm"]
+        assert ["p%2Fgrpo" in each.props["href"] for each in warned] == [True, False], "newest first, running only"
+        assert titles[-1] == "(1) Training monitor"
 
     on_client(check)

@@ -148,6 +148,7 @@ def test_rejects_budget_below_decision_time(
 
 
 def test_validation_may_use_latency_of_training(controlled: BudgetTrainer) -> None:
+    controlled.config.trainer.log_samples_every = 0
     measured = [controlled.validate()["eval/latency_ms_mean"] for _ in range(2)]
     assert measured[0] != measured[1]
     controlled.config.latency.validation = "same"
@@ -183,7 +184,8 @@ def test_replacement_prompts_do_not_depend_on_interpreter(controlled: BudgetTrai
 def test_sample_tables_have_configured_number_of_rows(controlled: BudgetTrainer) -> None:
     controlled.fit()
     rows = [json.loads(line) for line in (controlled.run_dir / SAMPLES_FILE).read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 1, 1, 2, 2, 2]
+    steps = {split: [row["step"] for row in rows if row["split"] == split] for split in ("train", "eval")}
+    assert steps == {"train": [1, 1, 1, 2, 2, 2], "eval": [0, 0, 2, 2]}
 
 
 def test_prompts_are_shared_only_if_configured(quickstart: Path, tmp_path: Path) -> None:

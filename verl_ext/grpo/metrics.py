@@ -126,15 +126,16 @@ class UpdateMetrics:
 
 
 def sample_rows(
-    trajectories: Sequence[Trajectory], count: int, policy: Policy, environment: Environment
+    split: str, trajectories: Sequence[Trajectory], policy: Policy, environment: Environment
 ) -> list[SampleRow]:
-    """Up to `count` samples of this rank with rewards and advantages: one per prompt, then a second one, and so on."""
+    """Samples with rewards and, in the split train, with advantages; the split is train or eval."""
     rows: list[SampleRow] = []
-    for trajectory in sorted(trajectories, key=lambda each: each.number)[:count]:
+    for trajectory in trajectories:
         reward = trajectory.reward
         assert reward is not None, "samples are shown after their episode"
         rows.append(
             {
+                "split": split,
                 "sample_id": trajectory.prompt.sample_id,
                 "number": trajectory.number,
                 **policy.table_row(trajectory),
@@ -142,7 +143,7 @@ def sample_rows(
                 **{name: reward.components.get(name) for name in environment.reward_names},
                 **reward.metrics,
                 "reward_total": reward.total,
-                "advantage": trajectory.advantage,
+                "advantage": trajectory.advantage if split == "train" else None,
             }
         )
     return rows

@@ -85,7 +85,7 @@ class Reward:
         components: weighted contribution of each reward function, by name.
         failures: failed reward functions, by name. A trajectory with a failure has no total reward.
         metrics: other measurements, by the environment's `metric_names`.
-        texts: texts of the sample table by column, such as the reference answer; every reward has the same columns.
+        texts: texts of the sample table by column, such as reference and verdict; every reward has the same columns.
         finished_at: `time.perf_counter` when the last component arrived; 0 if unknown.
     """
 

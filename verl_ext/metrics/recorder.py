@@ -106,7 +106,7 @@ class MetricsRecorder:
         self._send(lambda sink: sink.log_note(text))
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Record some samples of a step in `samples.jsonl` and W&B; all rows have the same columns.
+        """Record some samples of a step and split in `samples.jsonl` and W&B; all rows have the same columns.
 
         Raises:
             UserError: `samples.jsonl` cannot be written.

@@ -54,7 +54,7 @@ class MetricsSink:
         """Log a sentence about the run."""
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Log some samples of one step; all rows have the same columns."""
+        """Log some samples of one step and split; all rows have the same columns."""
 
     def close(self, exit_code: int = 0) -> None:
         """Flush and close; `exit_code` is the exit code of the run."""

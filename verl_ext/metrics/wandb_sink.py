@@ -64,12 +64,12 @@ class WandbSink(MetricsSink):
             self._run.alert(event.name, f"step {event.step}: {event.text}", levels[event.level])
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Log samples as the table `train/samples`."""
+        """Log samples as the table `train/samples` or `eval/samples`."""
         import wandb
 
         columns = list(rows[0])
         table = wandb.Table(columns=["step", *columns], data=[[step, *(row[name] for name in columns)] for row in rows])
-        self._run.log({"train/samples": table, "global_step": step})
+        self._run.log({f"{rows[0]['split']}/samples": table, "global_step": step})
 
     def close(self, exit_code: int = 0) -> None:
         """Finish the run: as finished for 0, as preempted for `STOPPED_EXIT_CODE`, otherwise as failed."""

@@ -23,7 +23,7 @@ from verl_ext.health.trend import Array
 from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow
 from verl_ext.monitor.curves import RunCurves
 
-VERSION = 6
+VERSION = 8
 SCHEMA = """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: open pages know a run by its id
@@ -32,6 +32,8 @@ CREATE TABLE runs (
     status TEXT NOT NULL,
     total_steps INTEGER,
     record TEXT NOT NULL DEFAULT '',       -- run.json as it was last read
+    config_stamp TEXT NOT NULL DEFAULT '',      -- size and modification time of config.yaml as it was last read
+    origin TEXT NOT NULL DEFAULT '',            -- model or run that the run started from, in config.yaml
     metrics_offset INTEGER NOT NULL DEFAULT 0,  -- bytes of metrics.jsonl that are in training_logs
     metrics_head TEXT NOT NULL DEFAULT '',      -- digest of the file's beginning; another one is another file
     generation INTEGER NOT NULL DEFAULT 0,      -- how often another file took its place
@@ -119,8 +121,9 @@ class RunInfo:
         saved_curves: last saved state of `RunCurves`.
         first_start: ISO time of the first attempt; None if there is none.
         end: ISO time of the end of the last attempt; `host` and `exit_reason` are also of the last attempt.
-        levels: current level of each health rule that has reported something.
-        accuracy: highest `accepted_at_1` of the evaluated checkpoints, with dataset and step.
+        origin: model or run directory that the run started from, as in its configuration; empty if unknown.
+        findings: current finding of each health rule that has reported something.
+        accuracies: highest `accepted_at_1` of the evaluated checkpoints and its step, by dataset.
     """
 
     id: int
@@ -132,13 +135,14 @@ class RunInfo:
     generation: int
     unreadable: int
     record: str
+    origin: str
     saved_curves: str
     first_start: str | None
     end: str | None
     host: str | None
     exit_reason: str | None
-    levels: Mapping[str, str] = field(default_factory=dict)
-    accuracy: tuple[float, str, int] | None = None
+    findings: tuple[LogEvent, ...] = ()
+    accuracies: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
     @cached_property
     def saved_state(self) -> RunCurves:
@@ -147,7 +151,7 @@ class RunInfo:
 
 
 RUN_QUERY = """
-SELECT runs.id, path, stage, recipe, status, total_steps, generation, unreadable, record,
+SELECT runs.id, path, stage, recipe, status, total_steps, generation, unreadable, record, origin,
     curves AS saved_curves, (SELECT min(start) FROM attempts WHERE run = runs.id) AS first_start,
     last.end, last.host, last.exit_reason
 FROM runs
@@ -208,20 +212,22 @@ class MonitorDatabase:
 
     def runs(self) -> dict[str, RunInfo]:
         """Return all runs by path, running ones first, then the newest."""
-        levels: dict[int, dict[str, str]] = {}
+        findings: dict[int, list[LogEvent]] = {}
         latest = "SELECT max(id) FROM events WHERE rule IS NOT NULL GROUP BY run, rule"
-        for run, rule, level in self._connection.execute(f"SELECT run, rule, kind FROM events WHERE id IN ({latest})"):
-            levels.setdefault(run, {})[rule] = level
-        accuracies = {}
+        for row in self._connection.execute(f"SELECT * FROM events WHERE id IN ({latest})"):
+            findings.setdefault(row["run"], []).append(_event(row)[1])
+        accuracies: dict[int, dict[str, tuple[float, int]]] = {}
         rates = (  # the last one of a run counts: among equal rates, the newest checkpoint, as in the evaluation
             "SELECT run, json_extract(metrics, '$.accepted_at_1') AS rate, dataset, step FROM evaluations "
             "WHERE typeof(rate) IN ('integer', 'real') ORDER BY rate, step"
         )
         for run, rate, dataset, step in self._connection.execute(rates):
-            accuracies[run] = (rate, dataset, step)
+            accuracies.setdefault(run, {})[dataset] = rate, step
         found = self._connection.execute(RUN_QUERY).fetchall()
         return {
-            row["path"]: RunInfo(**row, levels=levels.get(row["id"], {}), accuracy=accuracies.get(row["id"]))
+            row["path"]: RunInfo(
+                **row, findings=tuple(findings.get(row["id"], ())), accuracies=accuracies.get(row["id"], {})
+            )
             for row in found
         }
 
@@ -248,6 +254,14 @@ class MonitorDatabase:
             [path, text, *(record.get(name) for name in names)],
         )
         return self._connection.execute("SELECT id FROM runs WHERE path = ?", (path,)).fetchone()[0]
+
+    def config_stamp(self, run: int) -> str:
+        """Return the stamp of the last read `config.yaml` of a run; empty if there is none."""
+        return self._connection.execute("SELECT config_stamp FROM runs WHERE id = ?", (run,)).fetchone()[0]
+
+    def save_origin(self, run: int, stamp: str, origin: str) -> None:
+        """Save from which model or run a run started, according to the `config.yaml` with this stamp."""
+        self._connection.execute("UPDATE runs SET config_stamp = ?, origin = ? WHERE id = ?", (stamp, origin, run))
 
     def save_attempts(self, run: int, attempts: Sequence[Mapping[str, Any]]) -> None:
         """Replace a run's attempts with those of its `run.json`."""

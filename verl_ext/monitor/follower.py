@@ -31,6 +31,7 @@ from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE, MetricsRow, is_num
 from verl_ext.metrics.run_record import RUN_FILE, STATUSES, seconds_of
 from verl_ext.monitor.curves import CurveEnvelope, RunCurves
 from verl_ext.monitor.database import FilePositions, LogEvent, MonitorDatabase, RunInfo
+from verl_ext.monitor.lineage import origin_of
 from verl_ext.monitor.sharing import SharedResults
 
 POLL_S = 0.3
@@ -160,6 +161,14 @@ class RunFollower(threading.Thread):
         with state.lock:
             return state.step, dict(state.latest)
 
+    def seconds_left(self, run: RunInfo) -> float | None:
+        """Return the estimated time until the last step of a running run; None if unknown, or for other runs."""
+        if run.status != "running":
+            return None
+        state = self._state_of(run)
+        with state.lock:
+            return state.seconds_left(run.total_steps)
+
     def directory(self, run: RunInfo) -> Path:
         """The directory of a run."""
         return self.root / run.path
@@ -220,6 +229,7 @@ class RunFollower(threading.Thread):
                 with self._database.transaction():
                     if (run := self._read_record(directory)) is not None:
                         self._read_evaluations(run, directory)
+                        self._read_origin(run, directory)
                         ids.append(run)
             except Exception as error:  # a run's files may contain anything, and must not affect other runs
                 self._warn_once(f"{directory} cannot be followed: {one_line(error)}")
@@ -308,6 +318,16 @@ class RunFollower(threading.Thread):
             there.add(step)
         for step in known.keys() - there:
             self._database.replace_evaluation(run, step, "", {})
+            self._runs_changed = True
+
+    def _read_origin(self, run: int, directory: Path) -> None:
+        """Read from which run a run started if `config.yaml` has changed."""
+        try:
+            stamp = stamp_of(directory / "config.yaml")
+        except OSError:
+            return
+        if stamp != self._database.config_stamp(run):
+            self._database.save_origin(run, stamp, origin_of(read_config(directory)))
             self._runs_changed = True
 
     # Rows and events

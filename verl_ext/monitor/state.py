@@ -12,7 +12,8 @@ from verl_ext.monitor.curves import AXES
 from verl_ext.monitor.text import LANGUAGES, translate
 
 TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log", "Configuration")
-OF_RUN: dict[str, Any] = {"source": "", "step": None, "search": "", "dataset": "", "a": "", "b": "", "problem": ""}
+OF_RUN_TEXTS = ("source", "split", "error", "sample", "search", "dataset", "a", "b", "problem")
+OF_RUN: dict[str, Any] = dict.fromkeys(OF_RUN_TEXTS, "") | dict.fromkeys(("step", "reward_from", "reward_to"))
 """Defaults of the attributes that make no sense for another run."""
 DEFAULT_SMOOTHING = 0.6
 MAX_SMOOTHING = 0.99
@@ -35,7 +36,13 @@ class PageState:
         log_charts: names of the charts with a logarithmic axis.
         source: file of the shown samples; empty for the first.
         step: step of the shown samples; None for all.
+        split: train or eval, of the shown samples; empty for both.
+        error: error type of the shown samples; empty for all.
+        reward_from: lowest reward of the shown samples; None for no limit.
+        reward_to: highest reward of the shown samples; None for no limit.
         search: text that the shown samples contain.
+        grouped: whether the samples of a prompt are shown side by side.
+        sample: key of the shown group of samples; empty for none.
         dataset: dataset whose flipped problems are shown; empty for the first.
         a: label of the evaluation that is compared; empty for the base model, or the first.
         b: label of the evaluation that it is compared with; empty for the best.
@@ -53,7 +60,13 @@ class PageState:
     log_charts: tuple[str, ...] = ()
     source: str = ""
     step: int | None = None
+    split: str = ""
+    error: str = ""
+    reward_from: float | None = None
+    reward_to: float | None = None
     search: str = ""
+    grouped: bool = False
+    sample: str = ""
     dataset: str = ""
     a: str = ""
     b: str = ""
@@ -75,13 +88,11 @@ class PageState:
             rates=tuple(dict.fromkeys(values.get("rate", ()))),
             axis=axis if (axis := first.get("axis", "")) in AXES else AXES[0],
             log_charts=tuple(dict.fromkeys(values.get("log", ()))),
-            source=first.get("source", ""),
             step=int(step) if step.isascii() and step.isdigit() and len(step) < 16 else None,
-            search=first.get("search", ""),
-            dataset=first.get("dataset", ""),
-            a=first.get("a", ""),
-            b=first.get("b", ""),
-            problem=first.get("problem", ""),
+            reward_from=_number(first.get("reward_from", "")),
+            reward_to=_number(first.get("reward_to", "")),
+            grouped=first.get("grouped") == "1",
+            **{name: first.get(name, "") for name in OF_RUN_TEXTS},
             preferences={} if preferences is None else preferences,
         )
 
@@ -95,10 +106,11 @@ class PageState:
         pairs += [("rate", name) for name in self.rates]
         pairs += [("axis", self.axis)] if self.axis != AXES[0] else []
         pairs += [("log", name) for name in self.log_charts]
-        pairs += [("source", self.source)] if self.source else []
         pairs += [("step", self.step)] if self.step is not None else []
-        flips = {"dataset": self.dataset, "a": self.a, "b": self.b, "problem": self.problem}
-        pairs += [(name, value) for name, value in {"search": self.search, **flips}.items() if value]
+        rewards = {"reward_from": self.reward_from, "reward_to": self.reward_to}
+        pairs += [(name, f"{value:g}") for name, value in rewards.items() if value is not None]
+        pairs += [("grouped", "1")] if self.grouped else []
+        pairs += [(name, value) for name in OF_RUN_TEXTS if (value := getattr(self, name))]
         return f"?{urlencode(pairs)}" if pairs else "."
 
     @property
@@ -118,8 +130,13 @@ class PageState:
 
 
 def _smoothing(text: str) -> float:
+    value = _number(text)
+    return DEFAULT_SMOOTHING if value is None else min(max(value, 0.0), MAX_SMOOTHING)
+
+
+def _number(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
-        return DEFAULT_SMOOTHING
-    return min(max(value, 0.0), MAX_SMOOTHING) if math.isfinite(value) else DEFAULT_SMOOTHING
+        return None
+    return value if math.isfinite(value) else None

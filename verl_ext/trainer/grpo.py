@@ -135,7 +135,9 @@ class RewardTrainer(PipelineTrainer):
         self.model.train()
         self.rows_of_step = {row for rows in gather_results(lambda: batch.rows) for row in rows}
         trajectories, metrics = self.step.run(prompts_of(batch.items), self.global_step)
-        self.log_samples(trajectories)
+        trainer = self.config.trainer
+        if trainer.log_samples_every and self.global_step % trainer.log_samples_every == 0:
+            self.log_samples("train", trajectories)
         return {
             **metrics,
             "train/lr(1e-3)": lr * 1e3,
@@ -164,6 +166,8 @@ class RewardTrainer(PipelineTrainer):
                 if self.stop_vote.longest_step_s:
                     self.stop_vote.note(step_s=time.perf_counter() - batch_start)
         self.step.reward_guard.report(f"evaluation at step {self.global_step}", trajectories)
+        if self.config.trainer.log_samples_every:
+            self.log_samples("eval", trajectories)
         parts = {f"time/eval/{name}_s": seconds for name, seconds in self.timer.pop().items()}
         parts["time/eval/step_s"] = time.perf_counter() - start
         metrics = sample_metrics("eval", trajectories, self.policy, self.environment, self.device_name)
@@ -207,12 +211,10 @@ class RewardTrainer(PipelineTrainer):
         fresh = [row for row in order if row not in self.rows_of_step][(round_number - 1) * size : round_number * size]
         return prompts_of([self.train_dataset[row] for row in fresh[self.dp_rank :: self.dp_size][:count]])
 
-    def log_samples(self, trajectories: Sequence[Trajectory]) -> None:
-        """Write some of rank 0's samples, every `trainer.log_samples_every` steps."""
-        trainer = self.config.trainer
-        if trainer.log_samples_every and self.global_step % trainer.log_samples_every == 0:
-            rows = sample_rows(trajectories, trainer.samples_per_table, self.policy, self.environment)
-            self.logger.log_samples(self.global_step, rows)
+    def log_samples(self, split: str, trajectories: Sequence[Trajectory]) -> None:
+        """Write rank 0's first `trainer.samples_per_table` samples: whole groups, or the same evaluation prompts."""
+        shown = trajectories[: self.config.trainer.samples_per_table]
+        self.logger.log_samples(self.global_step, sample_rows(split, shown, self.policy, self.environment))
 
     def with_step_costs(self, metrics: Metrics, num_samples: int) -> Metrics:
         """Add a step's time and memory: seconds of the slowest rank, throughput of all ranks.

@@ -67,7 +67,8 @@ LENGTH_PENALTY = "length_penalty"
 BUILTIN_REWARDS = (*VERDICT_REWARDS, *TEXT_REWARDS, LENGTH_PENALTY)
 RESERVED = (
     *BUILTIN_REWARDS, "reward_total", "adv", "seq_prompt_len", "seq_completion_len", "seq_total_len",
-    "rollout_logprob_diff", "step", "attempt", "sample_id", "number", "prompt", "answer", "advantage",
+    "rollout_logprob_diff", "step", "attempt", "split", "sample_id", "number", "prompt", "answer", "advantage",
+    "error_type", "message",
 )  # fmt: skip
 """Names of other metrics or columns; a user's function may not have them."""
 

@@ -99,6 +99,8 @@ class TextEnvironment(Environment):
                 failures[spec.name] = error.failure
             except Exception as error:  # the sample has no reward, and the failure is reported
                 failures[spec.name] = RewardFailure(f"{error}" or type(error).__name__)
+        if VERDICT in futures:
+            texts = texts | _verdict_texts(futures[VERDICT])
         done = max(finished_at, default=0.0)
         return StepResult(reward=Reward(components, failures, texts=texts, finished_at=done))
 
@@ -108,6 +110,13 @@ def _texts(answer: RewardedAnswer) -> dict[str, str]:
     truth = answer.ground_truth
     text = truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, default=str)
     return {"reference": text[:MAX_REFERENCE_CHARACTERS]}
+
+
+def _verdict_texts(verdict: Future[Verdict]) -> dict[str, str]:
+    """Columns of the sample table that say what the judge found, such as the test that failed."""
+    if error := verdict.exception():
+        return {"error_type": "api_error", "message": f"{error}"[:MAX_REFERENCE_CHARACTERS]}
+    return {"error_type": verdict.result().error_type, "message": verdict.result().message}
 
 
 def _judge_client(reward: RewardConfig, num_workers: int) -> JudgeClient:
