@@ -76,7 +76,8 @@ def bytes_read() -> int:
 def test_url_round_trips_page_state() -> None:
     state = PageState(
         run="p/a & b=c,d/é", tab="Samples", runs=("a,b", "c&d"), metrics=("train/lr(1e-3)", "x"), smoothing=0.25,
-        log_scale=True, source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
+        rates=("timeout_rate",), axis="time", log_charts=("Loss",),
+        source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
         split="eval", error="timeout", reward_from=-0.5, reward_to=1.0, grouped=True, sample="4 x/1",
         dataset="a&b", a="base_x", b="step_4", problem="p #1",
     )  # fmt: skip

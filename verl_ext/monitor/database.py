@@ -14,14 +14,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from verl_ext.errors import UserError
 from verl_ext.files import user_cache_dir
+from verl_ext.health.trend import Array
 from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow
 from verl_ext.monitor.curves import RunCurves
 
-VERSION = 7
+VERSION = 8
 SCHEMA = """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: open pages know a run by its id
@@ -55,6 +57,11 @@ CREATE TABLE curves (                      -- an envelope per metric, of all row
     run INTEGER NOT NULL, metric TEXT NOT NULL, size INTEGER NOT NULL, segments BLOB NOT NULL, pending BLOB NOT NULL,
     PRIMARY KEY (run, metric)
 );
+CREATE TABLE points (                      -- all points of the saved curves, for zooming
+    run INTEGER NOT NULL, metric TEXT NOT NULL, chunk INTEGER NOT NULL, first REAL NOT NULL, last REAL NOT NULL,
+    points BLOB NOT NULL,                  -- (points, 2) as float64, with x from first to last
+    PRIMARY KEY (run, metric, chunk)
+);
 CREATE TABLE events (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: an open log asks for ids above the last that it showed
     run INTEGER NOT NULL, time REAL NOT NULL, attempt INTEGER, step INTEGER,
@@ -70,10 +77,12 @@ CREATE TABLE evaluations (
     PRIMARY KEY (run, step, dataset)
 );
 """
-TABLES_OF_A_RUN = ("training_logs", "curves", "events", "evaluations", "attempts")
+TABLES_OF_A_RUN = ("training_logs", "curves", "points", "events", "evaluations", "attempts")
 """Tables with a column `run`."""
 REPLAY_ROWS = 20_000
 """Number of rows to read at a time when catching up with a run."""
+CHUNK_BYTES = 16 * 4096
+"""Size of a full chunk of points."""
 
 
 class LogEvent(NamedTuple):
@@ -355,12 +364,47 @@ class MonitorDatabase:
             curves.add(rows, self.first_steps(run), found[-1]["id"])
 
     def save_curves(self, run: int, curves: RunCurves) -> None:
-        """Save the curves of a run, so that its rows need not be read again."""
+        """Save the curves of a run and their new points, so that its rows need not be read again."""
+        saved_id = self.saved_id(run)
+        if saved_id != curves.saved_id:  # another process has saved its curves, or a transaction failed
+            newer = RunCurves()
+            newer.offsets, newer.last_id = dict(curves.offsets), saved_id
+            self.catch_up(run, newer)
+            curves.unsaved = newer.unsaved
+        for metric, points in curves.unsaved.items():
+            self._add_points(run, metric, points)
         state, blobs = curves.dump()
         self._connection.executemany(
             "INSERT OR REPLACE INTO curves VALUES (?, ?, ?, ?, ?)", ((run, *blob) for blob in blobs)
         )
         self._connection.execute("UPDATE runs SET curves = ? WHERE id = ?", (state.decode(), run))
+
+    def saved_id(self, run: int) -> int:
+        """Return the id of the newest row in the saved curves of a run; 0 if there are none."""
+        query = "SELECT iif(curves = '', 0, json_extract(curves, '$.last_id')) FROM runs WHERE id = ?"
+        row = self._connection.execute(query, (run,)).fetchone()
+        return 0 if row is None else row[0]
+
+    def _add_points(self, run: int, metric: str, points: Array) -> None:
+        """Append points to the last chunk of a metric until it is full, then to new ones."""
+        query = "SELECT chunk, points FROM points WHERE run = ? AND metric = ? ORDER BY chunk DESC LIMIT 1"
+        row = self._connection.execute(query, (run, metric)).fetchone()
+        chunk, old = (0, b"") if row is None else row
+        if len(old) >= CHUNK_BYTES:
+            chunk, old = chunk + 1, b""
+        data = old + points.tobytes()
+        for start in range(0, len(data), CHUNK_BYTES):
+            part = data[start : start + CHUNK_BYTES]
+            x = np.frombuffer(part).reshape(-1, 2)[:, 0]
+            values = (run, metric, chunk, float(x.min()), float(x.max()), part)
+            self._connection.execute("INSERT OR REPLACE INTO points VALUES (?, ?, ?, ?, ?, ?)", values)
+            chunk += 1
+
+    def points(self, run: int, metric: str, low: float, high: float) -> Array:
+        """Return the saved points (points, 2) of a metric in all chunks that overlap the range from `low` to `high`."""
+        query = "SELECT points FROM points WHERE run = ? AND metric = ? AND last >= ? AND first <= ? ORDER BY chunk"
+        chunks = self._connection.execute(query, (run, metric, low, high))
+        return np.frombuffer(b"".join(blob for (blob,) in chunks)).reshape(-1, 2)
 
     # Events
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,9 @@ class CheckpointsPanel(Panel):
         run = self.run
         if run is None:
             return
-        rows = await background.io_bound(checkpoint_rows, self.follower.directory(run))
+        directory, now = self.follower.directory(run), int(time.monotonic() / self.period_s)
+        read = partial(checkpoint_rows, directory)
+        rows = await background.io_bound(self.follower.files.get, ("checkpoints", directory), now, read)
         if rows is not None and rows != self._table.rows:
             self._table.rows = rows
 
@@ -95,8 +98,7 @@ class HealthPanel(Panel):
 
     def build(self) -> None:
         """Create the box for the lists."""
-        self._looked_at: object = None
-        self._next_look = 0.0
+        self._shown: object = None
         self._box = tag(ui.column().classes("w-full gap-1"), "health")
         with self._box:
             ui.spinner()  # until the first check
@@ -107,14 +109,11 @@ class HealthPanel(Panel):
         if run is None:
             return
         directory = self.follower.directory(run)
-        files, begun = _files_state(directory), time.monotonic()
-        if files == self._looked_at or begun < self._next_look:
+        key, look = ("health", directory), partial(_look, directory)
+        found = await background.io_bound(self.follower.files.get, key, _files_state(directory), look, 10.0)
+        if found is None or found is self._shown:  # None if the tab was closed meanwhile
             return
-        found = await background.io_bound(_look, directory)
-        if found is None:  # the tab was closed meanwhile
-            return
-        self._looked_at = files
-        self._next_look = time.monotonic() + 10 * (time.monotonic() - begun)
+        self._shown = found
         self._box.clear()
         with self._box:
             if isinstance(found, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,15 @@ class SamplesPanel(Panel):
         except OSError:
             return
         if read != self._read:
-            found = ([], False) if read is None else await background.io_bound(read_samples, read[0])
+            found = ([], False) if read is None else await self._read_file(*read)
             if found is not None:
                 self._samples, is_cut = found
                 self._read = read
                 self._note.set_visibility(is_cut)
                 self.redraw()
+
+    async def _read_file(self, path: Path, stamp: str) -> tuple[list[dict[str, Any]], bool]:
+        return await background.io_bound(self.follower.files.get, ("samples", path), stamp, partial(read_samples, path))
 
     def redraw(self) -> None:
         """List the samples, or the groups with a sample, that pass the filters."""
