@@ -56,6 +56,11 @@ def step(follower: RunFollower, path: str = "p/e") -> int:
     return follower.curves(follower.runs[path]).step
 
 
+def levels(follower: RunFollower) -> dict[str | None, str]:
+    """The current level of each rule that has reported something."""
+    return {event.rule: event.kind for event in follower.runs["p/e"].findings}
+
+
 def test_complete_rows_are_read_once(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 6))
@@ -315,7 +320,7 @@ def test_each_event_is_logged_once(root: Path, follower: RunFollower) -> None:
     assert ("warning", "overfitting: <b>val</b> rises") in found
     assert [text for kind, text in found if kind == "step"] == ["loss 10", "loss 20"]
     assert [text for kind, text in found if kind == "start"] == ["attempt 1 began at step 0 on h, 2 ranks"]
-    assert follower.runs["p/e"].levels == {"overfitting": "warning", "odd": "notice"}
+    assert levels(follower) == {"overfitting": "warning", "odd": "notice"}
     write_record(run_dir, status="finished")
     look(follower)
     assert len(query(follower, "SELECT * FROM events WHERE kind = 'start'")) == 1
@@ -363,14 +368,28 @@ def test_evaluations_are_read_and_replaced(root: Path, follower: RunFollower) ->
     look(follower)
     run = follower.runs["p/e"]
     assert follower.reader.evaluations(run.id) == {"gsm8k": {40: {"accepted_at_1": 0.625}, 60: {"accepted_at_1": 0.5}}}
-    assert run.accuracy == (0.625, "gsm8k", 40)
+    assert run.accuracies["gsm8k"] == (0.625, 40)
     shutil.rmtree(root / "p/e/eval/eval_step_40")
     look(follower)
-    assert follower.runs["p/e"].accuracy == (0.5, "gsm8k", 60)
+    assert follower.runs["p/e"].accuracies["gsm8k"] == (0.5, 60)
     for same in (80, 20):
         write_evaluation(root / "p/e", same, gsm8k={"accepted_at_1": 0.5})
         look(follower)
-    assert follower.runs["p/e"].accuracy == (0.5, "gsm8k", 80)  # the newest, as the evaluation chooses
+    assert follower.runs["p/e"].accuracies["gsm8k"] == (0.5, 80)  # the newest, as the evaluation chooses
+
+
+def test_origin_of_run_is_read_from_its_configuration(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/sft")
+    write_record(root / "p/grpo")
+    look(follower)
+    assert follower.runs["p/grpo"].origin == ""
+    export = "/mnt/cluster/p/sft/global_step_40/huggingface"
+    (root / "p/grpo/config.yaml").write_text(f"model: {{partial_pretrain: {export}, sft_run: null}}\n")
+    look(follower)
+    assert follower.runs["p/grpo"].origin == export
+    (root / "p/grpo/config.yaml").write_text("model: [damaged]\n")
+    look(follower)
+    assert follower.runs["p/grpo"].origin == ""
 
 
 def test_unchanged_evaluations_are_not_reread(root: Path, follower: RunFollower) -> None:
@@ -474,7 +493,7 @@ def test_deleted_or_recreated_runs_leave_no_old_data(root: Path, follower: RunFo
     look(follower)
     assert follower.runs["p/e"].id == run and count(follower, "training_logs") == 2
     look(follower)
-    assert count(follower, "evaluations") == 0 and follower.runs["p/e"].levels == {"new": "alarm"}
+    assert count(follower, "evaluations") == 0 and levels(follower) == {"new": "alarm"}
     told = [row["text"] for row in query(follower, "SELECT * FROM events WHERE kind = 'alarm'")]
     assert told == ["new: longer than before"]
     shutil.rmtree(run_dir)

@@ -18,7 +18,8 @@ from verl_ext.monitor import charts, page
 from verl_ext.monitor.configuration import ConfigurationPanel
 from verl_ext.monitor.file_panels import HealthPanel
 from verl_ext.monitor.follower import RunFollower
-from verl_ext.monitor.page import MonitorPage, RunTable
+from verl_ext.monitor.overview import RunTable
+from verl_ext.monitor.page import MonitorPage
 from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, differing_keys, flatten, short_names
 from verl_ext.monitor.sample_rows import groups_of, matches, read_samples, sample_columns, sample_sources
 from verl_ext.monitor.samples import SamplesPanel
@@ -75,7 +76,8 @@ def bytes_read() -> int:
 def test_url_round_trips_page_state() -> None:
     state = PageState(
         run="p/a & b=c,d/é", tab="Samples", runs=("a,b", "c&d"), metrics=("train/lr(1e-3)", "x"), smoothing=0.25,
-        log_scale=True, source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
+        rates=("timeout_rate",), axis="time", log_charts=("Loss",),
+        source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
         split="eval", error="timeout", reward_from=-0.5, reward_to=1.0, grouped=True, sample="4 x/1", colors="mask",
         dataset="a&b", a="base_x", b="step_4", problem="p #1",
     )  # fmt: skip
@@ -430,5 +432,40 @@ def test_run_table_updates_with_new_values(root: Path, follower: RunFollower) ->
         await panel.show()
         [row] = element(client, "runs").rows
         assert (row["step"], row["Loss"], row["healthLabel"], row["healthColor"]) == (6, 6.0, "alarm", "negative")
+
+    on_client(check)
+
+
+def test_run_table_shows_chains_progress_and_current_warnings(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(ui, "page_title", titles.append)
+    write_record(root / "p/new", status="finished", total_steps=20)
+    write_record(root / "p/grpo")
+    write_rows(root / "p/grpo", 1, range(1, 3))
+    (root / "p/grpo/config.yaml").write_text("model: {partial_pretrain: /x/p/new/global_step_8/huggingface}\n")
+    path = root / "p/new/eval/eval_step_8/metrics.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"datasets": {"humaneval": {"accepted_at_1": 0.25}}}))
+    found = {"step": 6, "name": "loss_diverging", "text": "it <b>rises</b>; lower the rate"}
+    for name, level, moment in (("old", "alarm", 1.0), ("grpo", "warning", 2.0), ("new", "alarm", 3.0)):
+        (root / f"p/{name}/events.jsonl").write_text(json.dumps({**found, "level": level, "time": moment}) + "\n")
+    look(follower)
+
+    async def check(client: Client) -> None:
+        shown = MonitorPage(follower, PageState())
+        await shown.update_panel()
+        rows = element(client, "runs").rows
+        place = [row["label"] for row in rows].index("p/new")
+        assert [(row["label"], row["depth"], row.get("from")) for row in rows[place : place + 3]] == [
+            ("p/new", 0, ""), ("humaneval", 1, ""), ("p/grpo", 1, "from step 8"),
+        ]  # fmt: skip
+        assert rows[place + 1]["bestLabel"] == "25.0%, step 8" and rows[place + 1]["tab"] == "Evaluation"
+        [old] = [row for row in rows if row["label"] == "p/old"]
+        assert (old["share"], old["stepLabel"]) == (0.05, "5 / 100")
+        warned = [each for each in client.elements.values() if each.props.get("data-testid") == "alarm"]
+        assert ["p%2Fgrpo" in each.props["href"] for each in warned] == [True, False], "newest first, running only"
+        assert titles[-1] == "(1) Training monitor"
 
     on_client(check)

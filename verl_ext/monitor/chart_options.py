@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import orjson
 
 from verl_ext.health.trend import Array
 from verl_ext.monitor.charts import Chart, is_validation, short_labels, unit_of
 from verl_ext.monitor.colors import ERRORS, GREEN, GREY, INK, RED, SERIES
-from verl_ext.monitor.curves import CurveEnvelope, RunCurves, is_worth_smoothing, smooth
+from verl_ext.monitor.curves import AXES, CurveEnvelope, RunCurves, is_worth_smoothing, smooth
 from verl_ext.monitor.text import translate
 
 FAINT = 0.25
@@ -22,17 +23,29 @@ NARROW_PX = 320
 """Width of the narrowest chart, on a phone."""
 LABEL_PX, ENTRY_PX = 7, 28
 """Estimated width of a legend entry: per character of the label, and of marker and gap."""
+AXIS_NAMES = {"step": "step", "tokens": "tokens in the loss", "time": "minutes"}
+"""Name of the x-axis for each of `AXES`."""
+RESET_ICON = "path://M12 5V1L7 6l5 5V7a6 6 0 1 1-6 6H4a8 8 0 1 0 8-8z"
+RESET = "(model, api) => api.dispatchAction({type: 'dataZoom', start: 0, end: 100})"
+"""Function of the button in the browser that shows the whole x-axis."""
 CONFIDENCE = "shaded: 95 % confidence interval"
 
 
 @dataclass(frozen=True)
 class ChartStyle:
-    """How charts are drawn; see the attributes of `PageState`."""
+    """How charts are drawn; see the attributes of `PageState`.
+
+    Attributes:
+        log_scale: whether the y-axis is logarithmic, if all values are positive.
+        window: the visible part of the x-axis, in its unit; None for all.
+    """
 
     smoothing: float
     language: str = "en"
     dark: bool = False
+    axis: str = AXES[0]
     log_scale: bool = False
+    window: tuple[float, float] | None = None
 
     def say(self, text: str) -> str:
         """Translate a text."""
@@ -40,39 +53,81 @@ class ChartStyle:
 
 
 def chart_options(
-    curves: RunCurves, chart: Chart, style: ChartStyle, schedule: Sequence[tuple[int, float]] = ()
+    curves: RunCurves,
+    chart: Chart,
+    style: ChartStyle,
+    schedule: Sequence[tuple[int, float]] = (),
+    zoomed: Mapping[str, CurveEnvelope] | None = None,
 ) -> dict[str, Any]:
-    """Return one chart of one run; the caller holds the curves' lock, and `schedule` is from `schedule_points`."""
+    """Return one chart of one run; the caller holds the curves' lock.
+
+    Args:
+        curves: curves of the run.
+        chart: metrics to draw.
+        style: how to draw them.
+        schedule: from `schedule_points`.
+        zoomed: curves within the style's window; None for the whole ones.
+    """
     weight = 0.0 if chart.with_schedule else style.smoothing
+    style = replace(style, axis=style.axis if curves.has_axis(style.axis) else AXES[0])
     series = [
         line
         for metric, color in zip(chart.metrics, SERIES)
-        for line in _lines(curves.envelopes[metric], metric, metric, color, weight, chart.scale)
+        for line in _lines((zoomed or curves.envelopes)[metric], curves, metric, color, style, weight, chart.scale)
     ]
+    ends = curves.ends(style.axis)
     labels = short_labels(chart.metrics, style.language)
     if chart.with_schedule and schedule:
         name = style.say("schedule")
         labels[name] = name
         dashed = {"type": "dashed", "width": 1.5, "color": GREY}
-        series.append({**_line(name, GREY), "lineStyle": dashed, "data": [list(point) for point in schedule]})
+        x, values = np.array(schedule, float).T
+        # on another axis, the schedule ends with the run, because future steps have no time
+        known = x <= (math.inf if style.axis == AXES[0] else curves.ends()[1])
+        places = curves.to_axis(x[known], style.axis)
+        ends += places.tolist()
+        series.append({**_line(name, GREY), "lineStyle": dashed, "data": _pairs(places, values[known])})
     series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, style)}
-    return _curve_options(series, labels, chart.unit, style)
+    return _curve_options(series, labels, chart.unit, style, ends)
 
 
-def comparison_options(runs: Mapping[str, RunCurves], metric: str, style: ChartStyle) -> dict[str, Any]:
-    """Return a chart of one metric of several runs; the keys of `runs` are names in the legend."""
+def comparison_options(
+    runs: Mapping[str, RunCurves], metric: str, style: ChartStyle, zoomed: Mapping[str, CurveEnvelope]
+) -> dict[str, Any]:
+    """Return a chart of one metric of several runs.
+
+    Args:
+        runs: curves by name in the legend.
+        metric: the metric, which some runs may not have.
+        style: how to draw it; the axis counts steps unless all runs have the chosen one.
+        zoomed: curves within the style's window by name in the legend; empty for the whole ones.
+    """
     series: list[dict[str, Any]] = []
+    ends: list[float] = []
+    style = replace(style, axis=comparison_axis(runs.values(), style.axis))
     for (name, curves), color in zip(runs.items(), SERIES):
         with curves.lock:
             if metric in curves.envelopes:
-                series += _lines(curves.envelopes[metric], metric, name, color, style.smoothing)
-    return _curve_options(series, {name: name for name in runs}, unit_of(metric), style)
+                envelope = zoomed.get(name, curves.envelopes[metric])
+                lines = _lines(envelope, curves, metric, color, style, style.smoothing)
+                series += [{**line, "name": name} for line in lines]
+                ends += curves.ends(style.axis)
+    return _curve_options(series, {name: name for name in runs}, unit_of(metric), style, ends)
+
+
+def comparison_axis(runs: Iterable[RunCurves], axis: str) -> str:
+    """Return the axis if all runs have it, else that of steps."""
+    return axis if all(curves.has_axis(axis) for curves in runs) else AXES[0]
 
 
 def _curve_options(
-    series: list[dict[str, Any]], labels: Mapping[str, str], unit: str, style: ChartStyle
+    series: list[dict[str, Any]], labels: Mapping[str, str], unit: str, style: ChartStyle, ends: Sequence[float]
 ) -> dict[str, Any]:
     options = _options(series, labels, style, unit_text(unit, style.language))
+    low, high = (float(min(ends)), float(max(ends))) if ends else (0.0, 1.0)
+    window = style.window or (low, high)
+    options["xAxis"] |= {"name": style.say(AXIS_NAMES[style.axis]), "min": low, "max": high}
+    options["dataZoom"][0] |= {"startValue": window[0], "endValue": window[1]}
     if style.log_scale and all(value > 0 for line in series for _, value in line["data"]):
         options["yAxis"]["type"] = "log"
     return options
@@ -132,24 +187,35 @@ def errors_options(steps: Sequence[int], shares: Mapping[str, Sequence[float]], 
     options = _options(series, labels, style, unit_text("1", style.language))
     options["xAxis"] |= {"type": "category", "data": [str(step) for step in steps]}
     options["yAxis"] |= {"min": 0, "max": 1}
-    del options["dataZoom"], options["toolbox"]["feature"]["dataZoom"], options["toolbox"]["feature"]["restore"]
+    del options["dataZoom"], options["toolbox"]["feature"]["dataZoom"], options["toolbox"]["feature"]["myReset"]
     return options
 
 
 def _lines(
-    envelope: CurveEnvelope, metric: str, name: str, color: str, smoothing: float, scale: float = 1.0
+    envelope: CurveEnvelope,
+    curves: RunCurves,
+    metric: str,
+    color: str,
+    style: ChartStyle,
+    smoothing: float,
+    scale: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Return the curve, or the smoothed curve and a faint raw curve behind it; validations have markers instead."""
     x, values = envelope.points()
-    line = _line(name, color)
-    raw = {**line, "data": _pairs(x, values * scale), "lineStyle": {"width": 1.5}, "showSymbol": len(values) == 1}
+    line = _line(metric, color)
+    raw = {
+        **line,
+        "data": _pairs(curves.to_axis(x, style.axis), values * scale),
+        "lineStyle": {"width": 1.5},
+        "showSymbol": len(values) == 1,
+    }
     if is_validation(metric):
         return [{**raw, "showSymbol": True, "symbol": "circle", "symbolSize": 6}]
     if not is_worth_smoothing(len(values), smoothing):
         return [raw]
     faint = {"lineStyle": {"width": 1, "opacity": FAINT}, "tooltip": {"show": False}, "silent": True, "z": 1}
     x, values = envelope.means()
-    smoothed = _pairs(x, smooth(values, smoothing) * scale)
+    smoothed = _pairs(curves.to_axis(x, style.axis), smooth(values, smoothing) * scale)
     return [{**line, "data": smoothed, "lineStyle": {"width": 2}}, {**raw, **faint}]
 
 
@@ -160,7 +226,8 @@ def _line(name: str, color: str) -> dict[str, Any]:
 def _marks(curves: RunCurves, chart: Chart, style: ChartStyle) -> list[dict[str, Any]]:
     """Return marks of the starts of attempts, and the chart's own line."""
     marks: list[dict[str, Any]] = []
-    for attempt, place in [*curves.starts.items()][1:]:
+    starts = np.array([*curves.starts.values()][1:], float)
+    for attempt, place in zip([*curves.starts][1:], curves.to_axis(starts, style.axis).tolist()):
         text = style.say("attempt {}").format(attempt)
         label = {"formatter": text, "color": INK[style.dark], "fontSize": 11}
         marks.append({"xAxis": place, "lineStyle": {"color": GREY, "type": "dotted"}, "label": label})
@@ -171,7 +238,7 @@ def _marks(curves: RunCurves, chart: Chart, style: ChartStyle) -> list[dict[str,
 
 
 def _pairs(x: Array, values: Array) -> list[list[float]]:
-    return [[place, float(f"{value:.6g}")] for place, value in zip(x.tolist(), values.tolist())]
+    return [[float(f"{place:.10g}"), float(f"{value:.6g}")] for place, value in zip(x.tolist(), values.tolist())]
 
 
 def legend_height(labels: Mapping[str, str]) -> int:
@@ -200,7 +267,8 @@ def _options(series: list[dict[str, Any]], labels: Mapping[str, str], style: Cha
     x_axis = {"name": style.say("step"), "nameLocation": "middle", "nameGap": 22, "splitLine": {"show": False}}
     y_axis = {"name": unit, "nameGap": 26, "nameTextStyle": {"color": ink, "fontSize": 11, "align": "left"}}
     tooltip = {"backgroundColor": "#1f2937", "borderColor": rule, "textStyle": {"color": "#f3f4f6"}}
-    tools = {"dataZoom": {"yAxisIndex": "none"}, "restore": {"title": "↺"}, "saveAsImage": {"title": "PNG"}}
+    tools: dict[str, Any] = {"dataZoom": {"yAxisIndex": "none"}, "saveAsImage": {"title": "PNG"}}
+    tools["myReset"] = {"show": True, "title": "↺", "icon": RESET_ICON, ":onclick": RESET}
     legend = {"type": "plain", "bottom": 0, "left": "center", "icon": "circle", "itemHeight": 10, "itemWidth": 10}
     legend |= {"itemGap": 8, "textStyle": {"fontSize": 11, "color": ink}}
     # a function in the browser, because a label may differ from the name of its series

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import orjson
@@ -26,6 +27,11 @@ MAX_POINTS = 4000
 RECENT_STEPS = 50
 """Number of recent steps that predict the time left; earlier ones may have run on another machine."""
 MIN_SMOOTHED_POINTS = 30
+AXES = ("step", "tokens", "time")
+"""Quantities on the x-axis: steps, tokens in the loss, and minutes since the first row, all over all attempts."""
+NUM_TOKENS = "train/num_loss_tokens"
+_AXIS_PREFIX = "axis "
+"""Prefix of the saved name of an axis, which no metric has."""
 
 
 class CurveEnvelope:
@@ -39,9 +45,17 @@ class CurveEnvelope:
         self.size = size  # points in a segment, a power of 2
         self.pending = np.empty((0, 2)) if pending is None else pending  # points of the unfinished segment
 
+    @classmethod
+    def of_range(cls, points: Array, low: float, high: float) -> CurveEnvelope:
+        """Return the part of a curve from `low` to `high`, and a point on each side; `points` is (points, 2)."""
+        begin, end = np.searchsorted(points[:, 0], low, "left"), np.searchsorted(points[:, 0], high, "right")
+        part, envelope = points[max(0, begin - 1) : end + 1], cls()
+        envelope.add(part[:, 0], part[:, 1])
+        return envelope
+
     def add(self, x: Array, y: Array) -> None:
         """Append points; both arrays are (points,), and points with non-finite y are dropped."""
-        points = np.column_stack([x, y])[np.isfinite(y)]
+        points = finite_points(x, y)
         self.pending = np.concatenate([self.pending, points]) if len(self.pending) else points
         while len(self.pending):
             free = (MAX_POINTS if self.size == 1 else MAX_POINTS // 2) - len(self.segments)
@@ -109,13 +123,18 @@ class RunCurves:
         self.version = 0
         self.last_id = 0  # id of the newest row in here
         self.num_unsaved = 0  # rows since the last dump
+        self.saved_id = 0  # id of the newest row in the saved curves and points
         self.envelopes: dict[str, CurveEnvelope] = {}
+        self.unsaved: dict[str, Array] = {}  # by metric: points (points, 2) that are not saved
+        self.axes = {name: CurveEnvelope() for name in AXES[1:]}  # values at steps, for `AXES`
         self.latest: dict[str, float] = {}
         self.starts: dict[int, int] = {}  # by attempt: its start on the axis
         self.offsets: dict[int, int] = {}  # by attempt: axis minus step
         self.steps_per_epoch: int | None = None
         self.longest_pause_s = 0.0
         self._end = 0
+        self._begin_s: float | None = None
+        self._num_tokens = 0.0
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)  # attempt, step, time
 
     def add(self, rows: Sequence[MetricsRow], first_steps: Mapping[int, int], last_id: int = 0) -> None:
@@ -127,8 +146,12 @@ class RunCurves:
             last_id: id of the last row in the database.
         """
         x = np.array([self._place(row, first_steps) for row in rows], np.float64)
-        for name, (places, values) in columns_of([row.metrics for row in rows]).items():
+        columns = columns_of([row.metrics for row in rows])
+        self._add_to_axes(x, rows, columns)
+        for name, (places, values) in columns.items():
             self.envelopes.setdefault(name, CurveEnvelope()).add(x[places], values)
+            points = finite_points(x[places], values)
+            self.unsaved[name] = np.concatenate([self.unsaved[name], points]) if name in self.unsaved else points
             self.latest[name] = float(values[-1])
             if name in PAUSES:
                 self.longest_pause_s = float(np.nanmax([self.longest_pause_s, *values]))
@@ -152,6 +175,41 @@ class RunCurves:
         if isinstance(epoch, (int, float)) and epoch > 1e-9 and abs(row.step / epoch) < 1 << 53:
             self.steps_per_epoch = round(row.step / epoch)
         return place
+
+    def _add_to_axes(self, x: Array, rows: Sequence[MetricsRow], columns: Mapping[str, tuple[Any, Array]]) -> None:
+        if rows and self._begin_s is None:
+            self._begin_s = rows[0].time
+        self.axes["time"].add(x, np.array([row.time - (self._begin_s or 0.0) for row in rows]) / 60)
+        if NUM_TOKENS in columns:
+            places, values = columns[NUM_TOKENS]
+            totals = self._num_tokens + np.cumsum(np.where(np.isfinite(values), values, 0.0))
+            self.axes["tokens"].add(x[places], totals)
+            self._num_tokens = float(totals[-1])
+
+    def has_axis(self, axis: str) -> bool:
+        """Whether positions in steps can be converted to one of `AXES`."""
+        return axis == AXES[0] or self.axes[axis].num_points > 0
+
+    def to_axis(self, steps: Array, axis: str) -> Array:
+        """Convert positions in steps to one of `AXES`; without its values, they remain steps."""
+        x, values = self._axis(axis)
+        return np.interp(steps, x, values) if len(x) else steps
+
+    def ends(self, axis: str = AXES[0]) -> list[float]:
+        """Return the first and the last position of a row on one of `AXES`; empty before the first row."""
+        x, _ = self.axes["time"].points()
+        return self.to_axis(x[[0, -1]], axis).tolist() if len(x) else []
+
+    def to_steps(self, positions: Array, axis: str) -> Array:
+        """Convert positions on one of `AXES` to steps."""
+        x, values = self._axis(axis)
+        return np.interp(positions, values, x) if len(x) else positions
+
+    def _axis(self, axis: str) -> tuple[Array, Array]:
+        if axis not in self.axes:
+            return np.empty(0), np.empty(0)
+        x, values = self.axes[axis].points()
+        return x, np.maximum.accumulate(values)  # a clock may be set back
 
     @property
     def step(self) -> int:
@@ -181,28 +239,36 @@ class RunCurves:
             "steps_per_epoch": self.steps_per_epoch,
             "longest_pause_s": self.longest_pause_s,
             "end": self._end,
+            "begin_s": self._begin_s,
+            "num_tokens": self._num_tokens,
             "recent": [*self._recent],
         }
-        self.num_unsaved = 0
-        blobs = [
-            (name, each.size, each.segments.tobytes(), each.pending.tobytes()) for name, each in self.envelopes.items()
-        ]
+        self.num_unsaved, self.saved_id, self.unsaved = 0, self.last_id, {}
+        named = {**self.envelopes, **{_AXIS_PREFIX + name: each for name, each in self.axes.items()}}
+        blobs = [(name, each.size, each.segments.tobytes(), each.pending.tobytes()) for name, each in named.items()]
         return orjson.dumps(state), blobs
 
     @classmethod
     def load(cls, state: str | bytes, blobs: Iterable[tuple[str, int, bytes, bytes]]) -> RunCurves:
         """Restore curves from the result of `dump`."""
         found, curves = orjson.loads(state), cls()
-        curves.last_id, curves.version = found["last_id"], 1
+        curves.last_id, curves.saved_id, curves.version = found["last_id"], found["last_id"], 1
         curves.latest = {name: float("nan") if value is None else value for name, value in found["latest"]}
         curves.starts, curves.offsets = dict(found["starts"]), dict(found["offsets"])
         curves.steps_per_epoch, curves.longest_pause_s = found["steps_per_epoch"], found["longest_pause_s"] or 0.0
-        curves._end = found["end"]
+        curves._end, curves._begin_s, curves._num_tokens = found["end"], found["begin_s"], found["num_tokens"]
         curves._recent.extend(map(tuple, found["recent"]))
         for name, size, segments, pending in blobs:
             arrays = np.frombuffer(segments).reshape(-1, 6), size, np.frombuffer(pending).reshape(-1, 2)
-            curves.envelopes[name] = CurveEnvelope(*arrays)
+            is_axis = name.startswith(_AXIS_PREFIX)
+            (curves.axes if is_axis else curves.envelopes)[name.removeprefix(_AXIS_PREFIX)] = CurveEnvelope(*arrays)
         return curves
+
+
+def finite_points(x: Array, y: Array) -> Array:
+    """Return points (points, 2), without those whose y is not finite."""
+    points: Array = np.column_stack([x, y])[np.isfinite(y)]
+    return points
 
 
 # Smoothing

@@ -14,14 +14,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from verl_ext.errors import UserError
 from verl_ext.files import user_cache_dir
+from verl_ext.health.trend import Array
 from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow
 from verl_ext.monitor.curves import RunCurves
 
-VERSION = 5
+VERSION = 8
 SCHEMA = """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: open pages know a run by its id
@@ -30,6 +32,8 @@ CREATE TABLE runs (
     status TEXT NOT NULL,
     total_steps INTEGER,
     record TEXT NOT NULL DEFAULT '',       -- run.json as it was last read
+    config_stamp TEXT NOT NULL DEFAULT '',      -- size and modification time of config.yaml as it was last read
+    origin TEXT NOT NULL DEFAULT '',            -- model or run that the run started from, in config.yaml
     metrics_offset INTEGER NOT NULL DEFAULT 0,  -- bytes of metrics.jsonl that are in training_logs
     metrics_head TEXT NOT NULL DEFAULT '',      -- digest of the file's beginning; another one is another file
     generation INTEGER NOT NULL DEFAULT 0,      -- how often another file took its place
@@ -53,6 +57,11 @@ CREATE TABLE curves (                      -- an envelope per metric, of all row
     run INTEGER NOT NULL, metric TEXT NOT NULL, size INTEGER NOT NULL, segments BLOB NOT NULL, pending BLOB NOT NULL,
     PRIMARY KEY (run, metric)
 );
+CREATE TABLE points (                      -- all points of the saved curves, for zooming
+    run INTEGER NOT NULL, metric TEXT NOT NULL, chunk INTEGER NOT NULL, first REAL NOT NULL, last REAL NOT NULL,
+    points BLOB NOT NULL,                  -- (points, 2) as float64, with x from first to last
+    PRIMARY KEY (run, metric, chunk)
+);
 CREATE TABLE events (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: an open log asks for ids above the last that it showed
     run INTEGER NOT NULL, time REAL NOT NULL, attempt INTEGER, step INTEGER,
@@ -68,10 +77,12 @@ CREATE TABLE evaluations (
     PRIMARY KEY (run, step, dataset)
 );
 """
-TABLES_OF_A_RUN = ("training_logs", "curves", "events", "evaluations", "attempts")
+TABLES_OF_A_RUN = ("training_logs", "curves", "points", "events", "evaluations", "attempts")
 """Tables with a column `run`."""
 REPLAY_ROWS = 20_000
 """Number of rows to read at a time when catching up with a run."""
+CHUNK_BYTES = 16 * 4096
+"""Size of a full chunk of points."""
 
 
 class LogEvent(NamedTuple):
@@ -110,8 +121,9 @@ class RunInfo:
         saved_curves: last saved state of `RunCurves`.
         first_start: ISO time of the first attempt; None if there is none.
         end: ISO time of the end of the last attempt; `host` and `exit_reason` are also of the last attempt.
-        levels: current level of each health rule that has reported something.
-        accuracy: highest `accepted_at_1` of the evaluated checkpoints, with dataset and step.
+        origin: model or run directory that the run started from, as in its configuration; empty if unknown.
+        findings: current finding of each health rule that has reported something.
+        accuracies: highest `accepted_at_1` of the evaluated checkpoints and its step, by dataset.
     """
 
     id: int
@@ -123,13 +135,14 @@ class RunInfo:
     generation: int
     unreadable: int
     record: str
+    origin: str
     saved_curves: str
     first_start: str | None
     end: str | None
     host: str | None
     exit_reason: str | None
-    levels: Mapping[str, str] = field(default_factory=dict)
-    accuracy: tuple[float, str, int] | None = None
+    findings: tuple[LogEvent, ...] = ()
+    accuracies: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
     @cached_property
     def saved_state(self) -> RunCurves:
@@ -138,7 +151,7 @@ class RunInfo:
 
 
 RUN_QUERY = """
-SELECT runs.id, path, stage, recipe, status, total_steps, generation, unreadable, record,
+SELECT runs.id, path, stage, recipe, status, total_steps, generation, unreadable, record, origin,
     curves AS saved_curves, (SELECT min(start) FROM attempts WHERE run = runs.id) AS first_start,
     last.end, last.host, last.exit_reason
 FROM runs
@@ -199,20 +212,22 @@ class MonitorDatabase:
 
     def runs(self) -> dict[str, RunInfo]:
         """Return all runs by path, running ones first, then the newest."""
-        levels: dict[int, dict[str, str]] = {}
+        findings: dict[int, list[LogEvent]] = {}
         latest = "SELECT max(id) FROM events WHERE rule IS NOT NULL GROUP BY run, rule"
-        for run, rule, level in self._connection.execute(f"SELECT run, rule, kind FROM events WHERE id IN ({latest})"):
-            levels.setdefault(run, {})[rule] = level
-        accuracies = {}
+        for row in self._connection.execute(f"SELECT * FROM events WHERE id IN ({latest})"):
+            findings.setdefault(row["run"], []).append(_event(row)[1])
+        accuracies: dict[int, dict[str, tuple[float, int]]] = {}
         rates = (  # the last one of a run counts: among equal rates, the newest checkpoint, as in the evaluation
             "SELECT run, json_extract(metrics, '$.accepted_at_1') AS rate, dataset, step FROM evaluations "
             "WHERE typeof(rate) IN ('integer', 'real') ORDER BY rate, step"
         )
         for run, rate, dataset, step in self._connection.execute(rates):
-            accuracies[run] = (rate, dataset, step)
+            accuracies.setdefault(run, {})[dataset] = rate, step
         found = self._connection.execute(RUN_QUERY).fetchall()
         return {
-            row["path"]: RunInfo(**row, levels=levels.get(row["id"], {}), accuracy=accuracies.get(row["id"]))
+            row["path"]: RunInfo(
+                **row, findings=tuple(findings.get(row["id"], ())), accuracies=accuracies.get(row["id"], {})
+            )
             for row in found
         }
 
@@ -239,6 +254,14 @@ class MonitorDatabase:
             [path, text, *(record.get(name) for name in names)],
         )
         return self._connection.execute("SELECT id FROM runs WHERE path = ?", (path,)).fetchone()[0]
+
+    def config_stamp(self, run: int) -> str:
+        """Return the stamp of the last read `config.yaml` of a run; empty if there is none."""
+        return self._connection.execute("SELECT config_stamp FROM runs WHERE id = ?", (run,)).fetchone()[0]
+
+    def save_origin(self, run: int, stamp: str, origin: str) -> None:
+        """Save from which model or run a run started, according to the `config.yaml` with this stamp."""
+        self._connection.execute("UPDATE runs SET config_stamp = ?, origin = ? WHERE id = ?", (stamp, origin, run))
 
     def save_attempts(self, run: int, attempts: Sequence[Mapping[str, Any]]) -> None:
         """Replace a run's attempts with those of its `run.json`."""
@@ -341,12 +364,47 @@ class MonitorDatabase:
             curves.add(rows, self.first_steps(run), found[-1]["id"])
 
     def save_curves(self, run: int, curves: RunCurves) -> None:
-        """Save the curves of a run, so that its rows need not be read again."""
+        """Save the curves of a run and their new points, so that its rows need not be read again."""
+        saved_id = self.saved_id(run)
+        if saved_id != curves.saved_id:  # another process has saved its curves, or a transaction failed
+            newer = RunCurves()
+            newer.offsets, newer.last_id = dict(curves.offsets), saved_id
+            self.catch_up(run, newer)
+            curves.unsaved = newer.unsaved
+        for metric, points in curves.unsaved.items():
+            self._add_points(run, metric, points)
         state, blobs = curves.dump()
         self._connection.executemany(
             "INSERT OR REPLACE INTO curves VALUES (?, ?, ?, ?, ?)", ((run, *blob) for blob in blobs)
         )
         self._connection.execute("UPDATE runs SET curves = ? WHERE id = ?", (state.decode(), run))
+
+    def saved_id(self, run: int) -> int:
+        """Return the id of the newest row in the saved curves of a run; 0 if there are none."""
+        query = "SELECT iif(curves = '', 0, json_extract(curves, '$.last_id')) FROM runs WHERE id = ?"
+        row = self._connection.execute(query, (run,)).fetchone()
+        return 0 if row is None else row[0]
+
+    def _add_points(self, run: int, metric: str, points: Array) -> None:
+        """Append points to the last chunk of a metric until it is full, then to new ones."""
+        query = "SELECT chunk, points FROM points WHERE run = ? AND metric = ? ORDER BY chunk DESC LIMIT 1"
+        row = self._connection.execute(query, (run, metric)).fetchone()
+        chunk, old = (0, b"") if row is None else row
+        if len(old) >= CHUNK_BYTES:
+            chunk, old = chunk + 1, b""
+        data = old + points.tobytes()
+        for start in range(0, len(data), CHUNK_BYTES):
+            part = data[start : start + CHUNK_BYTES]
+            x = np.frombuffer(part).reshape(-1, 2)[:, 0]
+            values = (run, metric, chunk, float(x.min()), float(x.max()), part)
+            self._connection.execute("INSERT OR REPLACE INTO points VALUES (?, ?, ?, ?, ?, ?)", values)
+            chunk += 1
+
+    def points(self, run: int, metric: str, low: float, high: float) -> Array:
+        """Return the saved points (points, 2) of a metric in all chunks that overlap the range from `low` to `high`."""
+        query = "SELECT points FROM points WHERE run = ? AND metric = ? AND last >= ? AND first <= ? ORDER BY chunk"
+        chunks = self._connection.execute(query, (run, metric, low, high))
+        return np.frombuffer(b"".join(blob for (blob,) in chunks)).reshape(-1, 2)
 
     # Events
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from verl_ext.health.rule import Finding, Level
 from verl_ext.health.run_directory import RunDirectory
 from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE
+from verl_ext.monitor.advice import translate_advice
 from verl_ext.monitor.colors import LEVELS, text_classes
 from verl_ext.monitor.database import LogEvent
 from verl_ext.monitor.follower import stamp_of
@@ -64,7 +66,9 @@ class CheckpointsPanel(Panel):
         run = self.run
         if run is None:
             return
-        rows = await background.io_bound(checkpoint_rows, self.follower.directory(run))
+        directory, now = self.follower.directory(run), int(time.monotonic() / self.period_s)
+        read = partial(checkpoint_rows, directory)
+        rows = await background.io_bound(self.follower.files.get, ("checkpoints", directory), now, read)
         if rows is not None and rows != self._table.rows:
             self._table.rows = rows
 
@@ -94,8 +98,7 @@ class HealthPanel(Panel):
 
     def build(self) -> None:
         """Create the box for the lists."""
-        self._looked_at: object = None
-        self._next_look = 0.0
+        self._shown: object = None
         self._box = tag(ui.column().classes("w-full gap-1"), "health")
         with self._box:
             ui.spinner()  # until the first check
@@ -106,14 +109,11 @@ class HealthPanel(Panel):
         if run is None:
             return
         directory = self.follower.directory(run)
-        files, begun = _files_state(directory), time.monotonic()
-        if files == self._looked_at or begun < self._next_look:
+        key, look = ("health", directory), partial(_look, directory)
+        found = await background.io_bound(self.follower.files.get, key, _files_state(directory), look, 10.0)
+        if found is None or found is self._shown:  # None if the tab was closed meanwhile
             return
-        found = await background.io_bound(_look, directory)
-        if found is None:  # the tab was closed meanwhile
-            return
-        self._looked_at = files
-        self._next_look = time.monotonic() + 10 * (time.monotonic() - begun)
+        self._shown = found
         self._box.clear()
         with self._box:
             if isinstance(found, str):
@@ -129,7 +129,7 @@ class HealthPanel(Panel):
                 _line(result.level if result else None, item.text, result.message if result else "-")
         ui.label(self.say("Rules")).classes("text-lg mt-2")
         for found in sorted(findings, key=lambda each: -each.level):
-            _line(found.level, found.rule, found.sentence)
+            _line(found.level, found.rule, translate_advice(self.state.language, found.sentence))
 
 
 def _files_state(directory: Path) -> object:
@@ -149,9 +149,9 @@ def _look(directory: Path) -> tuple[dict[str, list[ChecklistItem]], list[Finding
 
 def _line(level: Level | None, name: str, message: str) -> None:
     word = "" if level is None else level.word
-    with ui.row().classes("items-start gap-2 no-wrap"):
+    with ui.row().classes("items-start gap-2 sm:flex-nowrap"):
         ui.icon(LEVEL_ICONS.get(word, "remove"), color=LEVELS.get(word, "neutral")).classes("mt-1")
-        ui.label(name).classes("font-medium whitespace-nowrap")
+        ui.label(name).classes("font-medium sm:whitespace-nowrap")
         ui.label(message).classes("opacity-70")
 
 
@@ -169,7 +169,7 @@ class LogPanel(Panel):
         self._shown: object = None
         sources = {name: self.say(name.capitalize()) for name in ("events", "console")}
         self._source = tag(ui.toggle(sources, value="events"), "log source").on_value_change(self._switch)
-        search = ui.input(self.say("Search the log")).props("clearable debounce=300").classes("w-96")
+        search = ui.input(self.say("Search the log")).props("clearable debounce=300").classes("w-full sm:w-96")
         self._search = tag(search, "search").on_value_change(self._find)
         self._log = tag(ui.log(max_lines=LAST_LINES).classes("w-full h-[32rem]"), "log")
         columns = [

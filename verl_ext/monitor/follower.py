@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from verl_ext.config.run_config import read_config_file
@@ -28,17 +29,21 @@ from verl_ext.health.rule import LOSS
 from verl_ext.health.run_directory import KILLED, max_silence_s, silence_s, why_killed
 from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE, MetricsRow, is_number
 from verl_ext.metrics.run_record import RUN_FILE, STATUSES, seconds_of
-from verl_ext.monitor.curves import RunCurves
+from verl_ext.monitor.curves import CurveEnvelope, RunCurves
 from verl_ext.monitor.database import FilePositions, LogEvent, MonitorDatabase, RunInfo
+from verl_ext.monitor.lineage import origin_of
+from verl_ext.monitor.sharing import SharedResults
 
 POLL_S = 0.3
 """Seconds between two reads of the files of live runs."""
 DISCOVERY_S = 3.0
 """Seconds between two searches for new runs."""
-DUMP_ROWS = 16_384
+DUMP_ROWS = 4096
 """Number of rows after which the curves of a run are saved; a restart reads at most as many."""
 IDLE_S = 60.0
 """Seconds after the last row of a live run until its curves are saved."""
+MAX_CACHED_CHARTS, MAX_CACHED_FILES = 64, 8
+"""Number of drawn charts, of up to 1 MB per metric, and of file contents, of up to 100 MB, that pages share."""
 MAX_CACHED_RUNS = 32
 """Number of idle runs whose curves stay in memory, at about 0.2 MB per metric; curves of logging runs always do."""
 BLOCK_BYTES = 8 << 20
@@ -65,6 +70,8 @@ class RunFollower(threading.Thread):
         self.reader = MonitorDatabase(database)  # for the pages, which all run in one thread
         self.version = 0  # changes when the list of runs changes
         self.runs: dict[str, RunInfo] = {}  # by path; replaced, never changed
+        self.charts = SharedResults(MAX_CACHED_CHARTS)  # options of charts
+        self.files = SharedResults(MAX_CACHED_FILES)  # contents of a run's files
         self._database = MonitorDatabase(database)
         self._curves: OrderedDict[tuple[int, int], RunCurves] = OrderedDict()  # by run and generation
         self._curves_lock = threading.Lock()
@@ -131,11 +138,36 @@ class RunFollower(threading.Thread):
         """Return the curves of a run; hold their lock while reading. Later calls may return another object."""
         return self._curves_of(run.id, run.generation, self.reader)
 
+    def zoomed(
+        self, run: RunInfo, curves: RunCurves, metrics: Iterable[str], low: float, high: float
+    ) -> dict[str, CurveEnvelope]:
+        """Return parts of curves, from `low` to `high` in steps, at full resolution; the caller holds their lock.
+
+        Until a save of the curves is complete, these are the curves themselves.
+        """
+        known = [name for name in metrics if name in curves.envelopes]
+        if self.reader.saved_id(run.id) != curves.saved_id:
+            return {name: curves.envelopes[name] for name in known}
+        none = np.empty((0, 2))
+        points = {
+            name: np.concatenate([self.reader.points(run.id, name, low, high), curves.unsaved.get(name, none)])
+            for name in known
+        }
+        return {name: CurveEnvelope.of_range(each, low, high) for name, each in points.items()}
+
     def summary(self, run: RunInfo) -> tuple[int, Mapping[str, float]]:
         """Return the last step of a run and the last value of each metric, without loading its curves."""
         state = self._state_of(run)
         with state.lock:
             return state.step, dict(state.latest)
+
+    def seconds_left(self, run: RunInfo) -> float | None:
+        """Return the estimated time until the last step of a running run; None if unknown, or for other runs."""
+        if run.status != "running":
+            return None
+        state = self._state_of(run)
+        with state.lock:
+            return state.seconds_left(run.total_steps)
 
     def directory(self, run: RunInfo) -> Path:
         """The directory of a run."""
@@ -197,6 +229,7 @@ class RunFollower(threading.Thread):
                 with self._database.transaction():
                     if (run := self._read_record(directory)) is not None:
                         self._read_evaluations(run, directory)
+                        self._read_origin(run, directory)
                         ids.append(run)
             except Exception as error:  # a run's files may contain anything, and must not affect other runs
                 self._warn_once(f"{directory} cannot be followed: {one_line(error)}")
@@ -285,6 +318,16 @@ class RunFollower(threading.Thread):
             there.add(step)
         for step in known.keys() - there:
             self._database.replace_evaluation(run, step, "", {})
+            self._runs_changed = True
+
+    def _read_origin(self, run: int, directory: Path) -> None:
+        """Read from which run a run started if `config.yaml` has changed."""
+        try:
+            stamp = stamp_of(directory / "config.yaml")
+        except OSError:
+            return
+        if stamp != self._database.config_stamp(run):
+            self._database.save_origin(run, stamp, origin_of(read_config(directory)))
             self._runs_changed = True
 
     # Rows and events

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from typing import Any
-from urllib.parse import urlencode
 
 from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
-from verl_ext.metrics.run_record import seconds_of
 from verl_ext.monitor.colors import LEVELS, LINK_STYLE, STATUSES, THEME
 from verl_ext.monitor.configuration import ConfigurationPanel
 from verl_ext.monitor.curves import RunCurves
@@ -17,10 +15,12 @@ from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.file_panels import CheckpointsPanel, HealthPanel, LogPanel
 from verl_ext.monitor.flips import EvaluationTab
 from verl_ext.monitor.follower import RunFollower
+from verl_ext.monitor.keyboard import FOCUS_STYLE, SCRIPT, ShortcutHelp
+from verl_ext.monitor.overview import RunTable, num_alarms, worst_level
 from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, tag
 from verl_ext.monitor.samples import SamplesPanel
 from verl_ext.monitor.state import OF_RUN, TABS, PageState
-from verl_ext.monitor.text import LANGUAGES, format_number, format_seconds, format_time
+from verl_ext.monitor.text import LANGUAGES, format_number, format_seconds
 
 UPDATE_S = 0.3
 """Minimum seconds between two updates of a page."""
@@ -46,34 +46,10 @@ STATUS_BAR = {
     "Speed": "Speed of the last step; it should be stable",
 }
 """Label and hint of each value in the status bar."""
-VALUES = {
-    "Loss": "train/loss",
-    "Val loss": "val/loss",
-    "Reward": "train/reward_total_mean",
-}
-"""Columns of the run table that show the latest value of a metric."""
-NUMBER = "value => value == null ? '' : Number(value.toPrecision(4)).toString()"
-LABEL = "(value, row) => row.{}Label"
-COLUMNS = (
-    ("status", "Status", "left", None),
-    ("path", "Run", "left", None),
-    ("stage", "Stage", "left", None),
-    ("recipe", "Recipe", "left", None),
-    ("step", "Step", "right", LABEL),
-    *((name, name, "right", NUMBER) for name in VALUES),
-    ("best", "Best", "right", LABEL),
-    ("health", "Health", "left", None),
-    ("start", "Started", "right", LABEL),
-    ("duration", "Duration", "right", LABEL),
-    ("host", "Host", "left", None),
-)
-"""Name, label, alignment and browser-side format of each column; columns are sorted by unformatted values."""
-BADGE = """<q-td :props="props">
-  <q-badge v-if="props.value" :color="props.row.NAMEColor">{{ props.row.NAMELabel }}</q-badge></q-td>"""
-LINK = """<q-td :props="props"><a class="text-primary" :href="props.row.href"
-  @click.exact.prevent="() => $parent.$emit('open', props.row.path)">{{ props.value }}</a></q-td>"""
-ON_BACK = "<script>addEventListener('popstate', () => emitEvent('address', location.search))</script>"
-
+ON_BACK = "addEventListener('popstate', () => emitEvent('address', location.search));"
+WRAP_STYLE = """body { overflow-wrap: anywhere } .q-table { overflow-wrap: normal }
+.q-field, .q-table__container { max-width: 100%; min-width: 0 }"""
+"""Long names wrap instead of making the page wider than a phone; tables scroll by themselves."""
 SET_LANGUAGE = "document.documentElement.lang = '{}'"
 
 
@@ -83,12 +59,14 @@ class MonitorPage:
     def __init__(self, follower: RunFollower, state: PageState) -> None:
         self.follower, self.state = follower, state
         self._runs_version = -1
+        self._title = ""
         self._shown: object = None  # what the panel showed at its last update
         ui.colors(**THEME)
-        ui.add_css(LINK_STYLE)
+        ui.add_css(LINK_STYLE + FOCUS_STYLE + WRAP_STYLE)
         self._dark = ui.dark_mode(state.dark)
-        ui.add_head_html(f"{ON_BACK}<script>{SET_LANGUAGE.format(state.language)}</script>")
+        ui.add_head_html(f"<script>{ON_BACK}{SCRIPT}{SET_LANGUAGE.format(state.language)}</script>")
         ui.on("address", self._go_back)
+        ui.on("shortcut", self._use_shortcut)
         self._head = ui.header(bordered=True).classes(
             "items-center gap-4 px-4 py-2 bg-[white] text-[black] dark:bg-[#171717] dark:text-[white]"
         )
@@ -138,6 +116,17 @@ class MonitorPage:
             ui.navigate.history.push(self.state.to_query())
             self._build_panel()
 
+    def _use_shortcut(self, event: GenericEventArguments) -> None:
+        """Handle a key; see `keyboard.SHORTCUTS`."""
+        key, paths = str(event.args), [*self.follower.runs]
+        if key == "?":
+            self._help.toggle()
+        elif key in "[]" and paths:
+            place = paths.index(self.state.run) if self.state.run in paths else -1
+            self.open_run(paths[(place + 1 if key == "]" else max(place, 0) - 1) % len(paths)])
+        elif key.isdecimal() and int(key) <= len(TABS) and self.run is not None:
+            self._tabs.set_value(TABS[int(key) - 1])
+
     def _set_language(self, language: str) -> None:
         self.state.preferences["language"] = language
         ui.run_javascript(SET_LANGUAGE.format(language))
@@ -178,7 +167,9 @@ class MonitorPage:
             language.props("dense no-caps unelevated").on_value_change(lambda event: self._set_language(event.value))
             dark = tag(ui.switch(say("Dark"), value=self.state.dark), "dark")
             dark.on_value_change(lambda event: self._set_dark(event.value))
+            self._help = ShortcutHelp(say)
         self._offer_runs()
+        self._set_title()
 
     def _offer_runs(self) -> None:
         """Fill the selector with status and path of every run."""
@@ -191,11 +182,19 @@ class MonitorPage:
         if names != self._select.options or self._select.value != shown:
             self._select.set_options(names, value=shown)
 
+    def _set_title(self) -> None:
+        """Count the current alarms of all runs in the title, which shows behind other windows, too."""
+        alarms, title = num_alarms(self.follower.runs), self.state.translate("Training monitor")
+        title = f"({alarms}) {title}" if alarms else title
+        if title != self._title:
+            self._title = title
+            ui.page_title(title)
+
     def _build_tabs(self) -> None:
         with ui.tabs(value=self.state.tab).classes("w-full").props("dense no-caps align=left") as tabs:
             for name in TABS:
                 tag(ui.tab(name, label=self.state.translate(name)), f"tab {name}")
-        tabs.on_value_change(lambda event: self._open_tab(event.value))
+        self._tabs = tabs.on_value_change(lambda event: self._open_tab(event.value))
 
     def _build_panel(self) -> None:
         kind = PANELS[self.state.tab] if self.run is not None else ComparePanel if self.state.runs else RunTable
@@ -214,6 +213,7 @@ class MonitorPage:
             self._build()
         if self._runs_version != self.follower.version:
             self._offer_runs()
+            self._set_title()
         if self.run is not None and self._status is not None:
             self._status.show(self.run, self.follower.curves(self.run))
 
@@ -233,7 +233,7 @@ class RunStatusBar:
     def __init__(self, state: PageState) -> None:
         self._say = state.translate
         with ui.row().classes("w-full items-center gap-2"):
-            self._path = tag(ui.label().classes("text-lg font-medium"), "shown")
+            self._path = tag(ui.label().classes("text-lg font-medium break-all"), "shown")
             self._status = tag(ui.badge(), "status")
             self._mode = tag(ui.badge(color="neutral"), "mode")
             self._health = tag(ui.badge(), "worst")
@@ -283,95 +283,3 @@ class RunStatusBar:
 
     def _speed(self, latest: dict[str, float]) -> str:
         return f"{latest[SPEED]:,.1f} {self._say('samples/s')}" if SPEED in latest else "-"
-
-
-class RunTable(Panel):
-    """Every run below the root."""
-
-    period_s = 2.0
-
-    def build(self) -> None:
-        """Create the filter and the table."""
-        with ui.row().classes("w-full items-center gap-4"):
-            search = tag(
-                ui.input(self.say("Filter runs")).props("clearable dense debounce=200").classes("w-80"), "filter"
-            )
-            self._compare = tag(ui.button(self.say("Compare selected"), on_click=self._compare_selected), "compare")
-            self._compare.props("dense no-caps unelevated").disable()
-            ui.label(self.say("Select runs to compare them")).classes("text-xs opacity-70")
-        columns = [
-            {"name": name, "field": name, "label": self.say(label), "align": align, "sortable": True}
-            | ({":format": form.format(name)} if form else {})
-            for name, label, align, form in COLUMNS
-        ]
-        self._table = ui.table(columns=columns, rows=[], row_key="path", selection="multiple", pagination=25)
-        tag(self._table.classes("w-full"), "runs", **{"rows-per-page-label": self.say("Rows per page")})
-        self._table.props("flat bordered dense")
-        self._table.on_select(lambda: self._compare.set_enabled(len(self._table.selected) > 1))
-        self._table.on("open", self._open)
-        self._table.add_slot("body-cell-path", LINK)
-        for name in ("status", "health"):
-            self._table.add_slot(f"body-cell-{name}", BADGE.replace("NAME", name))
-        search.bind_value_to(self._table, "filter", forward=lambda text: text or "")
-        self._empty = tag(ui.label(self.say("No run yet")).classes("text-lg"), "empty")
-        self.redraw()
-
-    def redraw(self) -> None:
-        """Update the rows of the table."""
-        rows = [self._row(each) for each in self.follower.runs.values()]
-        self._empty.set_visibility(not rows)
-        self._table.set_visibility(bool(rows))
-        if rows != self._table.rows:
-            self._table.rows = rows
-
-    def _row(self, run: RunInfo) -> dict[str, Any]:
-        (step, latest), total = self.follower.summary(run), run.total_steps
-        start, duration = seconds_of(run.first_start), run_seconds(run)
-        level = worst_level(run)
-        accuracy, dataset, best_step = run.accuracy or (None, "", 0)
-        best = "" if accuracy is None else f"{accuracy:.1%} {dataset}, {self.say('Step').lower()} {best_step}"
-        return {
-            "path": run.path,
-            "href": f"?{urlencode({'run': run.path})}",
-            "status": run.status,
-            "statusLabel": self.say(run.status),
-            "statusColor": STATUSES[run.status],
-            "stage": run.stage or "",
-            "recipe": run.recipe or "",
-            "step": step,
-            "stepLabel": f"{step:,} / {total:,}" if total else f"{step:,}",
-            **{name: _finite(latest.get(metric)) for name, metric in VALUES.items()},
-            "best": accuracy,
-            "bestLabel": best,
-            "health": ["", *LEVELS].index(level),
-            "healthLabel": self.say(level),
-            "healthColor": LEVELS.get(level, "neutral"),
-            "start": start or 0,
-            "startLabel": "" if start is None else format_time(start),
-            "duration": duration or 0,
-            "durationLabel": "" if duration is None else format_seconds(duration),
-            "host": run.host or "",
-        }
-
-    def _open(self, event: GenericEventArguments) -> None:
-        self.go(run=str(event.args), runs=())
-
-    def _compare_selected(self) -> None:
-        self.go(run="", runs=tuple(row["path"] for row in self._table.selected), tab="Compare")
-
-
-def worst_level(run: RunInfo) -> str:
-    """Return the worst current level of a run's health rules; empty if they have reported nothing."""
-    return next((level for level in reversed(LEVELS) if level in run.levels.values()), "")
-
-
-def run_seconds(run: RunInfo) -> float | None:
-    """Return the time from the first start to the last end, or until now for a live run; None if unknown."""
-    start = seconds_of(run.first_start)
-    end = time.time() if run.status == "running" else seconds_of(run.end)
-    return None if start is None or end is None else max(0.0, round(end - start))
-
-
-def _finite(value: float | None) -> float | None:
-    """Return a finite number, or None, because JSON has no other numbers."""
-    return value if value is not None and abs(value) < float("inf") else None

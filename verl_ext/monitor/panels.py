@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from posixpath import commonpath
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+import numpy as np
 from nicegui import ui
-from nicegui.events import ValueChangeEventArguments
+from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from verl_ext.checkpoint.manifest import step_of
 from verl_ext.checkpoint.retention import read_best_file
 from verl_ext.metrics.registry import EVAL_PREFIX
 from verl_ext.monitor.chart_options import (
+    AXIS_NAMES,
     ChartStyle,
     chart_options,
+    comparison_axis,
     comparison_options,
     errors_options,
     rates_options,
@@ -40,6 +45,8 @@ from verl_ext.monitor.text import format_number
 
 GRID = "w-full grid grid-cols-1 lg:grid-cols-2 gap-4"
 DEFAULT_RATES = ("accepted_at_1", "exec_success_rate")
+ZOOM_S = 0.1
+"""Seconds between two reads of finer points while a visitor zooms."""
 PLOT_PX = 240
 """Height of a chart without what is below its plot."""
 DEFAULT_METRICS = ("train/loss",)
@@ -89,17 +96,28 @@ class Panel:
 
     def style(self) -> ChartStyle:
         """Return the chart style of the page."""
-        return ChartStyle(self.state.smoothing, self.state.language, self.state.dark, self.state.log_scale)
+        return ChartStyle(self.state.smoothing, self.state.language, self.state.dark, self.state.axis)
+
+    def style_of(self, name: str, card: ChartCard | None) -> ChartStyle:
+        """Return the style of a chart with its own scale and window; `card` is None if it is not drawn yet."""
+        window = card.window if card is not None and card.axis == self.state.axis else None
+        return replace(self.style(), log_scale=name in self.state.log_charts, window=window)
+
+    def toggle_log(self, name: str) -> None:
+        """Switch the scale of a chart between linear and logarithmic."""
+        others = tuple(each for each in self.state.log_charts if each != name)
+        self.change(log_charts=others if name in self.state.log_charts else (*others, name))
 
     def build_style_controls(self) -> None:
-        """Create a slider for the smoothing and a switch for the scale; both call `redraw`."""
+        """Create a slider for the smoothing and a selector of the x-axis; both call `redraw`."""
         ui.label(self.say("Smoothing")).classes("text-sm")
         slider = ui.slider(min=0, max=MAX_SMOOTHING, step=0.01, value=self.state.smoothing).classes("w-48")
         tag(slider.props("label"), "smoothing").on_value_change(
             lambda event: self.change(smoothing=round(event.value, 2))
         )
-        scale = tag(ui.switch(self.say("Log scale"), value=self.state.log_scale), "log scale")
-        scale.on_value_change(lambda event: self.change(log_scale=event.value))
+        names = {axis: self.say(name) for axis, name in AXIS_NAMES.items()}
+        axis = tag(ui.select(names, value=self.state.axis, label=self.say("x-axis")).classes("min-w-32"), "axis")
+        axis.props("dense").on_value_change(lambda event: self.change(axis=event.value))
 
     def change(self, **changes: Any) -> None:
         """Change settings within the panel and redraw."""
@@ -108,14 +126,25 @@ class Panel:
 
 
 class ChartCard:
-    """A chart with its title and a hint behind an icon; `name` identifies it in tests.
+    """A chart with its title and a hint behind an icon.
+
+    Args:
+        title: text of the head.
+        hint: text behind the icon; empty for none.
+        name: name in tests.
+        panel: owner, which redraws the chart when its window or scale changes; None for a chart without either.
+        scale_name: name of the chart in `PageState.log_charts`.
 
     Attributes:
         shown: the data that the owner has drawn.
+        window: the visible part of the x-axis, in the unit of `axis`; None for all.
     """
 
-    def __init__(self, title: str, hint: str, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, title: str, hint: str, name: str, panel: Panel | None = None, scale_name: str = "") -> None:
         self.shown: object = None
+        self.window: tuple[float, float] | None = None
+        self.axis = ""
+        self._panel = panel
         with ui.card().classes("w-full p-3 gap-1").props("flat bordered") as self.card:
             with ui.row().classes("w-full items-center gap-1 no-wrap"):
                 ui.label(title).classes("text-sm font-medium")
@@ -125,11 +154,36 @@ class ChartCard:
                     )
                     with icon.classes("opacity-70 cursor-help"):
                         ui.tooltip(hint).classes("text-xs max-w-96 bg-grey-9 whitespace-pre-line")
+                if panel is not None:
+                    ui.space()
+                    self._note = ui.label(panel.say("The log scale needs positive values")).classes("text-xs")
+                    button = ui.button(panel.say("log"), on_click=lambda: panel.toggle_log(scale_name))
+                    self._log = tag(button.props("dense flat no-caps size=sm"), f"log {name}")
             self._chart = tag(ui.echart({}).classes("w-full"), f"chart {name}")
-        self.draw(options)
+        if panel is not None:
+            chart = f"getElement({self._chart.id}).chart"
+            reset = f"{chart}.dispatchAction({{type: 'dataZoom', start: 0, end: 100}})"
+            self._chart.on("dblclick", js_handler=f"() => {reset}")
+            window = f"{chart}.getOption().dataZoom[0]"
+            emit = f"() => emit({window}.startValue, {window}.endValue)"
+            self._chart.on("chart:datazoom", self._zoom, js_handler=emit, throttle=ZOOM_S, leading_events=False)
 
-    def draw(self, options: dict[str, Any]) -> None:
+    def _zoom(self, event: GenericEventArguments) -> None:
+        """Set the window to what the visitor chose; the owner draws it."""
+        low, high = map(float, event.args)
+        ends = self._chart.options["xAxis"]
+        margin = 1e-6 * (ends["max"] - ends["min"])
+        is_all = low <= ends["min"] + margin and high >= ends["max"] - margin
+        window = None if is_all or not low < high else (low, high)
+        if self._panel is not None and window != self.window:
+            self.window, self.axis = window, self._panel.state.axis
+            self._panel.redraw()
+
+    def draw(self, options: dict[str, Any], log_scale: bool = False) -> None:
         """Redraw the chart with new options; the card grows with the legend."""
+        if self._panel is not None:
+            self._note.set_visibility(log_scale and options["yAxis"]["type"] != "log")
+            self._log.props["color"] = "primary" if log_scale else "neutral"
         self._chart.style(f"height: {PLOT_PX + options['grid']['bottom']}px")
         self._chart.options.clear()
         self._chart.options.update(options)
@@ -172,22 +226,30 @@ class TrainingPanel(Panel):
     def _draw(self, run: RunInfo, curves: RunCurves, chart: Chart, before: int) -> None:
         """Draw a chart after `before` others, unless it is up to date."""
         counts = [curves.envelopes[name].num_points for name in chart.metrics]
-        style, total_steps = self.style(), run.total_steps if chart.with_schedule else None
-        shown = (run.id, id(curves), counts, [*curves.starts], total_steps, style)
         card = self._cards.get(chart)
+        style, total_steps = self.style_of(chart.name, card), run.total_steps if chart.with_schedule else None
+        shown = (run.id, id(curves), counts, [*curves.starts], total_steps, style)
         if card is not None and card.shown == shown:
             return
+        key = (run.id, run.generation, chart, style)
+        options = self.follower.charts.get(key, shown, lambda: self._options(run, curves, chart, style))
+        if card is None:
+            with self._places[chart.place]:
+                texts = chart.texts(self.state.language)
+                card = self._cards[chart] = ChartCard(*texts, chart.name, self, chart.name)
+            card.card.move(target_index=before)  # metrics appear in any order
+        card.draw(options, style.log_scale)
+        card.shown = shown
+
+    def _options(self, run: RunInfo, curves: RunCurves, chart: Chart, style: ChartStyle) -> dict[str, Any]:
         schedule: list[tuple[int, float]] = []
         if chart.with_schedule:
             schedule = schedule_points(read_config(self.follower.directory(run)), run.total_steps, curves)
-        options = chart_options(curves, chart, style, schedule)
-        if card is not None:
-            card.draw(options)
-        else:
-            with self._places[chart.place]:
-                card = self._cards[chart] = ChartCard(*chart.texts(self.state.language), chart.name, options)
-            card.card.move(target_index=before)  # metrics appear in any order
-        card.shown = shown
+        zoomed = None
+        if style.window is not None:
+            low, high = curves.to_steps(np.array(style.window), style.axis).tolist()
+            zoomed = self.follower.zoomed(run, curves, chart.metrics, low, high)
+        return chart_options(curves, chart, style, schedule, zoomed)
 
     def _toggle(self, event: ValueChangeEventArguments) -> None:
         self.state.preferences["fold"] = event.value
@@ -245,8 +307,10 @@ class EvaluationPanel(Panel):
         meanings = [f"{name}: {metric_hint(EVAL_PREFIX + name, self.state.language)}" for name in rates]
         errors_hint = self.say("Fraction of the answers by the result of their tests; all parts add up to 1")
         with ui.element("div").classes(GRID):
-            ChartCard(self.say("Rates by step"), "\n".join(meanings), "rates", rates_options(steps, rates, best, style))
-            ChartCard(self.say("Error types"), errors_hint, "errors", errors_options(steps, shares, style))
+            ChartCard(self.say("Rates by step"), "\n".join(meanings), "rates").draw(
+                rates_options(steps, rates, best, style)
+            )
+            ChartCard(self.say("Error types"), errors_hint, "errors").draw(errors_options(steps, shares, style))
 
 
 def known_rates(by_dataset: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
@@ -319,20 +383,34 @@ class ComparePanel(Panel):
     def _draw_charts(self, curves: Mapping[str, RunCurves], metrics: list[str]) -> None:
         for gone in [each for each in self._cards if each not in metrics]:
             self._cards.pop(gone).card.delete()
-        style = self.style()
         for metric in metrics:
-            shown = [(path, id(each), each.version) for path, each in curves.items()], style
             card = self._cards.get(metric)
+            style = self.style_of(metric, card)
+            shown = [(path, id(each), each.version) for path, each in curves.items()], style
             if card is not None and card.shown == shown:
                 continue
-            options = comparison_options(dict(zip(short_names([*curves]), curves.values())), metric, style)
-            if card is not None:
-                card.draw(options)
-            else:
+            key = (tuple(curves), metric, style)
+            options = self.follower.charts.get(key, shown, partial(self._options, curves, metric, style))
+            if card is None:
                 with self._grid:
                     hint = metric_hint(metric, self.state.language)
-                    card = self._cards[metric] = ChartCard(metric, hint, f"comparison {metric}", options)
+                    card = self._cards[metric] = ChartCard(metric, hint, f"comparison {metric}", self, metric)
+            card.draw(options, style.log_scale)
             card.shown = shown
+
+    def _options(self, runs: Mapping[str, RunCurves], metric: str, style: ChartStyle) -> dict[str, Any]:
+        names = dict(zip(runs, short_names([*runs])))
+        zoomed = {}
+        axis = comparison_axis(runs.values(), style.axis)
+        for path, curves in runs.items():
+            run = self.follower.runs.get(path)
+            if style.window is not None and run is not None:
+                with curves.lock:
+                    low, high = curves.to_steps(np.array(style.window), axis).tolist()
+                    part = self.follower.zoomed(run, curves, [metric], low, high).get(metric)
+                if part is not None:
+                    zoomed[names[path]] = part
+        return comparison_options({names[path]: each for path, each in runs.items()}, metric, style, zoomed)
 
     def _show_tables(self, runs: list[RunInfo], metrics: list[str]) -> None:
         latest = {run.path: self.follower.summary(run)[1] for run in runs}

@@ -42,6 +42,11 @@ section div {{ height: 300px }}
 const text = document.getElementById("library").textContent;
 const library = await import(URL.createObjectURL(new Blob([text], {{type: "text/javascript"}})));
 const options = JSON.parse(document.getElementById("charts").textContent);
+const evaluate = value => Object.entries(value).forEach(([key, part]) => {{  // functions, as in NiceGUI
+  if (key.startsWith(":")) value[key.slice(1)] = new Function("return " + part)();
+  else if (part && typeof part === "object") evaluate(part);
+}});
+evaluate(options);
 document.querySelectorAll("section div").forEach((box, place) => {{
   const chart = library.{name}.init(box);
   chart.setOption(options[place]);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class SamplesPanel(Panel):
             self._table.props("flat bordered dense hide-selected-banner")
             self._table.props["no-data-label"] = self.say("Nothing yet")
             self._table.props["rows-per-page-label"] = self.say("Rows per page")
-            tag(self._table, "samples").on("row-click", self._select)
+            tag(self._table, "samples", tabindex=0).on("row-click", self._select)
             self._detail = tag(ui.card().classes("w-full p-3 gap-3").props("flat bordered"), "sample")
             if not self.state.grouped:
                 self._table.classes("lg:col-span-3")
@@ -113,12 +114,15 @@ class SamplesPanel(Panel):
         except OSError:
             return
         if read != self._read:
-            found = ([], False) if read is None else await background.io_bound(read_samples, read[0])
+            found = ([], False) if read is None else await self._read_file(*read)
             if found is not None:
                 self._samples, is_cut = found
                 self._read = read
                 self._note.set_visibility(is_cut)
                 self.redraw()
+
+    async def _read_file(self, path: Path, stamp: str) -> tuple[list[dict[str, Any]], bool]:
+        return await background.io_bound(self.follower.files.get, ("samples", path), stamp, partial(read_samples, path))
 
     def redraw(self) -> None:
         """List the samples, or the groups with a sample, that pass the filters."""

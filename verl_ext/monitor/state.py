@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import parse_qs, urlencode
 
+from verl_ext.monitor.curves import AXES
 from verl_ext.monitor.text import LANGUAGES, translate
 
 TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log", "Configuration")
@@ -31,7 +32,8 @@ class PageState:
         metrics: compared metrics.
         smoothing: weight of `curves.smooth`; 0 for none.
         rates: shown rates of evaluated checkpoints; empty for the default.
-        log_scale: whether charts of positive values have a logarithmic axis.
+        axis: quantity on the x-axis, one of `curves.AXES`.
+        log_charts: names of the charts with a logarithmic axis.
         source: file of the shown samples; empty for the first.
         step: step of the shown samples; None for all.
         split: train or eval, of the shown samples; empty for both.
@@ -55,7 +57,8 @@ class PageState:
     metrics: tuple[str, ...] = ()
     smoothing: float = DEFAULT_SMOOTHING
     rates: tuple[str, ...] = ()
-    log_scale: bool = False
+    axis: str = AXES[0]
+    log_charts: tuple[str, ...] = ()
     source: str = ""
     step: int | None = None
     split: str = ""
@@ -85,7 +88,8 @@ class PageState:
             metrics=tuple(dict.fromkeys(values.get("metric", ()))),
             smoothing=_smoothing(first.get("smoothing", "")),
             rates=tuple(dict.fromkeys(values.get("rate", ()))),
-            log_scale=first.get("scale") == "log",
+            axis=axis if (axis := first.get("axis", "")) in AXES else AXES[0],
+            log_charts=tuple(dict.fromkeys(values.get("log", ()))),
             step=int(step) if step.isascii() and step.isdigit() and len(step) < 16 else None,
             reward_from=_number(first.get("reward_from", "")),
             reward_to=_number(first.get("reward_to", "")),
@@ -102,7 +106,8 @@ class PageState:
         pairs += [("metric", name) for name in self.metrics]
         pairs += [("smoothing", f"{self.smoothing:g}")] if self.smoothing != DEFAULT_SMOOTHING else []
         pairs += [("rate", name) for name in self.rates]
-        pairs += [("scale", "log")] if self.log_scale else []
+        pairs += [("axis", self.axis)] if self.axis != AXES[0] else []
+        pairs += [("log", name) for name in self.log_charts]
         pairs += [("step", self.step)] if self.step is not None else []
         rewards = {"reward_from": self.reward_from, "reward_to": self.reward_to}
         pairs += [(name, f"{value:g}") for name, value in rewards.items() if value is not None]

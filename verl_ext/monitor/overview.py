@@ -1,0 +1,242 @@
+"""The first page: current warnings of all runs, and the table of runs in chains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+from nicegui import ui
+from nicegui.events import GenericEventArguments
+
+from verl_ext.metrics.run_record import seconds_of
+from verl_ext.monitor.advice import translate_advice
+from verl_ext.monitor.colors import LEVELS, STATUSES
+from verl_ext.monitor.database import LogEvent, RunInfo
+from verl_ext.monitor.lineage import Parent, chains, parents_of
+from verl_ext.monitor.panels import Panel, tag
+from verl_ext.monitor.text import format_seconds, format_time
+
+VALUES = {
+    "Loss": "train/loss",
+    "Val loss": "val/loss",
+    "Reward": "train/reward_total_mean",
+}
+"""Columns of the run table that show the latest value of a metric."""
+NUMBER = "value => value == null ? '' : Number(value.toPrecision(4)).toString()"
+LABEL = "(value, row) => row.{}Label"
+COLUMNS = (
+    ("status", "Status", "left", None),
+    ("path", "Run", "left", None),
+    ("stage", "Stage", "left", None),
+    ("recipe", "Recipe", "left", None),
+    ("step", "Step", "right", None),
+    *((name, name, "right", NUMBER) for name in VALUES),
+    ("best", "Best", "right", LABEL),
+    ("health", "Health", "left", None),
+    ("start", "Started", "right", LABEL),
+    ("duration", "Duration", "right", LABEL),
+    ("host", "Host", "left", None),
+)
+"""Name, label, alignment and browser-side format of each column; columns are sorted by unformatted values."""
+BADGE = """<q-td :props="props">
+  <q-badge v-if="props.value" :color="props.row.NAMEColor">{{ props.row.NAMELabel }}</q-badge></q-td>"""
+LINK = """<q-td :props="props"><div :style="{paddingLeft: `${props.row.depth * 1.25}rem`}">
+  <span v-if="props.row.depth" aria-hidden="true" class="opacity-70">↳ </span>
+  <a class="text-primary" :href="props.row.href"
+    @click.exact.prevent="() => $parent.$emit('open', [props.row.run, props.row.tab])">{{ props.row.label }}</a>
+  <span class="text-xs opacity-70 ml-2">{{ props.row.from }}</span></div></q-td>"""
+PROGRESS = """<q-td :props="props">{{ props.row.stepLabel }}
+  <q-linear-progress v-if="props.row.share != null" :value="props.row.share" :color="props.row.statusColor"
+    size="4px" rounded instant-feedback :aria-label="props.row.stepLabel" />
+  <span v-if="props.row.left" class="text-xs opacity-70">{{ props.row.left }}</span></q-td>"""
+CHECKBOX = (
+    '<q-checkbox v-if="props.row.run === props.row.path" v-model="props.selected" dense :aria-label="props.row.path" />'
+)
+SHOWN_ALARMS = 5
+"""Number of warnings above the table; a fold has the others."""
+CURRENT_S = 86_400.0
+"""A finding is current if its run is running, or for this long after it was reported."""
+
+
+class RunTable(Panel):
+    """The current warnings, and every run below the root."""
+
+    period_s = 2.0
+
+    def build(self) -> None:
+        """Create the list of warnings, the filter and the table."""
+        self._alarms = AlarmList(self)
+        with ui.row().classes("w-full items-center gap-4"):
+            search = ui.input(self.say("Filter runs")).props("clearable dense debounce=200").classes("w-full sm:w-80")
+            tag(search, "filter")
+            self._compare = tag(ui.button(self.say("Compare selected"), on_click=self._compare_selected), "compare")
+            self._compare.props("dense no-caps unelevated").disable()
+            ui.label(self.say("Select runs to compare them")).classes("text-xs opacity-70")
+        columns = [
+            {"name": name, "field": name, "label": self.say(label), "align": align, "sortable": True}
+            | ({":format": form.format(name)} if form else {})
+            for name, label, align, form in COLUMNS
+        ]
+        self._table = ui.table(columns=columns, rows=[], row_key="path", selection="multiple", pagination=25)
+        tag(self._table.classes("w-full"), "runs", **{"rows-per-page-label": self.say("Rows per page")})
+        self._table.props("flat bordered dense")
+        self._table.on_select(lambda: self._compare.set_enabled(len(self._selected()) > 1))
+        self._table.on("open", self._open)
+        self._table.add_slot("body-cell-path", LINK)
+        self._table.add_slot("body-cell-step", PROGRESS)
+        self._table.add_slot("body-selection", CHECKBOX)
+        for name in ("status", "health"):
+            self._table.add_slot(f"body-cell-{name}", BADGE.replace("NAME", name))
+        search.bind_value_to(self._table, "filter", forward=lambda text: text or "")
+        self._empty = tag(ui.label(self.say("No run yet")).classes("text-lg"), "empty")
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Update the warnings and the rows of the table."""
+        self._alarms.redraw()
+        runs = self.follower.runs
+        parents = parents_of({path: run.origin for path, run in runs.items()})
+        rows = []
+        for path, depth in chains(parents):
+            rows.append(self._row(runs[path], depth, parents[path]))
+            rows += self._evaluations(runs[path], depth + 1)
+        self._empty.set_visibility(not rows)
+        self._table.set_visibility(bool(rows))
+        if rows != self._table.rows:
+            self._table.rows = rows
+
+    def _row(self, run: RunInfo, depth: int, parent: Parent | None) -> dict[str, Any]:
+        (step, latest), total = self.follower.summary(run), run.total_steps
+        start, duration = seconds_of(run.first_start), run_seconds(run)
+        level = worst_level(run)
+        left = self.follower.seconds_left(run)
+        return {
+            "path": run.path,
+            "run": run.path,
+            "tab": "",
+            "label": run.path,
+            "depth": depth,
+            "from": "" if parent is None or parent.step is None else f"{self.say('from step')} {parent.step}",
+            "href": f"?{urlencode({'run': run.path})}",
+            "status": run.status,
+            "statusLabel": self.say(run.status),
+            "statusColor": STATUSES[run.status],
+            "stage": run.stage or "",
+            "recipe": run.recipe or "",
+            "step": step,
+            "stepLabel": f"{step:,} / {total:,}" if total else f"{step:,}",
+            "share": min(step / total, 1.0) if total else None,
+            "left": "" if left is None else f"{format_seconds(left)} {self.say('left')}",
+            **{name: _finite(latest.get(metric)) for name, metric in VALUES.items()},
+            "best": None,
+            "bestLabel": "",
+            "health": ["", *LEVELS].index(level),
+            "healthLabel": self.say(level),
+            "healthColor": LEVELS.get(level, "neutral"),
+            "start": start or 0,
+            "startLabel": "" if start is None else format_time(start),
+            "duration": duration or 0,
+            "durationLabel": "" if duration is None else format_seconds(duration),
+            "host": run.host or "",
+        }
+
+    def _evaluations(self, run: RunInfo, depth: int) -> list[dict[str, Any]]:
+        """Return a row for each dataset on which checkpoints of a run were evaluated."""
+        return [
+            {
+                "path": f"{run.path}\0{dataset}",
+                "run": run.path,
+                "tab": "Evaluation",
+                "label": dataset,
+                "depth": depth,
+                "from": "",
+                "href": f"?{urlencode({'run': run.path, 'tab': 'Evaluation'})}",
+                "stage": self.say("evaluation"),
+                "best": accuracy,
+                "bestLabel": f"{accuracy:.1%}, {self.say('Step').lower()} {step}",
+            }
+            for dataset, (accuracy, step) in run.accuracies.items()
+        ]
+
+    def _open(self, event: GenericEventArguments) -> None:
+        path, tab = event.args
+        self.go(run=str(path), runs=(), **({"tab": str(tab)} if tab else {}))
+
+    def _selected(self) -> tuple[str, ...]:
+        return tuple(row["path"] for row in self._table.selected if row["path"] == row["run"])
+
+    def _compare_selected(self) -> None:
+        self.go(run="", runs=self._selected(), tab="Compare")
+
+
+class AlarmList:
+    """The current warnings and alarms of all runs, newest first; a click opens the run's Health tab."""
+
+    def __init__(self, panel: Panel) -> None:
+        self._panel = panel
+        self._shown: object = None
+        self._box = tag(ui.column().classes("w-full gap-1"), "alarms")
+
+    def redraw(self) -> None:
+        """Draw the findings if they have changed."""
+        found = current_findings(self._panel.follower.runs)
+        if found == self._shown:
+            return
+        self._shown = found
+        self._box.clear()
+        with self._box:
+            for path, event in found[:SHOWN_ALARMS]:
+                self._line(path, event)
+            if len(found) > SHOWN_ALARMS:
+                fold = ui.expansion(f"{self._panel.say('Earlier warnings')} ({len(found) - SHOWN_ALARMS})")
+                with fold.classes("w-full").props("dense"), ui.column().classes("w-full gap-1"):
+                    for path, event in found[SHOWN_ALARMS:]:
+                        self._line(path, event)
+
+    def _line(self, path: str, event: LogEvent) -> None:
+        link = ui.link(target=f"?{urlencode({'run': path, 'tab': 'Health'})}")
+        link.classes("w-full flex flex-wrap items-baseline gap-x-2 rounded border border-gray-500 p-2")
+        link.classes("text-inherit no-underline")
+        tag(link, "alarm").on("click.prevent", lambda: self._panel.go(run=path, runs=(), tab="Health"))
+        with link:
+            ui.badge(self._panel.say(event.kind), color=LEVELS[event.kind])
+            ui.label(path).classes("font-medium break-all")
+            ui.label(translate_advice(self._panel.state.language, event.text)).classes("text-sm break-words min-w-0")
+            ui.label(format_time(event.time)).classes("text-xs opacity-70")
+
+
+def current_findings(runs: Mapping[str, RunInfo]) -> list[tuple[str, LogEvent]]:
+    """Return path and finding of the current warnings and alarms of all runs, newest first."""
+    now = time.time()
+    found = [
+        (path, event)
+        for path, run in runs.items()
+        for event in run.findings
+        if event.kind in ("warning", "alarm") and (run.status == "running" or now - event.time < CURRENT_S)
+    ]
+    return sorted(found, key=lambda each: -each[1].time)
+
+
+def num_alarms(runs: Mapping[str, RunInfo]) -> int:
+    """Return the number of current alarms of all runs."""
+    return sum(event.kind == "alarm" for _, event in current_findings(runs))
+
+
+def worst_level(run: RunInfo) -> str:
+    """Return the worst current level of a run's health rules; empty if they have reported nothing."""
+    levels = {event.kind for event in run.findings}
+    return next((level for level in reversed(LEVELS) if level in levels), "")
+
+
+def run_seconds(run: RunInfo) -> float | None:
+    """Return the time from the first start to the last end, or until now for a live run; None if unknown."""
+    start = seconds_of(run.first_start)
+    end = time.time() if run.status == "running" else seconds_of(run.end)
+    return None if start is None or end is None else max(0.0, round(end - start))
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a finite number, or None, because JSON has no other numbers."""
+    return value if value is not None and abs(value) < float("inf") else None
