@@ -65,7 +65,7 @@ class SamplesPanel(Panel):
             self._table.props("flat bordered dense hide-selected-banner")
             self._table.props["no-data-label"] = self.say("Nothing yet")
             self._table.props["rows-per-page-label"] = self.say("Rows per page")
-            tag(self._table, "samples").on("row-click", self._select)
+            tag(self._table, "samples", tabindex=0).on("row-click", self._select)
             self._detail = tag(ui.card().classes("w-full p-3 gap-3").props("flat bordered"), "sample")
             if not self.state.grouped:
                 self._table.classes("lg:col-span-3")
