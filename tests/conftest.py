@@ -123,7 +123,8 @@ def grpo_run(quickstart: Path, shared: Path) -> GRPORun:
     """A finished run of four steps on two ranks with vLLM, a trace and samples of every second step."""
     from tests.helpers.commands import GRPORun
 
-    run = GRPORun(quickstart, shared / "grpo_run", "--trace", "trainer.log_samples_every=2")
+    samples = ("trainer.log_samples_every=2", "trainer.log_sample_tokens=true")
+    run = GRPORun(quickstart, shared / "grpo_run", "--trace", *samples)
     made_once(run.run_dir, lambda: (shared / "grpo_run.out").write_text(run.finish().stdout))
     return run
 

@@ -82,6 +82,21 @@ def test_samples_have_every_reward(grpo_run: GRPORun) -> None:
         assert [number for _, number in found["train", step]] == [*range(4), *range(4)], "whole groups"
 
 
+def test_tokens_have_both_log_probs(grpo_run: GRPORun) -> None:
+    """Of the engine, and of the trainer before the update; their largest difference is the logged one."""
+    files = {name: grpo_run.run_dir / f"{name}.jsonl" for name in ("samples", "sample_tokens")}
+    samples, tokens = ([json.loads(line) for line in path.read_text().splitlines()] for path in files.values())
+    keys = [(row["step"], row["sample_id"], row["number"]) for row in samples if row["split"] == "train"]
+    assert [(row["step"], row["sample_id"], row["number"]) for row in tokens] == keys
+    logged = {row["step"]: row["train/rollout_logprob_diff_max"] for row in grpo_run.rows() if "train/loss" in row}
+    for row in tokens:
+        mask = row["loss_mask"]
+        pairs = [*zip(row["rollout_log_probs"], row["trainer_log_probs"])]
+        assert len(mask) == len(pairs) == len(row["token_ids"]) == len(row["texts"]) and 0 < sum(mask) < len(mask)
+        assert [pair == (None, None) for pair in pairs] == [not each for each in mask]
+        assert all(abs(a - b) <= logged[row["step"]] + 1e-4 for (a, b), each in zip(pairs, mask) if each)
+
+
 def test_trace_follows_each_sample(grpo_run: GRPORun) -> None:
     """On every rank; a trace is a JSON array without its closing bracket."""
     for rank in (0, 1):

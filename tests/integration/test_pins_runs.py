@@ -30,7 +30,8 @@ RUN_KEYS = {
 }
 ATTEMPT_KEYS = {
     *("attempt", "start", "end", "first_step", "last_step", "world_size", "exit_reason", "host", "pid"),
-    *("pid_start_ticks", "pid_namespace", "closed_trackers"),
+    *("pid_start_ticks", "pid_namespace", "closed_trackers", "heartbeat_s", "command", "packages", "device_names"),
+    *("git_commit", "environment", "config_changes", "config_defaults"),
 }
 MANIFEST_KEYS = {
     *("format", "step", "world_size", "config_digest", "files", "metrics", "dropped", "time", "optimizer"),
@@ -160,7 +161,9 @@ def test_sft_run_has_recorded_names(sft_run: SFTRun) -> None:
 
 
 def test_grpo_run_has_recorded_names(grpo_run: GRPORun) -> None:
-    assert names_in(grpo_run.run_dir) == RUN_FILES | {"events.jsonl", "samples.jsonl", "train.log", "trace"}
+    assert names_in(grpo_run.run_dir) == RUN_FILES | {
+        *("events.jsonl", "samples.jsonl", "sample_tokens.jsonl", "train.log", "trace"),
+    }
     check_record(grpo_run, "grpo")
     check_config(grpo_run, "grpo")
     check_checkpoint(grpo_run.run_dir / "global_step_4", 2)

@@ -78,7 +78,7 @@ def test_url_round_trips_page_state() -> None:
         run="p/a & b=c,d/é", tab="Samples", runs=("a,b", "c&d"), metrics=("train/lr(1e-3)", "x"), smoothing=0.25,
         rates=("timeout_rate",), axis="time", log_charts=("Loss",),
         source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
-        split="eval", error="timeout", reward_from=-0.5, reward_to=1.0, grouped=True, sample="4 x/1",
+        split="eval", error="timeout", reward_from=-0.5, reward_to=1.0, grouped=True, sample="4 x/1", colors="mask",
         dataset="a&b", a="base_x", b="step_4", problem="p #1",
     )  # fmt: skip
     assert PageState.from_query(state.to_query()) == state
@@ -343,7 +343,7 @@ def test_sample_with_id_can_be_opened(follower: RunFollower) -> None:
         panel.redraw()
         table = element(client, "samples")
         row = table.rows[1]
-        panel._select(GenericEventArguments(sender=table, client=client, args=[None, row, 1]))
+        await panel._select(GenericEventArguments(sender=table, client=client, args=[None, row, 1]))
         shown = [each.text for each in element(client, "sample").descendants() if isinstance(each, ui.label)]
         assert row["id"].startswith("second") and "second" in shown
 
@@ -385,9 +385,39 @@ def test_groups_are_shown_side_by_side(root: Path, follower: RunFollower) -> Non
         await panel.show()
         [row] = element(client, "samples").rows
         assert (row["sample_id"], row["step"], row["rewards"], row["mean reward"]) == ("v", "0–4", "0, 1", 0.5)
-        panel._select(GenericEventArguments(sender=panel._table, client=client, args=[None, row, 0]))
+        await panel._select(GenericEventArguments(sender=panel._table, client=client, args=[None, row, 0]))
         shown = [each.text for each in element(client, "group").descendants() if isinstance(each, ui.label)]
         assert panel.state.sample == "v" and shown.index("no") < shown.index("yes") and "lost" not in shown
+
+    on_client(check)
+
+
+def test_tokens_are_colored_by_difference_and_by_mask(root: Path, follower: RunFollower) -> None:
+    """Blue where the trainer's log-probability is higher; the text of a token stays text."""
+    (root / "p/old/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GROUPED))
+    row = {"step": 4, "attempt": 1, "sample_id": "t", "number": 1, "token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
+    row |= {"texts": ["Q", "<b>", "!"], "rollout_log_probs": [None, -1, -0.5], "trainer_log_probs": [None, -0.75, -1]}
+    lines = [json.dumps(row | {"attempt": 2, "texts": ["no"] * 3}), json.dumps(row), '{"step": 4, "attempt": 1, torn']
+    (root / "p/old/sample_tokens.jsonl").write_text("\n".join(lines))
+
+    async def check(client: Client) -> None:
+        panel = panel_of(SamplesPanel, follower, PageState(run="p/old", split="train", reward_to=None))
+        await panel.show()
+        [shown] = [each for each in element(client, "samples").rows if each["answer"] == "b"]
+        await panel._select(GenericEventArguments(sender=panel._table, client=client, args=[None, shown, 0]))
+        labels = [each for each in element(client, "tokens").descendants() if isinstance(each, ui.label)]
+        assert [label.text for label in labels] == ["Q", "<b>", "!"]
+        styles = [str(label.style.get("background")) for label in labels]
+        assert styles == ["None", "rgba(37, 99, 235, 0.300)", "rgba(217, 119, 6, 0.600)"]
+        assert labels[2].props["title"].split("\n")[:3] == [
+            "engine: -0.5000",
+            "trainer: -1.0000",
+            "difference: -0.5000",
+        ]
+        element(client, "token colors").set_value("mask")
+        labels = [each for each in element(client, "tokens").descendants() if isinstance(each, ui.label)]
+        assert ["background" in label.style for label in labels] == [False, True, True]
+        assert panel.state.colors == "mask"
 
     on_client(check)
 

@@ -45,6 +45,7 @@ class GRPOStep:
         before_micro_batch: called before each forward pass; its argument says whether it is an update's last one.
         replacement_prompts: given a round of dynamic sampling, from 1, and a count, returns up to that many prompts of
             this rank.
+        before_update: called with the trajectories of this rank before the update.
         max_engine_gap: see `EngineGuard`.
         trace: records the events of each sample; None disables it.
     """
@@ -64,6 +65,7 @@ class GRPOStep:
     device: str
     before_micro_batch: Callable[[bool], None] = lambda is_last: None
     replacement_prompts: Callable[[int, int], Sequence[Prompt]] = lambda round_number, count: []
+    before_update: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None
     max_engine_gap: float = math.inf
     trace: TraceFile | None = None
 
@@ -101,6 +103,7 @@ class GRPOStep:
             advantages = group_advantages(rewards, self.group_size, self.algorithm.norm_adv_by_std_in_grpo)
             for trajectory, advantage in zip(trajectories, advantages):
                 trajectory.advantage = advantage
+        self.before_update(trajectories)
         start = time.perf_counter()
         metrics = self.update(trajectories)
         self._trace_update(step, trajectories, start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from verl_ext.verl_api import entropy_from_logits, logprobs_from_logits
 
 UNFILTERED_TOKENS = 16
 """Maximum length of completions that only serve to compare engine and model."""
+LOG_PROB_DIGITS = 6
+"""Decimal places of log-probabilities in `sample_tokens.jsonl`."""
 PADDING, PROMPT = -1, 0
 """Segments of a row; a completion's segment is its number in the row, from 1."""
 SHARED_PREFIX_ARCHITECTURES = (
@@ -145,9 +148,44 @@ class TokenPolicy(Policy):
         """See `Policy.table_row`."""
         return {"prompt": trajectory.prompt.fields["prompt_text"], "answer": trajectory.action.text}
 
+    @torch.no_grad()
+    def token_rows(self, trajectories: Sequence[Trajectory], micro_batch_size: int) -> list[dict[str, Any]]:
+        """Tokens of prompts and completions with both log-probabilities, which prompts do not have; collective.
+
+        Both are at the sampling temperature. With top_p or top_k, those of the engine are of the filtered distribution.
+
+        Args:
+            trajectories: as many on every rank.
+            micro_batch_size: samples in a forward pass.
+        """
+        rows = []
+        for start in range(0, len(trajectories), micro_batch_size):
+            chosen = trajectories[start : start + micro_batch_size]
+            for trajectory, values in zip(chosen, self.log_probs(self.collate(chosen)).values.tolist()):
+                rows.append(self._token_row(trajectory, values[: self.num_decisions(trajectory)]))
+        return rows
+
+    def _token_row(self, trajectory: Trajectory, trainer_log_probs: Sequence[float]) -> dict[str, Any]:
+        prompt, completion = _prompt_ids(trajectory), trajectory.action
+        tokens = [*prompt, *completion.token_ids]
+        is_trained = int(trajectory.total_reward is not None)
+        return {
+            "sample_id": trajectory.prompt.sample_id,
+            "number": trajectory.number,
+            "token_ids": tokens,
+            "texts": [self._tokenizer.decode([token]) for token in tokens],
+            "loss_mask": [0] * len(prompt) + [is_trained] * len(completion.token_ids),
+            "rollout_log_probs": [None] * len(prompt) + _rounded(completion.log_probs.tolist()),
+            "trainer_log_probs": [None] * len(prompt) + _rounded(trainer_log_probs),
+        }
+
     def close(self) -> None:
         """See `Policy.close`."""
         self._engine.close()
+
+
+def _rounded(values: Sequence[float]) -> list[float | None]:
+    return [round(value, LOG_PROB_DIGITS) if math.isfinite(value) else None for value in values]
 
 
 # Rows of a forward pass

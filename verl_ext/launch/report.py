@@ -26,7 +26,7 @@ SUMMARY_METRICS = (
 """Metrics whose first and last values are shown if the run has them."""
 WRITTEN = (
     "config.yaml", "run.json", "metrics.jsonl", "*_history.csv", "train.log", "console.log", "events.jsonl",
-    "samples.jsonl", "trace/", "tensorboard/", "wandb/",
+    "samples.jsonl", "sample_tokens.jsonl", "trace/", "tensorboard/", "wandb/",
 )  # fmt: skip
 """Files of a run directory besides checkpoints and evaluations; see docs/reference/run_directory.md."""
 

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, `samples.jsonl` and `events.jsonl`: the append-only record of a run over all attempts."""
+"""`metrics.jsonl`, samples and their tokens, `events.jsonl`: the append-only record of a run over all attempts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from verl_ext.files import LATEST, LineWriter, parse_json, write_errors
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+SAMPLE_TOKENS_FILE = "sample_tokens.jsonl"
 EVENTS_FILE = "events.jsonl"
 KEY_COLUMNS = ("step", "attempt", "time")
 READ_BYTES = 1 << 20
@@ -65,7 +66,7 @@ class JsonlFile:
         self._path, self._attempt = path, attempt
         self._writer: LineWriter | None = None
 
-    def append(self, step: int, rows: Sequence[SampleRow]) -> None:
+    def append(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write some records of one step.
 
         Raises:

@@ -16,6 +16,7 @@ from verl_ext.metrics.csv_tables import EpochTables, StepTables
 from verl_ext.metrics.jsonl import (
     EVENTS_FILE,
     METRICS_FILE,
+    SAMPLE_TOKENS_FILE,
     SAMPLES_FILE,
     HealthEvent,
     JsonlFile,
@@ -69,6 +70,7 @@ class MetricsRecorder:
         run_dir = Path(run_dir)
         self._metrics = MetricsFile(run_dir / METRICS_FILE, attempt)
         self._samples = JsonlFile(run_dir / SAMPLES_FILE, attempt)
+        self._sample_tokens = JsonlFile(run_dir / SAMPLE_TOKENS_FILE, attempt)
         self._events = JsonlFile(run_dir / EVENTS_FILE, attempt)
         self._sinks: list[MetricsSink] = []
         self._add("csv", partial(EpochTables if by_epoch else StepTables, run_dir))
@@ -114,6 +116,14 @@ class MetricsRecorder:
         self._samples.append(step, rows)
         self._send(lambda sink: sink.log_samples(step, rows))
 
+    def log_sample_tokens(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record the tokens of some samples of a step in `sample_tokens.jsonl`.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        self._sample_tokens.append(step, rows)
+
     def log_event(self, event: HealthEvent) -> None:
         """Record a finding of the health rules in `events.jsonl`, on the console and, for warnings and alarms, in W&B.
 
@@ -132,7 +142,7 @@ class MetricsRecorder:
         Returns:
             Names of the destinations that were closed without a failure.
         """
-        for file in (self._metrics, self._samples, self._events):
+        for file in (self._metrics, self._samples, self._sample_tokens, self._events):
             file.close()
         self._send(lambda sink: sink.close(exit_code))
         closed = [sink.name for sink in self._sinks]

@@ -22,6 +22,7 @@ from verl_ext.health.rule import Finding, Level
 from verl_ext.health.run_directory import RunDirectory
 from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE
+from verl_ext.monitor.advice import translate_advice
 from verl_ext.monitor.colors import LEVELS, text_classes
 from verl_ext.monitor.database import LogEvent
 from verl_ext.monitor.follower import stamp_of
@@ -128,7 +129,7 @@ class HealthPanel(Panel):
                 _line(result.level if result else None, item.text, result.message if result else "-")
         ui.label(self.say("Rules")).classes("text-lg mt-2")
         for found in sorted(findings, key=lambda each: -each.level):
-            _line(found.level, found.rule, found.sentence)
+            _line(found.level, found.rule, translate_advice(self.state.language, found.sentence))
 
 
 def _files_state(directory: Path) -> object:
@@ -148,9 +149,9 @@ def _look(directory: Path) -> tuple[dict[str, list[ChecklistItem]], list[Finding
 
 def _line(level: Level | None, name: str, message: str) -> None:
     word = "" if level is None else level.word
-    with ui.row().classes("items-start gap-2 no-wrap"):
+    with ui.row().classes("items-start gap-2 sm:flex-nowrap"):
         ui.icon(LEVEL_ICONS.get(word, "remove"), color=LEVELS.get(word, "neutral")).classes("mt-1")
-        ui.label(name).classes("font-medium whitespace-nowrap")
+        ui.label(name).classes("font-medium sm:whitespace-nowrap")
         ui.label(message).classes("opacity-70")
 
 
@@ -168,7 +169,7 @@ class LogPanel(Panel):
         self._shown: object = None
         sources = {name: self.say(name.capitalize()) for name in ("events", "console")}
         self._source = tag(ui.toggle(sources, value="events"), "log source").on_value_change(self._switch)
-        search = ui.input(self.say("Search the log")).props("clearable debounce=300").classes("w-96")
+        search = ui.input(self.say("Search the log")).props("clearable debounce=300").classes("w-full sm:w-96")
         self._search = tag(search, "search").on_value_change(self._find)
         self._log = tag(ui.log(max_lines=LAST_LINES).classes("w-full h-[32rem]"), "log")
         columns = [

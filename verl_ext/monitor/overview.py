@@ -11,6 +11,7 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from verl_ext.metrics.run_record import seconds_of
+from verl_ext.monitor.advice import translate_advice
 from verl_ext.monitor.colors import LEVELS, STATUSES
 from verl_ext.monitor.database import LogEvent, RunInfo
 from verl_ext.monitor.lineage import Parent, chains, parents_of
@@ -43,7 +44,7 @@ BADGE = """<q-td :props="props">
   <q-badge v-if="props.value" :color="props.row.NAMEColor">{{ props.row.NAMELabel }}</q-badge></q-td>"""
 LINK = """<q-td :props="props"><div :style="{paddingLeft: `${props.row.depth * 1.25}rem`}">
   <span v-if="props.row.depth" aria-hidden="true" class="opacity-70">↳ </span>
-  <a class="text-primary" :href="props.row.href"
+  <a :href="props.row.href"
     @click.exact.prevent="() => $parent.$emit('open', [props.row.run, props.row.tab])">{{ props.row.label }}</a>
   <span class="text-xs opacity-70 ml-2">{{ props.row.from }}</span></div></q-td>"""
 PROGRESS = """<q-td :props="props">{{ props.row.stepLabel }}
@@ -202,7 +203,7 @@ class AlarmList:
         with link:
             ui.badge(self._panel.say(event.kind), color=LEVELS[event.kind])
             ui.label(path).classes("font-medium break-all")
-            ui.label(event.text).classes("text-sm break-words min-w-0")
+            ui.label(translate_advice(self._panel.state.language, event.text)).classes("text-sm break-words min-w-0")
             ui.label(format_time(event.time)).classes("text-xs opacity-70")
 
 

@@ -15,6 +15,7 @@ from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.file_panels import CheckpointsPanel, HealthPanel, LogPanel
 from verl_ext.monitor.flips import EvaluationTab
 from verl_ext.monitor.follower import RunFollower
+from verl_ext.monitor.keyboard import FOCUS_STYLE, SCRIPT, ShortcutHelp
 from verl_ext.monitor.overview import RunTable, num_alarms, worst_level
 from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, tag
 from verl_ext.monitor.samples import SamplesPanel
@@ -45,8 +46,10 @@ STATUS_BAR = {
     "Speed": "Speed of the last step; it should be stable",
 }
 """Label and hint of each value in the status bar."""
-ON_BACK = "<script>addEventListener('popstate', () => emitEvent('address', location.search))</script>"
-
+ON_BACK = "addEventListener('popstate', () => emitEvent('address', location.search));"
+WRAP_STYLE = """body { overflow-wrap: anywhere } .q-table { overflow-wrap: normal }
+.q-field, .q-table__container { max-width: 100%; min-width: 0 }"""
+"""Long names wrap instead of making the page wider than a phone; tables scroll by themselves."""
 SET_LANGUAGE = "document.documentElement.lang = '{}'"
 
 
@@ -59,10 +62,11 @@ class MonitorPage:
         self._title = ""
         self._shown: object = None  # what the panel showed at its last update
         ui.colors(**THEME)
-        ui.add_css(LINK_STYLE)
+        ui.add_css(LINK_STYLE + FOCUS_STYLE + WRAP_STYLE)
         self._dark = ui.dark_mode(state.dark)
-        ui.add_head_html(f"{ON_BACK}<script>{SET_LANGUAGE.format(state.language)}</script>")
+        ui.add_head_html(f"<script>{ON_BACK}{SCRIPT}{SET_LANGUAGE.format(state.language)}</script>")
         ui.on("address", self._go_back)
+        ui.on("shortcut", self._use_shortcut)
         self._head = ui.header(bordered=True).classes(
             "items-center gap-4 px-4 py-2 bg-[white] text-[black] dark:bg-[#171717] dark:text-[white]"
         )
@@ -112,6 +116,17 @@ class MonitorPage:
             ui.navigate.history.push(self.state.to_query())
             self._build_panel()
 
+    def _use_shortcut(self, event: GenericEventArguments) -> None:
+        """Handle a key; see `keyboard.SHORTCUTS`."""
+        key, paths = str(event.args), [*self.follower.runs]
+        if key == "?":
+            self._help.toggle()
+        elif key in "[]" and paths:
+            place = paths.index(self.state.run) if self.state.run in paths else -1
+            self.open_run(paths[(place + 1 if key == "]" else max(place, 0) - 1) % len(paths)])
+        elif key.isdecimal() and int(key) <= len(TABS) and self.run is not None:
+            self._tabs.set_value(TABS[int(key) - 1])
+
     def _set_language(self, language: str) -> None:
         self.state.preferences["language"] = language
         ui.run_javascript(SET_LANGUAGE.format(language))
@@ -152,6 +167,7 @@ class MonitorPage:
             language.props("dense no-caps unelevated").on_value_change(lambda event: self._set_language(event.value))
             dark = tag(ui.switch(say("Dark"), value=self.state.dark), "dark")
             dark.on_value_change(lambda event: self._set_dark(event.value))
+            self._help = ShortcutHelp(say)
         self._offer_runs()
         self._set_title()
 
@@ -178,7 +194,7 @@ class MonitorPage:
         with ui.tabs(value=self.state.tab).classes("w-full").props("dense no-caps align=left") as tabs:
             for name in TABS:
                 tag(ui.tab(name, label=self.state.translate(name)), f"tab {name}")
-        tabs.on_value_change(lambda event: self._open_tab(event.value))
+        self._tabs = tabs.on_value_change(lambda event: self._open_tab(event.value))
 
     def _build_panel(self) -> None:
         kind = PANELS[self.state.tab] if self.run is not None else ComparePanel if self.state.runs else RunTable

@@ -9,7 +9,7 @@ from typing import Any
 
 from nicegui import run as background
 from nicegui import ui
-from nicegui.events import GenericEventArguments
+from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from verl_ext.metrics.jsonl import SAMPLES_FILE
 from verl_ext.monitor.follower import stamp_of
@@ -29,6 +29,7 @@ from verl_ext.monitor.sample_rows import (
     sample_sources,
     values_of,
 )
+from verl_ext.monitor.sample_tokens import DIFFERENCE, MASK, draw_tokens, read_tokens
 
 ROW_KEY = "__row"
 """Key for the number of a sample in the list; not `id`, because samples may have such a column."""
@@ -65,7 +66,7 @@ class SamplesPanel(Panel):
             self._table.props("flat bordered dense hide-selected-banner")
             self._table.props["no-data-label"] = self.say("Nothing yet")
             self._table.props["rows-per-page-label"] = self.say("Rows per page")
-            tag(self._table, "samples").on("row-click", self._select)
+            tag(self._table, "samples", tabindex=0).on("row-click", self._select)
             self._detail = tag(ui.card().classes("w-full p-3 gap-3").props("flat bordered"), "sample")
             if not self.state.grouped:
                 self._table.classes("lg:col-span-3")
@@ -183,7 +184,7 @@ class SamplesPanel(Panel):
         run = self.run
         return "" if run is None or self._read is None else str(self._read[0].relative_to(self.follower.directory(run)))
 
-    def _select(self, event: GenericEventArguments) -> None:
+    async def _select(self, event: GenericEventArguments) -> None:
         shown = event.args[1]
         number, listed = shown[ROW_KEY], self._groups if self.state.grouped else self._samples
         if isinstance(number, int) and 0 <= number < len(listed):
@@ -193,6 +194,7 @@ class SamplesPanel(Panel):
                 self._show_group(self._groups[number])
             else:
                 self._show_sample(self._samples[number])
+                await self._show_tokens(self._samples[number])
 
     def _show_sample(self, row: Row | None) -> None:
         """Show all fields of a sample as text."""
@@ -202,6 +204,33 @@ class SamplesPanel(Panel):
                 ui.label(self.say("Select a sample to read it")).classes("text-sm opacity-70")
             else:
                 draw_fields(row)
+
+    async def _show_tokens(self, row: Row) -> None:
+        """Show the tokens of a sample below its fields, if the run has logged them."""
+        if self._read is None or self._selected_source != SAMPLES_FILE:
+            return
+        tokens = await background.io_bound(read_tokens, self._read[0].parent, row)
+        if not tokens:
+            return
+        with self._detail:
+            kinds = {DIFFERENCE: self.say("Log-probabilities"), MASK: self.say("Loss mask")}
+            with ui.row().classes("items-center gap-3"):
+                ui.label(self.say("Tokens")).classes("text-xs opacity-70")
+                toggle = tag(ui.toggle(kinds, value=MASK if self.state.colors == MASK else DIFFERENCE), "token colors")
+                toggle.props("dense no-caps unelevated")
+            box = ui.column().classes("w-full gap-2")
+
+        def draw() -> None:
+            box.clear()
+            with box:
+                draw_tokens(tokens, self.state.colors, self.say)
+
+        def choose(event: ValueChangeEventArguments) -> None:
+            self.go(colors=event.value, push=False)
+            draw()
+
+        toggle.on_value_change(choose)
+        draw()
 
     def _show_group(self, group: Group | None) -> None:
         """Show the samples of a group side by side, below their prompt."""

@@ -12,7 +12,7 @@ from verl_ext.monitor.curves import AXES
 from verl_ext.monitor.text import LANGUAGES, translate
 
 TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log", "Configuration")
-OF_RUN_TEXTS = ("source", "split", "error", "sample", "search", "dataset", "a", "b", "problem")
+OF_RUN_TEXTS = ("source", "split", "error", "sample", "colors", "search", "dataset", "a", "b", "problem")
 OF_RUN: dict[str, Any] = dict.fromkeys(OF_RUN_TEXTS, "") | dict.fromkeys(("step", "reward_from", "reward_to"))
 """Defaults of the attributes that make no sense for another run."""
 DEFAULT_SMOOTHING = 0.6
@@ -43,6 +43,7 @@ class PageState:
         search: text that the shown samples contain.
         grouped: whether the samples of a prompt are shown side by side.
         sample: key of the shown group of samples; empty for none.
+        colors: mask for tokens colored by the loss mask; empty for the difference of log-probabilities.
         dataset: dataset whose flipped problems are shown; empty for the first.
         a: label of the evaluation that is compared; empty for the base model, or the first.
         b: label of the evaluation that it is compared with; empty for the best.
@@ -67,6 +68,7 @@ class PageState:
     search: str = ""
     grouped: bool = False
     sample: str = ""
+    colors: str = ""
     dataset: str = ""
     a: str = ""
     b: str = ""

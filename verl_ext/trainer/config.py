@@ -372,6 +372,7 @@ class RewardTrainerConfig(TrainerConfig):
 class TokenTrainerConfig(RewardTrainerConfig):
     """`trainer` of GRPO of language models."""
 
+    log_sample_tokens: bool = setting(False, "Also write tokens and log-probabilities of training samples")
     checkpoint: CheckpointConfig = section(
         CheckpointConfig, best_metric="train/reward_total_mean", best_mode="max", export=ExportConfig(dtype="auto")
     )

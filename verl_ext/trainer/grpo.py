@@ -77,6 +77,7 @@ class RewardTrainer(PipelineTrainer):
             device=self.device_name,
             before_micro_batch=self.build_reshard_policy().before_micro_batch,
             replacement_prompts=self.replacement_prompts,
+            before_update=self.before_update,
             max_engine_gap=self.max_engine_gap(),
             trace=self.trace,
         )
@@ -135,8 +136,7 @@ class RewardTrainer(PipelineTrainer):
         self.model.train()
         self.rows_of_step = {row for rows in gather_results(lambda: batch.rows) for row in rows}
         trajectories, metrics = self.step.run(prompts_of(batch.items), self.global_step)
-        trainer = self.config.trainer
-        if trainer.log_samples_every and self.global_step % trainer.log_samples_every == 0:
+        if self.logs_samples:
             self.log_samples("train", trajectories)
         return {
             **metrics,
@@ -211,6 +211,15 @@ class RewardTrainer(PipelineTrainer):
         fresh = [row for row in order if row not in self.rows_of_step][(round_number - 1) * size : round_number * size]
         return prompts_of([self.train_dataset[row] for row in fresh[self.dp_rank :: self.dp_size][:count]])
 
+    @property
+    def logs_samples(self) -> bool:
+        """Whether samples of this training step are written."""
+        interval = self.config.trainer.log_samples_every
+        return bool(interval) and self.global_step % interval == 0
+
+    def before_update(self, trajectories: Sequence[Trajectory]) -> None:
+        """Use the trajectories of this rank while the model still has the weights that generated them; collective."""
+
     def log_samples(self, split: str, trajectories: Sequence[Trajectory]) -> None:
         """Write rank 0's first `trainer.samples_per_table` samples: whole groups, or the same evaluation prompts."""
         shown = trajectories[: self.config.trainer.samples_per_table]
@@ -237,6 +246,7 @@ class GRPOTrainer(RewardTrainer):
     """GRPO of a language model: vLLM or transformers generates completions, and the recipe's functions reward them."""
 
     config: GRPOConfig
+    policy: TokenPolicy
 
     def build_model(self) -> PreTrainedModel:
         """See `PipelineTrainer.build_model`; disables dropout, whose noise would change the ratios."""
@@ -320,6 +330,14 @@ class GRPOTrainer(RewardTrainer):
         model: Any = self.model
         keeps = keeps_gathered(self.config.model.fsdp_config, model, self.precision, self.device_name)
         return FSDPReshardPolicy(model, keeps)
+
+    def before_update(self, trajectories: Sequence[Trajectory]) -> None:
+        """See `RewardTrainer.before_update`: writes the tokens of the samples that `log_samples` writes."""
+        trainer = self.config.trainer
+        if trainer.log_sample_tokens and self.logs_samples:
+            shown = trajectories[: trainer.samples_per_table]
+            rows = self.policy.token_rows(shown, self.config.data.micro_batch_size_per_gpu)
+            self.logger.log_sample_tokens(self.global_step, rows)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of a forward pass."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl_ext.config.provenance import config_facts
 from verl_ext.config.schema import as_dict, to_yaml
@@ -140,6 +141,11 @@ class RunLogger:
         """Write some samples."""
         if self.is_main and rows:
             self.recorder.log_samples(step, rows)
+
+    def log_sample_tokens(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the tokens of some samples."""
+        if self.is_main:
+            self.recorder.log_sample_tokens(step, rows)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self.is_main:

@@ -1,0 +1,100 @@
+"""The monitor on a phone's width, and by keyboard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.helpers.monitor import monitor, until_passes, visit, wait_for_text, write_record, write_rows
+from verl_ext.monitor.colors import TEXTS
+from verl_ext.monitor.state import TABS
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+LONG = "a_long_name_of_an_experiment_" * 2
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A monitor of two runs with samples, an evaluation and a warning."""
+    root = tmp_path_factory.mktemp("keyboard") / "checkpoints"
+    for name in ("one", LONG):
+        run_dir = root / "p" / name
+        write_record(run_dir)
+        record = json.loads((run_dir / "run.json").read_text())
+        record["attempts"][0] |= {"command": f"bash run_sft.sh {LONG}", "environment": {LONG: LONG}}
+        (run_dir / "run.json").write_text(json.dumps(record))
+        (run_dir / "config.yaml").write_text(f"stage: sft\ndata: {{train_files: {LONG}}}\n")
+        write_rows(run_dir, 1, range(1, 8))
+        rows = [{"step": step, "prompt": f"prompt {step} {LONG}", "answer": "a"} for step in (1, 2, 3)]
+        (run_dir / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        event = {"time": 1e9, "step": 1, "level": "warning", "name": "loss_zero", "text": f"it is 0; {LONG}"}
+        (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+        path = run_dir / "eval/eval_step_4/metrics.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"datasets": {f"dataset_{LONG}": {"accepted_at_1": 0.5}}}))
+    with monitor(root, root.parent / "monitor.sqlite") as address:
+        yield address
+
+
+def equal(one: str, other: str) -> None:
+    assert one == other
+
+
+def open_run(page: Page, address: str, run: str) -> None:
+    page.goto(f"{address}?run=p/{run}")
+    wait_for_text(page, "shown", f"p/{run}")
+
+
+def test_no_tab_scrolls_sideways_on_a_phone(chromium: Browser, address: str) -> None:
+    with visit(chromium, address) as page:
+        page.set_viewport_size({"width": 390, "height": 844})
+        wait_for_text(page, "runs", "p/one")
+        widths = {"runs": page.evaluate("document.documentElement.scrollWidth")}
+        open_run(page, address, LONG)
+        for number, tab in enumerate(TABS, start=1):
+            page.keyboard.press(str(number))
+            expect(page.get_by_test_id(f"tab {tab}")).to_have_attribute("aria-selected", "true")
+            page.wait_for_load_state("networkidle")
+            widths[tab] = page.evaluate("document.documentElement.scrollWidth")
+        assert {name: width for name, width in widths.items() if width > 390} == {}
+
+
+def test_runs_samples_and_help_are_reached_by_keyboard(chromium: Browser, address: str) -> None:
+    with visit(chromium, address) as page:
+        wait_for_text(page, "runs", "p/one")
+        color = "() => getComputedStyle(document.querySelector('[data-testid=runs] a')).color"
+        for is_dark in (0, 1):
+            wanted = [int(TEXTS["blue"][is_dark][place : place + 2], 16) for place in (1, 3, 5)]
+            until_passes(lambda wanted=wanted: equal(page.evaluate(color), "rgb({}, {}, {})".format(*wanted)))
+            page.get_by_test_id("dark").click()
+        page.locator("body").click(position={"x": 1, "y": 1})
+        page.keyboard.press("/")
+        expect(page.get_by_test_id("filter")).to_be_focused()
+        page.keyboard.type("one")
+        expect(page.get_by_test_id("runs").locator("tbody tr")).to_have_count(2)  # with its evaluation
+        page.get_by_test_id("runs").get_by_role("link", name="p/one").focus()
+        outline = "() => getComputedStyle(document.activeElement).outlineStyle"
+        page.keyboard.press("Enter")
+        wait_for_text(page, "shown", "p/one")
+        page.keyboard.press("]")
+        wait_for_text(page, "shown", f"p/{LONG}")
+        page.keyboard.press("[")
+        wait_for_text(page, "shown", "p/one")
+        page.keyboard.press(str(1 + TABS.index("Samples")))
+        wait_for_text(page, "samples", "prompt 1")
+        page.get_by_test_id("samples").focus()
+        page.keyboard.press("ArrowDown")
+        wait_for_text(page, "sample", "prompt 3")
+        page.keyboard.press("ArrowDown")
+        wait_for_text(page, "sample", "prompt 2")
+        assert page.evaluate(outline) == "solid"
+        page.keyboard.press("?")
+        wait_for_text(page, "shortcuts", "Previous or next run")
+        page.keyboard.press("Escape")
+        expect(page.get_by_test_id("shortcuts")).to_be_hidden()
