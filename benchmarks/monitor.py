@@ -3,7 +3,9 @@
 The rows are those of a real run's training steps, with 17 metrics each. `ingest_s` is the time from the file to
 database and curves; `parse_s`, for comparison, is the time of only parsing the lines as JSON. `draw_s` is the time from
 opening the run in a restarted monitor to the points of the initially visible charts; `draw_all_s` includes all charts.
-Results are medians of `--rounds` runs, with their `ranges`.
+`first_charts_s` and `zoom_s` are measured in Chromium on a real server: from opening the run's page to its visible
+charts, and from zooming to a tenth of the steps to its finer points. `click_s` is the time to the charts from a click
+in the table of runs. Results are medians of `--rounds` runs, with their `ranges`.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlencode
 
 import orjson
 
 from benchmarks.harness import bench_parser, columns, in_rounds, medians, ranges, spread, write_results
+from tests.helpers.monitor import browser, monitor
 from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.monitor.charts import OTHER, charts_for
@@ -37,6 +41,15 @@ ROW = {
     **{"throughput/train/tokens_per_s": 2769.315745939451, "throughput/train/samples_per_s": 58.53243320347584},
     **{"val/num_loss_tokens": 4750.0, "throughput/train/mfu": 0.3812345678901234},
 }
+
+
+CHART = """() => {
+  const box = document.querySelector('[data-testid="chart Loss"]');
+  return box && getElement(parseInt(box.id.slice(1))).chart;
+}"""
+NUM_POINTS = f"() => {{ const chart = ({CHART})(); return chart ? chart.getOption().series.at(-1).data.length : 0; }}"
+FIRST_STEP = f"() => ({CHART})().getOption().series.at(-1).data[0][0]"
+ZOOM = f"ends => ({CHART})().dispatchAction({{type: 'dataZoom', startValue: ends[0], endValue: ends[1]}})"
 
 
 def write_run(run_dir: Path, rows: int) -> None:
@@ -76,7 +89,9 @@ def measure(rows: int) -> dict[str, float]:
         for metric in (name for chart in charts for name in chart.metrics):
             curves.envelopes[metric].points()
         all_drawn = time.perf_counter()
+        follower.reader.close()
         return {
+            **measure_in_browser(root, database, rows),
             "parse_s": parsed - begun,
             "ingest_s": read - parsed,
             "draw_s": drawn - read,
@@ -84,6 +99,29 @@ def measure(rows: int) -> dict[str, float]:
             "database_mb": database.stat().st_size / 1e6,
             "file_mb": metrics.stat().st_size / 1e6,
         }
+
+
+def measure_in_browser(root: Path, database: Path, rows: int) -> dict[str, float]:
+    """Seconds until a visitor sees the first charts, and finer points after zooming."""
+    with monitor(root, database) as address, browser() as running:
+        page = running.new_page()
+        page.goto(address)  # imports of the server, and the browser's cache of scripts
+        page.get_by_test_id("runs").get_by_text("p/e").wait_for()
+        begun = time.perf_counter()
+        page.goto(f"{address}?{urlencode({'run': 'p/e'})}")
+        page.wait_for_function(f"() => ({NUM_POINTS})() > 0")
+        drawn = time.perf_counter()
+        page.evaluate(ZOOM, [rows * 0.5, rows * 0.6])
+        page.wait_for_function(f"() => ({FIRST_STEP})() > {rows * 0.4}")
+        zoomed = time.perf_counter()
+        page.get_by_test_id("home").click()
+        link = page.get_by_test_id("runs").get_by_role("link", name="p/e")
+        link.wait_for()
+        clicked = time.perf_counter()
+        link.click()
+        page.wait_for_function(f"() => ({NUM_POINTS})() > 0")
+        click_s = time.perf_counter() - clicked
+    return {"first_charts_s": drawn - begun, "zoom_s": zoomed - drawn, "click_s": click_s}
 
 
 @clean_exit()

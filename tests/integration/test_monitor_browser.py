@@ -84,6 +84,35 @@ def test_charts_show_every_value_and_separate_restarts(page: Page, root: Path) -
     assert text(page, "mode") == "History" and text(page, "value Progress") == "100.0%"
 
 
+def test_wheel_zooms_and_double_click_resets(page: Page, address: str) -> None:
+    page.goto(f"{address}?run=project%2Frestarted&smoothing=0&axis=time")
+    whole = loss_places(page)
+    assert whole == sorted(whole) and whole[0] >= 0 and len(whole) == 10
+    chart = page.get_by_test_id("chart Loss")
+    page.get_by_test_id("axis").click()
+    page.get_by_role("option", name="step", exact=True).click()
+    until_passes(lambda: assert_steps(page, range(1, 11)))
+    chart.hover()
+    page.keyboard.down("Control")
+    for _ in range(8):
+        page.mouse.wheel(0, -240)
+    page.keyboard.up("Control")
+    until_passes(lambda: assert_steps(page, range(2, 10)))  # the window and its neighbors
+    chart.dblclick()
+    until_passes(lambda: assert_steps(page, range(1, 11)))
+
+
+def loss_places(page: Page) -> list[float]:
+    """Positions of the losses on the x-axis."""
+    return [place for place, _ in loss_lines(page)[0]["data"]]
+
+
+def assert_steps(page: Page, within: range) -> None:
+    """Assert that the loss is drawn within these steps; all of them if these are all."""
+    places = loss_places(page)
+    assert places and {*places} <= {*within} and (len(within) < 10 or places == [*within])
+
+
 def test_failed_run_is_red_with_its_reason(page: Page) -> None:
     choose(page, "project/failed")
     wait_for_text(page, "status", "failed")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from playwright.sync_api import expect
 
-from tests.helpers.monitor import monitor, visit, wait_for_text, write_record, write_rows
+from tests.helpers.monitor import monitor, until_passes, visit, wait_for_text, write_record, write_rows
+from verl_ext.monitor.colors import TEXTS
 from verl_ext.monitor.state import TABS
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
+def equal(one: str, other: str) -> None:
+    assert one == other
+
+
 def open_run(page: Page, address: str, run: str) -> None:
     page.goto(f"{address}?run=p/{run}")
     wait_for_text(page, "shown", f"p/{run}")
@@ -63,6 +68,12 @@ def test_no_tab_scrolls_sideways_on_a_phone(chromium: Browser, address: str) -> 
 def test_runs_samples_and_help_are_reached_by_keyboard(chromium: Browser, address: str) -> None:
     with visit(chromium, address) as page:
         wait_for_text(page, "runs", "p/one")
+        color = "() => getComputedStyle(document.querySelector('[data-testid=runs] a')).color"
+        for is_dark in (0, 1):
+            wanted = [int(TEXTS["blue"][is_dark][place : place + 2], 16) for place in (1, 3, 5)]
+            until_passes(lambda wanted=wanted: equal(page.evaluate(color), "rgb({}, {}, {})".format(*wanted)))
+            page.get_by_test_id("dark").click()
+        page.locator("body").click(position={"x": 1, "y": 1})
         page.keyboard.press("/")
         expect(page.get_by_test_id("filter")).to_be_focused()
         page.keyboard.type("one")

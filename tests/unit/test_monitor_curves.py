@@ -10,6 +10,7 @@ import pytest
 
 from verl_ext import monitor
 from verl_ext.metrics.jsonl import MetricsRow
+from verl_ext.metrics.registry import ADAPTIVE_PREFIX, METRICS
 from verl_ext.monitor.chart_options import ChartStyle, chart_options, rates_options
 from verl_ext.monitor.charts import CHARTS, charts_for, metric_hint, short_labels, unit_of
 from verl_ext.monitor.curves import (
@@ -198,6 +199,15 @@ def test_confidence_bands_enclose_rates() -> None:
     options = rates_options([10, 20], rates, None, ChartStyle(0.0))
     assert options["series"][2]["data"] == [[10, 0.75], [20, 0.5], [20, 0.5], [10, 0.25]]
     assert "95 %" in options["yAxis"]["name"]
+
+
+def test_every_metric_of_a_run_has_meaning_in_both_languages() -> None:
+    others = (ADAPTIVE_PREFIX, "Train/", "Val/")  # of other commands, and of TensorBoard only
+    for metric in METRICS:
+        if not metric.startswith(others):
+            assert metric_hint(metric, "en").isprintable() and metric_hint(metric, "zh") != metric_hint(metric, "en"), (
+                metric
+            )
 
 
 def test_every_label_has_translation() -> None:

@@ -14,6 +14,7 @@ from verl_ext.errors import UserError
 from verl_ext.health.context import schedule_of
 from verl_ext.metrics.registry import METRICS, Metric, lookup_metric
 from verl_ext.monitor.curves import RunCurves
+from verl_ext.monitor.meanings import CHINESE_MEANINGS
 from verl_ext.monitor.text import translate
 
 MAIN, OTHER = "main", "other"
@@ -286,7 +287,8 @@ def metric_hint(metric: str, language: str) -> str:
         if metric in chart.metrics:
             return chart.texts(language)[1]
     entry = registered(metric)
-    return "" if entry is None else translate(language, entry.meaning)
+    meaning = "" if entry is None else entry.meaning
+    return CHINESE_MEANINGS.get(meaning, meaning) if language == "zh" else meaning
 
 
 def is_validation(metric: str) -> bool:

@@ -61,8 +61,8 @@ TEXTS = {
 """Colors of texts on light and on dark pages."""
 BLUE, ORANGE, MAX_OPACITY = "37, 99, 235", "217, 119, 6", 0.6
 """Backgrounds of tokens, red, green and blue; people with any color vision can tell them apart."""
-LINK_STYLE = f".body--dark .text-primary {{ color: {TEXTS['blue'][1]} !important }}"
-"""Buttons and links share the primary color, but links need a lighter one on dark pages."""
+LINK_STYLE = """a[href]:not(.text-inherit) {{ color: {} }} .body--dark a[href]:not(.text-inherit) {{ color: {} }}
+""".format(*TEXTS["blue"])
 
 
 def text_classes(color: str) -> str:

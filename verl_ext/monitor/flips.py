@@ -31,7 +31,7 @@ OUTCOMES = {
 """Label and meaning of each count."""
 MAX_SHOWN_KEYS = 3
 """Maximum number of differing settings in the refusal to compare."""
-LINK = """<q-td :props="props"><a class="text-primary" :href="props.row.href"
+LINK = """<q-td :props="props"><a :href="props.row.href"
   @click.exact.prevent="() => $parent.$emit('open', props.row.key)">{{ props.value }}</a></q-td>"""
 
 

@@ -44,7 +44,7 @@ BADGE = """<q-td :props="props">
   <q-badge v-if="props.value" :color="props.row.NAMEColor">{{ props.row.NAMELabel }}</q-badge></q-td>"""
 LINK = """<q-td :props="props"><div :style="{paddingLeft: `${props.row.depth * 1.25}rem`}">
   <span v-if="props.row.depth" aria-hidden="true" class="opacity-70">↳ </span>
-  <a class="text-primary" :href="props.row.href"
+  <a :href="props.row.href"
     @click.exact.prevent="() => $parent.$emit('open', [props.row.run, props.row.tab])">{{ props.row.label }}</a>
   <span class="text-xs opacity-70 ml-2">{{ props.row.from }}</span></div></q-td>"""
 PROGRESS = """<q-td :props="props">{{ props.row.stepLabel }}
