@@ -40,7 +40,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     key = {"step": 1, "attempt": 1, "sample_id": MARK, "number": 0}
     tokens = {**key, "texts": [CLOSING], "loss_mask": [1], "rollout_log_probs": [-1.0], "trainer_log_probs": [-2.0]}
     (run_dir / "sample_tokens.jsonl").write_text(json.dumps(tokens) + "\n")
-    samples = [{**key, "split": "train", "prompt": MARK, "answer": f"said {CLOSING}", MARK: 1.0, CLOSING: {"nested": MARK}}]
+    key["split"] = "train"
+    samples = [{**key, "prompt": MARK, "answer": f"said {CLOSING}", MARK: 1.0, CLOSING: {"nested": MARK}}]
     (run_dir / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     event = {"time": 1e300, "step": 1, "level": "alarm", "name": MARK, "text": f"told {CLOSING}"}
     (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
