@@ -37,14 +37,23 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run_dir / "run.json").write_text(json.dumps(record))
     rewards = {f"{MARK}_mean": 1.0, f"{CLOSING}_mean": 2.0, "reward_total_mean": 0.5}
     write_rows(run_dir, 1, range(1, 8), **rewards)
-    samples = [{"prompt": MARK, "answer": f"said {CLOSING}", MARK: 1.0, CLOSING: {"nested": MARK}}]
+    key = {"step": 1, "attempt": 1, "sample_id": MARK, "number": 0}
+    tokens = {**key, "texts": [CLOSING], "loss_mask": [1], "rollout_log_probs": [-1.0], "trainer_log_probs": [-2.0]}
+    (run_dir / "sample_tokens.jsonl").write_text(json.dumps(tokens) + "\n")
+    key["split"] = "train"
+    samples = [{**key, "prompt": MARK, "answer": f"said {CLOSING}", MARK: 1.0, CLOSING: {"nested": MARK}}]
     (run_dir / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     event = {"time": 1e300, "step": 1, "level": "alarm", "name": MARK, "text": f"told {CLOSING}"}
     (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
     place = run_dir / "eval" / "eval_step_1"
     place.mkdir(parents=True)
     metrics = {"accepted_at_1": 0.5, "intervals": {"accepted_at_1": [0.1, 0.9]}, MARK: 1.0}
-    (place / "metrics.json").write_text(json.dumps({"datasets": {f"set {MARK}": metrics}}))
+    for directory, kind in ((place, "success"), (run_dir / "eval" / f"eval_base_{MARK}", MARK)):
+        answer = {"problem_id": MARK, "error_type": kind, "message": CLOSING, "prompt": MARK, "answer": CLOSING}
+        for folder in ("verdicts", "answers"):
+            (directory / folder).mkdir(parents=True)
+            (directory / folder / f"set {MARK}.jsonl").write_text(json.dumps(answer) + "\n")
+        (directory / "metrics.json").write_text(json.dumps({"step": 1, "datasets": {f"set {MARK}": metrics}}))
     checkpoint = run_dir / "global_step_1"
     checkpoint.mkdir()
     (checkpoint / "manifest.json").write_text(json.dumps({"files": {f"../{MARK}": {}}}))
@@ -61,12 +70,17 @@ def test_page_shows_markup_as_text(chromium: Browser, run_dir: Path, tmp_path: P
         for tab, (element, words) in shown.items():
             open_tab(page, tab)
             wait_for_text(page, element, words)
+        open_tab(page, "Evaluation")
+        page.get_by_test_id("flips").get_by_role("link", name=MARK).click()
+        wait_for_text(page, "flip", CLOSING)
+        open_tab(page, "Log")
         page.get_by_test_id("search").fill("told")
         wait_for_text(page, "found", f"told {CLOSING}")
         open_tab(page, "Samples")
         page.get_by_test_id("samples").locator("tbody tr").first.click()
         wait_for_text(page, "sample", f"said {CLOSING}")
         wait_for_text(page, "sample", '"nested":"' + MARK)
+        wait_for_text(page, "tokens", CLOSING)
         open_tab(page, "Compare")
         page.locator(".q-chip").filter(has_text=MARK).wait_for()
         page.get_by_test_id("compared metric").click()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from verl_ext import monitor
 from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.metrics.registry import ADAPTIVE_PREFIX, METRICS
 from verl_ext.monitor.chart_options import ChartStyle, chart_options, rates_options
@@ -18,6 +22,7 @@ from verl_ext.monitor.curves import (
     moving_average,
     smooth,
 )
+from verl_ext.monitor.flips import OUTCOMES
 from verl_ext.monitor.page import PANELS, STATUS_BAR
 from verl_ext.monitor.state import TABS
 from verl_ext.monitor.text import CHINESE, translate
@@ -209,6 +214,14 @@ def test_every_label_has_translation() -> None:
     assert tuple(PANELS) == TABS
     for word in [*TABS, *STATUS_BAR, *STATUS_BAR.values()]:
         assert word in CHINESE and translate("zh", word) == CHINESE[word] and translate("en", word) == word
+
+
+def test_every_literal_text_has_translation() -> None:
+    """Of calls such as `self.say("Nothing yet")`."""
+    calls = re.compile(r"""\b(?:_?say|translate)\(["']([^"']+)["']\)""")
+    texts = {text for path in Path(monitor.__file__).parent.glob("*.py") for text in calls.findall(path.read_text())}
+    assert len(texts) > 40 and texts <= CHINESE.keys()
+    assert {*OUTCOMES, *OUTCOMES.values()} <= CHINESE.keys()
 
 
 def test_log_axis_requires_positive_values() -> None:

@@ -313,6 +313,7 @@ def test_finds_samples_of_training_and_evaluations(root: Path) -> None:
     assert sample_columns(rows) == ["step", "reward_total", "prompt", "parts"]
     answers, _ = read_samples(run_dir / "eval/eval_step_8/qa_logs/few_qa.jsonl")
     assert sample_columns(answers) == ["error_type", "problem_id", "answer"]
+    assert sample_columns([dict.fromkeys(("sample_id", "prompt", "answer"), "x" * 99)]) == ["prompt", "answer"]
 
 
 def test_sample_with_id_can_be_opened(follower: RunFollower) -> None:

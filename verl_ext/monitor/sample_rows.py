@@ -17,6 +17,8 @@ from verl_ext.monitor.state import PageState
 SAMPLES_BYTES = 16 << 20
 """Number of bytes to read from the end of a sample file."""
 FIRST_COLUMNS = ("step", "split", "error_type", "reward_total", "pass_ratio", "advantage")
+FIRST_TEXTS = ("prompt", "answer")
+"""Long columns that come first, before a long `sample_id`."""
 SHORT_CHARACTERS = 24
 """Maximum length of values in a short column."""
 MAX_SHORT_COLUMNS, MAX_LONG_COLUMNS = 6, 2
@@ -150,7 +152,7 @@ def sample_columns(rows: Sequence[Row]) -> list[str]:
     short = [name for name in filled if all(is_short(row.get(name)) for row in rows)]
     ordered = [name for name in FIRST_COLUMNS if name in short]
     ordered += [name for name in short if name not in ordered and name not in ("attempt", "id")]
-    long = [name for name in filled if name not in short]
+    long = sorted((name for name in filled if name not in short), key=lambda name: name not in FIRST_TEXTS)
     return ordered[:MAX_SHORT_COLUMNS] + long[:MAX_LONG_COLUMNS]
 
 
