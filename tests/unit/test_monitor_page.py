@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from nicegui import Client, ui
 from nicegui.events import GenericEventArguments
 
 from tests.helpers.monitor import look, write_record, write_rows
+from tests.helpers.pages import element, on_client, panel_of
 from verl_ext.config.schema import to_yaml
 from verl_ext.monitor import charts, page
 from verl_ext.monitor.configuration import ConfigurationPanel
@@ -20,7 +20,7 @@ from verl_ext.monitor.file_panels import HealthPanel
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.overview import RunTable
 from verl_ext.monitor.page import MonitorPage
-from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, differing_keys, flatten, short_names
+from verl_ext.monitor.panels import ComparePanel, TrainingPanel, differing_keys, flatten, short_names
 from verl_ext.monitor.sample_rows import groups_of, matches, read_samples, sample_columns, sample_sources
 from verl_ext.monitor.samples import SamplesPanel
 from verl_ext.monitor.state import TABS, PageState
@@ -42,27 +42,6 @@ def follower(root: Path) -> Iterator[RunFollower]:
     look(made)
     yield made
     made.stop()
-
-
-def on_client(check: Callable[[Client], Awaitable[None]]) -> None:
-    """Call a function within a page that no server sends and no timer updates."""
-
-    async def call() -> None:
-        with Client(ui.page("")) as client:
-            await check(client)
-
-    asyncio.run(call())
-
-
-def element(client: Client, name: str) -> Any:
-    """The element that has this `data-testid`."""
-    [found] = [each for each in client.elements.values() if each.props.get("data-testid") == name]
-    return found
-
-
-def panel_of(kind: type[Panel], follower: RunFollower, state: PageState) -> Any:
-    """A panel whose state changes are not passed to a page."""
-    return kind(follower, state, lambda push=True, **changes: vars(state).update(changes))
 
 
 def bytes_read() -> int:

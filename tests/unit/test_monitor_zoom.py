@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from nicegui import Client
 
 from tests.helpers.monitor import look, write_record, write_rows
-from tests.unit.test_monitor_page import element, on_client, panel_of
+from tests.helpers.pages import element, on_client, panel_of
 from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.monitor import database, file_panels, panels, samples
 from verl_ext.monitor import follower as follower_module
@@ -168,7 +167,9 @@ def test_axes_of_tokens_and_time_continue_over_attempts_and_restarts() -> None:
     assert curves.to_axis(steps, "time").tolist() == [0, 1.5, 3]
     assert curves.to_steps(np.array([1.5]), "time").tolist() == [2.5]
     assert curves.to_axis(np.array([6.0]), "time") == pytest.approx((1e4 + 180) / 60)
-    assert set(curves.envelopes) == {"train/loss", "train/num_loss_tokens"}
+    curves.add([MetricsRow(5, 2, 2e4, {"train/total_valid_token_count": 7})], {})
+    assert curves.to_axis(np.array([9.0]), "tokens").tolist() == [407]
+    assert {*curves.envelopes} - {"train/total_valid_token_count"} == {"train/loss", "train/num_loss_tokens"}
 
 
 def test_chart_is_drawn_by_tokens_or_time() -> None:
@@ -223,7 +224,7 @@ def test_waiting_threads_share_one_computation() -> None:
     shared, calls, results = SharedResults(4), [], []
 
     def compute() -> list[int]:
-        time.sleep(0.05)
+        threading.Event().wait(0.05)
         calls.append(1)
         return calls
 
@@ -241,7 +242,7 @@ def test_results_are_recomputed_for_new_stamps_and_dropped_beyond_size() -> None
 
     def get(key: str, stamp: int, rest: float = 0.0) -> None:
         def compute() -> None:
-            time.sleep(0.01)
+            threading.Event().wait(0.01)
             calls.append((key, stamp))
 
         shared.get(key, stamp, compute, rest)

@@ -23,7 +23,7 @@ NARROW_PX = 320
 """Width of the narrowest chart, on a phone."""
 LABEL_PX, ENTRY_PX = 7, 28
 """Estimated width of a legend entry: per character of the label, and of marker and gap."""
-AXIS_NAMES = {"step": "step", "tokens": "tokens in the loss", "time": "minutes"}
+AXIS_NAMES = {"step": "step", "tokens": "trained tokens", "time": "minutes"}
 """Name of the x-axis for each of `AXES`."""
 RESET_ICON = "path://M12 5V1L7 6l5 5V7a6 6 0 1 1-6 6H4a8 8 0 1 0 8-8z"
 RESET = "(model, api) => api.dispatchAction({type: 'dataZoom', start: 0, end: 100})"

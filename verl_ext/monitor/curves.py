@@ -28,8 +28,9 @@ RECENT_STEPS = 50
 """Number of recent steps that predict the time left; earlier ones may have run on another machine."""
 MIN_SMOOTHED_POINTS = 30
 AXES = ("step", "tokens", "time")
-"""Quantities on the x-axis: steps, tokens in the loss, and minutes since the first row, all over all attempts."""
-NUM_TOKENS = "train/num_loss_tokens"
+"""Quantities on the x-axis: steps, trained tokens, and minutes since the first row, all over all attempts."""
+NUM_TOKENS = ("train/num_loss_tokens", "train/total_valid_token_count")
+"""Metrics that count a step's tokens; the first that a run has is used."""
 _AXIS_PREFIX = "axis "
 """Prefix of the saved name of an axis, which no metric has."""
 
@@ -180,8 +181,9 @@ class RunCurves:
         if rows and self._begin_s is None:
             self._begin_s = rows[0].time
         self.axes["time"].add(x, np.array([row.time - (self._begin_s or 0.0) for row in rows]) / 60)
-        if NUM_TOKENS in columns:
-            places, values = columns[NUM_TOKENS]
+        counted = next((name for name in NUM_TOKENS if name in columns), None)
+        if counted is not None:
+            places, values = columns[counted]
             totals = self._num_tokens + np.cumsum(np.where(np.isfinite(values), values, 0.0))
             self.axes["tokens"].add(x[places], totals)
             self._num_tokens = float(totals[-1])

@@ -158,7 +158,7 @@ class ChartCard:
                     ui.space()
                     self._note = ui.label(panel.say("The log scale needs positive values")).classes("text-xs")
                     button = ui.button(panel.say("log"), on_click=lambda: panel.toggle_log(scale_name))
-                    self._log = tag(button.props("dense flat no-caps size=sm"), f"log {name}")
+                    self._log = tag(button.props("dense flat unelevated no-caps size=sm"), f"log {name}")
             self._chart = tag(ui.echart({}).classes("w-full"), f"chart {name}")
         if panel is not None:
             chart = f"getElement({self._chart.id}).chart"
@@ -183,7 +183,7 @@ class ChartCard:
         """Redraw the chart with new options; the card grows with the legend."""
         if self._panel is not None:
             self._note.set_visibility(log_scale and options["yAxis"]["type"] != "log")
-            self._log.props["color"] = "primary" if log_scale else "neutral"
+            self._log.props["flat"] = not log_scale
         self._chart.style(f"height: {PLOT_PX + options['grid']['bottom']}px")
         self._chart.options.clear()
         self._chart.options.update(options)

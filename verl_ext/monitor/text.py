@@ -49,7 +49,7 @@ CHINESE = {
     "log": "对数",
     "The log scale needs positive values": "对数刻度要求所有值为正",
     "x-axis": "横轴",
-    "tokens in the loss": "计入损失的词元",
+    "trained tokens": "已训练的词元",
     "minutes": "分钟",
     "Download CSV": "下载 CSV",
     "Dark": "深色",
