@@ -13,7 +13,7 @@ from nicegui import Client, ui
 
 from tests.helpers.evaluation import write_lines
 from tests.helpers.monitor import look, write_record
-from verl_ext.monitor.flips import FlipsPanel, Key, compare, mcnemar_exact, read_answer, read_evaluations
+from verl_ext.monitor.flips import AnswerKey, FlipsPanel, compare, mcnemar_exact, read_answer, read_evaluations
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.state import PageState
 
@@ -93,9 +93,9 @@ def test_several_answers_per_problem_have_no_p_value(run_dir: Path) -> None:
 def test_answers_of_older_evaluations_come_from_qa_log(tmp_path: Path, answers: str) -> None:
     write_evaluation(tmp_path, "step_1", {"one": "success"}, answers)
     [evaluation] = read_evaluations(tmp_path)
-    found = read_answer(evaluation, "few", Key("one", 0))
+    found = read_answer(evaluation, "few", AnswerKey("one", 0))
     assert found is not None and found["answer"] == "step_1 says one"
-    assert read_answer(evaluation, "few", Key("two", 0)) is None
+    assert read_answer(evaluation, "few", AnswerKey("two", 0)) is None
 
 
 @pytest.mark.parametrize("content", ["[]", '{"protocol": 1}', '{"protocol": {"../../x": {}}, "step": "1"}', "{"])

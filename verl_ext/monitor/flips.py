@@ -55,7 +55,7 @@ class Evaluation:
     protocols: Mapping[str, Mapping[str, Any]]
 
 
-class Key(NamedTuple):
+class AnswerKey(NamedTuple):
     """Identifies an answer within a dataset; the text is its name in the address."""
 
     problem_id: str
@@ -80,7 +80,7 @@ class Comparison:
 
     counts: Mapping[str, int]
     p_value: float | None
-    flips: Mapping[Key, tuple[Row, Row]]
+    flips: Mapping[AnswerKey, tuple[Row, Row]]
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
@@ -124,7 +124,7 @@ def compare(a: Evaluation, b: Evaluation, dataset: str) -> Comparison:
 @lru_cache(maxsize=64)
 def _compare(path_a: Path, path_b: Path, stamp_a: str, stamp_b: str) -> Comparison:
     a, b = ({key_of(row): row for row in json_rows(path)} for path in (path_a, path_b))
-    groups: dict[str, list[Key]] = {name: [] for name in OUTCOMES}
+    groups: dict[str, list[AnswerKey]] = {name: [] for name in OUTCOMES}
     names = {(False, True): "Gained", (True, False): "Lost", (True, True): "Both", (False, False): "Neither"}
     for key in [key for key in a if key in b]:
         groups[names[_is_solved(a[key]), _is_solved(b[key])]].append(key)
@@ -143,7 +143,7 @@ def mcnemar_exact(only_a: int, only_b: int) -> float:
     return min(1.0, 2 * tail / 2**num_flips)
 
 
-def read_answer(evaluation: Evaluation, dataset: str, key: Key) -> Row | None:
+def read_answer(evaluation: Evaluation, dataset: str, key: AnswerKey) -> Row | None:
     """Return an answer with its prompt and message; None if the evaluation, of an older version, has not kept it."""
     for name in (f"answers/{dataset}.jsonl", f"qa_logs/{dataset}_qa.jsonl"):
         try:
@@ -171,10 +171,10 @@ def json_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def key_of(row: Row) -> Key:
+def key_of(row: Row) -> AnswerKey:
     """Return the key of a row of verdicts or answers."""
     sample = row.get("sample")
-    return Key(str(row.get("problem_id")), sample if isinstance(sample, int) else 0)
+    return AnswerKey(str(row.get("problem_id")), sample if isinstance(sample, int) else 0)
 
 
 def _is_solved(row: Row) -> bool:
@@ -300,7 +300,7 @@ class FlipsPanel(Panel):
             text = self.say("p of McNemar's exact test") + f": {comparison.p_value:.2g}"
         tag(ui.label(text).classes("text-sm"), "flips p")
 
-    def _row(self, key: Key) -> dict[str, Any]:
+    def _row(self, key: AnswerKey) -> dict[str, Any]:
         assert self._comparison is not None
         before, after = self._comparison.flips[key]
         return {
