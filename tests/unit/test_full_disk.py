@@ -131,7 +131,7 @@ def test_launch_removes_leftovers_that_fill_disk(launch: Callable[[], None], dis
     assert free_bytes(disk) == 0
     with pytest.raises(UserError, match="the ranks would start"):
         launch()
-    assert sorted(path.name for path in (disk / "run").iterdir()) == ["run.json", RUN_LOCK]
+    assert sorted(path.name for path in (disk / "run").iterdir()) == ["console.log", "run.json", RUN_LOCK]
 
 
 def test_leftovers_of_finished_run_are_removed_unless_locked(tmp_path: Path) -> None:
