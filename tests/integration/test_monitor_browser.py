@@ -216,7 +216,8 @@ def test_runs_can_be_filtered_and_compared(page: Page) -> None:
     table = page.get_by_test_id("runs")
     wait_for_text(page, "runs", "project/restarted")
     row = table.locator("tr").filter(has_text="project/restarted")
-    assert [cell for cell in row.inner_text().split("\t") if cell.strip()][:2] == ["finished", "project/restarted"]
+    cells = [cell.strip() for cell in row.inner_text().split("\t") if cell.strip()]
+    assert cells[:2] == ["finished", "project/restarted"]
     page.get_by_test_id("filter").fill("failed")
     expect(row).to_have_count(0)
     page.get_by_test_id("filter").fill("project/")

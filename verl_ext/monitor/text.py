@@ -190,6 +190,7 @@ CHINESE = {
     "Reward to": "奖励上限",
     "All": "全部",
     "Rules": "规则",
+    "ok": "正常",
     "notice": "提示",
     "warning": "警告",
     "alarm": "报警",
