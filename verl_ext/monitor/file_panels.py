@@ -168,7 +168,8 @@ class LogPanel(Panel):
         self._last = 0
         self._shown: object = None
         sources = {name: self.say(name.capitalize()) for name in ("events", "console")}
-        self._source = tag(ui.toggle(sources, value="events").props("no-caps"), "log source").on_value_change(self._switch)
+        source = ui.toggle(sources, value="events").props("no-caps")
+        self._source = tag(source, "log source").on_value_change(self._switch)
         search = ui.input(self.say("Search the log")).props("clearable debounce=300").classes("w-full sm:w-96")
         self._search = tag(search, "search").on_value_change(self._find)
         self._log = tag(ui.log(max_lines=LAST_LINES).classes("w-full h-[32rem]"), "log")
