@@ -64,7 +64,7 @@ def write_run(run_dir: Path, rows: int) -> None:
             file.write(orjson.dumps(row) + b"\n")
 
 
-def measure(rows: int) -> dict[str, float]:
+def measure(rows: int, in_browser: bool) -> dict[str, float]:
     """Seconds of each part, and sizes."""
     with tempfile.TemporaryDirectory(prefix="benchmark_monitor_") as directory:
         root, database = Path(directory, "checkpoints"), Path(directory, "monitor.sqlite")
@@ -91,7 +91,7 @@ def measure(rows: int) -> dict[str, float]:
         all_drawn = time.perf_counter()
         follower.reader.close()
         return {
-            **measure_in_browser(root, database, rows),
+            **(measure_in_browser(root, database, rows) if in_browser else {}),
             "parse_s": parsed - begun,
             "ingest_s": read - parsed,
             "draw_s": drawn - read,
@@ -130,9 +130,11 @@ def main() -> int:
     parser = bench_parser("monitor", __doc__, "", "--rows 100000 --output FILE.json")
     parser.add_argument("--rows", type=IntArg(), default=1_000_000, help="rows of the run")
     parser.add_argument("--rounds", type=IntArg(), default=3, help="number of times to read and draw it")
+    parser.add_argument("--no-browser", action="store_true", help="skip the measurements in Chromium")
     arguments = parser.parse_args()
     print_line(f"reading {arguments.rows} rows, about {arguments.rows / 50_000:.0f} s per round", sys.stderr)
-    rounds = in_rounds({"monitor": partial(measure, arguments.rows)}, arguments.rounds, "measuring")["monitor"]
+    work = partial(measure, arguments.rows, not arguments.no_browser)
+    rounds = in_rounds({"monitor": work}, arguments.rounds, "measuring")["monitor"]
     for name, values in columns(rounds).items():
         print_line(f"{name:<12} {spread(values)}")
     write_results({"rows": arguments.rows, **medians(rounds), "ranges": ranges(rounds)}, arguments.output)

@@ -21,8 +21,8 @@ def results_of(module: Any, words: list[str], directory: Path, monkeypatch: pyte
 
 
 def test_monitor_benchmark_ingests_requested_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = results_of(monitor, ["--rows", "500"], tmp_path, monkeypatch)
-    many = results_of(monitor, ["--rows", "5000"], tmp_path, monkeypatch)
+    few = results_of(monitor, ["--rows", "500", "--no-browser"], tmp_path, monkeypatch)
+    many = results_of(monitor, ["--rows", "5000", "--no-browser"], tmp_path, monkeypatch)
     assert (few["rows"], many["rows"]) == (500, 5000)
     assert many["file_mb"] == pytest.approx(10 * few["file_mb"], rel=0.05)
 

@@ -352,14 +352,15 @@ def test_home_of_unknown_user_is_rejected(key: str) -> None:
         load_config("sft", [f"{key}=~nobody_at_all/x"])
 
 
-def digest_of(*words: str) -> str:
-    return config_digest(as_dict(load_config("sft", words)))
+def digest_of(*words: str, command: str = "sft") -> str:
+    return config_digest(as_dict(load_config(command, words)))
 
 
-def test_config_digest_ignores_ranks_and_device() -> None:
+def test_config_digest_ignores_ranks_device_and_monitoring() -> None:
     base = digest_of()
     assert digest_of("trainer.n_gpus_per_node=2", "trainer.device=cpu") == base
     assert digest_of("optim.lr=1e-3") != base
+    assert digest_of("trainer.log_sample_tokens=true", command="grpo") == digest_of(command="grpo")
 
 
 def save_contents(command: str, *words: str) -> set[str]:

@@ -20,8 +20,11 @@ from verl_ext.files import yaml_text
 NOT_IDENTITY = (
     "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device", "trainer.log_every", "data.num_workers",
     "trainer.preemption", "trainer.checkpoint.async_save", "trainer.checkpoint.verify", "eval", "health",
+    "trainer.log_sample_tokens",
 )  # fmt: skip
 """Keys that do not change a run's identity: where it runs, on how many processes, and how it is monitored."""
+ADDED_LATER = ("trainer.log_sample_tokens",)
+"""Keys of `NOT_IDENTITY` that runs of earlier versions lack; they are left out, so that digests stay the same."""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -51,5 +54,9 @@ def config_digest(values: Mapping[str, Any]) -> str:
     """First 16 hexadecimal digits of the SHA-256 of nested values, without the keys in `NOT_IDENTITY`."""
     copy = OmegaConf.create(dict(values))
     for key in NOT_IDENTITY:
-        OmegaConf.update(copy, key, None)
+        section, _, name = key.rpartition(".")
+        if key in ADDED_LATER:
+            OmegaConf.select(copy, section).pop(name, None)
+        else:
+            OmegaConf.update(copy, key, None)
     return hashlib.sha256(OmegaConf.to_yaml(copy, sort_keys=True).encode()).hexdigest()[:16]
