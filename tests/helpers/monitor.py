@@ -30,7 +30,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SIMULATED_METRICS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "time/train/step_s")
 DATA = """name => {
   const box = document.querySelector(`[data-testid="chart ${name}"]`);
-  const chart = getElement(parseInt(box.id.slice(1))).chart;
+  const chart = box && getElement(parseInt(box.id.slice(1)))?.chart;
+  if (!chart) return [];  // it is being replaced
   return chart.getOption().series.map(line => ({name: line.name, data: line.data,
     marks: (line.markLine && line.markLine.data || []).map(mark => mark.xAxis ?? mark.yAxis)}));
 }"""
