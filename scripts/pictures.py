@@ -60,12 +60,12 @@ class MonitorView:
 
 
 VIEWS = {
-    "monitor_runs": MonitorView({}, height=340),
+    "monitor_runs": MonitorView({}, height=620),
     "monitor_light": MonitorView({"run": QUICKSTART}),
     "monitor_dark": MonitorView({"run": SFT, "tab": "Checkpoints"}, height=560, is_dark=True),
     "monitor_live": MonitorView({"run": GRPO}, height=740),
     "health_findings": MonitorView({"run": SFT, "tab": "Health"}, height=900),
-    "walkthrough_sft": MonitorView({"run": SFT}),
+    "walkthrough_sft": MonitorView({"run": SFT}, height=720),
     "walkthrough_evaluation": MonitorView({"run": SFT, "tab": "Evaluation"}, height=760),
     "grpo_training": MonitorView({"run": GRPO}),
     "grpo_samples": MonitorView({"run": GRPO, "tab": "Samples"}, height=760),
