@@ -170,6 +170,19 @@ def write_rows(run_dir: Path, attempt: int, steps: range, **metrics: float) -> N
     file.close()
 
 
+@contextlib.contextmanager
+def following(root: Path) -> Iterator[RunFollower]:
+    """A follower without its thread that has looked at a root once."""
+    from verl_ext.monitor.follower import RunFollower
+
+    follower = RunFollower(root.parent / "monitor.sqlite", root)
+    look(follower)
+    try:
+        yield follower
+    finally:
+        follower.stop()
+
+
 def look(follower: RunFollower) -> None:
     """One iteration of the follower's thread, without the thread."""
     for run in follower.find_runs():

@@ -11,7 +11,7 @@ import pytest
 from nicegui import Client, ui
 from nicegui.events import GenericEventArguments
 
-from tests.helpers.monitor import look, write_record, write_rows
+from tests.helpers.monitor import following, look, write_record, write_rows
 from tests.helpers.pages import element, on_client, panel_of
 from verl_ext.config.schema import to_yaml
 from verl_ext.monitor import charts, page
@@ -38,10 +38,8 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def follower(root: Path) -> Iterator[RunFollower]:
-    made = RunFollower(root.parent / "monitor.sqlite", root)
-    look(made)
-    yield made
-    made.stop()
+    with following(root) as made:
+        yield made
 
 
 def bytes_read() -> int:

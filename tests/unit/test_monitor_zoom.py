@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from nicegui import Client
 
-from tests.helpers.monitor import look, write_record, write_rows
+from tests.helpers.monitor import following, look, write_record, write_rows
 from tests.helpers.pages import element, on_client, panel_of
 from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.monitor import database, file_panels, panels, samples
@@ -42,10 +42,8 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def follower(root: Path) -> Iterator[RunFollower]:
-    made = RunFollower(root.parent / "monitor.sqlite", root)
-    look(made)
-    yield made
-    made.stop()
+    with following(root) as made:
+        yield made
 
 
 def zoomed(follower: RunFollower, low: float, high: float) -> tuple[list[float], list[float]]:
