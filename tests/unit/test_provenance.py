@@ -47,7 +47,7 @@ def test_command_and_environment_have_no_secrets(monkeypatch: pytest.MonkeyPatch
     assert {"torch", "transformers", "numpy"} <= facts["packages"].keys()
 
 
-def test_changed_settings_are_recorded(tmp_path: Path) -> None:
+def test_changed_settings_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     former, now = (load_config("sft", [f"optim.lr={lr}", "trainer.logger=[]"]) for lr in (1e-5, 2e-5))
     facts = config_facts(now, path)
@@ -55,5 +55,7 @@ def test_changed_settings_are_recorded(tmp_path: Path) -> None:
     assert "optim.lr_scheduler" not in facts["config_defaults"]
     path.write_text(to_yaml(former))
     assert config_facts(now, path)["config_changes"] == {"optim.lr": [1e-5, 2e-5]}
+    assert not capsys.readouterr().err
     path.write_text("- damaged")
     assert config_facts(now, path)["config_changes"] == {}
+    assert "warning: the settings that changed since the previous attempt are not recorded: " in capsys.readouterr().err

@@ -10,9 +10,10 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from verl_ext.config.run_config import read_config_file
+from verl_ext.config.run_config import flat_values, read_config_file
 from verl_ext.config.schema import as_dict, keys
 from verl_ext.config.secrets import masked, without_secrets
+from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.paths import CHECKOUT
 
@@ -95,17 +96,6 @@ def config_facts(config: Any, former: Path) -> dict[str, Any]:
             before = flat_values(read_config_file(former))
             names = dict.fromkeys((*now, *before))
             changes = {name: [before.get(name), now.get(name)] for name in names if before.get(name) != now.get(name)}
-        except UserError:  # a damaged file must not stop training, which replaces it
-            pass
+        except UserError as error:  # a damaged file must not stop training, which replaces it
+            warn(f"the settings that changed since the previous attempt are not recorded: {error}")
     return {"config_defaults": differing, "config_changes": changes}
-
-
-def flat_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values by dotted key; empty mappings and lists are values."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat_values(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

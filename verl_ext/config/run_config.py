@@ -50,6 +50,17 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", values)
 
 
+def flat_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key; empty mappings and lists are values."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat_values(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
 def config_digest(values: Mapping[str, Any]) -> str:
     """First 16 hexadecimal digits of the SHA-256 of nested values, without the keys in `NOT_IDENTITY`."""
     copy = OmegaConf.create(dict(values))

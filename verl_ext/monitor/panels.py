@@ -16,6 +16,7 @@ from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from verl_ext.checkpoint.manifest import step_of
 from verl_ext.checkpoint.retention import read_best_file
+from verl_ext.config.run_config import flat_values
 from verl_ext.metrics.registry import EVAL_PREFIX
 from verl_ext.monitor.chart_options import (
     AXIS_NAMES,
@@ -457,15 +458,10 @@ def clip(text: str, length: int = MAX_SHOWN_CHARACTERS) -> str:
     return f"{text[:length]}…" if len(text) > length else text
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the values of a configuration as text by dotted key."""
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found |= flatten(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
-    return found
+    values = flat_values(config)
+    return {name: each if isinstance(each, str) else json.dumps(each, default=str) for name, each in values.items()}
 
 
 def differing_keys(configs: list[dict[str, str]]) -> dict[str, list[str]]:

@@ -57,8 +57,8 @@ def read_tokens(run_dir: Path, sample: Mapping[str, Any]) -> list[Token]:
             for line in file:
                 if line.startswith(start) and (row := _parse(line)) and all(row.get(n) == sample[n] for n in keys):
                     return tokens_of(row)
-    except OSError:
-        pass
+    except OSError:  # nothing was logged, or the directory was removed
+        return []
     return []
 
 
