@@ -254,7 +254,7 @@ MESSAGES = {
     "{text} should be kept, too": "{} 也应保留",
     "global_step_{} was due but is missing": "global_step_{} 应已保存，但不存在",
     "the newest complete step is {}": "最新的完整检查点在第 {} 步",
-    "the newest complete step is none": "没有完整的检查点",
+    "there is no complete checkpoint": "没有完整的检查点",
     "the W&B run is closed": "W&B 任务已关闭",
     "closed": "已关闭",
     "it was not closed": "未关闭",
