@@ -66,7 +66,7 @@ def make_model(distance: float = 0.0) -> PreTrainedModel:
 
 
 def make_trajectories() -> list[Trajectory]:
-    """Ragged completions with rewards, group after group; one group has equal rewards."""
+    """Ragged completions with rewards, group after group; two groups, one on each of two ranks, have equal rewards."""
     generator = torch.Generator().manual_seed(5)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def make_trajectories() -> list[Trajectory]:
             completion = Completion(tokens(length), torch.zeros(length), False)
             trajectories.append(Trajectory(prompt, number).act(completion))
     rewards = torch.rand(len(trajectories), generator=generator).tolist()
-    rewards[GROUP_SIZE : 2 * GROUP_SIZE] = [0.5] * GROUP_SIZE
+    rewards[GROUP_SIZE : 3 * GROUP_SIZE] = [0.5] * GROUP_SIZE + [0.25] * GROUP_SIZE
     for trajectory, reward in zip(trajectories, rewards):
         trajectory.reward = Reward({"r": reward})
     return trajectories

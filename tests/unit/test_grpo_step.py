@@ -21,7 +21,16 @@ from verl_ext.grpo.config import (
     TokenAlgorithmConfig,
 )
 from verl_ext.grpo.metrics import ALL_STATISTICS, distribution_metrics, sample_metrics, sample_rows
-from verl_ext.grpo.protocols import Metrics, Prompt, Reward, RewardFailure, StepResult, Trajectory
+from verl_ext.grpo.protocols import (
+    LogProbs,
+    Metrics,
+    MicroBatch,
+    Prompt,
+    Reward,
+    RewardFailure,
+    StepResult,
+    Trajectory,
+)
 from verl_ext.grpo.step import GRPOStep
 from verl_ext.metrics.timing import StepTimer
 from verl_ext.processes import StopSignals
@@ -296,6 +305,49 @@ def test_gradient_is_independent_of_micro_batch_size(size: int) -> None:
         gradients.append(bandit.scores.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
     assert losses[0] == pytest.approx(losses[1]) and losses[0] != 0
+
+
+class GenerousMachine(Machine):
+    """Pays for every sample of some prompts, and for every second one of the others."""
+
+    def __init__(self, generous: set[int]) -> None:
+        """Indices of these prompts."""
+        super().__init__()
+        self._generous = generous
+
+    def reward_of(self, trajectory: Trajectory) -> Reward:
+        return Reward({"pay": float(trajectory.prompt.index in self._generous or trajectory.number % 2)})
+
+
+class RecordingBandit(Bandit):
+    """Records for each forward pass of an update whether a backward pass follows."""
+
+    def log_probs(self, micro_batch: MicroBatch) -> LogProbs:
+        self.passes = [*getattr(self, "passes", []), torch.is_grad_enabled()]
+        return super().log_probs(micro_batch)
+
+
+@pytest.mark.parametrize(
+    ("generous", "penalties", "passes"),
+    [
+        ({1}, {}, [False, True, True]),
+        ({0, 1, 2}, {}, [False, False, True]),
+        (set(), {}, [True] * 3),
+        ({1}, {"entropy_coeff": 0.1}, [True] * 3),
+        ({1}, {"use_kl_loss": True}, [True] * 3),
+    ],
+)
+def test_groups_without_signal_have_no_backward_pass(
+    generous: set[int], penalties: dict[str, Any], passes: list[bool]
+) -> None:
+    actor, machine = replace(ACTOR, **penalties), GenerousMachine(generous)
+    one, several = RecordingBandit(6), RecordingBandit(6)
+    for bandit, size in ((one, 3 * GROUP), (several, GROUP)):
+        bandit.first += torch.linspace(-1, 1, 4)
+        _, bandit.metrics = step_of(bandit, machine, actor=actor, micro_batch_size=size).run(prompts(0, 1, 2), 1)
+    assert one.passes == [True] and several.passes == passes
+    torch.testing.assert_close(one.scores.grad, several.scores.grad)
+    assert several.metrics == pytest.approx(one.metrics, abs=1e-12)
 
 
 def test_old_log_probs_are_from_before_first_update() -> None:

@@ -84,6 +84,12 @@ class ActorConfig:
     loss_agg_mode, loss_scale_factor = "token-mean", None
     use_kl_loss, kl_loss_coef, kl_loss_type = False, 0.0, "low_var_kl"
 
+    @property
+    def has_only_policy_gradient(self) -> bool:
+        """Whether the loss has no other term, so that samples with an advantage of 0 add nothing to the gradient."""
+        penalizes = self.policy_loss.loss_mode in LOSSES_OF_COVARIANCES or self.use_kl_loss
+        return not penalizes and self.entropy_coeff == 0
+
 
 @dataclass(kw_only=True)
 class TokenActorConfig(ActorConfig):

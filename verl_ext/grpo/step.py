@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -23,6 +23,24 @@ from verl_ext.grpo.guards import EngineGuard, RewardGuard
 from verl_ext.grpo.metrics import ALL_STATISTICS, UpdateMetrics, describe, distribution_metrics
 from verl_ext.grpo.protocols import Environment, Metrics, MicroBatch, Policy, Prompt, Trajectory
 from verl_ext.metrics.timing import StepTimer, TraceFile
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The micro-batches of one update.
+
+    Attributes:
+        without_gradient: those whose advantages are all 0; they count in the metrics and in means over tokens.
+        trained: the others, at least one.
+    """
+
+    without_gradient: list[MicroBatch]
+    trained: list[MicroBatch]
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """All micro-batches."""
+        return self.without_gradient + self.trained
 
 
 @dataclass(eq=False)
@@ -178,7 +196,7 @@ class GRPOStep:
         with self.timer.measure("shard"):
             size = len(trajectories) // self.num_mini_batches  # whole groups
             starts = range(0, size * self.num_mini_batches, size)
-            mini_batches = [list(self._micro_batches(trajectories[start : start + size])) for start in starts]
+            mini_batches = [self._mini_batch(trajectories[start : start + size]) for start in starts]
         with self.timer.measure("update"):
             self._add_old_and_reference_log_probs(mini_batches)
             for epoch in range(self.actor.ppo_epochs):
@@ -186,8 +204,28 @@ class GRPOStep:
                     self._update(mini_batch, metrics, epoch, is_first=epoch == number == 0)
         return metrics.reduced()
 
-    def _micro_batches(self, trajectories: Sequence[Trajectory]) -> Iterator[MicroBatch]:
-        ordered = self.policy.sort_by_cost(trajectories)
+    def _mini_batch(self, trajectories: Sequence[Trajectory]) -> MiniBatch:
+        return MiniBatch(*map(self._micro_batches, self._split_by_gradient(trajectories)))
+
+    def _split_by_gradient(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
+        """Split off groups whose advantages are 0, in whole micro-batches and equally many on each rank.
+
+        With FSDP, all ranks must run the same sequence of forward and backward passes.
+        """
+        flat: list[Trajectory] = []
+        trained: list[Trajectory] = []
+        for start in range(0, len(trajectories), self.group_size):
+            group = trajectories[start : start + self.group_size]
+            has_gradient = not self.actor.has_only_policy_gradient or any(each.advantage for each in group)
+            (trained if has_gradient else flat).extend(group)
+        size = self.micro_batch_size
+        possible = min(len(flat), len(trajectories) - 1) // size  # at least one sample is trained
+        num_flat = int(-self._largest(-possible)) * size
+        return flat[:num_flat], trained + flat[num_flat:]
+
+    def _micro_batches(self, trajectories: Sequence[Trajectory]) -> list[MicroBatch]:
+        ordered = self.policy.sort_by_cost(trajectories) if trajectories else []
+        micro_batches = []
         for start in range(0, len(ordered), self.micro_batch_size):
             chosen = ordered[start : start + self.micro_batch_size]
             micro_batch = self.policy.collate(chosen)
@@ -196,22 +234,27 @@ class GRPOStep:
             advantages = torch.tensor([[trajectory.advantage] for trajectory in chosen])
             micro_batch["loss_mask"] = mask * rewarded.to(mask.dtype)
             micro_batch["advantages"] = advantages.expand(mask.shape)
-            yield micro_batch
+            micro_batches.append(micro_batch)
+        return micro_batches
 
     @torch.no_grad()
-    def _add_old_and_reference_log_probs(self, mini_batches: list[list[MicroBatch]]) -> None:
+    def _add_old_and_reference_log_probs(self, mini_batches: list[MiniBatch]) -> None:
         """Add log-probabilities under the model before several updates, and under the reference for a KL term."""
-        for micro_batch in (each for mini_batch in mini_batches for each in mini_batch):
+        for micro_batch in (each for mini_batch in mini_batches for each in mini_batch.micro_batches):
             self.before_micro_batch(False)
             if self.num_updates > 1:
                 micro_batch["old_log_probs"] = self.policy.log_probs(micro_batch).values.cpu()
             if self.actor.use_kl_loss:
                 micro_batch["reference_log_probs"] = self.policy.reference_log_probs(micro_batch).cpu()
 
-    def _update(self, mini_batch: list[MicroBatch], metrics: UpdateMetrics, epoch: int, is_first: bool) -> None:
-        batch, total = self._global_batch(mini_batch), 0.0
-        for number, micro_batch in enumerate(mini_batch):
-            self.before_micro_batch(number == len(mini_batch) - 1)
+    def _update(self, mini_batch: MiniBatch, metrics: UpdateMetrics, epoch: int, is_first: bool) -> None:
+        batch, total = self._global_batch(mini_batch.micro_batches), 0.0
+        with torch.no_grad():
+            for micro_batch in mini_batch.without_gradient:
+                self.before_micro_batch(False)
+                total += float(self._loss(micro_batch, batch, metrics, epoch, is_first))
+        for number, micro_batch in enumerate(mini_batch.trained):
+            self.before_micro_batch(number == len(mini_batch.trained) - 1)
             loss = self._loss(micro_batch, batch, metrics, epoch, is_first)
             loss.backward()
             total += float(loss.detach())
