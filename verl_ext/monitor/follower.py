@@ -260,7 +260,7 @@ class RunFollower(threading.Thread):
 
     def _with_death(self, run: RunInfo) -> RunInfo:
         """Return the run, with status `killed` and the reason if it does not run although its record says so."""
-        if run.status != "running":
+        if run.status not in ("running", "waiting"):
             return run
         state = self._state_of(run)
         allowed = math.inf  # unlimited until the last row and the duration of steps are known
