@@ -23,9 +23,11 @@ from verl_ext.metrics import heartbeat
 from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.monitor import follower as follower_module
+from verl_ext.monitor import run_files
 from verl_ext.monitor.charts import schedule_points
 from verl_ext.monitor.database import MonitorDatabase, database_for
-from verl_ext.monitor.follower import RunFollower, events_of_row
+from verl_ext.monitor.follower import RunFollower
+from verl_ext.monitor.run_files import events_of_row
 from verl_ext.monitor.server import csv_lines, csv_response
 from verl_ext.processes import pid_namespace
 
@@ -107,7 +109,7 @@ def test_restarted_monitor_reads_saved_curves_and_new_rows(
     root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower_module, "DUMP_ROWS", 64)
-    monkeypatch.setattr(follower_module, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(run_files, "BLOCK_BYTES", 4096)
     write_record(root / "p/e", a1=0)
     write_rows(root / "p/e", 1, range(1, 6001), grad_norm=1.5)
     look(follower)
