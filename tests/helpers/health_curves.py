@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.config.schema import to_yaml
@@ -335,6 +337,7 @@ def write_run(run_dir: Path, curve_name: str, status: str = "finished", reason: 
     total, now = rows[-1][0], time.time()
     config = load_config("sft", ["trainer.logger=[console]", "trainer.save_freq=300", "optim.lr_scheduler=constant"])
     config.optim.lr, config.optim.lr_warmup_steps_ratio = 1e-5, 0.0
+    run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
     lines = [json.dumps({"step": step, "attempt": 1, "time": now, **metrics}) for step, metrics in rows]
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -353,3 +356,24 @@ def write_checkpoint(run_dir: Path, step: int) -> None:
     (directory / "huggingface/model.safetensors").write_bytes(b"x" * 64)
     manifest = Manifest(step, 1, "", {"huggingface/model.safetensors": {"bytes": 64}})
     (directory / "manifest.json").write_text(manifest.to_json())
+
+
+def change_config(run_dir: Path, key: str, value: Any) -> None:
+    """Change a setting in the `config.yaml` of a run."""
+    config = OmegaConf.load(run_dir / "config.yaml")
+    OmegaConf.update(config, key, value)
+    OmegaConf.save(config, run_dir / "config.yaml")
+
+
+def change_attempt(run_dir: Path, **values: object) -> None:
+    """Change values of the last attempt in the `run.json` of a run."""
+    run = json.loads((run_dir / "run.json").read_text())
+    run["attempts"][-1].update(values)
+    (run_dir / "run.json").write_text(json.dumps(run))
+
+
+def make_silent(run_dir: Path, seconds: float) -> None:
+    """Move all rows of a run into the past."""
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "time": row["time"] - seconds}) + "\n" for row in rows))

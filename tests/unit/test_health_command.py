@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers.health_curves import CURVES, view_of, write_checkpoint, write_run
+from tests.helpers.health_curves import (
+    CURVES,
+    change_attempt,
+    change_config,
+    make_silent,
+    view_of,
+    write_checkpoint,
+    write_run,
+)
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.health.__main__ import main
 from verl_ext.health.checklist import metric_trends
@@ -23,12 +31,6 @@ from verl_ext.health.run_directory import why_killed
 from verl_ext.metrics import heartbeat
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.processes import pid_namespace, start_ticks
-
-
-def change_config(run_dir: Path, key: str, value: Any) -> None:
-    config = OmegaConf.load(run_dir / "config.yaml")
-    OmegaConf.update(config, key, value)
-    OmegaConf.save(config, run_dir / "config.yaml")
 
 
 def run_health(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -77,18 +79,6 @@ def test_outdated_tracker_is_reported(tmp_path: Path, capsys: pytest.CaptureFixt
     (run_dir / "latest_checkpointed_iteration.txt").write_text("200")
     code, levels = run_health(run_dir, capsys)
     assert code == 0 and levels["latest_checkpointed_iteration.txt names the newest checkpoint"] == "warning"
-
-
-def make_silent(run_dir: Path, seconds: float) -> None:
-    path = run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({**row, "time": row["time"] - seconds}) + "\n" for row in rows))
-
-
-def change_attempt(run_dir: Path, **values: object) -> None:
-    run = json.loads((run_dir / "run.json").read_text())
-    run["attempts"][-1].update(values)
-    (run_dir / "run.json").write_text(json.dumps(run))
 
 
 @pytest.fixture(scope="module")

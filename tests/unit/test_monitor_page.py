@@ -16,7 +16,7 @@ from tests.helpers.pages import element, on_client, panel_of
 from verl_ext.config.schema import to_yaml
 from verl_ext.monitor import charts, page
 from verl_ext.monitor.configuration import ConfigurationPanel
-from verl_ext.monitor.file_panels import HealthPanel
+from verl_ext.monitor.file_panels import HealthPanel, LogPanel
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.overview import RunTable
 from verl_ext.monitor.page import MonitorPage
@@ -293,6 +293,24 @@ def test_health_tab_does_not_reread_growing_run(root: Path, follower: RunFollowe
         before = bytes_read()
         await panel.show()
         assert bytes_read() - before < size / 2
+
+    on_client(check)
+
+
+def test_findings_and_reason_are_shown_in_language_of_page(root: Path, follower: RunFollower) -> None:
+    run_dir = root / "p/old"
+    (run_dir / "config.yaml").write_text(to_yaml(load_config("sft", [])))
+    event = {"time": 1.0, "step": 5, "name": "val_loss_not_finite", "level": "ok", "text": "val/loss is finite"}
+    (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+    look(follower)
+
+    async def check(client: Client) -> None:
+        state = PageState(run="p/old", preferences={"language": "zh"})
+        for kind in (HealthPanel, LogPanel):
+            await panel_of(kind, follower, state).show()
+        shown = " ".join(each.text for each in client.elements.values() if isinstance(each, ui.label))
+        assert "每个检查点" in shown and "train/loss 下降" in shown and "损失是有限数" in shown
+        assert "第 5 步: val_loss_not_finite: val/loss 是有限数" in shown
 
     on_client(check)
 

@@ -233,8 +233,8 @@ def expected_checkpoints(run: RunDirectory) -> CheckResult | None:
         return None
     steps = [each.step for each in run.checkpoints]
     if not any(step >= due for step in steps):
-        newest = max(steps, default="none")
-        return alarm(f"global_step_{due} was due but is missing; the newest complete step is {newest}")
+        newest = f"the newest complete step is {max(steps)}" if steps else "there is no complete checkpoint"
+        return alarm(f"global_step_{due} was due but is missing; {newest}")
     message = f"{len(steps)} kept, the newest is global_step_{max(steps)}"
     most = run.config["trainer"].get("max_ckpt_to_keep")
     scheduled = range(run.first_step // every * every + every, due, every) if every > 0 else ()

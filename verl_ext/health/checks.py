@@ -270,7 +270,9 @@ def accuracy_zero(view: HealthView) -> CheckResult | None:
     recent = view.recent(name, MANY_STEPS)
     if recent is None:
         return None
-    return warning(f"{name} was 0 for {MANY_STEPS} steps") if recent.max() == 0 else ok(f"{name} is {recent[-1]:.3g}")
+    if recent.max() == 0:
+        return warning(f"{name} was 0 for {MANY_STEPS} steps")
+    return ok(f"the last value of {name} is {recent[-1]:.3g}")
 
 
 def learning_metrics(view: HealthView) -> dict[str, int]:

@@ -9,6 +9,7 @@ import orjson
 from nicegui import ui
 
 from verl_ext.metrics.run_record import seconds_of
+from verl_ext.monitor.messages import translate_message
 from verl_ext.monitor.panels import GRID, Panel, clip, flatten, tag
 from verl_ext.monitor.run_files import read_config
 from verl_ext.monitor.text import format_time
@@ -81,7 +82,7 @@ class ConfigurationPanel(Panel):
             return
         self._shown = run.id, run.record, config
         self._attempts, self._config = attempts_of(run.record), config
-        self._tables["attempts"].rows = [attempt_row(each) for each in self._attempts]
+        self._tables["attempts"].rows = [attempt_row(each, self.state.language) for each in self._attempts]
         numbers = [each["attempt"] for each in self._attempts]
         self._select.set_options(numbers, value=numbers[-1] if numbers else None)
         self._draw()
@@ -111,7 +112,7 @@ def attempts_of(record: str) -> list[Attempt]:
     return sorted(attempts, key=lambda each: each["attempt"])
 
 
-def attempt_row(attempt: Attempt) -> dict[str, Any]:
+def attempt_row(attempt: Attempt, language: str) -> dict[str, Any]:
     """Return a row of the table of attempts."""
     start, end = seconds_of(attempt.get("start")), seconds_of(attempt.get("end"))
     first, last = attempt.get("first_step"), attempt.get("last_step")
@@ -125,7 +126,7 @@ def attempt_row(attempt: Attempt) -> dict[str, Any]:
         "Host": _text(attempt.get("host")),
         "Devices": count_names(devices) if isinstance(devices, list) else "",
         "Commit": _text(attempt.get("git_commit"))[:COMMIT_CHARACTERS],
-        "Reason": _text(attempt.get("exit_reason")),
+        "Reason": translate_message(language, _text(attempt.get("exit_reason"))),
     }
 
 

@@ -22,9 +22,9 @@ from verl_ext.health.rule import Finding, Level
 from verl_ext.health.run_directory import RunDirectory
 from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE
-from verl_ext.monitor.advice import translate_advice
 from verl_ext.monitor.colors import LEVELS, text_classes
 from verl_ext.monitor.database import LogEvent
+from verl_ext.monitor.messages import translate_event, translate_message
 from verl_ext.monitor.panels import Panel, tag
 from verl_ext.monitor.run_files import stamp_of
 from verl_ext.monitor.text import format_time
@@ -122,14 +122,15 @@ class HealthPanel(Panel):
                 self._draw(*found)
 
     def _draw(self, lists: dict[str, list[ChecklistItem]], findings: list[Finding]) -> None:
+        say = partial(translate_message, self.state.language)
         for title, items in lists.items():
-            ui.label(title).classes("text-lg mt-2")
+            ui.label(say(title)).classes("text-lg mt-2")
             for item in items:
                 result = item.result
-                _line(result.level if result else None, item.text, result.message if result else "-")
+                _line(result.level if result else None, say(item.text), say(result.message) if result else "-")
         ui.label(self.say("Rules")).classes("text-lg mt-2")
         for found in sorted(findings, key=lambda each: -each.level):
-            _line(found.level, found.rule, translate_advice(self.state.language, found.sentence))
+            _line(found.level, found.rule, say(found.sentence))
 
 
 def _files_state(directory: Path) -> object:
@@ -194,7 +195,11 @@ class LogPanel(Panel):
             self._log.clear()
         for number, event in self.follower.reader.last_events(run.id, self._last, LAST_LINES):
             self._last = max(self._last, number)
-            self._log.push(_log_line(event), classes=text_classes(EVENT_COLORS.get(event.kind, "grey")))
+            self._log.push(self._line_of(event), classes=text_classes(EVENT_COLORS.get(event.kind, "grey")))
+
+    def _line_of(self, event: LogEvent) -> str:
+        where = "" if event.step is None else f"{self.say('step {}').format(event.step)}: "
+        return f"{format_time(event.time)}  {where}{translate_event(self.state.language, event)}"
 
     async def _show_console(self, path: Path) -> None:
         stamp = stamp_of(path) if path.exists() else None
@@ -224,7 +229,8 @@ class LogPanel(Panel):
         elif wanted and run is not None:
             found = self.follower.reader.search_events(run.id, wanted, FOUND_LINES)
             self._table.rows = [
-                {"id": number, "time": format_time(each.time), "kind": each.kind, "step": each.step, "text": each.text}
+                {"id": number, "time": format_time(each.time), "kind": each.kind, "step": each.step}
+                | {"text": translate_event(self.state.language, each)}
                 for number, each in found
             ]
 
@@ -249,8 +255,3 @@ def find_lines(path: Path, wanted: str, count: int) -> list[tuple[int, str]]:
             return list(deque(found, maxlen=count))
     except OSError:
         return []
-
-
-def _log_line(event: LogEvent) -> str:
-    where = "" if event.step is None else f"step {event.step}: "
-    return f"{format_time(event.time)}  {where}{event.text}"

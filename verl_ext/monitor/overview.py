@@ -11,10 +11,10 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from verl_ext.metrics.run_record import seconds_of
-from verl_ext.monitor.advice import translate_advice
 from verl_ext.monitor.colors import LEVELS, STATUSES
 from verl_ext.monitor.database import LogEvent, RunInfo
 from verl_ext.monitor.lineage import Parent, chains, parents_of
+from verl_ext.monitor.messages import translate_event
 from verl_ext.monitor.panels import Panel, tag
 from verl_ext.monitor.text import format_seconds, format_time
 
@@ -203,7 +203,7 @@ class AlarmList:
         with link:
             ui.badge(self._panel.say(event.kind), color=LEVELS[event.kind])
             ui.label(path).classes("font-medium break-all")
-            ui.label(translate_advice(self._panel.state.language, event.text)).classes("text-sm break-words min-w-0")
+            ui.label(translate_event(self._panel.state.language, event)).classes("text-sm break-words min-w-0")
             ui.label(format_time(event.time)).classes("text-xs opacity-70")
 
 

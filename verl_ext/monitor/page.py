@@ -16,6 +16,7 @@ from verl_ext.monitor.file_panels import CheckpointsPanel, HealthPanel, LogPanel
 from verl_ext.monitor.flips import EvaluationTab
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.keyboard import FOCUS_STYLE, SCRIPT, ShortcutHelp
+from verl_ext.monitor.messages import translate_message
 from verl_ext.monitor.overview import RunTable, num_alarms, worst_level
 from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, tag
 from verl_ext.monitor.samples import SamplesPanel
@@ -232,7 +233,7 @@ class RunStatusBar:
     """Status, progress, and the latest values of a run."""
 
     def __init__(self, state: PageState) -> None:
-        self._say = state.translate
+        self._state, self._say = state, state.translate
         with ui.row().classes("w-full items-center gap-2"):
             self._path = tag(ui.label().classes("text-lg font-medium break-all"), "shown")
             self._status = tag(ui.badge(), "status")
@@ -278,7 +279,7 @@ class RunStatusBar:
 
     def _reason_of(self, run: RunInfo) -> str:
         """Say how the last attempt ended, and how many lines of metrics.jsonl cannot be read."""
-        parts = [run.exit_reason] if run.exit_reason else []
+        parts = [translate_message(self._state.language, run.exit_reason)] if run.exit_reason else []
         parts += [f"{run.unreadable} {self._say('unreadable lines of metrics.jsonl')}"] if run.unreadable else []
         return " · ".join(parts)
 

@@ -55,6 +55,7 @@ CHINESE = {
     "Dark": "深色",
     "Nothing yet": "暂无数据",
     "attempt {}": "第 {} 次启动",
+    "step {}": "第 {} 步",
     "schedule": "调度",
     "Search": "搜索",
     "Search the log": "搜索日志",
