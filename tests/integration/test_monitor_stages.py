@@ -1,16 +1,17 @@
-"""Charts of GRPO, of the budget controller and of evaluated checkpoints show the values of the runs."""
+"""Every tab shows what is in the files of a run of each stage."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.helpers.commands import GRPORun, RecipeRun, SFTRun
-from tests.helpers.monitor import choose, copy_run, monitor, open_tab, series, until_passes, visit, wait_for_text
+from tests.helpers.monitor import choose, copy_run, monitor, open_tab, series, text, until_passes, visit, wait_for_text
 from verl_ext.metrics.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -39,17 +40,26 @@ OF_THE_CONTROLLER = {
     "Entropy": {"train/entropy"},
 }
 RATES = ("accepted_at_1", "exec_success_rate")
+LAST_STEPS = {"grpo": 4, "budget": 8, "sft": 6}
 
 
 @pytest.fixture(scope="module")
 def root(
     grpo_run: GRPORun, budget_run: RecipeRun, watched_run: SFTRun, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A run of each stage."""
+    """A run of each stage with a checkpoint; step 6 of the SFT run solves one more problem than step 2."""
     root = tmp_path_factory.mktemp("monitored") / "checkpoints"
     for name, run in {"grpo": grpo_run, "budget": budget_run, "sft": watched_run}.items():
-        copy_run(run.run_dir, root / "project" / name)
+        copy_run(run.run_dir, root / "project" / name, LAST_STEPS[name])
+    for step, error in ((2, "wrong_answer"), (6, "success")):
+        path = root / f"project/sft/eval/eval_step_{step}/verdicts/few.jsonl"
+        first, *others = read_lines(path)
+        path.write_text("".join(json.dumps(row) + "\n" for row in (first | {"error_type": error}, *others)))
     return root
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +137,99 @@ def test_evaluation_rates_have_intervals_and_best_is_marked(page: Page, root: Pa
         assert lines["timeout_rate"] == [[step, metrics[step]["timeout_rate"]] for step in metrics]
 
     until_passes(assert_chosen)
+
+
+@pytest.mark.parametrize("run", LAST_STEPS)
+def test_tabs_show_record_checkpoints_health_and_console(page: Page, root: Path, run: str) -> None:
+    run_dir = root / "project" / run
+    [attempt] = json.loads((run_dir / "run.json").read_text())["attempts"]
+    choose(page, f"project/{run}")
+    open_tab(page, "Configuration")
+    wait_for_text(page, "command", attempt["command"])
+    wait_for_text(page, "packages", attempt["packages"]["torch"])
+    wait_for_text(page, "settings", "data.train_batch_size")
+    open_tab(page, "Checkpoints")
+    wait_for_text(page, "checkpoints", f"global_step_{LAST_STEPS[run]}")
+    open_tab(page, "Health")
+    wait_for_text(page, "health", "all steps are done")
+    open_tab(page, "Log")
+    wait_for_text(page, "log", f"attempt 1 ended: {attempt['exit_reason']}")
+    page.get_by_test_id("log source").get_by_text("Console").click()
+    wait_for_text(page, "log", f"rank 0: step {LAST_STEPS[run]}/{LAST_STEPS[run]} | ")
+
+
+@pytest.mark.parametrize(
+    ("run", "file"),
+    [("sft", "eval/*/qa_logs/few_qa.jsonl"), ("grpo", "samples.jsonl"), ("budget", "samples.jsonl")],
+)
+def test_samples_can_be_read_in_full(page: Page, root: Path, run: str, file: str) -> None:
+    rows = [row for path in (root / "project" / run).glob(file) for row in read_lines(path)]
+    choose(page, f"project/{run}")
+    open_tab(page, "Samples")
+    page.get_by_test_id("samples").locator("tbody tr").first.click()
+    wait_for_text(page, "sample", "prompt")
+    shown = words(text(page, "sample"))
+    assert any(words(row["prompt"]) in shown and words(row["answer"]) in shown for row in rows)
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_completions_are_shown_side_by_side_and_token_by_token(page: Page, root: Path) -> None:
+    rows = [row for row in read_lines(root / "project/grpo/samples.jsonl") if row["split"] == "train"]
+    choose(page, "project/grpo")
+    open_tab(page, "Samples")
+    page.get_by_test_id("sample split").click()
+    page.get_by_role("option", name="train").click()
+    expect(page.get_by_test_id("samples").locator("tbody tr").first).to_contain_text("train")
+    page.get_by_test_id("samples").locator("tbody tr").first.click()
+    wait_for_text(page, "tokens", rows[-1]["answer"].split()[0])
+    colored = page.get_by_test_id("tokens").locator("[style*=background]")
+    until_passes(lambda: at_least(colored.count(), 1))
+    page.get_by_test_id("token colors").get_by_text("Loss mask").click()
+    tokens = read_lines(root / "project/grpo/sample_tokens.jsonl")
+    until_passes(lambda: at_least(colored.count(), min(sum(row["loss_mask"]) for row in tokens)))
+    page.get_by_test_id("sample groups").click()
+    page.get_by_test_id("samples").locator("tbody tr").first.click()
+    wait_for_text(page, "group", "step")
+    members = {row["sample_id"]: sum(other["sample_id"] == row["sample_id"] for other in rows) for row in rows}
+    assert page.get_by_test_id("group").locator(".q-card").count() in members.values()
+
+
+def at_least(count: int, wanted: int) -> None:
+    assert count >= wanted
+
+
+def test_flipped_problem_shows_both_answers(page: Page, root: Path) -> None:
+    evaluations = [root / f"project/sft/eval/eval_step_{step}" for step in (2, 6)]
+    before, after = ({row["problem_id"]: row for row in read_lines(each / "answers/few.jsonl")} for each in evaluations)
+    choose(page, "project/sft")
+    open_tab(page, "Evaluation")
+    for model, step in (("a", 2), ("b", 6)):
+        page.get_by_test_id(f"flips {model}").click()
+        page.get_by_role("option").filter(has_text=f"step {step}").first.click()
+    wait_for_text(page, "flips Gained", "1")
+    wait_for_text(page, "flips p", "p of McNemar's exact test: 1")
+    problem = read_lines(evaluations[0] / "verdicts/few.jsonl")[0]["problem_id"]
+    page.get_by_test_id("flips").get_by_text(problem).click()
+    for letter, answers in (("A", before), ("B", after)):
+        wait_for_text(page, f"answer {letter}", "tests passed")
+        assert words(answers[problem]["answer"]) in words(text(page, f"answer {letter}"))
+
+
+def test_runs_of_different_stages_are_compared(page: Page, root: Path) -> None:
+    for run in ("grpo", "budget"):
+        row = page.get_by_test_id("runs").locator("tbody tr").filter(has_text=f"project/{run}")
+        row.get_by_role("checkbox").click()
+    page.get_by_test_id("compare").click()
+
+    def assert_curves() -> None:
+        lines = {line["name"]: line["data"] for line in series(page, "comparison train/loss")}
+        for run in ("grpo", "budget"):
+            rows = read_metrics(root / "project" / run / "metrics.jsonl")
+            losses = [row["train/loss"] for row in rows if "train/loss" in row]
+            [curve] = [data for name, data in lines.items() if run in name]
+            assert [value for _, value in curve] == pytest.approx(losses, rel=1e-5, abs=1e-9)
+
+    until_passes(assert_curves)

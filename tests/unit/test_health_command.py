@@ -138,20 +138,23 @@ def test_run_without_live_process_is_reported_as_killed(
     assert levels["the run is alive"] == ("alarm" if status == "killed" else "ok")
 
 
+@pytest.mark.parametrize("status", ["running", "waiting"])
 @pytest.mark.parametrize("beats", [True, False])
 def test_command_waits_for_heartbeat_of_silent_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, beats: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, beats: bool, status: str
 ) -> None:
     monkeypatch.setattr(heartbeat, "DEAD_AFTER_S", 0.4)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
     monkeypatch.setattr(heartbeat, "POLL_S", 0.05)
     run_dir = write_run(tmp_path, "a textbook run", "running", "")
     change_attempt(run_dir, host="elsewhere", heartbeat_s=10.0)
+    if status == "waiting":
+        RunRecord(run_dir).mark_waiting(launch={"heartbeat_s": 10.0})
     make_silent(run_dir, 3600)  # its ranks may hang
     (run_dir / "run.lock").touch()
     os.utime(run_dir / "run.lock", (1e9, 1e9))
     with heartbeat.beating(run_dir) if beats else nullcontext():
-        assert run_health(run_dir, capsys)[1]["status"] == ("running" if beats else "killed")
+        assert run_health(run_dir, capsys)[1]["status"] == (status if beats else "killed")
 
 
 def test_finished_run_is_not_reported_as_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: int) -> None:

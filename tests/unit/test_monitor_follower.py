@@ -19,11 +19,15 @@ import pytest
 from tests.helpers.monitor import look, write_record, write_rows
 from tests.helpers.processes import wait_until
 from verl_ext.errors import UserError
+from verl_ext.metrics import heartbeat
 from verl_ext.metrics.jsonl import MetricsRow
+from verl_ext.metrics.run_record import RunRecord
 from verl_ext.monitor import follower as follower_module
+from verl_ext.monitor import run_files
 from verl_ext.monitor.charts import schedule_points
 from verl_ext.monitor.database import MonitorDatabase, database_for
-from verl_ext.monitor.follower import RunFollower, events_of_row
+from verl_ext.monitor.follower import RunFollower
+from verl_ext.monitor.run_files import events_of_row
 from verl_ext.monitor.server import csv_lines, csv_response
 from verl_ext.processes import pid_namespace
 
@@ -105,7 +109,7 @@ def test_restarted_monitor_reads_saved_curves_and_new_rows(
     root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower_module, "DUMP_ROWS", 64)
-    monkeypatch.setattr(follower_module, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(run_files, "BLOCK_BYTES", 4096)
     write_record(root / "p/e", a1=0)
     write_rows(root / "p/e", 1, range(1, 6001), grad_norm=1.5)
     look(follower)
@@ -188,7 +192,9 @@ def test_curves_of_a_deleted_run_are_not_saved(root: Path, follower: RunFollower
     assert saved._connection.execute("SELECT count(*) FROM curves").fetchone()[0] == 0
 
 
-def test_killed_run_does_not_count_as_running(root: Path, follower: RunFollower) -> None:
+def test_killed_run_does_not_count_as_running(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_record(root / "p/live")
     write_rows(root / "p/live", 1, range(1, 5))
     write_record(root / "p/silent")
@@ -198,10 +204,15 @@ def test_killed_run_does_not_count_as_running(root: Path, follower: RunFollower)
     write_record(root / "p/validating")
     lines.append(json.dumps({"step": 8, "attempt": 1, "time": time.time() - 2900, "time/val/step_s": 2000.0}))
     (root / "p/validating/metrics.jsonl").write_text("\n".join(lines) + "\n")
+    RunRecord(root / "p/launching").mark_waiting(launch={"heartbeat_s": 10.0})
+    RunRecord(root / "p/queued").mark_waiting()
+    monkeypatch.setattr(heartbeat, "DEAD_AFTER_S", 0.0)
     for each in (follower, RunFollower(follower.database_path, root)):
         look(each)
+        look(each)
         assert {path: run.status for path, run in each.runs.items()} == {
-            "p/live": "running", "p/silent": "killed", "p/validating": "running",
+            "p/launching": "killed", "p/live": "running", "p/queued": "waiting",
+            "p/silent": "killed", "p/validating": "running",
         }  # fmt: skip
         assert "logged nothing for 29" in str(each.runs["p/silent"].exit_reason)
 

@@ -16,7 +16,7 @@ from verl_ext.errors import UserError
 from verl_ext.health.checklist import ChecklistItem, MetricTrend, checklists, metric_trends
 from verl_ext.health.rule import Finding, Level
 from verl_ext.health.rules import load_rules
-from verl_ext.health.run_directory import RunDirectory, has_remote_heartbeat
+from verl_ext.health.run_directory import RunDirectory, relies_on_heartbeat
 from verl_ext.metrics.heartbeat import await_heartbeat
 from verl_ext.plugins import PLUGIN_FORM
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.run_dir is None:
             raise UserError("no run is given; name its directory, checkpoints/<project>/<experiment>")
         run = RunDirectory.read(arguments.run_dir, rules)
-        if has_remote_heartbeat(run.run):
+        if relies_on_heartbeat(run.run):
             await_heartbeat(run.path)
         lists, trends, findings = checklists(run), metric_trends(run.view), list(run.findings().values())
         print_line((as_json if arguments.json else as_text)(run, lists, trends, findings))

@@ -140,13 +140,18 @@ def max_silence_s(step_s: float, pause_s: float) -> float:
     return max(MAX_SILENCE_S, MAX_SILENT_STEPS * step_s, 2 * pause_s)
 
 
-def has_remote_heartbeat(run: Mapping[str, Any]) -> bool:
-    """Whether the heartbeat alone tells if a run is alive: on another machine, its process cannot be seen."""
+def relies_on_heartbeat(run: Mapping[str, Any]) -> bool:
+    """Whether the launcher's heartbeat alone tells if a run is alive.
+
+    Before the ranks start, and on another machine, no process of the run can be seen.
+    """
+    if run["status"] == "waiting":
+        return bool((run.get("launch") or {}).get("heartbeat_s"))
     return run["status"] == "running" and not _is_here(run) and bool(last_attempt(run).get("heartbeat_s"))
 
 
 def why_killed(path: Path, run: Mapping[str, Any], silent_s: float, allowed_s: float) -> str | None:
-    """Why a run with the status `running` does not run; None for other statuses, or if it may be alive.
+    """Why a run with the status `running` or `waiting` is dead; None for other statuses, or if it may be alive.
 
     Args:
         path: run directory.
@@ -154,6 +159,9 @@ def why_killed(path: Path, run: Mapping[str, Any], silent_s: float, allowed_s: f
         silent_s: see `silence_s`.
         allowed_s: see `max_silence_s`.
     """
+    if relies_on_heartbeat(run):  # even if the ranks hang
+        beat_s = silent_for_s(path)
+        return None if beat_s is None else f"its launcher has shown no sign of life for {beat_s:.0f} s"
     if run["status"] != "running":
         return None
     attempt = last_attempt(run)
@@ -161,9 +169,6 @@ def why_killed(path: Path, run: Mapping[str, Any], silent_s: float, allowed_s: f
         # a live process may be slow: a first step can take longer than any limit
         is_running = is_alive(attempt["pid"], attempt.get("pid_start_ticks"))
         return None if is_running else f"its process {attempt['pid']} is gone"
-    if has_remote_heartbeat(run):  # even if the ranks hang
-        beat_s = silent_for_s(path)
-        return None if beat_s is None else f"its launcher has shown no sign of life for {beat_s:.0f} s"
     return f"it has logged nothing for {silent_s:.0f} s" if silent_s > allowed_s else None
 
 

@@ -28,7 +28,8 @@ AXIS_NAMES = {"step": "step", "tokens": "trained tokens", "time": "minutes"}
 RESET_ICON = "path://M12 5V1L7 6l5 5V7a6 6 0 1 1-6 6H4a8 8 0 1 0 8-8z"
 RESET = "(model, api) => api.dispatchAction({type: 'dataZoom', start: 0, end: 100})"
 """Function of the button in the browser that shows the whole x-axis."""
-CONFIDENCE = "shaded: 95 % confidence interval"
+RATE_UNIT = "rate"
+RATE_WITH_BAND = "rate; shaded: 95 % CI"  # short, because a phone has 160 px beside the tools
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def rates_options(
     if best is not None and series:
         mark = {"xAxis": best, "lineStyle": {"color": GREEN}, "label": {"formatter": "★", "color": INK[style.dark]}}
         series[0]["markLine"] = {"silent": True, "symbol": "none", "data": [mark]}
-    unit = unit_text("1", style.language) + (f" · {style.say(CONFIDENCE)}" if has_bands else "")
+    unit = style.say(RATE_WITH_BAND if has_bands else RATE_UNIT)
     options = _options(series, short_labels([*rates], style.language), style, unit)
     options["yAxis"] |= {"min": 0, "max": 1}
     return options

@@ -9,9 +9,9 @@ import orjson
 from nicegui import ui
 
 from verl_ext.metrics.run_record import seconds_of
-from verl_ext.monitor.follower import read_config
 from verl_ext.monitor.messages import translate_message
 from verl_ext.monitor.panels import GRID, Panel, clip, flatten, tag
+from verl_ext.monitor.run_files import read_config
 from verl_ext.monitor.text import format_time
 
 COMMIT_CHARACTERS = 10

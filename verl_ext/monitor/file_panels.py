@@ -24,9 +24,9 @@ from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE
 from verl_ext.monitor.colors import LEVELS, text_classes
 from verl_ext.monitor.database import LogEvent
-from verl_ext.monitor.follower import stamp_of
 from verl_ext.monitor.messages import translate_event, translate_message
 from verl_ext.monitor.panels import Panel, tag
+from verl_ext.monitor.run_files import stamp_of
 from verl_ext.monitor.text import format_time
 
 LAST_LINES = 200

@@ -16,8 +16,8 @@ from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from verl_ext.checkpoint.manifest import step_of
 from verl_ext.checkpoint.retention import read_best_file
-from verl_ext.monitor.follower import stamp_of
 from verl_ext.monitor.panels import EvaluationPanel, Panel, differing_keys, flatten, tag
+from verl_ext.monitor.run_files import stamp_of
 from verl_ext.monitor.samples import text_box
 
 SOLVED = "success"

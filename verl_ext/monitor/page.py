@@ -49,7 +49,8 @@ STATUS_BAR = {
 """Label and hint of each value in the status bar."""
 ON_BACK = "addEventListener('popstate', () => emitEvent('address', location.search));"
 WRAP_STYLE = """body { overflow-wrap: anywhere } .q-table { overflow-wrap: normal }
-.q-field, .q-table__container { max-width: 100%; min-width: 0 }"""
+.q-field, .q-table__container { max-width: 100% }
+.q-field:not([class*="min-w-"]), .q-table__container { min-width: 0 }"""
 """Long names wrap instead of making the page wider than a phone; tables scroll by themselves."""
 SET_LANGUAGE = "document.documentElement.lang = '{}'"
 

@@ -40,7 +40,8 @@ from verl_ext.monitor.charts import (
 from verl_ext.monitor.colors import ERRORS
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
-from verl_ext.monitor.follower import RunFollower, read_config
+from verl_ext.monitor.follower import RunFollower
+from verl_ext.monitor.run_files import read_config
 from verl_ext.monitor.state import MAX_COMPARED, MAX_SMOOTHING, PageState
 from verl_ext.monitor.text import format_number
 

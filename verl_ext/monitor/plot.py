@@ -21,7 +21,8 @@ from verl_ext.monitor.chart_options import ChartStyle, chart_options, unit_text
 from verl_ext.monitor.charts import Chart, charts_for, schedule_points
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
-from verl_ext.monitor.follower import RunFollower, read_config
+from verl_ext.monitor.follower import RunFollower
+from verl_ext.monitor.run_files import read_config
 
 PAGE_FILE = "charts.html"
 SIZE_INCHES = (8.0, 4.5)

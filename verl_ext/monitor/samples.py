@@ -12,8 +12,8 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from verl_ext.metrics.jsonl import SAMPLES_FILE
-from verl_ext.monitor.follower import stamp_of
 from verl_ext.monitor.panels import Panel, tag
+from verl_ext.monitor.run_files import stamp_of
 from verl_ext.monitor.sample_rows import (
     Group,
     Row,
