@@ -212,7 +212,12 @@ def test_flipped_problem_shows_both_answers(page: Page, root: Path) -> None:
     wait_for_text(page, "flips Gained", "1")
     wait_for_text(page, "flips p", "p of McNemar's exact test: 1")
     problem = read_lines(evaluations[0] / "verdicts/few.jsonl")[0]["problem_id"]
-    page.get_by_test_id("flips").get_by_text(problem).click()
+
+    def open_problem() -> None:
+        page.get_by_test_id("flips").get_by_role("link", name=problem).click()
+        expect(page.get_by_test_id("answer A")).to_be_visible()
+
+    until_passes(open_problem)
     for letter, answers in (("A", before), ("B", after)):
         wait_for_text(page, f"answer {letter}", "tests passed")
         assert words(answers[problem]["answer"]) in words(text(page, f"answer {letter}"))
