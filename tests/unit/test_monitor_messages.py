@@ -34,8 +34,8 @@ from verl_ext.health.run_directory import RunDirectory, why_killed
 from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.metrics.run_record import LOST
 from verl_ext.monitor.database import LogEvent
-from verl_ext.monitor.follower import events_of_attempt, events_of_row
 from verl_ext.monitor.messages import MESSAGES, pattern_of, translate_event, translate_message
+from verl_ext.monitor.run_files import events_of_attempt, events_of_row
 from verl_ext.processes import pid_namespace
 
 BY_NAME = {rule.name: rule for rule in RULES}

@@ -205,7 +205,8 @@ class GRPOStep:
         return metrics.reduced()
 
     def _mini_batch(self, trajectories: Sequence[Trajectory]) -> MiniBatch:
-        return MiniBatch(*map(self._micro_batches, self._split_by_gradient(trajectories)))
+        flat, trained = self._split_by_gradient(trajectories)
+        return MiniBatch(self._micro_batches(flat), self._micro_batches(trained))
 
     def _split_by_gradient(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
         """Split off groups whose advantages are 0, in whole micro-batches and equally many on each rank.
