@@ -8,18 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest, permutation_test, t
+from scipy.stats import t
 
 from eval_pipeline.judge import ErrorType
 from eval_pipeline.report.metrics import CONFIDENCE, RAN, SOLVED, Interval
 from eval_pipeline.report.results import Outcomes
 from verl_ext.errors import UserError
+from verl_ext.significance import paired_test
 
 COMPARED: dict[str, tuple[ErrorType, ...]] = {"exec_success_rate": RAN, "accepted_at_1": SOLVED}
 """The compared rates, each with the error types that count towards it."""
-
-_RESAMPLES = 9999
-_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -46,24 +44,11 @@ class RateComparison:
 def compare_models(a: Outcomes, b: Outcomes) -> dict[str, RateComparison]:
     """Compare two models problem by problem in each rate of `COMPARED`.
 
-    With one answer per problem, the test is McNemar's exact test. With several, it is the sign-flip permutation test,
-    of which McNemar's is a special case.
-
     Raises:
         UserError: the models were evaluated on different problems, or with different numbers of answers.
     """
     num_samples = _require_same_problems(a, b)
     return {name: _compare(a, b, kinds, num_samples) for name, kinds in COMPARED.items()}
-
-
-def mcnemar_exact(only_a: int, only_b: int) -> float:
-    """Two-sided p-value of McNemar's exact test.
-
-    Source:
-        McNemar 1947, Psychometrika 12(2), with the binomial distribution instead of its normal approximation.
-    """
-    discordant = only_a + only_b
-    return float(binomtest(only_b, discordant, 0.5).pvalue) if discordant else 1.0
 
 
 def paired_interval(differences: NDArray[np.float64]) -> Interval:
@@ -111,9 +96,7 @@ def _compare(a: Outcomes, b: Outcomes, kinds: Collection[ErrorType], num_samples
         only_a, only_b = int(np.sum(differences < 0)), int(np.sum(differences > 0))
         both = int(np.sum(shares_a)) - only_a
         counts = {"both": both, "only_a": only_a, "only_b": only_b, "neither": len(a) - both - only_a - only_b}
-        p_value, test = mcnemar_exact(only_a, only_b), "McNemar's exact test"
-    else:
-        p_value, test = _sign_flip_test(differences), "sign-flip permutation test over problems"
+    p_value, test = paired_test(differences, num_samples)
     return RateComparison(
         num_problems=len(a),
         num_samples=num_samples,
@@ -123,19 +106,3 @@ def _compare(a: Outcomes, b: Outcomes, kinds: Collection[ErrorType], num_samples
         p_value=p_value,
         test=test,
     )
-
-
-def _sign_flip_test(differences: NDArray[np.float64]) -> float:
-    """p-value of the mean difference: exact for up to 13 problems, otherwise from random flips with a fixed seed."""
-    if not differences.any():
-        return 1.0
-    result = permutation_test(
-        (differences,),
-        np.mean,
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=_RESAMPLES,
-        batch=1000,
-        rng=np.random.default_rng(_SEED),
-    )
-    return float(result.pvalue)

@@ -217,7 +217,7 @@ def test_flipped_problem_shows_both_answers(page: Page, root: Path) -> None:
         page.get_by_test_id(f"flips {model}").click()
         page.get_by_role("option").filter(has_text=f"step {step}").first.click()
     wait_for_text(page, "flips Gained", "1")
-    wait_for_text(page, "flips p", "p of McNemar's exact test: 1")
+    wait_for_text(page, "flips p", "p = 1 (McNemar's exact test)")
     problem = read_lines(evaluations[0] / "verdicts/few.jsonl")[0]["problem_id"]
 
     def open_problem() -> None:

@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.judge import ERROR_TYPES, ErrorType, ReferenceAnswer, Verdict
 from eval_pipeline.problems.problem import Problem
-from eval_pipeline.report.comparison import compare_models, mcnemar_exact, paired_interval
+from eval_pipeline.report.comparison import compare_models, paired_interval
 from eval_pipeline.report.metrics import (
     RATES,
     JudgedAnswer,
@@ -42,6 +42,7 @@ from eval_pipeline.report.results import (
 from eval_pipeline.report.selection import read_best_checkpoint, select_best, write_best_checkpoint
 from verl_ext.checkpoint.retention import read_best_file
 from verl_ext.errors import UserError
+from verl_ext.significance import mcnemar_exact
 
 SURROGATE = "写 \ud800"
 

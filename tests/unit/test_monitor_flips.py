@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from nicegui import Client, ui
 
+from eval_pipeline.report.comparison import compare_models
 from tests.helpers.evaluation import write_lines
 from tests.helpers.monitor import look, write_record
-from verl_ext.monitor.flips import AnswerKey, FlipsPanel, compare, mcnemar_exact, read_answer, read_evaluations
+from verl_ext.monitor.flips import AnswerKey, FlipsPanel, compare, read_answer, read_evaluations
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.state import PageState
 
@@ -71,22 +73,21 @@ def test_comparison_counts_flips_and_keeps_both_verdicts(run_dir: Path) -> None:
     assert kinds == {"three": ["success", "runtime_error"], "two": ["wrong_answer", "success"]}
 
 
-def test_p_value_is_that_of_report() -> None:
-    from eval_pipeline.report import comparison
-
-    for only_a, only_b in [(0, 0), (0, 6), (3, 9), (5, 5), (40, 71), (1500, 1600)]:
-        assert mcnemar_exact(only_a, only_b) == pytest.approx(comparison.mcnemar_exact(only_a, only_b), rel=1e-6)
-
-
-def test_several_answers_per_problem_have_no_p_value(run_dir: Path) -> None:
-    for label in ("step_20", "step_100"):
-        path = run_dir / "eval" / f"eval_{label}/verdicts/few.jsonl"
-        rows = [json.loads(line) | {"sample": sample} for line in path.read_text().splitlines() for sample in (0, 1)]
-        write_lines(path, rows)
+@pytest.mark.parametrize("samples", [[0], [0, 1]])
+def test_p_value_is_that_of_report(run_dir: Path, samples: list[int]) -> None:
+    """With two answers of each problem, a test over answers would count each problem twice."""
+    rng = np.random.default_rng(0)
+    outcomes: list[dict[str, tuple[str, ...]]] = []
+    for label, share in (("step_20", 0.3), ("step_100", 0.6)):
+        kinds = {f"p{n}": ["timeout", "success"][rng.random() < share] for n in range(12)}
+        outcomes.append({name: (kind,) * len(samples) for name, kind in kinds.items()})
+        rows = [{"problem_id": name, "sample": n, "error_type": kind} for name, kind in kinds.items() for n in samples]
+        write_lines(run_dir / "eval" / f"eval_{label}/verdicts/few.jsonl", rows)
     _, a, b = read_evaluations(run_dir)
-    found = compare(a, b, "few")
-    assert sum(found.counts.values()) == 8 and found.p_value is None
-    assert [str(key) for key in found.flips] == ["three", "three #1"]
+    found, expected = compare(a, b, "few"), compare_models(*outcomes)["accepted_at_1"]
+    assert (found.p_value, found.test) == (expected.p_value, expected.test) and 0 < found.p_value < 1
+    assert sum(found.counts.values()) == 12 * len(samples)
+    assert any(key.sample for key in found.flips) == (len(samples) == 2)
 
 
 @pytest.mark.parametrize("answers", ["answers/few.jsonl", "qa_logs/few_qa.jsonl"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 from nicegui import run as background
 from nicegui import ui
@@ -19,6 +21,7 @@ from verl_ext.checkpoint.retention import read_best_file
 from verl_ext.monitor.panels import EvaluationPanel, Panel, differing_keys, flatten, tag
 from verl_ext.monitor.run_files import stamp_of
 from verl_ext.monitor.samples import text_box
+from verl_ext.significance import paired_test
 
 SOLVED = "success"
 """Error type of an answer that passes all tests."""
@@ -74,12 +77,14 @@ class Comparison:
 
     Attributes:
         counts: answers by key of `OUTCOMES`.
-        p_value: of McNemar's exact test; None with several answers per problem, which are not independent.
+        p_value: two-sided, of `test`.
+        test: name of the paired test over problems.
         flips: verdicts of A and of B where only one of them is solved, lost ones first.
     """
 
     counts: Mapping[str, int]
-    p_value: float | None
+    p_value: float
+    test: str
     flips: Mapping[AnswerKey, tuple[Row, Row]]
 
 
@@ -128,19 +133,22 @@ def _compare(path_a: Path, path_b: Path, stamp_a: str, stamp_b: str) -> Comparis
     names = {(False, True): "Gained", (True, False): "Lost", (True, True): "Both", (False, False): "Neither"}
     for key in [key for key in a if key in b]:
         groups[names[_is_solved(a[key]), _is_solved(b[key])]].append(key)
-    has_one_answer = all(key.sample == 0 for key in a)
     return Comparison(
         {name: len(keys) for name, keys in groups.items()},
-        mcnemar_exact(len(groups["Lost"]), len(groups["Gained"])) if has_one_answer else None,
+        *_paired_test(groups),
         {key: (a[key], b[key]) for name in ("Lost", "Gained") for key in groups[name]},
     )
 
 
-def mcnemar_exact(only_a: int, only_b: int) -> float:
-    """Two-sided p-value of McNemar's exact test, as in the evaluation's report."""
-    num_flips = only_a + only_b
-    tail = sum(math.comb(num_flips, count) for count in range(min(only_a, only_b) + 1))
-    return min(1.0, 2 * tail / 2**num_flips)
+def _paired_test(groups: Mapping[str, Sequence[AnswerKey]]) -> tuple[float, str]:
+    """Return the p-value and the name of the test that the evaluation's report uses."""
+    changes = {"Gained": 1, "Lost": -1, "Both": 0, "Neither": 0}
+    by_problem = defaultdict(list)
+    for name, keys in groups.items():
+        for key in keys:
+            by_problem[key.problem_id].append(changes[name])
+    differences = np.array([np.mean(each) for each in by_problem.values()])
+    return paired_test(differences, max(map(len, by_problem.values()), default=1))
 
 
 def read_answer(evaluation: Evaluation, dataset: str, key: AnswerKey) -> Row | None:
@@ -295,9 +303,7 @@ class FlipsPanel(Panel):
             with ui.row().classes("items-baseline gap-1"):
                 tag(ui.label(f"{comparison.counts[name]}").classes("text-lg font-medium"), f"flips {name}")
                 ui.label(f"{self.say(name)} ({self.say(meaning)})").classes("text-sm")
-        text = self.say("no p-value, because problems have several answers")
-        if comparison.p_value is not None:
-            text = self.say("p of McNemar's exact test") + f": {comparison.p_value:.2g}"
+        text = f"p = {comparison.p_value:.2g} ({self.say(comparison.test)})"
         tag(ui.label(text).classes("text-sm"), "flips p")
 
     def _row(self, key: AnswerKey) -> dict[str, Any]:
