@@ -32,3 +32,8 @@ def element(client: Client, name: str) -> Any:
 def panel_of(kind: type[Panel], follower: RunFollower, state: PageState) -> Any:
     """A panel whose state changes are not passed to a page."""
     return kind(follower, state, lambda push=True, **changes: vars(state).update(changes))
+
+
+def texts_of(shown: ui.element) -> list[str]:
+    """The texts of all labels in an element."""
+    return [each.text for each in shown.descendants() if isinstance(each, ui.label)]

@@ -12,9 +12,9 @@ from nicegui import Client, ui
 from nicegui.events import GenericEventArguments
 
 from tests.helpers.monitor import following, look, write_record, write_rows
-from tests.helpers.pages import element, on_client, panel_of
+from tests.helpers.pages import element, on_client, panel_of, texts_of
 from verl_ext.config.schema import to_yaml
-from verl_ext.monitor import charts, page
+from verl_ext.monitor import charts, page, sample_tokens
 from verl_ext.monitor.configuration import ConfigurationPanel
 from verl_ext.monitor.file_panels import HealthPanel, LogPanel
 from verl_ext.monitor.follower import RunFollower
@@ -340,8 +340,7 @@ def test_sample_with_id_can_be_opened(follower: RunFollower) -> None:
         table = element(client, "samples")
         row = table.rows[1]
         await panel._select(GenericEventArguments(sender=table, client=client, args=[None, row, 1]))
-        shown = [each.text for each in element(client, "sample").descendants() if isinstance(each, ui.label)]
-        assert row["id"].startswith("second") and "second" in shown
+        assert row["id"].startswith("second") and "second" in texts_of(element(client, "sample"))
 
     on_client(check)
 
@@ -382,13 +381,15 @@ def test_groups_are_shown_side_by_side(root: Path, follower: RunFollower) -> Non
         [row] = element(client, "samples").rows
         assert (row["sample_id"], row["step"], row["rewards"], row["mean reward"]) == ("v", "0–4", "0, 1", 0.5)
         await panel._select(GenericEventArguments(sender=panel._table, client=client, args=[None, row, 0]))
-        shown = [each.text for each in element(client, "group").descendants() if isinstance(each, ui.label)]
+        shown = texts_of(element(client, "group"))
         assert panel.state.sample == "v" and shown.index("no") < shown.index("yes") and "lost" not in shown
 
     on_client(check)
 
 
-def test_tokens_are_colored_by_difference_and_by_mask(root: Path, follower: RunFollower) -> None:
+def test_tokens_are_colored_by_difference_and_by_mask(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blue where the trainer's log-probability is higher; the text of a token stays text."""
     (root / "p/old/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GROUPED))
     row = {"step": 4, "attempt": 1, "sample_id": "t", "number": 1, "token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
@@ -402,7 +403,7 @@ def test_tokens_are_colored_by_difference_and_by_mask(root: Path, follower: RunF
         [shown] = [each for each in element(client, "samples").rows if each["answer"] == "b"]
         await panel._select(GenericEventArguments(sender=panel._table, client=client, args=[None, shown, 0]))
         labels = [each for each in element(client, "tokens").descendants() if isinstance(each, ui.label)]
-        assert [label.text for label in labels] == ["Q", "<b>", "!"]
+        assert texts_of(element(client, "tokens")) == ["Q", "<b>", "!"]
         styles = [str(label.style.get("background")) for label in labels]
         assert styles == ["None", "rgba(37, 99, 235, 0.300)", "rgba(217, 119, 6, 0.600)"]
         assert labels[2].props["title"].split("\n")[:3] == [
@@ -413,7 +414,14 @@ def test_tokens_are_colored_by_difference_and_by_mask(root: Path, follower: RunF
         element(client, "token colors").set_value("mask")
         labels = [each for each in element(client, "tokens").descendants() if isinstance(each, ui.label)]
         assert ["background" in label.style for label in labels] == [False, True, True]
-        assert panel.state.colors == "mask"
+        assert panel.state.colors == "mask" and not element(client, "token pages").visible
+
+        monkeypatch.setattr(sample_tokens, "TOKENS_PER_PAGE", 2)
+        await panel._select(GenericEventArguments(sender=panel._table, client=client, args=[None, shown, 0]))
+        pages = [texts_of(element(client, "tokens"))]
+        element(client, "token pages").set_value(2)
+        assert element(client, "token pages").visible
+        assert [*pages, texts_of(element(client, "tokens"))] == [["Q", "<b>"], ["!"]]
 
     on_client(check)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -14,8 +15,8 @@ from nicegui import ui
 from verl_ext.metrics.jsonl import SAMPLE_TOKENS_FILE
 from verl_ext.monitor.colors import BLUE, MAX_OPACITY, ORANGE
 
-MAX_TOKENS = 2000
-"""Maximum number of tokens to show."""
+TOKENS_PER_PAGE = 2000
+"""Maximum number of tokens to show at once."""
 SHOWN_PROMPT_TOKENS = 50
 """Number of tokens of the prompt to show before the completion."""
 MIN_SCALE = 1e-3
@@ -80,15 +81,27 @@ def tokens_of(row: Mapping[str, Any]) -> list[Token]:
     ]
     first = next((place for place, token in enumerate(tokens) if token.rollout is not None), len(tokens))
     begin = max(0, first - SHOWN_PROMPT_TOKENS)
-    return tokens[begin : begin + MAX_TOKENS]
+    return tokens[begin:]
 
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def draw_tokens(tokens: list[Token], kind: str, say: Callable[[str], str]) -> None:
-    """Create a legend and a span for each token, with its log-probabilities as a tooltip."""
+def num_pages(tokens: Sequence[Token]) -> int:
+    """Return the number of pages that `draw_tokens` needs."""
+    return math.ceil(len(tokens) / TOKENS_PER_PAGE)
+
+
+def draw_tokens(tokens: Sequence[Token], page: int, kind: str, say: Callable[[str], str]) -> None:
+    """Create a legend and a span for each token of a page, with its log-probabilities as a tooltip.
+
+    Args:
+        tokens: those of all pages, which have the same scale of colors.
+        page: its number, from 1.
+        kind: what the colors show, `DIFFERENCE` or `MASK`.
+        say: translates a text of the page.
+    """
     scale = max([MIN_SCALE, *(abs(token.difference) for token in tokens if token.difference is not None)])
     with ui.row().classes("items-center gap-2 text-xs"):
         if kind == MASK:
@@ -103,7 +116,7 @@ def draw_tokens(tokens: list[Token], kind: str, say: Callable[[str], str]) -> No
             ui.label(say(text)).classes("px-1 rounded").style(style)
     box = ui.element("div").classes("w-full text-sm max-h-96 overflow-auto rounded p-2 bg-gray-100 dark:bg-gray-800")
     with box.style("overflow-wrap: anywhere; font-family: monospace").props('data-testid="tokens"'):
-        for token in tokens:
+        for token in tokens[(page - 1) * TOKENS_PER_PAGE : page * TOKENS_PER_PAGE]:
             label = ui.label(token.text).classes("inline").style(f"white-space: pre-wrap; {_style(token, kind, scale)}")
             label.props["title"] = _tooltip(token, say)
 

@@ -29,7 +29,7 @@ from verl_ext.monitor.sample_rows import (
     sample_sources,
     values_of,
 )
-from verl_ext.monitor.sample_tokens import DIFFERENCE, MASK, draw_tokens, read_tokens
+from verl_ext.monitor.sample_tokens import DIFFERENCE, MASK, draw_tokens, num_pages, read_tokens
 
 ROW_KEY = "__row"
 """Key for the number of a sample in the list; not `id`, because samples may have such a column."""
@@ -218,18 +218,21 @@ class SamplesPanel(Panel):
                 ui.label(self.say("Tokens")).classes("text-xs opacity-70")
                 toggle = tag(ui.toggle(kinds, value=MASK if self.state.colors == MASK else DIFFERENCE), "token colors")
                 toggle.props("dense no-caps unelevated")
+                pages = tag(ui.pagination(1, num_pages(tokens), direction_links=True), "token pages")
+                pages.set_visibility(num_pages(tokens) > 1)
             box = ui.column().classes("w-full gap-2")
 
         def draw() -> None:
             box.clear()
             with box:
-                draw_tokens(tokens, self.state.colors, self.say)
+                draw_tokens(tokens, pages.value or 1, self.state.colors, self.say)
 
         def choose(event: ValueChangeEventArguments) -> None:
             self.go(colors=event.value, push=False)
             draw()
 
         toggle.on_value_change(choose)
+        pages.on_value_change(draw)
         draw()
 
     def _show_group(self, group: Group | None) -> None:
