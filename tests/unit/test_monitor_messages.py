@@ -23,7 +23,10 @@ from tests.helpers.health_curves import (
     write_checkpoint,
     write_run,
 )
-from verl_ext.checkpoint.manifest import Manifest, why_incomplete
+from verl_ext.checkpoint.config import CheckpointConfig
+from verl_ext.checkpoint.inspection import list_all
+from verl_ext.checkpoint.lease import hold_lease
+from verl_ext.checkpoint.manifest import Manifest, read_complete, why_incomplete
 from verl_ext.health import checklist, run_directory
 from verl_ext.health.checklist import checklists, first_steps
 from verl_ext.health.config import HealthLimits
@@ -150,6 +153,30 @@ def reasons_of_verl_checkpoints(path: Path) -> Iterator[str]:
         yield why_incomplete(directory) or ""
 
 
+def states_of_checkpoints(run: Path) -> Iterator[str]:
+    """States of checkpoints and leftovers of a run, and what rotation does with them."""
+    for step in (5, 10, 20, 30, 40):
+        write_checkpoint(run, step)
+    (run / "global_step_50").mkdir()
+    (run / "global_step_10/keep").touch()
+    (run / "global_step_40/lease.other.1.json").write_text("x")
+    (run / "global_step_20/manifest.json").write_text(
+        replace(read_complete(run / "global_step_20"), metrics={"val/loss": 1.0}, dropped=["optimizer"]).to_json()
+    )
+    for suffix in (".tmp", ".removing"):
+        (run / f"global_step_60{suffix}").mkdir()
+    (run / "global_step_70").mkdir()
+    (run / "global_step_70/model_world_size_1_rank_0.pt").touch()
+    for best in ("{}", '{"step": 1.5}', '{"step": 20}'):
+        (run / "best_checkpoint.json").write_text(best)
+        for max_to_keep in (None, 1, 2):
+            for keep_best in (1, 2):
+                config = replace(CheckpointConfig(), keep_best=keep_best)
+                with hold_lease(run / "global_step_30"):
+                    found = list_all(run, max_to_keep, config)
+                yield from (text for each in found for text in (each.state, each.retention))
+
+
 def log_lines() -> Iterator[str]:
     """Events of attempts, and of a step with a checkpoint."""
     times = {"attempt": 1, "start": "2026-01-01T00:00:00+00:00", "end": "2026-01-01T00:00:01+00:00"}
@@ -158,13 +185,15 @@ def log_lines() -> Iterator[str]:
     yield from (event.text for event in events_of_row(MetricsRow(3, 1, 1.0, {"time/train/save_s": 2.5})))
 
 
+CHECKPOINTS = ("complete, written by verl itself", "verl itself wrote it", "rotation would drop its optimizer")
+"""Texts of `checkpoint.inspection` about checkpoints of verl, and about optimizer shards."""
 NAME = re.compile(r"\w+(?:[./]\w+)+|\w*_\w+|(?<![\w.])[-+]?\d[\d.e-]*%?")
 """Metrics, settings, files and numbers."""
 ENGLISH = re.compile(r"[A-Za-z]{2,} [a-z]{2,}")
 
 
 def test_messages_are_in_chinese(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sentences = {*findings(), *ENDS, *DISK, *log_lines()}
+    sentences = {*findings(), *ENDS, *DISK, *CHECKPOINTS, *log_lines(), *states_of_checkpoints(tmp_path / "rotated")}
     sentences |= {*checklist_messages(tmp_path, monkeypatch), *reasons_of_verl_checkpoints(tmp_path)}
     for sentence in sentences - {""}:
         chinese = translate_message("zh", sentence)

@@ -69,8 +69,15 @@ class CheckpointsPanel(Panel):
         directory, now = self.follower.directory(run), int(time.monotonic() / self.period_s)
         read = partial(checkpoint_rows, directory)
         rows = await background.io_bound(self.follower.files.get, ("checkpoints", directory), now, read)
-        if rows is not None and rows != self._table.rows:
-            self._table.rows = rows
+        if rows is None:  # the tab was closed meanwhile
+            return
+        shown = [self._translate(row) for row in rows]
+        if shown != self._table.rows:
+            self._table.rows = shown
+
+    def _translate(self, row: dict[str, Any]) -> dict[str, Any]:
+        state, reason = (translate_message(self.state.language, row[name]) for name in ("State", "Kept because"))
+        return row | {"State": state + row["Export"], "Kept because": reason}
 
 
 def checkpoint_rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -78,13 +85,15 @@ def checkpoint_rows(run_dir: Path) -> list[dict[str, Any]]:
     try:
         found = list_all(run_dir, *read_retention(run_dir))
     except Exception as error:  # a run's files may contain anything
-        return [{"Step": "-", "Size": "", "Saved": "", "State": first_line_of(error), "Kept because": ""}]
+        empty = dict.fromkeys(("Size", "Saved", "Export", "Kept because"), "")
+        return [{"Step": "-", "State": first_line_of(error), **empty}]
     return [
         {
             "Step": each.path.name,
             "Size": format_bytes(each.num_bytes),
             "Saved": format_time(each.manifest.time) if each.manifest is not None and each.manifest.time else "",
-            "State": each.state + (f", {EXPORT}/" if has_export(each.path) else ""),
+            "State": each.state,
+            "Export": f", {EXPORT}/" if has_export(each.path) else "",
             "Kept because": each.retention,
         }
         for each in found
@@ -225,11 +234,13 @@ class LogPanel(Panel):
         if wanted and run is not None and self._source.value == "console":
             path = self.follower.directory(run) / CONSOLE_LOG
             lines = await background.io_bound(find_lines, path, wanted, FOUND_LINES)
-            self._table.rows = [{"id": number, "kind": f"line {number}", "text": line} for number, line in lines]
+            self._table.rows = [
+                {"id": number, "kind": self.say("line {}").format(number), "text": line} for number, line in lines
+            ]
         elif wanted and run is not None:
             found = self.follower.reader.search_events(run.id, wanted, FOUND_LINES)
             self._table.rows = [
-                {"id": number, "time": format_time(each.time), "kind": each.kind, "step": each.step}
+                {"id": number, "time": format_time(each.time), "kind": self.say(each.kind), "step": each.step}
                 | {"text": translate_event(self.state.language, each)}
                 for number, each in found
             ]
