@@ -31,7 +31,7 @@ from verl_ext.launch.outcome import first_failure
 from verl_ext.launch.preflight import check_components, check_config, check_inputs, check_run_directory, needed_commands
 from verl_ext.launch.run import former_start, is_finished, may_be_longer
 from verl_ext.launch.show_samples import show_samples
-from verl_ext.launch.torchrun import torchrun_options
+from verl_ext.launch.torchrun import set_rank_environment, torchrun_options
 from verl_ext.metrics.recorder import verl_backends
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.processes import StopSignals
@@ -73,6 +73,25 @@ def test_torchrun_reads_nodes_from_environment(monkeypatch: pytest.MonkeyPatch) 
     assert {"--nnodes=2", "--node-rank=1", "--master-addr=host0", "--master-port=1234"} <= set(options)
     config.trainer.nnodes = 1
     assert "--rdzv-backend=loopback" in torchrun_options(config)  # a free port, so that two runs share a machine
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "allocator"),
+    [
+        ("sft", {"CUDA_VISIBLE_DEVICES": "0"}, "expandable_segments:True"),
+        ("sft", {"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ("sft", {"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ("sft", {"CUDA_VISIBLE_DEVICES": ""}, None),
+        ("grpo", {"CUDA_VISIBLE_DEVICES": "0"}, None),
+    ],
+)
+def test_sft_on_gpus_has_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, command: str, environment: dict[str, str], allocator: str | None
+) -> None:
+    config = load_config(command, [])
+    monkeypatch.setattr(os, "environ", environment)
+    set_rank_environment(config)
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == allocator
 
 
 def test_run_lock_rejects_second_launch(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from verl_ext.trainer.stages import RunConfig
+from verl_ext.processes import visible_gpus
+from verl_ext.trainer.stages import STAGES, RunConfig
 
 LOOPBACK = "loopback"
 ADDRESS = "127.0.0.1"
@@ -40,7 +41,7 @@ def torchrun(config: RunConfig, module: str, directory: Path, arguments: list[st
         A function that runs the ranks of this node to their end, and raises torch's `ChildFailedError` if a rank fails.
         In a thread other than the main one it does not handle signals.
     """
-    set_rank_environment(config.trainer.n_gpus_per_node, config.trainer.nnodes)
+    set_rank_environment(config)
     silence_torchrun()
     options = [*torchrun_options(config), f"--log-dir={directory}", "-m", module, *arguments]
     launch_config, command, words = config_from_args(parse_args(options))
@@ -69,17 +70,20 @@ def torchrun_options(config: RunConfig) -> list[str]:
     ]
 
 
-def set_rank_environment(num_processes: int, num_nodes: int) -> None:
+def set_rank_environment(config: RunConfig) -> None:
     """Set defaults that ranks inherit; variables that the user has set stay."""
-    threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
+    threads = max(1, len(os.sched_getaffinity(0)) // config.trainer.n_gpus_per_node)
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "VERL_LOGGING_LEVEL": "WARN",  # verl logs each file that each rank writes
         "TOKENIZERS_PARALLELISM": "true",
         "PYTHONUNBUFFERED": "1",
     }
-    if num_nodes == 1:
+    if config.trainer.nnodes == 1:
         defaults["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens on the address of the host name
+    if STAGES[config.stage].command == "sft" and visible_gpus() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Steps have different lengths, which fragment fixed segments. The older variable has the same meaning.
+        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
