@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.grpo_reference import ENGINE_STEPS
 from tests.helpers.trainer import sharded
+from verl_ext.errors import UserError
 from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.hf_engine import HFEngine
 from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs
@@ -104,8 +105,21 @@ def results_of(directory: Path, kind: str) -> list[dict[str, Any]]:
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    results[-1]["finds non-finite"] = finds_non_finite_logits(vllm, requests)
     vllm.close()
     return results
+
+
+def finds_non_finite_logits(engine: VLLMEngine, requests: list[SampleRequest]) -> bool:
+    """Whether the engine reports weights that are not finite."""
+    for bucket in engine.weight_sync.buckets():
+        engine.load_weights([(name, torch.full_like(tensor, float("nan"))) for name, tensor in bucket])
+    engine.finish_weight_sync()
+    try:
+        next(engine.generate(requests, SamplingArgs(1.0, 1.0, -1, 2)))
+    except UserError as error:
+        return "not finite" in str(error)
+    return False
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from verl_ext.errors import UserError
 from verl_ext.grpo.config import RolloutCorrectionConfig, TokenActorConfig, TokenAlgorithmConfig
 from verl_ext.grpo.hf_engine import HFEngine, SeededHFLogitsProcessor
 from verl_ext.grpo.protocols import Prompt, Reward, RewardFailure, Trajectory
-from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs, sample_seed, sample_tokens
+from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs, sample_seed
 from verl_ext.grpo.step import GRPOStep
 from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy, completion_log_probs
 from verl_ext.metrics.timing import StepTimer
@@ -176,7 +176,7 @@ def test_token_frequencies_match_probabilities() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, -torch.inf]]).expand(20_000, -1)
     for top_p, top_k, kept in ((1.0, -1, 4), (1.0, 2, 2), (0.6, -1, 2)):
         sampling = SamplingArgs(2.0, top_p, top_k, 1)
-        processor = SeededHFLogitsProcessor(range(20_000), sampling)
+        processor = SeededHFLogitsProcessor(range(20_000), sampling, "cpu")
         chosen = processor(torch.zeros(20_000, 1, dtype=torch.long), logits.clone()).argmax(-1)
         expected = torch.zeros(5)
         expected[4 - kept : 4] = (logits[0, 4 - kept : 4] / 2).softmax(-1)
@@ -258,8 +258,15 @@ def test_dropout_is_disabled() -> None:
     assert model.config.attention_dropout == 0.5
 
 
-def test_non_finite_logits_are_reported() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_logits_are_reported(model: PreTrainedModel, pad: int, bad: float, temperature: float) -> None:
     """The error must not be an index out of range."""
-    for bad in (float("nan"), float("inf")):
-        with pytest.raises(UserError, match="rollout.dtype"):
-            sample_tokens(torch.tensor([[0.0, bad]]), torch.tensor([0.5], dtype=torch.float64), SAMPLING)
+    weight = model.get_output_embeddings().weight
+    kept = weight.detach().clone()
+    weight.data[3] = bad
+    try:
+        with pytest.raises(UserError, match="logits are not finite; set rollout.dtype"):
+            generated(engine_of(model, pad), requests(5), replace(SAMPLING, temperature=temperature))
+    finally:
+        weight.data.copy_(kept)

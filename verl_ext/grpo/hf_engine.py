@@ -70,7 +70,7 @@ class HFEngine(RolloutEngine):
         prompts = [[self._pad] * pad + list(request.prompt_ids) for request, pad in zip(requests, padding)]
         input_ids = torch.tensor(prompts, device=self._device)
         attention_mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(self._device)
-        processor = SeededHFLogitsProcessor([request.seed for request in requests], sampling)
+        processor = SeededHFLogitsProcessor([request.seed for request in requests], sampling, self._device)
         tokens = self._generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -134,9 +134,9 @@ class HFEngine(RolloutEngine):
 class SeededHFLogitsProcessor(LogitsProcessor):
     """Samples each row's next token with the row's own random numbers, and masks all other tokens."""
 
-    def __init__(self, seeds: Sequence[int], sampling: SamplingArgs) -> None:
-        """One seed for each row of the batch."""
-        self._uniforms = torch.stack([seeded_uniforms(seed, sampling.max_tokens) for seed in seeds])
+    def __init__(self, seeds: Sequence[int], sampling: SamplingArgs, device: str) -> None:
+        """One seed for each row of the batch, and the device of the logits."""
+        self._uniforms = torch.stack([seeded_uniforms(seed, sampling.max_tokens) for seed in seeds]).to(device)
         self._sampling = sampling
         self._log_probs: list[torch.Tensor] = []
 

@@ -62,12 +62,22 @@ class Completion:
         log_probs: (tokens,), float32; log-probability of each token under its sampling distribution.
         truncated: whether the completion reached `max_tokens`.
         text: decoded without special tokens.
+
+    Raises:
+        UserError: a log-probability is not finite, because the model's logits were not.
     """
 
     token_ids: tuple[int, ...]
     log_probs: torch.Tensor
     truncated: bool
     text: str = ""
+
+    def __post_init__(self) -> None:
+        # here and not at each token, where reading the result would make a GPU wait
+        if not bool(self.log_probs.isfinite().all()):
+            raise UserError(
+                "the model's logits are not finite; set rollout.dtype=bfloat16 or float32, or check its weights"
+            )
 
 
 class RolloutEngine(ABC):
@@ -131,14 +141,12 @@ def sample_tokens(
 
     Args:
         logits: (rows, vocabulary).
-        uniforms: (rows,) float64, from `seeded_uniforms`; unused at temperature 0.
+        uniforms: (rows,) float64, from `seeded_uniforms`, on the device of the logits; unused at temperature 0.
         sampling: sampling parameters of all rows.
 
     Returns:
-        Tokens, (rows, 1), and their log-probabilities under the sampling distribution, (rows, 1).
-
-    Raises:
-        UserError: the logits are not finite.
+        Tokens, (rows, 1), and their log-probabilities under the sampling distribution, (rows, 1); NaN if the logits
+        are not finite.
     """
     logits = logits.float()
     if sampling.temperature == 0:
@@ -153,10 +161,7 @@ def sample_tokens(
         warpers.append(TopPLogitsWarper(sampling.top_p))
     log_probs = warpers(None, logits).log_softmax(-1)  # they ignore the previous tokens
     sums = log_probs.exp().cumsum(-1, dtype=torch.float64)
-    if not bool(sums[:, -1].isfinite().all()):
-        raise UserError(
-            "the model's logits are not finite; set rollout.dtype=bfloat16 or float32, or check its weights"
-        )
     # the first sum above a number below the last sum: its token has a probability above 0
-    tokens = torch.searchsorted(sums, uniforms.to(sums.device)[:, None] * sums[:, -1:], right=True)
+    tokens = torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)
+    tokens.clamp_(max=logits.shape[1] - 1)  # none is above NaN
     return tokens, log_probs.gather(1, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class VLLMEngine(RolloutEngine):
             UserError: vLLM is not installed, or refuses the model or the configuration.
         """
         on_gpu = prepare_vllm_environment() != "cpu"
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # vLLM 0.32's default on GPUs takes other logits processors
         try:
             from vllm import LLM
 

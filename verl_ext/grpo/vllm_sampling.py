@@ -52,6 +52,7 @@ class SeededLogitsProcessor(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         """See vLLM's class."""
         self._requests: dict[int, _ActiveRequest] = {}
+        self._is_pinned = is_pin_memory
 
     def is_argmax_invariant(self) -> bool:
         """See vLLM's class: it changes which token is the most likely."""
@@ -68,6 +69,9 @@ class SeededLogitsProcessor(LogitsProcessor):
         requests = [self._requests[row] for row in range(len(logits))]
         # a request whose prompt is not fully processed gets a token that vLLM discards
         uniforms = torch.stack([request.uniforms[len(request.outputs)] for request in requests])
+        if self._is_pinned:  # otherwise the copy to a GPU would wait for its queued work
+            uniforms = uniforms.pin_memory()
+        uniforms = uniforms.to(logits.device, non_blocking=True)
         tokens, log_probs = sample_tokens(logits, uniforms, requests[0].sampling)
         return logits.fill_(-torch.inf).scatter_(1, tokens, log_probs)
 
