@@ -73,6 +73,11 @@ def on_rank_zero(function: Callable[[], T], group: ProcessGroup | None = None) -
     return cast("T", gather_results(lambda: function() if is_zero else None, group)[0])
 
 
+def is_failure_of_peer(error: Exception) -> bool:
+    """Whether a collective failed because another rank is gone or late; that rank has the reason."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
 # Reduction of metrics
 
 

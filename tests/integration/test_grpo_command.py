@@ -196,6 +196,19 @@ def test_bad_input_is_reported_once(quickstart: Path, tmp_path: Path) -> None:
     assert "data.max_prompt_length=2" in error
 
 
+def test_rank_without_memory_for_vllm_ends_run(quickstart: Path, tmp_path: Path) -> None:
+    """Rank 0 has built its engine by then and waits for rank 1; the launcher reports the reason of rank 1."""
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1': os.environ['VLLM_CPU_KVCACHE_SPACE'] = '100000'\n"
+        "def length(solution_str, **rest): return float(len(solution_str))\n"
+    )
+    done = GRPORun(quickstart, tmp_path / "run", f"reward.functions=[{tmp_path}/mine.py:length]").start()
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "vLLM cannot use" in error and error.endswith("; end other processes, or use fewer ranks")
+
+
 def test_starts_from_sft_run_without_evaluation(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:
     """The output names the checkpoint. A missing column fails the launch before any rank starts."""
     run = GRPORun(quickstart, tmp_path / "run", "model.partial_pretrain=null", f"model.sft_run={sft_run.run_dir}")

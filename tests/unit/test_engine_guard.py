@@ -1,4 +1,4 @@
-"""An engine whose log-probabilities differ from the trained model's is detected in the first steps after a start."""
+"""Engines that cannot start, and engines whose log-probabilities differ from the trained model's."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers.grpo_reference import make_model
+from verl_ext.distributed import is_failure_of_peer
 from verl_ext.errors import Stop, UserError
 from verl_ext.grpo.guards import CHECKED_STEPS, FLOAT32_GAP, EngineGuard
 from verl_ext.grpo.hf_engine import HFEngine
 from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
 from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy
-from verl_ext.grpo.vllm_engine import leave_to_trainer
+from verl_ext.grpo.vllm_engine import leave_to_trainer, remedy_of, require_free_memory
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 SAMPLING = SamplingArgs(0.9, 1.0, -1, 8)
@@ -114,3 +116,44 @@ def test_model_class_patched_by_vllm_still_works_in_trainer() -> None:
         trained(3)
     leave_to_trainer(torch.nn.Sequential(generating))
     assert trained(3) == 3 and generating(3) == -1
+
+
+@pytest.mark.parametrize(
+    ("free", "says"),
+    [
+        ([60, 56], None),
+        ([60, 40], "rank 1 has 40.0 GiB of 80.0 GiB free, .*=0.7 needs 56.0 GiB; .* or set it to 0.5 or less"),
+    ],
+)
+def test_rank_with_too_little_gpu_memory_stops_all(
+    monkeypatch: pytest.MonkeyPatch, free: list[int], says: str | None
+) -> None:
+    """The GPUs' memory is a stand-in."""
+    sizes = [(gib << 30, 80 << 30) for gib in free]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: sizes[0])
+    monkeypatch.setattr(dist, "get_world_size", lambda: len(sizes))
+    monkeypatch.setattr(dist, "all_gather_object", lambda found, own: found.__setitem__(slice(None), sizes))
+    with nullcontext() if says is None else pytest.raises(UserError, match=says):
+        require_free_memory(0.7)
+
+
+@pytest.mark.parametrize(
+    ("error", "has_gpu", "remedy"),
+    [
+        (ValueError("Model architectures ['X'] are not supported"), True, "set rollout.engine=hf"),
+        (torch.OutOfMemoryError("Tried to allocate 2 GiB"), True, "change rollout.gpu_memory_utilization"),
+        (ValueError("No available memory for the cache blocks."), True, "change rollout.gpu_memory_utilization"),
+        (ValueError("Available memory on node 0 is less than requested"), False, "end other processes"),
+    ],
+)
+def test_memory_error_of_vllm_does_not_advise_another_engine(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, has_gpu: bool, remedy: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert remedy_of(error).startswith(remedy)
+
+
+def test_failure_of_peer_is_not_error_of_this_rank() -> None:
+    gloo = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
+    assert is_failure_of_peer(gloo) and is_failure_of_peer(dist.DistBackendError("NCCL error"))
+    assert not is_failure_of_peer(RuntimeError("Engine core initialization failed"))

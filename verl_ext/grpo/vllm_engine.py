@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +17,16 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, merge_rows
-from verl_ext.distributed import is_sharded, on_rank_zero, shard_rows, to_full, to_local
+from verl_ext.distributed import is_failure_of_peer, is_sharded, on_rank_zero, shard_rows, to_full, to_local
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.files import format_bytes
 from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
 from verl_ext.vllm_setup import prepare_vllm_environment, safe_vllm_arguments
 
 Bucket = list[tuple[str, torch.Tensor]]
+SETUP_TIMEOUT_S = 600
+"""Time in which all ranks must have loaded vLLM; its default of half an hour would hide a rank that hangs."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,8 @@ class VLLMEngine(RolloutEngine):
             trust_remote_code: whether the model's own code may run.
 
         Raises:
-            UserError: vLLM is not installed, or refuses the model or the configuration.
+            UserError: vLLM is not installed, a GPU has too little free memory, or vLLM refuses the model or the
+                configuration.
         """
         on_gpu = prepare_vllm_environment() != "cpu"
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # vLLM 0.32's default on GPUs takes other logits processors
@@ -101,6 +107,8 @@ class VLLMEngine(RolloutEngine):
         self._version: int | None = None
         self.dtype = getattr(torch, pick_rollout_dtype(rollout.dtype, on_gpu))
         self._end_tokens, self._sampling_params = end_tokens, sampling_params
+        if on_gpu:
+            require_free_memory(rollout.gpu_memory_utilization)
         try:
             arguments = _arguments(rollout, on_gpu, self._releases_memory)
             arguments |= {
@@ -118,7 +126,9 @@ class VLLMEngine(RolloutEngine):
         except UserError:
             raise
         except Exception as error:  # vLLM and transformers share no exception type
-            raise UserError(f"vLLM cannot use {model} ({first_line_of(error)}); set rollout.engine=hf") from error
+            if is_failure_of_peer(error):
+                raise
+            raise UserError(f"vLLM cannot use {model} ({first_line_of(error)}); {remedy_of(error)}") from error
         (self._missing,) = self._llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})
         self._packs, self._is_reloading = not on_gpu, False  # on CPUs vLLM computes with packed copies of weights
 
@@ -199,6 +209,42 @@ class VLLMEngine(RolloutEngine):
         self._engine.model_executor.shutdown()
 
 
+def require_free_memory(utilization: float) -> None:
+    """Check on every rank that its GPU has the memory that vLLM will use; collective.
+
+    vLLM checks this, too, but rank by rank, while the others wait.
+
+    Args:
+        utilization: vLLM's share of the GPU's memory.
+
+    Raises:
+        UserError: on all ranks, if one GPU has too little free memory.
+    """
+    torch.cuda.empty_cache()  # vLLM cannot use memory that torch caches
+    everyone = [(0, 0)] * dist.get_world_size()
+    dist.all_gather_object(everyone, torch.cuda.mem_get_info())
+    for rank, (free, total) in enumerate(everyone):
+        if free < utilization * total:
+            fitting = math.floor(100 * free / total) / 100
+            raise UserError(
+                f"the GPU of rank {rank} has {format_bytes(free)} of {format_bytes(total)} free, but "
+                f"rollout.gpu_memory_utilization={utilization} needs {format_bytes(math.ceil(utilization * total))}; "
+                f"end other processes on the GPU, or set it to {fitting} or less"
+            )
+
+
+def remedy_of(error: Exception) -> str:
+    """Return the advice for an error at the start of vLLM."""
+    is_memory = isinstance(error, torch.OutOfMemoryError) or re.search("memory|KV cache", str(error), re.IGNORECASE)
+    if not is_memory:
+        return "set rollout.engine=hf"
+    return (
+        "change rollout.gpu_memory_utilization, or lower rollout.max_num_seqs or data.max_response_length"
+        if torch.cuda.is_available()
+        else "end other processes, or use fewer ranks"
+    )
+
+
 def leave_to_trainer(model: torch.nn.Module) -> None:
     """Keep the trainer's model callable.
 
@@ -269,6 +315,7 @@ def _arguments(rollout: RolloutConfig, on_gpu: bool, releases_memory: bool) -> d
         "enable_sleep_mode": releases_memory,
         "logprobs_mode": "processed_logits",
         "async_scheduling": False,  # samples a token before the previous one is known
+        "cpu_distributed_timeout_seconds": SETUP_TIMEOUT_S if on_gpu else None,
     }
 
 

@@ -288,21 +288,24 @@ class GRPOTrainer(RewardTrainer):
         )
 
     def build_engine(self) -> RolloutEngine:
-        """Build the engine of `rollout.engine`; collective."""
+        """Build the engine of `rollout.engine`; collective.
+
+        Raises:
+            UserError: vLLM cannot start. A rank that fails must exit at once, because the engines of other ranks may
+                wait for it, so they fail, too, before they could take part in a collective of ours.
+        """
         rollout, data, path = self.config.rollout, self.config.data, local_model_path(self.config)
         ends = stop_token_ids(generation_settings(path), self.tokenizer)
         if rollout.engine == "hf":
             pad_token_id = self.tokenizer.pad_token_id
             return HFEngine(self.model, pad_token_id, ends, rollout.max_num_seqs, self.autocast, self.device_name)
         with quiet_stdout():
-            engine = on_every_rank(
-                lambda: VLLMEngine(
-                    rollout,
-                    path,
-                    max_model_len=data.max_prompt_length + data.max_response_length,
-                    end_tokens=ends,
-                    trust_remote_code=self.config.model.trust_remote_code,
-                )
+            engine = VLLMEngine(
+                rollout,
+                path,
+                max_model_len=data.max_prompt_length + data.max_response_length,
+                end_tokens=ends,
+                trust_remote_code=self.config.model.trust_remote_code,
             )
         bucket = bucket_bytes(rollout, self.device_name)
         engine.weight_sync = WeightSync(self.model, engine.dtype, self.device_name, bucket)
