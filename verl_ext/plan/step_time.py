@@ -9,10 +9,10 @@ from verl_ext.plan.model_shape import ModelShape
 from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload, longest_sample
 from verl_ext.trainer.stages import GRPOConfig
 
-ADAMW_PASSES = 25
-"""Reads and writes of a shard in an update: 1 for the norm, 2 for clipping, and in AdamW over lists of tensors (torch
-2.9, `_multi_tensor_adam`) 2 for the weight decay, 3 for the first moment, 5 for the second, 8 for its roots, 4 for the
-weights."""
+ADAMW_PASSES = {"foreach": 25, "for-loop": 25, "fused": 10}
+"""Reads and writes of a shard in an update, by implementation of AdamW: 1 for the norm, 2 for clipping, and in AdamW
+over tensors or lists of them (torch 2.9, `_multi_tensor_adam`) 2 for the weight decay, 3 for the first moment, 5 for
+the second, 8 for its roots, 4 for the weights. One kernel reads weights, gradients and moments, 4, and writes 3."""
 DECODE_SHARE = 0.8
 """Fraction of a GPU's memory bandwidth that decoding reaches; an assumption."""
 
@@ -183,7 +183,7 @@ def step_time(config: PlannedConfig, shape: ModelShape, work: RankWorkload, clus
         parts["weights to the engine"] = cluster.collective_s(sent_bytes)
     parts["compute"] = num_micro_batches * (forward_s + backward_s) + extra_passes * forward_s
     parts["communication"] = exposed * work.num_updates + extra_passes * (alone + max(overlapping - forward_s, 0))
-    passed_bytes = ADAMW_PASSES * work.master_bytes * shape.shard_numel(cluster.gpus)
+    passed_bytes = ADAMW_PASSES[work.optimizer_implementation] * work.master_bytes * shape.shard_numel(cluster.gpus)
     parts["optimizer"] = work.num_updates * passed_bytes / cluster.hardware.memory_bandwidth
     tokens = work.samples * work.tokens_per_sample
     return StepTime(parts, hidden * work.num_updates, 3 * forward * cluster.gpus, tokens)
