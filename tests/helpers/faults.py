@@ -56,7 +56,7 @@ class Point:
 
 POINTS = {
     "before staging": Point(Hold(SAVE, "CheckpointWriter.prepare", "global_step_4"), {"2"}),
-    "staging": Point(Hold("verl_ext.checkpoint.manager", "CpuStager.stage", call=2), {"2", "4.tmp"}),
+    "staging": Point(Hold("verl_ext.checkpoint.staging", "CpuStager.stage", call=2), {"2", "4.tmp"}),
     "shard writes": Point(Hold(SAVE, "DigestingFile.write", "4.tmp/optim", when="after", call=20), {"2", "4.tmp"}),
     "export": Point(
         Hold("verl_ext.checkpoint.hf_export", "ExportWriter.write_rows", "global_step_4.tmp", call=5), {"2", "4.tmp"}

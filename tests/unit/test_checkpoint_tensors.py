@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -28,11 +29,11 @@ from transformers.core_model_loading import Chunk, Concatenate, Interleave, Tran
 from verl_ext.checkpoint.hf_export import ExportedWeights, create_files, layout_of
 from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, plain_name, plan_to_json
 from verl_ext.checkpoint.load import load_model
-from verl_ext.checkpoint.manager import CpuStager
 from verl_ext.checkpoint.manifest import MODEL, PLAN, shard_name
 from verl_ext.checkpoint.rebuild import export_from_shards
 from verl_ext.checkpoint.save import FileWriter, bytes_of, require_space, sync_and_digest, warn_if_next_will_not_fit
 from verl_ext.checkpoint.shards import ShardFiles
+from verl_ext.checkpoint.staging import CpuStager, HostMemory
 from verl_ext.distributed import shard_rows, to_local
 from verl_ext.errors import UserError
 
@@ -130,6 +131,42 @@ def test_staged_copy_is_independent_and_keeps_ties(state: dict) -> None:
     assert copy["list"][1:] == [3, "x"]
     assert copy["a"].data_ptr() == copy["b"].data_ptr()
     assert stager.stage(tied)["a"].data_ptr() == copy["a"].data_ptr()  # the memory is reused
+
+
+def test_staged_tensors_are_saved_without_their_neighbors(tmp_path: Path) -> None:
+    """Each has a storage of its own size in the block of memory, which grows with the state."""
+    stager = CpuStager()
+    dtypes = (torch.bfloat16, torch.float32, torch.int64, torch.bool)
+    for size in (3, 5000):
+        state = {str(dtype): (torch.arange(size) % 2).to(dtype) for dtype in dtypes}
+        state |= {"none": torch.empty(0, 4), "number": torch.tensor(1.5)}
+        copy = stager.stage(state)
+        for name, tensor in state.items():
+            assert torch.equal(copy[name], tensor) and copy[name].dtype == tensor.dtype
+            assert copy[name].untyped_storage().nbytes() == tensor.nbytes
+        torch.save(copy, tmp_path / "staged.pt")
+        assert all(torch.equal(tensor, state[name]) for name, tensor in torch.load(tmp_path / "staged.pt").items())
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_exactly_staged_bytes_are_pinned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    """CUDA's functions are stand-ins; if pinning fails, the copies are in pageable memory."""
+    calls: list[tuple[str, int]] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: calls.append(("pin", size)) or code,
+        cudaHostUnregister=lambda address: calls.append(("unpin", address)),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory = HostMemory(1000, is_pinned=True)
+    tensor = memory.tensor(64, torch.Size([3]), torch.float32).copy_(torch.arange(3))
+    assert tensor.tolist() == [0, 1, 2] and calls == [("pin", 1000)]
+    assert ("cannot be pinned" in capsys.readouterr().err) == (code != 0)
+    memory.release()
+    memory.release()
+    assert [name for name, _ in calls] == (["pin", "unpin"] if code == 0 else ["pin"])
+    assert tensor.tolist() == [0, 1, 2]
 
 
 def model_of(kind: str) -> PreTrainedModel:

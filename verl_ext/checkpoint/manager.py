@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from torch.distributed.tensor import DTensor
 
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.hf_export import ExportedWeights, HuggingFaceExport
@@ -21,6 +20,7 @@ from verl_ext.checkpoint.load import load_model, load_optimizer, reseed
 from verl_ext.checkpoint.manifest import DATA_STATE, EXTRA, FSDP_CONFIG, MODEL, OPTIMIZER, Manifest
 from verl_ext.checkpoint.save import CheckpointWriter, bytes_of
 from verl_ext.checkpoint.shards import ShardFiles
+from verl_ext.checkpoint.staging import CpuStager
 from verl_ext.distributed import COLLECTIVE_TIMEOUT, on_every_rank
 from verl_ext.processes import quiet_stdout
 from verl_ext.verl_api import FSDPCheckpointManager, PrecisionType, get_device_name
@@ -238,48 +238,3 @@ def _start(work: Callable[[], float]) -> Future[float]:
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()
     return future
-
-
-class CpuStager:
-    """Copies nested state to CPU memory, so that training continues during a save. The next copy reuses the memory."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._seen: dict[tuple[int, torch.Size], torch.Tensor] = {}
-
-    @torch.no_grad()
-    def stage(self, state: Any) -> Any:
-        """Copy `state` with its tensors in CPU memory, overwriting the previous copy.
-
-        Args:
-            state: nested dictionaries, lists and tuples; only tensors are copied.
-        """
-        self._seen.clear()
-        copy = self._copy(state, ())
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # copies from the device are asynchronous
-        return copy
-
-    def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, DTensor):
-            # not from_local, which would move the copy back to the mesh's device
-            return DTensor(self._copy_tensor(value._local_tensor, path), value._spec, requires_grad=False)
-        if isinstance(value, torch.Tensor):
-            return self._copy_tensor(value, path)
-        if isinstance(value, dict):
-            return {key: self._copy(item, (*path, key)) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._copy(item, (*path, index)) for index, item in enumerate(value))
-        return value
-
-    def _copy_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
-        source = (tensor.data_ptr(), tensor.shape)
-        if source in self._seen:  # tied weights remain one tensor
-            return self._seen[source]
-        buffer = self._buffers.get(path)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[path] = buffer
-        if tensor.numel():
-            self._seen[source] = buffer
-        return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
