@@ -1,4 +1,4 @@
-"""How a rank handles signals, including while its main thread is inside one long call."""
+"""How a rank handles signals, including while its main thread is inside one long call, and how it exits."""
 
 from __future__ import annotations
 
@@ -85,3 +85,23 @@ def test_repeated_signals_to_rank_are_one_request(start: object) -> None:
             process.wait(timeout=0.5)  # more than a second in all
     assert process.stdout.readline() == "SIGTERM\n"
     assert ask(process, "now") == "SIGTERM"
+
+
+@pytest.mark.parametrize(("has_engine", "printed"), [(True, "last line\n"), (False, "last line\natexit\n")])
+def test_rank_with_vllm_on_gpu_leaves_without_destructors(has_engine: bool, printed: str) -> None:
+    """The GPU and vLLM are stand-ins."""
+    program = """
+        import atexit, sys
+        import torch
+        from verl_ext.trainer.__main__ import leave
+
+        atexit.register(print, "atexit")
+        torch.cuda.is_initialized = lambda: True
+        if sys.argv[1] == "True":
+            sys.modules["vllm"] = sys
+        print("last line")
+        leave(75)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(program), str(has_engine)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (75, printed), done.stderr

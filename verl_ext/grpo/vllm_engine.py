@@ -203,10 +203,12 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         """See `RolloutEngine.close`.
 
-        vLLM's own shutdown, including the one at process exit, would destroy the trainer's process group.
+        vLLM's own shutdown, including the one at process exit, would destroy the trainer's process group. A sleeping
+        engine has released its memory, which a shutdown would release again.
         """
         self._engine.engine_core._finalizer.detach()
-        self._engine.model_executor.shutdown()
+        if not self._releases_memory:
+            self._engine.model_executor.shutdown()
 
 
 def require_free_memory(utilization: float) -> None:

@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
+from typing import NoReturn
 
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program
@@ -36,6 +37,18 @@ def main() -> None:
         except Exception:
             traceback.print_exc()  # within the block, so that it is recorded
             exit_code = 1
+    leave(exit_code)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process; if it holds vLLM's memory on a GPU, without destructors.
+
+    The memory pools of a sleeping engine are unmapped, and their destructors may unmap them again.
+    """
+    if "vllm" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
     sys.exit(exit_code)
 
 
