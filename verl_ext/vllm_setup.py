@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import UserError
@@ -28,6 +29,10 @@ _ON_CPU = {
     # `enforce_eager` still compiles the sampler, which takes 14 to 28 s; this does not
     "TORCHDYNAMO_DISABLE": "1",
 }
+SMALL_MODEL_PARAMETERS = 50_000_000
+CACHE_BLOCK_TOKENS = 32
+"""At least the tokens of a block of vLLM's cache; a sequence fills its last block in part."""
+MIN_CACHE_BYTES = 1 << 28
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """CPU flags for bfloat16 instructions, on x86 and on Arm."""
 
@@ -45,6 +50,33 @@ def prepare_vllm_environment() -> str:
     for name, value in (_EVERYWHERE if on_gpu else {**_EVERYWHERE, **_ON_CPU}).items():
         os.environ.setdefault(name, value)
     return torch.cuda.get_device_name(0) if on_gpu else "cpu"
+
+
+def small_model_arguments(config: Mapping[str, Any], max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
+    """Return arguments of vllm.LLM that spare a small model the set-up of a large one on a GPU.
+
+    By default, vLLM fills its share of the memory with cache blocks, which are millions for a model of a few layers,
+    and captures CUDA graphs for up to a minute.
+
+    Args:
+        config: the model's `config.json`; without the sizes of a plain transformer, nothing changes.
+        max_model_len: maximum length of prompt and completion together, in tokens.
+        max_num_seqs: maximum number of sequences in a batch.
+    """
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    sizes = [config.get(name) for name in names]
+    is_plain = set(config.get("layer_types") or ()) <= {"full_attention"}
+    if not is_plain or not all(isinstance(size, int) for size in sizes):
+        return {}
+    layers, width, inner, heads, vocabulary = sizes
+    experts = config.get("num_experts") or config.get("num_local_experts") or 1
+    parameters = layers * (4 * width**2 + 3 * experts * width * inner) + 2 * vocabulary * width
+    if parameters > SMALL_MODEL_PARAMETERS:
+        return {}
+    head_size = config.get("head_dim") or width // heads
+    bytes_per_token = 2 * layers * (config.get("num_key_value_heads") or heads) * head_size * 4
+    needed = bytes_per_token * (max_model_len + CACHE_BLOCK_TOKENS) * max_num_seqs
+    return {"enforce_eager": True, "kv_cache_memory_bytes": max(needed, MIN_CACHE_BYTES)}
 
 
 def pick_vllm_dtype(wanted: str, on_gpu: bool, stored: torch.dtype | None) -> str:

@@ -22,15 +22,23 @@ from eval_pipeline.engines.vllm_engine import FinishedAnswer, Generate, Generate
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program, require_package
 from verl_ext.errors import STOP_SIGNALS, UserError, first_line_of
+from verl_ext.model_files import config_of
 from verl_ext.processes import defer_gc
 from verl_ext.rendering import EndlessTemplate, rendering
-from verl_ext.vllm_setup import pick_vllm_dtype, prepare_vllm_environment, safe_vllm_arguments
+from verl_ext.vllm_setup import (
+    pick_vllm_dtype,
+    prepare_vllm_environment,
+    safe_vllm_arguments,
+    small_model_arguments,
+)
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
 HEARTBEAT_S = 1.0
 """Interval of heartbeats; shorter if the owner's time limit is less than four times this."""
+DEFAULT_MAX_NUM_SEQS = 256
+"""vLLM's default on most GPUs."""
 CPU_NICENESS = 5
 """Niceness on a CPU, so that the judge and training on the same cores have priority. With a higher value, rotation
 might remove checkpoints before they are evaluated."""
@@ -257,8 +265,10 @@ def vllm_arguments(config: EngineConfig, model: str, on_gpu: bool) -> dict[str, 
             near = difflib.get_close_matches(name, known, n=1)
             advice = f"did you mean {near[0]}?" if near else "see the fields of vllm.EngineArgs"
             raise UserError(f"engine.vllm.{name} is not an argument of vllm.LLM; {advice}")
+    num_seqs = config.vllm.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
     wanted = {
         "enforce_eager": not on_gpu,
+        **(small_model_arguments(config_of(model), config.max_model_len, num_seqs) if on_gpu else {}),
         "seed": 0,
         "use_tqdm_on_load": False,
         # vLLM 0.12 rewinds a request's random state after each prompt chunk, which a CPU generator does not support

@@ -197,8 +197,9 @@ def arguments(export: Path, quickstart: Path, tmp_path_factory: pytest.TempPathF
 
 def test_vllm_gets_settings_of_recipe(arguments: dict[str, Any], export: Path) -> None:
     keys = {"gpu_memory_utilization": 0.3, "tensor_parallel_size": 2, "max_model_len": 64, "dtype": "float16"}
-    expected = {**keys, "max_num_seqs": 7, "enforce_eager": False, "model": str(export)}
+    expected = {**keys, "max_num_seqs": 7, "enforce_eager": True, "model": str(export)}
     assert arguments["overridden"].items() >= expected.items()
+    assert arguments["gpu"]["kv_cache_memory_bytes"] >= 1 << 28 and "kv_cache_memory_bytes" not in arguments["cpu"]
 
 
 def test_cpu_keeps_float32_weights(arguments: dict[str, Any]) -> None:

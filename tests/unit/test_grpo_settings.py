@@ -16,6 +16,7 @@ from verl_ext.grpo.rewards.check import check_reward_settings
 from verl_ext.grpo.vllm_engine import _arguments
 from verl_ext.trainer.grpo import CPU_BUCKET_MB, bucket_bytes
 from verl_ext.trainer.stages import GRPOConfig, load_config
+from verl_ext.vllm_setup import small_model_arguments
 
 
 def config_with(*overrides: str) -> GRPOConfig:
@@ -58,10 +59,33 @@ def test_length_buffer_must_fit_if_penalty_is_used(functions: str, buffer: int, 
 def test_vllm_gets_rollout_settings() -> None:
     memory: Any = {"gpu_memory_utilization": 0.3, "max_num_seqs": 11, "dtype": "float16"}
     rollout = RolloutConfig(**memory, tensor_model_parallel_size=2, vllm={"swap_space": 1})
-    found = _arguments(rollout, on_gpu=True, releases_memory=True)
+    found = _arguments(rollout, on_gpu=True, releases_memory=True, small={"enforce_eager": True, "swap_space": 3})
     names = ["gpu_memory_utilization", "max_num_seqs", "dtype", "tensor_parallel_size", "swap_space"]
     assert [found[name] for name in names] == [0.3, 11, "float16", 2, 1]
-    assert found["enable_sleep_mode"]
+    assert found["enable_sleep_mode"] and found["enforce_eager"]
+
+
+SMALL = {
+    "num_hidden_layers": 4, "hidden_size": 192, "intermediate_size": 576, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": 493, "layer_types": ["full_attention"] * 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "cache_bytes"),
+    [
+        ({}, 1 << 28),
+        ({"num_key_value_heads": 6}, 2 * 4 * 6 * 32 * 4 * (1024 + 32) * 64),
+        ({"layer_types": ["linear_attention", "full_attention"] * 2}, None),
+        ({"hidden_size": None}, None),
+        ({"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}, None),
+        ({"num_experts": 128}, None),
+    ],
+)
+def test_small_model_gets_small_cache(changes: dict[str, Any], cache_bytes: int | None) -> None:
+    expected = {} if cache_bytes is None else {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes}
+    assert small_model_arguments({**SMALL, **changes}, max_model_len=1024, max_num_seqs=64) == expected
+    assert small_model_arguments({}, max_model_len=1024, max_num_seqs=64) == {}
 
 
 @pytest.mark.parametrize(("device", "bucket"), [("cuda", 64 << 20), ("cpu", CPU_BUCKET_MB << 20)])

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -22,7 +22,8 @@ from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import format_bytes
 from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
-from verl_ext.vllm_setup import prepare_vllm_environment, safe_vllm_arguments
+from verl_ext.model_files import config_of
+from verl_ext.vllm_setup import prepare_vllm_environment, safe_vllm_arguments, small_model_arguments
 
 Bucket = list[tuple[str, torch.Tensor]]
 SETUP_TIMEOUT_S = 600
@@ -110,7 +111,8 @@ class VLLMEngine(RolloutEngine):
         if on_gpu:
             require_free_memory(rollout.gpu_memory_utilization)
         try:
-            arguments = _arguments(rollout, on_gpu, self._releases_memory)
+            small = small_model_arguments(config_of(model), max_model_len, rollout.max_num_seqs) if on_gpu else {}
+            arguments = _arguments(rollout, on_gpu, self._releases_memory, small)
             arguments |= {
                 "model": model,
                 "max_model_len": max_model_len,
@@ -298,9 +300,10 @@ def _end_reload(model: torch.nn.Module, config: Any) -> list[str]:
     return stale
 
 
-def _arguments(rollout: RolloutConfig, on_gpu: bool, releases_memory: bool) -> dict[str, Any]:
+def _arguments(rollout: RolloutConfig, on_gpu: bool, releases_memory: bool, small: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "enforce_eager": not on_gpu,
+        **small,
         "seed": 0,
         "max_num_seqs": rollout.max_num_seqs,
         "use_tqdm_on_load": False,
