@@ -125,10 +125,20 @@ def _all_reduce(values: Sequence[float], operation: Any, device: torch.device | 
 
 
 def init_process_group(device_name: str) -> None:
-    """Join the ranks that torchrun started, with gloo for CPU tensors and NCCL or HCCL for accelerator tensors."""
+    """Join the ranks that torchrun started, with gloo for CPU tensors and NCCL or HCCL for accelerator tensors.
+
+    Raises:
+        UserError: this node has no device for this rank.
+    """
     backends = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
     if device_name != "cpu":
-        getattr(torch, device_name).set_device(int(os.environ["LOCAL_RANK"]))
+        devices, index = getattr(torch, device_name), int(os.environ["LOCAL_RANK"])
+        if index >= devices.device_count():
+            raise UserError(
+                f"there are more than {devices.device_count()} ranks on this node, but torch finds only "
+                f"{devices.device_count()} devices; start as many ranks as devices"
+            )
+        devices.set_device(index)
     dist.init_process_group(backends[device_name], timeout=COLLECTIVE_TIMEOUT)
 
 

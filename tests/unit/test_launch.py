@@ -381,6 +381,18 @@ def test_rejects_more_ranks_than_gpus(ranks: int, visible: str, monkeypatch: pyt
     check_components(config)
 
 
+def test_rank_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES may list more GPUs than the machine has."""
+    import torch
+
+    from verl_ext.distributed import init_process_group
+
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="torch finds only 2 devices; start as many ranks as devices"):
+        init_process_group("cuda")
+
+
 def test_logger_backends_match_verl() -> None:
     from verl.utils.tracking import Tracking
 
