@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, GPT2Config, Qwen2Config
 
-from benchmarks.plan import PLAIN, SETTINGS
+from benchmarks.plan import SETTINGS
 from benchmarks.plan_ranks import predicted, sft_config
 from tests.helpers import ROOT
+from tests.helpers.plans import FIXED
 from verl_ext.files import GIB
 from verl_ext.plan import model_shape
 from verl_ext.plan.__main__ import main
@@ -34,8 +35,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_7b(*overrides: str, gpus: int = 8, recipe: str = "qwen2.5_coder_7b", command: str = "sft") -> RunPlan:
-    plain = PLAIN if command == "sft" else ()
-    config = load_config(command, [f"recipe={recipe}", *plain, *overrides])
+    config = load_config(command, [f"recipe={recipe}", *FIXED[command], *overrides])
     return make_plan(config, SHAPE_7B, Cluster(H100, gpus, 8), ALL)
 
 
@@ -239,6 +239,13 @@ def test_command_output_and_exit_code_say_whether_it_fits(capsys: pytest.Capture
     (found,) = json.loads(capsys.readouterr().out)
     assert not found["fits"] and "GPUs" in found["advice"]
     assert sum(found["memory_bytes"][found["peak"]].values()) == pytest.approx(found["peak_bytes"])
+
+
+@pytest.mark.parametrize("recipe", ["qwen2.5_coder_7b", "qwen2.5_coder_7b_code"])
+def test_7b_recipes_fit_on_eight_gpus(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"recipe={recipe}", "gpus=8", "hardware=h100", "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["fits"] and 0.7 < found["peak_bytes"] / H100.memory_bytes < 0.95
 
 
 def test_command_reports_engine_without_room(capsys: pytest.CaptureFixture[str]) -> None:

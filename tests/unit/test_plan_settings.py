@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan import PLAIN
 from tests.helpers.models import cache_as_hub
+from tests.helpers.plans import FIXED
 from verl_ext.config.schema import keys
 from verl_ext.errors import UserError
 from verl_ext.plan import model_shape
@@ -20,8 +20,7 @@ from verl_ext.trainer.stages import GRPOConfig, SFTConfig, load_config
 
 
 def config(*overrides: str, recipe: str = "qwen2.5_coder_7b", command: str = "sft") -> SFTConfig | GRPOConfig:
-    plain = PLAIN if command == "sft" else ()
-    loaded = load_config(command, [f"recipe={recipe}", *plain, *overrides])
+    loaded = load_config(command, [f"recipe={recipe}", *FIXED[command], *overrides])
     assert isinstance(loaded, SFTConfig | GRPOConfig)
     return loaded
 
