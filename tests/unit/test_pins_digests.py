@@ -74,11 +74,10 @@ def tokenizer() -> Any:
 @pytest.fixture
 def releases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the library releases that are part of a cache key to the recorded ones."""
-    import tokenizers
-    import transformers
+    from verl_ext.data import chats
 
-    monkeypatch.setattr(transformers, "__version__", "5.0.0")
-    monkeypatch.setattr(tokenizers, "__version__", "0.20.0")
+    monkeypatch.setattr(chats.transformers, "__version__", "5.0.0")
+    monkeypatch.setattr(chats.tokenizers, "__version__", "0.20.0")
 
 
 def test_config_digests_match_record() -> None:
