@@ -198,12 +198,12 @@ def test_bad_input_is_reported_once(quickstart: Path, tmp_path: Path) -> None:
 
 def test_rank_without_memory_for_vllm_ends_run(quickstart: Path, tmp_path: Path) -> None:
     """Rank 0 has built its engine by then and waits for rank 1; the launcher reports the reason of rank 1."""
-    (tmp_path / "mine.py").write_text(
-        "import os\n"
-        "if os.environ.get('RANK') == '1': os.environ['VLLM_CPU_KVCACHE_SPACE'] = '100000'\n"
-        "def length(solution_str, **rest): return float(len(solution_str))\n"
+    (tmp_path / "own_models.py").write_text(
+        "import os\nif os.environ.get('RANK') == '1': os.environ['VLLM_CPU_KVCACHE_SPACE'] = '100000'\n"
     )
-    done = GRPORun(quickstart, tmp_path / "run", f"reward.functions=[{tmp_path}/mine.py:length]").start()
+    run = GRPORun(quickstart, tmp_path / "run", "model.external_lib=own_models")
+    with run.started(PYTHONPATH=str(tmp_path)) as process:
+        done = end_of(process)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "vLLM cannot use" in error and error.endswith("; end other processes, or use fewer ranks")
