@@ -219,7 +219,7 @@ class SamplesPanel(Panel):
                 toggle = tag(ui.toggle(kinds, value=MASK if self.state.colors == MASK else DIFFERENCE), "token colors")
                 toggle.props("dense no-caps unelevated")
                 pages = tag(ui.pagination(1, num_pages(tokens), direction_links=True), "token pages")
-                pages.set_visibility(num_pages(tokens) > 1)
+                pages.props("max-pages=5").set_visibility(num_pages(tokens) > 1)
             box = ui.column().classes("w-full gap-2")
 
         def draw() -> None:
