@@ -64,9 +64,9 @@ def small_model_arguments(config: Mapping[str, Any], max_model_len: int, max_num
         max_num_seqs: maximum number of sequences in a batch.
     """
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    sizes = [config.get(name) for name in names]
+    sizes = [size for name in names if isinstance(size := config.get(name), int)]
     is_plain = set(config.get("layer_types") or ()) <= {"full_attention"}
-    if not is_plain or not all(isinstance(size, int) for size in sizes):
+    if not is_plain or len(sizes) < len(names):
         return {}
     layers, width, inner, heads, vocabulary = sizes
     experts = config.get("num_experts") or config.get("num_local_experts") or 1
