@@ -18,8 +18,8 @@ from verl_ext.checkpoint.manifest import (
     Manifest,
     damaged_files,
     list_checkpoints,
+    read_complete,
     step_of,
-    why_incomplete,
 )
 from verl_ext.commands import program
 from verl_ext.config.run_config import read_config_file
@@ -154,12 +154,16 @@ class CheckpointScanner:
         return [checkpoint for checkpoint in found if checkpoint is not None]
 
     def _check(self, path: Path) -> EvalCheckpoint | None:
-        problem = why_incomplete(path)
-        if problem is not None:
-            self._warn(path, problem)
+        try:
+            manifest = read_complete(path)
+        except ValueError as error:
+            self._warn(path, str(error))
             return None
         if not (path / EXPORT / "config.json").is_file():
             return None  # with `export.every`, not every checkpoint is exported
+        if EXPORT in manifest.deferred:
+            self._warn(path, "its export is deferred to the next start of the run")
+            return None
         if path not in self._found:
             try:
                 self._found[path] = find_checkpoint(path)

@@ -29,11 +29,13 @@ class Stop(Exception):
 
     Args:
         reason: the signal, deadline or health rule.
+        exit_code: exit code of the run.
+        is_urgent: whether the process may be killed soon, as after a signal.
     """
 
-    def __init__(self, reason: str, exit_code: int = STOPPED_EXIT_CODE) -> None:
+    def __init__(self, reason: str, exit_code: int = STOPPED_EXIT_CODE, is_urgent: bool = False) -> None:
         super().__init__(reason)
-        self.exit_code = exit_code
+        self.exit_code, self.is_urgent = exit_code, is_urgent
 
 
 def first_line_of(error: Exception) -> str:

@@ -25,6 +25,7 @@ from tests.helpers.commands import (
     kill_launcher,
 )
 from tests.helpers.processes import WAIT_S, ranks_of, wait_until
+from verl_ext.checkpoint.manifest import Manifest, damaged_files, has_export
 from verl_ext.errors import STOPPED_EXIT_CODE
 
 # ---- SIGKILL at a point of the checkpoint protocol -------------------------------------------------------------------
@@ -220,7 +221,7 @@ def assert_stop_loses_no_step(
         quickstart: of the fixture of that name.
         run_dir: an empty one.
     """
-    run = SFTRun(quickstart, run_dir, "trainer.save_freq=-1")
+    run = SFTRun(quickstart, run_dir, "trainer.save_freq=-1", "trainer.max_ckpt_to_keep=null")
     with run.started(override) as process:
         wait_until(lambda: run.last_logged() >= 2, process)
         target = psutil.Process(process.pid) if receiver == "launcher" else ranks_of(process.pid)[int(receiver[-1])]
@@ -233,11 +234,24 @@ def assert_stop_loses_no_step(
     assert record["attempts"][0]["exit_reason"] == f"stopped by {number.name} after step {last}"
     assert run.names() == {str(last)}
     assert run.tracker() == str(last)
-    assert f"Stopped by {number.name} after step {last}" in stopped.stdout
-    run.finish(override)
+    says = "the same command resumes from there, and writes its huggingface/ first"
+    assert f"Stopped by {number.name} after step {last}; {says}" in stopped.stdout
+    checkpoint = run.run_dir / f"global_step_{last}"
+    assert Manifest.read(checkpoint).deferred == ("huggingface",) and not has_export(checkpoint)
+    resumed = run.finish(override)
+    assert f"Writing {checkpoint.name}/huggingface/" in resumed.stdout
+    assert_complete_export(checkpoint, undisturbed.run_dir / checkpoint.name)
     expected = undisturbed.losses(1)
     assert run.losses(1) == {step: expected[step] for step in range(1, last + 1)}
     assert run.losses(2) == {step: expected[step] for step in range(last + 1, NUM_STEPS + 1)}
+
+
+def assert_complete_export(checkpoint: Path, undisturbed: Path) -> None:
+    """Check that an export that was deferred equals that of the undisturbed run."""
+    manifests = [Manifest.read(path) for path in (checkpoint, undisturbed)]
+    name = "huggingface/model.safetensors"
+    assert manifests[0].files[name] == manifests[1].files[name]
+    assert manifests[0].deferred == () and damaged_files(checkpoint) == {}
 
 
 # ---- saves that fail in the file system ------------------------------------------------------------------------------

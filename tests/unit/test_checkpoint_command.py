@@ -8,6 +8,7 @@ import os
 import pty
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -158,6 +159,15 @@ def test_prune_drops_optimizer_of_best_checkpoint(run_dir: Path) -> None:
     assert kept(run_dir) == [20, 30, 40, 50]
     assert Manifest.read(run_dir / "global_step_20").dropped == ("optimizer",)
     assert "complete, without optimizer" in checkpoint_command("ls", run_dir)
+    checkpoint_command("verify", run_dir)
+
+
+def test_deferred_export_is_listed(run_dir: Path) -> None:
+    manifest = Manifest.read(run_dir / "global_step_20")
+    (run_dir / "global_step_20/manifest.json").write_text(replace(manifest, deferred=("huggingface",)).to_json())
+    assert checkpoint_command("ls", run_dir).count("complete, export deferred") == 1
+    found = json.loads(checkpoint_command("ls", run_dir, "--json"))
+    assert {each["step"]: each["deferred"] for each in found}[20] == ["huggingface"]
     checkpoint_command("verify", run_dir)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -188,11 +188,22 @@ def test_scanner_finds_complete_checkpoints_and_warns_once(tmp_path: Path, capsy
     shutil.rmtree(without_export / "huggingface")
     files = {"model.pt": sync_and_digest(without_export / "model.pt")}
     (without_export / "manifest.json").write_text(Manifest(50, 1, "", files).to_json())
+    stopped = commit(tmp_path, 60)
+    (stopped / "huggingface/model.safetensors").rename(tmp_path / "weights")
+    complete = Manifest.read(stopped)
+    files = {name: entry for name, entry in complete.files.items() if name != "huggingface/model.safetensors"}
+    (stopped / "manifest.json").write_text(replace(complete, files=files, deferred=("huggingface",)).to_json())
     discovery = CheckpointScanner(tmp_path)
     for _ in range(2):
         assert [checkpoint.step for checkpoint in discovery.checkpoints()] == [9, 10, 100]
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2
+    assert len(told) == 3
+    assert [line for line in told if "global_step_60: its export is deferred to the next start" in line]
+    (tmp_path / "weights").rename(stopped / "huggingface/model.safetensors")
+    (stopped / "manifest.json").write_text(complete.to_json())
+    assert [checkpoint.step for checkpoint in discovery.checkpoints()] == [9, 10, 60, 100]
+    shutil.rmtree(stopped)
+    told = [line for line in told if "global_step_60" not in line]
     assert "global_step_30: its file model.pt is missing" in told[1] + told[0]
     assert "global_step_20: it has no manifest.json" in told[1] + told[0]
     shutil.rmtree(tmp_path / "global_step_9")

@@ -147,6 +147,16 @@ def test_initial_model_is_best_or_else_newest_checkpoint(
     assert capsys.readouterr().out == ""
 
 
+def test_stopped_sft_run_without_export_names_command(quickstart: Path, tmp_path: Path) -> None:
+    """An older checkpoint would be used silently otherwise."""
+    write_checkpoint(tmp_path / "sft/global_step_10")
+    newest = write_checkpoint(tmp_path / "sft/global_step_20", "huggingface/config.json")
+    manifest = replace(Manifest.read(newest), deferred=("huggingface",))
+    (newest / "manifest.json").write_text(manifest.to_json())
+    with pytest.raises(UserError, match=f"checkpoint export {newest}`, or finish the run"):
+        settled(quickstart, tmp_path)
+
+
 def test_resumed_run_keeps_its_initial_model(quickstart: Path, tmp_path: Path) -> None:
     """This holds for any spelling of the SFT run's path. The checkpoint is held; a missing one is reported."""
     sft_run, run_dir = tmp_path / "sft", tmp_path / "run"

@@ -196,15 +196,18 @@ def test_checkpoints_before_last_attempt_are_not_expected(tmp_path: Path, capsys
     assert run_health(run_dir, capsys)[1]["the expected checkpoints exist"] == "ok"
 
 
-@pytest.mark.parametrize(("every", "level"), [(None, "warning"), (200, "ok"), (100, "warning")])
+@pytest.mark.parametrize(
+    ("every", "deferred", "level"),
+    [(None, (), "warning"), (200, (), "ok"), (100, (), "warning"), (None, ("huggingface",), "ok")],
+)
 def test_missing_exports_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int | None, level: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int | None, deferred: tuple[str, ...], level: str
 ) -> None:
     point = "every checkpoint is complete, including huggingface/"
     run_dir = write_run(tmp_path, "a textbook run")
     write_checkpoint(run_dir, 100)
     shutil.rmtree(run_dir / "global_step_100/huggingface")
-    (run_dir / "global_step_100/manifest.json").write_text(Manifest(100, 1, "", {}).to_json())
+    (run_dir / "global_step_100/manifest.json").write_text(Manifest(100, 1, "", {}, deferred=deferred).to_json())
     change_config(run_dir, "trainer.checkpoint.export.every", every)
     assert run_health(run_dir, capsys)[1][point] == level
     change_config(run_dir, "trainer.checkpoint.save_contents", ["model", "optimizer", "extra"])

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
@@ -35,8 +37,9 @@ from verl_ext.launch.run import last_checkpoint
 from verl_ext.launch.watcher import EvalWatcher
 from verl_ext.processes import StopRequest, StopSignals, hold_stop_signals
 from verl_ext.trainer.config import PreemptionConfig, parse_deadline
-from verl_ext.trainer.preemption import DEADLINE_VARIABLES, deadline_from_environment
+from verl_ext.trainer.preemption import DEADLINE_VARIABLES, StopVote, deadline_from_environment
 from verl_ext.trainer.stages import load_config
+from verl_ext.trainer.trainer import PipelineTrainer
 
 TERM = HandledStop(signal.SIGTERM)
 
@@ -363,3 +366,23 @@ def test_rendezvous_timeout_fails_launch(num_nodes: int, advice: str) -> None:
     assert failure.message.startswith(told) and failure.exit_code == 1
     with pytest.raises(KeyError):
         rendezvous_failure(num_nodes, KeyError("a fault of ours"))
+
+
+def test_short_grace_period_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    vote = StopVote(None, None)
+    config = load_config("sft", ["trainer.preemption.grace_s=60"])
+    trainer: Any = SimpleNamespace(stop_vote=vote, config=config, is_main=True, warned_of_grace=False)
+    vote.expected_save_s = 50.0
+    PipelineTrainer.warn_if_grace_is_short(trainer)
+    assert capsys.readouterr().err == ""
+    vote.note(step_s=20.0)
+    for _ in range(2):
+        PipelineTrainer.warn_if_grace_is_short(trainer)
+    expected = (
+        "a step and a save may take 70 s, but a stop signal leaves 60 s for them; raise trainer.preemption.grace_s"
+    )
+    assert capsys.readouterr().err == f"warning: {expected}\n"
+    trainer.warned_of_grace = False
+    vote.note(save_s=30.0)
+    PipelineTrainer.warn_if_grace_is_short(trainer)
+    assert capsys.readouterr().err == ""

@@ -245,10 +245,14 @@ class HuggingFaceExport:
                 raise
             return []
 
+    def is_due(self, step: int) -> bool:
+        """Whether the checkpoint of a step has an export."""
+        is_step = self.config.every is None or step % self.config.every == 0 or step == self.last_step
+        return self.with_weights and is_step
+
     def at(self, step: int, state: Mapping[str, torch.Tensor]) -> ExportedWeights | None:
         """The weights to export at a step, or None; collective, because it gathers the LoRA factors."""
-        is_due = self.config.every is None or step % self.config.every == 0 or step == self.last_step
-        if not self.with_weights or not is_due:
+        if not self.is_due(step):
             return None
         adapters = [tensor.adapter for tensor in self.tensors if tensor.adapter is not None]
         names = {name for adapter in adapters for name in (adapter.down, adapter.up)}

@@ -147,7 +147,8 @@ class CheckpointInfo:
         writer = ", written by verl itself" if self.by_verl else ""
         if self.problem is not None or self.manifest is None:
             return f"incomplete{writer}: {self.problem}"
-        return "".join([f"complete{writer}", *(f", without {part}" for part in self.manifest.dropped)])
+        missing = [f", without {part}" for part in self.manifest.dropped]
+        return "".join([f"complete{writer}", *missing, ", export deferred" if self.manifest.deferred else ""])
 
     @property
     def retention(self) -> str:
@@ -212,6 +213,7 @@ def _as_json(info: CheckpointInfo) -> dict[str, Any]:
         "written_by_verl": info.by_verl,
         "metrics": manifest.metrics if manifest else {},
         "dropped": manifest.dropped if manifest else [],
+        "deferred": manifest.deferred if manifest else [],
         "kept_because": info.kept_because,
         "goes_next": info.goes_next,
         "loses_optimizer": info.loses_optimizer,

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.hf_export import ExportedWeights, HuggingFaceExport
 from verl_ext.checkpoint.load import load_model, load_optimizer, reseed
-from verl_ext.checkpoint.manifest import DATA_STATE, EXTRA, FSDP_CONFIG, MODEL, OPTIMIZER, Manifest
+from verl_ext.checkpoint.manifest import DATA_STATE, EXPORT, EXTRA, FSDP_CONFIG, MODEL, OPTIMIZER, Manifest
 from verl_ext.checkpoint.save import CheckpointWriter, bytes_of
 from verl_ext.checkpoint.shards import ShardFiles
 from verl_ext.checkpoint.staging import CpuStager
@@ -35,6 +35,7 @@ class CheckpointManager(FSDPCheckpointManager):
     Attributes:
         data_state: position in the data, saved with the next checkpoint.
         step_metrics: metrics of the step, saved with the next checkpoint.
+        defers_export: whether the next checkpoint leaves out its export, which `write_deferred_export` then writes.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class CheckpointManager(FSDPCheckpointManager):
         self.config_digest, self.optimizer_name = config_digest, optimizer_name
         self.data_state: dict[str, Any] = {}
         self.step_metrics: dict[str, float] = {}
+        self.defers_export = False
         is_auto = config.export.dtype == "auto"
         self._export = HuggingFaceExport(
             self.model,
@@ -102,7 +104,8 @@ class CheckpointManager(FSDPCheckpointManager):
         """
         self.wait()
         state = self._state()
-        weights = self._export.at(global_step, state[MODEL])
+        is_deferred = self.defers_export and self._export.is_due(global_step)
+        weights = None if is_deferred else self._export.at(global_step, state[MODEL])
         writer = CheckpointWriter(
             final=Path(local_path),
             rank=self.rank,
@@ -115,6 +118,7 @@ class CheckpointManager(FSDPCheckpointManager):
                 time=time.time(),
                 optimizer=self.optimizer_name if self.should_save_optimizer else "",
                 export_dtype=PrecisionType.to_str(self._export.dtype),
+                deferred=(EXPORT,) if is_deferred else (),
             ),
             weights=weights,
             shared_files=self._shared_files(weights) if self.rank == 0 else {},

@@ -90,6 +90,7 @@ class Manifest:
         files: size and digest by relative path.
         metrics: metrics of this step by name.
         dropped: contents that the checkpoint lacks, such as `DROPPED_OPTIMIZER`.
+        deferred: contents that the next start of the run adds: `EXPORT` after a save with little time.
         time: time of the save, in seconds since 1970.
         optimizer: class of the saved optimizer, such as torch.optim.AdamW; empty if unknown.
         export_dtype: dtype of the run's own exports: bf16, fp16 or fp32; empty if unknown.
@@ -104,6 +105,7 @@ class Manifest:
     time: float = 0.0
     optimizer: str = ""
     export_dtype: str = ""
+    deferred: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -147,11 +149,13 @@ def _parse(content: dict[str, Any]) -> Manifest:
     Raises:
         KeyError, TypeError, AttributeError, OverflowError, ValueError: a key is missing or its value is invalid.
     """
-    metrics, dropped, time = content.get("metrics", {}), content.get("dropped", ()), content.get("time", 0.0)
+    metrics, time = content.get("metrics", {}), content.get("time", 0.0)
+    lists = {name: content.get(name, ()) for name in ("dropped", "deferred")}
     if not all(type(value) in (int, float) for value in metrics.values()):
         raise ValueError("a metric is not a number")
-    if isinstance(dropped, str) or not all(isinstance(name, str) for name in dropped):
-        raise ValueError("dropped is not a list of names")
+    for key, names in lists.items():
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{key} is not a list of names")
     if not 0 <= time < LATEST:
         raise ValueError(f"time is {time!r}, not a time in seconds since 1970")
     for name in content["files"]:  # no file may be outside the checkpoint
@@ -165,7 +169,8 @@ def _parse(content: dict[str, Any]) -> Manifest:
         config_digest=str(content["config_digest"]),
         files={name: {**entry, "bytes": _whole_number(entry, "bytes")} for name, entry in content["files"].items()},
         metrics={name: float(value) for name, value in metrics.items()},
-        dropped=tuple(dropped),
+        dropped=tuple(lists["dropped"]),
+        deferred=tuple(lists["deferred"]),
         time=float(time),
         optimizer=str(content.get("optimizer", "")),
         export_dtype=str(content.get("export_dtype", "")),

@@ -6,12 +6,15 @@ import argparse
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import torch
 
+from verl_ext.checkpoint.config import ExportConfig
 from verl_ext.checkpoint.hf_export import INDEX, ExportWriter, SafetensorsLayout, create_files, layout_of
 from verl_ext.checkpoint.hf_tensors import merge_rows, read_plan
 from verl_ext.checkpoint.inspection import newest_resumable, require_steps
@@ -29,7 +32,7 @@ from verl_ext.checkpoint.manifest import (
 from verl_ext.checkpoint.save import FileWriter, sync_and_digest
 from verl_ext.checkpoint.shards import ShardFiles
 from verl_ext.commands import typed_command
-from verl_ext.console import print_summary, progress_bar, typed_path, warn
+from verl_ext.console import print_line, print_summary, progress_bar, typed_path, warn
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import ignore_progress, parse_json, replace_file, sync_directory, write_errors
 from verl_ext.verl_api import PrecisionType
@@ -125,6 +128,17 @@ def rebuild_export(
             else:
                 _move_into_checkpoint(checkpoint, partial)
     return target
+
+
+def write_deferred_export(checkpoint: Path, config: ExportConfig) -> None:
+    """Write the export that a save with little time has left out, if any; a failure is only a warning."""
+    if EXPORT not in Manifest.read(checkpoint).deferred:
+        return
+    print_line(f"Writing {checkpoint.name}/{EXPORT}/, which the save before the stop left out", sys.__stdout__)
+    try:
+        rebuild_export(checkpoint, None, export_dtype_of(checkpoint), config.max_shard_gib)
+    except UserError as error:
+        warn(f"{checkpoint.name} has no export yet: {error}")
 
 
 def _can_be_checked(checkpoint: Path) -> bool:
@@ -233,7 +247,7 @@ def _move_into_checkpoint(checkpoint: Path, partial: Path) -> None:
     partial.rmdir()
     sync_directory(target)
     if manifest is not None:
-        replace_file(checkpoint / MANIFEST, [manifest.with_files({**rest, **entries}).to_json()])
+        replace_file(checkpoint / MANIFEST, [replace(manifest, files={**rest, **entries}, deferred=()).to_json()])
 
 
 def _is_weights(name: str) -> bool:

@@ -184,7 +184,11 @@ def checkpoints_are_complete(run: RunDirectory) -> CheckResult | None:
         return alarm("; ".join(wrong) + f"; remove incomplete checkpoints, or run {program('checkpoint')} verify")
     exported = [path for path in paths if has_export(path)]
     message = f"{len(paths)} complete, {len(exported)} of them with {EXPORT}/"
-    missing = [path.name for path in paths if path not in exported and _export_is_due(run, step_of(path) or 0)]
+    deferred = [each.step for each in run.checkpoints if EXPORT in each.deferred]
+    if deferred:
+        message += f"; the next start exports step {', '.join(map(str, deferred))}"
+    steps = {step_of(path) or 0: path.name for path in paths if path not in exported}
+    missing = [name for step, name in steps.items() if step not in deferred and _export_is_due(run, step)]
     advice = f"{', '.join(missing)} should have one, too; run {program('checkpoint')} export"
     return warning(f"{message}; {advice}") if missing else ok(message)
 

@@ -301,14 +301,19 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
     Raises:
         UserError: there is none; the message gives the command that creates it, on `num_ranks` ranks.
     """
-    complete = list(complete_checkpoints(run_dir))
-    for checkpoint in complete:
+    complete = complete_checkpoints(run_dir)
+    for checkpoint, manifest in complete.items():
         if has_export(checkpoint):
             return checkpoint / EXPORT
+        if EXPORT in manifest.deferred:
+            raise UserError(
+                f"{checkpoint} has no {EXPORT}/ yet, because its run was stopped; write it with "
+                f"`{program('checkpoint')} export {checkpoint}`, or finish the run"
+            )
     if complete:
         raise UserError(
             f"no checkpoint of model.sft_run={run_dir} has model weights in {EXPORT}/; write them with "
-            f"`{program('checkpoint')} export {complete[0]}`, or set model.partial_pretrain"
+            f"`{program('checkpoint')} export {next(iter(complete))}`, or set model.partial_pretrain"
         )
     command = sft_command(run_dir, num_ranks)
     train_it = "name the run directory of an SFT run" if command is None else f"train it first with `{command}`"

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from signal import Signals
 
-from verl_ext.checkpoint.manifest import EXPORT, has_export, read_tracker, step_of
+from verl_ext.checkpoint.manifest import EXPORT, Manifest, has_export, read_tracker, step_of
 from verl_ext.commands import typed_command
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import default_recipe
@@ -118,7 +118,9 @@ def next_start(config: RunConfig, last_step: int | None = None) -> str:
         return f"the same command cannot resume: {error}"
     if checkpoint is None:
         return "the same command starts at step 0"
-    return f"the same command resumes from {'there' if step_of(checkpoint) == last_step else checkpoint.name}"
+    where = "there" if step_of(checkpoint) == last_step else checkpoint.name
+    then = f", and writes its {EXPORT}/ first" if EXPORT in Manifest.read(checkpoint).deferred else ""
+    return f"the same command resumes from {where}{then}"
 
 
 # The summary of a finished run

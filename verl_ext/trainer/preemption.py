@@ -65,6 +65,11 @@ class StopVote:
         self.longest_step_s = max(self.longest_step_s, step_s)
         self.longest_save_s = max(self.longest_save_s, save_s)
 
+    @property
+    def needed_s(self) -> float:
+        """Seconds that the longest step so far and a save take; until a step has ended, only the expected save."""
+        return self.longest_step_s + (self.longest_save_s or self.expected_save_s)
+
     def check(self, is_writing: bool = False) -> bool:
         """Stop all ranks if any rank must stop; collective.
 
@@ -83,7 +88,7 @@ class StopVote:
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         number, near, rule, writing = votes.tolist()
         if number:
-            raise Stop(signal.Signals(number).name)
+            raise Stop(signal.Signals(number).name, is_urgent=True)
         if near:
             raise Stop("the deadline")
         if rule:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.manifest import Manifest, is_verl_checkpoint, step_of
+from verl_ext.checkpoint.rebuild import write_deferred_export
 from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
@@ -114,7 +115,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         startup.mark("model")
         self.checkpoint_manager = self.build_checkpoint_manager()
         self.stop_vote.expected_save_s = self.checkpoint_manager.expected_save_s()
-        self.owes_validation = False
+        self.owes_validation = self.warned_of_grace = False
         self.step_metrics: Metrics = {}
         self.global_step = self.saved_step = self.load_checkpoint()
 
@@ -226,12 +227,13 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             PrecisionType.to_str(self.precision),
             (len(self.train_dataset), 0 if self.val_dataset is None else len(self.val_dataset)),
         )
+        self.warn_if_grace_is_short()
         with self.logger:
             try:
                 self.train()
-            except Stop:
+            except Stop as stop:
                 if self.global_step > self.saved_step:
-                    self.save()
+                    self.save(defers_export=stop.is_urgent)
                 self.wait_for_save()
                 raise
             except BaseException:
@@ -254,6 +256,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             if self.due(trainer.test_freq):
                 self.run_validation()
             if self.due(trainer.save_freq):
+                self.stop_if_asked()  # a requested stop saves without an export
                 self.save()
             self.stop_if_asked()
 
@@ -305,6 +308,17 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         if self.trace is not None:
             self.trace.span("step", self.step_start, end, step=self.global_step)
         self.stop_vote.note(step_s=end - self.step_start)
+        self.warn_if_grace_is_short()
+
+    def warn_if_grace_is_short(self) -> None:
+        """Warn once if a step and a save take longer than a stop may take."""
+        needed_s, grace_s = self.stop_vote.needed_s, self.config.trainer.preemption.grace_s
+        if self.is_main and needed_s > grace_s and not self.warned_of_grace:
+            self.warned_of_grace = True
+            warn(
+                f"a step and a save may take {needed_s:.0f} s, but a stop signal leaves {grace_s:g} s for them; raise "
+                "trainer.preemption.grace_s"
+            )
 
     def optimizer_step(self, loss: float | torch.Tensor) -> tuple[float, float]:
         """Clip the gradient and update; skip the update and the schedule if loss or gradient is not finite.
@@ -331,8 +345,12 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
     # Saving
 
-    def save(self) -> None:
-        """Save the current step and record how long training waited for the save."""
+    def save(self, defers_export: bool = False) -> None:
+        """Save the current step and record how long training waited for the save.
+
+        Args:
+            defers_export: whether the next start writes the export, because the time to save is limited.
+        """
         start = time.perf_counter()
         self.wait_for_save()
         self.checkpoint_manager.step_metrics = {
@@ -340,6 +358,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             for name, value in self.step_metrics.items()
             if name.startswith(KEPT_METRICS) and math.isfinite(value)
         }
+        self.checkpoint_manager.defers_export = defers_export
         self.save_checkpoint(self.global_step)
         self.saved_step = self.global_step
         self.log({"time/train/save_s": time.perf_counter() - start})
@@ -383,6 +402,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             return 0
         self.checkpoint_manager.checkpoint_load_contents = agree_on_contents(path, trainer, optimizer)
         self.checkpoint_manager.load_checkpoint(str(path))
+        if path.parent == self.run_dir:
+            on_rank_zero(lambda: write_deferred_export(path, trainer.checkpoint.export))
         state = on_every_rank(lambda: self.saved_data_state(path))
         self.load_data_state(state)
         former = state.get("data_digest", "")  # older checkpoints do not have it
