@@ -5,12 +5,14 @@ database and curves; `parse_s`, for comparison, is the time of only parsing the 
 opening the run in a restarted monitor to the points of the initially visible charts; `draw_all_s` includes all charts.
 `first_charts_s` and `zoom_s` are measured in Chromium on a real server: from opening the run's page to its visible
 charts, and from zooming to a tenth of the steps to its finer points. `click_s` is the time to the charts from a click
-in the table of runs. Results are medians of `--rounds` runs, with their `ranges`.
+in the table of runs. `bare_page_s`, for comparison, is the time to open a page of NiceGUI with only a chart of two
+points. Results are medians of `--rounds` runs, with their `ranges`.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +23,8 @@ from urllib.parse import urlencode
 import orjson
 
 from benchmarks.harness import bench_parser, columns, in_rounds, medians, ranges, spread, write_results
-from tests.helpers.monitor import browser, monitor
+from tests.helpers.monitor import answers, browser, monitor
+from tests.helpers.processes import free_port, wait_until
 from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.monitor.charts import OTHER, charts_for
@@ -47,6 +50,21 @@ CHART = """() => {
   const box = document.querySelector('[data-testid="chart Loss"]');
   return box && getElement(parseInt(box.id.slice(1))).chart;
 }"""
+BARE_PAGE = """
+import sys
+from nicegui import ui
+
+@ui.page("/")
+def home():
+    ui.label("home")
+
+@ui.page("/chart")
+def chart():
+    series = [{"type": "line", "data": [[0, 1], [1, 2]]}]
+    ui.echart({"xAxis": {}, "yAxis": {}, "series": series}).props["data-testid"] = "chart Loss"
+
+ui.run(host="127.0.0.1", port=int(sys.argv[1]), show=False, reload=False)
+"""
 NUM_POINTS = f"() => {{ const chart = ({CHART})(); return chart ? chart.getOption().series.at(-1).data.length : 0; }}"
 FIRST_STEP = f"() => ({CHART})().getOption().series.at(-1).data[0][0]"
 ZOOM = f"ends => ({CHART})().dispatchAction({{type: 'dataZoom', startValue: ends[0], endValue: ends[1]}})"
@@ -121,7 +139,28 @@ def measure_in_browser(root: Path, database: Path, rows: int) -> dict[str, float
         link.click()
         page.wait_for_function(f"() => ({NUM_POINTS})() > 0")
         click_s = time.perf_counter() - clicked
-    return {"first_charts_s": drawn - begun, "zoom_s": zoomed - drawn, "click_s": click_s}
+    times = {"first_charts_s": drawn - begun, "zoom_s": zoomed - drawn, "click_s": click_s}
+    return {**times, "bare_page_s": measure_bare_page()}
+
+
+def measure_bare_page() -> float:
+    """Seconds from opening `BARE_PAGE` to its chart, with the browser's cache of scripts."""
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-c", BARE_PAGE, str(port)], stdout=subprocess.DEVNULL)
+    address = f"http://127.0.0.1:{port}/"
+    try:
+        wait_until(lambda: answers(address), process, pause_s=0.1)
+        with browser() as running:
+            page = running.new_page()
+            page.goto(address)
+            page.get_by_text("home").wait_for()
+            begun = time.perf_counter()
+            page.goto(f"{address}chart")
+            page.wait_for_function(f"() => ({NUM_POINTS})() > 0")
+            return time.perf_counter() - begun
+    finally:
+        process.terminate()
+        process.wait()
 
 
 @clean_exit()

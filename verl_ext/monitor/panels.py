@@ -168,7 +168,7 @@ class ChartCard:
             self._chart.on("dblclick", js_handler=f"() => {reset}")
             window = f"{chart}.getOption().dataZoom[0]"
             emit = f"() => emit({window}.startValue, {window}.endValue)"
-            self._chart.on("chart:datazoom", self._zoom, js_handler=emit, throttle=ZOOM_S, leading_events=False)
+            self._chart.on("chart:datazoom", self._zoom, js_handler=emit, throttle=ZOOM_S)
 
     def _zoom(self, event: GenericEventArguments) -> None:
         """Set the window to what the visitor chose; the owner draws it."""
