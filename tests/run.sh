@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: bash tests/run.sh [--install] [lint | unit | integration | campaigns | all | coverage [SUITE]] [pytest arguments ...]
 #
-# Runs checks and tests. The default is lint (ruff and mypy), the unit tests and the integration tests: about 15
+# Runs checks and tests. The default is lint (ruff and mypy), the unit tests and the integration tests: about 17
 # minutes on two cores. Like run_sft.sh, creates .venv first if it is missing.
 #
 #   unit         tests of single parts, in one process
