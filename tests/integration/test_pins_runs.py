@@ -34,7 +34,7 @@ ATTEMPT_KEYS = {
     *("git_commit", "environment", "config_changes", "config_defaults"),
 }
 MANIFEST_KEYS = {
-    *("format", "step", "world_size", "config_digest", "files", "metrics", "dropped", "time", "optimizer"),
+    *("format", "step", "world_size", "config_digest", "files", "metrics", "dropped", "deferred", "time", "optimizer"),
     "export_dtype",
 }
 POSITION_KEYS = {
