@@ -39,6 +39,11 @@ def main() -> None:
         raise UserError(f"this process is not a rank; start it as `{launcher} -m benchmarks.checkpoint`")
     if arguments.directory.exists():
         raise UserError(f"{arguments.directory} already exists; remove it, or name another --directory")
+    if not Path(arguments.tokenizer).is_dir():
+        raise UserError(
+            f"--tokenizer {arguments.tokenizer} does not exist; create the default with "
+            "`python -m verl_ext.data.prepare quickstart --output data/quickstart`"
+        )
     import torch  # here, because it takes seconds to import
     import torch.distributed as dist
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,10 +25,11 @@ from urllib.parse import urlencode
 import orjson
 
 from benchmarks.harness import bench_parser, columns, in_rounds, medians, ranges, spread, write_results
-from tests.helpers.monitor import answers, browser, monitor
+from tests.helpers.monitor import BROWSERS, answers, browser, monitor
 from tests.helpers.processes import free_port, wait_until
 from verl_ext.cli import IntArg, clean_exit
 from verl_ext.console import print_line
+from verl_ext.errors import UserError
 from verl_ext.monitor.charts import OTHER, charts_for
 from verl_ext.monitor.database import MonitorDatabase
 from verl_ext.monitor.follower import RunFollower
@@ -175,6 +177,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=IntArg(), default=3, help="number of times to read and draw it")
     parser.add_argument("--no-browser", action="store_true", help="skip the measurements in Chromium")
     arguments = parser.parse_args()
+    if not arguments.no_browser and not any(map(shutil.which, BROWSERS)):
+        raise UserError("no Chromium is installed; run `bash tests/run.sh --install` as root, or add --no-browser")
     print_line(f"reading {arguments.rows} rows, about {arguments.rows / 50_000:.0f} s per round", sys.stderr)
     work = partial(measure, arguments.rows, not arguments.no_browser)
     rounds = in_rounds({"monitor": work}, arguments.rounds, "measuring")["monitor"]
