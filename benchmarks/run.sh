@@ -31,7 +31,7 @@ if [[ ${1:-} == --quick ]]; then exec "$PYTHON" -m benchmarks.quick; fi
 results=benchmarks/results
 "$PYTHON" -m verl_ext.data.prepare quickstart --output data/quickstart
 "$PYTHON" -m verl_ext.data.prepare smollm2 --output data/smollm2_135m
-"$PYTHON" -m benchmarks.sft --rounds 5 --output $results/sft_2cpu.json
+"$PYTHON" -m benchmarks.sft --rounds 3 --output $results/sft_2cpu.json
 "$PYTHON" -m benchmarks.start --output $results/start_2cpu.json
 "$PYTHON" -m benchmarks.plan --output $results/plan_2cpu.json
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=2 -m benchmarks.checkpoint \
