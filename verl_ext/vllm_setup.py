@@ -32,7 +32,8 @@ _ON_CPU = {
 SMALL_MODEL_PARAMETERS = 50_000_000
 CACHE_BLOCK_TOKENS = 32
 """At least the tokens of a block of vLLM's cache; a sequence fills its last block in part."""
-MIN_CACHE_BYTES = 1 << 28
+MIN_CACHE_BYTES, MAX_CACHE_BYTES = 1 << 28, 1 << 32
+"""Limits of a small model's cache; if it needs more, vLLM chooses the size, which must fit into the GPU."""
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """CPU flags for bfloat16 instructions, on x86 and on Arm."""
 
@@ -56,7 +57,7 @@ def small_model_arguments(config: Mapping[str, Any], max_model_len: int, max_num
     """Return arguments of vllm.LLM that spare a small model the set-up of a large one on a GPU.
 
     By default, vLLM fills its share of the memory with cache blocks, which are millions for a model of a few layers,
-    and captures CUDA graphs for up to a minute.
+    and captures CUDA graphs.
 
     Args:
         config: the model's `config.json`; without the sizes of a plain transformer, nothing changes.
@@ -75,8 +76,10 @@ def small_model_arguments(config: Mapping[str, Any], max_model_len: int, max_num
         return {}
     head_size = config.get("head_dim") or width // heads
     bytes_per_token = 2 * layers * (config.get("num_key_value_heads") or heads) * head_size * 4
-    needed = bytes_per_token * (max_model_len + CACHE_BLOCK_TOKENS) * max_num_seqs
-    return {"enforce_eager": True, "kv_cache_memory_bytes": max(needed, MIN_CACHE_BYTES)}
+    length = min(max_model_len, config.get("max_position_embeddings") or max_model_len)
+    needed = bytes_per_token * (length + CACHE_BLOCK_TOKENS) * max_num_seqs
+    cache = {"kv_cache_memory_bytes": max(needed, MIN_CACHE_BYTES)} if needed <= MAX_CACHE_BYTES else {}
+    return {"enforce_eager": True, **cache}
 
 
 def pick_vllm_dtype(wanted: str, on_gpu: bool, stored: torch.dtype | None) -> str:

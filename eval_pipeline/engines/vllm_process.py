@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 1.0
 """Interval of heartbeats; shorter if the owner's time limit is less than four times this."""
-DEFAULT_MAX_NUM_SEQS = 256
-"""vLLM's default on most GPUs."""
+DEFAULT_MAX_NUM_SEQS = 1024
+"""vLLM's default on GPUs of 70 GiB or more; smaller ones have a lower one."""
 CPU_NICENESS = 5
 """Niceness on a CPU, so that the judge and training on the same cores have priority. With a higher value, rotation
 might remove checkpoints before they are evaluated."""

@@ -72,18 +72,25 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "cache_bytes"),
+    ("changes", "expected"),
     [
-        ({}, 1 << 28),
-        ({"num_key_value_heads": 6}, 2 * 4 * 6 * 32 * 4 * (1024 + 32) * 64),
-        ({"layer_types": ["linear_attention", "full_attention"] * 2}, None),
-        ({"hidden_size": None}, None),
-        ({"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}, None),
-        ({"num_experts": 128}, None),
+        ({}, {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}),
+        (
+            {"num_key_value_heads": 6},
+            {"enforce_eager": True, "kv_cache_memory_bytes": 2 * 4 * 6 * 32 * 4 * (1024 + 32) * 64},
+        ),
+        ({"num_hidden_layers": 48, "num_key_value_heads": 6}, {"enforce_eager": True}),  # 5 GB
+        (
+            {"num_hidden_layers": 48, "num_key_value_heads": 6, "max_position_embeddings": 512},
+            {"enforce_eager": True, "kv_cache_memory_bytes": 2 * 48 * 6 * 32 * 4 * (512 + 32) * 64},
+        ),
+        ({"layer_types": ["linear_attention", "full_attention"] * 2}, {}),
+        ({"hidden_size": None}, {}),
+        ({"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}, {}),
+        ({"num_experts": 128}, {}),
     ],
 )
-def test_small_model_gets_small_cache(changes: dict[str, Any], cache_bytes: int | None) -> None:
-    expected = {} if cache_bytes is None else {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes}
+def test_small_model_gets_small_cache(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     assert small_model_arguments({**SMALL, **changes}, max_model_len=1024, max_num_seqs=64) == expected
     assert small_model_arguments({}, max_model_len=1024, max_num_seqs=64) == {}
 

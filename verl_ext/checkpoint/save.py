@@ -223,16 +223,17 @@ def _former_name(path: Path) -> Path:
 
 def bytes_of(state: Any) -> int:
     """Bytes of this rank's tensors in nested state; tied tensors count once, because they are saved once."""
-    sizes = {(part.data_ptr(), part.shape): part.numel() * part.element_size() for part in _local_tensors(state)}
+    sizes = {(part.data_ptr(), part.shape): part.numel() * part.element_size() for part in local_tensors(state)}
     return sum(sizes.values())
 
 
-def _local_tensors(state: Any) -> Iterator[torch.Tensor]:
+def local_tensors(state: Any) -> Iterator[torch.Tensor]:
+    """Yield this rank's part of each tensor in nested state."""
     if isinstance(state, torch.Tensor):
         yield to_local(state)
     elif isinstance(state, dict | list | tuple):
         for item in state.values() if isinstance(state, dict) else state:
-            yield from _local_tensors(item)
+            yield from local_tensors(item)
 
 
 def require_space(directory: Path, num_bytes: int) -> None:

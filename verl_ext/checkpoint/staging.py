@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from verl_ext.checkpoint.save import local_tensors
 from verl_ext.console import warn
 from verl_ext.files import format_bytes
 
@@ -28,7 +28,7 @@ class CpuStager:
         Args:
             state: nested dictionaries, lists and tuples; only tensors are copied.
         """
-        tensors = {_identity_of(tensor): tensor for tensor in _tensors_in(state)}.values()
+        tensors = {_identity_of(tensor): tensor for tensor in local_tensors(state)}.values()
         num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
         if num_bytes > self._memory.num_bytes:
             self._memory.release()
@@ -97,20 +97,6 @@ class HostMemory:
     @property
     def _address(self) -> int:
         return self.tensor(0, torch.Size([1]), torch.uint8).data_ptr()
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the local tensors of nested state."""
-    if isinstance(value, DTensor):
-        yield value._local_tensor
-    elif isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
 
 
 def _identity_of(tensor: torch.Tensor) -> tuple[int, torch.Size]:

@@ -291,8 +291,8 @@ class GRPOTrainer(RewardTrainer):
         """Build the engine of `rollout.engine`; collective.
 
         Raises:
-            UserError: vLLM cannot start. A rank that fails must exit at once, because the engines of other ranks may
-                wait for it, so they fail, too, before they could take part in a collective of ours.
+            UserError: vLLM cannot start. Only the failed rank raises it, and then exits: the engines of the other ranks
+                may wait for this one, so they would not reach a collective.
         """
         rollout, data, path = self.config.rollout, self.config.data, local_model_path(self.config)
         ends = stop_token_ids(generation_settings(path), self.tokenizer)
