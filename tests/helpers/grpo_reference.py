@@ -33,6 +33,7 @@ class Case:
     share_prompts: bool = True
     lr: float = 3.0
     keeps_gathered: bool = False
+    packs: bool = False
 
     @staticmethod
     def of(fields: dict[str, Any]) -> Case:

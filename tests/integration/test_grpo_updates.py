@@ -28,6 +28,8 @@ def make_cases() -> dict[str, Case]:
     return {
         **{mode: Case(replace(plain, loss_agg_mode=mode)) for mode in MODES},
         "separate prompts": Case(plain, share_prompts=False, micro_batch_size=16),
+        "packed": Case(plain, share_prompts=False, packs=True),
+        "packed or shared, penalised": Case(penalised, num_mini_batches=2, micro_batch_size=8, lr=0.1, packs=True),
         "many updates": Case(replace(plain, ppo_epochs=3), num_mini_batches=2),
         "gathered once per update": Case(replace(plain, ppo_epochs=3), num_mini_batches=2, keeps_gathered=True),
         "penalised": Case(penalised, num_mini_batches=2, micro_batch_size=8, lr=0.1),

@@ -23,16 +23,20 @@ from verl_ext.grpo.step import GRPOStep
 from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy, forward_flops
 from verl_ext.metrics.timing import StepTimer
 from verl_ext.trainer.fsdp import FSDPReshardPolicy
+from verl_ext.trainer.packed_attention import attend_within_samples
 
 
 def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The parameters after the updates of one step, and its metrics."""
     model, frozen = sharded(make_model(0.0)), sharded(make_model(REFERENCE))
+    if case.packs:
+        attend_within_samples(model)
+        attend_within_samples(frozen)
     policy = TokenPolicy(
         model,
         None,  # type: ignore[arg-type]
         HFEngine(model, 0, [], 4, nullcontext),
-        TokenBatcher(0, forward_flops(model) if case.share_prompts else None),
+        TokenBatcher(0, forward_flops(model) if case.share_prompts else None, case.packs),
         SAMPLING,
         seed=0,
         autocast=nullcontext,

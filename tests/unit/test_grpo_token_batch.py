@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -15,9 +17,12 @@ from verl_ext.grpo.token_policy import (
     forward_flops,
     num_tokens,
 )
+from verl_ext.trainer.packed_attention import PACKED_SDPA, attend_within_samples, enable_packing
+from verl_ext.trainer.sft import TokenLoss
 
 ALWAYS = TokenBatcher(0, lambda rows, length: rows)
 NEVER = TokenBatcher(0)
+PACKED = TokenBatcher(0, packs=True)
 LENGTHS = {"a": (7, [3, 9, 1]), "b": (12, [5, 5]), "c": (2, [8])}
 """By prompt: its length, and those of its completions."""
 
@@ -84,12 +89,42 @@ def test_shared_prompt_keeps_log_probs_and_gradients(model_type: str) -> None:
     assert not torch.equal(values, torch.zeros_like(values))
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("settings", [{}, {"sliding_window": 8}])
+def test_packed_rows_keep_log_probs_and_gradients(settings: dict[str, object]) -> None:
+    """Samples of a packed row attend only to themselves; sliding windows included."""
+    model, samples = model_of("mistral", **settings), samples_of(LENGTHS)
+    expected, expected_gradient = evaluated(model, NEVER, samples)
+    assert enable_packing(model, TokenLoss(model, None, torch.float32, "cpu").logits, torch.float32) is None
+    packed = PACKED.collate(samples)
+    assert packed["input_ids"].shape == (1, 7 * 3 + 12 * 2 + 2 + 31) and "segments" not in packed
+    assert packed["sample_lengths"].tolist() == [10, 16, 8, 17, 17, 10]
+    values, gradient = evaluated(model, PACKED, samples)
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
+    assert (gradient - expected_gradient).norm() < 1e-5 * expected_gradient.norm()
+
+
+def test_model_that_packs_shares_prompts_and_pads() -> None:
+    """The attention function of packed rows applies the masks of other rows, too."""
+    model, samples = model_of("llama"), samples_of(LENGTHS)
+    expected, expected_gradient = evaluated(model, NEVER, samples)
+    attend_within_samples(model)
+    assert model.config._attn_implementation == PACKED_SDPA
+    for batcher in (ALWAYS, NEVER):
+        values, gradient = evaluated(model, batcher, samples)
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
+        assert (gradient - expected_gradient).norm() < 1e-5 * expected_gradient.norm()
+
+
 def test_cheaper_layout_is_chosen() -> None:
     """Long prompts are shared. Long completions get separate rows, because shared rows would waste attention."""
     model = model_of("llama")
     batcher = TokenBatcher(0, forward_flops(model))
     assert len(batcher.rows(samples_of({"a": (40, [2, 2, 2, 2])}))) == 1
     assert len(batcher.rows(samples_of({"a": (2, [4000] * 4)}))) == 4
+    # one long completion among short ones: padding wastes most, and a shared row attends to all of them
+    completions = samples_of({"a": (20, [300] + [20] * 15)})
+    assert batcher.shares_prefix(completions) and not replace(batcher, packs=True).shares_prefix(completions)
     assert batcher.shares_prefix(samples_of(LENGTHS)) and not batcher.shares_prefix(
         samples_of({"a": (5, [3]), "b": (6, [3])})
     )

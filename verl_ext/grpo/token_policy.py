@@ -17,6 +17,7 @@ from verl_ext.checkpoint.hf_tensors import unwrap_peft
 from verl_ext.errors import Stop
 from verl_ext.grpo.protocols import LogProbs, Metrics, MicroBatch, Policy, Trajectory
 from verl_ext.grpo.sampling import RolloutEngine, SampleRequest, SamplingArgs, sample_seed
+from verl_ext.trainer.packed_attention import PACKED_SDPA, packed_arguments
 from verl_ext.verl_api import entropy_from_logits, logprobs_from_logits
 
 UNFILTERED_TOKENS = 16
@@ -127,7 +128,11 @@ class TokenPolicy(Policy):
             return self._log_probs(model, micro_batch).values
 
     def _log_probs(self, model: PreTrainedModel, micro_batch: MicroBatch) -> LogProbs:
-        tensors = {name: tensor.to(self._device) for name, tensor in micro_batch.items()}
+        # the lengths of packed samples are read on the CPU
+        tensors = {
+            name: tensor if name == "sample_lengths" else tensor.to(self._device)
+            for name, tensor in micro_batch.items()
+        }
         with self._autocast():
             return completion_log_probs(model, tensors, self._sampling.temperature, self._entropy_gradient)
 
@@ -196,15 +201,18 @@ class TokenBatcher:
     """Builds rows from trajectories: one prompt and completion per row, or one prompt with all its completions.
 
     Completions that share a row attend only to the prompt and to themselves, and each starts at the position after
-    the prompt, so their log-probabilities are the same as in separate rows.
+    the prompt, so their log-probabilities are the same as in separate rows. Separate rows are padded to one length, or
+    packed into a single row, whose samples attend only to themselves.
 
     Attributes:
         pad_token_id: pads rows.
         cost: decides whether sharing a prompt is cheaper; None if the model cannot share it.
+        packs: whether separate rows are packed.
     """
 
     pad_token_id: int
     cost: Cost | None = None
+    packs: bool = False
 
     def rows(self, trajectories: Sequence[Trajectory]) -> list[Row]:
         """Build the cheaper layout; only consecutive trajectories of one prompt can share a row."""
@@ -212,7 +220,11 @@ class TokenBatcher:
         if (cost := self.cost) is None:
             return separate
         shared = [list(group) for _, group in groupby(trajectories, key=lambda each: each.prompt.index)]
-        return min(shared, separate, key=lambda rows: cost(len(rows), _width(rows)))
+        if self.packs:
+            cost_of_separate = sum(cost(1, num_tokens(trajectory)) for trajectory in trajectories)
+        else:
+            cost_of_separate = cost(len(separate), _width(separate))
+        return shared if cost(len(shared), _width(shared)) < cost_of_separate else separate
 
     def sort(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Sort longest first, so that micro-batches need little padding; trajectories of a shared row stay together."""
@@ -233,28 +245,52 @@ class TokenBatcher:
         return len(self.rows(trajectories)) < len(trajectories)
 
     def collate(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
-        """Build rows with left-padded prompts, so that all completions start at the same column.
+        """Build the rows of a forward pass.
 
         Returns:
-            Shape (rows, tokens): `input_ids`, `position_ids`, `segments`. Shape (trajectories, completion tokens):
+            Shape (rows, tokens): `input_ids`, `position_ids`. Shape (trajectories, completion tokens):
             `completion_ids`, `response_mask`, `rollout_log_probs`, and `predicted_at`, the index of the preceding token
-            in the flattened rows.
+            in the flattened rows. Besides, `sample_lengths` (trajectories,) of a packed row, or `segments`
+            (rows, tokens) of padded rows.
         """
         rows = self.rows(trajectories)
-        longest = max(len(_prompt_ids(row[0])) for row in rows)
-        ids, positions, segments, predicted_at = zip(*(_pack_row(row, longest) for row in rows))
-        width = max(map(len, ids))
-        flat = [at + number * width for number, of_row in enumerate(predicted_at) for at in of_row]
+        if self.packs and len(rows) == len(trajectories):
+            inputs, predicted_at = _packed(trajectories)
+        else:
+            inputs, predicted_at = self._padded(rows)
         completions = [torch.tensor(trajectory.action.token_ids) for trajectory in trajectories]
         return {
-            "input_ids": _pad_right(ids, self.pad_token_id),
-            "position_ids": _pad_right(positions, 0),
-            "segments": _pad_right(segments, PADDING),
+            **inputs,
             "completion_ids": _pad_right(completions, self.pad_token_id),
-            "predicted_at": _pad_right(flat, 0),
+            "predicted_at": _pad_right(predicted_at, 0),
             "response_mask": _pad_right([torch.ones_like(tokens) for tokens in completions], 0),
             "rollout_log_probs": _pad_right([trajectory.action.log_probs for trajectory in trajectories], 0),
         }
+
+    def _padded(self, rows: list[Row]) -> tuple[MicroBatch, list[torch.Tensor]]:
+        """Pad prompts on the left, so that all completions start at the same column, and rows on the right."""
+        longest = max(len(_prompt_ids(row[0])) for row in rows)
+        ids, positions, segments, predicted_at = zip(*(_pack_row(row, longest) for row in rows))
+        width = max(map(len, ids))
+        inputs = {
+            "input_ids": _pad_right(ids, self.pad_token_id),
+            "position_ids": _pad_right(positions, 0),
+            "segments": _pad_right(segments, PADDING),
+        }
+        return inputs, [at + number * width for number, of_row in enumerate(predicted_at) for at in of_row]
+
+
+def _packed(trajectories: Sequence[Trajectory]) -> tuple[MicroBatch, list[torch.Tensor]]:
+    """Concatenate prompts and completions to one row without padding."""
+    samples = [torch.tensor([*_prompt_ids(each), *each.action.token_ids]) for each in trajectories]
+    lengths = torch.tensor([len(sample) for sample in samples])
+    inputs = {
+        "input_ids": torch.cat(samples)[None],
+        "position_ids": torch.cat([torch.arange(len(sample)) for sample in samples])[None],
+        "sample_lengths": lengths,
+    }
+    ends = zip(trajectories, (lengths.cumsum(0) - 1).tolist())  # a completion's last token predicts nothing
+    return inputs, [torch.arange(end - len(each.action.token_ids), end) for each, end in ends]
 
 
 def num_tokens(trajectory: Trajectory) -> int:
@@ -302,11 +338,11 @@ def forward_flops(model: PreTrainedModel | PeftModel) -> Cost | None:
         None if the model does not support a custom mask, or uses sliding-window attention.
     """
     config = unwrap_peft(model).config
-    takes_mask = config._attn_implementation == "sdpa" and config.model_type in SHARED_PREFIX_ARCHITECTURES
+    by_sdpa = config._attn_implementation in ("sdpa", PACKED_SDPA)
     kinds = getattr(config, "layer_types", None)  # one per layer
     if kinds is None:
         kinds = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
-    if not takes_mask or set(kinds) - {"full_attention"}:
+    if not by_sdpa or config.model_type not in SHARED_PREFIX_ARCHITECTURES or set(kinds) - {"full_attention"}:
         return None
     per_token = 2 * unwrap_peft(model).num_parameters(exclude_embeddings=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -329,17 +365,7 @@ def completion_log_probs(
         entropy_gradient: whether the entropy has a gradient, which doubles the memory of the logits.
     """
     mask = micro_batch["response_mask"].bool()
-    width = micro_batch["input_ids"].shape[1]
-    positions = micro_batch["predicted_at"][mask]
-    first = int((positions % width).min())
-    inputs = {name: micro_batch[name] for name in ("input_ids", "position_ids")}
-    keep = {"logits_to_keep": width - first} if unwrap_peft(model)._supports_logits_to_keep() else {}
-    logits = model(**inputs, attention_mask=attention_mask(micro_batch["segments"]), use_cache=False, **keep).logits[
-        :, first - width :
-    ]
-    rows, columns = positions // width, positions % width - first
-    logits = logits.flatten(0, 1)[rows * (width - first) + columns]  # (tokens, vocabulary)
-    logits = logits.float()
+    logits = _logits_at(model, micro_batch, micro_batch["predicted_at"][mask]).float()
     if temperature != 1:
         logits = logits / temperature
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -348,6 +374,23 @@ def completion_log_probs(
     tokens = micro_batch["completion_ids"][mask]
     values = logprobs_from_logits(logits[None], tokens[None], inplace_backward=not entropy_gradient)[0]
     return LogProbs(_scatter(values, mask), _scatter(entropy, mask))
+
+
+def _logits_at(model: PreTrainedModel, micro_batch: MicroBatch, positions: torch.Tensor) -> torch.Tensor:
+    """Return the logits (positions, vocabulary) at positions of the flattened rows."""
+    inputs: dict[str, Any] = {name: micro_batch[name] for name in ("input_ids", "position_ids")}
+    supports_keep, width = unwrap_peft(model)._supports_logits_to_keep(), inputs["input_ids"].shape[1]
+    if "sample_lengths" in micro_batch:
+        inputs |= packed_arguments(micro_batch["sample_lengths"], positions.device)
+        if supports_keep:
+            return model(**inputs, use_cache=False, logits_to_keep=positions).logits[0]
+        return model(**inputs, use_cache=False).logits[0, positions]
+    first = int((positions % width).min())
+    if supports_keep:
+        inputs["logits_to_keep"] = width - first
+    logits = model(**inputs, attention_mask=attention_mask(micro_batch["segments"]), use_cache=False).logits
+    rows, columns = positions // width, positions % width - first
+    return logits[:, first - width :].flatten(0, 1)[rows * (width - first) + columns]
 
 
 def attention_mask(segments: torch.Tensor) -> torch.Tensor:

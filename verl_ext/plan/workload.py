@@ -233,7 +233,7 @@ def attention_of(config: PlannedConfig, is_padded: bool, by_flash: bool) -> Atte
         return "flash"
     if implementation == "eager":
         return "eager"
-    if packs(config):
+    if packs(config) or isinstance(config, GRPOConfig):
         return "flash" if by_flash else "packed"
     return "masked" if is_padded else "causal"
 

@@ -34,6 +34,8 @@ from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.device import autocast, peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy, keeps_gathered
 from verl_ext.trainer.model import build_model, disable_dropout, local_model_path
+from verl_ext.trainer.packed_attention import attend_within_samples, enable_packing
+from verl_ext.trainer.sft import TokenLoss
 from verl_ext.trainer.stages import GRPOConfig, RewardStageConfig
 from verl_ext.trainer.trainer import Metrics, PipelineTrainer
 
@@ -271,13 +273,14 @@ class GRPOTrainer(RewardTrainer):
         """
         config, rollout = self.config, self.config.rollout
         # First, because vLLM patches classes of transformers for models that it does not implement itself.
-        reference = self.build_reference()
+        packs = self.enable_packed_rows()
+        reference = self.build_reference(packs)
         return TokenPolicy(
             self.model,
             self.tokenizer,
             self.build_engine(),
             TokenBatcher(
-                self.tokenizer.pad_token_id, forward_flops(self.model) if config.actor.share_prompts else None
+                self.tokenizer.pad_token_id, forward_flops(self.model) if config.actor.share_prompts else None, packs
             ),
             SamplingArgs(rollout.temperature, rollout.top_p, rollout.top_k, config.data.max_response_length),
             seed=config.trainer.seed,
@@ -311,7 +314,15 @@ class GRPOTrainer(RewardTrainer):
         engine.weight_sync = WeightSync(self.model, engine.dtype, self.device_name, bucket)
         return engine
 
-    def build_reference(self) -> ReferenceModel | None:
+    def enable_packed_rows(self) -> bool:
+        """Let the model attend within packed samples; returns whether it can; collective."""
+        model = self.model
+        model.eval()
+        reason = enable_packing(model, TokenLoss(model, None, self.precision, self.device_name).logits, self.precision)
+        self.build_reshard_policy().reshard()
+        return reason is None
+
+    def build_reference(self, packs: bool) -> ReferenceModel | None:
         """Build the frozen initial model for a KL term: this model without new adapters, or a copy; collective."""
         config, model = self.config, self.model
         if not config.actor.use_kl_loss:
@@ -326,6 +337,8 @@ class GRPOTrainer(RewardTrainer):
             return without_adapters
         frozen = build_model(config, self.device_mesh, self.precision).eval()
         frozen.requires_grad_(False)
+        if packs:
+            attend_within_samples(frozen)
         return lambda: nullcontext(frozen)
 
     def build_reshard_policy(self) -> FSDPReshardPolicy:

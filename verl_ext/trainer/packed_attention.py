@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from verl_ext.checkpoint.hf_tensors import unwrap_peft
 from verl_ext.data.batching import MicroBatch, Sample, pack
+from verl_ext.distributed import gather_results
 
 PACKED_SDPA = "packed_sdpa"
 """Name of `packed_sdpa` among the attention functions of transformers."""
@@ -62,7 +66,7 @@ def packed_sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None,
+    attention_mask: torch.Tensor | None,
     *,
     sample_lengths: SampleLengths | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
@@ -76,12 +80,14 @@ def packed_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention sample by sample, without padding and without a mask of quadratic size.
 
+    Rows without `sample_lengths`, such as those of generation, have sdpa with their mask.
+
     Args:
         query: (1, heads, tokens, head_dim).
         key: (1, kv_heads, tokens, head_dim).
         value: (1, kv_heads, tokens, head_dim).
-        attention_mask: None; `sample_lengths` replaces it.
-        sample_lengths: lengths of the row's samples; None if the model's layers do not pass them on.
+        attention_mask: mask of rows that are not packed; None for packed rows.
+        sample_lengths: lengths of the row's samples; None if the row is not packed.
         cu_seq_lens_q: (num_samples + 1,), boundaries of the samples, for the GPU kernel.
         max_length_q: tokens of the longest sample, for the GPU kernel.
         sliding_window: number of tokens that a token attends to, including itself; None for all earlier ones.
@@ -92,12 +98,12 @@ def packed_sdpa(
         The output (1, tokens, heads, head_dim), and no attention weights.
 
     Raises:
-        PackingUnsupportedError: the model does not pass the lengths, or needs what sdpa does not support.
+        PackingUnsupportedError: the model needs what sdpa does not support.
     """
-    if sample_lengths is None:
-        raise PackingUnsupportedError("does not pass the boundaries of packed samples to its attention")
     if softcap is not None or s_aux is not None:
         raise PackingUnsupportedError("caps attention scores or has attention sinks, which sdpa does not support")
+    if sample_lengths is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling)
     if cu_seq_lens_q is not None and not dropout and has_flash_kernel(query):
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (tokens, heads, head_dim)
@@ -144,8 +150,13 @@ def _causal(length: int, sliding_window: int | None, device: torch.device) -> di
     return {"attn_mask": ones.tril() & ones.triu(1 - sliding_window)}
 
 
+def packed_mask(*arguments: Any, attention_mask: torch.Tensor | None = None, **named: Any) -> torch.Tensor | None:
+    """Return sdpa's mask for padded rows, and none for packed ones, which have no `attention_mask`."""
+    return None if attention_mask is None else sdpa_mask(*arguments, attention_mask=attention_mask, **named)
+
+
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
-AttentionMaskInterface.register(PACKED_SDPA, lambda *_, **__: None)  # it needs no mask
+AttentionMaskInterface.register(PACKED_SDPA, packed_mask)
 
 
 def trial_samples(vocab_size: int) -> list[Sample]:
@@ -153,6 +164,39 @@ def trial_samples(vocab_size: int) -> list[Sample]:
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, vocab_size, (length,), generator=generator) for length in TRIAL_LENGTHS]
     return [{"input_ids": ids, "loss_mask": torch.ones_like(ids)} for ids in tokens]
+
+
+def enable_packing(
+    model: PreTrainedModel, logits_of: Callable[[MicroBatch], torch.Tensor], precision: torch.dtype
+) -> str | None:
+    """Let a model attend within each sample of a packed row, if it can; collective.
+
+    Args:
+        model: the sharded model, in evaluation mode.
+        logits_of: see `why_not_packed`.
+        precision: dtype of the forward pass.
+
+    Returns:
+        None, or why the model cannot, the same on every rank; it then keeps its attention function.
+    """
+    base = unwrap_peft(model)
+    attention = base.config._attn_implementation
+    if attention == "eager":
+        reason: str | None = "does not support sdpa, which packing needs here"
+    else:
+        attend_within_samples(model)
+        reason = why_not_packed(logits_of, base.config.get_text_config().vocab_size, precision)
+    reason = next(filter(None, gather_results(lambda: reason)), None)
+    if reason is not None:
+        base.config._attn_implementation = attention
+    return reason
+
+
+def attend_within_samples(model: PreTrainedModel) -> None:
+    """Replace sdpa by `packed_sdpa`; flash-attention takes packed rows as it is."""
+    config = unwrap_peft(model).config
+    if config._attn_implementation == "sdpa":
+        config._attn_implementation = PACKED_SDPA
 
 
 @torch.no_grad()

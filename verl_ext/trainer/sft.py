@@ -27,7 +27,7 @@ from verl_ext.data.batching import (
     validation_micro_batches,
 )
 from verl_ext.data.dataset import SampleDataset, TokenDataset
-from verl_ext.distributed import gather_results, on_every_rank, reduce_over_ranks
+from verl_ext.distributed import on_every_rank, reduce_over_ranks
 from verl_ext.errors import UserError
 from verl_ext.trainer.device import autocast, peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy, keeps_gathered
@@ -38,7 +38,7 @@ from verl_ext.trainer.fused_cross_entropy import (
     install_fused_loss,
 )
 from verl_ext.trainer.model import build_model, compile_blocks, load_model_config
-from verl_ext.trainer.packed_attention import PACKED_SDPA, packed_arguments, trial_samples, why_not_packed
+from verl_ext.trainer.packed_attention import enable_packing, packed_arguments, trial_samples
 from verl_ext.trainer.stages import SFTConfig, VLMSFTConfig
 from verl_ext.trainer.tokenizer import sync_eos_token
 from verl_ext.trainer.trainer import Metrics, PipelineTrainer
@@ -131,7 +131,7 @@ class SFTTrainer(PipelineTrainer):
         loss, vocab_size = self.token_loss, model.config.get_text_config().vocab_size
         model.eval()
         if self.packs:
-            self.pack_if_possible(model, vocab_size)
+            self.pack_if_possible(model)
         if loss.head is not None:
             micro_batch = self.collator.micro_batch(trial_samples(vocab_size)[:1])
             error = fused_loss_error(loss.logits, loss, micro_batch)
@@ -141,7 +141,7 @@ class SFTTrainer(PipelineTrainer):
                     warn(f"model.fused_loss is off: it differs by {error:.2g} from the loss of this model's logits")
         self.reshard_policy.reshard()
 
-    def pack_if_possible(self, model: PreTrainedModel, vocab_size: int) -> None:
+    def pack_if_possible(self, model: PreTrainedModel) -> None:
         """Fall back to padding if the model cannot keep packed samples apart; collective.
 
         The result depends on the initial weights, which are loaded before any checkpoint, so a resumed run packs if it
@@ -150,26 +150,17 @@ class SFTTrainer(PipelineTrainer):
         Raises:
             UserError: the model does not support packing, but the configuration requires it.
         """
-        base = unwrap_peft(model)
-        attention = base.config._attn_implementation
-        if attention == "sdpa":
-            base.config._attn_implementation = PACKED_SDPA
-        reason: str | None
         if self.config.model.attn_implementation == "eager":
-            reason = "runs with eager attention, which takes padded samples only"
-        elif attention == "eager":
-            reason = "does not support sdpa, which packing needs here"
+            reason: str | None = "runs with eager attention, which takes padded samples only"
         else:
-            reason = why_not_packed(self.token_loss.logits, vocab_size, self.precision)
-        reason = next(filter(None, gather_results(lambda: reason)), None)  # the same on every rank
+            reason = enable_packing(model, self.token_loss.logits, self.precision)
         if reason is None:
             return
-        name = type(base).__name__.removeprefix("FSDP")
+        name = type(unwrap_peft(model)).__name__.removeprefix("FSDP")
         if isinstance(self.config, SFTConfig) and self.config.data.packing is True:
             raise UserError(f"data.packing=true does not work: {name} {reason}; set data.packing=auto")
         if self.is_main:
             print_line(f"Samples are padded instead of packed: {name} {reason}.", sys.stderr)
-        base.config._attn_implementation = attention
         self.packs = False
         self.build_batches()
 
