@@ -105,6 +105,7 @@ def parts_of(tiny: bool) -> list[GPUCheckPart]:
         GPUCheckPart("GPU to CPU and back", ("gpu_correctness", "devices"), 90),
         GPUCheckPart("asynchronous save", ("gpu_correctness", "async_save"), 60),
         GPUCheckPart("GRPO, hf", ("gpu_correctness", "grpo", "hf"), 90),
+        GPUCheckPart("GRPO, rows", ("gpu_correctness", "grpo_rows"), 60),
         GPUCheckPart("GRPO, vLLM", ("gpu_correctness", "grpo", "vllm"), 180, needs=("vllm",)),
         GPUCheckPart("controller", ("gpu_speed", "controller"), 120, needs=("torchvision",)),
     ]

@@ -6,12 +6,14 @@ import json
 import math
 import os
 import pickle
+import random
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +27,9 @@ from verl_ext.checkpoint.compare import compare
 from verl_ext.checkpoint.manifest import MODEL, OPTIMIZER
 from verl_ext.errors import UserError
 from verl_ext.grpo.algorithm import group_advantages
-from verl_ext.grpo.protocols import Trajectory
+from verl_ext.grpo.protocols import Prompt, Trajectory
+from verl_ext.grpo.sampling import Completion
+from verl_ext.grpo.token_policy import TokenBatcher
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.model_files import save_tokenizer
 from verl_ext.processes import DEVICES
@@ -86,7 +90,7 @@ def variants_of(precision: str) -> dict[str, list[str]]:
     return variants
 
 
-def gradients_of(trainer: SFTTrainer) -> dict[str, torch.Tensor]:
+def gradients_of(trainer: SFTTrainer | GRPOTrainer) -> dict[str, torch.Tensor]:
     """The gradients of the last backward pass, in float64 on the CPU."""
     parameters = parameters_of(trainer.fsdp_model)
     return {name: gathered(each.grad).double() for name, each in parameters.items() if each.grad is not None}
@@ -301,8 +305,57 @@ def grpo_on_cpu(settings: GPUCheckSettings, engine: str) -> None:
     trainer.policy.close()
 
 
-def grpo_config(settings: GPUCheckSettings, engine: str) -> RunConfig:
-    """The quickstart's GRPO recipe in float32, with SGD, whose update is the gradient."""
+def grpo_rows(settings: GPUCheckSettings) -> None:
+    """Compare packed rows, and rows that share a prompt, with padded rows in bf16; adds how long each takes."""
+    words = {"model.partial_pretrain": small_model(settings, "qwen2"), "model.mixed_precision": "bf16"}
+    trainer = build_trainer(grpo_config(settings, "hf", words), GRPOTrainer)
+    policy, trajectories = trainer.policy, random_trajectories(*((20, 40) if settings.tiny else (200, 1000)))
+    batchers = {
+        "padded": TokenBatcher(trainer.tokenizer.pad_token_id),
+        "packed": TokenBatcher(trainer.tokenizer.pad_token_id, packs=True),
+        "shared": TokenBatcher(trainer.tokenizer.pad_token_id, lambda rows, length: rows),
+    }
+    found: dict[str, tuple[torch.Tensor, Gradients]] = {}
+    for name, batcher in batchers.items():
+        micro_batch = batcher.collate(trajectories)
+        for _ in range(2):  # the first one allocates
+            trainer.fsdp_model.zero_grad()
+            start = time.perf_counter()
+            values = policy.log_probs(micro_batch).values
+            values.sum().backward()
+            loss = float(values.sum().detach())  # waits for the GPU
+            seconds = time.perf_counter() - start
+        assert math.isfinite(loss)
+        settings.add_row(f"{name}: forward and backward pass", seconds, "s")
+        found[name] = values.detach().cpu(), gradients_of(trainer)
+    expected, gradients = found.pop("padded")
+    for name, (values, own) in found.items():
+        gap = float((values - expected).abs().max())
+        settings.add_row(f"{name}: log-probabilities, against padded", gap, "nat", 0.1)
+        settings.add_row(f"{name}: gradients, against padded", relative_distance(own, gradients), "relative", 0.05)
+    trainer.environment.close()
+    policy.close()
+
+
+def random_trajectories(prompt_tokens: int, max_tokens: int) -> list[Trajectory]:
+    """Two prompts with eight completions each of different lengths, all of random tokens."""
+    rng = random.Random(0)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(3, 300) for _ in range(count))
+
+    trajectories = []
+    for index in range(2):
+        prompt = Prompt(f"p{index}", index, {"prompt_ids": tokens(prompt_tokens)})
+        for number in range(8):
+            length = rng.randint(max_tokens // 8, max_tokens)
+            completion = Completion(tokens(length), torch.zeros(length), truncated=False)
+            trajectories.append(Trajectory(prompt, number).act(completion))
+    return trajectories
+
+
+def grpo_config(settings: GPUCheckSettings, engine: str, words: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
+    """The quickstart's GRPO recipe in float32, with SGD, whose update is the gradient; `words` override settings."""
     data = Path(settings.scratch) / "quickstart"
     overrides = {
         "prepare": "[]",
@@ -326,6 +379,7 @@ def grpo_config(settings: GPUCheckSettings, engine: str) -> RunConfig:
         "optim.clip_grad": 1e6,
         "trainer.default_local_dir": Path(settings.scratch) / f"grpo_{engine}",
         "trainer.logger": "[]",
+        **words,
     }
     return load_config("grpo", ["recipe=quickstart", *(f"{key}={value}" for key, value in overrides.items())])
 

@@ -46,6 +46,15 @@ ROW = 8192
 SAMPLES_OF_ROW = 4
 """Samples per row, all of the same length, so that every row is full and all steps have equal work."""
 CHECKPOINTING = "model.enable_gradient_checkpointing=true"
+KERNELS = {
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma"),
+    "attention": ("flash", "fmha"),
+    "compiled kernels": ("triton",),
+    "copies and casts": ("Memcpy", "Memset", "copy", "Copy", "CatArray", "chunk_cat", "split_with_sizes"),
+    "optimizer": ("adam", "Adam"),
+}
+"""Kinds of kernels by words in their names; the first that matches counts."""
+NOTED_KERNELS = 4
 TEXT = "def add(left, right): return left + right\n"
 
 
@@ -102,6 +111,11 @@ def steps(settings: GPUCheckSettings, name: str, *overrides: str) -> None:
     times = [step_s(trainer, next(batches)) for _ in range(SHAPES[name].steps)]
     if dist.get_rank() == 0:
         report(settings, trainer, SHAPES[name], times)
+    if trainer.device_name == "cuda":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            seconds = step_s(trainer, next(batches))
+        if dist.get_rank() == 0:
+            report_kernels(settings, profile, seconds)
 
 
 def report(settings: GPUCheckSettings, trainer: SFTTrainer, shape: StepShape, times: Sequence[float]) -> None:
@@ -143,6 +157,20 @@ def report(settings: GPUCheckSettings, trainer: SFTTrainer, shape: StepShape, ti
     if allocated is not None:
         settings.add_row("peak of allocated memory", allocated / GIB, "GiB")
         settings.add_row("peak of reserved memory", torch.cuda.max_memory_reserved() / GIB, "GiB")
+
+
+def report_kernels(settings: GPUCheckSettings, profile: torch.profiler.profile, seconds: float) -> None:
+    """Add the seconds of a profiled step by kind of kernel, with the largest kernels of each kind as a note."""
+    times: dict[str, dict[str, float]] = {kind: {} for kind in (*KERNELS, "other kernels")}
+    for event in profile.key_averages():
+        kind = next((kind for kind, words in KERNELS.items() if any(word in event.key for word in words)), None)
+        times[kind or "other kernels"][event.key] = event.self_device_time_total / 1e6
+    for kind, kernels in times.items():
+        largest = sorted(kernels.items(), key=lambda item: -item[1])[:NOTED_KERNELS]
+        note = ", ".join(f"{name[:40]} {value:.3f}" for name, value in largest)
+        settings.add_row(f"profiled step: {kind}", sum(kernels.values()), "s", note=note)
+    busy = sum(value for kernels in times.values() for value in kernels.values())
+    settings.add_row("profiled step: idle", seconds - busy, "s", note=f"of {seconds:.3f} s")
 
 
 def step_s(trainer: SFTTrainer, batch: TokenBatch) -> float:
