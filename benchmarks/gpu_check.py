@@ -36,6 +36,8 @@ LOG_LINES = 60
 """Number of log lines of a failed part in the JSON file."""
 COMPILED = "model.compile=true"
 LORA = "model.lora_rank=16"
+NARROW = "model.fsdp_config.model_dtype=bf16"
+GATHERED = "model.fsdp_config.keep_gathered=true"
 LOOP = "optim.override_optimizer_config={fused: false}"
 WITH_EXPORT = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 STAND_INS = {"ray": "class ObjectRef:\n    pass\n", "qwen_vl_utils": "fetch_image = fetch_video = None\n"}
@@ -118,8 +120,9 @@ def parts_of(tiny: bool) -> list[GPUCheckPart]:
         speed_part("1.5b", "Liger", "model.use_liger=true", needs=("liger_kernel",)),
     ]
     compiled = [speed_part(shape, "compiled", COMPILED, limit_s=150) for shape in ("1.5b", "3b", "7b")]
-    lora = speed_part("7b", "LoRA, compiled", LORA, COMPILED, limit_s=150)
-    return [*correctness, speed_part("1.5b"), *factors, save_part("1.5b"), *compiled, lora]
+    narrow = [speed_part(shape, "compiled, bf16 weights", COMPILED, NARROW, limit_s=150) for shape in ("3b", "7b")]
+    lora = speed_part("7b", "LoRA, compiled", LORA, COMPILED, GATHERED, limit_s=150)
+    return [*correctness, speed_part("1.5b"), *factors, save_part("1.5b"), *compiled, *narrow, lora]
 
 
 def speed_part(
@@ -248,6 +251,7 @@ def set_up(scratch: Path) -> None:
     paths.append(str(stand_ins))
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "VERL_EXT_PYTHON": sys.executable}
     os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as in `run_sft.sh`
     from verl_ext.data.prepare import prepare
 
     prepare(["quickstart", "--output", str(scratch / "quickstart"), "--samples", "500"])

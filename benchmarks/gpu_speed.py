@@ -46,9 +46,17 @@ ROW = 8192
 SAMPLES_OF_ROW = 4
 """Samples per row, all of the same length, so that every row is full and all steps have equal work."""
 CHECKPOINTING = "model.enable_gradient_checkpointing=true"
+LAYOUTS = [
+    (f"data.max_tokens_per_gpu={row}", f"model.fsdp_config.keep_gathered={gathered}")
+    for gathered in ("true", "false")
+    for row in (16384, 8192, 4096, 2048)
+]
+"""Overrides that need less and less memory; the samples of a shape fill rows of each size."""
+ROOM = 0.97
+"""Share of the GPU's memory for the plan's prediction; the rest is for the CUDA context and fragmentation."""
 KERNELS = {
-    "matrix products": ("gemm", "nvjet", "cutlass", "xmma"),
     "attention": ("flash", "fmha"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma"),
     "compiled kernels": ("triton",),
     "copies and casts": ("Memcpy", "Memset", "copy", "Copy", "CatArray", "chunk_cat", "split_with_sizes"),
     "optimizer": ("adam", "Adam"),
@@ -138,6 +146,7 @@ def report(settings: GPUCheckSettings, trainer: SFTTrainer, shape: StepShape, ti
     settings.add_row("step", statistics.median(kept), "s", note=f"{min(kept):.3f} to {max(kept):.3f}")
     settings.add_row("first step", times[0], "s")
     settings.add_row("throughput", rate, "tokens/s", note=f"{tokens} tokens a step, samples of {shape.length}")
+    settings.add_row("tokens of a row", config.data.max_tokens_per_gpu or 0, note=gathering(trainer))
     by_lora = config.model.uses_lora
     if hardware.name in HARDWARE:
         dense = (4 if by_lora else 6) * model.matmul_numel * rate
@@ -147,8 +156,8 @@ def report(settings: GPUCheckSettings, trainer: SFTTrainer, shape: StepShape, ti
         settings.add_row(what, 100 * dense / peak, "%")
         settings.add_row(f"{what} and attention", 100 * (dense + attention) / peak, "%")
     allocated = torch.cuda.max_memory_allocated() if trainer.device_name == "cuda" else None
-    if by_lora or config.model.compile:
-        settings.skip("the plan has no formulas for LoRA and compiled blocks, so no memory is predicted")
+    if by_lora:
+        settings.skip("the plan has no formulas for LoRA, so no memory is predicted")
     else:
         predicted = plan_of(config, shape).memory.peak_bytes
         settings.add_row("peak memory by the plan", predicted / GIB, "GiB")
@@ -185,12 +194,13 @@ def step_s(trainer: SFTTrainer, batch: TokenBatch) -> float:
 def trainer_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) -> SFTTrainer | None:
     """A trainer of a shape; None, with a row for the reason, if the shape does not fit into memory or on the disk.
 
-    Gradient checkpointing is enabled if the shape does not fit without it according to the plan.
+    Takes the first of `LAYOUTS` that fits according to the plan, else gradient checkpointing.
     """
     join_ranks()
     shape, config = SHAPES[name], config_of(settings, name, overrides)
-    if why_not(config, shape):
-        config = config_of(settings, name, [*overrides, CHECKPOINTING])
+    if is_planned(config):
+        tried = [config_of(settings, name, [*overrides, *layout]) for layout in (*LAYOUTS, (CHECKPOINTING,))]
+        config = next((each for each in tried if not why_not(each, shape)), config)
     reason = on_rank_zero(lambda: why_not(config, shape) or no_room(settings, name))
     if reason:
         if dist.get_rank() == 0:
@@ -206,16 +216,22 @@ def trainer_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) 
 
 
 def why_not(config: SFTConfig, shape: StepShape) -> str:
-    """Why a shape does not fit according to the plan; empty if it fits, for LoRA, and on the CPU.
-
-    Compiled blocks keep less memory than the plan predicts, so they are tried if they fit with checkpointing.
-    """
-    if config.model.uses_lora or not torch.cuda.is_available():
+    """Why a shape does not fit according to the plan; empty if it fits, for LoRA, and on the CPU."""
+    if not is_planned(config):
         return ""
-    model = replace(config.model, enable_gradient_checkpointing=True) if config.model.compile else config.model
-    plan = plan_of(replace(config, model=model), shape)
-    needed, room = plan.memory.peak_bytes / GIB, plan.cluster.hardware.memory_bytes / GIB
-    return "" if plan.fits else f"the plan predicts {needed:.0f} GiB, and the GPU has {room:.0f} GiB"
+    needed = plan_of(config, shape).memory.peak_bytes / GIB
+    room = ROOM * torch.cuda.get_device_properties(0).total_memory / GIB
+    return "" if needed <= room else f"the plan predicts {needed:.0f} GiB, and {room:.0f} GiB of the GPU are used"
+
+
+def is_planned(config: SFTConfig) -> bool:
+    """Whether the plan decides how a shape is run: on GPUs, except for LoRA, for which it has no formulas."""
+    return torch.cuda.is_available() and not config.model.uses_lora
+
+
+def gathering(trainer: SFTTrainer) -> str:
+    """Whether weights stay gathered between micro-batches."""
+    return "gathered once per step" if trainer.reshard_policy.keeps_gathered else "gathered for every micro-batch"
 
 
 def plan_of(config: SFTConfig, shape: StepShape) -> RunPlan:

@@ -51,6 +51,7 @@ def work(**settings: Any) -> RankWorkload:
         reduce_bytes=4,
         engine_bytes=0,
         checkpointing=False,
+        compiled=False,
         fused_loss=False,
         keeps_gathered=False,
         optimizer_implementation="foreach",
@@ -85,10 +86,11 @@ def test_shards_are_rounded_up_by_rows() -> None:
     assert ParameterGroup(((5, 3), (4,))).shard_numel(1) == 19
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize(("is_padded", "compiled"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig, Qwen3Config])
-def test_layer_activations_match_autograd(kind: Any, dtype: torch.dtype, is_padded: bool) -> None:
+def test_layer_activations_match_autograd(kind: Any, dtype: torch.dtype, is_padded: bool, compiled: bool) -> None:
+    """With torch.compile, those of its partition into forward and backward, which needs no C++ compiler."""
     config = kind(**DIMENSIONS, attn_implementation="sdpa")
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     hidden = torch.randn(2, 32, 64, dtype=dtype, requires_grad=True) * 1
@@ -103,12 +105,16 @@ def test_layer_activations_match_autograd(kind: Any, dtype: torch.dtype, is_padd
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
+    layer = model.model.layers[0]
+    if compiled:
+        layer = torch.compile(layer, backend="aot_eager_decomp_partition", dynamic=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = model.model.layers[0](hidden, attention_mask=mask, position_embeddings=rotary)
+        result = layer(hidden, attention_mask=mask, position_embeddings=rotary)
     assert torch.is_tensor(result) or result
     measured = sum(size for pointer, size in kept.items() if pointer not in not_counted)
-    settings = work(attention="masked" if is_padded else "causal", **(BF16 if dtype == torch.bfloat16 else {}))
-    assert memory.layer_bytes(shape_of(config), settings) == pytest.approx(measured, rel=0.01)
+    settings = BF16 if dtype == torch.bfloat16 else {}
+    workload = work(attention="masked" if is_padded else "causal", compiled=compiled, **settings)
+    assert memory.layer_bytes(shape_of(config), workload) == pytest.approx(measured, rel=0.01)
 
 
 def test_sharded_state_is_twenty_bytes_per_parameter() -> None:

@@ -68,6 +68,12 @@ def layer_bytes(shape: ModelShape, work: RankWorkload) -> int:
     """
     compute, heads = work.compute_bytes, shape.num_heads
     query, key = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    if work.compiled:
+        # elementwise operations are recomputed: a norm keeps its input, output and scale, and the SwiGLU three tensors
+        numbers, scales = 4 * shape.hidden + 2 * query + 2 * key + 3 * shape.intermediate, heads + 2
+        if shape.has_qk_norm:
+            numbers, scales = numbers + query + key, scales + heads + shape.num_kv_heads
+        return work.tokens * (compute * numbers + FP32 * scales)
     # sdpa accepts grouped keys and values only without a mask; otherwise transformers repeats them for every head
     saved_key = query if work.attention in ("masked", "eager") else key
     norms = 2 * norm_bytes(compute, shape.hidden)

@@ -61,6 +61,7 @@ class RankWorkload:
         compute_bytes: bytes of a number in the forward pass.
         reduce_bytes: bytes of a gradient in a reduction.
         engine_bytes: bytes of a weight in the rollout engine; 0 without one.
+        compiled: whether torch.compile compiles the layers.
         fused_loss: whether the loss and its gradients are computed chunk by chunk.
         keeps_gathered: whether weights stay gathered, and gradients whole, until the last micro-batch of an update.
         optimizer_implementation: for-loop, foreach or fused, as in `torch.optim`.
@@ -82,6 +83,7 @@ class RankWorkload:
     reduce_bytes: int
     engine_bytes: int
     checkpointing: bool
+    compiled: bool
     fused_loss: bool
     keeps_gathered: bool
     optimizer_implementation: str
@@ -140,6 +142,7 @@ def workload_of(
         reduce_bytes=master if compute == master else 4,
         engine_bytes=engine_bytes,
         checkpointing=config.model.enable_gradient_checkpointing,
+        compiled=isinstance(config, SFTConfig) and config.model.compile,
         fused_loss=fused_loss,
         keeps_gathered=keeps_gathered(config, numel * (compute + 4), device),
         optimizer_implementation=optimizer_implementation(config, device),
