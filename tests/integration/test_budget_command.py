@@ -117,6 +117,16 @@ def test_weights_of_each_epoch_can_be_loaded(budget_run: RecipeRun) -> None:
     assert controlled.fingerprint == fingerprint(load_adapter(controlled.path, (256,)).model)
 
 
+def test_run_starts_from_controller_of_another_run(budget_inputs: Path, budget_run: RecipeRun, tmp_path: Path) -> None:
+    best = budget_run.run_dir / "best_model.pt"
+    run = budget_run_of(
+        budget_inputs, tmp_path / "run", f"controller.init_from={best}", "optim.lr=1e-12", "trainer.total_epochs=1"
+    )
+    run.finish()
+    expected, found = weights_of(best), weights_of(run.run_dir / "checkpoint_epoch_1.pt")
+    assert max(float((tensor - expected[name]).abs().max()) for name, tensor in found.items()) < 1e-8
+
+
 def test_example_in_controller_docs_answers_question(
     budget_inputs: Path, budget_run: RecipeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,8 @@ RULES: tuple[Rule, ...] = (
          "check the learning rate, that answers have loss tokens, and that labels belong to their prompts", LANGUAGE),
     Rule("loss_jitter", checks.loss_jitter,
          "The loss varies by loss_jitter_max of its level, or a policy loss exceeds policy_loss_max.",
-         "use a larger train_batch_size or rollout.n, or a lower optim.lr; judge by the mean over an epoch"),
+         "use a larger train_batch_size or rollout.n, a lower or decaying optim.lr, or more epochs; "
+         "judge by the mean over an epoch"),
     Rule("loss_zero",
          bounds(largest(LOSS), "the largest recent policy loss is {:.3g}", below={ALARM: 1e-300}),
          "All recent policy losses are exactly 0.",
@@ -103,7 +104,8 @@ RULES: tuple[Rule, ...] = (
          "check the reward functions and their weights", REWARDED),
     Rule("reward_jitter", checks.reward_jitter,
          "The reward varies by reward_jitter_max of its level, and does not rise.",
-         "use a larger train_batch_size or rollout.n; judge by the mean over an epoch", REWARDED),
+         "use a larger train_batch_size or rollout.n, a lower or decaying optim.lr, or more epochs; "
+         "judge by the mean over an epoch", REWARDED),
     Rule("reward_spread",
          bounds(median("train/reward_total_std"), "rewards of a step spread by {:.3g}",
                 above={WARNING: "reward_std_max"}),

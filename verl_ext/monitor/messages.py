@@ -13,8 +13,8 @@ MESSAGES = {
     "check the learning rate, that answers have loss tokens, and that labels belong to their prompts": (
         "检查学习率、回答中是否有计入损失的词元，以及标签与提示是否对应"
     ),
-    "use a larger train_batch_size or rollout.n, or a lower optim.lr": (
-        "增大 train_batch_size 或 rollout.n，或降低 optim.lr"
+    "use a larger train_batch_size or rollout.n, a lower or decaying optim.lr, or more epochs": (
+        "增大 train_batch_size 或 rollout.n，降低 optim.lr 或使其衰减，或增加训练轮数"
     ),
     "judge by the mean over an epoch": "请按每轮均值判断",
     "check rollout.n, and that rewards differ within a group": "检查 rollout.n，以及同一组内的奖励是否有差异",
@@ -42,7 +42,6 @@ MESSAGES = {
     "check the parts of the reward: one of them outweighs the others": "检查奖励的各组成部分：其中一项压过了其他项",
     "if it should still rise, look at the weights of the reward functions": "若奖励仍应上升，检查各奖励函数的权重",
     "check the reward functions and their weights": "检查奖励函数及其权重",
-    "use a larger train_batch_size or rollout.n": "增大 train_batch_size 或 rollout.n",
     "check the reward functions, their weights and the temperature": "检查奖励函数、其权重以及采样温度",
     "fix the reward function: the output of the run has the traceback of its first failure": (
         "修复奖励函数：任务输出中有其首次失败的堆栈信息"
