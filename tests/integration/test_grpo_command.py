@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import signal
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -142,9 +143,12 @@ def test_killed_run_resumes_exactly(grpo_run: GRPORun, quickstart: Path, tmp_pat
 def test_stopped_run_with_all_options_resumes_exactly(quickstart: Path, tmp_path: Path) -> None:
     """Rollouts with transformers, adapters, KL loss, entropy, rollout correction, replaced groups and two epochs.
 
-    SIGTERM during a step saves after it, and the resumed run has the metrics of an uninterrupted one.
+    SIGTERM during a step saves after it, and the resumed run has the metrics of an uninterrupted one. It finds the
+    frozen weights, too, in its checkpoint.
     """
+    model = Path(shutil.copytree(quickstart / "model", tmp_path / "model"))
     options = (
+        f"model.partial_pretrain={model}",
         *("rollout.engine=hf", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1", "actor.entropy_coeff=0.01"),
         *("algorithm.rollout_correction.rollout_is=token", "algorithm.dynamic_sampling.max_rounds=1"),
         *("actor.ppo_epochs=2", "trainer.total_training_steps=6", "data.eval_every_steps=0", "model.lora_rank=4"),
@@ -158,6 +162,7 @@ def test_stopped_run_with_all_options_resumes_exactly(quickstart: Path, tmp_path
         held.go.touch()
         assert end_of(held.process).returncode == STOPPED_EXIT_CODE
     assert 2 <= int(stopped.tracker()) < 6
+    (model / "model.safetensors").unlink()
     stopped.finish()
     expected, found = by_step(whole), by_step(stopped)
     names = ("train/loss", "train/grad_norm", "train/reward_total_mean", "train/kl", "train/groups_replaced")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import SFTRun, kill_launcher, python
+from tests.helpers.checkpoints import copy_checkpoints
+from tests.helpers.commands import SFTRun, assert_resumes, kill_launcher, python
 from tests.helpers.processes import ranks_of, wait_until
 from verl_ext.metrics.run_record import LOST
 
@@ -175,6 +176,7 @@ def test_lora_exports_merged_model(quickstart: Path, tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_train_with_gradient_checkpointing(quickstart: Path, tmp_path: Path) -> None:
+    """And stay tied in a resumed run, which does not read the pretrained weights, on two ranks or on one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(quickstart / "model")
@@ -189,3 +191,10 @@ def test_tied_embeddings_train_with_gradient_checkpointing(quickstart: Path, tmp
     assert losses[6] < losses[1]
     exported = AutoModelForCausalLM.from_pretrained(run.last_checkpoint / "huggingface")
     assert exported.lm_head.weight is exported.model.embed_tokens.weight
+    (tmp_path / "tied/model.safetensors").unlink()
+    resumed, on_one = (SFTRun(quickstart, tmp_path / f"on_{n}", *options, num_ranks=n) for n in (2, 1))
+    for each in (resumed, on_one):
+        copy_checkpoints(run.run_dir, each.run_dir, 4)
+    assert_resumes(resumed, run, 4)
+    on_one.finish()
+    assert on_one.losses() == pytest.approx({step: losses[step] for step in (5, 6)}, rel=1e-5)

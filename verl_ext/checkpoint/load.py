@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, set_seed
 
-from verl_ext.checkpoint.manifest import EXPORT, MODEL, OPTIMIZER, is_verl_checkpoint
+from verl_ext.checkpoint.hf_tensors import exported_tensors, plan_to_json
+from verl_ext.checkpoint.manifest import DATA_STATE, EXPORT, MODEL, OPTIMIZER, PLAN, is_verl_checkpoint
 from verl_ext.checkpoint.resume import another_optimizer
 from verl_ext.checkpoint.shards import SavedTensor, ShardFiles
 from verl_ext.distributed import local_rows, to_local
@@ -27,7 +29,30 @@ OptimizerState = dict[int, dict[str, SavedTensor]]
 """Saved state by the parameter's index in the optimizer, then by name."""
 
 
+def read_data_state(checkpoint: Path) -> dict[str, Any]:
+    """The data position saved with a checkpoint; empty if verl was killed before writing it."""
+    path = checkpoint / DATA_STATE
+    return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
+
+
 # The model
+
+
+def holds_model(checkpoint: Path, model: PreTrainedModel | PeftModel) -> bool:
+    """Whether `load_model` overwrites every parameter, and the checkpoint was saved from the same model.
+
+    The dtypes of some parameters, and the names of exported tensors, depend on the files that a model was loaded from.
+    They must be those of a model that was not loaded from files.
+
+    Args:
+        model: the unsharded model; its parameters may be on the meta device.
+    """
+    plan, state = checkpoint / PLAN, model.state_dict()
+    if not plan.is_file() or not state.keys() >= {name for name, _ in model.named_parameters()}:
+        return False
+    saved = ShardFiles(checkpoint, MODEL).content(0)
+    kinds = [{name: (tensor.shape, tensor.dtype) for name, tensor in each.items()} for each in (saved, state)]
+    return kinds[0] == kinds[1] and plan.read_text() == plan_to_json(exported_tensors(model))
 
 
 @torch.no_grad()

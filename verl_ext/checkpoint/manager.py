@@ -216,11 +216,6 @@ class CheckpointManager(FSDPCheckpointManager):
         else:
             reseed(self.seed, Manifest.read(checkpoint).step, self.stream)
 
-    def load_data_state(self, local_path: str) -> dict[str, Any]:
-        """The data position saved with a checkpoint; empty if verl was killed before writing it."""
-        path = Path(local_path) / DATA_STATE
-        return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
-
 
 def _finish(writer: CheckpointWriter, seconds: float) -> float:
     writer.rotate()

@@ -19,7 +19,11 @@ BYTES_OF_GRADIENT = 4
 
 
 def shard(
-    model: PreTrainedModel, config: FSDPConfig, device_mesh: DeviceMesh, precision: torch.dtype
+    model: PreTrainedModel,
+    config: FSDPConfig,
+    device_mesh: DeviceMesh,
+    precision: torch.dtype,
+    is_empty: bool = False,
 ) -> PreTrainedModel:
     """Shard a model in place with FSDP2 and send rank 0's weights to all ranks.
 
@@ -27,6 +31,7 @@ def shard(
         model: the model; only rank 0 needs its weights.
         device_mesh: one-dimensional mesh over all ranks.
         precision: dtype of the forward pass; gradients are reduced in fp32.
+        is_empty: whether no rank has weights, because a checkpoint is loaded next; the parameters are uninitialized.
 
     Raises:
         UserError: see `layer_classes`; on every rank.
@@ -37,11 +42,23 @@ def shard(
         arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     if offload is not None:
         arguments["offload_policy"] = offload
-    full_state = model.state_dict()
+    full_state = {} if is_empty else model.state_dict()
     layers = layer_classes(model, config.wrap_policy.transformer_layer_cls_to_wrap)
     apply_fsdp2(model, arguments, {"wrap_policy": {"transformer_layer_cls_to_wrap": layers}})
-    fsdp2_load_full_state_dict(model, full_state, device_mesh, offload)
+    if is_empty:
+        allocate_parameters(model, device_mesh.device_type if offload is None else "cpu")
+    else:
+        fsdp2_load_full_state_dict(model, full_state, device_mesh, offload)
     return model
+
+
+def allocate_parameters(model: torch.nn.Module, device_name: str) -> None:
+    """Give the parameters of a sharded model on the meta device uninitialized memory; tied ones stay tied."""
+    modules = list(model.modules())
+    buffers = [(each, name, buffer) for each in modules for name, buffer in each.named_buffers("", False, False)]
+    model.to_empty(device=device_name)  # also discards the values of buffers
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
 
 
 def layer_classes(model: PreTrainedModel, configured: Any) -> list[str]:

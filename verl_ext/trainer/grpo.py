@@ -33,7 +33,13 @@ from verl_ext.grpo.vllm_engine import VLLMEngine, WeightSync
 from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.device import autocast, peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy, keeps_gathered
-from verl_ext.trainer.model import build_model, disable_dropout, local_model_path
+from verl_ext.trainer.model import (
+    build_model,
+    disable_dropout,
+    forward_settings,
+    local_model_path,
+    recorded_check,
+)
 from verl_ext.trainer.packed_attention import attend_within_samples, enable_packing
 from verl_ext.trainer.sft import TokenLoss
 from verl_ext.trainer.stages import GRPOConfig, RewardStageConfig
@@ -252,9 +258,21 @@ class GRPOTrainer(RewardTrainer):
 
     def build_model(self) -> PreTrainedModel:
         """See `PipelineTrainer.build_model`; disables dropout, whose noise would change the ratios."""
-        model = super().build_model()
+        settings = forward_settings(self.config, self.device_name, self.precision)
+        recorded = recorded_check(self.own_checkpoint, settings)
+        checkpoint = None if recorded is None else self.own_checkpoint  # without weights, nothing can be tested
+        model: Any = build_model(self.config, self.device_mesh, self.precision, checkpoint=checkpoint)
         disable_dropout(model)
+        logits_of = TokenLoss(model.eval(), None, self.precision, self.device_name).logits
+        reason = enable_packing(model, logits_of, self.precision, recorded)
+        FSDPReshardPolicy(model, keeps_gathered=False).reshard()
+        self.forward_check = {"settings": settings, "why_not_packed": reason}
         return model
+
+    @property
+    def packs(self) -> bool:
+        """Whether samples can be packed into rows."""
+        return self.forward_check["why_not_packed"] is None
 
     def build_environment(self) -> TextEnvironment:
         """See `RewardTrainer.build_environment`: the reward functions of the recipe, on every rank.
@@ -273,14 +291,15 @@ class GRPOTrainer(RewardTrainer):
         """
         config, rollout = self.config, self.config.rollout
         # First, because vLLM patches classes of transformers for models that it does not implement itself.
-        packs = self.enable_packed_rows()
-        reference = self.build_reference(packs)
+        reference = self.build_reference()
         return TokenPolicy(
             self.model,
             self.tokenizer,
             self.build_engine(),
             TokenBatcher(
-                self.tokenizer.pad_token_id, forward_flops(self.model) if config.actor.share_prompts else None, packs
+                self.tokenizer.pad_token_id,
+                forward_flops(self.model) if config.actor.share_prompts else None,
+                self.packs,
             ),
             SamplingArgs(rollout.temperature, rollout.top_p, rollout.top_k, config.data.max_response_length),
             seed=config.trainer.seed,
@@ -314,15 +333,7 @@ class GRPOTrainer(RewardTrainer):
         engine.weight_sync = WeightSync(self.model, engine.dtype, self.device_name, bucket)
         return engine
 
-    def enable_packed_rows(self) -> bool:
-        """Let the model attend within packed samples; returns whether it can; collective."""
-        model = self.model
-        model.eval()
-        reason = enable_packing(model, TokenLoss(model, None, self.precision, self.device_name).logits, self.precision)
-        self.build_reshard_policy().reshard()
-        return reason is None
-
-    def build_reference(self, packs: bool) -> ReferenceModel | None:
+    def build_reference(self) -> ReferenceModel | None:
         """Build the frozen initial model for a KL term: this model without new adapters, or a copy; collective."""
         config, model = self.config, self.model
         if not config.actor.use_kl_loss:
@@ -337,7 +348,7 @@ class GRPOTrainer(RewardTrainer):
             return without_adapters
         frozen = build_model(config, self.device_mesh, self.precision).eval()
         frozen.requires_grad_(False)
-        if packs:
+        if self.packs:
             attend_within_samples(frozen)
         return lambda: nullcontext(frozen)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import stat
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ import torch
 from accelerate import init_empty_weights
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from verl_ext.distributed import on_every_rank
+from verl_ext.checkpoint.hf_tensors import unwrap_peft
+from verl_ext.checkpoint.load import holds_model, read_data_state
+from verl_ext.config.provenance import package_versions
+from verl_ext.config.schema import as_dict
+from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_files import load_whole, require_no_remote_code
 from verl_ext.trainer.config import ModelConfig
@@ -35,11 +41,14 @@ def build_model(
     device_mesh: DeviceMesh,
     precision: torch.dtype,
     before_sharding: Callable[[PreTrainedModel], None] = lambda model: None,
+    checkpoint: Path | None = None,
 ) -> PreTrainedModel:
     """Load the model of `model.partial_pretrain`, add LoRA if configured, and shard it; collective.
 
     Args:
         before_sharding: called with the model before it is sharded.
+        checkpoint: a checkpoint that the caller loads into the model next. If it replaces everything that the
+            pretrained weights determine, they are not read, and the parameters are uninitialized.
 
     Returns:
         The model as FSDP2 modules; its parameters are DTensors of `model.fsdp_config.model_dtype`.
@@ -47,13 +56,63 @@ def build_model(
     Raises:
         UserError: the model cannot be loaded.
     """
-    model = on_every_rank(lambda: load_model(config, device_mesh, precision))
-    patch_model(model, config)
-    model = on_every_rank(lambda: add_lora(model, config.model))
+
+    def unsharded(is_empty: bool) -> PreTrainedModel:
+        model = on_every_rank(lambda: load_model(config, device_mesh, precision, is_empty=is_empty))
+        patch_model(model, config)
+        return on_every_rank(lambda: add_lora(model, config.model))
+
+    is_empty = False
+    # code that is not part of transformers may set more than weights when it loads a model
+    has_own_code = config.model.trust_remote_code or config.model.external_lib is not None
+    if checkpoint is not None and not has_own_code:
+        # some models cannot be created without weights; all other errors occur again below
+        with suppress(UserError):
+            empty = unsharded(is_empty=True)
+            is_empty = on_rank_zero(lambda: can_fill(checkpoint, empty))
+    model = empty if is_empty else unsharded(is_empty=False)
     if config.model.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     before_sharding(model)
-    return shard(model, config.model.fsdp_config, device_mesh, precision)
+    return shard(model, config.model.fsdp_config, device_mesh, precision, is_empty=is_empty)
+
+
+def can_fill(checkpoint: Path, model: PreTrainedModel | PeftModel) -> bool:
+    """Whether loading a checkpoint into an empty model gives the same model as loading it over pretrained weights.
+
+    It does not for quantized models, which are converted while their weights are read, nor if a buffer that
+    checkpoints lack was computed from a parameter.
+    """
+    is_quantized = getattr(unwrap_peft(model).config, "quantization_config", None) is not None
+    has_buffers = not any(buffer.is_meta for buffer in model.buffers())
+    return has_buffers and not is_quantized and holds_model(checkpoint, model)
+
+
+def forward_settings(config: RunConfig, device_name: str, precision: torch.dtype) -> str:
+    """Return everything but the weights that decides whether a model packs samples and has the fused loss."""
+    attention = pick_attention(config.model.attn_implementation, device_name, precision)
+    return json.dumps(
+        {
+            "model": as_dict(config.model),
+            "data.packing": as_dict(config.data).get("packing"),
+            "sequence_parallel_size": config.sequence_parallel_size,
+            "forward": [device_name, str(precision), attention],
+            "packages": package_versions(),
+        }
+    )
+
+
+def recorded_check(checkpoint: Path | None, settings: str) -> dict[str, Any] | None:
+    """Return `PipelineTrainer.forward_check` of a checkpoint; None without one for these settings; collective."""
+    if checkpoint is None:
+        return None
+
+    def read() -> dict[str, Any] | None:
+        found = read_data_state(checkpoint).get("forward_check")  # older checkpoints do not have it
+        return found if found and found["settings"] == settings else None
+
+    found = gather_results(read)  # ranks on different machines may have different packages
+    return found[0] if all(found) else None
 
 
 def load_model_config(config: RunConfig) -> PretrainedConfig:
@@ -69,12 +128,17 @@ def load_model_config(config: RunConfig) -> PretrainedConfig:
 
 
 def load_model(
-    config: RunConfig, device_mesh: DeviceMesh, precision: torch.dtype, auto_class: Any = AutoModelForCausalLM
+    config: RunConfig,
+    device_mesh: DeviceMesh,
+    precision: torch.dtype,
+    auto_class: Any = AutoModelForCausalLM,
+    is_empty: bool = False,
 ) -> PreTrainedModel:
     """Load the unsharded model, with weights on rank 0 only; `shard` sends them to the other ranks.
 
     Args:
         auto_class: class of transformers that loads the model.
+        is_empty: whether to create the same model with its parameters on the meta device; its buffers are real.
 
     Raises:
         UserError: the model cannot be loaded.
@@ -88,11 +152,16 @@ def load_model(
             ),
             "trust_remote_code": config.model.trust_remote_code,
         }
-        # Tied weights must be real on every rank: meta tensors that share a parameter are untied when materialized.
-        if device_mesh.get_rank() == 0 or model_config.tie_word_embeddings:
+        # Tied weights are real on every rank, because `init_empty_weights` unties them.
+        if not is_empty and (device_mesh.get_rank() == 0 or model_config.tie_word_embeddings):
             return load_whole(auto_class, local_model_path(config), config=model_config, **arguments)
         with init_empty_weights(include_buffers=False):
-            return auto_class.from_config(model_config, **arguments)
+            model = auto_class.from_config(model_config, **arguments)
+        if is_empty:  # the rest of what `from_pretrained` does
+            model.tie_weights()
+            model.generation_config = generation_config_of(local_model_path(config))
+            model.eval()
+        return model
     except UserError:
         raise
     except Exception as error:  # damaged models may raise anything
@@ -101,6 +170,14 @@ def load_model(
             f"model.partial_pretrain={config.model.partial_pretrain} cannot be loaded ({first_line}); restore it, "
             "or name another model"
         ) from error
+
+
+def generation_config_of(path: str) -> GenerationConfig:
+    """Read the generation settings as `from_pretrained` does: from their own file, or from the configuration."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
 
 
 def attention_of(
@@ -177,7 +254,9 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel | P
 def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
     if config.lora_adapter_path is not None:
         path = local_path(config.lora_adapter_path, config.use_shm)
-        return PeftModel.from_pretrained(model, path, is_trainable=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"for .* which is a no-op")  # the model is on the meta device
+            return PeftModel.from_pretrained(model, path, is_trainable=True)
     lora = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=config.lora_rank,

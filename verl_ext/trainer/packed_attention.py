@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -167,7 +167,10 @@ def trial_samples(vocab_size: int) -> list[Sample]:
 
 
 def enable_packing(
-    model: PreTrainedModel, logits_of: Callable[[MicroBatch], torch.Tensor], precision: torch.dtype
+    model: PreTrainedModel,
+    logits_of: Callable[[MicroBatch], torch.Tensor],
+    precision: torch.dtype,
+    recorded: Mapping[str, Any] | None,
 ) -> str | None:
     """Let a model attend within each sample of a packed row, if it can; collective.
 
@@ -175,14 +178,18 @@ def enable_packing(
         model: the sharded model, in evaluation mode.
         logits_of: see `why_not_packed`.
         precision: dtype of the forward pass.
+        recorded: the result of an earlier start as `why_not_packed`; None tests the model's weights.
 
     Returns:
         None, or why the model cannot, the same on every rank; it then keeps its attention function.
     """
     base = unwrap_peft(model)
     attention = base.config._attn_implementation
-    if attention == "eager":
-        reason: str | None = "does not support sdpa, which packing needs here"
+    if recorded is not None:
+        reason: str | None = recorded["why_not_packed"]
+        attend_within_samples(model)
+    elif attention == "eager":
+        reason = "does not support sdpa, which packing needs here"
     else:
         attend_within_samples(model)
         reason = why_not_packed(logits_of, base.config.get_text_config().vocab_size, precision)

@@ -37,7 +37,13 @@ from verl_ext.trainer.fused_cross_entropy import (
     fused_loss_error,
     install_fused_loss,
 )
-from verl_ext.trainer.model import build_model, compile_blocks, load_model_config
+from verl_ext.trainer.model import (
+    build_model,
+    compile_blocks,
+    forward_settings,
+    load_model_config,
+    recorded_check,
+)
 from verl_ext.trainer.packed_attention import enable_packing, packed_arguments, trial_samples
 from verl_ext.trainer.stages import SFTConfig, VLMSFTConfig
 from verl_ext.trainer.tokenizer import sync_eos_token
@@ -102,12 +108,16 @@ class SFTTrainer(PipelineTrainer):
 
     def build_model(self) -> PreTrainedModel:
         """See `PipelineTrainer.build_model`; also tests whether the model supports packing and the fused loss."""
-        model = self.model = build_model(self.config, self.device_mesh, self.precision, self.prepare_loss)
+        settings = forward_settings(self.config, self.device_name, self.precision)
+        recorded = recorded_check(self.own_checkpoint, settings)
+        checkpoint = None if recorded is None else self.own_checkpoint  # without weights, nothing can be tested
+        model = self.model = build_model(self.config, self.device_mesh, self.precision, self.prepare_loss, checkpoint)
         assert isinstance(self.train_dataset, TokenDataset)
         sync_eos_token(model, self.tokenizer, self.train_dataset.final_tokens(), self.is_main)
         self.reshard_policy = self.build_reshard_policy(model)
         with torch.compiler.set_stance("force_eager"):  # compiled graphs for these few samples would not be reused
-            self.check_forward(model)
+            self.forward_check = {"settings": settings}
+            self.check_forward(model, recorded)
         return model
 
     def prepare_loss(self, model: PreTrainedModel) -> None:
@@ -126,34 +136,43 @@ class SFTTrainer(PipelineTrainer):
         keeps = keeps_gathered(self.config.model.fsdp_config, model, self.precision, self.device_name)
         return FSDPReshardPolicy(model, keeps)
 
-    def check_forward(self, model: PreTrainedModel) -> None:
-        """Fall back to padding or to the loss of the logits if the model needs it; collective."""
+    def check_forward(self, model: PreTrainedModel, recorded: Mapping[str, Any] | None) -> None:
+        """Fall back to padding or to the loss of the logits if the model needs it; collective.
+
+        Args:
+            recorded: result of an earlier start; None tests the model's weights.
+        """
         loss, vocab_size = self.token_loss, model.config.get_text_config().vocab_size
         model.eval()
         if self.packs:
-            self.pack_if_possible(model)
+            self.pack_if_possible(model, recorded)
         if loss.head is not None:
-            micro_batch = self.collator.micro_batch(trial_samples(vocab_size)[:1])
-            error = fused_loss_error(loss.logits, loss, micro_batch)
+            if recorded is None:
+                micro_batch = self.collator.micro_batch(trial_samples(vocab_size)[:1])
+                error = fused_loss_error(loss.logits, loss, micro_batch)
+            else:
+                error = recorded["fused_loss_error"]
+            self.forward_check["fused_loss_error"] = error
             if not error < LOSS_TOLERANCE[loss.precision]:
                 loss.head = None
                 if self.is_main:
                     warn(f"model.fused_loss is off: it differs by {error:.2g} from the loss of this model's logits")
         self.reshard_policy.reshard()
 
-    def pack_if_possible(self, model: PreTrainedModel) -> None:
+    def pack_if_possible(self, model: PreTrainedModel, recorded: Mapping[str, Any] | None) -> None:
         """Fall back to padding if the model cannot keep packed samples apart; collective.
 
-        The result depends on the initial weights, which are loaded before any checkpoint, so a resumed run packs if it
-        packed before. The order of the data does not depend on it.
+        The result depends on the initial weights only: a resumed run reads it from its checkpoint or tests the
+        pretrained weights, so it packs if it packed before. The order of the data does not depend on it.
 
         Raises:
             UserError: the model does not support packing, but the configuration requires it.
         """
-        if self.config.model.attn_implementation == "eager":
+        if recorded is None and self.config.model.attn_implementation == "eager":
             reason: str | None = "runs with eager attention, which takes padded samples only"
         else:
-            reason = enable_packing(model, self.token_loss.logits, self.precision)
+            reason = enable_packing(model, self.token_loss.logits, self.precision, recorded)
+        self.forward_check["why_not_packed"] = reason
         if reason is None:
             return
         name = type(unwrap_peft(model)).__name__.removeprefix("FSDP")

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from verl_ext.checkpoint.load import read_data_state
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.manifest import Manifest, is_verl_checkpoint, step_of
 from verl_ext.checkpoint.rebuild import write_deferred_export
@@ -70,6 +71,9 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
     Attributes:
         precision: dtype of the forward pass.
+        checkpoint: checkpoint to resume from; None starts at step 0.
+        load_contents: what to load from it, names of `resume.CONTENTS`.
+        forward_check: what the stage found about its model by forward passes with the initial weights.
         global_step: number of optimizer steps so far.
         saved_step: step of the last checkpoint.
         total_training_steps: step at which the run is finished.
@@ -107,6 +111,9 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         deadline = known_deadline(self.config.trainer.preemption, self.is_main)
         self.stop_vote = StopVote(signals, deadline, list(self.config.health.stop_on))
 
+        self.forward_check: dict[str, Any] = {}
+        self.checkpoint, self.load_contents = self.choose_checkpoint()
+        startup.mark("checkpoint")
         self.build_batches()
         self.model = self.fsdp_model = self.build_model()
         self.model_config = self.model.config
@@ -145,8 +152,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         return None
 
     def build_model(self) -> PreTrainedModel:
-        """Build the sharded model to train."""
-        return build_model(self.config, self.device_mesh, self.precision)
+        """Build the sharded model to train, without reading weights that `own_checkpoint` replaces."""
+        return build_model(self.config, self.device_mesh, self.precision, checkpoint=self.own_checkpoint)
 
     @property
     def updates_per_step(self) -> int:
@@ -389,6 +396,25 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
     # Resuming
 
+    def choose_checkpoint(self) -> tuple[Path | None, list[str]]:
+        """Choose the checkpoint to resume from, if any, and what to load from it; collective.
+
+        Raises:
+            UserError: see `agree_on_checkpoint`.
+        """
+        trainer, optimizer = self.config.trainer, self.config.optim.class_name
+        path = agree_on_checkpoint(trainer, optimizer)
+        return path, [] if path is None else agree_on_contents(path, trainer, optimizer)
+
+    @property
+    def own_checkpoint(self) -> Path | None:
+        """`checkpoint` if this run saved it and loads its weights and random states, otherwise None.
+
+        Without pretrained weights, building a model may consume other random numbers.
+        """
+        is_own = self.checkpoint is not None and self.checkpoint.parent == self.run_dir
+        return self.checkpoint if is_own and {"model", "extra"} <= {*self.load_contents} else None
+
     def load_checkpoint(self) -> int:
         """Load the checkpoint to resume from, and return its step; 0 if there is none.
 
@@ -396,14 +422,13 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             UserError: the checkpoint does not match this run.
         """
         self.data_digest = on_rank_zero(lambda: training_data_digest(self.config.data))
-        trainer, optimizer = self.config.trainer, self.config.optim.class_name
-        path = agree_on_checkpoint(trainer, optimizer)
+        path = self.checkpoint
         if path is None:
             return 0
-        self.checkpoint_manager.checkpoint_load_contents = agree_on_contents(path, trainer, optimizer)
+        self.checkpoint_manager.checkpoint_load_contents = self.load_contents
         self.checkpoint_manager.load_checkpoint(str(path))
         if path.parent == self.run_dir:
-            on_rank_zero(lambda: write_deferred_export(path, trainer.checkpoint.export))
+            on_rank_zero(lambda: write_deferred_export(path, self.config.trainer.checkpoint.export))
         state = on_every_rank(lambda: self.saved_data_state(path))
         self.load_data_state(state)
         former = state.get("data_digest", "")  # older checkpoints do not have it
@@ -416,7 +441,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
     def saved_data_state(self, checkpoint: Path) -> dict[str, Any]:
         """Return the `data_state` of a checkpoint, including checkpoints that verl wrote."""
-        state = self.checkpoint_manager.load_data_state(str(checkpoint))
+        state = read_data_state(checkpoint)
         if not is_verl_checkpoint(checkpoint):
             return state
         if "samples_seen" in state:  # this pipeline wrote it, but its manifest and export plan are lost
@@ -444,6 +469,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             "skipped_steps": self.guard.num_skipped,
             "owes_validation": self.owes_validation,
             "data_digest": self.data_digest,
+            "forward_check": self.forward_check,
         }
 
     def load_data_state(self, state: dict[str, Any]) -> None:
