@@ -155,7 +155,7 @@ def test_sft_run_has_recorded_names(sft_run: SFTRun) -> None:
     assert names_in(sft_run.run_dir / "trace") == {"attempt_1_rank_0.json", "attempt_1_rank_1.json"}
     check_record(sft_run, "sft")
     check_config(sft_run, "sft")
-    check_checkpoint(sft_run.last_checkpoint, 2)
+    check_checkpoint(sft_run.last_checkpoint, 2, further=["forward_check"])
     check_pickled_names(sft_run)
     check_metrics("sft", sft_run)
 
