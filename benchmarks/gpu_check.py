@@ -121,7 +121,7 @@ def parts_of(tiny: bool) -> list[GPUCheckPart]:
     ]
     compiled = [speed_part(shape, "compiled", COMPILED, limit_s=150) for shape in ("1.5b", "3b", "7b")]
     narrow = [speed_part(shape, "compiled, bf16 weights", COMPILED, NARROW, limit_s=150) for shape in ("3b", "7b")]
-    lora = speed_part("7b", "LoRA, compiled", LORA, COMPILED, GATHERED, limit_s=150)
+    lora = speed_part("7b", "LoRA, compiled", LORA, COMPILED, GATHERED, limit_s=300)
     return [*correctness, speed_part("1.5b"), *factors, save_part("1.5b"), *compiled, *narrow, lora]
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, GPT2Config, Qwen2Config
 
+from benchmarks.gpu_check import COMPILED, NARROW, GPUCheckSettings
+from benchmarks.gpu_speed import SHAPES, config_of
 from benchmarks.plan import SETTINGS
 from benchmarks.plan_ranks import predicted, sft_config
 from tests.helpers import ROOT
@@ -348,3 +350,26 @@ def test_recorded_measurements_are_within_target_of_prediction(name: str) -> Non
     assert plan.memory.peak_bytes / GIB == pytest.approx(found["predicted_gib"])
     for measured in ("resident_gib", "tensors_gib"):
         assert abs(plan.memory.peak_bytes / GIB / found[measured] - 1) <= RESULTS["target"]
+
+
+ON_GPUS = {
+    (gpu, part["part"]): {row["name"]: row for row in part["rows"]}
+    for gpu in ("h100", "h200")
+    for part in json.loads((ROOT / f"benchmarks/results/gpu_{gpu}.json").read_text())["parts"]
+    if part["part"].startswith("SFT") and "tokens of a row" in {row["name"] for row in part["rows"]}
+}
+
+
+@pytest.mark.parametrize(("gpu", "part"), [key for key in ON_GPUS if "LoRA" not in key[1]])
+def test_measurements_on_gpus_are_within_target_of_prediction(gpu: str, part: str, tmp_path: Path) -> None:
+    rows, shape = ON_GPUS[gpu, part], part.removeprefix("SFT ").split(",")[0]
+    tokens = rows["tokens of a row"]
+    overrides = [
+        f"data.max_tokens_per_gpu={tokens['value']}",
+        f"model.fsdp_config.keep_gathered={str(tokens['note'] == 'gathered once per step').lower()}",
+        *([COMPILED] if "compiled" in part else []),
+        *([NARROW] if "bf16 weights" in part else []),
+    ]
+    config = config_of(GPUCheckSettings(str(tmp_path), 1, False), shape, overrides)
+    plan = make_plan(config, SHAPES[shape].dimensions, Cluster(HARDWARE[gpu], 1, 1), DataLengths(are_equal=True))
+    assert plan.memory.peak_bytes / GIB == pytest.approx(rows["peak of allocated memory"]["value"], rel=0.013)

@@ -123,7 +123,7 @@ def workload_of(
         logit_tokens = rows * row_tokens
         loss_tokens = round(logit_tokens * lengths.loss_share)
         fused_loss = config.model.fused_loss
-    master, compute = weight_bytes(config, device)
+    master, compute, reduce = number_bytes(config, device)
     by_flash = device.is_gpu and compute < DTYPE_BYTES["float32"]
     return RankWorkload(
         is_grpo=isinstance(config, GRPOConfig),
@@ -139,7 +139,7 @@ def workload_of(
         attention=attention_of(config, is_padded=rows > 1 and not lengths.are_equal, by_flash=by_flash),
         master_bytes=master,
         compute_bytes=compute,
-        reduce_bytes=master if compute == master else 4,
+        reduce_bytes=reduce,
         engine_bytes=engine_bytes,
         checkpointing=config.model.enable_gradient_checkpointing,
         compiled=isinstance(config, SFTConfig) and config.model.compile,
@@ -255,9 +255,11 @@ def optimizer_implementation(config: PlannedConfig, device: DeviceSpec) -> str:
     return "foreach" if arguments.get("foreach") else "for-loop"
 
 
-def weight_bytes(config: PlannedConfig, device: DeviceSpec) -> tuple[int, int]:
-    """Return the bytes of a stored weight and of a number in the forward pass."""
+def number_bytes(config: PlannedConfig, device: DeviceSpec) -> tuple[int, int, int]:
+    """Return the bytes of a stored weight, of a number in the forward pass, and of one in a gradient reduction."""
     master, precision = DTYPE_BYTES[config.model.fsdp_config.model_dtype], config.model.mixed_precision
     if precision == "auto":
         precision = "bf16" if device.is_gpu else "fp32"
-    return master, master if precision == "fp32" else DTYPE_BYTES[precision]
+    if precision == "fp32":
+        return master, master, master
+    return master, DTYPE_BYTES[precision], DTYPE_BYTES["fp32"]
