@@ -36,13 +36,13 @@ from transformers import (
 from benchmarks.harness import log_row, qwen2_size
 from benchmarks.sft import BATCH_SIZE, LR, MAX_LENGTH, ROW, STOCK_BATCH_SIZE
 from verl_ext.config.schema import as_dict
-from verl_ext.data.batching import MicroBatch, MicroBatchCollator, MicroBatchPlan, TokenBatch
+from verl_ext.data.batching import MicroBatch, MicroBatchCollator, MicroBatchPlan, TokenBatch, packed_arguments
 from verl_ext.data.chats import ChatDataset
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prepare.quickstart import CHAT_TEMPLATE, PAD, TURN_END, TURN_START
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.trainer.device import keep_freed_memory
-from verl_ext.trainer.packed_attention import PACKED_SDPA, packed_arguments
+from verl_ext.trainer.packed_attention import PACKED_SDPA
 from verl_ext.trainer.stages import SFTConfig, load_config
 
 VOCAB_SIZE = 16384

@@ -26,7 +26,7 @@ from transformers import (
 
 from tests.helpers.models import write_family
 from tests.helpers.trainer import loss_and_gradients, make_trainer, small_config
-from verl_ext.data.batching import MicroBatch, MicroBatchCollator, pack
+from verl_ext.data.batching import MicroBatch, MicroBatchCollator, pack, packed_arguments
 from verl_ext.errors import UserError
 from verl_ext.trainer import packed_attention
 from verl_ext.trainer.config import CHUNK_ELEMENTS, chunk_tokens
@@ -159,7 +159,7 @@ def by_mask(
 def test_varlen_kernel_equals_sdpa(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 21, 8) for heads in (4, 2, 2))
-    arguments = packed_attention.packed_arguments(torch.tensor([7, 5, 9]), "cpu")
+    arguments = packed_arguments(torch.tensor([7, 5, 9]), "cpu")
 
     def attend() -> torch.Tensor:
         module = nn.Module()

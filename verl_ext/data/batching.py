@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_ext.data.dataset import SampleDataset
@@ -225,6 +226,31 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
         "position_ids": torch.cat([torch.arange(length) for length in lengths.tolist()])[None],
         "loss_mask": loss_mask[None],
         "sample_lengths": lengths,
+    }
+
+
+class SampleLengths:
+    """Lengths of the samples of a row, in tokens.
+
+    Neither a list nor a dataclass: torch.compile would inspect them and recompile for each number of samples.
+    """
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+
+def packed_arguments(sample_lengths: torch.Tensor, device: torch.device | str) -> dict[str, Any]:
+    """Return forward-pass arguments that describe a packed row, for flash-attention and for `packed_sdpa`.
+
+    Args:
+        sample_lengths: (num_samples,), tokens per sample, on the CPU.
+        device: device of the model.
+    """
+    borders = F.pad(sample_lengths.cumsum(0), (1, 0)).to(device, dtype=torch.int32, non_blocking=True)
+    longest = int(sample_lengths.max())
+    return {
+        **{"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest},
+        "sample_lengths": SampleLengths(sample_lengths.tolist()),
     }
 
 

@@ -14,10 +14,10 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_ext.checkpoint.hf_tensors import unwrap_peft
+from verl_ext.data.batching import packed_arguments
 from verl_ext.errors import Stop
 from verl_ext.grpo.protocols import LogProbs, Metrics, MicroBatch, Policy, Trajectory
 from verl_ext.grpo.sampling import RolloutEngine, SampleRequest, SamplingArgs, sample_seed
-from verl_ext.trainer.packed_attention import PACKED_SDPA, packed_arguments
 from verl_ext.verl_api import entropy_from_logits, logprobs_from_logits
 
 UNFILTERED_TOKENS = 16
@@ -338,7 +338,7 @@ def forward_flops(model: PreTrainedModel | PeftModel) -> Cost | None:
         None if the model does not support a custom mask, or uses sliding-window attention.
     """
     config = unwrap_peft(model).config
-    by_sdpa = config._attn_implementation in ("sdpa", PACKED_SDPA)
+    by_sdpa = config._attn_implementation.endswith("sdpa")  # also that for packed rows
     kinds = getattr(config, "layer_types", None)  # one per layer
     if kinds is None:
         kinds = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from verl_ext.checkpoint.hf_tensors import unwrap_peft
-from verl_ext.data.batching import MicroBatch, Sample, pack
+from verl_ext.data.batching import MicroBatch, Sample, SampleLengths, pack
 from verl_ext.distributed import gather_results
 
 PACKED_SDPA = "packed_sdpa"
@@ -34,31 +34,6 @@ GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen
 
 class PackingUnsupportedError(ValueError):
     """A model's attention cannot run over packed samples; the message completes a sentence about the model."""
-
-
-class SampleLengths:
-    """Lengths of the samples of a row, in tokens.
-
-    Neither a list nor a dataclass: torch.compile would inspect them and recompile for each number of samples.
-    """
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
-
-
-def packed_arguments(sample_lengths: torch.Tensor, device: torch.device | str) -> dict[str, Any]:
-    """Return forward-pass arguments that describe a packed row, for flash-attention and for `packed_sdpa`.
-
-    Args:
-        sample_lengths: (num_samples,), tokens per sample, on the CPU.
-        device: device of the model.
-    """
-    borders = F.pad(sample_lengths.cumsum(0), (1, 0)).to(device, dtype=torch.int32, non_blocking=True)
-    longest = int(sample_lengths.max())
-    return {
-        **{"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest},
-        "sample_lengths": SampleLengths(sample_lengths.tolist()),
-    }
 
 
 def packed_sdpa(

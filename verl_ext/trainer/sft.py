@@ -24,6 +24,7 @@ from verl_ext.data.batching import (
     MicroBatchPlan,
     TokenBatch,
     attention_share,
+    packed_arguments,
     validation_micro_batches,
 )
 from verl_ext.data.dataset import SampleDataset, TokenDataset
@@ -44,7 +45,7 @@ from verl_ext.trainer.model import (
     load_model_config,
     recorded_check,
 )
-from verl_ext.trainer.packed_attention import enable_packing, packed_arguments, trial_samples
+from verl_ext.trainer.packed_attention import enable_packing, trial_samples
 from verl_ext.trainer.stages import SFTConfig, VLMSFTConfig
 from verl_ext.trainer.tokenizer import sync_eos_token
 from verl_ext.trainer.trainer import Metrics, PipelineTrainer
