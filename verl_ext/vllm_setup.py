@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import UserError
+from verl_ext.files import GIB
 from verl_ext.model_files import config_entries, config_of, require_no_remote_code_in
 from verl_ext.processes import cpu_flags
 
@@ -23,8 +24,9 @@ _EVERYWHERE = {
     # one process: no engine process outlives it, and vLLM's scheduling is reproducible
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+_CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 _ON_CPU = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    _CPU_CACHE: "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # `enforce_eager` still compiles the sampler, which takes 14 to 28 s; this does not
     "TORCHDYNAMO_DISABLE": "1",
@@ -51,6 +53,11 @@ def prepare_vllm_environment() -> str:
     for name, value in (_EVERYWHERE if on_gpu else {**_EVERYWHERE, **_ON_CPU}).items():
         os.environ.setdefault(name, value)
     return torch.cuda.get_device_name(0) if on_gpu else "cpu"
+
+
+def cpu_cache_bytes() -> float:
+    """Bytes of vLLM's cache of keys and values on a CPU."""
+    return float(os.environ.get(_CPU_CACHE, _ON_CPU[_CPU_CACHE])) * GIB
 
 
 def small_model_arguments(config: Mapping[str, Any], max_model_len: int, max_num_seqs: int) -> dict[str, Any]:

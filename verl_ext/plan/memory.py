@@ -20,6 +20,7 @@ from verl_ext.plan.model_shape import ModelShape, ParameterGroup
 from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload, longest_sample
 from verl_ext.trainer.config import chunk_tokens
 from verl_ext.trainer.stages import GRPOConfig
+from verl_ext.vllm_setup import cpu_cache_bytes
 
 FP32 = 4
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "communication")
@@ -27,6 +28,8 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "communic
 weights and the buffers of collectives."""
 ENGINE_WEIGHTS, KV_CACHE = "engine weights", "KV cache"
 """Additional parts of a rollout engine."""
+OTHER = "libraries and freed memory"
+"""Additional part of a device with `library_bytes` or `kept_share`."""
 Parts = dict[str, float]
 
 
@@ -305,16 +308,17 @@ def engine_parts(
     """Memory of the engine while it generates.
 
     On a GPU, vLLM reserves `gpu_memory_utilization`; the part that weights do not use is its cache and working memory.
-    On a CPU, the cache is as large as the concurrent completions need. transformers generates with gathered layers.
+    On a CPU, vLLM's cache has a fixed size. transformers generates with gathered layers, and its cache is as large as
+    the concurrent completions need.
     """
     rollout = config.rollout
-    tokens = min(rollout.max_num_seqs, work.samples / num_ranks) * longest_sample(config)  # of concurrent completions
     if rollout.engine != "vllm":
-        size = work.compute_bytes
+        size, concurrent = work.compute_bytes, min(rollout.max_num_seqs, work.samples / num_ranks)
+        tokens = concurrent * longest_sample(config)
         return {ENGINE_WEIGHTS: size * shape.numel, KV_CACHE: tokens * shape.kv_numel * size}
     weights = work.engine_bytes * shape.numel / rollout.tensor_model_parallel_size
     if not device.is_gpu:
-        return {ENGINE_WEIGHTS: weights, KV_CACHE: tokens * kv_token_bytes(config, shape, work)}
+        return {ENGINE_WEIGHTS: weights, KV_CACHE: cpu_cache_bytes()}
     return {ENGINE_WEIGHTS: weights, KV_CACHE: max(rollout.gpu_memory_utilization * device.memory_bytes - weights, 0.0)}
 
 
@@ -358,4 +362,8 @@ def step_memory(
         if config.rollout.engine == "vllm" and not sleeps:
             phases = {name: {**parts, **engine} for name, parts in phases.items()}
         phases["rollout"] = rollout_phase(config, shape, work, num_ranks, engine)
+    if device.library_bytes or device.kept_share:
+        for parts in phases.values():
+            kept = device.kept_share * (parts.get("activations", 0) + parts.get("logits", 0))
+            parts[OTHER] = device.library_bytes + kept
     return StepMemory(phases)

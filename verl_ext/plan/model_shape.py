@@ -211,11 +211,11 @@ class ModelShape:
         return sum(group.shard_numel(num_ranks) for group in self.groups)
 
 
-def shape_of(config: PretrainedConfig) -> ModelShape:
-    """Return the dimensions of a model, and the parameters of its real architecture, built without memory.
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Build a model without memory for its parameters.
 
     Raises:
-        UserError: transformers cannot build the model, or it is not a dense decoder like Llama.
+        UserError: transformers cannot build the model.
     """
     try:
         with init_empty_weights():
@@ -226,6 +226,19 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
             f"transformers cannot build a causal language model of {config.model_type} ({first_line_of(error)}); name "
             "another model"
         ) from error
+    return model
+
+
+def shape_of(config: PretrainedConfig, model: PreTrainedModel | None = None) -> ModelShape:
+    """Return the dimensions of a model, and the parameters of its real architecture.
+
+    Args:
+        model: the `empty_model` of this configuration; None builds it.
+
+    Raises:
+        UserError: transformers cannot build the model, or it is not a dense decoder like Llama.
+    """
+    model = empty_model(config) if model is None else model
     # modules that verl's `apply_fsdp2` wraps
     layers = [each for each in model.modules() if type(each).__name__ in (model._no_split_modules or ())]
     if any("expert" in name for name, _ in layers[0].named_modules()) or len({group_of(each) for each in layers}) != 1:

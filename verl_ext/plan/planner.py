@@ -191,7 +191,8 @@ def suggest_fix(plan: RunPlan) -> str:
             ]
             text = " and ".join(changes + ([f"{gpus} GPUs"] if gpus else []))
             return f"{cause}with {text} it takes {other.memory.peak_bytes / GIB:.1f} GiB and fits."
-    return f"{cause}no known setting makes it fit; use GPUs with more memory, or a smaller model."
+    more = "GPUs with more memory" if plan.cluster.hardware.is_gpu else "fewer ranks, a machine with more memory"
+    return f"{cause}no known setting makes it fit; use {more}, or a smaller model."
 
 
 def candidate_fixes(plan: RunPlan) -> Iterator[tuple[Overrides, int | None]]:
@@ -202,14 +203,27 @@ def candidate_fixes(plan: RunPlan) -> Iterator[tuple[Overrides, int | None]]:
     yield from (({**room, **each}, None) for each in smaller_engines(plan))
     saving: Overrides = {} if plan.work.fused_loss or plan.work.is_grpo else {"model.fused_loss": True}
     checkpointing: Overrides = {} if plan.work.checkpointing else {"model.enable_gradient_checkpointing": True}
-    key, size = "data.micro_batch_size_per_gpu", plan.config.data.micro_batch_size_per_gpu
-    smaller: list[Overrides] = [{key: each} for each in (32, 16, 8, 4, 2, 1) if each < size]
+    smaller = smaller_micro_batches(plan)
     least = {**room, **saving, **checkpointing, **(smaller[-1] if smaller else {})}
-    for overrides in (saving, checkpointing, *smaller, {**saving, **checkpointing}, least):
+    # on CPUs, smaller micro-batches take no longer, and recomputed layers do
+    cheap = (checkpointing, *smaller) if plan.cluster.hardware.is_gpu else (*smaller, checkpointing)
+    for overrides in (saving, *cheap, {**saving, **checkpointing}, least):
         if overrides:
             yield {**room, **overrides}, None
-    for factor in (2, 4, 8, 16):
-        yield least, plan.cluster.gpus * factor
+    if isinstance(plan.config, GRPOConfig):
+        length = plan.config.data.max_response_length
+        yield from (({**least, "data.max_response_length": length // each}, None) for each in (2, 4) if length >= each)
+    if plan.cluster.hardware.is_gpu:  # ranks on CPUs share the memory of their machine
+        yield from ((least, plan.cluster.gpus * factor) for factor in (2, 4, 8, 16))
+
+
+def smaller_micro_batches(plan: RunPlan) -> list[Overrides]:
+    """Return overrides of the key that limits a micro-batch, largest first."""
+    budget, size = token_budget(plan.config), plan.config.data.micro_batch_size_per_gpu
+    if budget is None:
+        return [{"data.micro_batch_size_per_gpu": each} for each in (32, 16, 8, 4, 2, 1) if each < size]
+    budgets = [budget // factor for factor in (2, 4, 8, 16, 32, 64)]
+    return [{"data.max_tokens_per_gpu": each} for each in budgets if each >= plan.config.data.max_length]
 
 
 def room_for_engine(plan: RunPlan) -> Overrides:
@@ -236,7 +250,9 @@ def room_for_engine(plan: RunPlan) -> Overrides:
 
 
 def smaller_engines(plan: RunPlan) -> Iterator[Overrides]:
-    """Yield overrides for an engine that shares the GPUs: let it sleep, or give it less memory."""
+    """Yield overrides for the engine: let it sleep, give it less memory, or generate fewer completions at a time."""
+    if isinstance(plan.config, GRPOConfig) and plan.config.rollout.engine == "hf":
+        yield from ({"rollout.max_num_seqs": each} for each in (64, 16) if each < plan.config.rollout.max_num_seqs)
     if isinstance(plan.config, GRPOConfig) and plan.config.rollout.engine == "vllm":
         if not plan.config.rollout.free_cache_engine:
             yield {"rollout.free_cache_engine": True}

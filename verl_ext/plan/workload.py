@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,10 +24,39 @@ packed rows; or eager, which keeps the attention scores."""
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A GPU or CPU core; GPUs use NCCL, bf16 and multi-tensor optimizers."""
+    """A GPU or CPU core; GPUs use NCCL, bf16 and multi-tensor optimizers.
+
+    Attributes:
+        memory_bytes: memory of a rank.
+        library_bytes: memory for libraries and their buffers.
+        kept_share: memory that the allocator keeps for later, relative to activations and logits.
+    """
 
     memory_bytes: float
     is_gpu: bool
+    library_bytes: float = 0.0
+    kept_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class LargestMicroBatch:
+    """The micro-batch of a rank that determines memory.
+
+    Attributes:
+        rows: number of rows.
+        row_tokens: tokens per row, including padding.
+        logit_tokens: tokens that have logits.
+        loss_tokens: tokens in the loss.
+        attention: the attention kernel.
+        num_micro_batches: number of micro-batches per rank and update.
+    """
+
+    rows: int
+    row_tokens: int
+    logit_tokens: int
+    loss_tokens: int
+    attention: Attention
+    num_micro_batches: int
 
 
 @dataclass(frozen=True)
@@ -37,11 +67,13 @@ class DataLengths:
         mean: mean tokens per sample; None uses the maximum.
         loss_share: fraction of a sample's tokens that are in the loss.
         are_equal: whether all samples have the same length, so that nothing is padded.
+        largest: returns the largest micro-batch of known data; None assumes samples of maximum length.
     """
 
     mean: float | None = None
     loss_share: float = 1.0
     are_equal: bool = False
+    largest: Callable[[PlannedConfig], LargestMicroBatch] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,31 +144,26 @@ def workload_of(
     mean = lengths.mean or longest
     if mean > longest:
         raise UserError(f"mean_length={mean:g} is more than the longest sample of {longest} tokens; lower it")
-    rows, row_tokens, num_micro_batches = micro_batches(config, samples_per_update(config, num_ranks), mean)
     samples, num_updates, engine_bytes, fused_loss = config.data.train_batch_size, 1, 0, False
     if isinstance(config, GRPOConfig):
         samples *= config.rollout.n
         num_updates = config.num_mini_batches * config.actor.ppo_epochs
-        logit_tokens = loss_tokens = rows * config.data.max_response_length
         engine_bytes = DTYPE_BYTES.get(config.rollout.dtype, 2 if device.is_gpu else 4)  # auto has no entry
     else:
-        logit_tokens = rows * row_tokens
-        loss_tokens = round(logit_tokens * lengths.loss_share)
         fused_loss = config.model.fused_loss
     master, compute, reduce = number_bytes(config, device)
-    by_flash = device.is_gpu and compute < DTYPE_BYTES["float32"]
+    if lengths.largest is None:
+        by_flash = device.is_gpu and compute < DTYPE_BYTES["float32"]
+        largest = longest_micro_batch(config, samples_per_update(config, num_ranks), lengths, by_flash)
+    else:
+        largest = lengths.largest(config)
     return RankWorkload(
         is_grpo=isinstance(config, GRPOConfig),
         samples=samples,
         tokens_per_sample=mean,
-        rows=rows,
-        row_tokens=row_tokens,
-        num_micro_batches=num_micro_batches,
+        **vars(largest),
         num_updates=num_updates,
-        logit_tokens=logit_tokens,
-        loss_tokens=loss_tokens,
         forward_passes=int(num_updates > 1),  # SFT has one update
-        attention=attention_of(config, is_padded=rows > 1 and not lengths.are_equal, by_flash=by_flash),
         master_bytes=master,
         compute_bytes=compute,
         reduce_bytes=reduce,
@@ -219,6 +246,23 @@ def micro_batches(config: PlannedConfig, samples: int, mean: float) -> tuple[int
     if packs(config):
         return 1, min(budget, samples * longest), count
     return min(budget // longest, samples), longest, count
+
+
+def longest_micro_batch(config: PlannedConfig, samples: int, lengths: DataLengths, by_flash: bool) -> LargestMicroBatch:
+    """Return the largest micro-batch of samples of maximum length.
+
+    Args:
+        samples: samples of a rank's update.
+        by_flash: see `attention_of`.
+    """
+    rows, row_tokens, num_micro_batches = micro_batches(config, samples, lengths.mean or longest_sample(config))
+    if isinstance(config, GRPOConfig):
+        logit_tokens = loss_tokens = rows * config.data.max_response_length
+    else:
+        logit_tokens = rows * row_tokens
+        loss_tokens = round(logit_tokens * lengths.loss_share)
+    attention = attention_of(config, is_padded=rows > 1 and not lengths.are_equal, by_flash=by_flash)
+    return LargestMicroBatch(rows, row_tokens, logit_tokens, loss_tokens, attention, num_micro_batches)
 
 
 # Switches and dtypes

@@ -92,10 +92,7 @@ class SFTTrainer(PipelineTrainer):
     def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
         """Return which samples share a forward pass: up to `data.max_tokens_per_gpu` tokens, or a fixed number."""
         assert isinstance(self.config, SFTConfig) and isinstance(dataset, TokenDataset)
-        data, packs = self.config.data, self.packs
-        most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
-        most_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
-        return MicroBatchPlan(dataset.lengths, packs, most, most_samples, self.attention_share)
+        return micro_batch_plan(self.config, dataset, self.packs, self.attention_share)
 
     @cached_property
     def attention_share(self) -> float:
@@ -341,6 +338,14 @@ class SFTTrainer(PipelineTrainer):
             loss = self.summed_loss(micro_batch)
         self.reshard_policy.reshard()
         return loss / micro_batch["loss_mask"][:, 1:].sum().clamp(min=1)
+
+
+def micro_batch_plan(config: SFTConfig, dataset: TokenDataset, packs: bool, attention_share: float) -> MicroBatchPlan:
+    """Return the plan of a dataset's micro-batches; see `MicroBatchPlan` for `packs` and `attention_share`."""
+    data = config.data
+    most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
+    most_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
+    return MicroBatchPlan(dataset.lengths, packs, most, most_samples, attention_share)
 
 
 class TokenLoss:
