@@ -326,3 +326,47 @@ def visible_gpus(listed: Sequence[str] | None = None) -> list[str]:
     if visible is None:
         return [str(index) for index in range(len(listed_gpus() if listed is None else listed))]
     return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+
+
+# Memory
+
+_CGROUP_FILES = {
+    "unified": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
+"""Limit, usage, and the names of the page cache in `memory.stat`, in version 2 and in the controller of version 1."""
+
+
+def cgroup_headroom(membership: str, root: Path) -> float:
+    """Return the bytes that the memory limits of a process's cgroups leave; infinite without a limit.
+
+    Page cache does not count as used, because the kernel drops it before it refuses memory.
+
+    Args:
+        membership: content of the process's `/proc/PID/cgroup`.
+        root: the mounted hierarchy, `/sys/fs/cgroup`.
+    """
+    least = math.inf
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        group = base / path.lstrip("/")
+        # a container may see only its own group, at the base, but the path from the host
+        for each in (group, *group.parents[: len(group.parts) - len(base.parts)]):
+            least = min(least, _headroom_of(each, "memory" if controllers else "unified"))
+    return least
+
+
+def _headroom_of(group: Path, kind: str) -> float:
+    limit_file, usage_file, cache_names = _CGROUP_FILES[kind]
+    try:
+        limit = (group / limit_file).read_text().strip()
+        usage = int((group / usage_file).read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:  # the root of the hierarchy has no limit
+        return math.inf
+    if limit == "max":
+        return math.inf
+    return max(int(limit) - usage + sum(int(counts.get(name, 0)) for name in cache_names), 0)

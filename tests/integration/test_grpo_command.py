@@ -113,6 +113,20 @@ def test_trace_follows_each_sample(grpo_run: GRPORun) -> None:
         assert all(ended[identity, name] >= start for identity, name, start in begun)
 
 
+def test_run_that_may_not_fit_into_memory_says_so(grpo_run: GRPORun, quickstart: Path, tmp_path: Path) -> None:
+    """Rank 0 warns once and the run trains; the shared run, on the whole machine, says nothing."""
+    small = "import psutil\nreal = psutil.virtual_memory\npsutil.virtual_memory = lambda: real()._replace(available={})"
+    (tmp_path / "sitecustomize.py").write_text(small.format(1 << 30))
+    one_step = ("trainer.total_training_steps=1", "data.eval_every_steps=0", "rollout.engine=hf")
+    run = GRPORun(quickstart, tmp_path / "run", *one_step, cold=True)
+    with run.started(PYTHONPATH=str(tmp_path)) as process:
+        result = end_of(process)
+    assert result.returncode == 0 and run.last_logged() == 1, result.stderr
+    said = "on each of 2 ranks, but only 0.5 GiB of memory is free for each; "
+    assert result.stderr.count(said) == (run.run_dir / "console.log").read_text().count(said) == 1
+    assert "of memory is free" not in (grpo_run.run_dir / "console.log").read_text()
+
+
 def test_killed_run_resumes_exactly(grpo_run: GRPORun, quickstart: Path, tmp_path: Path) -> None:
     """Killed before the save of step 4, it repeats steps 3 and 4 with bitwise identical losses and rewards.
 

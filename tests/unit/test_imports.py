@@ -29,7 +29,7 @@ def name_of(path: Path) -> str:
 
 
 MODULES = {name_of(path): path for folder in ("verl_ext", "eval_pipeline") for path in (ROOT / folder).rglob("*.py")}
-COMMANDS = {"verl_ext.docgen", "eval_pipeline.__main__", "eval_pipeline.lmms"}
+COMMANDS = {"verl_ext.docgen", "verl_ext.trainer.__main__", "eval_pipeline.__main__", "eval_pipeline.lmms"}
 """Modules and packages above all folders; what lmms-eval loads by a plugin's name is a command too."""
 BESIDE = {name for name in MODULES if name.startswith("verl_ext.") and MODULES[name].parent == ROOT / "verl_ext"}
 BESIDE -= COMMANDS

@@ -94,7 +94,13 @@ def run_rank(config: RunConfig) -> int:
         import torch.distributed as dist
         from transformers import set_seed
 
-        from verl_ext.distributed import build_meshes, init_process_group, local_rank_zero_first, on_every_rank
+        from verl_ext.distributed import (
+            build_meshes,
+            init_process_group,
+            local_rank_zero_first,
+            on_every_rank,
+            on_rank_zero,
+        )
         from verl_ext.trainer.device import prepare_device
         from verl_ext.trainer.tokenizer import load_tokenizer
 
@@ -112,6 +118,11 @@ def run_rank(config: RunConfig) -> int:
     startup.mark("tokenizer")
     each_rank = local_rank_zero_first if stage.keeps_tokens else on_every_rank
     datasets = each_rank(lambda: stage.load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
+    if device_name == "cpu":
+        from verl_ext.plan.cpu_memory import check_memory
+
+        num_ranks, num_ranks_here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        on_rank_zero(lambda: check_memory(config, datasets[0], num_ranks, num_ranks_here))
     startup.mark("data")
 
     trainer = trainer_class(config, *meshes, tokenizer, *datasets, StopSignals(STOP_SIGNALS))
