@@ -1,4 +1,4 @@
-"""Process management: stop signals, ending with the parent, liveness checks, and a quiet start.
+"""Process management: stop signals, ending with the parent, liveness checks, memory limits, and a quiet start.
 
 Imports only the standard library and modules that do the same.
 """
