@@ -15,7 +15,6 @@ import torch
 from verl_ext.data.batching import attention_share
 from verl_ext.data.dataset import TokenDataset
 from verl_ext.data.sampler import GlobalBatchSampler
-from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.plan import cpu_memory
 from verl_ext.plan.cpu_memory import check_memory, largest_of_samples, plan_with_data
@@ -156,10 +155,10 @@ def test_warning_names_a_setting_that_fits(free: Any, capsys: pytest.CaptureFixt
     assert not told(capsys, load_config("grpo", [*REASONING, large]), data)
 
 
-def test_run_whose_state_does_not_fit_is_refused(free: Any) -> None:
+def test_run_whose_state_does_not_fit_needs_another_machine(free: Any, capsys: pytest.CaptureFixture[str]) -> None:
     free(1.4)  # 12 bytes a parameter are 1.5 GiB
-    with pytest.raises(UserError, match="weights and optimizer state take 0.8 GiB on each of 2 ranks, but only 0.7"):
-        check_memory(load_config("grpo", REASONING), prompts(208), 2, 2)
+    said = told(capsys, load_config("grpo", REASONING), prompts(208))
+    assert "but only 0.7 GiB of memory is free for each; no known setting makes it fit; use fewer ranks" in said
 
 
 def test_advice_lowers_the_token_budget(free: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +170,7 @@ def test_advice_lowers_the_token_budget(free: Any, capsys: pytest.CaptureFixture
 
 def test_runs_without_plan_are_not_checked(free: Any, capsys: pytest.CaptureFixture[str]) -> None:
     free(0)
-    assert not told(capsys, load_config("grpo", REASONING), [])  # an error in the prediction ends no run
+    assert "cannot be predicted (list index out of range)" in told(capsys, load_config("grpo", REASONING), [])
     for change in ("model.lora_rank=8", "optim.optimizer=SGD"):
         assert not told(capsys, load_config("grpo", [*REASONING, change]), prompts(208))
     assert not told(capsys, load_config("sft", ["recipe=budget_vlm"]), None)
