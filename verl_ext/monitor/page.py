@@ -150,6 +150,7 @@ class MonitorPage:
         with self._box:
             if self.run is not None:
                 self._status = RunStatusBar(self.state)
+                self._status.show(self.run, self.follower.curves(self.run))
                 self._build_tabs()
             elif self.state.run:
                 text = self.state.translate("This run does not exist, or its directory is gone")
@@ -206,6 +207,9 @@ class MonitorPage:
         with self._panel_box:
             self._panel: Panel = kind(self.follower, self.state, self.go)
             ui.timer(UPDATE_S, self.update_panel)  # ends with the panel, even while it reads slow files
+            if isinstance(self._panel, TrainingPanel):  # the page arrives with its charts, others read files
+                self._shown = self._news()
+                self._panel.redraw()
 
     # Updates
 
@@ -219,10 +223,14 @@ class MonitorPage:
         if self.run is not None and self._status is not None:
             self._status.show(self.run, self.follower.curves(self.run))
 
+    def _news(self) -> object:
+        """Return a value that differs when there are new rows or runs."""
+        run = self.run
+        return self.follower.version, run and self.follower.curves(run).version
+
     async def update_panel(self) -> None:
         """Update the open panel; panels that read files are updated less often."""
-        panel, run = self._panel, self.run
-        news = (self.follower.version, run and self.follower.curves(run).version)
+        panel, news = self._panel, self._news()
         is_due = time.monotonic() - self._last_look > panel.period_s if panel.period_s else news != self._shown
         if self._shown is None or is_due:
             self._shown, self._last_look = news, time.monotonic()
