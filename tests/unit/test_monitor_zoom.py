@@ -175,7 +175,7 @@ def test_chart_is_drawn_by_tokens_or_time() -> None:
     curves.add([MetricsRow(step, 1, 60.0 * step, {"train/loss": step}) for step in range(1, 4)], {})
     style, loss = ChartStyle(0.0, axis="time"), replace(CHARTS[0], metrics=("train/loss",))
     options = chart_options(curves, loss, style)
-    assert options["series"][0]["data"] == [[0, 1], [1, 2], [2, 3]] and options["xAxis"]["name"] == "minutes"
+    assert options["series"][0]["data"] == ((0, 1), (1, 2), (2, 3)) and options["xAxis"]["name"] == "minutes"
     options = chart_options(curves, loss, replace(style, axis="tokens"))
     assert options["series"][0]["data"][0][0] == 1 and options["xAxis"]["name"] == "step"  # no tokens are known
 

@@ -238,8 +238,9 @@ def _marks(curves: RunCurves, chart: Chart, style: ChartStyle) -> list[dict[str,
     return marks
 
 
-def _pairs(x: Array, values: Array) -> list[list[float]]:
-    return [[float(f"{place:.10g}"), float(f"{value:.6g}")] for place, value in zip(x.tolist(), values.tolist())]
+def _pairs(x: Array, values: Array) -> tuple[tuple[float, float], ...]:
+    """Return points as tuples, because NiceGUI wraps each list in an object that notices changes."""
+    return tuple((float(f"{place:.10g}"), float(f"{value:.6g}")) for place, value in zip(x.tolist(), values.tolist()))
 
 
 def legend_height(labels: Mapping[str, str]) -> int:
