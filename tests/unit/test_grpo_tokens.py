@@ -33,6 +33,7 @@ from verl_ext.grpo.step import GRPOStep
 from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy, completion_log_probs
 from verl_ext.metrics.timing import StepTimer
 from verl_ext.trainer.model import disable_dropout
+from verl_ext.trainer.packed_attention import PACKED_SDPA, attend_within_samples
 
 SAMPLING = SamplingArgs(0.8, 1.0, -1, 12)
 
@@ -242,6 +243,16 @@ def test_prompt_sharing_works_with_every_cache_type(name: str) -> None:
         logits = model(ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1].float() / SAMPLING.temperature
         log_probs = logits.log_softmax(-1).gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(one.log_probs, log_probs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mistral with a window", "gemma3"])
+def test_model_that_packs_generates_as_before(name: str) -> None:
+    """Also in a batch without padding, for which transformers drops the mask and relies on the attention's window."""
+    model, wanted = family(name), [SampleRequest(prompt_of(40)[number:] + prompt_of(number), 1) for number in range(3)]
+    expected = generated(engine_of(model, 0), wanted)
+    attend_within_samples(model)
+    assert [c.token_ids for c in generated(engine_of(model, 0), wanted)] == [c.token_ids for c in expected]
+    assert model.config._attn_implementation == PACKED_SDPA
 
 
 def test_dropout_is_disabled() -> None:

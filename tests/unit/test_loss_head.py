@@ -228,7 +228,7 @@ def test_packing_check_tolerates_rounding_of_large_vocabularies(leak: float, kee
     ("config", "reason"),
     [
         (Gemma2Config(**SMALL, attn_logit_softcapping=5.0), "caps attention scores"),
-        (StableLmConfig(**SMALL), "does not keep packed samples apart"),
+        (StableLmConfig(**SMALL), "does not pass the boundaries"),
     ],
 )
 def test_detects_attention_that_cannot_be_packed(config: PretrainedConfig, reason: str) -> None:

@@ -19,7 +19,7 @@ from verl_ext.paths import CHECKOUT
 
 PACKAGES = (
     *("verl-ext", "verl", "torch", "transformers", "vllm", "ray", "tensordict", "peft", "flash-attn", "accelerate"),
-    *("numpy", "hydra-core", "wandb"),
+    *("numpy", "hydra-core", "wandb", "liger-kernel"),
 )
 ENVIRONMENT = re.compile(
     r"(CUDA|NCCL|GLOO|OMP|MKL|TORCH|PYTORCH|VERL|VLLM|SLURM_JOB)_\w+|(HF_HUB|TRANSFORMERS)_OFFLINE|HF_HOME|WANDB_MODE"

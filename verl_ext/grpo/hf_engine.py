@@ -46,7 +46,7 @@ class HFEngine(RolloutEngine):
         """
         self._model, self._pad, self._eos = model, pad_token_id, list(eos_token_ids)
         self._batch_size, self._autocast, self._device = batch_size, autocast, device
-        with torch.no_grad(), autocast():
+        with torch.no_grad(), plain_attention(model), autocast():
             # FSDP determines its root at the first forward pass, and `generate` of a PEFT model bypasses the root
             model(input_ids=torch.tensor([[pad_token_id]], device=device), use_cache=False)
 
@@ -57,7 +57,7 @@ class HFEngine(RolloutEngine):
         self._model.eval()
         order = sorted(range(len(requests)), key=lambda n: (-len(requests[n].prompt_ids), requests[n].prompt_ids))
         try:
-            with unsharded_layers(self._model), self._autocast():
+            with unsharded_layers(self._model), plain_attention(self._model), self._autocast():
                 for start in range(0, len(order), self._batch_size):
                     numbers = order[start : start + self._batch_size]
                     yield from zip(numbers, self._batch([requests[number] for number in numbers], sampling))
@@ -155,6 +155,19 @@ def takes_dynamic_cache(model: PreTrainedModel) -> bool:
     """Whether the model's forward pass accepts transformers' `DynamicCache`; Mamba, for example, has its own cache."""
     takes_cache = "past_key_values" in inspect.signature(type(model).forward).parameters
     return takes_cache and model._supports_default_dynamic_cache()
+
+
+@contextmanager
+def plain_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Return a context in which a model that attends within packed samples attends by plain sdpa."""
+    config = unwrap_peft(model).config
+    attention = config._attn_implementation
+    if attention.endswith("_sdpa"):
+        config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = attention
 
 
 @contextmanager

@@ -250,8 +250,8 @@ class TokenBatcher:
         Returns:
             Shape (rows, tokens): `input_ids`, `position_ids`. Shape (trajectories, completion tokens):
             `completion_ids`, `response_mask`, `rollout_log_probs`, and `predicted_at`, the index of the preceding token
-            in the flattened rows. Besides, `sample_lengths` (trajectories,) of a packed row, or `segments`
-            (rows, tokens) of padded rows.
+            in the flattened rows. Packed rows also have `sample_lengths` (trajectories,), and padded ones `segments`
+            (rows, tokens).
         """
         rows = self.rows(trajectories)
         if self.packs and len(rows) == len(trajectories):
@@ -281,7 +281,7 @@ class TokenBatcher:
 
 
 def _packed(trajectories: Sequence[Trajectory]) -> tuple[MicroBatch, list[torch.Tensor]]:
-    """Concatenate prompts and completions to one row without padding."""
+    """Concatenate prompts and completions into one row without padding."""
     samples = [torch.tensor([*_prompt_ids(each), *each.action.token_ids]) for each in trajectories]
     lengths = torch.tensor([len(sample) for sample in samples])
     inputs = {

@@ -44,7 +44,7 @@ def serve(root: Path, database: Path, host: str, port: int, token: str | None) -
     def download(path: str) -> Response:
         return csv_response(follower, path)
 
-    app.on_startup(gc.freeze)  # modules stay for good; a collection that looks at them delays pages by 0.1 s
+    app.on_startup(gc.freeze)  # modules are never freed; scanning them in a collection delays pages by 0.1 s
     app.on_startup(follower.start)
     app.on_shutdown(follower.stop)
     ui.run(

@@ -71,8 +71,8 @@ def check_memory(config: RunConfig, dataset: Any, num_ranks: int, num_ranks_here
     """
     if (config.optim.optimizer_impl, config.optim.optimizer) not in PLANNED_OPTIMIZERS:
         return
-    free = available_bytes() / num_ranks_here
     try:
+        free = available_bytes() / num_ranks_here
         plan = plan_with_data(config, dataset, num_ranks, num_ranks_here, free)
     except UserError:  # no formulas
         return

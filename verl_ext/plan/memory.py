@@ -71,17 +71,16 @@ def layer_bytes(shape: ModelShape, work: RankWorkload) -> int:
     """
     compute, heads = work.compute_bytes, shape.num_heads
     query, key = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    if work.compiled:
-        # elementwise operations are recomputed: a norm keeps its input, output and scale, and the SwiGLU three tensors
-        numbers, scales = 4 * shape.hidden + 2 * query + 2 * key + 3 * shape.intermediate, heads + 2
+    if work.compiled:  # recomputes elementwise operations; a norm keeps its input, output and scale
+        norms, num_of_swiglu = 2 * (2 * compute * shape.hidden + FP32), 3
         if shape.has_qk_norm:
-            numbers, scales = numbers + query + key, scales + heads + shape.num_kv_heads
-        return work.tokens * (compute * numbers + FP32 * scales)
+            norms += compute * (query + key) + FP32 * (heads + shape.num_kv_heads)
+    else:
+        norms, num_of_swiglu = 2 * norm_bytes(compute, shape.hidden), 4
+        if shape.has_qk_norm:
+            norms += norm_bytes(compute, query, feeds_linear=False) + norm_bytes(compute, key, feeds_linear=False)
     # sdpa accepts grouped keys and values only without a mask; otherwise transformers repeats them for every head
     saved_key = query if work.attention in ("masked", "eager") else key
-    norms = 2 * norm_bytes(compute, shape.hidden)
-    if shape.has_qk_norm:
-        norms += norm_bytes(compute, query, feeds_linear=False) + norm_bytes(compute, key, feeds_linear=False)
     attention = compute * (2 * query + 2 * saved_key) + FP32 * heads
     if work.attention == "packed":  # sdpa runs sample by sample, and the results are concatenated
         attention += compute * query
@@ -89,7 +88,7 @@ def layer_bytes(shape: ModelShape, work: RankWorkload) -> int:
         attention += compute * work.row_tokens
     if work.attention == "eager":  # the softmax in fp32, and its copy that is multiplied with the values
         attention += heads * work.row_tokens * (FP32 + (compute if compute != FP32 else 0))
-    return work.tokens * (norms + attention + 4 * compute * shape.intermediate)
+    return work.tokens * (norms + attention + num_of_swiglu * compute * shape.intermediate)
 
 
 def activation_bytes(shape: ModelShape, work: RankWorkload) -> int:

@@ -7,6 +7,7 @@ actions are completions.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 
+from verl_ext.checkpoint.hf_tensors import unwrap_peft
+from verl_ext.console import print_line
 from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import gather_results, on_every_rank, reduce_over_ranks
@@ -266,6 +269,9 @@ class GRPOTrainer(RewardTrainer):
         logits_of = TokenLoss(model.eval(), None, self.precision, self.device_name).logits
         reason = enable_packing(model, logits_of, self.precision, recorded)
         FSDPReshardPolicy(model, keeps_gathered=False).reshard()
+        if reason is not None and self.is_main:
+            name = type(unwrap_peft(model)).__name__.removeprefix("FSDP")
+            print_line(f"Samples are padded instead of packed: {name} {reason}.", sys.stderr)
         self.forward_check = {"settings": settings, "why_not_packed": reason}
         return model
 

@@ -63,11 +63,9 @@ def build_model(
         return on_every_rank(lambda: add_lora(model, config.model))
 
     is_empty = False
-    # code that is not part of transformers may set more than weights when it loads a model
-    has_own_code = config.model.trust_remote_code or config.model.external_lib is not None
-    if checkpoint is not None and not has_own_code:
-        # some models cannot be created without weights; all other errors occur again below
-        with suppress(UserError):
+    if checkpoint is not None:
+        # some models and adapters cannot be created without weights; all other errors occur again below
+        with suppress(UserError, RuntimeError):
             empty = unsharded(is_empty=True)
             is_empty = on_rank_zero(lambda: can_fill(checkpoint, empty))
     model = empty if is_empty else unsharded(is_empty=False)
@@ -91,9 +89,12 @@ def can_fill(checkpoint: Path, model: PreTrainedModel | PeftModel) -> bool:
 def forward_settings(config: RunConfig, device_name: str, precision: torch.dtype) -> str:
     """Return everything but the weights that decides whether a model packs samples and has the fused loss."""
     attention = pick_attention(config.model.attn_implementation, device_name, precision)
+    config_file = Path(str(config.model.partial_pretrain)).expanduser() / "config.json"
     return json.dumps(
         {
             "model": as_dict(config.model),
+            "config.json": config_file.read_text() if config_file.is_file() else None,  # None: a name on the hub
+            "use_remove_padding": config.use_remove_padding,
             "data.packing": as_dict(config.data).get("packing"),
             "sequence_parallel_size": config.sequence_parallel_size,
             "forward": [device_name, str(precision), attention],

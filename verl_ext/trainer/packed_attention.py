@@ -55,7 +55,7 @@ def packed_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention sample by sample, without padding and without a mask of quadratic size.
 
-    Rows without `sample_lengths`, such as those of generation, have sdpa with their mask.
+    Rows without `sample_lengths` use sdpa with their mask.
 
     Args:
         query: (1, heads, tokens, head_dim).
@@ -73,10 +73,12 @@ def packed_sdpa(
         The output (1, tokens, heads, head_dim), and no attention weights.
 
     Raises:
-        PackingUnsupportedError: the model needs what sdpa does not support.
+        PackingUnsupportedError: the model does not pass the lengths, or needs what sdpa does not support.
     """
     if softcap is not None or s_aux is not None:
         raise PackingUnsupportedError("caps attention scores or has attention sinks, which sdpa does not support")
+    if sample_lengths is None and attention_mask is None:
+        raise PackingUnsupportedError("does not pass the boundaries of packed samples to its attention")
     if sample_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling)
     if cu_seq_lens_q is not None and not dropout and has_flash_kernel(query):
@@ -126,8 +128,10 @@ def _causal(length: int, sliding_window: int | None, device: torch.device) -> di
 
 
 def packed_mask(*arguments: Any, attention_mask: torch.Tensor | None = None, **named: Any) -> torch.Tensor | None:
-    """Return sdpa's mask for padded rows, and none for packed ones, which have no `attention_mask`."""
-    return None if attention_mask is None else sdpa_mask(*arguments, attention_mask=attention_mask, **named)
+    """Return sdpa's mask for padded rows, also if nothing is padded, and none for packed rows."""
+    if attention_mask is None:
+        return None
+    return sdpa_mask(*arguments, attention_mask=attention_mask, **{**named, "allow_is_causal_skip": False})
 
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)

@@ -410,10 +410,13 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def own_checkpoint(self) -> Path | None:
         """`checkpoint` if this run saved it and loads its weights and random states, otherwise None.
 
-        Without pretrained weights, building a model may consume other random numbers.
+        Without pretrained weights, building a model may consume other random numbers. Code that is not part of
+        transformers may change, and set more than weights when it loads a model.
         """
-        is_own = self.checkpoint is not None and self.checkpoint.parent == self.run_dir
-        return self.checkpoint if is_own and {"model", "extra"} <= {*self.load_contents} else None
+        model, is_own = self.config.model, self.checkpoint is not None and self.checkpoint.parent == self.run_dir
+        has_own_code = model.trust_remote_code or model.external_lib is not None
+        loads_all = {"model", "extra"} <= {*self.load_contents}
+        return self.checkpoint if is_own and loads_all and not has_own_code else None
 
     def load_checkpoint(self) -> int:
         """Load the checkpoint to resume from, and return its step; 0 if there is none.
