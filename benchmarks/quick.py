@@ -68,7 +68,7 @@ CHECKS = {
     ),
     "monitor": RegressionCheck(
         "reading rows into the database, over parsing them",
-        "-m benchmarks.monitor --rows 100000 --output {output}".split(),
+        "-m benchmarks.monitor --rows 100000 --no-browser --output {output}".split(),
         "monitor_2cpu.json",
         lambda results: results["ingest_s"] / results["parse_s"],
         more_is_better=False,

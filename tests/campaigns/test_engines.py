@@ -1,4 +1,4 @@
-"""Rollout engines whose process hangs while it receives requests, or whose generation takes longer than a step may."""
+"""Engines: hanging processes, generations longer than a step may take, and updated weights of further architectures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from eval_pipeline.config import EngineConfig
 from eval_pipeline.engines import EngineDied, GenerateRequest
 from eval_pipeline.worker import open_engine
 from tests.helpers.engines import LONG, REQUESTS, answer_all, make_export, vllm_processes
+from tests.helpers.grpo_reference import assert_engines_follow_weights
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,10 @@ def test_hanging_process_is_killed(has_been_asked: bool, export: Path) -> None:
             for _ in engine.answers(REQUESTS if has_been_asked else many, LONG):
                 child.suspend()
         assert not child.is_running()
+
+
+def test_experts_and_tied_weights_follow_updates(quickstart: Path, tmp_path: Path) -> None:
+    assert_engines_follow_weights(quickstart, tmp_path, ["experts", "tied"])
 
 
 def test_generation_may_exceed_step_timeout(export: Path) -> None:

@@ -156,15 +156,14 @@ def _aggregated(terms: list[torch.Tensor], actor: TokenActorConfig) -> torch.Ten
     return sums if actor.loss_agg_mode == "seq-mean-token-sum" else sums / actor.loss_scale_factor
 
 
-def write_engine_models(quickstart: Path, directory: Path) -> list[str]:
-    """Configurations of the models of each kind of update, in a directory each; returns the kinds."""
+def write_engine_models(quickstart: Path, directory: Path) -> None:
+    """Configurations of the models of each kind of update, in a directory each."""
     plain = AutoConfig.from_pretrained(quickstart / "model")
     sizes = {name: getattr(plain, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "eos_token_id")}
     heads = {"num_attention_heads": plain.num_attention_heads, "num_key_value_heads": plain.num_key_value_heads}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 32}
     dense = {"intermediate_size": plain.intermediate_size, "head_dim": 32, "tie_word_embeddings": True}
     configs = {
-        # first, since the first engine of a process decides whether vLLM has a group for experts
         "experts": Qwen3MoeConfig(**sizes, **heads, **experts, architectures=["Qwen3MoeForCausalLM"]),
         "plain": plain,
         "tied": Qwen3Config(**sizes, **heads, **dense, architectures=["Qwen3ForCausalLM"]),
@@ -172,10 +171,9 @@ def write_engine_models(quickstart: Path, directory: Path) -> list[str]:
     }
     for kind, config in configs.items():
         config.save_pretrained(directory / kind)
-    return list(configs)
 
 
-def assert_engines_follow_weights(quickstart: Path, directory: Path) -> None:
+def assert_engines_follow_weights(quickstart: Path, directory: Path, kinds: list[str]) -> None:
     """Check on two ranks that after each update, sampled tokens have the updated model's probabilities.
 
     Both engines sample the same tokens, on prompts of several cache blocks, from weights of several buckets.
@@ -183,8 +181,11 @@ def assert_engines_follow_weights(quickstart: Path, directory: Path) -> None:
     Args:
         quickstart: of the fixture of that name.
         directory: an empty one to write to.
+        kinds: of `write_engine_models`; experts come first, since the first engine of a process decides whether vLLM
+            has a group for experts.
     """
-    kinds, output = write_engine_models(quickstart, directory), directory / "results.json"
+    write_engine_models(quickstart, directory)
+    output = directory / "results.json"
     torchrun(2, "tests.ranks.engines", directory, ",".join(kinds), output)
     of_ranks = json.loads(output.read_text())
     assert len(of_ranks) == 2

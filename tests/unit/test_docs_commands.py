@@ -146,7 +146,7 @@ RUN_BY = {
     r"python -m pip (wheel|install) .*--no-deps": (
         "campaigns/test_gpu_check_environment.py::test_check_runs_with_listed_wheels_only"
     ),
-    r"python -m benchmarks\.gpu_check": "integration/test_gpu_check.py::test_tiny_check_passes",
+    r"python -m benchmarks\.gpu_check": "campaigns/test_gpu_check.py::test_tiny_check_passes",
     r"bash benchmarks/run\.sh --quick|(python|torchrun .*) -m benchmarks\.(sft|checkpoint|start|monitor)": (
         "campaigns/test_benchmarks.py::test_quick_benchmarks_measure"
     ),
