@@ -28,7 +28,9 @@ _BRACE = re.compile(r"[{}]")
 # "#### 1. First" and "#### Step 1" are headings
 _HASHES = re.compile(r"(?<!#)####(?!#|[ \t]{0,4}[0-9]+[.):][ \t]{0,4}[A-Za-z])([^A-Za-z0-9\n]{0,20}[0-9\\][^\n]*)")
 _ANSWER_IS = re.compile(
-    r"\banswer\b[ *_]{0,4}(?:is|was|would be|:|=)[ \t:*]{0,8}\n{0,2}([^.!?0-9\n]{0,48}\.?[0-9][^\n]*)", re.IGNORECASE
+    r"\banswer\b[ *_]{0,4}(?:(?:is|was|would be)\b(?! not\b)|:|=)[ \t:*]{0,8}\n{0,2}"
+    r"([^.!?0-9\n]{0,48}\.?[0-9][^\n]*)",
+    re.IGNORECASE,
 )
 _STATEMENT_END = re.compile(
     r"[.!?;](?:[ \t]|$)|,[ \t]|[ \t](?:because|since|as|where|when|with|if|given|so|which|due|assuming|but)\b",
@@ -37,7 +39,7 @@ _STATEMENT_END = re.compile(
 _ASIDE = re.compile(r"\([^()=]*=[^()]*\)")
 _DIGIT = re.compile(r"[0-9]")
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}")
-_FORMULA = re.compile(r"\\[A-Za-z]|[\^\u221a]|[0)] ?[-+*/\u00d7\u00f7] ?[0(]|0\(")
+_FORMULA = re.compile(r"\\[A-Za-z]|[\^\u221a]|[0)] {0,2}[-+*/\u00d7\u00f7] ?[0(]|[-0]\(")
 # bounded arithmetic only: `math_verify` would try to compute 9^(9^9), and cannot be interrupted in a thread
 _HARMLESS_FORMULA = re.compile(
     r"(?:[-0-9 .,()+*/{}\u00d7\u00f7]|\\(?:[dt]?frac|times|cdot|div|sqrt|left|right)(?![a-z])"
@@ -79,6 +81,8 @@ def _is_right(text: str, reference: str) -> bool:
         return wanted is not None and _value(_last(_NUMBER, text)) == wanted
     candidate = _behind_equals(tagged.text)
     candidate = candidate if tagged.enclosed else _before_prose(candidate)
+    if wanted is None and _same_text(tagged.text, reference):
+        return True  # the reference may be an equation
     if wanted is None or _FORMULA.search(_without_numbers(candidate)):
         return _same_formula(candidate, reference)
     return _value(_last(_NUMBER, candidate) if tagged.enclosed else _NUMBER.search(candidate)) == wanted
@@ -142,9 +146,9 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 def _same_formula(candidate: str, reference: str) -> bool:
     """Whether the two are the same text, or equal according to `math_verify`."""
-    candidate, reference = candidate.strip().rstrip("."), _plain_text(reference).strip()
-    if candidate.casefold() == reference.casefold():
+    if _same_text(candidate, reference):
         return True
+    candidate, reference = candidate.strip().rstrip("."), _plain_text(reference).strip()
     if not (_is_harmless(candidate) and _is_harmless(reference)):
         return False
     try:
@@ -155,6 +159,14 @@ def _same_formula(candidate: str, reference: str) -> bool:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold, given = (parse(f"${formula}$", parsing_timeout=None) for formula in (reference, candidate))
     return verify(gold, given, timeout_seconds=None)
+
+
+def _same_text(candidate: str, reference: str) -> bool:
+    """Whether a part of a plain answer is the reference, ignoring case and white space around signs."""
+    candidate, reference = (
+        re.sub(r"(?<!\w) | (?!\w)", "", " ".join(text.split())) for text in (candidate, _plain_text(reference))
+    )
+    return candidate.rstrip(".").casefold() == reference.casefold()
 
 
 def _is_harmless(formula: str) -> bool:
@@ -185,7 +197,8 @@ _PLAINER = [
     (re.compile(r"\\(?:text|mathrm|mbox)\{([^{}0-9]{1,20}[A-Za-z~ ])\} ?\^(?:[23]|\{[23]\})"), r" \1 "),
     (re.compile(r"(?<![A-Za-z\\])((?:[cdkm]?m|in|ft|yd|mi|inch(?:es)?|feet|units?) ?)\^(?:[23]|\{[23]\})"), r"\1"),
     (re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}"), r" \1 "),
-    (re.compile(r"\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}|\\[dt]?frac([0-9])([0-9])"), r" \1\3/\2\4 "),
+    (re.compile(r"(?<![-+ ])(?=\\[dt]?frac)"), " "),  # 1\frac{1}{2} is 1 1/2, and the sign of -\frac{1}{2} stays
+    (re.compile(r"\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}|\\[dt]?frac([0-9])([0-9])"), r"\1\3/\2\4 "),
     (re.compile(r"\\[()\[\]]|\\left(?![a-z])|\\right(?![a-z])"), " "),
     (re.compile(r"\^\{?\\circ\}?|\\?%|\u00b0"), " "),
     (re.compile(r"-\\?[$\u20ac\u00a3\u00a5\u20b9] ?"), "-"),
@@ -199,6 +212,8 @@ _PLAINER = [
         r"\1",
     ),
     (re.compile(r"`"), ""),
+    # a sign, and not a bullet of a list
+    (re.compile(r"((?:\\boxed\s{0,3}\{|=) {0,3}-) {1,3}(?=\.?[0-9])"), r"\1"),
 ]
 _POWERS = {"thousand": "e3", "million": "e6", "billion": "e9"}
 _SCALE = re.compile(rf"(?<=[0-9]) {{0,4}}({'|'.join(_POWERS)})s?\b", re.IGNORECASE)

@@ -77,13 +77,26 @@ from tests.helpers import ROOT
         (r"4.2 \times 10^{1}", "42"),
         ("it is **42**", "42"),
         (r"\(42\)", "42"),
+        (r"\boxed{-\frac{1}{2}}", "-1/2"),
+        (r"#### -\frac12", "-0.5"),
+        (r"\boxed{1 \frac{1}{2}}", "1.5"),
+        (r"\boxed{-1\tfrac{1}{2}}", "-1.5"),
+        (r"\boxed{-\text{5}}", "-5"),
+        ("#### 4 - 9 = - 5", "-5"),
+        ("The answer isn't 5. It is 42", "42"),
+        ("The answer is not 5 but 42", "42"),
         # left to math_verify
         ("<answer>6*7</answer>", "42"),
         (r"\boxed{2\sqrt{441}}", "42"),
         ("The answer is 2^3", "8"),
+        (r"\boxed{-(5)}", "-5"),
+        (r"\boxed{\frac{1}{2} - \frac{1}{3}}", "1/6"),
         # a reference that is no number
         (r"\boxed{2\sqrt{2}}", r"\sqrt{8}"),
         ("<answer>Paris</answer>", "paris"),
+        (r"\boxed{x^2+1}", "x^2 + 1"),
+        (r"\boxed{\left(-\infty, 3\right)}", r"(-\infty,3)"),
+        (r"\boxed{x = 5}", "x=5"),
     ],
 )
 def test_accepts_right_answer(answer: str, reference: str) -> None:
@@ -115,6 +128,11 @@ def test_accepts_right_answer(answer: str, reference: str) -> None:
         ("a42", "42"),
         ("<answer>6*8</answer>", "42"),
         ("<answer>Rome</answer>", "Paris"),
+        (r"\boxed{-\frac{1}{2}}", "1/2"),
+        (r"\boxed{-(5)}", "5"),
+        ("Left over:\n- 5 apples", "-5"),
+        (r"\boxed{1 2, 3}", "12, 3"),
+        (r"\boxed{x = 1 or x = 2}", "x = 3 or x = 2"),
         ("Paris", "Rome"),
     ],
 )
@@ -166,6 +184,10 @@ N = 200_000
 def test_hostile_answer_is_wrong_in_linear_time(answer: str) -> None:
     # quadratic time would be hours for the long ones; computing the powers would not end
     assert not is_right(answer, "42")
+
+
+def test_text_is_compared_in_linear_time() -> None:
+    assert not is_right(r"\boxed{x" + " " * N + "}", "x y")
 
 
 def test_works_with_standard_library_alone() -> None:
