@@ -79,8 +79,11 @@ choose_python() {
 }
 
 choose_python_for() {  # the arguments of a command
-  case " $* " in
-    *" --help "* | *" -h "*) PYTHON=$(find_base_python) ;;  # help needs no packages, so it creates no .venv
-    *) choose_python ;;
-  esac
+  local word
+  for word in "$@"; do
+    case $word in
+      --help | -h) PYTHON=$(find_base_python); return ;;  # help needs no packages, so it creates no .venv
+    esac
+  done
+  choose_python
 }

@@ -30,6 +30,14 @@ def test_symlinked_environment_is_rejected_and_unchanged(tmp_path: Path, stamp: 
     assert {path: path.read_text() for path in shared.rglob("*") if path.is_file()} == before
 
 
+def test_only_a_whole_argument_asks_for_help() -> None:
+    environment = {**os.environ, "VERL_EXT_PYTHON": "/bin/sh"}
+    for argument, is_help in (("name=my -h run", False), ("-h", True), ("--help", True)):
+        script = f"source scripts/environment.sh; choose_python_for 2 '{argument}'; echo $PYTHON"
+        run = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert (run.stdout != "/bin/sh\n") == is_help, argument
+
+
 def test_python_versions_match_pyproject(tmp_path: Path) -> None:
     settings = (ROOT / "pyproject.toml").read_text()
     allowed = re.search(r'^requires-python = ">=(3\.\d+),<3\.(\d+)"', settings, re.MULTILINE)
