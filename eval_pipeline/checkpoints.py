@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -91,7 +92,7 @@ class EvalCheckpoint:
         for name, problem in damage.items():
             raise UserError(
                 f"cannot evaluate {self.path}: its file {name} {problem}; export it again with "
-                f"`{program('checkpoint')} export {self.run_dir} --step {self.step}`"
+                f"`{program('checkpoint')} export {shlex.quote(str(self.run_dir))} --step {self.step}`"
             )
 
     def _exported_files(self) -> dict[str, dict] | None:
@@ -227,7 +228,8 @@ def _check_weights(export: Path) -> None:
     shards = _shards_of(index) if index.is_file() else sorted(export.glob("*.safetensors"))
     if not shards:
         from_shards = (export.parent / "fsdp_config.json").exists()
-        remedy = f"run `{program('checkpoint')} export {export.parent}`" if from_shards else "export the model again"
+        command = f"{program('checkpoint')} export {shlex.quote(str(export.parent))}"
+        remedy = f"run `{command}`" if from_shards else "export the model again"
         raise UserError(f"{export} has no *.safetensors weights; {remedy}")
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:

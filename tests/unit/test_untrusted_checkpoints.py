@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,14 @@ def test_best_checkpoint_must_belong_to_run(name: str, tmp_path: Path) -> None:
     (run_dir / "best_checkpoint.json").write_text(json.dumps({"checkpoint": name}))
     with pytest.raises(UserError, match="does not name the best checkpoint"):
         best_export(run_dir)
+
+
+def test_suggested_command_quotes_path(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "my run" / "global_step_1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint.parent / "best_checkpoint.json").write_text(json.dumps({"checkpoint": checkpoint.name}))
+    with pytest.raises(UserError, match=re.escape(f"export '{checkpoint}'`")):
+        best_export(checkpoint.parent)
 
 
 def test_config_of_run_reads_nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ def settle_model(config: GRPOConfig | BudgetConfig) -> None:
         if config.stage == "grpo":
             print_line(
                 f"{sft_run} has not been evaluated; starting from its newest checkpoint, {export.parent.name} "
-                f"(`{program('eval')} watch {sft_run}` chooses the best one)"
+                f"(`{program('eval')} watch {shlex.quote(str(sft_run))}` chooses the best one)"
             )
         model.partial_pretrain = str(export)
 
@@ -290,7 +290,7 @@ def best_export(run_dir: Path) -> Path:
     if not has_export(run_dir / name):
         raise UserError(
             f"the best checkpoint, {run_dir / name}, has no model weights in {EXPORT}/; write them with "
-            f"`{program('checkpoint')} export {run_dir / name}`, or set model.partial_pretrain"
+            f"`{program('checkpoint')} export {shlex.quote(str(run_dir / name))}`, or set model.partial_pretrain"
         )
     return run_dir / name / EXPORT
 
@@ -308,12 +308,12 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
         if EXPORT in manifest.deferred:
             raise UserError(
                 f"{checkpoint} has no {EXPORT}/ yet, because its run was stopped; write it with "
-                f"`{program('checkpoint')} export {checkpoint}`, or finish the run"
+                f"`{program('checkpoint')} export {shlex.quote(str(checkpoint))}`, or finish the run"
             )
     if complete:
         raise UserError(
             f"no checkpoint of model.sft_run={run_dir} has model weights in {EXPORT}/; write them with "
-            f"`{program('checkpoint')} export {next(iter(complete))}`, or set model.partial_pretrain"
+            f"`{program('checkpoint')} export {shlex.quote(str(next(iter(complete))))}`, or set model.partial_pretrain"
         )
     command = sft_command(run_dir, num_ranks)
     train_it = "name the run directory of an SFT run" if command is None else f"train it first with `{command}`"
