@@ -195,8 +195,9 @@ def test_validations_are_markers_in_chart_of_training_loss() -> None:
 
 
 def test_confidence_bands_enclose_rates() -> None:
-    rates = {"accepted_at_1": [(0.5, 0.25, 0.75), (0.5, 0.5, 0.5)], "timeout_rate": [(0.0, 0.0, 0.0)] * 2}
-    options = rates_options([10, 20], rates, None, ChartStyle(0.0))
+    rates = {"accepted_at_1": {10: (0.5, 0.25, 0.75), 20: (0.5, 0.5, 0.5)}, "timeout_rate": {20: (0.0, 0.0, 0.0)}}
+    options = rates_options(rates, None, ChartStyle(0.0))
+    assert options["series"][1]["data"] == [[20, 0.0]]
     assert options["series"][2]["data"] == [[10, 0.75], [20, 0.5], [20, 0.5], [10, 0.25]]
     assert "95 %" in options["yAxis"]["name"]
 

@@ -20,7 +20,7 @@ from verl_ext.monitor.file_panels import HealthPanel, LogPanel
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.overview import RunTable
 from verl_ext.monitor.page import MonitorPage
-from verl_ext.monitor.panels import ComparePanel, TrainingPanel, differing_keys, flatten, short_names
+from verl_ext.monitor.panels import ComparePanel, TrainingPanel, differing_keys, flatten, rates_by_step, short_names
 from verl_ext.monitor.sample_rows import groups_of, matches, read_samples, sample_columns, sample_sources
 from verl_ext.monitor.samples import SamplesPanel
 from verl_ext.monitor.state import TABS, PageState
@@ -243,6 +243,7 @@ def test_configurations_are_compared_key_by_key() -> None:
     assert one == {"a.b": "1", "a.c": "[1]", "d": "{}"}
     assert differing_keys([one, other]) == {"a.b": ["1", "2"], "d": ["{}", "-"], "e": ["-", "null"]}
     assert short_names(["p/a", "p/b"]) == ["a", "b"] and short_names(["p/a"]) == ["p/a"]
+    assert short_names(["a", "a/a"]) == ["a", "a/a"]  # a chart would draw one of them
     assert short_names(["p/a", "q/a"]) == ["p/a", "q/a"] and short_names(["p", "p/a"]) == ["p", "a"]
 
 
@@ -313,6 +314,11 @@ def test_findings_and_reason_are_shown_in_language_of_page(root: Path, follower:
         assert "第 5 步: val_loss_not_finite: val/loss 是有限数" in shown
 
     on_client(check)
+
+
+def test_evaluation_without_a_rate_has_no_point() -> None:
+    metrics = {20: {"pass_at_5": 0.5, "intervals": {"pass_at_5": [0.25, 0.75]}}, 10: {"pass_at_5": None}, 5: {}}
+    assert rates_by_step(metrics, ["pass_at_5", "timeout_rate"]) == {"pass_at_5": {20: (0.5, 0.25, 0.75)}}
 
 
 def test_finds_samples_of_training_and_evaluations(root: Path) -> None:

@@ -140,26 +140,24 @@ def unit_text(unit: str, language: str) -> str:
 
 
 def rates_options(
-    steps: Sequence[int],
-    rates: Mapping[str, Sequence[tuple[float, float, float]]],
+    rates: Mapping[str, Mapping[int, tuple[float, float, float]]],
     best: int | None,
     style: ChartStyle,
 ) -> dict[str, Any]:
     """Return a chart of the rates of evaluated checkpoints, with confidence bands.
 
     Args:
-        steps: steps of the checkpoints, ascending.
-        rates: by name, the rate and its bounds for each step.
+        rates: by name and step, in ascending order, the rate and its bounds.
         best: step of the best checkpoint.
         style: language and colors.
     """
     series: list[dict[str, Any]] = []
     for (name, values), color in zip(rates.items(), SERIES):
-        points = [[step, rate] for step, (rate, _, _) in zip(steps, values)]
+        points = [[step, rate] for step, (rate, _, _) in values.items()]
         series.append({**_line(name, color), "data": points, "symbol": "circle", "symbolSize": 8, "showSymbol": True})
-    has_bands = any(low < high for values in rates.values() for _, low, high in values)
+    has_bands = any(low < high for values in rates.values() for _, low, high in values.values())
     if has_bands:
-        series += [_band(name, steps, values, color) for (name, values), color in zip(rates.items(), SERIES)]
+        series += [_band(name, values, color) for (name, values), color in zip(rates.items(), SERIES)]
     if best is not None and series:
         mark = {"xAxis": best, "lineStyle": {"color": GREEN}, "label": {"formatter": "★", "color": INK[style.dark]}}
         series[0]["markLine"] = {"silent": True, "symbol": "none", "data": [mark]}
@@ -169,10 +167,10 @@ def rates_options(
     return options
 
 
-def _band(name: str, steps: Sequence[int], values: Sequence[tuple[float, float, float]], color: str) -> dict[str, Any]:
+def _band(name: str, values: Mapping[int, tuple[float, float, float]], color: str) -> dict[str, Any]:
     """Return the area between the bounds of a rate: a line along the upper bounds and back along the lower ones."""
-    upper = [[step, high] for step, (_, _, high) in zip(steps, values)]
-    lower = [[step, low] for step, (_, low, _) in zip(steps, values)]
+    upper = [[step, high] for step, (_, _, high) in values.items()]
+    lower = [[step, low] for step, (_, low, _) in values.items()]
     hidden = {"lineStyle": {"opacity": 0}, "showSymbol": False, "tooltip": {"show": False}, "silent": True, "z": 1}
     area = {"color": color, "opacity": FAINT}
     return {**_line(name, color), **hidden, "areaStyle": area, "data": upper + lower[::-1]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from posixpath import commonpath
@@ -304,14 +304,12 @@ class EvaluationPanel(Panel):
         style, steps = self.style(), sorted(metrics)
         suffix = f" ({self.say('best')}: {best})" if best is not None else ""
         ui.label(f"{dataset}{suffix}").classes("text-lg").props('data-testid="dataset"')
-        rates = {name: [_rate(metrics[step], name) for step in steps] for name in chosen if name in metrics[steps[-1]]}
+        rates = rates_by_step(metrics, chosen)
         shares = {name: [_number(metrics[step].get(f"{name}_rate")) for step in steps] for name in ERRORS}
         meanings = [f"{name}: {metric_hint(EVAL_PREFIX + name, self.state.language)}" for name in rates]
         errors_hint = self.say("Fraction of the answers by the result of their tests; all parts add up to 1")
         with ui.element("div").classes(GRID):
-            ChartCard(self.say("Rates by step"), "\n".join(meanings), "rates").draw(
-                rates_options(steps, rates, best, style)
-            )
+            ChartCard(self.say("Rates by step"), "\n".join(meanings), "rates").draw(rates_options(rates, best, style))
             ChartCard(self.say("Error types"), errors_hint, "errors").draw(errors_options(steps, shares, style))
 
 
@@ -319,6 +317,17 @@ def known_rates(by_dataset: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> li
     """Return the names of the rates that evaluations of any dataset have, in their order."""
     names = dict.fromkeys(name for each in by_dataset.values() for metrics in each.values() for name in metrics)
     return [name for name in names if registered(EVAL_PREFIX + name) and unit_of(EVAL_PREFIX + name) == "1"]
+
+
+def rates_by_step(
+    metrics: Mapping[int, Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, dict[int, tuple[float, float, float]]]:
+    """Return each rate and its bounds by name and step, without steps that lack it: pass@k needs k samples."""
+    found = {
+        name: {step: _rate(each, name) for step, each in sorted(metrics.items()) if _is_number(each.get(name))}
+        for name in names
+    }
+    return {name: values for name, values in found.items() if values}
 
 
 def _rate(metrics: Mapping[str, Any], name: str) -> tuple[float, float, float]:
@@ -330,7 +339,11 @@ def _rate(metrics: Mapping[str, Any], name: str) -> tuple[float, float, float]:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return float(value) if _is_number(value) else 0.0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 class ComparePanel(Panel):
@@ -449,9 +462,10 @@ class ComparePanel(Panel):
 
 
 def short_names(paths: list[str]) -> list[str]:
-    """Remove the directories that all paths share."""
+    """Remove the directories that all paths share, unless two names would be equal."""
     shared = commonpath(paths) if len(paths) > 1 and not any(path.startswith("/") for path in paths) else ""
-    return [path.removeprefix(f"{shared}/") for path in paths]
+    names = [path.removeprefix(f"{shared}/") for path in paths]
+    return names if len({*names}) == len(paths) else paths
 
 
 def clip(text: str, length: int = MAX_SHOWN_CHARACTERS) -> str:
