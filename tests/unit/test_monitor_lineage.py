@@ -22,6 +22,7 @@ def test_parent_is_found_by_project_and_experiment() -> None:
         "b/q/grpo": None,
         "b/q/same": None,
     }
+    assert parents_of({".": "", "a/b": ""}) == {".": None, "a/b": None}
     assert parents_of({"sft": "", "grpo": "x/p/sft/global_step_1"})["grpo"] == Parent("sft", 1)
 
 

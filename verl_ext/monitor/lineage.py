@@ -43,6 +43,8 @@ def _parent_of(path: str, place: Path, named: Mapping[tuple[str, ...], list[str]
     step = step_of(place)
     place = place if step is None else place.parent
     names = place.parts[-2:]
+    if not names:
+        return None
     found = [each for each in named.get(names, named.get(names[-1:], [])) if each != path]  # a root may be a project
     return Parent(max(found, key=lambda each: _num_shared(each, path)), step) if found else None
 
