@@ -292,7 +292,7 @@ def test_length_percentiles_are_observed_values() -> None:
     assert count_chars({"messages": [{"content": "ab"}, {"content": None}, {"content": "c"}]}) == 3
 
 
-@pytest.mark.parametrize("line", ['{"prompt": "\\ud800", "response": "x"}', "[" * 100_000, '{"prompt": '])
+@pytest.mark.parametrize("line", ['{"prompt": "\\ud800", "response": "x"}', "[" * 100_000, "9" * 5000, '{"prompt": '])
 def test_hostile_lines_are_bad_rows_but_bom_is_accepted(line: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     good = [json.dumps({"prompt": f"p{index}", "response": "r"}) for index in range(2)]
@@ -403,6 +403,8 @@ PAIR = {"prompt": "p", "response": "r"}
         ({"prompt": "p", "response": [{"role": "assistant", "tool_calls": ["f(x)"]}]}, "tool call"),
         ({**PAIR, "history": "earlier"}, "'history'"),
         ({**PAIR, "tools": "f"}, "'tools'"),
+        ({"prompt": [USER], "response": [ASSISTANT], "system": "", "notes": "more"}, "'notes' is not part"),
+        ({"prompt": [USER], "response": [ASSISTANT], "system": "s", "notes": "s and more"}, "'notes' is not part"),
         ('{"prompt": "p", "prompt": "q", "response": "r"}', "'prompt' occurs twice"),
     ],
 )

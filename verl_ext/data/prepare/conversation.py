@@ -154,7 +154,8 @@ def to_conversation(
     used = (*layout.columns, *layout.optional)
     rest = {name: value for name, value in row.items() if name not in used}
     rest.pop(ORIGIN_KEY, None)
-    _refuse_lost_text(rest, [row.get(name) for name in used], messages, keys.metadata)
+    is_pair = layout.messages is None and all(isinstance(row[name], str) for name in layout.columns)
+    _refuse_lost_text(rest, [row.get(name) for name in used] if is_pair else [], messages, keys.metadata)
     tools = _tools(row.get(TOOLS_KEY))
     rest.pop("messages", None)  # a metadata column that the conversation replaces
     return {"messages": messages, **rest, **({} if tools is None else {TOOLS_KEY: tools})}
@@ -241,7 +242,11 @@ def _tools(value: Any) -> list[Any] | None:
 
 
 def _refuse_lost_text(rest: Row, used: list[Any], messages: list[Row], metadata: Collection[str]) -> None:
-    """Refuse columns with text outside the turns, unless they are metadata."""
+    """Refuse columns with text outside the turns, unless they are metadata.
+
+    Args:
+        used: values of the columns of the conversation if they are a pair of texts.
+    """
     for name, value in rest.items():
         if name in MEDIA_KEYS and value:
             raise RowError(f"it has {name}, but only text can be trained on", "remove the column, or drop such rows")
@@ -268,7 +273,7 @@ def _is_repeated(value: Any, used: list[Any], messages: list[Row]) -> bool:
     if not isinstance(value, str):
         return False
     contents = [message["content"] or "" for message in messages]
-    parts = [part.strip() for part in used if isinstance(part, str)]
+    parts = [part.strip() for part in used if isinstance(part, str) and part.strip()]
     whole = parts if parts else contents
     return any(value.strip() in content for content in contents) or all(part in value for part in whole)
 

@@ -226,7 +226,7 @@ def _list_items(path: Path, text: str) -> Iterator[Any]:
     while True:
         try:
             value, position = _decode(text, position)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
             raise UserError(f"{path} is not a JSON list from row {count + 1} on ({error}); correct it") from error
         yield value
         count += 1
@@ -246,7 +246,7 @@ def _parse_json(text: str) -> Any:
         if text[end:].strip():
             raise json.JSONDecodeError("Extra data", text, end)
         return value
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
         return ValueError(f"it is not JSON ({error})")
 
 
