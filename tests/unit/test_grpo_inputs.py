@@ -23,6 +23,7 @@ from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import RECIPES
+from verl_ext.data.dataset import iter_parquet_rows
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prompts import PromptBatch, PromptDataset
 from verl_ext.errors import UserError
@@ -372,6 +373,14 @@ def test_too_long_prompts_are_dropped_and_ids_made_unique(
     data.max_prompt_length = 1
     with pytest.raises(UserError, match="no prompt of"):
         PromptDataset(files, tokenizer, data)
+
+
+def test_prompts_of_problems_keep_earlier_turns(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": turns, "reward_model": {"ground_truth": "2"}}))
+    prepare(["problems", "--format", "verl", "--source", str(tmp_path / "in.jsonl"), "--output", str(tmp_path)])
+    [row] = iter_parquet_rows(tmp_path / "prompts.parquet")
+    assert row["prompt"] == turns
 
 
 @pytest.mark.parametrize("name", ["mbpp", "codecontests"])

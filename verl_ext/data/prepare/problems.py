@@ -67,7 +67,9 @@ def _to_rl_row(problem: Problem, data_source: str, max_tests: int) -> Row:
     else:
         ability = "math"
     info = {"problem_id": problem.problem_id}
-    return rl_prompt_row(data_source, problem.prompt, ability, ground_truth_of(tests), info)
+    row = rl_prompt_row(data_source, problem.prompt, ability, ground_truth_of(tests), info)
+    earlier = [{"role": role, "content": text} for role, text in problem.earlier]
+    return {**row, "prompt": [*earlier, *row["prompt"]]}
 
 
 COMMAND = PrepareCommand(
@@ -77,7 +79,7 @@ COMMAND = PrepareCommand(
         "problems --format mbpp --source google-research-datasets/mbpp --subset full --split train --output data/mbpp"
     ),
     next_command=f"grpo 2 trainer.experiment_name=mine data.train_files={{output}}/{PROMPTS_NAME}",
-    version=1,
+    version=2,
     add_arguments=add_arguments,
     run=prepare_problems,
 )
