@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -96,11 +97,11 @@ class Publisher:
             results = directory.results_of(label)
             write_evaluation(results, model)
             self.update_best_checkpoint()
+            retry = f"{program('eval')} retry {shlex.quote(typed_path(directory.run_dir or directory.root))}"
             for name, num in model.incomplete.items():
                 warn(
                     f"{label} on {name} is incomplete: {num} answers have no verdict (api_error) and count as wrong; "
-                    f"fix the cause, run `{program('eval')} retry {typed_path(directory.run_dir or directory.root)}`, "
-                    "and evaluate again"
+                    f"fix the cause, run `{retry}`, and evaluate again"
                 )
             print_summary(f"Evaluated: {label}", {"results": typed_path(results)}, table=format_table(model.datasets))
             jobs.mark_published(label, digest)

@@ -79,7 +79,7 @@ def _is_right(text: str, reference: str) -> bool:
     tagged = _find_tagged(text)
     if tagged is None:
         return wanted is not None and _value(_last(_NUMBER, text)) == wanted
-    candidate = _behind_equals(tagged.text)
+    candidate = _after_equals(tagged.text)
     candidate = candidate if tagged.enclosed else _before_prose(candidate)
     if wanted is None and _same_text(tagged.text, reference):
         return True  # the reference may be an equation
@@ -134,7 +134,7 @@ def _before_prose(text: str) -> str:
     return text[: word.start()] if word else text
 
 
-def _behind_equals(text: str) -> str:
+def _after_equals(text: str) -> str:
     head, _, tail = text.rpartition("=")
     return tail if any(char.isdigit() for char in tail) else head or tail
 
@@ -188,7 +188,7 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>(?:{_DIGITS}(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)(?:[eE][-+]?[0-9]+)?))"
 )
 
-_PLAINER = [
+_REPLACEMENTS = [
     (re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]"), "-"),  # hyphens, en dash, minus signs
     (re.compile("[\u00a0\u2009\u202f]"), " "),
     (re.compile(r"\\[,!;: ]"), ""),
@@ -221,7 +221,7 @@ _SCALE = re.compile(rf"(?<=[0-9]) {{0,4}}({'|'.join(_POWERS)})s?\b", re.IGNORECA
 
 def _plain_text(text: str) -> str:
     """The text without LaTeX, Markdown, currency and percent signs around its numbers: `\\$1{,}250` is `1,250`."""
-    for pattern, replacement in _PLAINER:
+    for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
     return text
 

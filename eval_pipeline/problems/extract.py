@@ -17,12 +17,12 @@ from eval_pipeline.problems.python_source import (
     defined_names,
     defines,
     find_definition,
-    gives_a_value,
     imported_names,
     is_blank,
     looks_defined,
     parsing_beginning,
     prints,
+    returns_a_value,
     unknown_names,
 )
 
@@ -53,7 +53,7 @@ def extract_program(problem: Problem, answer: str) -> str:
     if isinstance(problem.tests, ReferenceAnswer | ScoredAnswer):
         return answer
     text, tests, parser = clean_text(_last_lines(answer)), problem.tests, SourceParser()
-    final = behind_reasoning(text)
+    final = after_reasoning(text)
     if isinstance(tests, FunctionTests):
         program = "" if final is None else _function_program(final, tests, parser)
         if not defines(program, tests.entry_point, parser):
@@ -120,7 +120,7 @@ def _continued(text: str, tests: FunctionTests, parser: SourceParser) -> str | N
     # the tokenizer may lose the indentation of the first line, or all of it; a `return` tells code from output
     for indented in ("    " + body.lstrip(), textwrap.indent(textwrap.dedent(body), "    ")):
         program = parsing_beginning(f"{tests.code_prompt}{indented}".split("\n"), parser)
-        if gives_a_value(_body(program, tests, parser)):
+        if returns_a_value(_body(program, tests, parser)):
             return program
     return None
 
@@ -247,7 +247,7 @@ def clean_text(answer: str) -> str:
     return _MARKER.sub(lambda marker: "```python" if marker["begin"] else "```", text)
 
 
-def behind_reasoning(text: str) -> str | None:
+def after_reasoning(text: str) -> str | None:
     """The text after the last `</think>`; None if there is none."""
     ends = [end.end() for end in _REASONING_END.finditer(text)]
     return text[ends[-1] :] if ends else None

@@ -265,7 +265,7 @@ _LARGEST_TOLERANCE = 0.01
 """A larger number is a quantity in the problem, unless the sentence names an absolute or relative error."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\be\.g\.)(?<!\bi\.e\.)\s|\n\n")
-_TEXT_PLAINER = [
+_REPLACEMENTS = [
     (re.compile(r"\b[A-Z]{2,}\b"), ""),  # ERROR is a word to print
     (re.compile(r"[\u2010-\u2013\u2212]"), "-"),
     (re.compile(r"<sup>|\*\*"), "^"),
@@ -320,7 +320,7 @@ def stated_tolerance(description: str) -> float | None:
 
 
 def _plain(sentence: str) -> str:
-    for pattern, replacement in _TEXT_PLAINER:
+    for pattern, replacement in _REPLACEMENTS:
         sentence = pattern.sub(replacement, sentence)
     return sentence.lower()
 

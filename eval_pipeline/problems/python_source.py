@@ -168,7 +168,7 @@ def _stored_names(tree: ast.AST) -> set[str]:
 # What a source does when it runs
 
 
-def gives_a_value(body: list[ast.stmt]) -> bool:
+def returns_a_value(body: list[ast.stmt]) -> bool:
     """Whether a function with this body returns or yields, not counting functions inside it."""
     kinds = (ast.Return, ast.Yield, ast.YieldFrom)
     return any(isinstance(node, kinds) for node in outside_functions(body, ast.ClassDef))

@@ -371,7 +371,7 @@ class RunFollower(threading.Thread):
                 if self._database.has_unsaved_rows(run):  # an earlier monitor was killed
                     self._curves_of(run, generation, self._database)
                 self._read_to_end.add((run, generation))
-            self._tend_curves(run, generation, is_at_end=True)
+            self._maintain_curves(run, generation, is_at_end=True)
             return False
         if new.is_other_file:
             self._database.forget_rows(run)
@@ -385,11 +385,11 @@ class RunFollower(threading.Thread):
             curves.add(rows, self._database.first_steps(run), last_id)
         self._database.add_events(run, self._events_of(directory, rows))
         self._database.advance_metrics(run, new.offset, new.head, unreadable)
-        self._tend_curves(run, generation, is_at_end=False)
+        self._maintain_curves(run, generation, is_at_end=False)
         self._runs_changed |= new.is_other_file or unreadable > 0
         return bool(new.lines)
 
-    def _tend_curves(self, run: int, generation: int, is_at_end: bool) -> None:
+    def _maintain_curves(self, run: int, generation: int, is_at_end: bool) -> None:
         """Add rows that another monitor read to curves in memory, and save curves occasionally."""
         with self._curves_lock:
             curves = self._curves.get((run, generation))
