@@ -115,7 +115,9 @@ def test_two_watchers_do_each_job_once(followed: Followed) -> None:
     names = sorted(name for log in followed.logs for name in re.findall(r"^Evaluated: (.*)$", log, re.MULTILINE))
     assert names == ["step_10", "step_20", "step_20", "step_30"]  # 20 again with its third tier
     assert all("\n  best checkpoint global_step_20, by " in log for log in followed.logs)
-    for path in followed.run_dir.glob("eval/eval_*/work/*/*.jsonl"):
+    stored = [*followed.run_dir.glob("eval/eval_*/work/*/*.jsonl")]
+    assert stored
+    for path in stored:
         # failed answers and verdicts are retried once
         rows = [row for row in read_lines(path) if not row.get("error", row.get("error_type") == "api_error")]
         keys = [row["problem_id"] for row in rows]

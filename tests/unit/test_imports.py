@@ -117,6 +117,7 @@ def test_module_imports_of_judge_and_problems_are_acyclic(package: str) -> None:
 
 INSIDE = ROOT / "eval_pipeline/judge/inside"
 SIBLINGS = {path.stem for path in INSIDE.glob("*.py")}
+assert "tester" in SIBLINGS, "the tests below would check nothing"
 
 
 def test_sandbox_modules_import_nothing_of_the_product() -> None:
