@@ -18,6 +18,7 @@ from verl_ext.data.batching import Prefetcher, TokenBatch, pad
 from verl_ext.errors import UserError
 from verl_ext.trainer.device import pick_attention
 from verl_ext.trainer.sft import SFTTrainer
+from verl_ext.trainer.trainer import NonFiniteGuard
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -87,6 +88,18 @@ def test_three_non_finite_losses_stop_run(ours: SFTTrainer) -> None:
     assert (run["status"], run["attempts"][0]["last_step"]) == ("failed", 3)
     rows = [json.loads(line) for line in (ours.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/loss"] for row in rows if "train/loss" in row] == ["NaN"] * 3
+
+
+def test_step_with_several_skipped_updates_counts_once() -> None:
+    guard = NonFiniteGuard(2, str)
+    for step, updates in enumerate([[False] * 4, [False, True, False], [False] * 4], start=1):
+        for is_finite in updates:
+            guard.count(is_finite)
+        guard.check(step, [])
+    guard.count(False)
+    with pytest.raises(UserError, match="2 steps in a row, the last at step 4"):
+        guard.check(4, [])
+    assert guard.num_skipped == 11
 
 
 def test_verls_loss_depends_on_the_micro_batch_size(ours: SFTTrainer, stock: FSDPSFTTrainer) -> None:

@@ -483,25 +483,30 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
 
 class NonFiniteGuard:
-    """Counts consecutive steps with a non-finite loss or gradient, whose updates are skipped.
+    """Counts skipped updates, whose loss or gradient is not finite, and consecutive steps without any other update.
 
     Args:
-        limit: number of consecutive steps after which the run stops.
+        limit: number of such steps in a row after which the run stops.
         describe: names samples by their numbers in the training set.
+
+    Attributes:
+        streak: number of the latest steps in a row without an update.
+        num_skipped: number of skipped updates of the run; a step may have several.
     """
 
     def __init__(self, limit: int, describe: Callable[[Sequence[int]], str]) -> None:
         self.limit, self.describe = limit, describe
         self.streak = 0
         self.num_skipped = 0
+        self._has_update = False
 
     def count(self, finite: bool) -> None:
-        """Count a step; `finite` says whether its loss and gradient norm are, and is the same on every rank."""
-        self.streak = 0 if finite else self.streak + 1
+        """Count an update; `finite` says whether its loss and gradient norm are, and is the same on every rank."""
+        self._has_update |= finite
         self.num_skipped += not finite
 
     def check(self, step: int, rows: Sequence[int]) -> None:
-        """Stop the run if the limit is reached; collective in that case.
+        """End a step, and stop the run if the limit is reached; collective in that case.
 
         Args:
             rows: this rank's samples of the step.
@@ -509,6 +514,7 @@ class NonFiniteGuard:
         Raises:
             UserError: with the step and the rows of all ranks.
         """
+        self.streak, self._has_update = 0 if self._has_update else self.streak + 1, False
         if self.streak < self.limit:
             return
         all_rows = sorted({row for rows_of_rank in gather_results(lambda: list(rows)) for row in rows_of_rank})
