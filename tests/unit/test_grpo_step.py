@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from verl_ext.grpo.config import (
     TokenActorConfig,
     TokenAlgorithmConfig,
 )
-from verl_ext.grpo.metrics import ALL_STATISTICS, distribution_metrics, sample_metrics, sample_rows
+from verl_ext.grpo.metrics import ALL_STATISTICS, UpdateMetrics, distribution_metrics, sample_metrics, sample_rows
 from verl_ext.grpo.protocols import (
     LogProbs,
     Metrics,
@@ -129,6 +130,16 @@ def test_trajectories_keep_prompt_order() -> None:
     expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
     advantages = torch.tensor([trajectory.advantage for trajectory in trajectories]).view(3, GROUP)
     torch.testing.assert_close(advantages, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("values", [[0.5, math.nan], [math.nan, 0.5]])
+def test_maximum_over_micro_batches_is_nan_if_any_value_is(values: list[float]) -> None:
+    metrics = UpdateMetrics("cpu")
+    metrics.add_update(0.0, 0.0)
+    metrics.add_sums({"rollout_logprob_diff": 0.0}, 1.0)
+    for value in values:
+        metrics.add_maximum("ratio_deviation", torch.tensor([0.25, value]))
+    assert math.isnan(metrics.reduced()["train/ratio_deviation_max"])
 
 
 class Patient(Machine):

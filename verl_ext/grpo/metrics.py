@@ -104,8 +104,9 @@ class UpdateMetrics:
             self._counts[name] += num_decisions
 
     def add_maximum(self, name: str, values: torch.Tensor) -> None:
-        """Update the maximum that is logged as `NAME_max`."""
-        self._maxima[name] = max(self._maxima[name], float(values.max()))
+        """Update the maximum that is logged as `NAME_max`; NaN if any value is NaN."""
+        largest = torch.tensor([self._maxima[name], float(values.max())], dtype=torch.float64).max()
+        self._maxima[name] = float(largest)  # unlike Python's `max`, torch's keeps NaN
 
     def reduced(self) -> Metrics:
         """Return the metrics over all ranks and updates by full name; collective."""
