@@ -86,6 +86,7 @@ class _Process:
 
     def __init__(self, plugin: Plugin) -> None:
         """Start the process and load the function.
+
         Raises:
             UserError: the function cannot be loaded or called.
         """
@@ -118,6 +119,7 @@ class _Process:
 
     def call(self, answer: RewardedAnswer, time_limit_s: float) -> float:
         """Score an answer.
+
         Raises:
             RewardError: the function raised, returned no finite number, took too long, or ended its process.
         """
