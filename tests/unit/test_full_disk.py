@@ -8,11 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.checkpoints import checkpoint_command, kept, save
 from tests.helpers.faults import fill, small_disk
-from verl_ext.checkpoint.manifest import Manifest
+from verl_ext.checkpoint.config import ExportConfig
+from verl_ext.checkpoint.manifest import EXPORT, MODEL, Manifest, shard_name, why_incomplete
+from verl_ext.checkpoint.rebuild import write_deferred_export
 from verl_ext.checkpoint.retention import find_leftovers
+from verl_ext.checkpoint.save import sync_and_digest, write_manifest
+from verl_ext.controller.latency import FEATURES, LatencyModel
 from verl_ext.errors import UserError
 from verl_ext.files import RUN_LOCK, hold_run_lock, replace_file, replacing
 from verl_ext.launch.__main__ import parse_arguments
@@ -95,6 +100,35 @@ def test_failed_replace_keeps_file_and_leaves_no_leftover(run_dir: Path) -> None
         temporary.write_bytes(bytes(10_000))
     assert sorted(run_dir.rglob("*")) == before
     assert (run_dir / "config.yaml").read_text() == config
+
+
+@pytest.mark.parametrize("num_free", [0, 500_000])
+def test_deferred_export_without_space_is_only_a_warning(
+    num_free: int, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, shard = disk / "global_step_1", shard_name(MODEL, 1, 0)
+    (checkpoint / EXPORT).mkdir(parents=True)
+    (checkpoint / EXPORT / "config.json").write_text("{}")
+    torch.save({"w": torch.zeros(1 << 20)}, checkpoint / shard)
+    files = {name: sync_and_digest(checkpoint / name) for name in (f"{EXPORT}/config.json", shard)}
+    write_manifest(checkpoint, Manifest(1, 1, "", files, deferred=(EXPORT,)))
+    before = sorted(checkpoint.rglob("*"))
+    filler = fill(disk)
+    os.truncate(filler, filler.stat().st_size - num_free)
+    write_deferred_export(checkpoint, ExportConfig(dtype="fp32"))
+    assert "global_step_1 has no export yet" in capsys.readouterr().err
+    assert sorted(checkpoint.rglob("*")) == before
+    filler.unlink()
+    write_deferred_export(checkpoint, ExportConfig(dtype="fp32"))
+    assert Manifest.read(checkpoint).deferred == () and why_incomplete(checkpoint) is None
+
+
+def test_interrupted_write_of_latency_model_leaves_no_file(run_dir: Path) -> None:
+    """A later start would refuse a truncated file instead of fitting the model."""
+    path = run_dir / "latency_model.json"
+    with pytest.raises(UserError, match="latency_model"):
+        LatencyModel({part: dict.fromkeys(names, 1.0) for part, names in FEATURES.items()}, 1.0, "", "").save(path)
+    assert not list(run_dir.glob(f"{path.name}*"))
 
 
 @pytest.fixture

@@ -114,12 +114,12 @@ def rebuild_export(
     """
     if output is not None and output.exists():
         raise UserError(f"{output} exists already; name a new directory")
-    with hold_lease(checkpoint):
+    target = output or checkpoint / EXPORT
+    partial = target.with_name(f"{target.name}.partial")
+    with write_errors(partial), hold_lease(checkpoint):
         require_undamaged_shards(checkpoint, progress)
-        target = output or checkpoint / EXPORT
-        partial = target.with_name(f"{target.name}.partial")
-        with write_errors(partial):
-            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
             partial.mkdir(parents=True)
             write_weights(checkpoint, partial, dtype, max_shard_gib, progress)
             if output is not None:
@@ -127,6 +127,9 @@ def rebuild_export(
                 os.rename(partial, output)
             else:
                 _move_into_checkpoint(checkpoint, partial)
+        except Exception:  # the disk may be full, and later saves need the space
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
     return target
 
 

@@ -38,7 +38,8 @@ REMOVING = ".removing"
 """Suffix of a checkpoint that is being removed."""
 REPLACED = re.compile(
     rf"(run\.json|config\.yaml|{re.escape(BEST)}|{re.escape(TRACKER)}|{re.escape(MANIFEST)}|lease\..+\.json"
-    rf"|(training|validation)_history\.csv|wandb_run_id\.txt|(best_model|checkpoint_epoch_\d+)\.pt)"
+    rf"|(training|validation)_history\.csv|wandb_run_id\.txt|latency_model\.json"
+    rf"|(best_model|checkpoint_epoch_\d+)\.pt)"
     rf"{re.escape(TEMPORARY)}"
 )
 """Temporary names of files that are replaced atomically in a run directory and its checkpoints."""

@@ -26,7 +26,7 @@ from verl_ext.controller.space import Configuration, ConfigurationSpace
 from verl_ext.controller.vlm import fingerprint, matches_fingerprint
 from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.errors import UserError
-from verl_ext.files import parse_json
+from verl_ext.files import parse_json, replace_file, write_errors
 from verl_ext.processes import cpu_name
 
 LATENCY_FILE = "latency_model.json"
@@ -110,8 +110,13 @@ class LatencyModel:
         return sum(weights[name] * value for name, value in zip(FEATURES["vision_ms"], vision_features(num_patches)))
 
     def save(self, path: Path) -> None:
-        """Write the model as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        """Write the model as JSON, atomically.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        with write_errors(path):
+            replace_file(path, [json.dumps(asdict(self), indent=2) + "\n"])
 
     @classmethod
     def load(cls, path: Path) -> LatencyModel:
