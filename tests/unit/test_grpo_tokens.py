@@ -28,7 +28,7 @@ from verl_ext.errors import UserError
 from verl_ext.grpo.config import RolloutCorrectionConfig, TokenActorConfig, TokenAlgorithmConfig
 from verl_ext.grpo.hf_engine import HFEngine, SeededHFLogitsProcessor
 from verl_ext.grpo.protocols import Prompt, Reward, RewardFailure, Trajectory
-from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs, sample_seed
+from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs, sample_seed, sample_tokens
 from verl_ext.grpo.step import GRPOStep
 from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy, completion_log_probs
 from verl_ext.metrics.timing import StepTimer
@@ -184,6 +184,13 @@ def test_token_frequencies_match_probabilities() -> None:
         found = torch.bincount(chosen, minlength=5) / 20_000
         assert (found - expected).abs().max() < 0.02 and found[expected == 0].eq(0).all()
         torch.testing.assert_close(processor.log_probs()[:, 0], expected.log()[chosen], rtol=1e-4, atol=1e-4)
+
+
+def test_random_number_zero_samples_no_filtered_token() -> None:
+    logits, uniforms = torch.tensor([[-torch.inf, 0.0, 3.0, 2.0]]), torch.zeros(1, dtype=torch.float64)
+    for top_k, expected in ((-1, 1), (2, 2)):
+        tokens, log_probs = sample_tokens(logits, uniforms, SamplingArgs(1.0, 1.0, top_k, 1))
+        assert tokens.item() == expected and log_probs.isfinite().all()
 
 
 def test_prompt_of_group_is_computed_once(model: PreTrainedModel, pad: int) -> None:
