@@ -187,17 +187,18 @@ def test_log_file_has_console_lines(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Train epoch 1: loss 0.5000" in lines[1] and capsys.readouterr().out == ""
 
 
-def test_plateau_scheduler_reacts_only_to_validation() -> None:
+@pytest.mark.parametrize("level", [0.3, -0.3])
+def test_plateau_scheduler_reacts_only_to_validation(level: float) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = PlateauScheduler(optimizer, factor=0.5, patience=1)
     for _ in range(10):
         schedule.step()
     assert schedule.get_last_lr() == [1.0]
-    for reward in (0.3, 0.3, 0.3):
+    for reward in (level, level, level):
         schedule.step(reward)
     assert schedule.get_last_lr() == [0.5]
     resumed = PlateauScheduler(optimizer, factor=0.5, patience=1)
     resumed.load_state_dict(schedule.state_dict())
-    for reward in (0.2, 0.4, 0.4):
+    for reward in (level - 0.1, level + 0.1, level + 0.1):
         resumed.step(reward)
-    assert resumed.get_last_lr() == [0.5] and resumed.best == 0.4
+    assert resumed.get_last_lr() == [0.5] and resumed.best == level + 0.1

@@ -72,7 +72,8 @@ class PlateauScheduler(ReduceLROnPlateau):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: float, patience: int) -> None:
-        super().__init__(optimizer, mode="max", factor=factor, patience=patience)
+        # with torch's relative threshold, a negative reward that stays the same counts as a rise
+        super().__init__(optimizer, mode="max", factor=factor, patience=patience, threshold_mode="abs")
 
     def step(self, metrics: float | None = None, epoch: int | None = None) -> None:  # type: ignore[override]
         """Process the reward of a validation; without one, do nothing."""
