@@ -282,6 +282,9 @@ add("no answer gets better", "budget", epochs=30, notices=["accuracy_not_rising"
 add("a controller learns nothing", "budget", "nothing_improves", epochs=30,
     notices=["reward_not_rising", "accuracy_not_rising"],
     reward_total_mean=flat(0.4, 0.1), accuracy_mean=flat(0.3, 0.1), budget_violation_mean=flat(0.04, 0.2))  # fmt: skip
+add("nothing changes at all", "budget", "nothing_improves", epochs=30,
+    notices=["reward_not_rising", "accuracy_not_rising", "violation_high"],
+    reward_total_mean=flat(0.3, 0.0), accuracy_mean=flat(0.3, 0.0), budget_violation_mean=flat(0.1, 0.0))  # fmt: skip
 add("rewards jump", "grpo", "reward_jitter", reward_total_mean=lambda share, rng: 2.5 * rng.standard_normal())
 add("rewards explode", "grpo", "reward_jitter", "reward_extreme",
     reward_total_mean=lambda share, rng: 1000 * rng.standard_normal())  # fmt: skip

@@ -22,6 +22,8 @@ CORRECT = ("train/reward_correct_mean", ACCURACY, "train/code_tests_mean")
 """Metrics that measure how often answers are right; a run logs one of them."""
 NOISES = 4.0
 """Standard deviations above which a difference is not noise."""
+ROUNDING = 1e-9
+"""Relative difference up to which two means are equal; the mean of equal numbers can differ from them."""
 NEAR_END = 0.9
 """Fraction of a run's steps after which its values are final."""
 
@@ -120,8 +122,10 @@ class HealthView:
         series, window = self.series(metric), self.limits.window
         if not series.num_points:
             return False
-        gained = sign * (float(np.median(series.recent(window))) - float(series.first.mean()))
-        return gained > NOISES * noise(series.recent()) / math.sqrt(min(len(series.first), window))
+        first = float(series.first.mean())
+        gained = sign * (float(np.median(series.recent(window))) - first)
+        error = NOISES * noise(series.recent()) / math.sqrt(min(len(series.first), window))
+        return gained > max(error, ROUNDING * abs(first))
 
 
 Check = Callable[[HealthView], CheckResult | None]
