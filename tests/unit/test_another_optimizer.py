@@ -117,3 +117,8 @@ def test_new_optimizer_takes_learning_rate_of_resumed_schedule(quickstart: Path,
     trainer = make_trainer(small_config(quickstart, run_dir, *words))
     assert not trainer.optimizer.state and trainer.lr_scheduler.get_last_lr() == [rate]
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [rate] != [0.0]
+
+
+def test_optimizer_without_sharded_update_is_rejected(quickstart: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Adafactor of torch.optim cannot update sharded parameters"):
+        make_trainer(small_config(quickstart, tmp_path / "run", "optim.optimizer=Adafactor"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch.distributed.tensor import DTensor, ones
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 from verl_ext.trainer.config import OptimConfig
 from verl_ext.verl_api import (
     build_verl_optimizer,
@@ -23,18 +24,40 @@ def build_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.
     On GPUs it is fused if torch has such a kernel, because torch's default for DTensors is a loop over parameters.
 
     Raises:
-        UserError: the optimizer does not exist or does not accept its arguments.
+        UserError: the optimizer does not exist, does not accept its arguments, or cannot update sharded parameters.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.runs_fused_on_gpus and all(parameter.is_cuda for parameter in trained):
         config = replace(config, override_optimizer_config={"fused": True, **(config.override_optimizer_config or {})})
     try:
-        return build_verl_optimizer(trained, config)  # type: ignore[arg-type]  # verl's class has the same keys
+        optimizer = build_verl_optimizer(trained, config)  # type: ignore[arg-type]  # verl's class has the same keys
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         reason = str(error).split(". Available")[0]  # verl appends a list of the whole module
         raise UserError(
             f"optim.optimizer={config.optimizer} of {config.optimizer_impl} cannot be built: {reason}; "
             "correct the optim section"
+        ) from error
+    sharded = next((each for each in trained if isinstance(each, DTensor)), None)
+    if sharded is not None:
+        _require_sharded_step(sharded, config)
+    return optimizer
+
+
+def _require_sharded_step(like: DTensor, config: OptimConfig) -> None:
+    """Update a small parameter that is sharded like the model's: torch lacks some operations over DTensors.
+
+    Raises:
+        UserError: the update fails.
+    """
+    mesh = like.device_mesh
+    parameter = torch.nn.Parameter(ones(mesh.size(), 2, dtype=like.dtype, device_mesh=mesh, placements=like.placements))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        build_verl_optimizer([parameter], config).step()  # type: ignore[arg-type]
+    except Exception as error:  # optimizers fail in different ways
+        raise UserError(
+            f"optim.optimizer={config.optimizer} of {config.optimizer_impl} cannot update sharded parameters "
+            f"({first_line_of(error)}); use another optimizer, such as AdamW"
         ) from error
 
 
