@@ -122,3 +122,29 @@ def test_new_optimizer_takes_learning_rate_of_resumed_schedule(quickstart: Path,
 def test_optimizer_without_sharded_update_is_rejected(quickstart: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Adafactor of torch.optim cannot update sharded parameters"):
         make_trainer(small_config(quickstart, tmp_path / "run", "optim.optimizer=Adafactor"))
+
+
+def test_changed_optim_keys_apply_to_first_step_after_resume(quickstart: Path, run_dir: Path) -> None:
+    words = "optim.lr=1e-3", "optim.weight_decay=0.3", "optim.betas=[0.8,0.99]", "optim.lr_scheduler=constant"
+    trainer = make_trainer(small_config(quickstart, run_dir, *words, "optim.lr_warmup_steps=0"))
+    [group] = trainer.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (1e-3, 0.3, (0.8, 0.99))
+    assert trainer.training_step(next(trainer.batches()))["train/lr(1e-3)"] == 1.0
+    assert trainer.lr_scheduler.get_last_lr() == [1e-3] and trainer.optimizer.state
+
+
+def test_first_step_of_extended_run_follows_longer_schedule(quickstart: Path, tmp_path: Path) -> None:
+    def config(num_steps: int) -> SFTConfig:
+        return small_config(
+            quickstart, tmp_path, f"trainer.total_training_steps={num_steps}", f"optim.total_training_steps={num_steps}"
+        )
+
+    finished = make_trainer(config(2))
+    for _ in range(2):
+        finished.training_step(next(finished.batches()))
+        finished.train_sampler.advance()
+    assert finished.lr_scheduler.get_last_lr() == [0.0]
+    finished.save_checkpoint(2)
+    finished.checkpoint_manager.wait()
+    extended = make_trainer(config(4))
+    assert extended.optimizer.param_groups[0]["lr"] == pytest.approx(extended.config.optim.lr / 2)

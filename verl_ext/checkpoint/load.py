@@ -23,8 +23,8 @@ from verl_ext.errors import UserError
 
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 """Matches the name of a tensor that belongs to a single expert of a mixture-of-experts layer."""
-IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-"""Hyperparameters that select the implementation of torch's optimizers; the values of this run apply, not the saved."""
+OWN_HYPERPARAMETERS = ("betas", "weight_decay", "fused", "foreach", "capturable", "differentiable")
+"""Hyperparameters whose values in this run apply, not the saved ones: keys of `optim`, and choices of a kernel."""
 OptimizerState = dict[int, dict[str, SavedTensor]]
 """Saved state by the parameter's index in the optimizer, then by name."""
 
@@ -120,7 +120,7 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, che
     if dropped and added:
         names = f"with {', '.join(sorted(dropped))}, but this run's has {', '.join(sorted(added))} instead"
         raise another_optimizer(checkpoint, names)
-    own_parts = [{key: own[key] for key in ("params", *IMPLEMENTATION) if key in own} for own in own_groups]
+    own_parts = [{key: own[key] for key in ("params", *OWN_HYPERPARAMETERS) if key in own} for own in own_groups]
     groups = [{**saved, **own} for saved, own in zip(saved_groups, own_parts)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

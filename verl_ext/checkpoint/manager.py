@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from torch.optim.lr_scheduler import LambdaLR
 
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.hf_export import ExportedWeights, HuggingFaceExport
@@ -207,14 +208,28 @@ class CheckpointManager(FSDPCheckpointManager):
         files = ShardFiles(checkpoint, EXTRA)
         same_ranks = files.world_size == self.world_size
         extra = files.content(self.rank if same_ranks else 0)
-        self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        if not self.should_load_optimizer:  # a new optimizer starts with the learning rate of the first step
-            for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr()):
-                group["lr"] = rate
+        self._load_schedule(extra["lr_scheduler"])
         if same_ranks and get_device_name() in extra["rng"]:  # states of a GPU include that of the CPU
             self.load_rng_state(extra["rng"])
         else:
             reseed(self.seed, Manifest.read(checkpoint).step, self.stream)
+
+    def _load_schedule(self, state: dict[str, Any]) -> None:
+        """Load the position in the schedule, and set the learning rate of the next step.
+
+        The peak and the length may differ from the saved ones, so this run's schedule determines the learning rate.
+        """
+        scheduler = self.lr_scheduler
+        if isinstance(scheduler, LambdaLR):
+            own_peaks = scheduler.base_lrs
+            scheduler.load_state_dict(state)
+            scheduler.base_lrs = own_peaks
+            factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+            scheduler._last_lr = [peak * factor for peak, factor in zip(own_peaks, factors)]
+        else:
+            scheduler.load_state_dict(state)
+        for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr()):
+            group["lr"] = rate
 
 
 def _finish(writer: CheckpointWriter, seconds: float) -> float:
