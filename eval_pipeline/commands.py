@@ -142,7 +142,8 @@ def watch(arguments: argparse.Namespace) -> int:
     directory = eval_dir_of_run(arguments.directory)
     config = load_config(arguments, directory.run_dir)
     config.engine.require_own_model("watch")
-    return watch_run(EvalContext(directory, config), arguments.recipe)
+    recipe = [] if arguments.recipe is None else ["--recipe", arguments.recipe]
+    return watch_run(EvalContext(directory, config), [*recipe, *arguments.overrides])
 
 
 # run
@@ -199,7 +200,7 @@ def run(arguments: argparse.Namespace) -> int:
             "no model is named; give --checkpoint DIR, or set engine.kind=openai to evaluate a server's model"
         )
     if arguments.problems is not None:
-        config = _with_problems(config, arguments.problems)
+        config = with_problems(config, arguments.problems)
     if arguments.limit is not None:
         config = _with_sample(config, arguments.limit)
     is_trial = arguments.problems is not None or arguments.limit is not None
@@ -207,11 +208,13 @@ def run(arguments: argparse.Namespace) -> int:
     return evaluate_checkpoint(EvalContext(directory, config), checkpoint, arguments.tier)
 
 
-def _with_problems(config: EvalConfig, problems: Path) -> EvalConfig:
-    """Replace the datasets by a file."""
+def with_problems(config: EvalConfig, problems: Path) -> EvalConfig:
+    """Replace the datasets by a file, named after it, or after its folder if it is called `problems`."""
     from eval_pipeline.config import TiersConfig
 
-    name = problems.resolve().parent.name or problems.stem
+    name, folder = problems.name.partition(".")[0], problems.resolve().parent.name
+    if name in ("", "problems") and folder:
+        name = folder
     datasets = {name: {"format": "quickstart", "path": str(problems.absolute())}}
     selection = replace(config.selection, dataset=None)
     return replace(config, datasets=datasets, tiers=TiersConfig(tier1=[name]), selection=selection)

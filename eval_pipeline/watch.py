@@ -28,11 +28,11 @@ _WAITING = {
 """Warnings by status of the training run."""
 
 
-def watch_run(context: EvalContext, recipe: str | None = None) -> int:
+def watch_run(context: EvalContext, recipe: Sequence[str] = ()) -> int:
     """Evaluate the checkpoints of a training run until it has finished and nothing is left.
 
     Args:
-        recipe: `--recipe` as typed, for the suggested next commands.
+        recipe: `--recipe` and `key=value` as typed, for the suggested next commands.
 
     Returns:
         0, or 1 if a job failed or there was no checkpoint to evaluate.
@@ -55,7 +55,7 @@ def watch_run(context: EvalContext, recipe: str | None = None) -> int:
         on = "the datasets of tiers.tier1" if selection.dataset is None else selection.dataset
         warn(f"no best checkpoint was selected, because none has results for {selection.metric} on {on}")
     failed = [job for job in context.jobs.jobs() if job.state == "failed" and job.key in watcher.wanted]
-    _print_summary(context, failed, len(watcher.wanted), ["--recipe", recipe] if recipe else [])
+    _print_summary(context, failed, len(watcher.wanted), recipe)
     return int(not watcher.wanted or bool(failed))
 
 

@@ -291,14 +291,15 @@ def test_failed_evaluations_are_reported_at_end(
 
     monkeypatch.setattr("eval_pipeline.watch.run_jobs", fail_all)
     context = context_of(tmp_path, "max_attempts=1", "tier2_every=1")
-    assert watch_run(context) == 1
+    assert watch_run(context, ["datasets.few.limit=2"]) == 1
     printed = capsys.readouterr()
     assert "no best checkpoint was selected" in printed.err
     lines = printed.out.splitlines()
     assert "Finished: evaluation of run" in lines
     [failed] = [line.split() for line in lines if line.startswith("  failed ")]
     assert failed[1:4] == ["8", "of", "8"] and "3 more" in " ".join(failed) and "step_10 on few" in " ".join(failed)
-    assert [line.split()[-2] for line in lines[-3:]] == ["status", "retry", "watch"]
+    assert [line.split()[-2] for line in lines[-3:-1]] == ["status", "retry"]
+    assert lines[-1].split()[-3::2] == ["watch", "datasets.few.limit=2"]
     assert evaluate_checkpoint(context, step_10(context), 1) == 1
     first, reason = capsys.readouterr().out.splitlines()
     assert first == "Failed: evaluation of step_10" and reason.split() == ["few", "the", "engine", "broke"]

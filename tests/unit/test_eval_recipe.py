@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from eval_pipeline.__main__ import main, parse
+from eval_pipeline.commands import with_problems
 from eval_pipeline.config import EvalConfig
 from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.judge import ReferenceAnswer, Verdict
@@ -353,6 +354,15 @@ def test_input_paths_resolve_from_caller_then_repository(
     assert found("nowhere") == tmp_path / "a=b" / "nowhere"
     assert found(str(ROOT)) == ROOT
     assert found("~/nowhere") == Path.home() / "nowhere"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("data/mine/problems.jsonl", "mine"), ("data/mine/sums.jsonl.gz", "sums"), ("/problems.jsonl", "problems")],
+)
+def test_dataset_of_problem_file_is_named_after_it(path: str, name: str) -> None:
+    config = with_problems(load_eval_config("humaneval"), Path(path))
+    assert [*config.datasets] == config.tiers.tier1 == [name]
 
 
 @pytest.mark.parametrize("words", [["run"], ["judge", "--problems", "x", "--answers", "y"]])
