@@ -276,6 +276,9 @@ def test_thresholds_come_from_run_configuration(tmp_path: Path, capsys: pytest.C
 def test_directory_that_is_no_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no run.json" in refused(tmp_path, capsys)
     run_dir = write_run(tmp_path, "a textbook run")
+    (run_dir / "metrics.jsonl").rename(run_dir / "metrics")
+    assert "the run failed before its first step" in refused(run_dir, capsys)
+    (run_dir / "metrics").rename(run_dir / "metrics.jsonl")
     (run_dir / "config.yaml").write_text("- a list")
     assert "not the configuration of a run" in refused(run_dir, capsys)
     with pytest.raises(SystemExit) as left:

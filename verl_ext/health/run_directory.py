@@ -21,7 +21,7 @@ from verl_ext.health.rule import STEP_TIME, Finding, HealthView, Rule
 from verl_ext.health.rules import RULES
 from verl_ext.metrics.heartbeat import silent_for_s
 from verl_ext.metrics.jsonl import METRICS_FILE
-from verl_ext.metrics.run_record import RUN_FILE, load_run, seconds_of
+from verl_ext.metrics.run_record import RUN_FILE, load_run, require_run_files, seconds_of
 from verl_ext.processes import is_alive, pid_namespace
 
 EARLY_STEPS = 100
@@ -59,12 +59,7 @@ class RunDirectory:
         Raises:
             UserError: the path is not a run directory, or a file cannot be read.
         """
-        for name in (RUN_FILE, METRICS_FILE, "config.yaml"):
-            if not (path / name).is_file():
-                raise UserError(
-                    f"{path} has no {name}, so no run has started there; give the directory of a run, such as "
-                    "checkpoints/<project>/<experiment>"
-                )
+        require_run_files(path, METRICS_FILE, "config.yaml")
         run, config = load_run(path / RUN_FILE), read_config(path / "config.yaml")
         history, early = read_history(path, run["attempts"], snapshot_at=EARLY_STEPS)
         try:

@@ -256,6 +256,25 @@ def load_run(path: Path) -> dict[str, Any]:
     return {**_new_run(), **run}
 
 
+def require_run_files(run_dir: Path, *names: str) -> None:
+    """Require `run.json` and files that a run writes after it.
+
+    Raises:
+        UserError: the directory is not that of a run, or a file is missing.
+    """
+    if not (run_dir / RUN_FILE).is_file():
+        raise UserError(
+            f"{run_dir} has no {RUN_FILE}, so no run has started there; give the directory of a run, such as "
+            "checkpoints/<project>/<experiment>"
+        )
+    for name in names:
+        if not (run_dir / name).is_file():
+            raise UserError(
+                f"{run_dir} has no {name}; the run failed before its first step, has not reached it yet, or lost the "
+                "file: see console.log there"
+            )
+
+
 def seconds_of(moment: Any) -> float | None:
     """Convert a time of a run record to seconds since 1970; None if it is missing or not a time."""
     try:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE
-from verl_ext.metrics.run_record import RUN_FILE
+from verl_ext.metrics.run_record import require_run_files
 from verl_ext.monitor.chart_options import ChartStyle, chart_options, unit_text
 from verl_ext.monitor.charts import Chart, charts_for, schedule_points
 from verl_ext.monitor.curves import RunCurves
@@ -76,9 +76,7 @@ def plot_run(run_dir: Path, output: Path, smoothing: float) -> list[Path]:
 
 def read_run(run_dir: Path) -> tuple[RunInfo, RunCurves]:
     """Read one run into a temporary database."""
-    for name in (RUN_FILE, METRICS_FILE):
-        if not (run_dir / name).is_file():
-            raise UserError(f"{run_dir} has no {name}, so no run has started there; give a run directory")
+    require_run_files(run_dir, METRICS_FILE)
     directory = run_dir.resolve()
     with tempfile.TemporaryDirectory(prefix="verl_ext_plot_") as temporary:
         follower = RunFollower(Path(temporary) / "plot.sqlite", directory.parent)
