@@ -82,6 +82,7 @@ def test_object_with_date_is_stored_as_text(tmp_path: Path) -> None:
     ("row", "reason"),
     [
         ({"question": "q"}, "data.prompt_key"),
+        ({"prompt": None}, "'prompt' is null; .*--skip-bad"),
         ({"prompt": " "}, "empty"),
         ({"prompt": 4}, "int.*quotes"),
         ({"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "the assistant's"),

@@ -167,7 +167,13 @@ def test_values_resembling_options_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"), [("num_gpus=8", "gpus=8"), ("hardwere=h100", "hardware=h100"), ("gpu=a100", "hardware=a100")]
+    ("word", "meant"),
+    [
+        ("num_gpus=8", "gpus=8"),
+        ("hardwere=h100", "hardware=h100"),
+        ("gpu=a100", "hardware=a100"),
+        ("gpu=8,64", "gpus=8,64"),
+    ],
 )
 def test_suggests_planner_setting(word: str, meant: str) -> None:
     with pytest.raises(UserError, match=f"did you mean {meant}"):

@@ -66,6 +66,8 @@ class PlanOptions:
         pairs = [word.partition("=") for word in words]
         for key, equals, value in pairs:
             meant = meant_key(key, known) if equals and "." not in key and key not in (*known, *TOP_LEVEL) else None
+            if meant == "hardware" and value[:1].isdigit():
+                meant = "gpus"
             if meant is not None:
                 raise UserError(f"there is no setting '{key}'; did you mean {meant}={value}?")
         own = {key: value for key, equals, value in pairs if equals and key in known}

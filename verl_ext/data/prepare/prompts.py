@@ -75,7 +75,9 @@ def to_prompt_row(row: Row, number: int, notes: Counter[str], *, prompt_key: str
     Raises:
         RowError: there is no prompt, a turn is malformed, or a column has a value of the wrong kind.
     """
-    if row.get(prompt_key) is None:
+    if prompt_key in row and row[prompt_key] is None:
+        raise RowError(f"its column {prompt_key!r} is null")
+    if prompt_key not in row:
         raise RowError(
             f"it has no prompt in a column {prompt_key!r}; its columns are {', '.join(sorted(row))}",
             "name the column with --prompt-key (for GRPO data.prompt_key)",
