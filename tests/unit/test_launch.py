@@ -29,7 +29,7 @@ from verl_ext.launch.__main__ import launch, parse_arguments
 from verl_ext.launch.configure import configure
 from verl_ext.launch.outcome import first_failure
 from verl_ext.launch.preflight import check_components, check_config, check_inputs, check_run_directory, needed_commands
-from verl_ext.launch.run import former_start, is_finished, may_be_longer
+from verl_ext.launch.run import former_start, is_finished, may_be_longer, print_changes
 from verl_ext.launch.show_samples import show_samples
 from verl_ext.launch.torchrun import set_rank_environment, torchrun_options
 from verl_ext.metrics.recorder import verl_backends
@@ -400,19 +400,47 @@ def test_logger_backends_match_verl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "longer"),
+    ("changes", "total_steps", "longer"),
     [
-        ({"optim.lr": 1}, False),
-        ({"trainer.total_epochs": 3}, True),
-        ({"trainer.total_epochs": 1}, False),
-        ({"data.train_batch_size": 8}, True),
-        ({"trainer.total_training_steps": 11}, True),
-        ({"trainer.total_training_steps": 10, "trainer.total_epochs": 9}, False),
+        ({"optim.lr": (0.5, 1.0)}, None, False),
+        ({"trainer.total_epochs": (2, 3)}, None, True),
+        ({"trainer.total_epochs": (2, 1)}, None, False),
+        ({"trainer.total_epochs": ("damaged", 1)}, None, True),
+        ({"data.train_batch_size": (4, 8)}, None, True),
+        ({"trainer.total_training_steps": (None, 11)}, 11, True),
+        ({"trainer.total_training_steps": (None, 10), "trainer.total_epochs": (2, 9)}, 10, False),
     ],
 )
-def test_detects_settings_that_add_steps_to_finished_run(changes: dict[str, int], longer: bool) -> None:
-    former = {"trainer.total_epochs": 2, "trainer.total_training_steps": None}
-    assert may_be_longer(changes.keys(), former, {**former, **changes}, steps_done=10) == longer
+def test_detects_settings_that_add_steps_to_finished_run(
+    changes: dict[str, tuple[Any, Any]], total_steps: int | None, longer: bool
+) -> None:
+    assert may_be_longer(changes, total_steps, steps_done=10) == longer
+
+
+def test_resumed_run_names_changed_settings(
+    quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+
+    def printed(*words: str) -> str:
+        capsys.readouterr()
+        print_changes(configure(parse_arguments([*launch_arguments(quickstart, run_dir), *words])))
+        return capsys.readouterr().out
+
+    assert printed("optim.lr=0.5") == ""
+    former = configure(parse_arguments([*launch_arguments(quickstart, run_dir), "optim.lr=0.25"]))
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "config.yaml").write_text(json.dumps(as_dict(former)))
+    assert printed("optim.lr=0.5") == "", "it starts at step 0"
+    save(run_dir, 2)
+    assert printed("optim.lr=0.25", "trainer.preemption.grace_s=9") == ""
+    assert printed("optim.lr=0.5") == "The run continues with other settings: optim.lr from 0.25 to 0.5.\n"
+    others = "optim.clip_grad=2", "data.train_batch_size=2", "optim.weight_decay=0.5"
+    assert "and 1 more" in printed("optim.lr=0.5", *others)
+    (run_dir / "config.yaml").write_text("[damaged")
+    assert printed("optim.lr=0.5") == ""
+    (run_dir / "config.yaml").unlink()
+    assert printed("optim.lr=0.5") == ""
 
 
 def test_resumed_run_keeps_first_start_of_its_checkpoint(quickstart: Path, tmp_path: Path) -> None:
@@ -448,11 +476,6 @@ def test_resumed_run_keeps_precision_of_its_checkpoint(quickstart: Path, tmp_pat
     assert recorded() == "fp32", "a run of an earlier version"
     (run_dir / "run.json").write_text("damaged")
     assert recorded() == "fp32"
-
-
-def test_finished_run_with_damaged_epochs_may_be_extended() -> None:
-    former: dict[str, object] = {"trainer.total_epochs": "x", "trainer.total_training_steps": None}
-    assert may_be_longer({"trainer.total_epochs"}, former, {**former, "trainer.total_epochs": 1}, steps_done=10)
 
 
 def test_finished_run_of_earlier_release_may_have_extra_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from datetime import datetime
@@ -80,6 +80,7 @@ def run_to_the_end(
         name = "launcher" if leads else f"launcher of node {os.environ['NODE_RANK']}"
         with recording_console(run_dir, name):
             print_start(config)
+            print_changes(config)
             with heartbeat, launch.recording_refusal(), hold_model(config), watching(config, leads, signals) as watcher:
                 code = report(launch.run(restarts, first_pause_s), config, launch.record)
                 return code if code or watcher is None else watcher.finish(signals)
@@ -243,6 +244,40 @@ def print_start(config: RunConfig) -> None:
     )
 
 
+def print_changes(config: RunConfig) -> None:
+    """Name the settings that a resumed run changes; a forgotten override would change one silently."""
+    checkpoint = resume_candidate(config)
+    if checkpoint is None or checkpoint.parent != config.trainer.run_dir:
+        return
+    try:
+        changes = changed_settings(config)
+    except UserError:  # a damaged config.yaml is replaced
+        return
+    if changes:
+        print_line(f"The run continues with other settings: {list_changes(changes)}.")
+
+
+def changed_settings(config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the former and the new value of each setting that differs from the run's `config.yaml`, by dotted key.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    former, now = flat(read_config(config.trainer.run_dir / "config.yaml")), flat(config)
+    return {
+        key: (former[key], now[key])
+        for key in sorted(now.keys() & former.keys())
+        if now[key] != former[key] and not key.startswith(MAY_DIFFER)
+    }
+
+
+def list_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return the first changes as text."""
+    shown = [f"{key} from {former} to {now}" for key, (former, now) in [*changes.items()][:MOST_SHOWN]]
+    rest = len(changes) - len(shown)
+    return ", ".join(shown) + (f", and {rest} more" if rest else "")
+
+
 # A run that is already finished
 
 
@@ -276,24 +311,29 @@ def refuse_other_settings(config: RunConfig, record: RunRecord) -> None:
     path = config.trainer.run_dir / "config.yaml"
     if not has_finished(config, record) or not path.is_file():
         return
-    former, now = flat(read_config(path)), flat(config)
-    changed = {key for key in now.keys() & former.keys() if now[key] != former[key] and not key.startswith(MAY_DIFFER)}
-    if not changed or may_be_longer(changed, former, now, record.read()["total_steps"] or 0):
+    changes = changed_settings(config)
+    if not changes or may_be_longer(changes, config.trainer.total_training_steps, record.read()["total_steps"] or 0):
         return
-    shown = ", ".join(f"{key} from {former[key]} to {now[key]}" for key in sorted(changed)[:MOST_SHOWN])
     raise UserError(
-        f"{typed_path(path.parent)} is finished, and this command changes {shown}; set trainer.experiment_name to a "
-        "new name to train with these settings, or raise trainer.total_training_steps to train this run longer"
+        f"{typed_path(path.parent)} is finished, and this command changes {list_changes(changes)}; set "
+        "trainer.experiment_name to a new name to train with these settings, or raise trainer.total_training_steps to "
+        "train this run longer"
     )
 
 
-def may_be_longer(changed: Collection[str], former: Mapping[str, Any], now: Mapping[str, Any], steps_done: int) -> bool:
-    """Whether the changed keys may add steps to a finished run; `former` and `now` are values by dotted key."""
-    steps, epochs = now["trainer.total_training_steps"], "trainer.total_epochs"
-    if steps is not None:
-        return steps > steps_done
-    longer = not isinstance(former.get(epochs), int) or now[epochs] > former[epochs]
-    return longer or any(key.startswith(("data.train", "data.datasets")) for key in changed)
+def may_be_longer(changes: Mapping[str, tuple[Any, Any]], total_steps: int | None, steps_done: int) -> bool:
+    """Whether a finished run may get more steps.
+
+    Args:
+        changes: see `changed_settings`.
+        total_steps: `trainer.total_training_steps` of the new configuration.
+        steps_done: steps of the finished run.
+    """
+    if total_steps is not None:
+        return total_steps > steps_done
+    former, now = changes.get("trainer.total_epochs", (0, 0))
+    longer = not isinstance(former, int) or now > former
+    return longer or any(key.startswith(("data.train", "data.datasets")) for key in changes)
 
 
 def tidy_finished_run(run_dir: Path) -> None:
