@@ -26,13 +26,16 @@ from tests.helpers.monitor import (
 from verl_ext.metrics.jsonl import read_metrics
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, WebSocketRoute
 
 ON_THE_PAGE = ["Loss", "Perplexity"]
 IN_THE_FOLD = [
     *("Gradient norm", "Learning rate and its schedule", "Evaluation loss", "Training speed", "Token throughput"),
     *("Step time", "Time by part", "Memory and disk"),
 ]
+LOSS_CHART = """getElement(document.querySelector('[data-testid="chart Loss"]').id.slice(1)).chart"""
+ZOOM = f"ends => {LOSS_CHART}.dispatchAction({{type: 'dataZoom', startValue: ends[0], endValue: ends[1]}})"
+WINDOW = f"() => (({{startValue, endValue}}) => [startValue, endValue])({LOSS_CHART}.getOption().dataZoom[0])"
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,43 @@ def test_wheel_zooms_and_double_click_resets(page: Page, address: str) -> None:
     until_passes(lambda: assert_steps(page, range(2, 10)))  # the window and its neighbors
     chart.dblclick()
     until_passes(lambda: assert_steps(page, range(1, 11)))
+
+
+def test_late_points_leave_the_visible_part_as_it_is(page: Page, address: str) -> None:
+    """The points of a first zoom arrive after a second one."""
+    late: list[str | bytes] | None = None
+
+    def connect(socket: WebSocketRoute) -> None:
+        server = socket.connect_to_server()
+        server.on_message(lambda message: socket.send(message) if late is None else late.append(message))
+        socket.on_message(server.send)
+        sockets.append(socket)
+
+    sockets: list[WebSocketRoute] = []
+    page.route_web_socket(re.compile("/socket.io/"), connect)
+    page.goto(f"{address}?run=project%2Frestarted&smoothing=0")
+    until_passes(lambda: assert_steps(page, range(1, 11)))
+    page.wait_for_function("() => window.socket?.connected")
+    late = []
+    page.evaluate(ZOOM, [3, 8])
+
+    def assert_answered() -> None:
+        assert page.evaluate(WINDOW) == [3, 8] and any("startValue" in str(message) for message in late or ())
+
+    until_passes(assert_answered)
+    page.evaluate(ZOOM, [5, 6])
+    for message in late:
+        sockets[-1].send(message)
+    until_passes(lambda: assert_steps(page, range(2, 10)))
+    assert page.evaluate(WINDOW) == [5, 6]
+
+
+def test_table_of_runs_loads_library_of_charts(page: Page) -> None:
+    wait_for_text(page, "runs", "project/restarted")
+    page.wait_for_function("""() => {
+      const modules = JSON.parse(document.querySelector('script[type="importmap"]').textContent).imports;
+      return performance.getEntriesByType('resource').some(each => each.name.endsWith(modules['nicegui-echart']));
+    }""")
 
 
 def loss_places(page: Page) -> list[float]:

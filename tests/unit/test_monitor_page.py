@@ -189,7 +189,7 @@ def test_chart_is_redrawn_only_when_changed(root: Path, follower: RunFollower, m
 
     def chart_options(curves: object, chart: charts.Chart, *style: Any) -> dict[str, Any]:
         drawn.append(chart.name)
-        return {"grid": {"bottom": 0}}
+        return {"grid": {"bottom": 0}, "xAxis": {"name": "step"}, "dataZoom": [{}]}
 
     monkeypatch.setattr("verl_ext.monitor.panels.chart_options", chart_options)
 

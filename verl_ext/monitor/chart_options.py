@@ -126,9 +126,8 @@ def _curve_options(
 ) -> dict[str, Any]:
     options = _options(series, labels, style, unit_text(unit, style.language))
     low, high = (float(min(ends)), float(max(ends))) if ends else (0.0, 1.0)
-    window = style.window or (low, high)
     options["xAxis"] |= {"name": style.say(AXIS_NAMES[style.axis]), "min": low, "max": high}
-    options["dataZoom"][0] |= {"startValue": window[0], "endValue": window[1]}
+    options["dataZoom"][0] |= {"startValue": low, "endValue": high}
     if style.log_scale and all(value > 0 for line in series for _, value in line["data"]):
         options["yAxis"]["type"] = "log"
     return options

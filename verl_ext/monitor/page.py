@@ -53,6 +53,10 @@ WRAP_STYLE = """body { overflow-wrap: anywhere } .q-table { overflow-wrap: norma
 .q-field:not([class*="min-w-"]), .q-table__container { min-width: 0 }"""
 """Long names wrap instead of making the page wider than a phone; tables scroll by themselves."""
 SET_LANGUAGE = "document.documentElement.lang = '{}'"
+LOAD_CHARTS = "<script type='module' async>import 'nicegui-echart'</script>"
+"""Loads ECharts beside the other scripts; otherwise the browser loads it after them."""
+LOAD_CHARTS_LATER = "<script>addEventListener('load', () => import('nicegui-echart'))</script>"
+"""Loads ECharts for the run that the visitor opens next, once the page is complete."""
 
 
 class MonitorPage:
@@ -74,6 +78,8 @@ class MonitorPage:
         )
         self._box = ui.column().classes("w-full max-w-screen-2xl mx-auto p-2")
         self._build()
+        has_charts = isinstance(self._panel, (TrainingPanel, EvaluationTab, ComparePanel))
+        ui.add_head_html(LOAD_CHARTS if has_charts else LOAD_CHARTS_LATER)
         ui.timer(UPDATE_S, self.update_status)
 
     @property

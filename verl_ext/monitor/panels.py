@@ -49,8 +49,16 @@ GRID = "w-full grid grid-cols-1 lg:grid-cols-2 gap-4"
 DEFAULT_RATES = ("accepted_at_1", "exec_success_rate")
 ZOOM_S = 0.1
 """Seconds between two reads of finer points while a visitor zooms."""
+KEEP_WINDOW = """((chart, zoom, axis) => {
+  const drawn = chart.getOption(), own = drawn?.dataZoom?.[0];
+  const keep = drawn?.xAxis?.[0].name === axis && own.end - own.start < 99.9999;
+  return [keep ? {...zoom, startValue: own.startValue, endValue: own.endValue} : zoom];
+})"""
+"""The browser knows the visible part of a chart before the server does, so new points leave it as it is."""
 PLOT_PX = 240
 """Height of a chart without what is below its plot."""
+RAW = {"__v_skip": True}
+"""Vue's mark of an object without proxies; a proxy around every point makes ECharts take twice as long."""
 DEFAULT_METRICS = ("train/loss",)
 MAX_SHOWN_CHARACTERS = 80
 """Maximum length of a value in a table."""
@@ -102,7 +110,7 @@ class Panel:
 
     def style_of(self, name: str, card: ChartCard | None) -> ChartStyle:
         """Return the style of a chart with its own scale and window; `card` is None if it is not drawn yet."""
-        window = card.window if card is not None and card.axis == self.state.axis else None
+        window = card.window_on(self.state.axis) if card is not None else None
         return replace(self.style(), log_scale=name in self.state.log_charts, window=window)
 
     def toggle_log(self, name: str) -> None:
@@ -139,13 +147,13 @@ class ChartCard:
 
     Attributes:
         shown: the data that the owner has drawn.
-        window: the visible part of the x-axis, in the unit of `axis`; None for all.
+        window: the visible part of the x-axis as the browser has sent it; None for all.
     """
 
     def __init__(self, title: str, hint: str, name: str, panel: Panel | None = None, scale_name: str = "") -> None:
         self.shown: object = None
         self.window: tuple[float, float] | None = None
-        self.axis = ""
+        self._axis = "" if panel is None else panel.state.axis
         self._panel = panel
         with ui.card().classes("w-full p-3 gap-1").props("flat bordered") as self.card:
             with ui.row().classes("w-full items-center gap-1 no-wrap"):
@@ -163,12 +171,22 @@ class ChartCard:
                     self._log = tag(button.props("dense flat unelevated no-caps size=sm"), f"log {name}")
             self._chart = tag(ui.echart({}).classes("w-full"), f"chart {name}")
         if panel is not None:
-            chart = f"getElement({self._chart.id}).chart"
-            reset = f"{chart}.dispatchAction({{type: 'dataZoom', start: 0, end: 100}})"
+            reset = f"{self._model}.dispatchAction({{type: 'dataZoom', start: 0, end: 100}})"
             self._chart.on("dblclick", js_handler=f"() => {reset}")
-            window = f"{chart}.getOption().dataZoom[0]"
+            window = f"{self._model}.getOption().dataZoom[0]"
             emit = f"() => emit({window}.startValue, {window}.endValue)"
             self._chart.on("chart:datazoom", self._zoom, js_handler=emit, throttle=ZOOM_S)
+
+    @property
+    def _model(self) -> str:
+        """The chart in the browser, as an expression."""
+        return f"getElement({self._chart.id}).chart"
+
+    def window_on(self, axis: str) -> tuple[float, float] | None:
+        """Return the visible part of an x-axis; another axis shows all."""
+        if axis != self._axis:
+            self.window, self._axis = None, axis
+        return self.window
 
     def _zoom(self, event: GenericEventArguments) -> None:
         """Set the window to what the visitor chose; the owner draws it."""
@@ -178,17 +196,19 @@ class ChartCard:
         is_all = low <= ends["min"] + margin and high >= ends["max"] - margin
         window = None if is_all or not low < high else (low, high)
         if self._panel is not None and window != self.window:
-            self.window, self.axis = window, self._panel.state.axis
+            self.window = window
             self._panel.redraw()
 
     def draw(self, options: dict[str, Any], log_scale: bool = False) -> None:
         """Redraw the chart with new options; the card grows with the legend."""
+        self._chart.style(f"height: {PLOT_PX + options['grid']['bottom']}px")
+        self._chart.options.clear()
+        self._chart.options.update({**options, **RAW})
         if self._panel is not None:
             self._note.set_visibility(log_scale and options["yAxis"]["type"] != "log")
             self._log.props["flat"] = not log_scale
-        self._chart.style(f"height: {PLOT_PX + options['grid']['bottom']}px")
-        self._chart.options.clear()
-        self._chart.options.update(options)
+            [zoom], axis = options["dataZoom"], options["xAxis"]["name"]
+            self._chart.options[":dataZoom"] = f"{KEEP_WINDOW}({self._model}, {json.dumps(zoom)}, {json.dumps(axis)})"
         self._chart.update()
 
 
