@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from verl_ext.errors import UserError
 from verl_ext.health.config import HealthLimits
-from verl_ext.health.context import RunContext
+from verl_ext.health.context import LRSchedule, RunContext, configured_at
 from verl_ext.health.history import MetricHistory
 from verl_ext.health.rule import Finding, HealthView, Level
 from verl_ext.health.rules import RULES
@@ -130,6 +131,19 @@ def test_overfitting_names_checkpoint_to_use() -> None:
             history.add(step, {"val/loss": {10: 1.2, 20: 1.0, 30: 1.2, 40: 1.4}[step]})
     found = found_by("overfitting", history, RunContext("sft", 100, checkpoints=lambda: [15, 30, 40]))
     assert found.level == Level.WARNING and found.message.endswith("the checkpoint to use is global_step_15")
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 20])
+def test_changed_schedule_applies_from_step_of_its_attempt(num_steps: int) -> None:
+    history = MetricHistory()
+    for step in range(1, 21 + num_steps):
+        history.add(step, {"train/lr(1e-3)": 1.0 if step <= 20 else 0.5})
+    context = RunContext("sft", 100, LRSchedule(5e-4, "constant", 0, 100))
+    assert found_by("lr_schedule", history, context).level == (Level.OK if num_steps == 20 else Level.WARNING)
+    attempts = [{"first_step": 0}, {"first_step": 20, "config_changes": {"optim.lr": [1e-3, 5e-4]}}]
+    attempts += [{"first_step": 21, "config_changes": {}}, {"first_step": None}]
+    found = BY_NAME["lr_schedule"].run(view_of(history, replace(context, configured_at=configured_at(attempts))))
+    assert found is None if num_steps < 3 else found is not None and found.level == Level.OK
 
 
 def test_overfitting_reports_best_value_of_latest_validation_once() -> None:

@@ -194,7 +194,8 @@ def share_of_large_norms(view: HealthView) -> tuple[float, int, float] | None:
 
 def lr_schedule(view: HealthView) -> CheckResult | None:
     """A warning if the learning rate differs from the schedule at three steps."""
-    points, schedule = view.series("train/lr(1e-3)").points(NUM_LEARNING_RATES), view.context.schedule
+    latest, schedule = view.series("train/lr(1e-3)").points(NUM_LEARNING_RATES), view.context.schedule
+    points = [(step, value) for step, value in latest if step > view.context.configured_at]
     if schedule is None or len(points) < 3:
         return None
     counter = view.series("train/skipped_steps")

@@ -119,6 +119,7 @@ class RunContext:
         checkpoints: returns the steps of the complete checkpoints.
         untrained_loss: nat/token of random guessing, for a run that started from untrained weights; None for one that
             started from pretrained weights.
+        configured_at: step from which the run has had its present configuration.
     """
 
     stage: str
@@ -129,6 +130,7 @@ class RunContext:
     samples_per_step: int | None = None
     checkpoints: Callable[[], Sequence[int]] = tuple
     untrained_loss: float | None = None
+    configured_at: int = 0
 
     @classmethod
     def of(
@@ -150,7 +152,14 @@ class RunContext:
             samples_per_step=data["train_batch_size"] * config["rollout"]["n"] if is_grpo else None,
             checkpoints=partial(committed_steps, run_dir),
             untrained_loss=run["untrained_loss"],
+            configured_at=configured_at(run["attempts"]),
         )
+
+
+def configured_at(attempts: Sequence[Mapping[str, Any]]) -> int:
+    """Return the step from which the last attempt that changed the configuration started; 0 if none did."""
+    changed = [each.get("first_step") or 0 for each in attempts if each.get("config_changes")]
+    return changed[-1] if changed else 0
 
 
 def read_config(path: Path) -> dict[str, Any]:
