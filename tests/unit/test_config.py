@@ -224,12 +224,12 @@ def test_data_and_model_are_checked_before_torchrun(quickstart: Path, tmp_path: 
     (tmp_path / "config.json").write_text("{")
     for override, names in {
         "data.train_files=/nowhere.parquet": "is not a file",
-        f"data.train_files={tmp_path}": "is not a file",
+        f"data.train_files={tmp_path}": "names the directory",
         "data.train_files=s3://bucket/x.parquet": "names the remote file",
         f"data.train_files={broken}": "not a readable parquet file.*prepare it again",
         f"data.train_files={tmp_path}/chats.txt": r"not a readable parquet file.*\.parquet, \.jsonl",
-        "data.multiturn.messages_key=chat": "no column 'chat'.*its columns are messages",
-        "data.multiturn.enable=false": "no column 'question'",
+        "data.multiturn.messages_key=chat": "no column 'chat'.*its columns are messages.*enable=false",
+        "data.multiturn.enable=false": "no column 'question'.*; set data.prompt_key to one of them",
         "data.train_batch_size=501": "fewer than one global batch of 501; set data.train_batch_size=496$",
         "data.train_files=[]": "is empty",
     }.items():

@@ -33,6 +33,11 @@ ORIGIN_KEY = "converted_from"
 """Column of converted data files with the source file and row, for messages."""
 PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 """Name of the column to which pandas writes an unnamed index."""
+OTHER_COLUMNS = (
+    "set data.multiturn.messages_key to one of them, or, for a column of prompts and one of responses, "
+    "data.multiturn.enable=false, data.prompt_key and data.response_key"
+)
+"""What to set if a file of chats lacks their column."""
 
 
 class SampleDataset(MapDataset):
@@ -150,6 +155,8 @@ def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
     """
     if re.match(r"[A-Za-z0-9]+:/", str(path)):  # Path collapses the two slashes of a URL
         raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
+    if path.is_dir():
+        raise UserError(f"data.{key} names the directory {path.absolute()}; name the files in it")
     if not path.is_file():
         raise UserError(
             f"data.{key} names {path.absolute()}, which is not a file; create it, or set data.{key} to your data "
@@ -159,7 +166,8 @@ def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
     known = metadata.schema.to_arrow_schema().names
     for setting, column in columns.items():
         if column not in known:
-            raise UserError(f"{path} has no column '{column}' ({setting}); its columns are {', '.join(known)}")
+            fix = OTHER_COLUMNS if setting == "data.multiturn.messages_key" else f"set {setting} to one of them"
+            raise UserError(f"{path} has no column '{column}' ({setting}); its columns are {', '.join(known)}; {fix}")
     return int(metadata.num_rows)
 
 
