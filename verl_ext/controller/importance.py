@@ -12,7 +12,7 @@ from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_summary, progress_bar
 from verl_ext.controller.calibrate import load_inputs, model_parser
 from verl_ext.errors import UserError
-from verl_ext.files import parse_json
+from verl_ext.files import parse_json, replace_file
 
 if TYPE_CHECKING:
     from verl_ext.controller.adapters import VLMAdapter
@@ -63,7 +63,7 @@ def save_importance(path: Path, scores: Mapping[int, float], adapter: VLMAdapter
 
     model, num_blocks = fingerprint(adapter.model), len(adapter.blocks)
     content = {"model": model, "num_blocks": num_blocks, SCORE_KEYS[0]: dict(scores)}
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    replace_file(path, [json.dumps(content, indent=2) + "\n"])
 
 
 def load_importance(file: str | Path, adapter: VLMAdapter) -> dict[int, float]:
