@@ -15,6 +15,7 @@ from verl_ext.monitor.chart_options import ChartStyle, chart_options, rates_opti
 from verl_ext.monitor.charts import CHARTS, charts_for, metric_hint, short_labels, unit_of
 from verl_ext.monitor.curves import (
     MAX_POINTS,
+    MAX_SEGMENTS,
     CurveEnvelope,
     RunCurves,
     ema,
@@ -46,12 +47,12 @@ def test_downsampling_keeps_peaks(at_once: int) -> None:
         part = values[start : start + at_once]
         envelope.add(np.arange(start, start + len(part), dtype=float), part)
     x, drawn = envelope.points()
-    assert MAX_POINTS // 4 <= len(x) <= MAX_POINTS and (np.diff(x) >= 0).all()
+    assert MAX_SEGMENTS <= len(x) <= 2 * (MAX_SEGMENTS + 1) and (np.diff(x) >= 0).all()
     assert drawn.max() == 50.0 and x[drawn.argmax()] == count // 3
     assert drawn.min() == -60.0 and x[drawn.argmin()] == count // 2
     assert envelope.num_points == count and x[-1] >= count - count / 500
     middle, means = envelope.means()
-    assert len(middle) <= MAX_POINTS // 2 + 1 and abs(means.mean()) < 0.05  # of noise, nothing is left
+    assert len(middle) <= MAX_SEGMENTS + 1 and abs(means.mean()) < 0.05  # of noise, nothing is left
 
 
 def test_non_finite_values_are_not_drawn() -> None:

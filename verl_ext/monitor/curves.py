@@ -24,6 +24,8 @@ from verl_ext.metrics.jsonl import MetricsRow
 
 MAX_POINTS = 4000
 """Maximum number of points of a curve."""
+MAX_SEGMENTS = 1000
+"""Maximum number of segments of a longer curve, each with two points: about one per pixel of a chart."""
 RECENT_STEPS = 50
 """Number of recent steps that predict the time left; earlier ones may have run on another machine."""
 MIN_SMOOTHED_POINTS = 30
@@ -59,8 +61,8 @@ class CurveEnvelope:
         points = finite_points(x, y)
         self.pending = np.concatenate([self.pending, points]) if len(self.pending) else points
         while len(self.pending):
-            free = (MAX_POINTS if self.size == 1 else MAX_POINTS // 2) - len(self.segments)
-            if free == 0:  # every limit is even, so segments pair up
+            free = (MAX_POINTS if self.size == 1 else MAX_SEGMENTS) - len(self.segments)
+            if free <= 0:  # every limit is even, so segments pair up
                 self.segments, self.size = _merge(self.segments[::2], self.segments[1::2]), 2 * self.size
                 continue
             count = min(len(self.pending) // self.size, free)
