@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from tests.helpers.models import write_family
 from tests.helpers.trainer import loss_and_gradients, make_trainer, small_config
 from verl_ext.data.batching import MicroBatch, MicroBatchCollator, pack, packed_arguments
 from verl_ext.errors import UserError
-from verl_ext.trainer import packed_attention
+from verl_ext.trainer import fused_cross_entropy, packed_attention
 from verl_ext.trainer.config import CHUNK_ELEMENTS, chunk_tokens
 from verl_ext.trainer.fsdp import layer_classes
 from verl_ext.trainer.fused_cross_entropy import FusedLinearCrossEntropy, fused_loss_error, install_fused_loss
@@ -98,6 +99,26 @@ def test_frozen_head_gets_no_weight_gradient() -> None:
     assert head.weight.grad is None and hidden.grad.abs().sum() > 0
     with torch.no_grad(), head.computing_loss(torch.tensor([0]), torch.tensor([5])):
         assert not head(hidden).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_one_chunk_exist_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = FusedLinearCrossEntropy(nn.Linear(16, 64, bias=False, dtype=dtype))
+    hidden = torch.randn(1, 4 * 128, 16, dtype=dtype, requires_grad=True)
+    positions, logits = torch.arange(4 * 128), list[weakref.ref[torch.Tensor]]()
+
+    def gradients(chunk: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert all(each() is None for each in logits)
+        loss, of_logits, sums = computed(chunk, labels)
+        logits.append(weakref.ref(of_logits))
+        return loss, of_logits, sums
+
+    computed = layer._logit_gradients
+    monkeypatch.setattr(layer, "_logit_gradients", gradients)
+    monkeypatch.setattr(fused_cross_entropy, "chunk_tokens", lambda vocab, on_gpu: 128)
+    with layer.computing_loss(positions, positions % 64):
+        layer(hidden).backward()
+    assert len(logits) == 4 and hidden.grad is not None
 
 
 def test_fused_head_shares_weights_and_names_of_model() -> None:

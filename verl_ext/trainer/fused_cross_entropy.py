@@ -129,6 +129,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             total += loss
             if any(needed):
                 grads.add(hidden[part], weight, of_logits, sums, part)
+            del of_logits  # otherwise it would occupy memory until the next chunk is computed
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(grads.of_hidden, grads.of_weight, grads.of_bias)
         return total
