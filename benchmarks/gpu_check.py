@@ -37,7 +37,6 @@ LOG_LINES = 60
 COMPILED = "model.compile=true"
 LORA = "model.lora_rank=16"
 NARROW = "model.fsdp_config.model_dtype=bf16"
-GATHERED = "model.fsdp_config.keep_gathered=true"
 LOOP = "optim.override_optimizer_config={fused: false}"
 WITH_EXPORT = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 STAND_INS = {"ray": "class ObjectRef:\n    pass\n", "qwen_vl_utils": "fetch_image = fetch_video = None\n"}
@@ -121,7 +120,7 @@ def parts_of(tiny: bool) -> list[GPUCheckPart]:
     ]
     compiled = [speed_part(shape, "compiled", COMPILED, limit_s=150) for shape in ("1.5b", "3b", "7b")]
     narrow = [speed_part(shape, "compiled, bf16 weights", COMPILED, NARROW, limit_s=150) for shape in ("3b", "7b")]
-    lora = speed_part("7b", "LoRA, compiled", LORA, COMPILED, GATHERED, limit_s=300)
+    lora = speed_part("7b", "LoRA, compiled", LORA, COMPILED, limit_s=300)
     return [*correctness, speed_part("1.5b"), *factors, save_part("1.5b"), *compiled, *narrow, lora]
 
 

@@ -29,10 +29,11 @@ from verl_ext.data.batching import TokenBatch
 from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.files import GIB, free_bytes
 from verl_ext.model_files import save_tokenizer
-from verl_ext.plan.model_shape import ModelShape, shape_of
+from verl_ext.plan.model_shape import ModelShape, empty_model, shape_of
 from verl_ext.plan.planner import RunPlan, make_plan
 from verl_ext.plan.step_time import HARDWARE, Cluster, Hardware
 from verl_ext.plan.workload import DataLengths
+from verl_ext.trainer.config import ModelConfig
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import SFTConfig
 
@@ -92,10 +93,10 @@ class StepShape:
         """Tokens of a sample."""
         return self.row // SAMPLES_OF_ROW
 
-    @property
-    def dimensions(self) -> ModelShape:
-        """The model's shape, the input of the plan."""
-        return shape_of(Qwen2Config(**self.model))
+    def dimensions(self, settings: ModelConfig | None = None) -> ModelShape:
+        """The model's shape, the input of the plan, with the LoRA adapters of `settings`."""
+        config = Qwen2Config(**self.model)
+        return shape_of(config, empty_model(config, settings))
 
 
 SHAPES = {
@@ -139,7 +140,7 @@ def report(settings: GPUCheckSettings, trainer: SFTTrainer, shape: StepShape, ti
         shape: shape of its model.
         times: seconds of each step.
     """
-    config, hardware, model = trainer.config, hardware_here(), shape.dimensions
+    config, hardware, model = trainer.config, hardware_here(), shape.dimensions()
     assert isinstance(config, SFTConfig)
     kept, tokens = times[WARM_UP:], shape.samples * settings.num_gpus * shape.length
     rate = tokens / statistics.median(kept)
@@ -156,14 +157,10 @@ def report(settings: GPUCheckSettings, trainer: SFTTrainer, shape: StepShape, ti
         settings.add_row(what, 100 * dense / peak, "%")
         settings.add_row(f"{what} and attention", 100 * (dense + attention) / peak, "%")
     allocated = torch.cuda.max_memory_allocated() if trainer.device_name == "cuda" else None
-    if by_lora:
-        settings.skip("the plan has no formulas for LoRA, so no memory is predicted")
-    else:
-        predicted = plan_of(config, shape).memory.peak_bytes
-        settings.add_row("peak memory by the plan", predicted / GIB, "GiB")
-        if allocated is not None:
-            settings.add_row("plan over allocated memory", predicted / allocated)
+    predicted = plan_of(config, shape).memory.peak_bytes
+    settings.add_row("peak memory by the plan", predicted / GIB, "GiB")
     if allocated is not None:
+        settings.add_row("plan over allocated memory", predicted / allocated)
         settings.add_row("peak of allocated memory", allocated / GIB, "GiB")
         settings.add_row("peak of reserved memory", torch.cuda.max_memory_reserved() / GIB, "GiB")
 
@@ -198,7 +195,7 @@ def trainer_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) 
     """
     join_ranks()
     shape, config = SHAPES[name], config_of(settings, name, overrides)
-    if is_planned(config):
+    if torch.cuda.is_available():
         tried = [config_of(settings, name, [*overrides, *layout]) for layout in (*LAYOUTS, (CHECKPOINTING,))]
         config = next((each for each in tried if not why_not(each, shape)), config)
     reason = on_rank_zero(lambda: why_not(config, shape) or no_room(settings, name))
@@ -216,17 +213,12 @@ def trainer_of(settings: GPUCheckSettings, name: str, overrides: Sequence[str]) 
 
 
 def why_not(config: SFTConfig, shape: StepShape) -> str:
-    """Why a shape does not fit according to the plan; empty if it fits, for LoRA, and on the CPU."""
-    if not is_planned(config):
+    """Why a shape does not fit according to the plan; empty if it fits, and on the CPU."""
+    if not torch.cuda.is_available():
         return ""
     needed = plan_of(config, shape).memory.peak_bytes / GIB
     room = ROOM * torch.cuda.get_device_properties(0).total_memory / GIB
     return "" if needed <= room else f"the plan predicts {needed:.0f} GiB, and {room:.0f} GiB of the GPU are used"
-
-
-def is_planned(config: SFTConfig) -> bool:
-    """Whether the plan decides how a shape is run: on GPUs, except for LoRA, for which it has no formulas."""
-    return torch.cuda.is_available() and not config.model.uses_lora
 
 
 def gathering(trainer: SFTTrainer) -> str:
@@ -238,7 +230,7 @@ def plan_of(config: SFTConfig, shape: StepShape) -> RunPlan:
     """The plan of a configuration on these GPUs; all samples have the largest length."""
     num_gpus = dist.get_world_size()
     cluster = Cluster(hardware_here(), num_gpus, num_gpus)
-    return make_plan(config, shape.dimensions, cluster, DataLengths(are_equal=True))
+    return make_plan(config, shape.dimensions(config.model), cluster, DataLengths(are_equal=True))
 
 
 def hardware_here() -> Hardware:
@@ -253,7 +245,7 @@ def hardware_here() -> Hardware:
 
 def no_room(settings: GPUCheckSettings, name: str) -> str:
     """Why the disk has no room for a shape's weights; empty if it has room."""
-    directory, needed = directory_of(settings, name), 1.2 * 2 * SHAPES[name].dimensions.numel
+    directory, needed = directory_of(settings, name), 1.2 * 2 * SHAPES[name].dimensions().numel
     free = free_bytes(directory.parent)
     if directory.exists() or free > needed:
         return ""

@@ -60,6 +60,7 @@ CHECKPOINTING = ("model.enable_gradient_checkpointing=true",)
 BF16 = ("model.mixed_precision=bf16",)
 PACKED = ("data.packing=true", "model.fused_loss=true")
 GATHERED = ("model.fsdp_config.keep_gathered=true",)
+LORA = ("model.lora_rank=16",)
 WIDE = qwen2_size(768, 2048, 8, 12, 32000)
 SETTINGS = {
     "two ranks": PlanSetting(2, 512, 4, WIDE),
@@ -78,6 +79,11 @@ SETTINGS = {
     "two ranks, packed, fused loss": PlanSetting(2, 512, 4, WIDE, overrides=PACKED),
     "two ranks, packed, fused, checkpointing, two micro-batches, weights stay gathered": PlanSetting(
         2, 512, 4, WIDE, 2, overrides=(*PACKED, "data.max_tokens_per_gpu=2048", *CHECKPOINTING, *GATHERED)
+    ),
+    "two ranks, LoRA": PlanSetting(2, 512, 4, WIDE, overrides=LORA),
+    "two ranks, LoRA, packed, fused": PlanSetting(2, 512, 4, WIDE, overrides=(*LORA, *PACKED)),
+    "one rank, LoRA, checkpointing, weights stay gathered": PlanSetting(
+        1, 512, 4, WIDE, 2, overrides=(*LORA, *CHECKPOINTING, *GATHERED)
     ),
     "two ranks, small vocabulary": PlanSetting(2, 512, 2, qwen2_size(1024, 2816, 10, 16, 4096), micro_batches=2),
 }

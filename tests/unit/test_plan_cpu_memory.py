@@ -182,7 +182,7 @@ def test_failing_formulas_end_no_run(
 
 def test_runs_without_plan_are_not_checked(free: Any, capsys: pytest.CaptureFixture[str]) -> None:
     free(0)
-    for change in ("model.lora_rank=8", "optim.optimizer=SGD"):
+    for change in ("actor.use_kl_loss=true", "optim.optimizer=SGD"):
         assert not told(capsys, load_config("grpo", [*REASONING, change]), prompts(208))
     assert not told(capsys, load_config("sft", ["recipe=budget_vlm"]), None)
 

@@ -18,6 +18,8 @@ from verl_ext.plan.step_time import HARDWARE
 from verl_ext.plan.workload import DataLengths, RankWorkload, require_formulas, workload_of
 from verl_ext.trainer.stages import GRPOConfig, SFTConfig, load_config
 
+NUMEL = 7_615_616_512
+
 
 def config(*overrides: str, recipe: str = "qwen2.5_coder_7b", command: str = "sft") -> SFTConfig | GRPOConfig:
     loaded = load_config(command, [f"recipe={recipe}", *FIXED[command], *overrides])
@@ -26,7 +28,7 @@ def config(*overrides: str, recipe: str = "qwen2.5_coder_7b", command: str = "sf
 
 
 def workload(*overrides: str, gpus: int = 8, lengths: DataLengths = DataLengths(), **which: str) -> RankWorkload:  # noqa: B008
-    return workload_of(config(*overrides, **which), 7_615_616_512, gpus, HARDWARE["h100"], lengths)
+    return workload_of(config(*overrides, **which), NUMEL, NUMEL, gpus, HARDWARE["h100"], lengths)
 
 
 def test_workload_of_7b_recipe_on_eight_gpus() -> None:
@@ -70,8 +72,10 @@ def test_auto_keeps_small_weights_gathered() -> None:
     settings = config()
     settings.model.fsdp_config.keep_gathered = "auto"
     # 6 bytes a parameter, in 15 % of 80 GB
-    assert workload_of(settings, 1_999_999_999, 8, HARDWARE["h100"], DataLengths()).keeps_gathered
-    assert not workload_of(settings, 2_000_000_001, 8, HARDWARE["h100"], DataLengths()).keeps_gathered
+    assert workload_of(settings, 1_999_999_999, 1_999_999_999, 8, HARDWARE["h100"], DataLengths()).keeps_gathered
+    # 2 bytes a frozen parameter
+    assert workload_of(settings, 5_999_999_999, 0, 8, HARDWARE["h100"], DataLengths()).keeps_gathered
+    assert not workload_of(settings, 2_000_000_001, 2_000_000_001, 8, HARDWARE["h100"], DataLengths()).keeps_gathered
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_auto_keeps_small_weights_gathered() -> None:
 )
 def test_optimizer_implementation_is_as_set_or_torch_default(arguments: str, hardware: str, expected: str) -> None:
     settings = config(f"optim.override_optimizer_config={arguments}")
-    work = workload_of(settings, 7_615_616_512, 8, HARDWARE[hardware], DataLengths())
+    work = workload_of(settings, NUMEL, NUMEL, 8, HARDWARE[hardware], DataLengths())
     assert work.optimizer_implementation == expected
 
 
@@ -106,7 +110,6 @@ def test_grpo_counts_completions_and_updates() -> None:
     ("overrides", "gpus", "says"),
     [
         (["data.train_batch_size=100"], 8, "set data.train_batch_size=104"),
-        (["model.lora_rank=8"], 8, "plan with model.lora_rank=0"),
         (["ulysses_sequence_parallel_size=2", "use_remove_padding=true"], 8, "ulysses_sequence_parallel_size=1"),
     ],
 )

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from verl_ext.errors import UserError
 from verl_ext.plan import memory
 from verl_ext.plan.memory import StepMemory, UpdatePhases
-from verl_ext.plan.model_shape import BUILT_IN, ModelShape, ParameterGroup, shape_of
+from verl_ext.plan.model_shape import BUILT_IN, ModelShape, ParameterGroup, empty_model, shape_of
+from verl_ext.plan.step_time import HARDWARE, Cluster, step_time
 from verl_ext.plan.workload import RankWorkload
+from verl_ext.trainer.config import ModelConfig
+from verl_ext.trainer.model import add_lora
+from verl_ext.trainer.stages import SFTConfig
 
 DIMENSIONS = {
     "hidden_size": 64,
@@ -89,10 +97,16 @@ def test_shards_are_rounded_up_by_rows() -> None:
 @pytest.mark.parametrize(("is_padded", "compiled"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig, Qwen3Config])
-def test_layer_activations_match_autograd(kind: Any, dtype: torch.dtype, is_padded: bool, compiled: bool) -> None:
+@pytest.mark.parametrize("adapted", [None, "all-linear", ["q_proj", "v_proj"], ["down_proj"]])
+def test_layer_activations_match_autograd(
+    kind: Any, dtype: torch.dtype, is_padded: bool, compiled: bool, adapted: str | list[str] | None
+) -> None:
     """With torch.compile, those of its partition into forward and backward, which needs no C++ compiler."""
     config = kind(**DIMENSIONS, attn_implementation="sdpa")
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    settings = ModelConfig(lora_rank=8 if adapted else 0, target_modules=adapted or "all-linear")
+    settings.fsdp_config.model_dtype = str(dtype).removeprefix("torch.")
+    add_lora(model, settings)
     hidden = torch.randn(2, 32, 64, dtype=dtype, requires_grad=True) * 1
     positions = torch.arange(32).expand(2, 32)
     rotary = model.model.rotary_emb(hidden, positions)
@@ -113,9 +127,77 @@ def test_layer_activations_match_autograd(kind: Any, dtype: torch.dtype, is_padd
         result = layer(hidden, attention_mask=mask, position_embeddings=rotary)
     assert torch.is_tensor(result) or result
     measured = sum(size for pointer, size in kept.items() if pointer not in not_counted)
-    settings = BF16 if dtype == torch.bfloat16 else {}
-    workload = work(attention="masked" if is_padded else "causal", compiled=compiled, **settings)
-    assert memory.layer_bytes(shape_of(config), workload) == pytest.approx(measured, rel=0.01)
+    numbers = BF16 if dtype == torch.bfloat16 else {}
+    workload = work(attention="masked" if is_padded else "causal", compiled=compiled, **numbers)
+    shape = shape_of(config, empty_model(config, settings))
+    assert memory.layer_bytes(shape, workload) == pytest.approx(measured, rel=0.01)
+
+
+def lora_shape(**settings: Any) -> ModelShape:
+    config = Qwen2Config(**DIMENSIONS, tie_word_embeddings=False)
+    return shape_of(config, empty_model(config, ModelConfig(lora_rank=8, **settings)))
+
+
+def test_adapters_alone_have_gradients_and_moments() -> None:
+    shape, full = lora_shape(), small_shape()
+    adapters = 8 * (64 + 64 + 2 * (64 + 32) + 64 + 64 + 3 * (64 + 160))  # of a layer: q and o, k and v, SwiGLU
+    assert shape.numel - full.numel == shape.trained.numel == 2 * adapters
+    assert (shape.trained.root.numel, shape.trained.embedding.numel) == (0, 0)
+    phases = UpdatePhases(shape, work(**BF16, optimizer_implementation="fused"), 1, is_gpu=True).all()
+    assert phases["optimizer"]["weights"] == 4 * shape.numel
+    assert (phases["optimizer"]["gradients"], phases["optimizer"]["optimizer"]) == (8 * adapters, 16 * adapters)
+    assert phases["output projection, backward"]["gradients"] == phases["last layer, backward"]["gradients"] == 0
+    fused = UpdatePhases(shape, work(**BF16, fused_loss=True), 1, is_gpu=True).all()
+    assert fused["loss, forward"]["gradients"] == 0
+
+
+def test_backward_pass_leaves_out_gradients_of_frozen_weights() -> None:
+    shape, full, cluster = lora_shape(), small_shape(), Cluster(HARDWARE["h100"], 1, 1)
+    times = [step_time(SFTConfig(), each, work(**BF16), cluster) for each in (shape, full)]
+    dense = 2 * 8 * 32 * full.matmul_numel  # of a forward pass over 8 samples of 32 tokens
+    adapters = 2 * 8 * 32 * shape.trained.numel
+    attention = 4 * 2 * 64 * 8 * 32 * 16
+    assert times[0].model_flops == 2 * dense + 3 * (adapters + attention)
+    assert times[1].model_flops == 3 * (dense + attention)
+    assert times[0].parts["optimizer"] < times[1].parts["optimizer"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["embed_tokens", "v_proj"]}]
+)
+def test_adapters_outside_decoder_layers_have_no_plan(settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="covers plain LoRA adapters of down_proj, .*; there is no plan"):
+        lora_shape(**settings)
+
+
+def test_adapters_with_dropout_have_no_plan(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**DIMENSIONS))
+    for dropout in (0.1, 0.0):
+        adapters = LoraConfig(r=4, lora_dropout=dropout, target_modules=["v_proj"], task_type="CAUSAL_LM")
+        get_peft_model(copy.deepcopy(model), adapters).save_pretrained(tmp_path / str(dropout))
+    assert lora_shape(lora_adapter_path=str(tmp_path / "0.0")).lora_ranks == {"v_proj": 4}
+    with pytest.raises(UserError, match="without dropout"):
+        lora_shape(lora_adapter_path=str(tmp_path / "0.1"))
+
+
+def test_adapters_of_some_layers_have_no_plan() -> None:
+    with pytest.raises(UserError, match="LoRA adapters that are the same in every layer; there is no plan"):
+        lora_shape(target_modules=r".*layers\.1\..*_proj")
+
+
+def test_adapters_of_whole_parameters_have_no_plan(tmp_path: Path) -> None:
+    adapters = LoraConfig(r=4, target_modules=[], target_parameters=["self_attn.q_proj.weight"], task_type="CAUSAL_LM")
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**DIMENSIONS))
+    get_peft_model(model, adapters).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="covers plain LoRA adapters"):
+        lora_shape(lora_adapter_path=str(tmp_path))
+
+
+def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_config(Qwen2Config(**{**DIMENSIONS, "hidden_size": 32}))
+    get_peft_model(other, LoraConfig(r=4, target_modules=["v_proj"])).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="the LoRA adapters cannot be created"):
+        lora_shape(lora_adapter_path=str(tmp_path))
 
 
 def test_sharded_state_is_twenty_bytes_per_parameter() -> None:

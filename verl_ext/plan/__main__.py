@@ -107,7 +107,8 @@ def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tup
     Raises:
         UserError: bad input.
     """
-    from verl_ext.plan.model_shape import find_model, shape_of  # here, because torch takes seconds to import
+    # here, because torch takes seconds to import
+    from verl_ext.plan.model_shape import empty_model, find_model, shape_of
     from verl_ext.plan.planner import largest_that_fits, make_plan
     from verl_ext.plan.step_time import DISK_GBPS, HARDWARE, Cluster
     from verl_ext.plan.workload import DataLengths, require_formulas
@@ -115,7 +116,7 @@ def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tup
 
     config = require_formulas(load_config(stage_of(options.stage, overrides), overrides))
     model_config, notes = find_model(config)
-    shape = shape_of(model_config)
+    shape = shape_of(model_config, empty_model(model_config, config.model))
     if config.model.use_liger:
         notes.append("the plan ignores that model.use_liger saves fewer activations, so it is an upper bound")
     hardware = HARDWARE[options.hardware]

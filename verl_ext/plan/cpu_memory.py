@@ -106,7 +106,7 @@ def plan_with_data(
     """
     settled = deepcopy(require_formulas(config))
     model_config, _ = find_model(settled)
-    model = empty_model(model_config)
+    model = empty_model(model_config, settled.model)
     shape = shape_of(model_config, model)
     if settled.model.mixed_precision == "auto":
         settled.model.mixed_precision = "bf16" if isinstance(settled, SFTConfig) and has_bf16_units() else "fp32"

@@ -58,27 +58,42 @@ class StepMemory:
 # Activations
 
 
-def norm_bytes(compute: int, width: int, feeds_linear: bool = True) -> int:
-    """Bytes per token of an RMSNorm: input in fp32, normalized value, and the result if a matrix product saves it."""
-    return width * (FP32 + compute + (compute if feeds_linear else 0)) + FP32
+def norm_bytes(compute: int, width: int, is_trained: bool, is_input_saved: bool) -> int:
+    """Bytes per token of an RMSNorm: input in fp32, for its weight's gradient the normalized value, and the result.
+
+    Args:
+        compute: bytes of a number in the forward pass.
+        width: size of the normalized vector.
+        is_trained: whether its weight gets a gradient.
+        is_input_saved: whether the matrix product that follows saves its input.
+    """
+    return width * (FP32 + compute * (is_trained + is_input_saved)) + FP32
 
 
 def layer_bytes(shape: ModelShape, work: RankWorkload) -> int:
     """Bytes that one decoder layer saves.
 
     Counts two norms; queries, keys, values and the attention output, with the logarithm of the softmax's denominator;
-    and four tensors of the SwiGLU: gate, its SiLU, up, and the product.
+    and four tensors of the SwiGLU: gate, its SiLU, up, and the product. A frozen matrix product does not need its
+    input; a LoRA adapter needs it, and saves the product with its first matrix.
     """
     compute, heads = work.compute_bytes, shape.num_heads
     query, key = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    trains_all = not shape.lora_ranks
+    saves_attention_input, saves_swiglu_input, saves_product = (
+        trains_all or not shape.lora_ranks.keys().isdisjoint(readers)
+        for readers in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",))
+    )
+    are_saved, num_of_swiglu = (saves_attention_input, saves_swiglu_input), 3 + saves_product
     if work.compiled:  # recomputes elementwise operations; a norm keeps its input, output and scale
-        norms, num_of_swiglu = 2 * (2 * compute * shape.hidden + FP32), 3
+        norms = sum(compute * shape.hidden * (1 + is_saved) + FP32 for is_saved in are_saved)
+        num_of_swiglu -= 1
         if shape.has_qk_norm:
             norms += compute * (query + key) + FP32 * (heads + shape.num_kv_heads)
     else:
-        norms, num_of_swiglu = 2 * norm_bytes(compute, shape.hidden), 4
+        norms = sum(norm_bytes(compute, shape.hidden, trains_all, is_saved) for is_saved in are_saved)
         if shape.has_qk_norm:
-            norms += norm_bytes(compute, query, feeds_linear=False) + norm_bytes(compute, key, feeds_linear=False)
+            norms += sum(norm_bytes(compute, width, trains_all, is_input_saved=False) for width in (query, key))
     # sdpa accepts grouped keys and values only without a mask; otherwise transformers repeats them for every head
     saved_key = query if work.attention in ("masked", "eager") else key
     attention = compute * (2 * query + 2 * saved_key) + FP32 * heads
@@ -88,7 +103,8 @@ def layer_bytes(shape: ModelShape, work: RankWorkload) -> int:
         attention += compute * work.row_tokens
     if work.attention == "eager":  # the softmax in fp32, and its copy that is multiplied with the values
         attention += heads * work.row_tokens * (FP32 + (compute if compute != FP32 else 0))
-    return work.tokens * (norms + attention + num_of_swiglu * compute * shape.intermediate)
+    adapters = compute * sum(shape.lora_ranks.values())
+    return work.tokens * (norms + attention + num_of_swiglu * compute * shape.intermediate + adapters)
 
 
 def activation_bytes(shape: ModelShape, work: RankWorkload) -> int:
@@ -99,18 +115,20 @@ def activation_bytes(shape: ModelShape, work: RankWorkload) -> int:
     per_layer = work.tokens * shape.hidden * work.compute_bytes if work.checkpointing else layer_bytes(shape, work)
     rotary = 2 * work.tokens * shape.head_dim * work.compute_bytes
     mask = work.tokens * work.row_tokens if work.attention == "masked" else 0  # a byte per pair of tokens of a row
-    return shape.num_layers * per_layer + work.tokens * norm_bytes(work.compute_bytes, shape.hidden) + rotary + mask
+    trains_all = not shape.lora_ranks
+    norm = work.tokens * norm_bytes(work.compute_bytes, shape.hidden, trains_all, is_input_saved=trains_all)
+    return shape.num_layers * per_layer + norm + rotary + mask
 
 
 def backward_bytes(shape: ModelShape, work: RankWorkload) -> int:
     """Maximum bytes that the backward pass of a layer needs beyond saved tensors; it is reached in the SwiGLU.
 
     Counts two gradients of the intermediate width, before their inputs are freed, the gradient of the layer's output,
-    and the gradient of the down projection's weight.
+    and the gradient of the down projection's weight unless it is frozen.
     """
     compute = work.compute_bytes
     gradients = work.tokens * compute * (2 * shape.intermediate + shape.hidden)
-    return gradients + compute * shape.hidden * shape.intermediate
+    return gradients + (0 if shape.lora_ranks else compute * shape.hidden * shape.intermediate)
 
 
 # The loss
@@ -149,8 +167,11 @@ def loss_backward_bytes(shape: ModelShape, work: RankWorkload) -> int:
 
 
 def fused_gradient_bytes(shape: ModelShape, work: RankWorkload) -> int:
-    """Bytes of the output projection's gradient in the fused loss, accumulated in fp32 since the forward pass."""
-    return FP32 * shape.vocab * shape.hidden if work.fused_loss else 0
+    """Bytes of the output projection's gradient in the fused loss, accumulated in fp32 since the forward pass.
+
+    0 if the projection is frozen.
+    """
+    return FP32 * shape.vocab * shape.hidden if work.fused_loss and not shape.lora_ranks else 0
 
 
 # The phases of an update
@@ -168,11 +189,12 @@ class UpdatePhases:
 
     def __init__(self, shape: ModelShape, work: RankWorkload, num_ranks: int, is_gpu: bool) -> None:
         self._shape, self._work, self._num_ranks, self._is_gpu = shape, work, num_ranks, is_gpu
-        shard = work.master_bytes * shape.shard_numel(num_ranks)
+        self._trained = trained = shape.trained
+        shard = work.master_bytes * trained.shard_numel(num_ranks)
         accumulates = work.num_micro_batches > 1
         self._sharded_before = shard if accumulates and not work.keeps_gathered else 0.0
-        self._whole_before = work.reduce_bytes * shape.numel if accumulates and work.keeps_gathered else 0.0
-        self._always: Parts = {"weights": shard, "optimizer": 2 * shard}
+        self._whole_before = work.reduce_bytes * trained.numel if accumulates and work.keeps_gathered else 0.0
+        self._always: Parts = {"weights": work.master_bytes * shape.shard_numel(num_ranks), "optimizer": 2 * shard}
         self._always["gradients"] = self._sharded_before + self._whole_before
         self._saved = activation_bytes(shape, work)
         recomputed = layer_bytes(shape, work) if work.checkpointing else 0
@@ -183,7 +205,7 @@ class UpdatePhases:
         self._prefetched = self._layer if num_ranks > 1 else 0  # the next layer's, while one computes
         self._stays_gathered = float(work.compute_bytes * shape.numel) if work.keeps_gathered else 0.0
         adds_in_place = self._whole_before and work.compute_bytes == work.reduce_bytes
-        self._root_gradient = 0.0 if adds_in_place else self._root
+        self._root_gradient = 0.0 if adds_in_place else work.compute_bytes * trained.root.numel
 
     def all(self) -> dict[str, Parts]:
         """Return the parts of each phase, without phases that another one always exceeds."""
@@ -211,7 +233,8 @@ class UpdatePhases:
         shape, work = self._shape, self._work
         if not work.fused_loss:
             return {"activations": self._saved, "logits": logits, "communication": self._stays_gathered}
-        of_chunk = 0 if work.compute_bytes == FP32 else work.compute_bytes * shape.vocab * shape.hidden
+        is_added_in_place = work.compute_bytes == FP32 or shape.lora_ranks
+        of_chunk = 0 if is_added_in_place else work.compute_bytes * shape.vocab * shape.hidden
         return {
             "activations": self._saved + 2 * self._hidden_states(work.loss_tokens),
             "logits": logits,
@@ -228,7 +251,8 @@ class UpdatePhases:
         return {
             "activations": self._saved + self._hidden_states(work.tokens),
             "logits": 0 if work.fused_loss else shape.vocab * work.logit_tokens * work.compute_bytes,
-            "gradients": self._root + (0 if work.compute_bytes == FP32 else fused_gradient_bytes(shape, work)),
+            "gradients": work.compute_bytes * self._trained.root.numel
+            + (0 if work.compute_bytes == FP32 else fused_gradient_bytes(shape, work)),
             "communication": self._stays_gathered or self._root + self._prefetched,
         }
 
@@ -256,7 +280,7 @@ class UpdatePhases:
         else:
             embedding = self._embedding if work.keeps_gathered or self._num_ranks > 1 else 0
             gradients = self._root_gradient + self._reduced_layers(shape.num_layers - 1)
-            communication = self._root + self._layer + embedding + work.reduce_bytes * shape.layer.numel
+            communication = self._root + self._layer + embedding + work.reduce_bytes * self._trained.layer.numel
         return {"activations": activations, "gradients": gradients, "communication": communication}
 
     def _reduction_of_root(self) -> Parts:
@@ -264,12 +288,12 @@ class UpdatePhases:
 
         Counts input and output of the reduce-scatter, and the gradient that its loop over the parameters keeps alive.
         """
-        root, work = self._shape.root, self._work
+        root, work = self._trained.root, self._work
         gradient_bytes = work.reduce_bytes if self._whole_before else work.compute_bytes
         whole, shard = work.reduce_bytes * root.numel, work.reduce_bytes * root.shard_numel(self._num_ranks)
         reducing = whole * (1 if self._is_gpu else 2) + shard + gradient_bytes * root.last_numel
         reduced = self._reduced_layers(self._shape.num_layers) - self._whole_before
-        waiting = gradient_bytes * self._shape.embedding.numel
+        waiting = gradient_bytes * self._trained.embedding.numel
         return {"communication": reducing + self._embedding, "gradients": waiting + reduced}
 
     def _optimizer(self) -> Parts:
@@ -278,7 +302,7 @@ class UpdatePhases:
         AdamW holds the square roots of all second moments (foreach, `_multi_tensor_adam`), of one parameter's before
         and after a division (for-loop), or none (fused).
         """
-        groups, work, size = self._shape.groups, self._work, self._work.master_bytes
+        groups, work, size = self._trained.groups, self._work, self._work.master_bytes
         shards = [ParameterGroup((each,)).shard_numel(self._num_ranks) for group in groups for each in group.shapes]
         temporary = {"foreach": sum(shards), "for-loop": 2 * max(shards), "fused": 0}[work.optimizer_implementation]
         gradients = size * sum(shards) - self._sharded_before - self._whole_before
@@ -289,7 +313,7 @@ class UpdatePhases:
 
     def _reduced_layers(self, count: int) -> float:
         """Gradient shards of layers; 0 if those of an earlier micro-batch exist, which are already counted."""
-        shard = self._work.master_bytes * self._shape.layer.shard_numel(self._num_ranks)
+        shard = self._work.master_bytes * self._trained.layer.shard_numel(self._num_ranks)
         return 0 if self._sharded_before else count * shard
 
 
@@ -342,12 +366,12 @@ def engine_shortage(config: GRPOConfig, shape: ModelShape, work: RankWorkload, d
 
 def rollout_phase(config: GRPOConfig, shape: ModelShape, work: RankWorkload, num_ranks: int, engine: Parts) -> Parts:
     """Return the parts of a rollout: trained weights, optimizer moments, engine, and a bucket of weights in transit."""
-    shard = work.master_bytes * shape.shard_numel(num_ranks)
     bucket = 0.0
     if config.rollout.engine == "vllm":
         largest = max(math.prod(each) for group in shape.groups for each in group.shapes) * work.engine_bytes
         bucket = max(config.rollout.update_weights_bucket_megabytes * 2**20, largest) * (1 + 1 / num_ranks)
-    return {"weights": shard, "optimizer": 2 * shard, **engine, "communication": bucket}
+    weights, trained = (work.master_bytes * each.shard_numel(num_ranks) for each in (shape, shape.trained))
+    return {"weights": weights, "optimizer": 2 * trained, **engine, "communication": bucket}
 
 
 def step_memory(

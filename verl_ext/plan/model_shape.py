@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl_ext.commands import program
@@ -18,10 +22,13 @@ from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_files import is_hub_name, read_json, require_no_remote_code
 from verl_ext.plan.workload import PlannedConfig
+from verl_ext.trainer.config import ModelConfig
 from verl_ext.trainer.stages import sft_recipe_of
 
 DIMENSIONS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 """Keys that a model's configuration must have."""
+LINEAR_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+"""Layers whose LoRA adapters have formulas."""
 _QWEN2_7B = {
     "model_type": "qwen2",
     "hidden_size": 3584,
@@ -138,9 +145,20 @@ def hub_answers() -> bool:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Shapes of parameters that FSDP2 gathers and reduces together."""
+    """Shapes of parameters that FSDP2 gathers together.
+
+    Attributes:
+        shapes: all parameters.
+        trained_shapes: those whose gradients are reduced; None if all are.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
+    trained_shapes: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def trained(self) -> ParameterGroup:
+        """The group without its frozen parameters."""
+        return self if self.trained_shapes is None else ParameterGroup(self.trained_shapes)
 
     @property
     def numel(self) -> int:
@@ -168,6 +186,7 @@ class ModelShape:
         head_dim: width of an attention head.
         vocab: size of the vocabulary.
         has_qk_norm: whether queries and keys are normalized per head, as in Qwen3.
+        lora_ranks: rank of the LoRA adapter by name of a linear layer, such as `q_proj`; empty without LoRA.
         layer: one decoder layer.
         embedding: the input embedding if it is a separate group; verl wraps it unless the output projection shares it.
         root: everything else, including the output projection.
@@ -182,6 +201,7 @@ class ModelShape:
     head_dim: int
     vocab: int
     has_qk_norm: bool
+    lora_ranks: dict[str, int]
     layer: ParameterGroup
     embedding: ParameterGroup
     root: ParameterGroup
@@ -190,6 +210,12 @@ class ModelShape:
     def numel(self) -> int:
         """All parameters, tied ones once."""
         return self.num_layers * self.layer.numel + self.embedding.numel + self.root.numel
+
+    @property
+    def trained(self) -> ModelShape:
+        """The model without its frozen parameters."""
+        layer, embedding, root = (each.trained for each in (self.layer, self.embedding, self.root))
+        return replace(self, layer=layer, embedding=embedding, root=root)
 
     @property
     def matmul_numel(self) -> int:
@@ -211,11 +237,14 @@ class ModelShape:
         return sum(group.shard_numel(num_ranks) for group in self.groups)
 
 
-def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+def empty_model(config: PretrainedConfig, settings: ModelConfig | None = None) -> PreTrainedModel | PeftModel:
     """Build a model without memory for its parameters.
 
+    Args:
+        settings: determines the LoRA adapters; None adds none.
+
     Raises:
-        UserError: transformers cannot build the model.
+        UserError: transformers cannot build the model, or peft cannot add the adapters.
     """
     try:
         with init_empty_weights():
@@ -226,22 +255,31 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
             f"transformers cannot build a causal language model of {config.model_type} ({first_line_of(error)}); name "
             "another model"
         ) from error
-    return model
+    if settings is None or not settings.uses_lora:
+        return model
+    from verl_ext.trainer.model import add_lora  # here, because it takes seconds to import
+
+    with init_empty_weights():
+        return add_lora(model, settings)
 
 
-def shape_of(config: PretrainedConfig, model: PreTrainedModel | None = None) -> ModelShape:
+def shape_of(config: PretrainedConfig, model: PreTrainedModel | PeftModel | None = None) -> ModelShape:
     """Return the dimensions of a model, and the parameters of its real architecture.
 
     Args:
-        model: the `empty_model` of this configuration; None builds it.
+        model: the `empty_model` of this configuration; None builds it without LoRA.
 
     Raises:
-        UserError: transformers cannot build the model, or it is not a dense decoder like Llama.
+        UserError: transformers cannot build the model, or it is not a dense decoder like Llama, or it has other
+            adapters than LoRA on linear layers of the decoder layers.
     """
     model = empty_model(config) if model is None else model
     # modules that verl's `apply_fsdp2` wraps
     layers = [each for each in model.modules() if type(each).__name__ in (model._no_split_modules or ())]
-    if any("expert" in name for name, _ in layers[0].named_modules()) or len({group_of(each) for each in layers}) != 1:
+    is_equal = len({group_of(each) for each in layers}) == 1
+    if isinstance(model, PeftModel) and not is_equal and shape_of(config):  # without adapters, all layers are equal
+        raise UserError("the plan covers LoRA adapters that are the same in every layer; there is no plan")
+    if any("expert" in name for name, _ in layers[0].named_modules()) or not is_equal:
         raise UserError(f"the plan covers dense decoders with equal layers, not {config.model_type}; there is no plan")
     missing = [name for name in DIMENSIONS if not hasattr(config, name)]
     if missing or not hasattr(layers[0], "self_attn"):
@@ -260,19 +298,45 @@ def shape_of(config: PretrainedConfig, model: PreTrainedModel | None = None) -> 
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocab=config.vocab_size,
         has_qk_norm=hasattr(layers[0].self_attn, "q_norm"),
+        lora_ranks=lora_ranks(model, layers),
         layer=group_of(layers[0]),
         embedding=ParameterGroup(()) if tied else group_of(model.get_input_embeddings()),
-        root=root_group(model, layers, tied),
+        root=group_of(model, without=layers if tied else [*layers, model.get_input_embeddings()]),
     )
 
 
-def group_of(module: torch.nn.Module) -> ParameterGroup:
-    """All parameters of a module as one group."""
-    return ParameterGroup(tuple(tuple(each.shape) for each in module.parameters()))
+def lora_ranks(model: PreTrainedModel | PeftModel, layers: list[torch.nn.Module]) -> dict[str, int]:
+    """Return `ModelShape.lora_ranks`.
+
+    Raises:
+        UserError: the plan has no formulas for the adapters.
+    """
+    if not isinstance(model, PeftModel):
+        return {}
+    ranks = {
+        name.rpartition(".")[2]: module.r[adapter]
+        for name, module in layers[0].named_modules()
+        if isinstance(module, LoraLayer)
+        for adapter in module.active_adapters
+    }
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    in_layers = sum(each.requires_grad for layer in layers for each in layer.parameters())
+    is_plain = all(re.search(r"\.lora_[AB]\.\w+\.weight$", name) for name in trained)
+    settings = model.peft_config.values()
+    is_plain &= not any(
+        getattr(each, name, None) for each in settings for name in ("lora_dropout", "target_parameters")
+    )
+    if not is_plain or in_layers != len(trained) or ranks.keys() - LINEAR_LAYERS:
+        raise UserError(
+            f"the plan covers plain LoRA adapters of {', '.join(sorted(LINEAR_LAYERS))}, without dropout, biases or "
+            "other trained parameters; there is no plan"
+        )
+    return ranks
 
 
-def root_group(model: PreTrainedModel, layers: list[torch.nn.Module], tied: bool) -> ParameterGroup:
-    """Return the parameters outside all other groups, in the model's order."""
-    others = [*layers] if tied else [*layers, model.get_input_embeddings()]
-    taken = {id(each) for module in others for each in module.parameters()}
-    return ParameterGroup(tuple(tuple(each.shape) for each in model.parameters() if id(each) not in taken))
+def group_of(module: torch.nn.Module, without: Iterable[torch.nn.Module] = ()) -> ParameterGroup:
+    """Return the parameters of a module as one group, except those of other modules."""
+    taken = {id(each) for other in without for each in other.parameters()}
+    parameters = [each for each in module.parameters() if id(each) not in taken]
+    trained = tuple(tuple(each.shape) for each in parameters if each.requires_grad)
+    return ParameterGroup(tuple(tuple(each.shape) for each in parameters), trained)

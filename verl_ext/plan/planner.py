@@ -120,7 +120,7 @@ def make_plan(config: PlannedConfig, shape: ModelShape, cluster: Cluster, length
         UserError: the configuration cannot run on the cluster, or the plan has no formulas for it.
     """
     hardware = cluster.hardware
-    work = workload_of(config, shape.numel, cluster.gpus, hardware, lengths)
+    work = workload_of(config, shape.numel, shape.trained.numel, cluster.gpus, hardware, lengths)
     memory = step_memory(config, shape, work, cluster.gpus, hardware)
     time = step_time(config, shape, work, cluster)
     disk = disk_use(config, shape, work, cluster.disk_gbps)
@@ -134,6 +134,8 @@ def make_plan(config: PlannedConfig, shape: ModelShape, cluster: Cluster, length
 def disk_use(config: PlannedConfig, shape: ModelShape, work: RankWorkload, gbps: float) -> DiskUse:
     """Predict disk use: weights and AdamW's two moments in the stored dtype, and the export in its dtype.
 
+    With LoRA, a checkpoint has the frozen weights, too, and an export has merged ones.
+
     Schedule, random states and tokenizer are ignored; they take a few MB. All ranks together write `gbps` 10^9 bytes
     per second.
     """
@@ -141,7 +143,7 @@ def disk_use(config: PlannedConfig, shape: ModelShape, work: RankWorkload, gbps:
     export = work.compute_bytes if checkpoint.export.dtype == "auto" else DTYPE_BYTES[checkpoint.export.dtype]
     parts = {
         "weights": float(work.master_bytes * shape.numel),
-        "optimizer": 2.0 * work.master_bytes * shape.numel * ("optimizer" in checkpoint.save_contents),
+        "optimizer": 2.0 * work.master_bytes * shape.trained.numel * ("optimizer" in checkpoint.save_contents),
         "export": float(export * shape.numel * ("hf_model" in checkpoint.save_contents)),
     }
     most = max_checkpoints(config)

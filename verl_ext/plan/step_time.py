@@ -162,11 +162,11 @@ class StepTime:
 
 def step_time(config: PlannedConfig, shape: ModelShape, work: RankWorkload, cluster: Cluster) -> StepTime:
     """Predict the time of a step with all its updates."""
-    forward, layers = forward_flops(shape, work, cluster.gpus)
+    forward, layers, unneeded = pass_flops(shape, work, cluster.gpus)
     num_micro_batches = work.num_micro_batches * work.num_updates
     forward_s = forward / cluster.flops_per_s / num_micro_batches
     recomputed_s = layers / cluster.flops_per_s / num_micro_batches if work.checkpointing else 0
-    backward_s = 2 * forward_s + recomputed_s
+    backward_s = 2 * forward_s + recomputed_s - unneeded / cluster.flops_per_s / num_micro_batches
     exposed = hidden = 0.0
     for number in range(work.num_micro_batches):
         is_first, is_last = number == 0, number == work.num_micro_batches - 1
@@ -183,14 +183,19 @@ def step_time(config: PlannedConfig, shape: ModelShape, work: RankWorkload, clus
         parts["weights to the engine"] = cluster.collective_s(sent_bytes)
     parts["compute"] = num_micro_batches * (forward_s + backward_s) + extra_passes * forward_s
     parts["communication"] = exposed * work.num_updates + extra_passes * (alone + max(overlapping - forward_s, 0))
-    passed_bytes = ADAMW_PASSES[work.optimizer_implementation] * work.master_bytes * shape.shard_numel(cluster.gpus)
+    state_bytes = work.master_bytes * shape.trained.shard_numel(cluster.gpus)
+    passed_bytes = ADAMW_PASSES[work.optimizer_implementation] * state_bytes
     parts["optimizer"] = work.num_updates * passed_bytes / cluster.hardware.memory_bandwidth
     tokens = work.samples * work.tokens_per_sample
-    return StepTime(parts, hidden * work.num_updates, 3 * forward * cluster.gpus, tokens)
+    return StepTime(parts, hidden * work.num_updates, (3 * forward - unneeded) * cluster.gpus, tokens)
 
 
-def forward_flops(shape: ModelShape, work: RankWorkload, num_ranks: int) -> tuple[float, float]:
-    """Operations of a forward pass over all of a rank's tokens, and those of its layers, which checkpointing repeats.
+def pass_flops(shape: ModelShape, work: RankWorkload, num_ranks: int) -> tuple[float, float, float]:
+    """Operations over all of a rank's tokens.
+
+    Returns:
+        Those of a forward pass; those of its layers, which checkpointing repeats; and those of the gradients of frozen
+        weights, which the backward pass does not compute.
 
     Counts 2 per parameter and token, and 4 x total head width per pair of tokens in attention (Kaplan et al. 2020,
     arXiv 2001.08361, table 1). GRPO needs only the logits of completions. Causal kernels compute half of the pairs;
@@ -201,7 +206,9 @@ def forward_flops(shape: ModelShape, work: RankWorkload, num_ranks: int) -> tupl
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * tokens * seen_tokens
     layers = 2 * shape.num_layers * shape.layer.numel * tokens + attention
     logit_share = (work.loss_tokens if work.fused_loss else work.logit_tokens) / work.tokens
-    return layers + 2 * shape.vocab * shape.hidden * tokens * logit_share, layers
+    logits = 2 * shape.vocab * shape.hidden * tokens * logit_share
+    frozen = 2 * shape.num_layers * (shape.layer.numel - shape.trained.layer.numel) * tokens
+    return layers + logits, layers, frozen + logits if shape.lora_ranks else 0.0
 
 
 def collectives_s(
@@ -213,17 +220,19 @@ def collectives_s(
     root and the embedding are gathered at the start and reduced at the end, without overlap. Weights that stay gathered
     are gathered in the first micro-batch and reduced in the last.
     """
-    layer, ends = shape.layer.numel, [shape.root.numel, shape.embedding.numel]
 
-    def seconds(numels: list[int], size: int) -> float:
-        return sum(cluster.collective_s(numel * size) for numel in numels)
+    def seconds(groups: ModelShape, size: int) -> tuple[float, float]:
+        of_layer, root, embedding = (
+            cluster.collective_s(group.numel * size) for group in (groups.layer, groups.root, groups.embedding)
+        )
+        return groups.num_layers * of_layer, root + embedding
 
-    layers = [layer] * shape.num_layers
-    gather, gather_ends = seconds(layers, work.compute_bytes), seconds(ends, work.compute_bytes)
-    reduce, reduce_ends = seconds(layers, work.reduce_bytes), seconds(ends, work.reduce_bytes)
+    gather, gather_ends = seconds(shape, work.compute_bytes)
+    reduce, reduce_ends = seconds(shape.trained, work.reduce_bytes)
     if work.keeps_gathered:
         return (gather * is_first, gather_ends * is_first), (reduce * is_last, reduce_ends * is_last)
-    return (gather, gather_ends), (gather + reduce, seconds(ends[:1], work.compute_bytes) + reduce_ends)
+    gather_root = cluster.collective_s(shape.root.numel * work.compute_bytes)
+    return (gather, gather_ends), (gather + reduce, gather_root + reduce_ends)
 
 
 def generation_s(config: GRPOConfig, shape: ModelShape, work: RankWorkload, cluster: Cluster) -> float:

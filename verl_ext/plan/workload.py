@@ -9,13 +9,13 @@ from typing import Literal
 
 from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError
-from verl_ext.trainer.config import GATHERED_SHARE
+from verl_ext.trainer.config import BYTES_OF_GRADIENT, GATHERED_SHARE
 from verl_ext.trainer.stages import GRPOConfig, RunConfig, SFTConfig
 
 PlannedConfig = SFTConfig | GRPOConfig
 """Stages with formulas."""
 DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
-UNSUPPORTED = {"model.lora_rank": 0, "model.fsdp_config.cpu_offload": False, "ulysses_sequence_parallel_size": 1}
+UNSUPPORTED = {"model.fsdp_config.cpu_offload": False, "ulysses_sequence_parallel_size": 1}
 """Keys without formulas, and their only supported values."""
 Attention = Literal["flash", "causal", "masked", "packed", "eager"]
 """flash-attention; sdpa with its causal kernel; sdpa with a full mask, for rows of unequal length; sdpa per sample over
@@ -127,12 +127,13 @@ class RankWorkload:
 
 
 def workload_of(
-    config: PlannedConfig, numel: int, num_ranks: int, device: DeviceSpec, lengths: DataLengths
+    config: PlannedConfig, numel: int, num_trained: int, num_ranks: int, device: DeviceSpec, lengths: DataLengths
 ) -> RankWorkload:
     """Return the workload of a resolved configuration.
 
     Args:
         numel: number of parameters of its model.
+        num_trained: number of those that are not frozen.
         num_ranks: number of ranks that share a step.
         device: device of each rank; determines the meaning of `auto`.
 
@@ -171,7 +172,7 @@ def workload_of(
         checkpointing=config.model.enable_gradient_checkpointing,
         compiled=isinstance(config, SFTConfig) and config.model.compile,
         fused_loss=fused_loss,
-        keeps_gathered=keeps_gathered(config, numel * (compute + 4), device),
+        keeps_gathered=keeps_gathered(config, numel * compute + num_trained * BYTES_OF_GRADIENT, device),
         optimizer_implementation=optimizer_implementation(config, device),
     )
 

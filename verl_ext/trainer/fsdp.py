@@ -12,10 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from verl_ext.errors import UserError
-from verl_ext.trainer.config import GATHERED_SHARE, FSDPConfig, GatheringFSDPConfig
+from verl_ext.trainer.config import BYTES_OF_GRADIENT, GATHERED_SHARE, FSDPConfig, GatheringFSDPConfig
 from verl_ext.verl_api import apply_fsdp2, fsdp2_load_full_state_dict
-
-BYTES_OF_GRADIENT = 4
 
 
 def shard(

@@ -244,7 +244,7 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel | P
     model.enable_input_require_grads()
     try:
         model = _with_adapters(model, config)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: adapters of a model with other sizes
         raise UserError(
             f"the LoRA adapters cannot be created: {first_line_of(error)}; correct model.target_modules, "
             "model.lora_rank or model.lora_adapter_path"
