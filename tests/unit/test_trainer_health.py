@@ -16,10 +16,10 @@ from verl_ext.trainer.stages import load_config
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def attempt_in(run_dir: Path, *overrides: str) -> RunLogger:
+def attempt_in(run_dir: Path, *overrides: str, first_step: int = 0) -> RunLogger:
     words = [f"trainer.default_local_dir={run_dir}", "trainer.logger=[]", "health.every=1", *overrides]
     config = load_config("sft", words)
-    return RunLogger(config, 0, 100, 10, 1, True, "fp32", (12, 4))
+    return RunLogger(config, first_step, 100, 10, 1, True, "fp32", (12, 4))
 
 
 def events(run_dir: Path) -> list[str]:
@@ -52,6 +52,17 @@ def test_disabled_rules_record_nothing(tmp_path: Path) -> None:
         for step in range(1, 9):
             attempt.log(step, {"train/loss": 9.0})
     assert events(tmp_path) == []
+
+
+def test_changed_learning_rate_is_compared_only_with_its_own_steps(tmp_path: Path) -> None:
+    start = ("optim.lr_scheduler=constant", "optim.lr_warmup_steps_ratio=0", "optim.lr=1e-3")
+    with attempt_in(tmp_path, *start) as attempt:
+        for step in range(1, 9):
+            attempt.log(step, {"train/loss": 1.0, "train/lr(1e-3)": 1.0})
+    with attempt_in(tmp_path, *start, "optim.lr=1e-4", first_step=8) as attempt:
+        for step in range(9, 20):
+            attempt.log(step, {"train/loss": 1.0, "train/lr(1e-3)": 0.1 if step < 15 else 1.0})
+            assert events(tmp_path) == (["lr_schedule"] if step >= 17 else [])
 
 
 def test_second_attempt_does_not_repeat_findings(tmp_path: Path) -> None:

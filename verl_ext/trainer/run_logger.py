@@ -59,7 +59,6 @@ class RunLogger:
         startup.mark("checkpoint")
         self.last_step, run_dir = self.first_step, self.config.trainer.run_dir
         self.record = RunRecord(run_dir)
-        self.health = self._open_health(run_dir)
         number = self.record.start_attempt(
             first_step=self.first_step,
             world_size=self.world_size,
@@ -70,6 +69,7 @@ class RunLogger:
                 **config_facts(self.config, run_dir / "config.yaml"),
             },
         )
+        self.health = self._open_health(run_dir)  # reads the changes that this attempt has just recorded
         self.recorder = self._open_recorder(number)  # may fail, and config.yaml then stays unchanged
         replace_file(run_dir / "config.yaml", [to_yaml(self.config)])
         train, val = self.num_samples
