@@ -332,8 +332,7 @@ def may_be_longer(changes: Mapping[str, tuple[Any, Any]], total_steps: int | Non
     if total_steps is not None:
         return total_steps > steps_done
     former, now = changes.get("trainer.total_epochs", (0, 0))
-    longer = not isinstance(former, int) or now > former
-    return longer or any(key.startswith(("data.train", "data.datasets")) for key in changes)
+    return "trainer.total_training_steps" in changes or not isinstance(former, int) or now > former
 
 
 def tidy_finished_run(run_dir: Path) -> None:
