@@ -39,6 +39,12 @@ def test_new_batch_size_applies_to_rest_of_epochs(
     assert not events.exists() or "lr_schedule" not in events.read_text()
 
 
+def test_fewer_epochs_end_run_at_its_step(quickstart: Path, tmp_path: Path) -> None:
+    resume(quickstart, tmp_path, "trainer.total_training_steps=10")
+    trainer, rows = resume(quickstart, tmp_path, "data.train_batch_size=4", "trainer.total_epochs=1")
+    assert trainer.global_step == trainer.total_training_steps == 10 and rows == []
+
+
 def test_finished_run_stays_finished_with_another_batch_size(quickstart: Path, tmp_path: Path) -> None:
     resume(quickstart, tmp_path)
     trainer, rows = resume(quickstart, tmp_path, "data.train_batch_size=4")

@@ -101,7 +101,8 @@ def test_run_directory_is_never_modified(root: Path, follower: RunFollower) -> N
     write_rows(root / "p/e", 1, range(1, 5))
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in root.rglob("*") if path.is_file()}
     look(follower)
-    schedule_points({}, 100, follower.curves(follower.runs["p/e"]))
+    run = follower.runs["p/e"]
+    assert schedule_points({}, run, follower.curves(run)) == []
     assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in root.rglob("*") if path.is_file()}
 
 

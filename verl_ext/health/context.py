@@ -76,10 +76,21 @@ class LRSchedule:
         return self.min_ratio + (1 - self.min_ratio) * max(0.0, (1 + cosine) / 2)
 
 
-def schedule_of(config: Mapping[str, Any], total_steps: int | None, steps_per_epoch: int | None) -> LRSchedule | None:
-    """Return the schedule of a resolved configuration; None if measurements change it, or if its length is unknown."""
+def schedule_of(
+    config: Mapping[str, Any],
+    total_steps: int | None,
+    steps_per_epoch: int | None,
+    attempts: Sequence[Mapping[str, Any]] = (),
+) -> LRSchedule | None:
+    """Return the schedule of a resolved configuration; None if measurements change it, or if its length is unknown.
+
+    The length is unknown if one of the attempts has changed `data.train_batch_size`, and with it the steps per epoch,
+    or if the run started from the checkpoint of another run, which may have had another batch size.
+    """
     optim, trainer = config["optim"], config["trainer"]
-    if config["stage"] == "budget" or total_steps is None or steps_per_epoch is None:
+    has_equal_epochs = not any("data.train_batch_size" in (each.get("config_changes") or ()) for each in attempts)
+    has_equal_epochs &= not any(each.get("first_step") for each in attempts[:1])
+    if config["stage"] == "budget" or total_steps is None or steps_per_epoch is None or not has_equal_epochs:
         return None
     per_step = updates_per_step(config)
     fixed = optim["total_training_steps"]
@@ -146,7 +157,7 @@ class RunContext:
         return cls(
             stage=config["stage"],
             total_steps=total_steps,
-            schedule=schedule_of(config, total_steps, steps_per_epoch),
+            schedule=schedule_of(config, total_steps, steps_per_epoch, run["attempts"]),
             max_prompt_length=data["max_prompt_length"] if is_grpo else None,
             max_response_length=data["max_response_length"] if is_grpo else None,
             samples_per_step=data["train_batch_size"] * config["rollout"]["n"] if is_grpo else None,

@@ -9,11 +9,13 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import orjson
 
 from verl_ext.errors import UserError
 from verl_ext.health.context import schedule_of
 from verl_ext.metrics.registry import METRICS, Metric, lookup_metric
 from verl_ext.monitor.curves import RunCurves
+from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.meanings import CHINESE_MEANINGS
 from verl_ext.monitor.text import translate
 
@@ -250,11 +252,12 @@ def reward_functions(metrics: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in sorted(metrics) if re.fullmatch(r"train/\w+_mean", name) and name not in METRICS)
 
 
-def schedule_points(config: Mapping[str, Any], total_steps: int | None, curves: RunCurves) -> list[tuple[int, float]]:
+def schedule_points(config: Mapping[str, Any], run: RunInfo, curves: RunCurves) -> list[tuple[int, float]]:
     """Return the learning rate schedule of the recipe, on the axis of the last attempt; empty if there is none."""
+    total_steps = run.total_steps
     try:
-        schedule = schedule_of(config, total_steps, curves.steps_per_epoch)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the configuration of another version
+        schedule = schedule_of(config, total_steps, curves.steps_per_epoch, orjson.loads(run.record)["attempts"])
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):  # the configuration of another version
         return []
     if schedule is None or not total_steps:
         return []

@@ -266,7 +266,7 @@ class TrainingPanel(Panel):
     def _options(self, run: RunInfo, curves: RunCurves, chart: Chart, style: ChartStyle) -> dict[str, Any]:
         schedule: list[tuple[int, float]] = []
         if chart.with_schedule:
-            schedule = schedule_points(read_config(self.follower.directory(run)), run.total_steps, curves)
+            schedule = schedule_points(read_config(self.follower.directory(run)), run, curves)
         zoomed = None
         if style.window is not None:
             low, high = curves.to_steps(np.array(style.window), style.axis).tolist()

@@ -66,7 +66,7 @@ def plot_run(run_dir: Path, output: Path, smoothing: float) -> list[Path]:
         OSError: a file cannot be written.
     """
     run, curves = read_run(run_dir)
-    schedule, style = schedule_points(read_config(run_dir), run.total_steps, curves), ChartStyle(smoothing)
+    schedule, style = schedule_points(read_config(run_dir), run, curves), ChartStyle(smoothing)
     charts = {each: chart_options(curves, each, style, schedule) for each in charts_for(curves.envelopes)}
     status = f"{run.status}, step {curves.step} of {run.total_steps or 'unknown'}"
     output.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,7 @@ class BudgetTrainer(RewardTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See `PipelineTrainer`."""
-        self.epoch_sums, self.best_reward = EpochSums(), float("-inf")  # `load_checkpoint` restores them
+        self.epoch_sums, self.best_reward = EpochSums(), float("-inf")  # `load_position` restores them
         super().__init__(*args, **kwargs)
 
     # The controller and the model that it controls
@@ -240,7 +240,7 @@ class BudgetTrainer(RewardTrainer):
     @property
     def is_at_end_of_epoch(self) -> bool:
         """Whether the current step was the last of an epoch."""
-        return self.global_step > 0 and self.global_step % self.steps_per_epoch == 0
+        return self.global_step > 0 and self.train_sampler.batches_done == 0
 
     def due(self, frequency: int) -> bool:
         """See `PipelineTrainer.due`; every epoch ends with a validation and a checkpoint."""
@@ -250,7 +250,7 @@ class BudgetTrainer(RewardTrainer):
         """Validate; at the end of an epoch, also update the learning rate, the tables and the epoch's files."""
         super().run_validation()
         if self.is_at_end_of_epoch:
-            self.end_epoch(self.global_step // self.steps_per_epoch)
+            self.end_epoch(self.train_sampler.epoch)
 
     def end_epoch(self, epoch: int) -> None:
         """Log the epoch and write the controller's weights; collective."""

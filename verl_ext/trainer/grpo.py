@@ -152,7 +152,7 @@ class RewardTrainer(PipelineTrainer):
         return {
             **metrics,
             "train/lr(1e-3)": lr * 1e3,
-            "train/epoch": self.global_step / self.steps_per_epoch,
+            "train/epoch": self.epoch_of_step,
             "train/skipped_steps": self.guard.num_skipped,
             **self.with_step_costs(
                 sample_metrics("train", trajectories, self.policy, self.environment, self.device_name),

@@ -178,8 +178,9 @@ class SFTTrainer(PipelineTrainer):
             raise UserError(f"data.packing=true does not work: {name} {reason}; set data.packing=auto")
         if self.is_main:
             print_line(f"Samples are padded instead of packed: {name} {reason}.", sys.stderr)
-        self.packs = False
+        self.packs, position = False, self.train_sampler.state_dict()
         self.build_batches()
+        self.train_sampler.load_state_dict(position)
 
     # One step
 
@@ -197,7 +198,7 @@ class SFTTrainer(PipelineTrainer):
             "train/grad_norm": grad_norm,
             "train/perplexity": perplexity(loss),
             "train/num_loss_tokens": num_loss_tokens,
-            "train/epoch": self.global_step / self.steps_per_epoch,
+            "train/epoch": self.epoch_of_step,
             "train/skipped_steps": self.guard.num_skipped,
             **self.step_costs(micro_batches),
         }

@@ -115,6 +115,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.checkpoint, self.load_contents = self.choose_checkpoint()
         startup.mark("checkpoint")
         self.build_batches()
+        self.global_step = self.saved_step = self.load_position()
+        self.total_training_steps = self.config.trainer.total_training_steps or self.steps_of_epochs
         self.model = self.fsdp_model = self.build_model()
         self.model_config = self.model.config
         self.optimizer = build_optimizer(self.model, self.config.optim)
@@ -122,9 +124,9 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         startup.mark("model")
         self.checkpoint_manager = self.build_checkpoint_manager()
         self.stop_vote.expected_save_s = self.checkpoint_manager.expected_save_s()
-        self.owes_validation = self.warned_of_grace = False
+        self.warned_of_grace = False
         self.step_metrics: Metrics = {}
-        self.global_step = self.saved_step = self.load_checkpoint()
+        self.load_checkpoint()
 
     # What a stage defines
 
@@ -163,12 +165,12 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     # Building
 
     def build_batches(self) -> None:
-        """Build the sampler and the loader, and compute the number of steps."""
-        data, trainer = self.config.data, self.config.trainer
+        """Build the sampler and the loader."""
+        data = self.config.data
         self.collator = self.build_collator()
         plan = self.micro_batch_plan(self.train_dataset)
         self.train_sampler = GlobalBatchSampler(
-            len(self.train_dataset), data.train_batch_size, self.dp_rank, self.dp_size, trainer.seed, plan
+            len(self.train_dataset), data.train_batch_size, self.dp_rank, self.dp_size, self.config.trainer.seed, plan
         )
         loader = DataLoader(
             self.train_dataset,
@@ -180,8 +182,19 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             generator=torch.Generator(),
         )
         self.train_dataloader = loader if data.num_workers else Prefetcher(loader)
-        self.steps_per_epoch = len(self.train_sampler)
-        self.total_training_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+
+    @property
+    def steps_of_epochs(self) -> int:
+        """Step at the end of the last epoch; epochs before a change of `data.train_batch_size` had other lengths."""
+        sampler = self.train_sampler
+        batches_left = (self.config.trainer.total_epochs - sampler.epoch) * len(sampler) - sampler.batches_done
+        return self.global_step + max(batches_left, 0)
+
+    @property
+    def epoch_of_step(self) -> float:
+        """Number of epochs after the step that is running."""
+        sampler = self.train_sampler
+        return (sampler.epoch * len(sampler) + sampler.batches_done + 1) / len(sampler)
 
     def build_scheduler(self) -> LRScheduler:
         """Build the learning-rate schedule.
@@ -190,7 +203,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         """
         steps = self.config.optim.total_training_steps
         if steps <= 0:
-            steps = max(self.steps_per_epoch * self.config.trainer.total_epochs, self.total_training_steps)
+            steps = max(self.steps_of_epochs, self.total_training_steps)
         return build_scheduler(self.optimizer, self.config.optim, steps * self.updates_per_step, self.updates_per_step)
 
     def build_checkpoint_manager(self) -> CheckpointManager:
@@ -228,7 +241,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             self.config,
             self.global_step,
             self.total_training_steps,
-            self.steps_per_epoch,
+            len(self.train_sampler),
             dist.get_world_size(),
             self.is_main,
             PrecisionType.to_str(self.precision),
@@ -418,20 +431,17 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         loads_all = {"model", "extra"} <= {*self.load_contents}
         return self.checkpoint if is_own and loads_all and not has_own_code else None
 
-    def load_checkpoint(self) -> int:
-        """Load the checkpoint to resume from, and return its step; 0 if there is none.
+    def load_position(self) -> int:
+        """Restore the `data_state` of the checkpoint to resume from, and return its step; 0 if there is none.
 
         Raises:
             UserError: the checkpoint does not match this run.
         """
+        self.owes_validation = False
         self.data_digest = on_rank_zero(lambda: training_data_digest(self.config.data))
         path = self.checkpoint
         if path is None:
             return 0
-        self.checkpoint_manager.checkpoint_load_contents = self.load_contents
-        self.checkpoint_manager.load_checkpoint(str(path))
-        if path.parent == self.run_dir:
-            on_rank_zero(lambda: write_deferred_export(path, self.config.trainer.checkpoint.export))
         state = on_every_rank(lambda: self.saved_data_state(path))
         self.load_data_state(state)
         former = state.get("data_digest", "")  # older checkpoints do not have it
@@ -441,6 +451,21 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
                 "run continues at the same position in the new data. Restore the previous data to resume exactly"
             )
         return step_of(path) or 0
+
+    def load_checkpoint(self) -> int:
+        """Load the checkpoint to resume from, except its `data_state`, and return its step; 0 if there is none.
+
+        Raises:
+            UserError: the checkpoint does not match this run.
+        """
+        path = self.checkpoint
+        if path is None:
+            return 0
+        self.checkpoint_manager.checkpoint_load_contents = self.load_contents
+        self.checkpoint_manager.load_checkpoint(str(path))
+        if path.parent == self.run_dir:
+            on_rank_zero(lambda: write_deferred_export(path, self.config.trainer.checkpoint.export))
+        return self.global_step
 
     def saved_data_state(self, checkpoint: Path) -> dict[str, Any]:
         """Return the `data_state` of a checkpoint, including checkpoints that verl wrote."""
