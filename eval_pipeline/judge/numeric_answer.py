@@ -4,8 +4,9 @@ The first of these tags that occurs is compared, at its last occurrence: `<answe
 `answer is …` or `answer: …`. Without a tag, the last number of the text is compared. In a tagged answer, the part after
 its last `=` counts: the last number inside `<answer>` and `\\boxed`, the first one after `####` and `answer is`. Those
 two end with their sentence, or before a reason: `42 because 6 * 7 = 42`. A tagged answer that is a formula is compared
-by `math_verify`, and is wrong if that package is not installed. `3 million` equals 3000000, and also 3, for questions
-that ask for millions.
+by `math_verify`, and is wrong if that package is not installed. Several numbers and algebra (`3, 4`, `2x`, `x > 5`)
+equal no number. `3 million` equals 3000000, and also 3, for questions that ask for millions. Reasoning up to `</think>`
+counts only if no answer follows it.
 
 Answers may be hostile: every pattern takes time linear in the text, and numbers that are too big are not computed. Only
 the standard library is imported, because small server processes use this module.
@@ -15,12 +16,17 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import permutations
 
 MAX_FORMULA_CHARS = 100
 
+# not if a string, or code in prose, contains the tag
+_REASONING_END = re.compile(r"(?:</think(?:ing)?>|\[/THINK\])(?![\"'\\]|`(?!``))")
 _OPENING_TAG = re.compile(r"<answer>", re.IGNORECASE)
 _CLOSING_TAG = re.compile(r"</answer>", re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\s{0,3}\{")
@@ -28,7 +34,7 @@ _BRACE = re.compile(r"[{}]")
 # "#### 1. First" and "#### Step 1" are headings
 _HASHES = re.compile(r"(?<!#)####(?!#|[ \t]{0,4}[0-9]+[.):][ \t]{0,4}[A-Za-z])([^A-Za-z0-9\n]{0,20}[0-9\\][^\n]*)")
 _ANSWER_IS = re.compile(
-    r"\banswer\b[ *_]{0,4}(?:(?:is|was|would be)\b(?! not\b)|:|=)[ \t:*]{0,8}\n{0,2}"
+    r"\banswer\b[ *_]{0,4}(?:(?:is|was|(?:would|should|must) be)\b(?! not\b)|:|=)[ \t:*]{0,8}\n{0,2}"
     r"([^.!?0-9\n]{0,48}\.?[0-9][^\n]*)",
     re.IGNORECASE,
 )
@@ -38,12 +44,25 @@ _STATEMENT_END = re.compile(
 )
 _ASIDE = re.compile(r"\([^()=]*=[^()]*\)")
 _DIGIT = re.compile(r"[0-9]")
+_STATES = re.compile(r"[0-9\u00bc-\u00be\u2150-\u215e]|<answer>|\\boxed", re.IGNORECASE)
+"""Found in a text that may state an answer."""
+_CHOICE = re.compile(r"^\(([A-Za-z])\)$")
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}")
-_FORMULA = re.compile(r"\\[A-Za-z]|[\^\u221a]|[0)] {0,2}[-+*/\u00d7\u00f7] ?[0(]|[-0]\(")
-# bounded arithmetic only: `math_verify` would try to compute 9^(9^9), and cannot be interrupted in a thread
+_FORMULA = re.compile(r"\\[A-Za-z]|[\^\u221a]|[0)] {0,2}(?:[-+/\u00d7\u00f7]|\*{1,2}) ?[0(]|[-0]\(")
+# what a single number never contains; the variables leave out units such as 5 m and 5 s
+_ALGEBRA = re.compile(
+    r"(?:[<\u2264\u2265\u2260\u00b1]|(?<!<[a-z])(?<![a-z]{2})(?<![>/])>) ?0|0 ?[inxyz](?![A-Za-z])|0[\u00b2\u00b3]"
+    r"|(?<![A-Za-z\\])[a-z] ?[-+*/] ?0|0 ?[-+*/] ?[nxyz](?![A-Za-z])|_\{?[0-9]"
+    r"|(?<![A-Za-z])(?:[A-Za-z]|sqrt|log|ln|sin|cos)\(0"
+)
+_SEVERAL = re.compile(
+    r"[\s({\[\\]*(?:[A-Za-z] ?= ?)?0(?:(?: ?[,;] ?|:| : | {1,4}(?:and|or|to) {1,4})(?:[A-Za-z] ?= ?)?-?0)+[^0]*"
+)
+# bounded arithmetic only: `math_verify` would try to compute 9^(9^9) and expand the 99th power of a sum, and cannot be
+# interrupted in a thread
 _HARMLESS_FORMULA = re.compile(
-    r"(?:[-0-9 .,()+*/{}\u00d7\u00f7]|\\(?:[dt]?frac|times|cdot|div|sqrt|left|right)(?![a-z])"
-    r"|\^\{?[0-9]{1,2}(?![0-9]))*"
+    r"(?:[-0-9 .,()+*/{}\u00d7\u00f7]|\\(?:[dt]?frac|times|cdot|div|sqrt|pi|left|right)(?![a-z])|\\[{}]"
+    r"|(?<=[0-9])\^\{?[0-9]{1,2}(?![0-9])|\^\{?[0-9](?![0-9]))*"
 )
 
 
@@ -56,6 +75,12 @@ class _Tagged:
     """Whether the tag has an end, so that it contains nothing but the result."""
 
 
+def after_reasoning(text: str) -> str | None:
+    """The text after the last `</think>`; None if there is none."""
+    end = _last(_REASONING_END, text)
+    return text[end.end() :] if end else None
+
+
 def is_right(answer: str, reference: str) -> bool:
     """Whether an answer has the reference's value; the module's docstring says which part of it counts.
 
@@ -63,14 +88,15 @@ def is_right(answer: str, reference: str) -> bool:
         answer: the model's whole text.
         reference: a number in the dataset's notation, or a formula for `math_verify`.
     """
-    text = _plain_text(answer)
+    final = after_reasoning(answer)
+    text = _plain_text(answer if final is None or not _STATES.search(final) else final)
     scaled = _scaled_text(text)
     return _is_right(text, reference) or (scaled != text and _is_right(scaled, reference))
 
 
 def parse_number(reference: str) -> Fraction | None:
     """The exact value of a reference answer; None if it is not a number."""
-    text = _plain_text(reference).strip()
+    text = _joined_thousands(_plain_text(reference).strip())
     return None if _without_numbers(text).strip(".") != "0" else _value(_NUMBER.search(text))
 
 
@@ -79,13 +105,20 @@ def _is_right(text: str, reference: str) -> bool:
     tagged = _find_tagged(text)
     if tagged is None:
         return wanted is not None and _value(_last(_NUMBER, text)) == wanted
-    candidate = _after_equals(tagged.text)
+    stated = _joined_thousands(tagged.text)
+    candidate = _after_equals(stated)
     candidate = candidate if tagged.enclosed else _before_prose(candidate)
     if wanted is None and _same_text(tagged.text, reference):
         return True  # the reference may be an equation
+    if wanted is not None and tagged.enclosed and _is_no_number(stated, candidate):
+        return False
     if wanted is None or _FORMULA.search(_without_numbers(candidate)):
         return _same_formula(candidate, reference)
     return _value(_last(_NUMBER, candidate) if tagged.enclosed else _NUMBER.search(candidate)) == wanted
+
+
+def _is_no_number(stated: str, candidate: str) -> bool:
+    return bool(_SEVERAL.fullmatch(_without_numbers(stated)) or _ALGEBRA.search(_without_numbers(candidate)))
 
 
 def _find_tagged(text: str) -> _Tagged | None:
@@ -151,6 +184,8 @@ def _same_formula(candidate: str, reference: str) -> bool:
     candidate, reference = candidate.strip().rstrip("."), _plain_text(reference).strip()
     if not (_is_harmless(candidate) and _is_harmless(reference)):
         return False
+    if any(set_.startswith("\\{") and tuple_.startswith("(") for set_, tuple_ in permutations((candidate, reference))):
+        return False  # `math_verify` ignores the order of the tuple then
     try:
         from math_verify import parse, verify
     except ImportError:
@@ -166,7 +201,8 @@ def _same_text(candidate: str, reference: str) -> bool:
     candidate, reference = (
         re.sub(r"(?<!\w) | (?!\w)", "", " ".join(text.split())) for text in (candidate, _plain_text(reference))
     )
-    return candidate.rstrip(".").casefold() == reference.casefold()
+    candidate, reference = (_CHOICE.sub(r"\1", text) for text in (candidate.rstrip("."), reference))
+    return candidate.casefold() == reference.casefold()
 
 
 def _is_harmless(formula: str) -> bool:
@@ -188,9 +224,20 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>(?:{_DIGITS}(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)(?:[eE][-+]?[0-9]+)?))"
 )
 
-_REPLACEMENTS = [
+# 5 000, with any space between the digits
+_SPACED_THOUSANDS = re.compile(r"(?<![0-9.,/])(?<![0-9] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9/]| [0-9])")
+
+
+def _as_frac(vulgar: re.Match[str]) -> str:
+    above, below = unicodedata.normalize("NFKC", vulgar[0]).split("\u2044")
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+_REPLACEMENTS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]"), "-"),  # hyphens, en dash, minus signs
     (re.compile("[\u00a0\u2009\u202f]"), " "),
+    (re.compile("[\u00bc-\u00be\u2150-\u215e]"), _as_frac),
+    (re.compile("(?<=[0-9])\u2044(?=[0-9])"), "/"),
     (re.compile(r"\\[,!;: ]"), ""),
     (re.compile(r"\{,\}(?=[0-9]{3})"), ","),
     # the square of a unit: \text{cm}^2, cm^2
@@ -199,7 +246,7 @@ _REPLACEMENTS = [
     (re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}"), r" \1 "),
     (re.compile(r"(?<![-+ ])(?=\\[dt]?frac)"), " "),  # 1\frac{1}{2} is 1 1/2, and the sign of -\frac{1}{2} stays
     (re.compile(r"\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}|\\[dt]?frac([0-9])([0-9])"), r"\1\3/\2\4 "),
-    (re.compile(r"\\[()\[\]]|\\left(?![a-z])|\\right(?![a-z])"), " "),
+    (re.compile(r"\\[()\[\]]|\\(?:left|right|q?quad|displaystyle)(?![a-z])"), " "),
     (re.compile(r"\^\{?\\circ\}?|\\?%|\u00b0"), " "),
     (re.compile(r"-\\?[$\u20ac\u00a3\u00a5\u20b9] ?"), "-"),
     (re.compile(r"\\?[$\u20ac\u00a3\u00a5\u20b9]"), " "),
@@ -213,7 +260,12 @@ _REPLACEMENTS = [
     ),
     (re.compile(r"`"), ""),
     # a sign, and not a bullet of a list
-    (re.compile(r"((?:\\boxed\s{0,3}\{|=) {0,3}-) {1,3}(?=\.?[0-9])"), r"\1"),
+    (
+        re.compile(
+            r"((?:\\boxed\s{0,3}\{|=|####|<answer>|\banswer(?: is)?:?) {0,3}-) {1,3}(?=\.?[0-9])", re.IGNORECASE
+        ),
+        r"\1",
+    ),
 ]
 _POWERS = {"thousand": "e3", "million": "e6", "billion": "e9"}
 _SCALE = re.compile(rf"(?<=[0-9]) {{0,4}}({'|'.join(_POWERS)})s?\b", re.IGNORECASE)
@@ -224,6 +276,10 @@ def _plain_text(text: str) -> str:
     for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def _joined_thousands(text: str) -> str:
+    return _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), text)
 
 
 def _scaled_text(text: str) -> str:

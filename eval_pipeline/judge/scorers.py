@@ -10,6 +10,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from eval_pipeline.judge.numeric_answer import after_reasoning
 from verl_ext.errors import UserError
 
 PACKAGE = "reasoning-gym"
@@ -62,7 +63,12 @@ def score(answer: str, task: str, entry: str) -> float:
 
 
 def final_answer(text: str, reference: str) -> str:
-    """The scored part of a text: inside `<answer>`, or else as many lines as the reference has, from the top."""
+    """The scored part of a text: inside `<answer>`, or else as many lines as the reference has, from the top.
+
+    Reasoning up to `</think>` counts only if nothing follows it.
+    """
+    final = after_reasoning(text)
+    text = final if final is not None and final.strip() else text
     tagged = _TAGGED.findall(text)
     if tagged:
         return tagged[-1].strip()

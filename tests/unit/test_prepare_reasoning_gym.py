@@ -73,6 +73,8 @@ def test_scores_as_many_lines_as_reference_has() -> None:
     assert final_answer("\n Ann \nSam", "Bob") == "Ann"
     assert final_answer("1 2\n3 4\n5 6", "9 9\n9 9") == "1 2\n3 4"
     assert final_answer("no <answer>Ann</answer> but <answer>\nBob\n</answer>", "Bob") == "Bob"
+    assert final_answer("<think>\n<answer>Ann</answer>?\n</think>\n\nBob", "Ann") == "Bob"
+    assert final_answer("<think>So <answer>Ann</answer></think>\n", "Ann") == "Ann"
 
 
 def test_failing_scorer_gives_no_full_score() -> None:
