@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from collections.abc import Callable
 
 import regex  # unlike `re`, its possessive quantifiers hold before Python 3.11.5
 
 from eval_pipeline.judge import FunctionTests, ReferenceAnswer, ScoredAnswer
+from eval_pipeline.judge.numeric_answer import after_reasoning
 from eval_pipeline.problems.fences import LANGUAGES, PYTHON_TAGS, FencedBlock, fenced_blocks, one_line_blocks
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import (
@@ -34,10 +36,10 @@ def extract_program(problem: Problem, answer: str) -> str:
     """The program that is judged for an answer.
 
     The text after a closed `<think>` is searched first, then the whole text. Function tests: the last fenced Python
-    block that defines the entry point (a block without a language tag counts), otherwise the last fenced block,
-    otherwise the text itself, or the definitions in it if prose surrounds them. If the result lacks the entry point but
-    continues the code of the problem, it is appended to that code. Programs: see `_whole_program`. A reference answer:
-    the text.
+    block that defines the entry point (a block without a language tag counts), after the blocks that define what it
+    lacks; otherwise the last fenced block, otherwise the text itself, or the definitions in it if prose surrounds them.
+    If the result lacks the entry point but continues the code of the problem, it is appended to that code. Programs:
+    see `_whole_program`. A reference answer: the text.
 
     This takes at most about a second: only the last `MAX_ANSWER_CHARS` of a text are searched, and the amount of
     parsing is limited too.
@@ -83,7 +85,7 @@ def _function_program(text: str, tests: FunctionTests, parser: SourceParser) -> 
     blocks = code_blocks(text)
     for block in reversed(blocks):
         if block.tag in ("", *PYTHON_TAGS) and defines(block.source, tests.entry_point, parser):
-            return block.source
+            return _with_needed(block, blocks, parser, lambda tree: not acts(tree))
     program = _unfenced_program(text, tests, parser) if not blocks else ""
     if (code := code_before(blocks, text)) is not None:
         program = _unfenced_program(code, tests, parser)
@@ -95,6 +97,29 @@ def _function_program(text: str, tests: FunctionTests, parser: SourceParser) -> 
     if not blocks:
         return program
     return _continued(blocks[-1].body, tests, parser) or blocks[-1].source
+
+
+def _with_needed(
+    block: FencedBlock, blocks: list[FencedBlock], parser: SourceParser, may_run: Callable[[ast.Module], bool]
+) -> str:
+    """The source of a block, after the Python blocks that bind names which it, or another needed block, only reads.
+
+    Args:
+        block: one of `blocks`.
+        blocks: all blocks of a text; the last `MAX_BLOCKS` count.
+        parser: of the answer.
+        may_run: whether a needed block with this tree may be included.
+    """
+    tree = parser.tree(block.source)
+    program, unknown = block.source, unknown_names(tree) if tree else set()
+    for other in reversed(blocks[-MAX_BLOCKS:]):
+        if not unknown:
+            break
+        tree = parser.tree(other.source) if other is not block and other.tag in ("", *PYTHON_TAGS) else None
+        bound = {*defined_names(tree), *imported_names(tree)} if tree else set()
+        if tree and unknown & bound and may_run(tree):
+            program, unknown = f"{other.source}\n{program}", unknown - bound | unknown_names(tree) - bound
+    return program
 
 
 def _unfenced_program(text: str, tests: FunctionTests, parser: SourceParser) -> str:
@@ -153,9 +178,10 @@ def _whole_program(text: str, parser: SourceParser) -> str:
     """The last block that can be the program.
 
     That is, it parses, needs no function of earlier blocks, does something, and prints if any block does; blocks tagged
-    as Python come before untagged ones. If there is none, take the last Python block, or else the last block, or else
-    the text, and of that the lines between prose if they are a program. If that is not a program either, take one
-    between fences on one line.
+    as Python come before untagged ones. If none prints, take the last block after the blocks that define what it lacks,
+    if they print together. If there is none, take the last Python block, or else the last block, or else the text, and
+    of that the lines between prose if they are a program. If that is not a program either, take one between fences on
+    one line.
     """
     blocks = code_blocks(text)[-MAX_BLOCKS:] or [FencedBlock("", text)]
     if (code := code_before(blocks, text)) is not None:
@@ -167,9 +193,18 @@ def _whole_program(text: str, parser: SourceParser) -> str:
         for block in (*reversed(python), *reversed(candidates)):
             if block in trees and does(trees[block]):
                 return block.source
+        if candidates and (split := _split_program((python or candidates)[-1], candidates, parser)) is not None:
+            return split
     program = _between_prose((python or blocks)[-1].source, parser)
     tree = None if python else parser.tree(program)
     return program if python or (tree is not None and acts(tree)) else _one_line_program(text, parser) or program
+
+
+def _split_program(last: FencedBlock, blocks: list[FencedBlock], parser: SourceParser) -> str | None:
+    """The last block with the blocks that it needs; None if it needs none, or does not print with them."""
+    program = _with_needed(last, blocks, parser, lambda tree: True)
+    tree = parser.tree(program)
+    return program if program != last.source and tree is not None and prints(tree) else None
 
 
 def _whole_trees(blocks: list[FencedBlock], parser: SourceParser) -> dict[FencedBlock, ast.Module]:
@@ -228,15 +263,23 @@ def _is_prose(lines: list[str]) -> bool:
 # The text of an answer and its blocks, for all kinds of problems
 
 _BYTE_ORDER_MARK = re.compile("^\ufeff+", re.MULTILINE)
-# not if a string, or code in prose, contains the tag
-_REASONING_END = re.compile(r"(?:</think(?:ing)?>|\[/THINK\])(?![\"'\\]|`(?!``))")
 # MBPP's own prompt asks for code between these (Austin et al. 2021, section 3)
 _MARKER = re.compile(r"^[ \t]*\[(?:(?P<begin>BEGIN)\][ \t]*$|DONE\].*$)", re.MULTILINE)
+# a block of Markdown in a quote, and one of HTML
+_QUOTED_BLOCK = re.compile(r"^[ \t]*>[ \t]*(?:```|~~~).*(?:\n[ \t]*>.*)*", re.MULTILINE)
+_QUOTE = re.compile(r"^[ \t]*> ?", re.MULTILINE)
+_HTML_BLOCK = re.compile(r"<pre\b[^<>\n]{0,80}>\s{0,4}<code\b(?:[^<>\n]{0,80}?language-(\w{1,20}))?[^<>\n]{0,80}>")
+_ENTITIES = {"&lt;": "<", "&gt;": ">", "&amp;": "&", "&quot;": '"', "&#39;": "'", "&#x27;": "'"}
 
 
 def clean_text(answer: str) -> str:
-    """The answer with `\\n` line ends, without byte-order marks, and with fences for MBPP's `[BEGIN]` and `[DONE]`."""
+    """The answer with `\\n` line ends, without byte-order marks, and with fences around each block of code.
+
+    Fences replace MBPP's `[BEGIN]` and `[DONE]`, and `<pre><code>`. Blocks in `>` quotes lose the quote's marks.
+    """
     text = _BYTE_ORDER_MARK.sub("", answer.replace("\r\n", "\n"))
+    text = _QUOTED_BLOCK.sub(lambda block: _QUOTE.sub("", block[0]), text)
+    text = text if "```" in text else _fenced_html(text)
     first = _MARKER.search(text)
     if first is None:
         return text
@@ -247,10 +290,16 @@ def clean_text(answer: str) -> str:
     return _MARKER.sub(lambda marker: "```python" if marker["begin"] else "```", text)
 
 
-def after_reasoning(text: str) -> str | None:
-    """The text after the last `</think>`; None if there is none."""
-    ends = [end.end() for end in _REASONING_END.finditer(text)]
-    return text[ends[-1] :] if ends else None
+def _fenced_html(text: str) -> str:
+    first, *parts = _HTML_BLOCK.split(text)
+    return first + "".join(map(_fenced, parts[::2], parts[1::2]))
+
+
+def _fenced(tag: str | None, text: str) -> str:
+    """The text after `<pre><code>`, with fences around the code that it begins with."""
+    code, _, after = text.partition("</code>")
+    code = re.sub("|".join(_ENTITIES), lambda entity: _ENTITIES[entity[0]], code).strip("\n")
+    return f"\n```{tag or ''}\n{code}\n```\n{after.removeprefix('</pre>')}"
 
 
 def code_blocks(text: str) -> list[FencedBlock]:

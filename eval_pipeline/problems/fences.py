@@ -18,6 +18,8 @@ LANGUAGES = frozenset(
     + ("rust", "scala", "sh", "shell", "sql", "swift", "tex", "text", "toml", "ts", "txt", "typescript", "xml", "yaml")
 )
 """Tags that begin a block even if another one is still open."""
+_REASONING_ENDS = ("</think>", "</thinking>", "[/THINK]")
+"""A block does not continue after the reasoning that it began in."""
 MAX_FAILED_READINGS = 8
 """After this many in one text, its blocks end at the first fence, because each reading may scan the whole text."""
 _READING_CHARS = MAX_PARSED_CHARS // 3
@@ -161,13 +163,14 @@ def _opened_by(line: str) -> _Fence | None:
 
 
 def _closes(line: str, fence: _Fence) -> bool:
-    return line.lstrip(" \t").startswith(fence.mark)
+    return line.lstrip(" \t").startswith((fence.mark, *_REASONING_ENDS))
 
 
 def _reopened_by(line: str) -> _Fence | None:
     """The block that a closing line opens: "```python", but not "``` Text like this"."""
     closing = _CLOSING.fullmatch(line)
-    assert closing is not None
+    if closing is None:
+        return None  # reasoning ends
     tag, stands_alone = closing["tag"].lower(), not closing["gap"] or not closing["rest"].strip()
     return _Fence(closing["fence"], tag) if tag in LANGUAGES and stands_alone and "`" not in closing["rest"] else None
 

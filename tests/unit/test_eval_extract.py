@@ -278,6 +278,72 @@ def test_code_on_fence_line_is_extracted(problem: Problem, answer: str, code: st
     assert extract_program(problem, answer) == code
 
 
+HELPER = "def helper(a, b):\n    return a + b\n"
+CALLER = "def add(a, b):\n    return helper(a, b)\n"
+READER = "n = int(input())\n"
+SOLVER = "def solve(n):\n    return n * 2\n"
+IMPORTER = "import os\n"
+IMPORTING_HELPER = "def helper(a, b):\n    return os\n"
+
+
+def fenced(*programs: str) -> str:
+    return "\nand\n".join(f"```python\n{program}```" for program in programs)
+
+
+@pytest.mark.parametrize(
+    ("problem", "answer", "code"),
+    [
+        (FUNCTION, fenced(HELPER, CALLER), f"{HELPER}\n{CALLER}"),
+        (FUNCTION, fenced(CALLER, HELPER), f"{HELPER}\n{CALLER}"),
+        (FUNCTION, fenced("Z = 1\n", "def add(a, b): return Z\n"), "Z = 1\n\ndef add(a, b): return Z\n"),
+        (
+            FUNCTION,
+            fenced(IMPORTER, IMPORTING_HELPER, CALLER, "print(add(1, 2))\n"),
+            f"{IMPORTER}\n{IMPORTING_HELPER}\n{CALLER}",
+        ),
+        (PROGRAM, fenced(SOLVER, "print(solve(1))\n"), f"{SOLVER}\nprint(solve(1))\n"),
+        (PROGRAM, fenced(READER, "print(n)\n"), f"{READER}\nprint(n)\n"),
+        # a block that runs something, is not Python, or binds nothing that is needed
+        (FUNCTION, fenced("helper = print(1)\n", CALLER), CALLER),
+        (FUNCTION, f"```text\nhelper = 1\n```\n{fenced(CALLER)}", CALLER),
+        (FUNCTION, fenced(HELPER, ADD), ADD),
+        (FUNCTION, fenced(HELPER + DRAFT, ADD), ADD),
+        (PROGRAM, fenced(SCRIPT, "print(n)\n"), SCRIPT),
+    ],
+)
+def test_program_split_over_blocks_is_joined(problem: Problem, answer: str, code: str) -> None:
+    assert extract_program(problem, answer) == code
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "> ```python\n{quoted}> ```",
+        "Here:\n\n> **Solution**\n>\n> ~~~python\n{quoted}> ~~~\n\nDone.",
+        "- so\n  > ```python\n{quoted}  > ```",
+        "<pre><code>{escaped}</code></pre>",
+        'Here:\n<pre>\n<code class="language-python hljs">\n{escaped}</code>\n</pre>\nand\n<pre><code>3</code></pre>',
+        "<think>\nHm\n```python\n{code}</think>",
+        "<think>\nHm</think> ```python\n{code}```",
+        "<think>\n```python\nx = (\n</think>```python\n{code}```",
+    ],
+)
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [(FUNCTION, f"{ADD}small = 1 < 2 > 0 & 1\n"), (PROGRAM, f"{SCRIPT}print(1 < 2 > 0 & 1)\n")],
+    ids=["function", "program"],
+)
+def test_block_in_quote_html_or_reasoning_is_found(answer: str, problem: Problem, code: str) -> None:
+    escaped = code.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    quoted = "".join(f"> {line}\n" for line in code.split("\n")[:-1])
+    assert extract_program(problem, answer.format(code=code, escaped=escaped, quoted=quoted)) == code
+
+
+def test_html_and_quotes_in_fenced_code_are_unchanged() -> None:
+    code = f'{ADD}x = """\n> 1\n<pre><code>&lt;</code></pre>\n"""\n'
+    assert extract_program(FUNCTION, fenced(code)) == code
+
+
 def test_constant_before_function_in_prose_is_kept() -> None:
     assert extract_program(FUNCTION, f"It's so:\n\nMOD = 7\n\n{ADD}\nThat's all.") == f"MOD = 7\n\n{ADD}"
 
@@ -321,6 +387,11 @@ def test_reference_answer_is_judged_whole() -> None:
         "[DONE]\n" * 50_000,
         "a, " * 100_000,
         "{" * 500_000,
+        "<pre><code" * 25_000,
+        "<pre><code>&#" + "9" * 200_000,
+        "<pre><code>x</code>" * 12_000,
+        "> ```python\n" * 20_000,
+        "".join(f"```python\nx{n} = y{n + 1}\n```\n" for n in range(9_000)) + "```python\nprint(y1)\n```",
     ],
     ids=lambda answer: repr(answer[:14]),
 )
