@@ -70,7 +70,7 @@ class Comparer:
         Raises:
             OSError: the process failed.
         """
-        actual, expected = actual.rstrip(), expected.rstrip()
+        actual, expected = actual.strip(), expected.strip()
         if actual == expected:
             return True
         if min(len(actual), len(expected)) < _LONG_CHARS:

@@ -120,7 +120,7 @@ _INTEGER = re.compile(r"([+-]?)([0-9]+)")
 
 
 def outputs_match(actual: str, expected: str, tolerance: float | None) -> bool:
-    """Whether two outputs are equal line by line, ignoring white space within lines and blank lines at the end.
+    """Whether two outputs are equal line by line, ignoring white space within lines and blank lines at both ends.
 
     Outputs may be megabytes of line breaks: the comparison ends at the first difference, and its memory does not depend
     on the number of lines or tokens.
@@ -131,7 +131,7 @@ def outputs_match(actual: str, expected: str, tolerance: float | None) -> bool:
         tolerance: largest absolute or relative difference between two finite numbers at the same place. Integers must
             be equal, because a count of 10^9 must not be off by 1000. None requires equal text.
     """
-    actual, expected = actual.rstrip(), expected.rstrip()
+    actual, expected = actual.strip(), expected.strip()
     if actual == expected:
         return True
     start = _end_of_same_lines(actual, expected)

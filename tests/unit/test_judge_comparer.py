@@ -26,6 +26,8 @@ from eval_pipeline.judge.verdicts import outputs_match
         ("", "\n\n", None, True),
         ("1\n\n2", "1\n2", None, False),
         ("1 2", "1\n2", None, False),
+        ("\n \n3\nyes", "3\nyes\n", None, True),
+        ("3\n\nyes", "3\nyes", None, False),
         ("1 2", "1 2 3", None, False),
         ("YES", "Yes", None, False),
         ("1.0", "1", None, False),
@@ -53,7 +55,7 @@ from eval_pipeline.judge.verdicts import outputs_match
 def test_outputs_match_up_to_white_space_and_tolerance(
     actual: str, expected: str, tolerance: float | None, match: bool
 ) -> None:
-    """Line breaks count; white space within lines and trailing blank lines do not."""
+    """Line breaks count; white space within lines and blank lines at both ends do not."""
     assert outputs_match(actual, expected, tolerance) is match
 
 
