@@ -306,10 +306,14 @@ class JobQueue:
         """Put an unfinished job back without counting an attempt; returns the same as `record_seconds`."""
         return self._update(job, f"state='pending', seconds=?, {_UNCLAIMED}", json.dumps(seconds))
 
-    def fail(self, job: Job, error: str, seconds: Mapping[str, float]) -> bool:
-        """Store a failed attempt; the job is retried after the back-off, or fails. Returns like `record_seconds`."""
+    def fail(self, job: Job, error: str, seconds: Mapping[str, float], is_final: bool = False) -> bool:
+        """Store a failed attempt; the job is retried after the back-off, or fails. Returns like `record_seconds`.
+
+        Args:
+            is_final: whether the job fails even if attempts are left.
+        """
         attempts = job.attempts + 1
-        state = "failed" if attempts >= self.max_attempts else "pending"
+        state = "failed" if is_final or attempts >= self.max_attempts else "pending"
         return self._update(
             job, f"state=?, attempts=?, not_before=?, error=?, ended=?, seconds=?, {_UNCLAIMED}",
             state, attempts, time.time() + self.pause_s(attempts), error, time.time(), json.dumps(seconds),

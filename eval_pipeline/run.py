@@ -30,7 +30,7 @@ from eval_pipeline.report.results import (
     write_qa_log,
     write_verdicts,
 )
-from eval_pipeline.worker import Event
+from eval_pipeline.worker import BatchFailed, Event
 from verl_ext.console import warn
 from verl_ext.errors import UserError
 
@@ -166,7 +166,7 @@ class JobRunner:
         except OSError as failure:
             error = f"cannot write the results ({failure}); free disk space"
         if error is not None:
-            self._fail(job, error)
+            self._fail(job, error, is_final=isinstance(event, BatchFailed) and event.is_final)
 
     def _finish_completed(self) -> None:
         for job in [job for job in self._active.values() if job.is_complete]:
@@ -196,16 +196,20 @@ class JobRunner:
         self._close(job)
         return False
 
-    def _fail(self, job: ActiveJob, error: str) -> None:
+    def _fail(self, job: ActiveJob, error: str, is_final: bool = False) -> None:
         self._close(job)
-        self._report_failure(job.job, error, job.seconds)
+        self._report_failure(job.job, error, job.seconds, is_final)
 
-    def _report_failure(self, job: Job, error: str, seconds: Mapping[str, float]) -> None:
-        self._jobs.fail(job, error, seconds)
+    def _report_failure(self, job: Job, error: str, seconds: Mapping[str, float], is_final: bool = False) -> None:
+        self._jobs.fail(job, error, seconds, is_final)
         attempts = job.attempts + 1
         left = self._jobs.max_attempts - attempts
-        again = f"next attempt in {self._jobs.pause_s(attempts):.0f} s, {left} left"
-        then = again if left > 0 else "no attempts left; fix the cause and re-queue it with `retry`"
+        if is_final:
+            then = "not retried; fix the cause and re-queue it with `retry`"
+        elif left > 0:
+            then = f"next attempt in {self._jobs.pause_s(attempts):.0f} s, {left} left"
+        else:
+            then = "no attempts left; fix the cause and re-queue it with `retry`"
         warn(f"{job} failed: {error}; {then}")
 
     def _close(self, job: ActiveJob) -> None:

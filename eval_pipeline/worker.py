@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from eval_pipeline.config import EngineConfig, EvalConfig, SamplingConfig
-from eval_pipeline.engines import Engine, EngineDied, GeneratedAnswer, GenerateRequest
+from eval_pipeline.engines import Engine, EngineDied, GeneratedAnswer, GenerateRequest, ModelRefused
 from eval_pipeline.judge import Submission, Verdict
 from eval_pipeline.judge.client import JudgeClient
 from eval_pipeline.problems.extract import extract_program
@@ -125,6 +125,8 @@ class BatchFailed:
 
     batch: BatchId
     error: str
+    is_final: bool = False
+    """Whether every retry would fail in the same way."""
 
 
 MAX_LOSSES = 3
@@ -197,7 +199,7 @@ class EvalWorker:
         try:
             emit(BatchFinished(batch.id, self._run(batch, emit)))
         except UserError as error:
-            emit(BatchFailed(batch.id, str(error)))
+            emit(BatchFailed(batch.id, str(error), is_final=isinstance(error, ModelRefused)))
         except _EngineLost as error:
             emit(BatchLost(batch.id, str(error)))
         except Exception as error:  # any error fails the job, but the worker can run other batches

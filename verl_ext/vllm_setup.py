@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,14 @@ def pick_vllm_dtype(wanted: str, on_gpu: bool, stored: torch.dtype | None) -> st
         return "float32"
     # a CPU without bfloat16 units takes 2.4 times as long in bfloat16 (a batch of 16, 100M parameters)
     return "bfloat16" if on_gpu or _BF16_FLAGS & cpu_flags() else "float32"
+
+
+def is_memory_error(error: Exception) -> bool:
+    """Whether vLLM failed because memory is short, so that other processes or settings may be the cause."""
+    import torch
+
+    is_memory = re.search("memory|KV cache", str(error), re.IGNORECASE)
+    return isinstance(error, torch.OutOfMemoryError) or is_memory is not None
 
 
 def safe_vllm_arguments(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval_pipeline.config import SamplingConfig
+from verl_ext.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ class ServedModel:
         return self.id if self.root in (None, self.id) else f"{self.id} (loaded from {self.root})"
 
 
+class ModelRefused(UserError):
+    """The engine cannot run the model. A retry with the same settings would fail in the same way."""
+
+
 class EngineDied(Exception):
     """The engine's process ended or hangs, or the server does not respond. A retry may succeed."""
 
@@ -102,7 +107,7 @@ class Engine(ABC):
         """Start the engine.
 
         Raises:
-            UserError: the model or the server cannot be used.
+            UserError: the model or the server cannot be used; a `ModelRefused` if a retry cannot succeed.
             EngineDied: the engine's process ended while it loaded the model.
         """
 

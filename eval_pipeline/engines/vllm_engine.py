@@ -90,6 +90,14 @@ class GenerateDone:
     """Wall-clock time that it took."""
 
 
+@dataclass(frozen=True)
+class VllmFailed:
+    """vLLM raised an exception; the last message of a child, which then exits."""
+
+    error: str
+    """Type of the exception and first line of its message."""
+
+
 class VllmEngine(Engine):
     """A model in a child process, which stays loaded between calls of `answers`.
 
@@ -151,7 +159,7 @@ class VllmChild:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._ending = timeout_s, threading.RLock()
+        self._timeout_s, self._ending, self._was_killed = timeout_s, threading.RLock(), False
         self._connection, theirs = Pipe()
         _set_send_timeout(self._connection, timeout_s)
         self._log = tempfile.TemporaryFile()
@@ -199,7 +207,7 @@ class VllmChild:
             is_loading: whether the child is loading its model, which has no time limit.
 
         Raises:
-            EngineDied: the child is dead, or was silent for too long.
+            EngineDied: vLLM raised an exception, or the child is dead, or was silent for too long.
         """
         # count polls instead of reading the clock, which continues while a scheduler suspends both processes
         poll_s, silent_s = min(POLL_S, self._timeout_s), 0.0
@@ -211,9 +219,12 @@ class VllmChild:
                 # a process forked from this one may hold the child's end open, so that no EOF would arrive
                 if self._has_exited() and not self._connection.poll():
                     raise EOFError
-            return self._connection.recv()
+            message = self._connection.recv()
         except (EOFError, OSError):
             raise self._died() from None
+        if isinstance(message, VllmFailed):
+            raise EngineDied(f"vLLM failed ({message.error})")
+        return message
 
     def end(self) -> None:
         """End the child and everything that it started; may be called again."""
@@ -231,6 +242,7 @@ class VllmChild:
                 time.sleep(0.02)
             # vLLM's workers exit by themselves, then Python's resource tracker, which frees their shared memory
             psutil.wait_procs(self._session_members(), max(0.0, deadline - time.monotonic()))
+            self._was_killed = not self._has_exited()
             # kill before reaping, so that the process id cannot belong to another process
             os.killpg(self.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
@@ -253,7 +265,8 @@ class VllmChild:
     def _died(self) -> EngineDied:
         self._end_within(DEATH_TIMEOUT_S)
         return EngineDied(
-            f"the vLLM process died ({_describe_exit(self._process.returncode)}); {self._last_log_lines()}"
+            f"the vLLM process died ({_describe_exit(self._process.returncode, self._was_killed)}); "
+            f"{self._last_log_lines()}"
         )
 
     def _hung(self) -> EngineDied:
@@ -279,9 +292,11 @@ def _set_send_timeout(connection: Connection, seconds: float) -> None:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
-def _describe_exit(exit_code: int | None) -> str:
+def _describe_exit(exit_code: int | None, was_killed: bool) -> str:
     if exit_code is None:
         return "it cannot be killed"
+    if was_killed:
+        return "it closed its connection without exiting and was killed"
     if exit_code == -signal.SIGKILL:
         return "SIGKILL, possibly out of memory"
     return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines import GeneratedAnswer, GenerateRequest, request_seed
-from eval_pipeline.engines.vllm_engine import FinishedAnswer, Generate, GenerateDone, ModelLoaded
+from eval_pipeline.engines import GeneratedAnswer, GenerateRequest, ModelRefused, request_seed
+from eval_pipeline.engines.vllm_engine import FinishedAnswer, Generate, GenerateDone, ModelLoaded, VllmFailed
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program, require_package
 from verl_ext.errors import STOP_SIGNALS, UserError, first_line_of
@@ -26,6 +26,7 @@ from verl_ext.model_files import config_of
 from verl_ext.processes import defer_gc
 from verl_ext.rendering import EndlessTemplate, rendering
 from verl_ext.vllm_setup import (
+    is_memory_error,
     pick_vllm_dtype,
     prepare_vllm_environment,
     safe_vllm_arguments,
@@ -62,13 +63,24 @@ def serve_until_owner_leaves(connection: Connection) -> None:
     """Load the model and generate until the owner closes the connection.
 
     Raises:
-        Exception: anything that vLLM raises; the owner finds the traceback in the log.
+        Exception: anything that vLLM raises, after a message to the owner.
     """
     try:
         _serve(connection)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        if not _owner_has_left(connection):  # the pipes of vLLM's own processes break with the same errors
-            raise
+    except Exception as error:
+        # the pipes of vLLM's own processes break with the same errors as the connection
+        if isinstance(error, (EOFError, BrokenPipeError, ConnectionResetError)) and _owner_has_left(connection):
+            return
+        if not _has_lost_process(error):
+            with suppress(OSError):
+                connection.send(VllmFailed(f"{type(error).__name__}: {first_line_of(error)}"))
+        raise
+
+
+def _has_lost_process(error: Exception) -> bool:
+    """Whether one of vLLM's own processes ended or hangs; only the log says why."""
+    is_generic = str(error) in ("Executor failed.", "cancelled") or isinstance(error, TimeoutError)
+    return is_generic or type(error).__name__ == "EngineDeadError"
 
 
 def _owner_has_left(connection: Connection) -> bool:
@@ -150,6 +162,7 @@ class VllmModel:
                 f"vLLM cannot load {model} ({_reason(error)}); fix the model or the engine settings"
             ) from error
         self._require_template(model)
+        self._require_generation(model)
         self.seconds = {"import_s": imported - started, "load_s": time.monotonic() - imported}
         self.protocol = self._describe(device, __version__, config.vllm)
 
@@ -161,6 +174,17 @@ class VllmModel:
         except (TemplateError, EndlessTemplate) as error:
             raise UserError(
                 f"{model} has no working chat template ({first_line_of(error)}); add one as chat_template.jinja"
+            ) from error
+
+    def _require_generation(self, model: str) -> None:
+        """Generate two tokens, because some kernels refuse a model only when they run."""
+        try:
+            list(self.generate([GenerateRequest("any", "any")], SamplingConfig(max_tokens=2)))
+        except Exception as error:  # vLLM and its kernels share no exception class
+            may_pass = _has_lost_process(error) or is_memory_error(error) or "CUDA error" in str(error)
+            kind = UserError if may_pass else ModelRefused
+            raise kind(
+                f"vLLM loads {model} but cannot run it ({_reason(error)}); change the model or the engine settings"
             ) from error
 
     def _describe(self, device: str, version: str, further: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ _STATES = re.compile(r"[0-9\u00bc-\u00be\u2150-\u215e]|<answer>|\\boxed", re.IGN
 _CHOICE = re.compile(r"^\(([A-Za-z])\)$")
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}")
 _FORMULA = re.compile(r"\\[A-Za-z]|[\^\u221a]|[0)] {0,2}(?:[-+/\u00d7\u00f7]|\*{1,2}) ?[0(]|[-0]\(")
-# what a single number never contains; the variables leave out units such as 5 m and 5 s
+# what a single number never contains; m and s are units here, not variables
 _ALGEBRA = re.compile(
     r"(?:[<\u2264\u2265\u2260\u00b1]|(?<!<[a-z])(?<![a-z]{2})(?<![>/])>) ?0|0 ?[inxyz](?![A-Za-z])|0[\u00b2\u00b3]"
     r"|(?<![A-Za-z\\])[a-z] ?[-+*/] ?0|0 ?[-+*/] ?[nxyz](?![A-Za-z])|_\{?[0-9]"
@@ -118,7 +118,8 @@ def _is_right(text: str, reference: str) -> bool:
 
 
 def _is_no_number(stated: str, candidate: str) -> bool:
-    return bool(_SEVERAL.fullmatch(_without_numbers(stated)) or _ALGEBRA.search(_without_numbers(candidate)))
+    is_several = _SEVERAL.fullmatch(_without_numbers(stated)) and len({*map(_value, _NUMBER.finditer(stated))}) > 1
+    return bool(is_several or _ALGEBRA.search(_without_numbers(candidate)))
 
 
 def _find_tagged(text: str) -> _Tagged | None:
@@ -259,10 +260,11 @@ _REPLACEMENTS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
         r"\1",
     ),
     (re.compile(r"`"), ""),
+    (re.compile(r"(?<![<=-])(?:=|-{1,2})> ?(?=[-+.0-9])"), " "),  # arrows
     # a sign, and not a bullet of a list
     (
         re.compile(
-            r"((?:\\boxed\s{0,3}\{|=|####|<answer>|\banswer(?: is)?:?) {0,3}-) {1,3}(?=\.?[0-9])", re.IGNORECASE
+            r"((?:\\boxed\s{0,3}\{|=|####|<answer>|\banswer(?: is:?|:)) {0,3}-) {1,3}(?=\.?[0-9])", re.IGNORECASE
         ),
         r"\1",
     ),

@@ -110,6 +110,8 @@ def _with_needed(
         parser: of the answer.
         may_run: whether a needed block with this tree may be included.
     """
+    if re.search(r"^from __future__ ", block.source, re.MULTILINE):
+        return block.source  # nothing may precede this import
     tree = parser.tree(block.source)
     program, unknown = block.source, unknown_names(tree) if tree else set()
     for other in reversed(blocks[-MAX_BLOCKS:]):
@@ -268,7 +270,9 @@ _MARKER = re.compile(r"^[ \t]*\[(?:(?P<begin>BEGIN)\][ \t]*$|DONE\].*$)", re.MUL
 # a block of Markdown in a quote, and one of HTML
 _QUOTED_BLOCK = re.compile(r"^[ \t]*>[ \t]*(?:```|~~~).*(?:\n[ \t]*>.*)*", re.MULTILINE)
 _QUOTE = re.compile(r"^[ \t]*> ?", re.MULTILINE)
-_HTML_BLOCK = re.compile(r"<pre\b[^<>\n]{0,80}>\s{0,4}<code\b(?:[^<>\n]{0,80}?language-(\w{1,20}))?[^<>\n]{0,80}>")
+_HTML_BLOCK = re.compile(
+    r"(?<![\"'])<pre\b[^<>\n]{0,80}>\s{0,4}<code\b(?:[^<>\n]{0,80}?language-(\w{1,20}))?[^<>\n]{0,80}>"
+)
 _ENTITIES = {"&lt;": "<", "&gt;": ">", "&amp;": "&", "&quot;": '"', "&#39;": "'", "&#x27;": "'"}
 
 

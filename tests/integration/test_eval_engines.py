@@ -26,6 +26,7 @@ from tests.helpers.commands import environment, python
 from tests.helpers.engines import GREEDY, MAX_MODEL_LEN, REQUESTS, answer_all, make_export, owner_of, vllm_processes
 from tests.helpers.evaluation import evaluate, slow_problems, write_recipe
 from tests.helpers.processes import alive, family_of, free_port, wait_gone, wait_until
+from verl_ext.processes import visible_gpus
 
 SETTINGS = EngineConfig(dtype="float32")
 SAMPLED = SamplingConfig(max_tokens=24, temperature=1.0, top_p=0.95, seed=3)
@@ -147,6 +148,13 @@ def drop_weights(export: Path) -> EngineConfig:
     return SETTINGS
 
 
+def narrow_heads(export: Path) -> EngineConfig:
+    config = json.loads((export / "config.json").read_text())
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # the weights have the same shapes
+    (export / "config.json").write_text(json.dumps(config))
+    return SETTINGS
+
+
 def misspell(export: Path) -> EngineConfig:
     return EngineConfig(vllm={"max_num_seq": 8})
 
@@ -157,6 +165,11 @@ def misspell(export: Path) -> EngineConfig:
         (break_config, "no-such-model"),
         (drop_template, "has no working chat template"),
         (drop_weights, "vLLM cannot load"),
+        pytest.param(
+            narrow_heads,
+            "cannot run it (Unsupported CPU attention configuration: head_dim=16",
+            marks=pytest.mark.skipif(bool(visible_gpus()), reason="only vLLM's CPU kernels refuse such heads"),
+        ),
         (misspell, "engine.vllm.max_num_seq is not an argument of vllm.LLM; did you mean max_num_seqs"),
     ],
 )

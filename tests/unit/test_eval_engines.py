@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,12 +25,15 @@ from eval_pipeline.engines import (
     EngineDied,
     GeneratedAnswer,
     GenerateRequest,
+    ModelRefused,
     openai_engine,
     request_seed,
+    vllm_engine,
     vllm_process,
 )
 from eval_pipeline.engines.openai_engine import CONTROL_PROMPT, find_served_model
-from eval_pipeline.engines.vllm_engine import LoadModel, VllmChild
+from eval_pipeline.engines.vllm_engine import Abort, LoadModel, VllmChild, VllmFailed
+from eval_pipeline.engines.vllm_process import VllmModel
 from eval_pipeline.worker import open_engine
 from tests.helpers import ROOT
 from tests.helpers.processes import wait_until
@@ -441,6 +448,73 @@ def test_concurrent_close_ends_child_once() -> None:
     assert not failures and not psutil.pid_exists(child.pid)
 
 
+@contextmanager
+def child_process() -> Iterator[VllmChild]:
+    child = VllmChild(timeout_s=60)
+    try:
+        yield child
+    finally:
+        child.end()
+
+
+def test_exception_in_child_is_reported_without_traceback() -> None:
+    with child_process() as child:
+        child.send(Abort())  # not a model
+        with pytest.raises(EngineDied) as died:
+            child.receive()
+    assert str(died.value) == "vLLM failed (AttributeError: 'Abort' object has no attribute 'config')"
+
+
+def test_child_killed_by_others_may_be_out_of_memory() -> None:
+    with child_process() as child:
+        os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(EngineDied, match="SIGKILL, possibly out of memory"):
+            child.receive()
+
+
+def test_child_killed_by_owner_is_not_called_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text('#!/bin/bash\necho loading\neval "exec $3>&-"\nexec sleep 60\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(vllm_engine, "DEATH_TIMEOUT_S", 0.1)
+    with child_process() as child, pytest.raises(EngineDied, match="without exiting and was killed") as died:
+        child.receive()
+    assert "loading" in str(died.value) and "memory" not in str(died.value) and "SIGKILL" not in str(died.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("Unsupported CPU attention configuration: head_dim=16\nframes"), ModelRefused),
+        (RuntimeError("CUDA out of memory"), UserError),
+        (RuntimeError("CUDA error: unspecified launch failure"), UserError),
+        (type("EngineDeadError", (Exception,), {})("EngineCore encountered an issue"), UserError),
+        (RuntimeError("Executor failed."), UserError),
+        (TimeoutError("RPC call to execute_model timed out."), UserError),
+    ],
+)
+def test_model_that_loads_but_cannot_run_is_refused(
+    error: Exception, kind: type[UserError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only errors of memory, devices and killed processes may pass."""
+
+    def generate(*_: object) -> Iterator[None]:
+        raise error
+        yield
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda: None, __version__="0"))
+    monkeypatch.setattr(vllm_process, "prepare_vllm_environment", lambda: "a GPU")
+    monkeypatch.setattr(vllm_process, "require_package", lambda _: None)
+    monkeypatch.setattr(vllm_process, "vllm_arguments", lambda *_, **__: {})
+    monkeypatch.setattr(VllmModel, "_require_template", lambda *_: None)
+    monkeypatch.setattr(VllmModel, "generate", generate)
+    with pytest.raises(UserError, match="vLLM loads my/model but cannot run it") as refused:
+        VllmModel(EngineConfig(), "my/model")
+    assert type(refused.value) is kind and str(error).splitlines()[0].rstrip(".") in str(refused.value)
+    assert "frames" not in str(refused.value)
+
+
 @pytest.mark.parametrize("error", [EOFError, BrokenPipeError, ConnectionResetError])
 def test_broken_pipe_in_vllm_is_not_mistaken_for_owner_exit(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -453,6 +527,7 @@ def test_broken_pipe_in_vllm_is_not_mistaken_for_owner_exit(
     owner.send(LoadModel(EngineConfig(), "model"))
     with pytest.raises(error, match="a worker of vLLM died"):
         vllm_process.serve_until_owner_leaves(connection)
+    assert owner.recv() == VllmFailed(f"{error.__name__}: a worker of vLLM died")
     owner.send(LoadModel(EngineConfig(), "model"))
     owner.close()
     vllm_process.serve_until_owner_leaves(connection)

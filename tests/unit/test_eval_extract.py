@@ -307,6 +307,11 @@ def fenced(*programs: str) -> str:
         (FUNCTION, fenced("helper = print(1)\n", CALLER), CALLER),
         (FUNCTION, f"```text\nhelper = 1\n```\n{fenced(CALLER)}", CALLER),
         (FUNCTION, fenced(HELPER, ADD), ADD),
+        (
+            FUNCTION,
+            fenced(HELPER, f"from __future__ import annotations\n{CALLER}"),
+            f"from __future__ import annotations\n{CALLER}",
+        ),
         (FUNCTION, fenced(HELPER + DRAFT, ADD), ADD),
         (PROGRAM, fenced(SCRIPT, "print(n)\n"), SCRIPT),
     ],
@@ -342,6 +347,8 @@ def test_block_in_quote_html_or_reasoning_is_found(answer: str, problem: Problem
 def test_html_and_quotes_in_fenced_code_are_unchanged() -> None:
     code = f'{ADD}x = """\n> 1\n<pre><code>&lt;</code></pre>\n"""\n'
     assert extract_program(FUNCTION, fenced(code)) == code
+    unfenced = "def add(a, b):\n    return '<pre><code>' + a + b + '</code></pre>'\n"
+    assert extract_program(FUNCTION, unfenced) == unfenced
 
 
 def test_constant_before_function_in_prose_is_kept() -> None:

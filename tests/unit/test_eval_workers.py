@@ -20,7 +20,7 @@ from eval_pipeline.__main__ import main
 from eval_pipeline.active_job import ActiveJob, AnswerStore
 from eval_pipeline.checkpoints import EvalCheckpoint
 from eval_pipeline.config import EngineConfig, SamplingConfig
-from eval_pipeline.engines import EngineDied, GeneratedAnswer, GenerateRequest
+from eval_pipeline.engines import EngineDied, GeneratedAnswer, GenerateRequest, ModelRefused
 from eval_pipeline.engines.vllm_process import VllmModel
 from eval_pipeline.jobs import Job, JobQueue
 from eval_pipeline.judge import FunctionTests, Verdict
@@ -250,6 +250,24 @@ def test_dead_engine_loses_or_fails_batch_by_kind(
     with EvalWorker(config) as worker:
         worker.run(batch, events.append)
     assert type(events[-1]) is event and "it died" in str(events[-1])
+
+
+@pytest.mark.parametrize(("error", "state"), [(ModelRefused, "failed"), (UserError, "pending")])
+def test_refused_model_is_loaded_once(
+    error: type[UserError],
+    state: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    open_engine = MagicMock(side_effect=error("no such kernel"))
+    monkeypatch.setattr("eval_pipeline.worker.open_engine", open_engine)
+    with EvalWorker(RECIPE) as worker:
+        setup = Setup(tmp_path, Workers(worker))
+        setup.step()
+    assert (setup.job.state, setup.job.attempts, setup.job.error) == (state, 1, "no such kernel")
+    told = capsys.readouterr().err
+    assert ("not retried" in told) == (state == "failed") and ("2 left" in told) == (state == "pending")
 
 
 def test_lost_batch_is_retried_with_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,12 @@ from tests.helpers import ROOT
         ("**Answer:** \u2212 5", "-5"),
         ("The answer should be 42. Not 4", "42"),
         (r"\boxed{\displaystyle 42 \quad \text{apples}}", "42"),
+        ("Answer - 42", "42"),
+        ("**Answer \u2013 42**", "42"),
+        ("<answer>=> 42</answer>", "42"),
+        ("<answer>x -> 42</answer>", "42"),
+        ("<answer>0.5 or 1/2</answer>", "1/2"),
+        (r"\boxed{2.5 \text{ or } \frac{5}{2}}", "2.5"),
         # units, markup and prose are not algebra
         (r"\boxed{5 m}", "5"),
         ("<answer>42 km/h</answer>", "42"),

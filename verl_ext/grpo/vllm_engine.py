@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from verl_ext.files import format_bytes
 from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
 from verl_ext.model_files import config_of
-from verl_ext.vllm_setup import prepare_vllm_environment, safe_vllm_arguments, small_model_arguments
+from verl_ext.vllm_setup import is_memory_error, prepare_vllm_environment, safe_vllm_arguments, small_model_arguments
 
 Bucket = list[tuple[str, torch.Tensor]]
 SETUP_TIMEOUT_S = 600
@@ -239,8 +238,7 @@ def require_free_memory(utilization: float) -> None:
 
 def remedy_of(error: Exception) -> str:
     """Return the advice for an error at the start of vLLM."""
-    is_memory = isinstance(error, torch.OutOfMemoryError) or re.search("memory|KV cache", str(error), re.IGNORECASE)
-    if not is_memory:
+    if not is_memory_error(error):
         return "set rollout.engine=hf"
     return (
         "change rollout.gpu_memory_utilization, or lower rollout.max_num_seqs or data.max_response_length"
