@@ -507,6 +507,22 @@ def test_show_samples_marks_tokens_in_loss(
     assert header.endswith(" in the loss") and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("saved", "data.train_files names the directory .*saved; name the files in it"),
+        ("pairs.parquet", r"no column 'messages' .*columns are prompt, response; set data.*=false, data.prompt_key"),
+    ],
+)
+def test_show_samples_checks_data_like_training(name: str, says: str, quickstart: Path, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    pd.DataFrame({"prompt": ["q"] * 64, "response": ["a"] * 64}).to_parquet(tmp_path / "pairs.parquet")
+    words = [*launch_arguments(quickstart, tmp_path / "run"), f"data.train_files={tmp_path / name}"]
+    for option in ([], ["--show-samples", "1"]):
+        with pytest.raises(UserError, match=says):
+            launch(parse_arguments([*words, *option]), StopSignals())
+
+
 def test_show_samples_refuses_stage_without_chats() -> None:
     with pytest.raises(UserError, match="--show-samples shows chats, but the recipe's stage is budget; omit"):
         show_samples(load_config("grpo", ["recipe=budget_controller"]), 1)

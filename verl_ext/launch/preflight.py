@@ -246,11 +246,12 @@ def check_run_directory(run_dir: Path) -> None:
 # Model and data
 
 
-def check_inputs(config: RunConfig, awaited: Sequence[Path] = ()) -> None:
+def check_inputs(config: RunConfig, awaited: Sequence[Path] = (), *, fills_batch: bool = True) -> None:
     """Check the model, the data and the reward functions.
 
     Args:
         awaited: directories that are not prepared yet; nothing in them is checked.
+        fills_batch: whether the training data must fill a batch.
     """
     has_model = not is_within(config.model.partial_pretrain, awaited)
     if has_model:
@@ -262,7 +263,7 @@ def check_inputs(config: RunConfig, awaited: Sequence[Path] = ()) -> None:
         here = [(key, name) for key, name in files if not is_within(name, awaited)]
         has_data = len(here) == len(files)
         if has_data:
-            check_data(config)
+            check_data(config, fills_batch=fills_batch)
         else:
             for key, name in here:
                 check_parquet(Path(name).expanduser(), key, config.data.columns)
@@ -274,7 +275,7 @@ def check_inputs(config: RunConfig, awaited: Sequence[Path] = ()) -> None:
         check_questions(config, ("train",), awaited)
 
 
-def check_data(config: SFTConfig | GRPOConfig) -> None:
+def check_data(config: SFTConfig | GRPOConfig, *, fills_batch: bool = True) -> None:
     """Check that data files are parquet with the configured columns, and that training data fills a batch."""
     rows = {}
     for key in ("train_files", "val_files"):
@@ -287,7 +288,7 @@ def check_data(config: SFTConfig | GRPOConfig) -> None:
         raise UserError("data.train_files is empty; give at least one parquet file")
     limit = config.data.train_max_samples
     rows_used = min(rows["train_files"], limit) if limit > 0 else rows["train_files"]
-    if rows_used < config.data.train_batch_size:
+    if fills_batch and rows_used < config.data.train_batch_size:
         raise UserError(
             f"the training set has {rows_used} rows, fewer than one global batch of {config.data.train_batch_size}; "
             f"{_smaller_batch(config, rows_used)}"

@@ -10,22 +10,25 @@ from transformers import PreTrainedTokenizerBase
 from verl_ext.console import print_line, print_marked
 from verl_ext.data.chats import load_chat_files
 from verl_ext.errors import UserError
+from verl_ext.launch.preflight import check_inputs
 from verl_ext.trainer.stages import RunConfig, SFTConfig
 from verl_ext.trainer.tokenizer import load_tokenizer
 
 
 def show_samples(config: RunConfig, num_samples: int) -> None:
-    """Tokenize and print training samples as the trainer gets them.
+    """Check the model and the data as for training, then tokenize and print samples as the trainer gets them.
 
     Args:
         config: of an SFT run whose inputs are prepared.
         num_samples: number of samples, from the first row on.
 
     Raises:
-        UserError: the stage trains on something else than chats, or a sample cannot be tokenized.
+        UserError: the stage trains on something else than chats, an input cannot be used, or a sample cannot be
+            tokenized.
     """
     if not isinstance(config, SFTConfig):
         raise UserError(f"--show-samples shows chats, but the recipe's stage is {config.stage}; omit the option")
+    check_inputs(config, fills_batch=False)  # a few rows are enough to look at
     tokenizer = load_tokenizer(config)
     samples = load_chat_files(config.data.train_files, config.data, tokenizer, num_samples)
     for row in range(len(samples)):
