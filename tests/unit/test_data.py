@@ -73,6 +73,8 @@ TOOLS_TEMPLATE = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+PAIRS = ("data.multiturn.enable=false", "data.prompt_key=prompt")
+
 
 @pytest.fixture
 def tokenizer(quickstart: Path) -> PreTrainedTokenizerBase:
@@ -381,6 +383,28 @@ def test_validation_drops_no_sample_and_keeps_ranks_in_sync(ranks: int, packs: b
     assert len({len(part) for part in parts}) == 1
     counted = sum(int(micro["loss_mask"][:, 1:].sum()) for part in parts for micro in part)
     assert counted == dataset.lengths.sum() - len(dataset)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ((), "no column 'messages' .data.multiturn.messages_key.; its columns are prompt, response; set data"),
+        (
+            PAIRS,
+            "no column 'answer' .data.response_key.; its columns are prompt, response; set data.response_key to one",
+        ),
+        (
+            (*PAIRS, "data.response_key=response", "data.response_dict_keys=[a,c]"),
+            "no field 'c'; its fields there are b; correct data.prompt_dict_keys or data.response_dict_keys",
+        ),
+        ((*PAIRS, "data.response_key=prompt", "data.response_dict_keys=[a]"), "no field 'a'; it is not a struct"),
+    ],
+)
+def test_row_without_required_column_or_field_is_rejected(
+    overrides: tuple[str, ...], says: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=f"row 0 cannot be used: it has {says}"):
+        dataset_of([{"prompt": "q", "response": {"a": {"b": "c"}}}], tokenizer, tmp_path, *overrides)
 
 
 def test_check_messages_does_not_modify_row() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from verl_ext.data.config import ChatDataConfig
-from verl_ext.data.dataset import drop_nulls, place_of
+from verl_ext.data.dataset import drop_nulls, place_of, require_columns
 from verl_ext.data.training_templates import TEMPLATE_NAMES, marks_generation, read_chat_template, without_date
 from verl_ext.errors import UserError
 from verl_ext.rendering import EndlessTemplate, rendering
@@ -369,6 +369,7 @@ class ChatEncoder:
             raise UserError(f"{place} cannot be used: {error}") from error
 
     def _messages(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        require_columns("it", record, self.config.columns)
         multiturn = self.config.multiturn
         if multiturn.enable:
             chat = check_messages(drop_nulls(record[multiturn.messages_key]), multiturn.messages_key)
@@ -408,10 +409,18 @@ class ChatEncoder:
 
 
 def pick(value: Any, keys: Sequence[str] | None) -> Any:
-    """Select a nested column value by `prompt_dict_keys` or `response_dict_keys`; unwraps lists of one like verl."""
+    """Select a nested column value by `prompt_dict_keys` or `response_dict_keys`; unwraps lists of one like verl.
+
+    Raises:
+        UserError: the value has no such field.
+    """
     for key in keys or ():
         while isinstance(value, list) and len(value) == 1:
             value = value[0]
+        if not isinstance(value, Mapping) or key not in value:
+            known = f"its fields there are {', '.join(value)}" if isinstance(value, Mapping) else "it is not a struct"
+            fix = "correct data.prompt_dict_keys or data.response_dict_keys"
+            raise UserError(f"it has no field '{key}'; {known}; {fix}")
         value = value[key]
     return value
 

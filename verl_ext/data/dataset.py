@@ -9,7 +9,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,12 +163,25 @@ def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
             "(docs/start/your_data.md)"
         )
     metadata = _read_metadata(path)
-    known = metadata.schema.to_arrow_schema().names
+    require_columns(str(path), metadata.schema.to_arrow_schema().names, columns)
+    return int(metadata.num_rows)
+
+
+def require_columns(what: str, known: Collection[str], columns: Mapping[str, str]) -> None:
+    """Refuse a file or row without a required column.
+
+    Args:
+        what: the file or row, for the message.
+        known: its columns.
+        columns: required columns, by the key that names them.
+
+    Raises:
+        UserError: a column is missing.
+    """
     for setting, column in columns.items():
         if column not in known:
             fix = OTHER_COLUMNS if setting == "data.multiturn.messages_key" else f"set {setting} to one of them"
-            raise UserError(f"{path} has no column '{column}' ({setting}); its columns are {', '.join(known)}; {fix}")
-    return int(metadata.num_rows)
+            raise UserError(f"{what} has no column '{column}' ({setting}); its columns are {', '.join(known)}; {fix}")
 
 
 def unique_sample_ids(ids: Iterable[str]) -> Iterator[str]:
