@@ -45,7 +45,7 @@ from verl_ext.checkpoint.retention import read_best_file, removal_name, remove_l
 from verl_ext.console import warn
 from verl_ext.distributed import gather_results, on_rank_zero, to_local
 from verl_ext.errors import UserError
-from verl_ext.files import GIB, TEMPORARY, file_digest, free_bytes, replace_file, sync_directory, write_errors
+from verl_ext.files import TEMPORARY, file_digest, format_bytes, free_bytes, replace_file, sync_directory, write_errors
 
 MARGIN = 1.05
 """Allowance for small files and for other writes to the same disk."""
@@ -241,7 +241,7 @@ def require_space(directory: Path, num_bytes: int) -> None:
     free = free_bytes(directory)
     if free < num_bytes:
         raise UserError(
-            f"it needs {num_bytes / GIB:.2f} GiB, but {directory} has {free / GIB:.2f} GiB free; free some space or "
+            f"it needs {format_bytes(num_bytes)}, but {directory} has {format_bytes(free)} free; free some space or "
             "lower trainer.max_ckpt_to_keep"
         )
 
@@ -251,8 +251,8 @@ def warn_if_next_will_not_fit(directory: Path, num_bytes: int) -> None:
     free = free_bytes(directory)
     if free < num_bytes * MARGIN:
         warn(
-            f"the next checkpoint will fail: it needs about {num_bytes / GIB:.2f} GiB, but {directory} has "
-            f"{free / GIB:.2f} GiB free; free some space before it is due"
+            f"the next checkpoint will fail: it needs about {format_bytes(num_bytes)}, but {directory} has "
+            f"{format_bytes(free)} free; free some space before it is due"
         )
 
 

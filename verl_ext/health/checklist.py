@@ -13,7 +13,7 @@ import numpy as np
 
 from verl_ext.checkpoint.manifest import EXPORT, has_export, list_checkpoints, read_tracker, step_of, why_incomplete
 from verl_ext.commands import program
-from verl_ext.files import GIB
+from verl_ext.files import format_bytes
 from verl_ext.health.checks import learning_metrics
 from verl_ext.health.context import LANGUAGE
 from verl_ext.health.rule import LOSS, VAL_LOSS, CheckResult, Finding, HealthView, alarm, notice, ok, warning
@@ -207,7 +207,7 @@ def sizes_are_alike(run: RunDirectory) -> CheckResult | None:
     sizes = [each.num_bytes for each in run.checkpoints]
     if not sizes:
         return None
-    message = f"{min(sizes) / GIB:.2f} to {max(sizes) / GIB:.2f} GiB"
+    message = f"from {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
     if max(sizes) <= (1 + SIZE_MARGIN) * min(sizes):
         return ok(message)
     return notice(f"{message}; exports may be less frequent than saves, or an optimizer was dropped")

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from verl_ext.files import GIB, format_bytes
 from verl_ext.health.context import REWARDED
 from verl_ext.health.families import trend_level
 from verl_ext.health.history import SEGMENT_VALUES
@@ -426,8 +427,8 @@ def disk_filling(view: HealthView) -> CheckResult | None:
     if free is None:
         return None
     taken = float(free[0] - free[-1]) / (len(free) - 1)
-    message = f"{free[-1]:.1f} GiB are free"
+    message = f"{format_bytes(free[-1] * GIB)} are free"
     if taken <= 0 or free[-1] > view.limits.disk_saves_left * taken:
         return ok(message)
-    message = f"{message}, and each save takes {taken:.2g} GiB more"
+    message = f"{message}, and each save takes {format_bytes(taken * GIB)} more"
     return alarm(message) if free[-1] < 2 * taken else notice(message) if taken < 1e-3 else warning(message)

@@ -177,8 +177,8 @@ MESSAGES = {
     "the time of a token changed by {} over the run": "训练期间每个词元的时间变化 {}",
     "{} of a step is waiting for data": "每步有 {} 的时间在等待数据",
     "throughput spreads by at least {} around {}": "吞吐量在 {1} 附近波动，幅度至少为 {0}",
-    "{} GiB are free": "剩余 {} GiB",
-    "{} GiB are free, and each save takes {} GiB more": "剩余 {} GiB，每次保存再占用 {} GiB",
+    "{} {} are free": "剩余 {} {}",
+    "{} {} are free, and each save takes {} {} more": "剩余 {} {}，每次保存再占用 {} {}",
     # Any rule
     "the rule itself failed ({text})": "规则自身运行出错（{}）",
     # Checklist of the start
@@ -206,7 +206,7 @@ MESSAGES = {
     "global_step_{}: {text}": "global_step_{}：{}",
     "remove incomplete checkpoints, or run {text} verify": "删除不完整的检查点，或运行 {} verify",
     "checkpoints have similar sizes": "各检查点大小相近",
-    "{} to {} GiB": "{} 到 {} GiB",
+    "from {} {} to {} {}": "从 {} {} 到 {} {}",
     "exports may be less frequent than saves, or an optimizer was dropped": "导出可能少于保存，或优化器状态已被丢弃",
     "latest_checkpointed_iteration.txt names the newest checkpoint": (
         "latest_checkpointed_iteration.txt 指向最新的检查点"
