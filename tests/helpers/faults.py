@@ -306,7 +306,7 @@ def assert_too_large_save_does_not_begin(
     """Check that a checkpoint that does not fit on the disk is rejected before anything is written."""
     run = SFTRun(quickstart, disk / "run", KEEP_ONE, f"trainer.checkpoint.async_save={in_background}")
     result = run.start()
-    assert_refused(result, run, "global_step_4", "it needs 25.5 MiB", " MiB free")
+    assert_refused(result, run, "global_step_4", "it needs 26.3 MiB", " MiB free")
     assert result.stderr.count(" MiB free") == 2  # in the warning at the save before
     resize(disk, "64m")
     assert_resumes(run, undisturbed, 2)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -94,6 +95,23 @@ def test_save_removes_leftovers_then_checks_space(
         trainer.save_checkpoint(2)
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
     assert why_incomplete(tmp_path / "global_step_1") is None
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("rank", [0, 4])
+def test_expected_size_covers_files_on_disk(
+    rank: int, quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that passes the space check must not fail halfway."""
+    require_space = Mock()
+    monkeypatch.setattr("verl_ext.checkpoint.save.require_space", require_space)
+    trainer = make_trainer(small_config(quickstart, tmp_path, f"model.lora_rank={rank}"))
+    trainer.training_step(next(trainer.batches()))  # creates the state of the optimizer
+    trainer.save_checkpoint(1)
+    trainer.checkpoint_manager.wait()
+    on_disk = sum(path.stat().st_blocks * 512 for path in (tmp_path / "global_step_1").rglob("*"))
+    _, expected = require_space.call_args.args
+    assert on_disk <= expected <= 1.05 * on_disk
 
 
 def test_digest_describes_written_data_not_disk_content(tmp_path: Path) -> None:

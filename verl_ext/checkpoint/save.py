@@ -47,8 +47,12 @@ from verl_ext.distributed import gather_results, on_rank_zero, to_local
 from verl_ext.errors import UserError
 from verl_ext.files import TEMPORARY, file_digest, format_bytes, free_bytes, replace_file, sync_directory, write_errors
 
+BYTES_PER_TENSOR = 1 << 10
+"""Allowance for the names, types and padding that `torch.save` writes for each tensor."""
+BYTES_PER_FILE = 16 << 10
+"""Allowance for rounding each file up to blocks, and for objects that are not tensors, such as random states."""
 MARGIN = 1.05
-"""Allowance for small files and for other writes to the same disk."""
+"""Allowance for other writes to the same disk until the next save."""
 
 
 @dataclass
@@ -65,6 +69,7 @@ class CheckpointWriter:
         max_to_keep: number of newest checkpoints that rotation keeps; None keeps all.
         config: defines the other checkpoints that rotation keeps.
         group: process group of all ranks that only saves use.
+        num_bytes: expected size of the checkpoint on disk, which `prepare` computes.
     """
 
     final: Path
@@ -75,6 +80,7 @@ class CheckpointWriter:
     max_to_keep: int | None
     config: CheckpointConfig
     group: ProcessGroup
+    num_bytes: int = 0
 
     @property
     def temporary(self) -> Path:
@@ -87,15 +93,14 @@ class CheckpointWriter:
         Raises:
             UserError: there is not enough space, or the directory cannot be created.
         """
-        num_bytes = sum(gather_results(lambda: bytes_of(state), self.group))
-        num_bytes += self.weights.layout.num_bytes if self.weights else 0
+        self.num_bytes = sum(gather_results(lambda: self._num_own_bytes(state), self.group))
 
         def create_directory() -> None:  # step 1
             run_dir = self.final.parent
             remove_leftovers(run_dir, warn)
             with write_errors(self.temporary):
                 run_dir.mkdir(parents=True, exist_ok=True)
-                require_space(run_dir, num_bytes)
+                require_space(run_dir, self.num_bytes)
                 (self.temporary / EXPORT).mkdir(parents=True)  # fails if the leftovers could not be removed
             if self.weights is not None:
                 create_files(self.temporary / EXPORT, self.weights.layout)
@@ -129,9 +134,21 @@ class CheckpointWriter:
         run_dir = self.final.parent
         try:
             rotate(run_dir, self.max_to_keep, self.config, self.manifest.step, warn)
-            warn_if_next_will_not_fit(run_dir, Manifest.read(self.final).num_bytes)
+            warn_if_next_will_not_fit(run_dir, self.num_bytes)
         except (OSError, ValueError) as error:  # the checkpoint is safe, and the next rotation tries again
             warn(f"old checkpoints in {run_dir} could not be removed ({error}); they stay on the disk")
+
+    def _num_own_bytes(self, state: dict[str, Any]) -> int:
+        """Expected size on disk of this rank's files, in bytes; rank 0 counts the export and the manifest."""
+        num_bytes = bytes_of(state) + BYTES_PER_TENSOR * sum(1 for _ in local_tensors(state))
+        num_bytes += sum(len(content) for content in self.shared_files.values() if isinstance(content, bytes))
+        num_files = len(state) + len(self.shared_files)
+        if self.rank == 0:
+            num_files += 1
+            if self.weights is not None:
+                num_bytes += self.weights.layout.num_bytes
+                num_files += len(self.weights.layout.sizes)
+        return num_bytes + BYTES_PER_FILE * num_files
 
     def _write_own_files(self, state: dict[str, Any]) -> dict[str, FileEntry]:
         """Write this rank's shards and rows of the export, and on rank 0 the shared files; return their entries."""
@@ -248,10 +265,10 @@ def require_space(directory: Path, num_bytes: int) -> None:
 
 def warn_if_next_will_not_fit(directory: Path, num_bytes: int) -> None:
     """Warn in advance if there is not enough space for another checkpoint of this size."""
-    free = free_bytes(directory)
-    if free < num_bytes * MARGIN:
+    free, needed = free_bytes(directory), num_bytes * MARGIN
+    if free < needed:
         warn(
-            f"the next checkpoint will fail: it needs about {format_bytes(num_bytes)}, but {directory} has "
+            f"the next checkpoint will fail: it needs about {format_bytes(needed)}, but {directory} has "
             f"{format_bytes(free)} free; free some space before it is due"
         )
 
