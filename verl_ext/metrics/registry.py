@@ -94,7 +94,11 @@ _THROUGHPUT = Section(
     {
         "throughput/train/tokens_per_s": Metric("token/s", "Tokens, without padding.", RATE),
         "throughput/train/samples_per_s": Metric("sample/s", "Samples.", RATE),
-        "throughput/train/mfu": Metric("1", "Model FLOPs utilization; on GPUs only.", MEAN),
+        "throughput/train/mfu": Metric(
+            "1",
+            "Model FLOPs utilization by verl's count: six operations per token and weight, even with LoRA; GPUs only.",
+            MEAN,
+        ),
     },
 )
 _TIME = Section(
