@@ -20,6 +20,7 @@ Attention = Literal["auto", "flash_attention_2", "sdpa", "eager"]
 Device = Literal["auto", "cuda", "npu", "cpu"]
 Schedule = Literal["cosine", "wsd", "constant"]
 BYTES_OF_GRADIENT = 4
+"""Bytes of a number in a gradient before its reduction; micro-batches are summed in fp32."""
 GATHERED_SHARE = 0.15
 """Maximum fraction of a rank's memory for full weights and gradients with `keep_gathered=auto`."""
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "gpu": 1 << 28}
