@@ -11,7 +11,7 @@ from verl_ext.errors import UserError
 from verl_ext.health.config import HealthLimits
 from verl_ext.health.context import LRSchedule, RunContext, configured_at
 from verl_ext.health.history import MetricHistory
-from verl_ext.health.rule import Finding, HealthView, Level
+from verl_ext.health.rule import Finding, HealthView, Level, Rule, warning
 from verl_ext.health.rules import RULES
 from verl_ext.health.watch import CLEAR_CHECKS, HealthMonitor
 from verl_ext.launch.preflight import check_health
@@ -111,6 +111,17 @@ def test_reported_finding_neither_repeats_nor_stops_resumed_run(was_reported: bo
     found = [rule for _, rule, _ in feed(health, range(37, 61), loss=2.0, grad_norm=300.0)]
     assert found == ([] if was_reported else ["grad_norm_range", "grad_norm_exploding"])
     assert health.stop_rule == (None if was_reported else "grad_norm_exploding")
+
+
+@pytest.mark.parametrize(
+    ("reported", "stops"), [({}, True), ({"demo": Level.NOTICE}, True), ({"demo": Level.ALARM}, False)]
+)
+def test_run_stops_when_level_rises_not_when_it_falls(reported: dict[str, Level], stops: bool) -> None:
+    rule = Rule("demo", lambda view: warning("a finding"), "A finding.", "do something")
+    health = HealthMonitor(view_of(), 10, ["demo"], reported, [rule])
+    changes = feed(health, range(1, 41), loss=2.0)
+    assert [level for _, _, level in changes] == [Level.WARNING]
+    assert (health.stop_rule == "demo") == stops
 
 
 def test_validation_is_checked_when_logged() -> None:

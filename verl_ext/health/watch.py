@@ -77,8 +77,10 @@ class HealthMonitor:
         self._view.history.add(step, metrics)
         if not self._is_due(step, metrics):
             return []
+        before = dict(self._active)
         changes = [found for found in self.findings() if self._is_news(found)]
-        stopping = (each.rule for each in changes if each.rule in self._stop_on and each.level >= Level.WARNING)
+        risen = (each for each in changes if each.level > before.get(each.rule, Level.OK))  # falls are news, too
+        stopping = (each.rule for each in risen if each.rule in self._stop_on and each.level >= Level.WARNING)
         self.stop_rule = self.stop_rule or next(stopping, None)
         return changes
 
