@@ -44,7 +44,7 @@ BASELINES = BARE | TRAINERS
 QUICK = "bare, packed"
 
 
-# One run of a side: useful tokens per second
+# One run of a side: non-padding tokens per second
 
 
 def our_rate(scratch: Path, num_steps: int, *overrides: str) -> float:

@@ -132,7 +132,7 @@ def truncate(path: Path) -> None:
 
 
 def assert_same_checkpoint(one: Path, other: Path) -> None:
-    """Check that all tensors of the shards, including random states, and all bytes of the export are equal."""
+    """Check that all tensors of the shards, including RNG states, and all bytes of the export are equal."""
     import torch
 
     for path in one.glob("*_rank_*.pt"):

@@ -323,7 +323,7 @@ def view_of(curve: Curve, seed: int) -> HealthView:
     return HealthView(history, context, HealthLimits(**curve.limits))
 
 
-def write_run(run_dir: Path, curve_name: str, status: str = "finished", reason: str = "all steps are done") -> Path:
+def write_run(run_dir: Path, curve_name: str, status: str = "finished", reason: str = "all steps completed") -> Path:
     """Write a run of 300 steps with the metrics of a curve, and with its one checkpoint, of the last step.
 
     Args:

@@ -228,7 +228,7 @@ def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: 
 
 
 def cache_as_hub(model: Path, name: str, home: Path) -> Path:
-    """Copy a model into the cache of a `HF_HOME` as if it had been downloaded from the hub under this name.
+    """Copy a model into the cache of a `HF_HOME` as if it had been downloaded from the Hub under this name.
 
     Returns:
         The directory of the cache, `HF_HUB_CACHE`.

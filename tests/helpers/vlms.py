@@ -369,7 +369,7 @@ def molmo(seed: int = 0, **arguments: int) -> tuple[nn.Module, StandInProcessor]
 
 
 def write_molmo(folder: Path) -> nn.Module:
-    """Write the stand-in as a checkpoint with its own code, as on the hub, and return the model."""
+    """Write the stand-in as a checkpoint with its own code, as on the Hub, and return the model."""
     model, _ = molmo()
     classes = {"AutoConfig": "StandInConfig", "AutoModelForCausalLM": "Molmo", "AutoProcessor": "Processor"}
     folder.mkdir()

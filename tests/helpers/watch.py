@@ -41,7 +41,7 @@ def begin_run(run_dir: Path) -> RunRecord:
 
 def finish_run(record: RunRecord) -> None:
     """Record the end of a run."""
-    record.end_attempt("finished", 30, "all steps are done")
+    record.end_attempt("finished", 30, "all steps completed")
 
 
 def evaluated_run(run_dir: Path, export: Path) -> tuple[str | Path, ...]:

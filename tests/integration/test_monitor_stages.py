@@ -151,7 +151,7 @@ def test_tabs_show_record_checkpoints_health_and_console(page: Page, root: Path,
     open_tab(page, "Checkpoints")
     wait_for_text(page, "checkpoints", f"global_step_{LAST_STEPS[run]}")
     open_tab(page, "Health")
-    wait_for_text(page, "health", "all steps are done")
+    wait_for_text(page, "health", "all steps completed")
     open_tab(page, "Log")
     wait_for_text(page, "log", f"attempt 1 ended: {attempt['exit_reason']}")
     page.get_by_test_id("log source").get_by_text("Console").click()

@@ -159,7 +159,8 @@ def test_run_evaluates_datasets_up_to_given_tier(
     (tmp_path / "none.yaml").write_text("datasets: {}\n")
     with pytest.raises(SystemExit, match="2"):
         main([*words, *([] if tier is None else ["--tier", tier])])
-    assert f"tiers up to {tier or 1} name no dataset; set tiers.tier{tier or 1}" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"no tier of the recipe up to {tier or 1} lists a dataset; set tiers.tier{tier or 1}" in error
 
 
 def test_limit_samples_each_dataset_and_is_reported(
@@ -315,7 +316,7 @@ def test_checkpoint_removed_during_evaluation_keeps_results(tmp_path: Path, caps
     with closing(context.open_job(job, checkpoint)) as active:
         shutil.rmtree(run_dir / "global_step_10")
         shutil.rmtree(run_dir / "global_step_20")  # waiting
-        RunRecord(run_dir).end_attempt("finished", 40, "all steps are done")
+        RunRecord(run_dir).end_attempt("finished", 40, "all steps completed")
         for _ in range(3):
             assert {task.checkpoint.step for task in watcher.poll()} == {10, 30, 40}
         answer_all(active, num_right=8)
@@ -344,5 +345,5 @@ def test_run_that_its_launcher_starts_gets_no_warning(tmp_path: Path, capsys: py
     record.start_attempt(first_step=0, world_size=1, total_steps=2)
     assert not watcher.has_finished()
     assert not capsys.readouterr().err
-    record.end_attempt("finished", 2, "all steps are done")
+    record.end_attempt("finished", 2, "all steps completed")
     assert watcher.has_finished()

@@ -45,12 +45,12 @@ def test_healthy_run_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     run_dir = write_run(tmp_path, "a textbook run")
     code, levels = run_health(run_dir, capsys)
     assert code == 0 and levels.pop("status") == "finished" and set(levels.values()) == {"ok", None}
-    for point in ("train/loss falls", "train/lr(1e-3) follows its schedule", "all steps are done"):
+    for point in ("train/loss falls", "train/lr(1e-3) follows its schedule", "all steps completed"):
         assert levels[point] == "ok"
     assert main([str(run_dir)]) == 0
     shown = capsys.readouterr().out
     assert "After 100 steps" in shown and "At every checkpoint" in shown and "At the end" in shown
-    assert "p/e (sft), finished, step 300" in shown and "too little to judge" in shown
+    assert "p/e (sft), finished, step 300" in shown and "not enough data" in shown
 
 
 def test_alarm_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,8 +68,8 @@ def test_file_problems_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code == 1
     assert levels["every checkpoint is complete, including huggingface/"] == "alarm"
     assert levels["the expected checkpoints exist"] == "alarm"
-    assert levels["all steps are done"] == "alarm"
-    assert levels["no NCCL timeout, not out of memory"] == "warning"
+    assert levels["all steps completed"] == "alarm"
+    assert levels["no NCCL errors, timeouts or out-of-memory errors"] == "warning"
     assert levels["latest_checkpointed_iteration.txt names the newest checkpoint"] == "ok"  # of those that are complete
 
 
@@ -305,5 +305,5 @@ def test_unclosed_wandb_run_is_reported(
     if closed is not None:
         record = RunRecord(run_dir)
         record.start_attempt(first_step=300, world_size=1, total_steps=300)
-        record.end_attempt("finished", 300, "all steps are done", closed)
+        record.end_attempt("finished", 300, "all steps completed", closed)
     assert run_health(run_dir, capsys)[1]["the W&B run is closed"] == level

@@ -94,7 +94,7 @@ def checklist_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     change_config(run, "trainer.logger", ["wandb"])
     for status, reason, closed in (
         ("waiting", None, []), ("failed", "NCCL", []), ("stopped", "NCCL", []),
-        ("finished", "all steps are done", ["wandb"]),
+        ("finished", "all steps completed", ["wandb"]),
     ):  # fmt: skip
         record = json.loads((run / "run.json").read_text())
         (run / "run.json").write_text(json.dumps({**record, "status": status}))
@@ -183,7 +183,11 @@ def states_of_checkpoints(run: Path) -> Iterator[str]:
 def log_lines() -> Iterator[str]:
     """Events of attempts, and of a step with a checkpoint."""
     times = {"attempt": 1, "start": "2026-01-01T00:00:00+00:00", "end": "2026-01-01T00:00:01+00:00"}
-    for attempt in ({"exit_reason": "all steps are done"}, {"host": "h", "world_size": 2, "exit_reason": LOST}):
+    for attempt in (
+        {"exit_reason": "all steps completed"},
+        {"exit_reason": "all steps are done"},
+        {"host": "h", "world_size": 2, "exit_reason": LOST},
+    ):
         yield from (event.text for event in events_of_attempt({**times, **attempt}))
     yield from (event.text for event in events_of_row(MetricsRow(3, 1, 1.0, {"time/train/save_s": 2.5})))
 

@@ -31,7 +31,7 @@ class CheckpointConfig:
 
     save_contents: list[Content] = setting(
         ["model", "optimizer", "extra", "hf_model"],
-        "model is required; extra: schedule and random states; hf_model: huggingface/",
+        "model is required; extra: schedule and RNG states; hf_model: huggingface/",
     )
     load_contents: list[Content] = setting(
         "${trainer.checkpoint.save_contents}",

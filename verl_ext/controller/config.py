@@ -37,7 +37,7 @@ class ControllerConfig:
     min_active: int = setting(12, "Fewest active blocks, including block 0", ge=1)
     max_active: int = setting(16, "Most active blocks", ge=1)
     topk_choices: list[int] = setting(
-        [4, 5, 6, 7, 8], "Experts per token, the released number last; [] without experts"
+        [4, 5, 6, 7, 8], "Experts per token, the pretrained top-k last; [] without experts"
     )
     hidden: int = setting(256, "Hidden size", ge=1)
     dropout: float = setting(0.1, "Dropout during updates", ge=0, le=0.99)
@@ -92,7 +92,7 @@ class SkipSamplingConfig:
     lowest_tier_steps: int = setting(0, "Initial steps at the lowest tier", ge=0)
     whole_model_steps: int = setting(0, "Initial steps with the whole model", ge=0)
     min_active: int = setting(1, "Fewest active blocks, including block 0", ge=1)
-    topk_choices: list[int] = setting([], "Experts per token, the released number last; [] without experts")
+    topk_choices: list[int] = setting([], "Experts per token, the pretrained top-k last; [] without experts")
 
     def check(self) -> None:
         """Refuse tiers and experts that are not ascending, and tiers without a weight."""
@@ -106,9 +106,9 @@ class SkipSamplingConfig:
 
 
 def require_ascending(key: str, values: Sequence[int], may_be_empty: bool = False) -> None:
-    """Refuse a list that does not consist of ascending whole numbers of at least 1."""
+    """Refuse a list that does not consist of ascending integers of at least 1."""
     if any(value < 1 for value in values) or list(values) != sorted(set(values)) or not (values or may_be_empty):
-        raise UserError(f"{key} is {list(values)}; it must be a list of ascending whole numbers of at least 1")
+        raise UserError(f"{key} is {list(values)}; it must be a list of ascending integers of at least 1")
 
 
 def require_budgets(key: str, budgets: Sequence[float], unit: str) -> None:

@@ -154,7 +154,7 @@ class ImageDataConfig(DataConfig):
     datasets: dict[str, Any] = setting(
         {},
         "NAME: {train: SIZE, val: SIZE, source: FOLDER, metric: vqa or cider, images: FOLDER}; "
-        "source defaults to NAME on the hub",
+        "source defaults to NAME on the Hub",
     )
     question_suffix: str = setting("", "Appended to every question")
     max_unreadable_images: int = setting(0, "Maximum unreadable images to skip", ge=0)
@@ -167,7 +167,7 @@ class ImageDataConfig(DataConfig):
             if not isinstance(entry, dict) or not set(entry) <= set(known):
                 raise UserError(f"{key} is {entry!r}; it must be a mapping of {', '.join(known)}")
             if entry.get("metric") not in (None, *VQA_METRICS):
-                raise UserError(f"{key}.metric is {entry['metric']!r}; take one of {', '.join(VQA_METRICS)}")
+                raise UserError(f"{key}.metric is {entry['metric']!r}; choose one of {', '.join(VQA_METRICS)}")
             for split in ("train", "val"):
                 size = entry.get(split, -1)
                 if isinstance(size, bool) or not isinstance(size, int) or size < -1:
@@ -220,7 +220,7 @@ class QuestionSource:
     Attributes:
         train: number of training rows; -1 for all, 0 for none.
         val: number of validation rows; -1 for all, 0 for none.
-        source: a folder with `train*.parquet` and `val*.parquet`; None for the hub.
+        source: a folder with `train*.parquet` and `val*.parquet`; None for the Hub.
         metric: one of `VQA_METRICS`; None for the default of a public dataset, or vqa for other datasets.
         images: folder of the images that rows name by path; None for `source`.
     """

@@ -107,7 +107,7 @@ class TokenActorConfig(ActorConfig):
     share_prompts: bool = setting(True, "Compute a group's prompt once if possible")
     use_kl_loss: bool = setting(False, "KL penalty toward the initial model")
     kl_loss_coef: float = setting(0.001, "Weight of that penalty", ge=0)
-    kl_loss_type: KLType = setting("low_var_kl", "KL estimator; with +, k2's gradient")
+    kl_loss_type: KLType = setting("low_var_kl", "KL estimator; with a trailing +, its value with the gradient of k2")
 
     def check(self) -> None:
         """Refuse an aggregation mode that the policy loss does not support, and bounds that exclude nothing."""
@@ -163,7 +163,9 @@ class RolloutConfig(GroupConfig):
     tensor_model_parallel_size: int = setting(1, "Ranks per vLLM engine", ge=1)
     gpu_memory_utilization: float = setting(0.5, "Fraction of GPU memory for vLLM", ge=0.01, le=1)
     free_cache_engine: bool = setting(True, "Free vLLM's GPU memory during updates")
-    update_weights_bucket_megabytes: int = setting(512, "Bucket size of a weight sync; at most 4 on CPUs", ge=1)
+    update_weights_bucket_megabytes: int = setting(
+        512, "Bucket size of a weight sync, in MB; capped at 4 MB on CPUs", ge=1
+    )
     vllm: dict[str, Any] = setting({}, "Arguments of vllm.LLM")
 
 
@@ -175,7 +177,9 @@ class RewardConfig:
         ["reward_correct"], "NAME, path.py:function or package.module:function, with optional *WEIGHT"
     )
     time_limit_s: float = setting(10.0, "Time limit of a custom function call", ge=1e-3)
-    length_buffer: int = setting(64, "Tokens over which length_penalty grows", ge=1)
+    length_buffer: int = setting(
+        64, "Tokens before the length limit over which length_penalty falls from 0 to -1", ge=1
+    )
     num_workers: int | None = setting(None, "Concurrent calls per rank; null: the rank's share of the cores", ge=1)
     isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting("auto", "Sandbox; auto: bwrap, else sandlock")
     packages: list[str] = setting(["numpy"], "Packages that programs can import")
@@ -186,4 +190,4 @@ class RewardConfig:
     def check(self) -> None:
         """Refuse an empty list of reward functions."""
         if not self.functions:
-            raise UserError("reward.functions is empty; name a reward function, or path.py:function")
+            raise UserError("reward.functions is empty; specify a reward function, or path.py:function")

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_line("\n".join(f"{each.name:28} {each.description}" for each in rules))
             return 0
         if arguments.run_dir is None:
-            raise UserError("no run is given; name its directory, checkpoints/<project>/<experiment>")
+            raise UserError("no run is specified; specify its directory, checkpoints/<project>/<experiment>")
         run = RunDirectory.read(arguments.run_dir, rules)
         if relies_on_heartbeat(run.run):
             await_heartbeat(run.path)
@@ -77,13 +77,13 @@ def as_text(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend],
     for title, items in lists.items():
         lines += ["", title, *map(_line, items)]
     lines += ["", "Trends", *(f"  {each.sentence}" for each in trends)]
-    lines += [] if trends else [f"  {UNKNOWN} too little to judge"]
+    lines += [] if trends else [f"  {UNKNOWN} not enough data"]
     lines += ["", "Rules"]
     worst_first = sorted(findings, key=lambda each: -each.level)
     lines += [f"  {MARKS[each.level]} {each.rule}: {each.sentence}" for each in worst_first]
     judged = {each.rule for each in findings}
     silent = [rule.name for rule in run.rules if run.stage in rule.stages and rule.name not in judged]
-    lines += [f"  {UNKNOWN} too little to judge: {', '.join(silent)}"] if silent else []
+    lines += [f"  {UNKNOWN} not enough data: {', '.join(silent)}"] if silent else []
     return "\n".join(lines)
 
 
@@ -113,7 +113,7 @@ def as_json(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend],
 
 def _line(item: ChecklistItem) -> str:
     if item.result is None:
-        return f"  {UNKNOWN} {item.text}: too little to judge"
+        return f"  {UNKNOWN} {item.text}: not enough data"
     return f"  {MARKS[item.result.level]} {item.text}: {item.result.message}"
 
 

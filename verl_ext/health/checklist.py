@@ -62,7 +62,7 @@ def first_steps(run: RunDirectory) -> Iterable[ChecklistItem]:
     yield ChecklistItem("train/grad_norm is in range", _of_rules(early, "grad_norm_range", "grad_norm_exploding"))
     yield ChecklistItem("step times are steady", _of_rules(early, "step_time_high", "step_time_rising"))
     yield ChecklistItem(f"GPUs are busy for more than {BUSY_SHARE:.0%} of the time", gpus_are_busy(run))
-    yield ChecklistItem("no NCCL timeout, not out of memory", no_trouble(run))
+    yield ChecklistItem("no NCCL errors, timeouts or out-of-memory errors", no_trouble(run))
 
 
 def each_checkpoint(run: RunDirectory) -> Iterable[ChecklistItem]:
@@ -84,7 +84,7 @@ def the_end(run: RunDirectory) -> Iterable[ChecklistItem]:
         message = f"{last} of {total} steps, {status}: {reason}"
         is_done = status == "finished" and last == total
         result = ok(message) if is_done else alarm(message) if status == "failed" else notice(message)
-        yield ChecklistItem("all steps are done", result)
+        yield ChecklistItem("all steps completed", result)
     yield ChecklistItem("the final train/loss is in range", _of_rules(run.findings(), "final_loss"))
     yield ChecklistItem("the final val/loss is in range", _of_rules(run.findings(), "final_val_loss"))
     yield ChecklistItem("the expected checkpoints exist", expected_checkpoints(run))

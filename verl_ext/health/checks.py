@@ -330,7 +330,7 @@ def reward_failure_share(view: HealthView) -> tuple[float, float, int] | None:
 
 
 def advantage_offset(view: HealthView) -> tuple[float, float, float] | None:
-    """The mean of the advantages divided by their spread, then both."""
+    """The mean of the advantages divided by their standard deviation, then both."""
     means, spreads = view.recent("train/adv_mean"), view.recent("train/adv_std")
     if means is None or spreads is None:
         return None

@@ -156,14 +156,14 @@ def why_killed(path: Path, run: Mapping[str, Any], silent_s: float, allowed_s: f
     """
     if relies_on_heartbeat(run):  # even if the ranks hang
         beat_s = silent_for_s(path)
-        return None if beat_s is None else f"its launcher has shown no sign of life for {beat_s:.0f} s"
+        return None if beat_s is None else f"no heartbeat from its launcher for {beat_s:.0f} s"
     if run["status"] != "running":
         return None
     attempt = last_attempt(run)
     if _is_here(run):
         # a live process may be slow: a first step can take longer than any limit
         is_running = is_alive(attempt["pid"], attempt.get("pid_start_ticks"))
-        return None if is_running else f"its process {attempt['pid']} is gone"
+        return None if is_running else f"its process {attempt['pid']} no longer exists"
     return f"it has logged nothing for {silent_s:.0f} s" if silent_s > allowed_s else None
 
 

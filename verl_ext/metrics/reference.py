@@ -9,7 +9,7 @@ from verl_ext.metrics.registry import render_metrics_page
 
 @clean_exit()
 def main() -> None:
-    """Run the command."""
+    """Print the page of metrics."""
     parser = CommandParser(
         prog="python -m verl_ext.metrics.reference",
         description="Print the reference page of all metrics as Markdown.",

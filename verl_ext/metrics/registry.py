@@ -63,7 +63,8 @@ def names_of(pattern: str) -> list[str]:
 
 
 _TRAINING = Section(
-    "Every training stage logs these at each step.",
+    "Every training stage logs these at each step. `train/perplexity`, `train/num_loss_tokens` and `train/time(s)` "
+    "come from the SFT stages only.",
     {
         "train/loss": Metric(
             "nat/token",
@@ -90,7 +91,7 @@ _VALIDATION = Section(
     },
 )
 _THROUGHPUT = Section(
-    "",
+    "`throughput/train/tokens_per_s` and `throughput/train/mfu` come from the SFT stages only.",
     {
         "throughput/train/tokens_per_s": Metric("token/s", "Tokens, without padding.", RATE),
         "throughput/train/samples_per_s": Metric("sample/s", "Samples.", RATE),
@@ -102,7 +103,7 @@ _THROUGHPUT = Section(
     },
 )
 _TIME = Section(
-    "",
+    "`time/train/forward_backward_s` and `time/train/optimizer_s` come from the SFT stages only.",
     {
         "time/train/step_s": Metric("s", "The whole training step.", LARGEST),
         "time/train/data_s": Metric("s", "Waiting for the next batch.", LARGEST),
@@ -193,7 +194,8 @@ _GRPO = Section(
     },
 )
 _BUDGET = Section(
-    "The budget stage logs these. The x-axis of `Train/` and `Val/` is the epoch. `Val/` is from its last validation.",
+    "The budget stage logs these. The x-axis of `Train/` and `Val/` is the epoch. `Val/` comes "
+    "from the epoch's last validation.",
     {
         "{train,eval}/accuracy_{mean,std}": Metric("1", "Accuracy of the answers, from 0 to 1.", SAMPLES),
         "{train,eval}/latency_ms_{mean,std}": Metric("ms", "Latency of a configuration.", SAMPLES),

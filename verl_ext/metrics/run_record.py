@@ -135,7 +135,7 @@ class RunRecord:
         """Record how the open attempt ended.
 
         Args:
-            status: `finished` (all steps are done), `stopped` (on request) or `failed`.
+            status: `finished` (all steps completed), `stopped` (on request) or `failed`.
             last_step: last completed step; None reads it from `metrics.jsonl`.
             exit_reason: one sentence.
             closed_trackers: trackers that received the end of the run; None if unknown.
@@ -264,7 +264,7 @@ def require_run_files(run_dir: Path, *names: str) -> None:
     """
     if not (run_dir / RUN_FILE).is_file():
         raise UserError(
-            f"{run_dir} has no {RUN_FILE}, so no run has started there; give the directory of a run, such as "
+            f"{run_dir} has no {RUN_FILE}, so no run has started there; specify the directory of a run, such as "
             "checkpoints/<project>/<experiment>"
         )
     for name in names:

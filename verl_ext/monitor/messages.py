@@ -136,7 +136,7 @@ MESSAGES = {
     "the reward was between {} and {}, and rises": "奖励在 {} 与 {} 之间，且在上升",
     "the mean reward of a step reached {}": "单步平均奖励的最大绝对值为 {}",
     "the mean reward jitters by {} around {}": "平均奖励在 {1} 附近波动，幅度为 {0}",
-    "rewards of a step spread by {}": "同一步内奖励的标准差为 {}",
+    "the standard deviation of rewards in a step is {}": "同一步内奖励的标准差为 {}",
     "reward functions failed {} times in a step of {} samples": "奖励函数在每步的 {1} 个样本中失败 {0} 次",
     "{} was 0 for {} epochs": "{} 连续 {} 轮为 0",
     "{} was 0 for {} steps": "{} 连续 {} 步为 0",
@@ -148,9 +148,9 @@ MESSAGES = {
     "over {} epochs {} went from {} to {}, {} went from {} to {}, {} went from {} to {}": (
         "{} 轮内，{} 从 {} 变为 {}，{} 从 {} 变为 {}，{} 从 {} 变为 {}"
     ),
-    "advantages have a mean of {} and a spread of {}": "优势的均值为 {}，标准差为 {}",
-    "advantages spread by at most {}": "优势的标准差最大为 {}",
-    "advantages spread by {}": "优势的标准差为 {}",
+    "advantages have a mean of {} and a standard deviation of {}": "优势的均值为 {}，标准差为 {}",
+    "the standard deviation of advantages is at most {}": "优势的标准差最大为 {}",
+    "the standard deviation of advantages is {}": "优势的标准差为 {}",
     # Language models
     "{} changed by {}, {} by {}": "{} 变化 {}，{} 变化 {}",
     "the entropy went from {} to {} nat": "熵从 {} 变为 {} nat",
@@ -176,7 +176,7 @@ MESSAGES = {
     "the time of a step changed by {} over the run": "训练期间每步时间变化 {}",
     "the time of a token changed by {} over the run": "训练期间每个词元的时间变化 {}",
     "{} of a step is waiting for data": "每步有 {} 的时间在等待数据",
-    "throughput spreads by at least {} around {}": "吞吐量在 {1} 附近波动，幅度至少为 {0}",
+    "throughput fluctuates by at least {} around {}": "吞吐量在 {1} 附近波动，幅度至少为 {0}",
     "{} {} are free": "剩余 {} {}",
     "{} {} are free, and each save takes {} {} more": "剩余 {} {}，每次保存再占用 {} {}",
     # Any rule
@@ -192,7 +192,7 @@ MESSAGES = {
     "GPUs are busy for more than {} of the time": "GPU 的繁忙时间超过 {}",
     "used for {text}": "使用率为 {}",
     "compare the phases of a step (time/train/...)": "比较每步各阶段的耗时（time/train/...）",
-    "no NCCL timeout, not out of memory": "没有 NCCL 超时，也没有内存不足",
+    "no NCCL errors, timeouts or out-of-memory errors": "没有 NCCL 错误、超时或内存不足",
     "none in {} attempts": "{} 次启动中均未出现",
     "attempt {}: {text}": "第 {} 次启动：{}",
     # Checklist of the checkpoints
@@ -238,11 +238,12 @@ MESSAGES = {
     "At the end": "结束时",
     "the run is alive": "任务仍在运行",
     "it was last active {} s ago": "{} 秒前仍有活动",
-    "its process {} is gone": "其进程 {} 已不存在",
-    "its launcher has shown no sign of life for {} s": "其启动器已有 {} 秒没有心跳",
+    "its process {} no longer exists": "其进程 {} 已不存在",
+    "no heartbeat from its launcher for {} s": "其启动器已有 {} 秒没有心跳",
     "it has logged nothing for {} s": "已有 {} 秒没有任何记录",
     "run the same command again to resume": "再次运行相同的命令即可恢复",
-    "all steps are done": "所有步均已完成",
+    "all steps completed": "所有步均已完成",
+    "all steps are done": "所有步均已完成",  # of earlier versions
     "{} of {} steps, finished: {text}": "{} / {} 步，已完成：{}",
     "{} of {} steps, failed: {text}": "{} / {} 步，失败：{}",
     "{} of {} steps, stopped: {text}": "{} / {} 步，已停止：{}",
@@ -286,14 +287,12 @@ MESSAGES = {
     "the best by {}": "按 {} 最佳",
     "one of the {} best by {}": "最佳的 {} 个之一（按 {}）",
     "verl itself wrote it": "由 verl 自身写入",
-    "{} names it": "{} 指定了它",
-    "it holds a file '{}'": "含有文件 '{}'",
+    "selected in {}": "由 {} 选定",
+    "protected by its `{}` file": "受其文件 `{}` 保护",
     "leased by process {} on {}": "{1} 上的进程 {0} 正在使用",
     "leased by {}, which cannot be read": "正被使用（{} 无法读取）",
     "best_checkpoint.json cannot be read ({text})": "best_checkpoint.json 无法读取（{}）",
-    "best_checkpoint.json has the step {text}, which is not a whole number": (
-        "best_checkpoint.json 中的步数 {} 不是整数"
-    ),
+    "best_checkpoint.json has the step {text}, which is not an integer": ("best_checkpoint.json 中的步数 {} 不是整数"),
     "not complete, so rotation leaves it alone": "不完整，因此轮换不处理它",
     "rotation would drop its optimizer": "轮换会删除其优化器状态",
     "rotation would remove it": "轮换会删除它",

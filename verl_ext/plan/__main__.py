@@ -28,14 +28,12 @@ TOP_LEVEL = ("recipe", "prepare", "use_remove_padding", "ulysses_sequence_parall
 class PlanOptions:
     """Options of the command; all other arguments are overrides of the configuration."""
 
-    gpus: list[int] = setting([8], "Numbers of GPUs, such as 8 or 8,64,512 (default: 8)", ge=1, le=1_000_000)
+    gpus: list[int] = setting([8], "GPU counts, such as 8 or 8,64,512 (default: 8)", ge=1, le=1_000_000)
     hardware: Literal["h100", "h200", "a100", "cpu"] = setting(
         "h100", "h100, h200, a100, or cpu: one core of a Xeon per rank (default: h100)"
     )
     gpus_per_node: int = setting(8, "GPUs that share a node (default: 8)", ge=1, le=1_000_000)
-    stage: Literal["sft", "grpo"] | None = setting(
-        None, "sft or grpo, if recipes of both have the name (default: the first that has it)"
-    )
+    stage: Literal["sft", "grpo"] | None = setting(None, "sft or grpo (default: sft, unless only grpo has the recipe)")
     mfu: float | None = setting(
         None, "Share of the GPU's peak that compute reaches (default: assumed per hardware)", gt=0, le=1
     )
@@ -51,7 +49,7 @@ class PlanOptions:
     def check(self) -> None:
         """Refuse an empty list of GPUs."""
         if not self.gpus:
-            raise UserError("gpus is empty; give a number of GPUs, or several such as 8,64,512")
+            raise UserError("gpus is empty; specify one or more GPU counts, such as 8,64,512")
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
@@ -141,8 +139,9 @@ def as_text(plan: RunPlan, notes: Iterable[str]) -> str:
     lines = [
         f"{config.recipe} ({config.stage}) on {cluster.gpus} x {cluster.hardware.name}, {cluster.num_nodes} "
         f"{'node' if cluster.num_nodes == 1 else 'nodes'}: {plan.shape.model_type}, {plan.shape.numel:,} parameters",
-        f"one rank's step: {work.num_updates} x {work.num_micro_batches} micro-batches of at most {work.rows} x "
-        f"{work.row_tokens} tokens; {work.samples} samples of {work.tokens_per_sample:,.0f} tokens in total",
+        f"per rank and step: {work.num_updates} update{'s' * (work.num_updates > 1)} x {work.num_micro_batches} "
+        f"micro-batch{'es' * (work.num_micro_batches > 1)}, each up to {work.rows} x {work.row_tokens} tokens; "
+        f"global batch: {work.samples} samples, mean length {work.tokens_per_sample:,.0f} tokens",
         *(f"note: {each}" for each in notes),
         "",
         f"Memory of a GPU at its peak ({plan.memory.peak_phase}), GiB",

@@ -62,7 +62,7 @@ def norm_bytes(compute: int, width: int, is_trained: bool, is_input_saved: bool)
     """Bytes per token of an RMSNorm: input in fp32, for its weight's gradient the normalized value, and the result.
 
     Args:
-        compute: bytes of a number in the forward pass.
+        compute: bytes of an element in the forward pass.
         width: size of the normalized vector.
         is_trained: whether its weight gets a gradient.
         is_input_saved: whether the matrix product that follows saves its input.

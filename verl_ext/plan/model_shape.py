@@ -68,7 +68,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2_135M,
     "data/smollm2_135m": _SMOLLM2_135M,  # `prepare smollm2` copies it from an installed package
 }
-"""Dimensions of the models that recipes name, from their `config.json` on the hub."""
+"""Dimensions of the models that recipes name, from their `config.json` on the Hub."""
 
 
 # The model of a configuration
@@ -77,7 +77,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 def find_model(config: PlannedConfig) -> tuple[PretrainedConfig, list[str]]:
     """Return the model's own configuration, and notes for the user about its source.
 
-    Reads it from a directory, the hub's cache or the hub; without a network, uses the built-in dimensions.
+    Reads it from a directory, the Hub's cache or the Hub; without a network, uses the built-in dimensions.
 
     Raises:
         UserError: no model is named, or its dimensions cannot be read.
@@ -96,12 +96,14 @@ def find_model(config: PlannedConfig) -> tuple[PretrainedConfig, list[str]]:
         built_in = f"{name} cannot be read here; using built-in dimensions"
         return AutoConfig.for_model(**BUILT_IN[name]), [*notes, built_in]
     if is_hub_name(name):
-        raise UserError(f"model.partial_pretrain={name} is neither on this machine nor on the hub; name another model")
+        raise UserError(
+            f"model.partial_pretrain={name} is neither on this machine nor on the Hub; specify another model"
+        )
     if Path(name).exists():
-        raise UserError(f"model.partial_pretrain={name} cannot be read ({first_line_of(error)}); name another model")
+        raise UserError(f"model.partial_pretrain={name} cannot be read ({first_line_of(error)}); specify another model")
     commands = " and ".join(f"`{program('prepare')} {each}`" for each in config.prepare)
     first = f"run {commands} first" if commands else "create it first"
-    raise UserError(f"model.partial_pretrain={name} does not exist; {first}, or name another model")
+    raise UserError(f"model.partial_pretrain={name} does not exist; {first}, or specify another model")
 
 
 def named_model(config: PlannedConfig) -> tuple[str, list[str]]:
@@ -121,7 +123,7 @@ def named_model(config: PlannedConfig) -> tuple[str, list[str]]:
 
 
 def read_model_config(name: str, trust_remote_code: bool, local_files_only: bool) -> PretrainedConfig:
-    """Read transformers' configuration from a directory or the hub."""
+    """Read transformers' configuration from a directory or the Hub."""
     if (local := Path(name) / "config.json").is_file():
         read_json(local)  # if it is not an object, transformers may raise any exception
     require_no_remote_code(name, trust_remote_code, local_files_only)
@@ -129,7 +131,7 @@ def read_model_config(name: str, trust_remote_code: bool, local_files_only: bool
 
 
 def hub_answers() -> bool:
-    """Whether the hub is reachable; checked first, because transformers would retry for half a minute."""
+    """Whether the Hub is reachable; checked first, because transformers would retry for half a minute."""
     if HF_HUB_OFFLINE:
         return False
     import requests  # here, because the GPU check runs where it may be missing
@@ -252,8 +254,8 @@ def empty_model(config: PretrainedConfig, settings: ModelConfig | None = None) -
         model.tie_weights()  # without memory, shared parameters are separated
     except Exception as error:  # architectures fail in different ways
         raise UserError(
-            f"transformers cannot build a causal language model of {config.model_type} ({first_line_of(error)}); name "
-            "another model"
+            f"transformers cannot build a causal language model of {config.model_type} ({first_line_of(error)}); "
+            "specify another model"
         ) from error
     if settings is None or not settings.uses_lora:
         return model

@@ -136,7 +136,7 @@ def disk_use(config: PlannedConfig, shape: ModelShape, work: RankWorkload, gbps:
 
     With LoRA, a checkpoint has the frozen weights, too, and an export has merged ones.
 
-    Schedule, random states and tokenizer are ignored; they take a few MB. All ranks together write `gbps` 10^9 bytes
+    Schedule, RNG states and tokenizer are ignored; they take a few MB. All ranks together write `gbps` 10^9 bytes
     per second.
     """
     checkpoint = config.trainer.checkpoint

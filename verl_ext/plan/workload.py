@@ -90,7 +90,7 @@ class RankWorkload:
         loss_tokens: tokens of the largest micro-batch that are in the loss.
         forward_passes: number of forward passes without backward over all samples, for GRPO's old log-probabilities.
         master_bytes: bytes of a stored weight.
-        compute_bytes: bytes of a number in the forward pass.
+        compute_bytes: bytes of an element in the forward pass.
         reduce_bytes: bytes of a gradient in a reduction.
         engine_bytes: bytes of a weight in the rollout engine; 0 without one.
         compiled: whether torch.compile compiles the layers.
@@ -301,7 +301,7 @@ def optimizer_implementation(config: PlannedConfig, device: DeviceSpec) -> str:
 
 
 def number_bytes(config: PlannedConfig, device: DeviceSpec) -> tuple[int, int, int]:
-    """Return the bytes of a stored weight, of a number in the forward pass, and of one in a gradient reduction."""
+    """Return the bytes of a stored weight, of an element in the forward pass, and of one in a gradient reduction."""
     master, precision = DTYPE_BYTES[config.model.fsdp_config.model_dtype], config.model.mixed_precision
     if precision == "auto":
         precision = "bf16" if device.is_gpu else "fp32"

@@ -83,7 +83,7 @@ def run_rank(config: RunConfig) -> int:
     """Join the process group, build the stage's data and trainer, and train.
 
     Returns:
-        0 if all steps are done, otherwise the exit code of the stop.
+        0 if all steps completed, otherwise the exit code of the stop.
 
     Raises:
         UserError: the input cannot be used.

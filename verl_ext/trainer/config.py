@@ -20,7 +20,7 @@ Attention = Literal["auto", "flash_attention_2", "sdpa", "eager"]
 Device = Literal["auto", "cuda", "npu", "cpu"]
 Schedule = Literal["cosine", "wsd", "constant"]
 BYTES_OF_GRADIENT = 4
-"""Bytes of a number in a gradient before its reduction; micro-batches are summed in fp32."""
+"""Bytes of a gradient element before its reduction; micro-batches are summed in fp32."""
 GATHERED_SHARE = 0.15
 """Maximum fraction of a rank's memory for full weights and gradients with `keep_gathered=auto`."""
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "gpu": 1 << 28}
@@ -232,7 +232,7 @@ class PlateauOptimConfig(OptimConfig):
     num_cycles: float = unused(0.5, "the learning rate falls on a plateau")
     total_training_steps: int = unused(-1, "the learning rate falls on a plateau")
     plateau_factor: float = setting(0.5, "Learning-rate factor on a plateau", ge=1e-6, le=1 - 1e-6)
-    plateau_patience: int = setting(5, "Evaluations without progress before it applies", ge=0)
+    plateau_patience: int = setting(5, "Evaluations without improvement before plateau_factor applies", ge=0)
 
 
 @dataclass(kw_only=True)
@@ -251,8 +251,8 @@ class PreemptionConfig:
         deadline = parse_deadline(self.deadline)
         if deadline is not None and deadline <= time.time():
             raise UserError(
-                f"trainer.preemption.deadline is {self.deadline}, which is in the past; give the time at which this "
-                "machine is preempted, or null"
+                f"trainer.preemption.deadline is {self.deadline}, which is in the past; set it to the time at which "
+                "this machine is preempted, or null"
             )
 
 
@@ -273,7 +273,7 @@ def parse_deadline(value: object) -> float | None:
     seconds = to_seconds(value)
     if seconds is None:
         raise UserError(
-            f"trainer.preemption.deadline is {value!r}; give seconds since 1970, or a time with its zone such as "
+            f"trainer.preemption.deadline is {value!r}; set seconds since 1970, or a time with its zone such as "
             "2030-01-31T18:00:00+01:00"
         )
     return seconds
@@ -425,8 +425,8 @@ class WatchConfig:
         name = str(item).strip()
         if not _DEVICE.fullmatch(name):
             raise UserError(
-                f"eval.devices is {self.devices!r}; name GPUs by number or by id as nvidia-smi -L lists them, such as "
-                "7, [6,7] or GPU-5a1b2c3d"
+                f"eval.devices is {self.devices!r}; specify GPUs by number or by id as nvidia-smi -L lists them, such "
+                "as 7, [6,7] or GPU-5a1b2c3d"
             )
         return str(int(name)) if name.isdecimal() else name
 

@@ -163,7 +163,7 @@ class RunLogger:
     def _outcome(self, error: BaseException | None) -> tuple[EndStatus, str, int]:
         """Return status and reason for run.json, and the exit code for the trackers."""
         if error is None:
-            return "finished", "all steps are done", 0
+            return "finished", "all steps completed", 0
         if isinstance(error, Stop):
             return "stopped", f"stopped by {error} after step {self.last_step}", error.exit_code
         if isinstance(error, UserError):
