@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Group relative policy optimization: bash run_grpo.sh NUM_PROCESSES [recipe=NAME] [key=value ...]; see --help.
+# Group relative policy optimization: bash run_grpo.sh NUM_RANKS [recipe=NAME] [key=value ...]; see --help.
 set -euo pipefail
 export VERL_EXT_CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"

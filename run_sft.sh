@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Supervised fine-tuning: bash run_sft.sh NUM_PROCESSES [recipe=NAME] [key=value ...]; see --help.
+# Supervised fine-tuning: bash run_sft.sh NUM_RANKS [recipe=NAME] [key=value ...]; see --help.
 set -euo pipefail
 export VERL_EXT_CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"

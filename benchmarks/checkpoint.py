@@ -38,7 +38,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         raise UserError(f"this process is not a rank; start it as `{launcher} -m benchmarks.checkpoint`")
     if arguments.directory.exists():
-        raise UserError(f"{arguments.directory} already exists; remove it, or name another --directory")
+        raise UserError(f"{arguments.directory} already exists; remove it, or specify another --directory")
     if not Path(arguments.tokenizer).is_dir():
         raise UserError(
             f"--tokenizer {arguments.tokenizer} does not exist; create the default with "

@@ -257,7 +257,7 @@ def set_up(scratch: Path) -> None:
 
 
 def build_parser() -> CommandParser:
-    """The options."""
+    """Return the parser, with the text of --help."""
     examples = "--output gpu.json", "--tiny", "--parts 'SFT 1.5b' 'kill and resume'"
     parser = bench_parser("gpu_check", __doc__, *examples, exit_codes=EXIT_CODES)
     parser.add_argument("--tiny", action="store_true", help="use tiny models on the CPU, to test the check itself")

@@ -294,7 +294,7 @@ def main() -> None:
         faulthandler.dump_traceback_later(float(os.environ[STACKS_AFTER_S]))
     module, _, function = arguments.function.partition(":")
     if not Path(__file__).with_name(f"{module}.py").is_file():
-        raise UserError(f"there is no module '{module}' in benchmarks; name one")
+        raise UserError(f"there is no module '{module}' in benchmarks; specify one")
     getattr(importlib.import_module(f"benchmarks.{module}"), function)(*arguments.words)
 
 

@@ -227,7 +227,7 @@ def main() -> int:
     parser.add_argument("--detection", type=IntArg(), metavar="N", help="simulate N runs for each rule and change")
     arguments = parser.parse_args()
     if not arguments.run_dirs and arguments.detection is None:
-        raise UserError("there is nothing to measure; give a RUN_DIR or --detection")
+        raise UserError("there is nothing to measure; specify a RUN_DIR or --detection")
     runs = [measure(run_dir, arguments.every) for run_dir in arguments.run_dirs]
     for each in runs:
         between = "{:.0f} to {:.0f}".format(*each["health_us_range"])

@@ -217,7 +217,7 @@ def baseline_judge(baseline: str, python: Path, num_workers: int, sets: AnswerSe
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     except OSError as error:
-        raise UserError(f"--peers-python {python} does not start ({error.strerror}); name one") from error
+        raise UserError(f"--peers-python {python} does not start ({error.strerror}); specify one") from error
     stdin, stdout = process.stdin, process.stdout
     assert stdin is not None and stdout is not None
 

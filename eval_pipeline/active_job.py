@@ -75,7 +75,7 @@ class ActiveJob:
         self._started: float | None = None
         self._phases: dict[str, float] = defaultdict(float)
         num_done, desc = len(self._store.verdicts), f"{job.checkpoint} {job.dataset}"
-        what = f"Evaluating {job}: {len(self._keys) - num_done} answers to go"
+        what = f"Evaluating {job}: {len(self._keys) - num_done} answers remaining"
         if checkpoint.export is not None:
             what += "; loading the model takes about 15 s, or a few minutes if it is large"
         print_line(f"{what}.", sys.stderr)

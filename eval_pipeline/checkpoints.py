@@ -88,7 +88,9 @@ class EvalCheckpoint:
             files = self._exported_files()
             damage = {} if files is None else damaged_files(self.path, files)
         except ValueError as error:
-            raise UserError(f"cannot evaluate {self.path} ({error}); restore it or name another checkpoint") from error
+            raise UserError(
+                f"cannot evaluate {self.path} ({error}); restore it or specify another checkpoint"
+            ) from error
         for name, problem in damage.items():
             raise UserError(
                 f"cannot evaluate {self.path}: its file {name} {problem}; export it again with "
@@ -114,12 +116,12 @@ def find_checkpoint(path: Path) -> EvalCheckpoint:
     """
     path = path.resolve()
     if not path.is_dir():
-        raise UserError(f"{path} is not a directory; name a global_step_N directory or a Hugging Face model")
+        raise UserError(f"{path} is not a directory; specify a global_step_N directory or a Hugging Face model")
     if path.name == EXPORT and step_of(path.parent) is not None:
         path = path.parent
     step = step_of(path)
     if step is None and not (path / "config.json").is_file() and (steps := list_checkpoints(path)):
-        raise UserError(f"{path} is a run directory; name one of its checkpoints, such as {steps[0]}")
+        raise UserError(f"{path} is a run directory; specify one of its checkpoints, such as {steps[0]}")
     export, run_dir = (path, None) if step is None else (path / EXPORT, path.parent)
     check_export(export)
     return EvalCheckpoint(path, export, run_dir, step)
@@ -191,7 +193,7 @@ def lease_checkpoint(checkpoint: EvalCheckpoint) -> Iterator[None]:
             try:
                 stack.enter_context(hold_lease(checkpoint.path))
             except FileNotFoundError as error:
-                raise UserError(f"{checkpoint.path} has just been removed; name a newer checkpoint") from error
+                raise UserError(f"{checkpoint.path} has just been removed; specify a newer checkpoint") from error
             except OSError as error:
                 warn(
                     f"cannot lock {checkpoint.path} ({error.strerror}); "
@@ -301,7 +303,7 @@ def eval_dir_of_run(run_dir: Path) -> EvalDir:
         UserError: the run's directory is missing.
     """
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir} is not a directory; name the run directory, which holds global_step_N directories")
+        raise UserError(f"{run_dir} is not a directory; specify a run directory, with global_step_N subdirectories")
     return EvalDir(run_dir.resolve() / EVAL_FOLDER, run_dir.resolve())
 
 
@@ -334,7 +336,7 @@ def find_eval_dir(directory: Path) -> EvalDir:
     if (path / LEDGER_FILE).is_file():
         is_run = path.name == EVAL_FOLDER
         return EvalDir(path, path.parent if is_run else None, one_model=not is_run)
-    raise UserError(f"{directory} holds no evaluation; name the directory of an evaluated run, or its eval/")
+    raise UserError(f"{directory} contains no evaluation; specify the directory of an evaluated run, or its eval/")
 
 
 # Settings of the training run

@@ -113,7 +113,7 @@ def load_config(arguments: argparse.Namespace, run_dir: Path | None) -> EvalConf
 
 
 def add_watch(commands: Commands) -> None:
-    """Add the command."""
+    """Register `watch` and its options."""
     parser = add_action(
         commands,
         "watch",
@@ -150,7 +150,7 @@ def watch(arguments: argparse.Namespace) -> int:
 
 
 def add_run(commands: Commands) -> None:
-    """Add the command."""
+    """Register `run` and its options."""
     parser = add_action(
         commands,
         "run",
@@ -197,7 +197,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = replace(config, engine=replace(config.engine, model=model.id))
     if checkpoint is None:
         raise UserError(
-            "no model is named; give --checkpoint DIR, or set engine.kind=openai to evaluate a server's model"
+            "no model is specified; use --checkpoint DIR, or set engine.kind=openai to evaluate a server's model"
         )
     if arguments.problems is not None:
         config = with_problems(config, arguments.problems)
@@ -236,7 +236,7 @@ def _with_sample(config: EvalConfig, size: int) -> EvalConfig:
 
 
 def add_report(commands: Commands) -> None:
-    """Add the command."""
+    """Register `report` and its options."""
     parser = add_action(
         commands,
         "report",
@@ -286,7 +286,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def add_status(commands: Commands) -> None:
-    """Add the command."""
+    """Register `status` and its options."""
     parser = add_action(
         commands,
         "status",
@@ -333,7 +333,7 @@ def _print_jobs(jobs: Sequence[Job]) -> None:
 
 
 def add_retry(commands: Commands) -> None:
-    """Add the command."""
+    """Register `retry` and its options."""
     parser = add_action(
         commands,
         "retry",
@@ -374,7 +374,7 @@ def retry(arguments: argparse.Namespace) -> int:
 
 
 def add_check(commands: Commands) -> None:
-    """Add the command."""
+    """Register `check` and its options."""
     parser = add_action(
         commands,
         "check",
@@ -403,7 +403,7 @@ def check(arguments: argparse.Namespace) -> int:
         config.engine.require_own_model("watch")
     sources = [config.sources[name] for name, _ in config.datasets_up_to(max(TIERS))]
     if not sources:
-        raise UserError("the recipe's tiers name no dataset, so there is nothing to evaluate; set tiers.tier1")
+        raise UserError("no tier of the recipe lists a dataset, so there is nothing to evaluate; set tiers.tier1")
     problems = {source.name: len(load_problems(source)) if is_local(source) else None for source in sources}
     isolation: str | None = None
     num_gpus = 0
@@ -417,7 +417,7 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_line(json.dumps({"problems": problems, "isolation": isolation, "gpus": num_gpus}))
         return 0
-    counts = (f"{name} ({'from the hub' if count is None else count})" for name, count in problems.items())
+    counts = (f"{name} ({'from the Hub' if count is None else count})" for name, count in problems.items())
     sandbox = "answers judged on the Ray cluster" if isolation is None else f"isolation {isolation}"
     print_line(f"The recipe is valid: problems of {', '.join(counts)}; {sandbox}; {num_gpus} GPUs on this machine")
     return 0

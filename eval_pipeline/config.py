@@ -96,7 +96,8 @@ class EngineConfig:
         # the value is not shown, because it may be a key
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
             raise UserError(
-                "engine.api_key_env is not a variable name; store the key in an environment variable and give its name"
+                "engine.api_key_env is not a variable name; store the key in an environment variable, and "
+                "set engine.api_key_env to its name"
             )
         if self.kind == "openai":
             _require_url(self.base_url)
@@ -205,7 +206,7 @@ class EvalConfig:
                     f"tiers.tier1 is empty, so no best checkpoint could be selected; add a dataset to it{other}"
                 )
         elif selected_by not in self.datasets:
-            raise UserError(f"selection.dataset is {selected_by!r}, which is not in `datasets`; name one that is")
+            raise UserError(f"selection.dataset is {selected_by!r}, which is not in `datasets`; specify one that is")
         elif selected_by not in (*tiers.tier1, *tiers.tier2):
             why = "tiers.tier3 is evaluated after the selection" if selected_by in tiers.tier3 else "no tier names it"
             raise UserError(
@@ -218,7 +219,7 @@ def _require_url(url: str | None) -> None:
     try:
         parts = urlsplit(url or "")
     except ValueError as error:
-        raise UserError(f"engine.base_url is not a URL ({error}); give one such as http://localhost:8000/v1") from error
+        raise UserError(f"engine.base_url is not a URL ({error}); set one such as http://localhost:8000/v1") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError("engine.kind=openai needs the server's URL; set engine.base_url=http://localhost:8000/v1")
     if parts.username or parts.password or parts.query:
@@ -229,7 +230,7 @@ def _require_url(url: str | None) -> None:
 
 def _check_source(name: str, entry: Any) -> None:
     if not isinstance(entry, Mapping) or not {"format", "path"} <= entry.keys():
-        raise UserError(f"datasets.{name} lacks a key; give at least `format` and `path`")
+        raise UserError(f"datasets.{name} lacks a key; set at least `format` and `path`")
     unknown = [key for key in entry if key not in _SOURCE_KEYS]
     if unknown:
         raise UserError(f"datasets.{name} has the unknown key {unknown[0]!r}; use {', '.join(_SOURCE_KEYS)}")
@@ -239,7 +240,7 @@ def _check_source(name: str, entry: Any) -> None:
         )
     for key, value in entry.items():
         if key != "limit" and not isinstance(value, str) and (value is not None or key in ("format", "path")):
-            raise UserError(f"datasets.{name}.{key} is {value!r}; it must be text")
+            raise UserError(f"datasets.{name}.{key} is {value!r}; it must be a string")
     limit = entry.get("limit")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise UserError(f"datasets.{name}.limit is {limit!r}; it must be a whole number of at least 1, or null for all")
+        raise UserError(f"datasets.{name}.limit is {limit!r}; it must be an integer of at least 1, or null for all")

@@ -39,7 +39,7 @@ Rows are numbered from 1. In a JSON Lines file, a row's number is its line numbe
 
 
 def add_judge(commands: Commands) -> None:
-    """Add the command."""
+    """Register `judge` and its options."""
     example = "--dataset human-eval --answers answers.jsonl --output verdicts.jsonl"
     parser = add_action(commands, "judge", TEXT, run, examples=[example], notes=NOTES, prog=program("judge"))
     parser.set_defaults(typed_again="starts over")
@@ -92,14 +92,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _require_writable(path: Path, inputs: list[Path]) -> None:
     """Refuse an output that cannot be written, before anything is judged; creates nothing."""
     if path.is_dir():
-        raise UserError(f"--output {path} is a directory; name a file")
+        raise UserError(f"--output {path} is a directory; specify a file")
     if any(path.resolve() == read.resolve() for read in inputs):
-        raise UserError(f"--output {path} is also an input and would be overwritten; name another file")
+        raise UserError(f"--output {path} is also an input and would be overwritten; specify another file")
     try:
         with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
             pass
     except OSError as error:
-        raise UserError(f"cannot write verdicts to {path} ({error.strerror}); name another --output") from error
+        raise UserError(f"cannot write verdicts to {path} ({error.strerror}); specify another --output") from error
 
 
 def _problems(arguments: argparse.Namespace, config: EvalConfig) -> list[Problem]:
@@ -116,7 +116,7 @@ def _problems(arguments: argparse.Namespace, config: EvalConfig) -> list[Problem
     if arguments.dataset.replace("_", "-") in (HUMAN_EVAL_PACKAGE, "humaneval"):
         return load_problems(DatasetSource("humaneval", "humaneval", HUMAN_EVAL_PACKAGE))
     known = ", ".join(config.datasets)
-    raise UserError(f"the recipe has no dataset {arguments.dataset!r}; use one of {known}, or give --problems FILE")
+    raise UserError(f"the recipe has no dataset {arguments.dataset!r}; use one of {known}, or set --problems FILE")
 
 
 def _read_answers(path: Path, problems: dict) -> list[tuple[str, str | None]]:
@@ -124,11 +124,11 @@ def _read_answers(path: Path, problems: dict) -> list[tuple[str, str | None]]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"cannot read the answers in {path} ({first_line_of(error)}); name a UTF-8 JSON Lines file"
+            f"cannot read the answers in {path} ({first_line_of(error)}); specify a UTF-8 JSON Lines file"
         ) from error
     rows = [_answer(line, f"{path}, line {number}", problems) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
-        raise UserError(f"{path} holds no answers; write one JSON object with problem_id and answer per line")
+        raise UserError(f"{path} contains no answers; write one JSON object with problem_id and answer per line")
     return rows
 
 
@@ -139,9 +139,7 @@ def _answer(line: str, where: str, problems: dict) -> tuple[str, str | None]:
         raise UserError(f"{where} is not JSON ({error}); write one object per line") from error
     known = isinstance(row, dict) and {"problem_id", "answer"} <= row.keys()
     if not known or not isinstance(row["answer"], str | None):
-        raise UserError(
-            f"{where} lacks `problem_id` or a text `answer`; give both, and write null for a missing answer"
-        )
+        raise UserError(f"{where} lacks `problem_id` or a text `answer`; set both, and use null for a missing answer")
     problem_id = str(row["problem_id"])
     if problem_id not in problems:
         near = difflib.get_close_matches(problem_id, problems, n=1)

@@ -275,7 +275,8 @@ def connected(address: str | None) -> Iterator[None]:
 def _connect(address: str) -> None:
     if "://" in address:
         raise UserError(
-            f"executor.address={address} is a Ray Client address; run the command on a cluster node and give host:port"
+            f"executor.address={address} is a Ray Client address; run the command on a cluster node, and "
+            "specify host:port"
         )
     try:
         if address != "local":

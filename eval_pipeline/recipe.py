@@ -80,8 +80,8 @@ def restrict_datasets(config: EvalConfig, datasets: Collection[str]) -> EvalConf
     tiers = TiersConfig(tier1=tier1, tier2=tier2, tier3=tier3)
     if not tiers.names:
         raise UserError(
-            f"the recipe's tiers name none of the evaluated datasets ({', '.join(sorted(datasets))}); name the recipe "
-            "of that evaluation with --recipe"
+            f"no tier of the recipe lists any of the evaluated datasets ({', '.join(sorted(datasets))}); specify the "
+            "recipe of that evaluation with --recipe"
         )
     return replace(config, tiers=tiers)
 

@@ -341,7 +341,7 @@ class EvalContext:
         try:
             identity = checkpoint.identity()
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {checkpoint.path} ({error}); name another checkpoint") from error
+            raise UserError(f"cannot read {checkpoint.path} ({error}); specify another checkpoint") from error
         label, ended = checkpoint.label, self._ended()
         for name, _ in datasets:
             digests = self._digests[label, name] = self._compute_digests(label, identity, name, ended)

@@ -21,9 +21,9 @@ from verl_ext.metrics.run_record import RUN_FILE, load_run
 MAX_NAMED = 5
 """Maximum number of failed evaluations that the summary names."""
 _WAITING = {
-    "waiting": "the run in {run_dir} has not been started yet; waiting for its first checkpoint (Ctrl-C ends this)",
-    "stopped": "the run was stopped; waiting for it to resume (Ctrl-C ends this)",
-    "failed": "the run has failed; waiting for it to resume (Ctrl-C ends this)",
+    "waiting": "the run in {run_dir} has not been started yet; waiting for its first checkpoint (press Ctrl-C to stop)",
+    "stopped": "the run was stopped; waiting for it to resume (press Ctrl-C to stop)",
+    "failed": "the run has failed; waiting for it to resume (press Ctrl-C to stop)",
 }
 """Warnings by status of the training run."""
 
@@ -41,7 +41,7 @@ def watch_run(context: EvalContext, recipe: Sequence[str] = ()) -> int:
         UserError: the run's record or a dataset cannot be read, or no job can run.
     """
     if not context.config.tiers.names:
-        raise UserError("the recipe's tiers name no dataset, so there is nothing to evaluate; set tiers.tier1")
+        raise UserError("no tier of the recipe lists a dataset, so there is nothing to evaluate; set tiers.tier1")
     require_engine(context.config)
     run_dir, results = typed_path(context.directory.of_run), typed_path(context.directory.root)
     print_line(f"Watching {run_dir} until the run has finished. Results go to {results}.")
@@ -66,18 +66,18 @@ def evaluate_checkpoint(context: EvalContext, checkpoint: EvalCheckpoint, tier: 
         0, or 1 if a job failed.
 
     Raises:
-        UserError: the tiers name no dataset, a dataset cannot be read, the directory holds another model's evaluation,
+        UserError: no tier lists a dataset, a dataset cannot be read, the directory holds another model's evaluation,
             another process evaluates this model there with other settings, or no job can run.
     """
     others = {job.checkpoint for job in context.jobs.jobs()} - {checkpoint.label}
     if context.directory.one_model and others:
         raise UserError(
-            f"{context.directory.root} holds the evaluation of {min(others)}; name another --output for "
+            f"{context.directory.root} holds the evaluation of {min(others)}; specify another --output for "
             f"{checkpoint.label}"
         )
     tasks = context.add_jobs(checkpoint, tier)
     if not tasks:
-        raise UserError(f"the recipe's tiers up to {tier} name no dataset; set tiers.tier{tier}")
+        raise UserError(f"no tier of the recipe up to {tier} lists a dataset; set tiers.tier{tier}")
     keys = [task.key for task in tasks]
     context.jobs.retry(only=keys)
     if any(job.key in keys and job.state != "done" for job in context.jobs.jobs()):
@@ -89,7 +89,7 @@ def evaluate_checkpoint(context: EvalContext, checkpoint: EvalCheckpoint, tier: 
         print_summary(f"Failed: evaluation of {checkpoint.label}", reasons)
     elif checkpoint.label not in published:
         directory = context.directory.results_of(checkpoint.label)
-        print_summary(f"Evaluated already: {checkpoint.label}", {"results": typed_path(directory)})
+        print_summary(f"Already evaluated: {checkpoint.label}", {"results": typed_path(directory)})
     return int(bool(failed))
 
 
@@ -106,7 +106,7 @@ class FixedTasks:
             if digests[task.key] != task.digest:
                 raise UserError(
                     f"another process is evaluating {task.checkpoint.label} on {task.dataset} with other settings; "
-                    "wait until it ends, or name another directory with --output"
+                    "wait until it ends, or specify another directory with --output"
                 )
         return self._tasks
 

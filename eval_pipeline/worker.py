@@ -160,7 +160,7 @@ def open_engine(config: EngineConfig, export: Path | None) -> Engine:
         return OpenAIEngine(config, export)
     if export is None:
         raise UserError(
-            "engine.kind=vllm needs a model; name a checkpoint, or set engine.kind=openai to use a running server"
+            "engine.kind=vllm needs a model; specify a checkpoint, or set engine.kind=openai to use a running server"
         )
     from eval_pipeline.engines.vllm_engine import VllmEngine
 

@@ -111,11 +111,11 @@ class CommandParser(argparse.ArgumentParser):
         if is_path and "--root" in self._option_string_actions:
             message = f"{unknown}; did you mean --root {value}?"
         elif is_path:
-            message = f"name a command before '{value}'; take one of {', '.join(known)}"
+            message = f"specify a command before '{value}'; choose one of {', '.join(known)}"
         elif (meant := meant_command(value, known)) is not None:
             message = f"{unknown}; did you mean '{meant}'?"
         else:
-            message = f"{unknown}; take one of {', '.join(known)}"
+            message = f"{unknown}; choose one of {', '.join(known)}"
         raise argparse.ArgumentError(None, message)
 
 
@@ -190,7 +190,7 @@ def clean_exit(typed_again: str = "starts over") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class IntArg:
-    """Type of an argument that is a whole number of at least `least` and, if given, at most `most`."""
+    """Type of an argument that is an integer of at least `least` and, if given, at most `most`."""
 
     least: int = 1
     most: int | None = None
@@ -200,7 +200,7 @@ class IntArg:
         value = int(text) if text.isascii() and text.removeprefix("-").isdigit() else None
         if value is None or value < self.least or (self.most is not None and value > self.most):
             bounds = f"of {self.least} or more" if self.most is None else f"from {self.least} to {self.most}"
-            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number {bounds}")
+            raise argparse.ArgumentTypeError(f"'{text}' is not an integer {bounds}")
         return value
 
 
@@ -229,9 +229,9 @@ def output_file(text: str) -> Path:
     """Type of an argument that names an output file; refuses files that cannot be written."""
     path = Path(text).expanduser()
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"'{text}' is a directory; name a file")
+        raise argparse.ArgumentTypeError(f"'{text}' is a directory; specify a file")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"'{text}' cannot be written; name a file in an existing directory")
+        raise argparse.ArgumentTypeError(f"'{text}' cannot be written; specify a file in an existing directory")
     return path
 
 

@@ -243,7 +243,10 @@ def lock_file(file: TextIO, *, wait: bool) -> bool | None:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        warn(f"{file.name} cannot be locked on this file system ({error.strerror}); see that nobody else writes there")
+        warn(
+            f"{file.name} cannot be locked on this file system ({error.strerror}); make sure that no other process "
+            "writes to it"
+        )
         return None
     return True
 
@@ -292,7 +295,7 @@ def hold_run_lock(run_dir: Path) -> Iterator[bool]:
             file.seek(0)
             raise UserError(
                 f"{run_dir} is in use by {file.read().strip() or 'another launch'}; wait for it, stop it, "
-                "or give another trainer.experiment_name"
+                "or set a different trainer.experiment_name"
             )
         _write_holder(file, f"process {os.getpid()} on {socket.gethostname()}\n")
         try:

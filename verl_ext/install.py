@@ -32,7 +32,7 @@ PACKAGES = {"cpu": ("verl", VLLM["cpu"]), "gpu": ("verl", VLLM["gpu"], "liger-ke
 
 
 def build_parser() -> CommandParser:
-    """The options."""
+    """Return the parser of `setup`, with the text of --help."""
     parser = CommandParser(
         prog=program("setup"),
         description="Install verl and vLLM, at the releases that verl-ext is tested with, into the environment of this "
@@ -50,7 +50,7 @@ def build_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Install.
+    """Install verl and vLLM at the tested releases, unless they are installed.
 
     Raises:
         SystemExit: with code 2 if something cannot be installed and 75 after a stop, each explained on standard error.
@@ -100,7 +100,7 @@ def require_suitable(device: str, pins: dict[str, Requirement]) -> None:
     [other] = {*VLLM.values()} - {VLLM[device]}
     if installed_version(other) is not None:
         raise UserError(
-            f"{other} is installed, which has the same files as {VLLM[device]}; uninstall it first, or give --device "
+            f"{other} is installed, which has the same files as {VLLM[device]}; uninstall it first, or set --device "
             + next(key for key, name in VLLM.items() if name == other)
         )
     found, built_for = installed_version("torch"), release_of(pins["torch"])

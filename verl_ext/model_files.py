@@ -20,7 +20,7 @@ EARLIER_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama
 EARLIER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 """Former names of keys, by model type."""
 _ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
-"""Keys that can name an attention function on the hub."""
+"""Keys that can name an attention function on the Hub."""
 _FIX = "remove that key from it, or set trust_remote_code=true if you trust its author"
 
 
@@ -33,8 +33,8 @@ def load_whole(loader: Any, path: str, **arguments: Any) -> Any:
     model, found = loader.from_pretrained(path, output_loading_info=True, **arguments)
     if missing := sorted(found["missing_keys"]):
         raise UserError(
-            f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them; restore its files, or name "
-            "another model"
+            f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them; restore its files, or "
+            "specify another model"
         )
     return model
 
@@ -128,7 +128,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def check_model_files(model: str, trusted: bool) -> None:
-    """Refuse a `model.partial_pretrain` that cannot be loaded; transformers checks hub names unless offline.
+    """Refuse a `model.partial_pretrain` that cannot be loaded; transformers checks Hub names unless offline.
 
     Raises:
         UserError: files are missing or damaged, or the model would run code.
@@ -140,7 +140,7 @@ def check_model_files(model: str, trusted: bool) -> None:
         return None
     if not path.is_dir():
         raise UserError(
-            f"there is no model at {path.absolute()} (model.partial_pretrain); give a directory or a hub name"
+            f"there is no model at {path.absolute()} (model.partial_pretrain); specify a directory or a Hub model ID"
         )
     if not (path / "config.json").is_file():
         raise UserError(
@@ -153,7 +153,7 @@ def check_model_files(model: str, trusted: bool) -> None:
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether `model.partial_pretrain` is a name on the model hub, `MODEL` or `OWNER/MODEL`, and not a path.
+    """Whether `model.partial_pretrain` is a name on the Hugging Face Hub, `MODEL` or `OWNER/MODEL`, and not a path.
 
     A name is a path if the path or its parent directory exists, or if the pipeline creates the parent directory.
     """
@@ -164,18 +164,18 @@ def is_hub_name(model: str) -> bool:
 
 
 def require_cached_if_offline(model: str) -> None:
-    """Refuse a hub name that cannot be loaded because HF_HUB_OFFLINE is set and the cache lacks the model."""
+    """Refuse a Hub name that cannot be loaded because HF_HUB_OFFLINE is set and the cache lacks the model."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if not constants.HF_HUB_OFFLINE:
         return
     try:
         is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
-    except ValueError:  # not a valid hub name
+    except ValueError:  # not a valid Hub name
         is_cached = False
     if not is_cached:
         raise UserError(
-            f"there is no model at {Path(model).absolute()}, and HF_HUB_OFFLINE is set but the hub's cache "
+            f"there is no model at {Path(model).absolute()}, and HF_HUB_OFFLINE is set but the Hub's cache "
             f"{constants.HF_HUB_CACHE} has no {model}; correct model.partial_pretrain, or download the model first"
         )
 
@@ -264,13 +264,13 @@ def require_no_remote_code(name: str, trusted: bool, local_files_only: bool = Fa
     """Refuse a model whose `config.json` would make transformers run code that the user did not enable.
 
     With `trust_remote_code=False`, transformers 4.57 ignored custom classes but followed two keys: `trust_remote_code`
-    in a configuration (CVE-2026-5241), and an attention function on the hub (CVE-2026-4372). transformers 5 no longer
+    in a configuration (CVE-2026-5241), and an attention function on the Hub (CVE-2026-4372). transformers 5 no longer
     follows the first, and accepts the second only from verified organizations. The check does not depend on the
     release.
 
     Args:
-        name: a directory, or a name on the hub.
-        local_files_only: whether to avoid the hub.
+        name: a directory, or a name on the Hub.
+        local_files_only: whether to avoid the Hub.
 
     Raises:
         UserError: the configuration would run code.
@@ -289,7 +289,7 @@ def require_no_remote_code_in(name: str, content: Mapping[str, Any]) -> None:
         if key == "trust_remote_code" and value:
             raise UserError(f"{name} requests to run custom code (trust_remote_code in its config.json); {_FIX}")
         if key in _ATTENTION and "/" in str(value):
-            raise UserError(f"{name} requests attention code from the hub ({key} in its config.json); {_FIX}")
+            raise UserError(f"{name} requests attention code from the Hub ({key} in its config.json); {_FIX}")
 
 
 def config_of(name: str, local_files_only: bool = False) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def read_report(message: dict[str, Any], blob: bytes) -> RunReport:
         raise SandboxError(compiling["failed"])
     syntax_error = compiling.get("syntax_error")
     if syntax_error is None and message["reason"] == "exited" and "compiled" not in compiling:
-        syntax_error = "the compiler did not survive it"
+        syntax_error = "the program crashed the Python compiler"
     return RunReport(
         end=message["reason"],
         exit_code=message["exit"],

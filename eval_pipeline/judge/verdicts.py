@@ -89,7 +89,7 @@ def _stopped(report: RunReport, limits: ResourceLimits) -> TestResult | None:
     """The result of a run that did not compile or hit a limit; None for any other."""
     match report.end:
         case "cpu":
-            return TestResult("timeout", f"more than {limits.cpu_s:g} s of processor time", report.wall_s)
+            return TestResult("timeout", f"more than {limits.cpu_s:g} s of CPU time", report.wall_s)
         case "wall":
             return TestResult("timeout", f"more than {limits.wall_s:g} s", report.wall_s, is_doubtful=True)
         case "memory" | "processes" | "files":

@@ -111,7 +111,7 @@ def _file_records(path: Path, shown: str) -> Iterator[Record]:
                     yield _record(_parse(line, where), where, number)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(
-            f"cannot read the problems file {shown} ({first_line_of(error)}); name a UTF-8 JSONL file"
+            f"cannot read the problems file {shown} ({first_line_of(error)}); specify a UTF-8 JSONL file"
         ) from error
 
 
@@ -134,7 +134,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
                 yield from batch.to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         reason = first_line_of(error)
-        raise UserError(f"cannot read the problems file {path} ({reason}); name a parquet file") from error
+        raise UserError(f"cannot read the problems file {path} ({reason}); specify a parquet file") from error
 
 
 def _saved_records(source: DatasetSource, path: Path) -> Iterator[Record]:
@@ -144,7 +144,7 @@ def _saved_records(source: DatasetSource, path: Path) -> Iterator[Record]:
         loaded = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot load the directory {path} ({first_line_of(error)}); name a file, or a directory written by "
+            f"cannot load the directory {path} ({first_line_of(error)}); specify a file, or a directory written by "
             "datasets.save_to_disk"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
@@ -162,7 +162,7 @@ def _hub_records(source: DatasetSource) -> Iterator[Record]:
     except Exception as error:  # no connection, an unknown name or subset, and a broken file look the same here
         raise UserError(
             f"cannot load the dataset {source.path!r} by name ({first_line_of(error)}); check the name and the "
-            "network, or give the path of a local JSONL or parquet file"
+            "network, or specify the path of a local JSONL or parquet file"
         ) from error
     yield from _rows(_split_of(loaded, source), f"{source.path} ({source.split})")
 
@@ -232,7 +232,7 @@ def load_problems(source: DatasetSource) -> list[Problem]:
             raise record.error(f"problem_id {problem.problem_id!r} occurs twice; give every problem a unique id")
         problems[problem.problem_id] = problem
     if not problems:
-        raise UserError(f"{source.path} holds no problems; write one JSON object per line")
+        raise UserError(f"{source.path} contains no problems; write one JSON object per line")
     return list(problems.values())
 
 

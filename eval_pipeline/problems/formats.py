@@ -224,7 +224,7 @@ def _cases(record: Record) -> tuple[ProgramCase, ...]:
         for case in _cases_of(tests, key, record):
             cases.setdefault(case.stdin, case)
     if not cases:
-        raise record.error(f"{', '.join(_TEST_KEYS)}, 'input' and 'output' hold no test; add one")
+        raise record.error(f"{', '.join(_TEST_KEYS)}, 'input' and 'output' contain no test; add one")
     return tuple(cases.values())
 
 

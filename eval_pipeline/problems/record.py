@@ -53,13 +53,13 @@ class Record:
         return [self._encodable(item, (key,)) for item in value]
 
     def identifier(self, *keys: str) -> str:
-        """An id of the row: a non-blank string, or a whole number."""
+        """An id of the row: a non-blank string, or an integer."""
         value = self.first(*keys)
         if isinstance(value, int) and not isinstance(value, bool):
             return str(value)
         if isinstance(value, str) and value.strip():
             return self._encodable(value, keys)
-        raise self.error(f"{_either(keys)} must be a string that is not empty or a whole number")
+        raise self.error(f"{_either(keys)} must be a string that is not empty or an integer")
 
     def first(self, *keys: str) -> Any:
         """The unchecked value of the first key that is present and not null; None if there is none."""
@@ -98,7 +98,7 @@ def load_format(text: str, key: str) -> Callable[[Record], Problem]:
     function = Plugin.parse(text, key).load()
     if not callable(function):
         raise UserError(
-            f"{key} is {text!r}, which is not a function; name one that takes a Record and returns a Problem"
+            f"{key} is {text!r}, which is not a function; specify one that takes a Record and returns a Problem"
         )
 
     def parse_problem(record: Record) -> Problem:

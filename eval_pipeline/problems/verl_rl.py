@@ -17,7 +17,7 @@ from verl_ext.files import parse_json
 
 ROLES = ("system", "user", "assistant")
 _OF_FUNCTIONS = ("preamble", "code_prompt")
-_FORM = "give a JSON object with entry_point and tests, or with inputs and outputs of the same length"
+_FORM = "use a JSON object with entry_point and tests, or with inputs and outputs of the same length"
 
 _BEGINS_AS_OBJECT = regex.compile(r'[\s\ufeff]*\{\s*"(?:[^"\\]++|\\.)*+(?:"\s*(?::|\Z)|\Z)', regex.DOTALL)
 """A JSON object up to its first colon, or cut off before it. A set of strings has a comma there."""
@@ -80,7 +80,7 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
     if isinstance(value, dict):
         return _tests_of(value, problem_id)
     if not isinstance(text, str | int | float) or not str(text).strip():
-        raise UserError(f"{problem_id} lacks reward_model.ground_truth; give a string, a number or tests")
+        raise UserError(f"{problem_id} lacks reward_model.ground_truth; set it to a string, a number or tests")
     if _BEGINS_AS_TESTS.match(str(text)):
         raise UserError(f"cannot read the tests of {problem_id} (reward_model.ground_truth); {_FORM}")
     return ReferenceAnswer(str(text))

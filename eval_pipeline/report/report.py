@@ -69,7 +69,7 @@ def write_report(directory: EvalDir, baseline_label: str) -> Path:
         if losses is not None:
             plots.append(plot_loss(target, datasets, losses, history))
     except OSError as error:
-        raise UserError(f"cannot write the plots to {target} ({error}); name another directory") from error
+        raise UserError(f"cannot write the plots to {target} ({error}); specify another directory") from error
     data = {
         "baseline": baseline.to_json(),
         "best": best.to_json(),

@@ -399,7 +399,7 @@ def _replace(path: Path, pieces: Iterable[str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, pieces)
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error}); free disk space or name another output directory") from error
+        raise UserError(f"cannot write {path} ({error}); free disk space or use another output directory") from error
     return path
 
 

@@ -186,7 +186,7 @@ def test_evaluated_checkpoint_is_not_evaluated_again(setup: Setup, repeated: Pat
     )
     assert (process.returncode, process.stderr) == (0, "")
     first, *rest = process.stdout.splitlines()
-    assert first == "Evaluated already: step_30" and [line.endswith(str(repeated)) for line in rest] == [True]
+    assert first == "Already evaluated: step_30" and [line.endswith(str(repeated)) for line in rest] == [True]
     assert (repeated / "metrics.json").read_bytes() == before
 
 
@@ -264,18 +264,18 @@ def test_stopped_evaluation_resumes_without_recomputing(setup: Setup, interrupte
 BAD_INPUT = [
     (("run", "--checkpoint", "{root}/none"), "is not a directory"),
     (("run", "--checkpoint", "{root}"), "no config.json"),
-    (("run",), "give --checkpoint DIR"),
+    (("run",), "use --checkpoint DIR"),
     (("run", "--checkpoint", "{model}", "--recipe", "none"), "there is no recipe 'none'"),
     (("run", "--checkpoint", "{model}", "--problems", "{root}/none.jsonl"), "none.jsonl"),
     (("run", "--checkpoint", "{model}", "--problems", "{root}/bad.jsonl"), "bad.jsonl, line 1"),
     (("run", "--checkpoint", "{model}", "--problems", "{root}"), "{root}"),
     (("run", "--checkpoint", "{model}", "sampling.max_token=3"), "did you mean 'sampling.max_tokens'?"),
-    (("run", "--checkpoint", "{model}", "--limit", "0"), "is not a whole number of 1 or more"),
+    (("run", "--checkpoint", "{model}", "--limit", "0"), "is not an integer of 1 or more"),
     (("run", "--checkpoint", "{model}", "--output", "{root}/bad.jsonl"), "cannot use the ledger"),
-    (("run", "--checkpoint", "{model}", "tiers.tier1=[]"), "name no dataset"),
+    (("run", "--checkpoint", "{model}", "tiers.tier1=[]"), "lists a dataset"),
     (("watch", "{root}/none"), "is not a directory"),
-    (("status", "{root}"), "holds no evaluation"),
-    (("retry", "{root}/none"), "holds no evaluation"),
+    (("status", "{root}"), "contains no evaluation"),
+    (("retry", "{root}/none"), "contains no evaluation"),
     (("report", "{root}", "--baseline", "{model}"), "best_checkpoint.json"),
 ]
 TYPO, NO_RUN = BAD_INPUT[7], BAD_INPUT[11]
@@ -353,7 +353,7 @@ def test_answers_from_file_are_judged_in_order(judging: tuple[str, ...], tmp_pat
         ('{"problem_id": "add"}', "line 1 lacks `problem_id` or a text `answer`"),
         ('{"problem_id": "add", "answer": 3}', "line 1 lacks `problem_id` or a text `answer`"),
         ("[]", "line 1 lacks `problem_id` or a text `answer`"),
-        ("\n\n", "holds no answers"),
+        ("\n\n", "contains no answers"),
         (None, "cannot read the answers"),
     ],
 )

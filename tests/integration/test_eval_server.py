@@ -60,7 +60,7 @@ def test_served_model_is_identified_by_server_report(recipe: Path, tmp_path: Pat
     assert json.loads((tmp_path / "place" / "metrics.json").read_text())["export"] == "tiny"
     with serving() as (_, other):
         again = evaluate(*words(recipe, other))
-        assert again.stdout.startswith("Evaluated already: tiny\n") and str(tmp_path / "place") in again.stdout
+        assert again.stdout.startswith("Already evaluated: tiny\n") and str(tmp_path / "place") in again.stdout
     with serving(root="org/other", text="no answer") as (_, port):
         assert evaluate(*words(recipe, port)).returncode == 0
     assert metrics_of(tmp_path / "place")["accepted_at_1"] == 0.0  # the same name, but another model

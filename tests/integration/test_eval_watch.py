@@ -207,7 +207,7 @@ def test_metrics_missing_from_another_recipe_are_kept(
     recipe["tiers"] = {"tier1": ["second"]}
     (tmp_path / "second.yaml").write_text(yaml.safe_dump(recipe))
     again = evaluate("run", "--checkpoint", copy / "global_step_20", "--recipe", tmp_path / "second.yaml", *words[2:])
-    assert again.returncode == 0 and "Evaluated already: " in again.stdout, again.stdout + again.stderr
+    assert again.returncode == 0 and "Already evaluated: " in again.stdout, again.stdout + again.stderr
     assert (copy / "eval" / "eval_step_20" / "metrics.json").read_bytes() == before
 
 

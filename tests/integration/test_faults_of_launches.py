@@ -22,7 +22,7 @@ def test_rejected_launch_leaves_finished_run_unchanged(sft_run: SFTRun, quicksta
         "data.chat_template=no.jinja": "no.jinja",
         # it would train nothing, and config.yaml would claim it
         "optim.lr=0.5": "is finished, and this command changes",
-        "data.train_batch_size=4": "is finished, and this command changes data.train_batch_size from 8 to 4",
+        "data.train_batch_size=4": "is finished, and this command changes settings (data.train_batch_size: 8 -> 4",
         "trainer.total_training_steps=2": "is finished, and this command changes",
     }
     for mistake, fact in mistakes.items():

@@ -114,8 +114,8 @@ def test_verl_run_resumes_with_same_arguments(
     run = script_run("run_sft.sh", ranks, run_dir, *stock.words, cwd=tmp_path)
     result = run.finish()
     assert f"Found checkpoint: {checkpoint}\n" in result.stdout
-    assert f"{8 * (step % 4)} of 36 samples into epoch {epoch}" in result.stdout
-    assert result.stderr.count(f"verl itself started {run_dir}: using recipe=verl") == 1, result.stderr
+    assert f"at sample {8 * (step % 4)} of 36 in epoch {epoch}." in result.stdout
+    assert result.stderr.count(f"{run_dir} was started by verl: using recipe=verl") == 1, result.stderr
     for subject, problem in warnings:
         found = [line for line in result.stderr.splitlines() if line.startswith("warning: ") and problem in line]
         assert len(found) == 1 and subject in found[0], result.stderr

@@ -72,7 +72,7 @@ def test_torchrun_is_used_for_multiple_ranks() -> None:
 
 def test_child_of_unknown_module_is_rejected() -> None:
     done = subprocess.run(child_command("nothing:main", "x"), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == "error: there is no module 'nothing' in benchmarks; name one\n"
+    assert done.returncode == 2 and done.stderr == "error: there is no module 'nothing' in benchmarks; specify one\n"
     with pytest.raises(UserError, match="there is no module 'nothing'"):
         harness.run(child_command("nothing:main", "x"))
 

@@ -232,11 +232,11 @@ def test_bad_input_prints_one_sentence_and_exits_2(run_dir: Path, tmp_path_facto
     empty = tmp_path_factory.mktemp("empty")
     cases = {
         "is not a directory": ("ls", empty / "none"),
-        "holds no checkpoint": ("verify", empty),
-        "is a checkpoint; name the directory of its run": ("prune", run_dir / "global_step_10"),
+        "contains no checkpoint": ("verify", empty),
+        "is a checkpoint; specify its run directory": ("prune", run_dir / "global_step_10"),
         "no checkpoint of step 11; available steps: 40, 30, 20, 10": ("verify", run_dir, "--step", 11),
         "--step cannot be combined": ("prune", run_dir, "--step", 10, "--keep-best", 1),
-        "'0' is not a whole number of 1 or more": ("prune", run_dir, "--max-to-keep", 0),
+        "'0' is not an integer of 1 or more": ("prune", run_dir, "--max-to-keep", 0),
     }
     for message, words in cases.items():
         error = checkpoint_command(*words, code=2)

@@ -60,8 +60,8 @@ def test_retention_reasons_are_listed_newest_first(tmp_path: Path) -> None:
         6: ["the newest"],
         5: [f"leased by process {os.getpid()} on {socket.gethostname()}"],
         4: ["one of the 2 best by val/loss"],
-        3: ["best_checkpoint.json names it"],
-        2: ["it holds a file 'keep'"],
+        3: ["selected in best_checkpoint.json"],
+        2: ["protected by its `keep` file"],
         1: ["one of the 2 best by val/loss"],
     }
     rotate(tmp_path, *retention(1, keep_best=2), 6, pytest.fail)
@@ -92,11 +92,11 @@ def test_retention_is_read_from_configuration_and_validated(tmp_path: Path) -> N
     (tmp_path / "config.yaml").write_text("trainer:\n" + indent(trainer.replace("${", "{"), "  "))
     assert read_retention(tmp_path) == (3, section)
     for values, message in [
-        ("{max_ckpt_to_keep: 0}", "trainer.max_ckpt_to_keep is 0; it must be a whole number of at least 1"),
+        ("{max_ckpt_to_keep: 0}", "trainer.max_ckpt_to_keep is 0; it must be an integer of at least 1"),
         ("{max_ckpt_to_keep: two}", "trainer.max_ckpt_to_keep is 'two'"),
         (
             "{checkpoint: {keep_best: -1}}",
-            "checkpoint.keep_best is -1; it must be a whole number of at least 0",
+            "checkpoint.keep_best is -1; it must be an integer of at least 0",
         ),
         ("{checkpoint: {best_mode: low}}", "best_mode is 'low'; it must be min or max"),
         ("{checkpoint: 3}", "checkpoint is 3"),

@@ -135,7 +135,7 @@ def test_unwritable_output_file_is_rejected_at_start(tmp_path: Path) -> None:
     parser = CommandParser(prog="x", description="", examples=[])
     parser.add_argument("--output", type=output_file)
     assert parser.parse_args(["--output", str(tmp_path / "new.json")]).output == tmp_path / "new.json"
-    with pytest.raises(UserError, match="is a directory; name a file"):
+    with pytest.raises(UserError, match="is a directory; specify a file"):
         parser.parse_args(["--output", str(tmp_path)])
     with pytest.raises(UserError, match="cannot be written"):
         parser.parse_args(["--output", str(tmp_path / "nowhere/new.json")])

@@ -252,7 +252,7 @@ def test_noisy_calibration_is_repeated_and_fastest_fit_kept(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--configurations", "3"], "'3' is not a whole number of 10 or more"),
+        (["--configurations", "3"], "'3' is not an integer of 10 or more"),
         (["--topk-choices", "1", "2"], "must end with 4"),
         (["--topk-choices", "4", "--min-active", "9"], "controller.min_active=9"),
     ],
@@ -264,5 +264,5 @@ def test_bad_arguments_print_one_sentence(more: list[str], message: str, run: Ru
 
 
 def test_directory_without_model_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="vision-language model .* cannot be loaded .*give a model.s directory"):
+    with pytest.raises(UserError, match="vision-language model .* cannot be loaded .*specify a model.s directory"):
         load_adapter(str(tmp_path), SIZES)

@@ -318,7 +318,7 @@ def test_unwritable_output_is_rejected_before_measuring(
     (tmp_path / "file").write_text("")
     options = ("--latency", "model", "--output", tmp_path / "file/out")
     assert adaptive("--checkpoint", tiny / "run", *options, *SHORT) == 2
-    assert "name another --output" in capsys.readouterr().err and (tmp_path / "file").read_text() == ""
+    assert "specify another --output" in capsys.readouterr().err and (tmp_path / "file").read_text() == ""
 
 
 def make_bad(tiny: Path) -> None:

@@ -215,7 +215,7 @@ def test_non_empty_log_is_rejected(export: Path, tmp_path: Path) -> None:
     empty.touch()
     full.write_text("{}\n")
     responder(export, empty)
-    with pytest.raises(UserError, match="full.jsonl has answers of another run; name another log"):
+    with pytest.raises(UserError, match="full.jsonl has answers of another run; specify another log"):
         responder(export, full)
     with pytest.raises(UserError, match="cannot be written"):
         responder(export, full / "log")

@@ -142,7 +142,7 @@ def test_invalid_question_rows_are_rejected(change: dict[str, Any], message: str
 
 @pytest.mark.parametrize("name", ["coco_2014_vqa", "okvqa", "coco_caption"])
 def test_shared_split_of_hub_is_divided_by_image(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a local copy of the hub's files, because tests have no network."""
+    """On a local copy of the Hub's files, because tests have no network."""
     images = [png(f"#0000{shade:02x}") for shade in range(0, 240, 6)]
     row = {"question": "Is it blue?", "answers": ["yes"]}
     rows = [{"image": {"bytes": image, "path": None}, **row} for image in images for _ in range(3)]
@@ -170,5 +170,5 @@ def test_invalid_question_sources_are_rejected(tmp_path: Path) -> None:
         ImageQuestionDataset({"okvqa": QuestionSource(source=str(tmp_path))}, "train")
     with pytest.raises(UserError, match="data.datasets.mine has no source and is none of text_vqa"):
         ImageQuestionDataset({"mine": QuestionSource()}, "train")
-    with pytest.raises(UserError, match="cannot be loaded from the hub as Multimodal-Fatima/OK-VQA_train .* source"):
+    with pytest.raises(UserError, match="cannot be loaded from the Hub as Multimodal-Fatima/OK-VQA_train .* source"):
         ImageQuestionDataset({"okvqa": QuestionSource()}, "train")  # tests have no network

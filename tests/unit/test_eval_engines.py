@@ -403,7 +403,7 @@ def test_invalid_engine_settings_are_rejected(settings: dict[str, Any], message:
 
 
 def test_vllm_without_model_is_rejected() -> None:
-    with pytest.raises(UserError, match="name a checkpoint"):
+    with pytest.raises(UserError, match="specify a checkpoint"):
         open_engine(EngineConfig(), None)
 
 

@@ -131,7 +131,7 @@ def test_missing_directory_and_missing_export_are_rejected(tmp_path: Path) -> No
 
 def test_run_directory_is_rejected_as_checkpoint(tmp_path: Path) -> None:
     commit(tmp_path, 3)
-    with pytest.raises(UserError, match=f"is a run directory; name .* such as {tmp_path}/global_step_3"):
+    with pytest.raises(UserError, match=f"is a run directory; specify .* such as {tmp_path}/global_step_3"):
         find_checkpoint(tmp_path)
 
 
@@ -246,7 +246,7 @@ def test_results_directory_follows_run_model_or_option(tmp_path: Path) -> None:
 def test_eval_directory_is_found_by_run_or_by_itself(tmp_path: Path) -> None:
     root = tmp_path / "run" / "eval"
     root.mkdir(parents=True)
-    with pytest.raises(UserError, match="holds no evaluation"):
+    with pytest.raises(UserError, match="contains no evaluation"):
         find_eval_dir(tmp_path / "run")
     (root / LEDGER_FILE).touch()
     assert find_eval_dir(tmp_path / "run") == find_eval_dir(root) == EvalDir(root, tmp_path / "run")

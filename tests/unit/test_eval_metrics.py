@@ -362,7 +362,7 @@ def test_unusable_files_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "best_checkpoint.json").write_text("{}")
     (tmp_path / "verdicts").mkdir()
     (tmp_path / "verdicts" / "x.jsonl").write_text('{"problem_id": "a", "sample": 0, "error_type": "fine"}\n')
-    with pytest.raises(UserError, match="cannot write .* name another output directory"):
+    with pytest.raises(UserError, match="cannot write .* use another output directory"):
         write_evaluation(tmp_path / "file", EvaluatedModel("x", 1, tmp_path, "", "w", {}))
     for read in (read_evaluation, read_best_checkpoint, read_outcomes):
         with pytest.raises(UserError, match="cannot read"):

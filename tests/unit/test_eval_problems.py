@@ -182,7 +182,7 @@ def test_problem_sample_is_spread_and_deterministic(quickstart: Path) -> None:
         ("mbpp", {**MBPP, "test_setup_code": "import"}, "line 2: the setup code is not Python"),
         ("mbpp", {**MBPP, "test_setup_code": 3}, "line 2: 'test_setup_code' must be a string"),
         ("mbpp", {**MBPP, "task_id": True}, "line 2: 'task_id'"),
-        ("codecontests", {**CODECONTESTS, "public_tests": None}, "line 2: .* hold no test"),
+        ("codecontests", {**CODECONTESTS, "public_tests": None}, "line 2: .* contain no test"),
         ("codecontests", {**CODECONTESTS, "public_tests": {"input": [""], "output": []}}, "line 2: .* same length"),
         ("codecontests", {**CODECONTESTS, "private_tests": [["1", "2"]]}, "line 2: 'private_tests' must be"),
         ("codecontests", {**CODECONTESTS, "tests": [{"input": "1"}]}, "line 2: every 'input' and 'output' of tests"),
@@ -221,7 +221,7 @@ def test_unreadable_source_is_rejected(tmp_path: Path, options: dict[str, Any], 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("p.jsonl", b"\n \n", "p.jsonl holds no problems"),
+        ("p.jsonl", b"\n \n", "p.jsonl contains no problems"),
         ("p.jsonl", b"{}\n\xff\n", "line 1: 'problem_id'"),
         ("p.jsonl", b"\xff{}\n", "line 1 is not UTF-8"),
         ("p.json", b'{"problem_id": "p"}', "p.json is not a JSON list"),

@@ -94,7 +94,7 @@ def test_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("judge.limits.cpu=5", "did you mean 'judge.limits.cpu_s'?"),
         ("+sampling.top_k=5", "'sampling.top_k', which is not a configuration key; did you mean 'sampling.top_p'?"),
         ("+tiers.tier4=[quickstart]", "'tiers.tier4', which is not a configuration key; did you mean 'tiers.tier"),
-        ("sampling.max_tokens=many", "must be a whole number"),
+        ("sampling.max_tokens=many", "must be an integer"),
         ("sampling.max_tokens=null", "needs a value"),
         ("sampling.max_tokens", "not an override of the form key=value"),
         ("sampling.max_tokens=0", "sampling.max_tokens is 0"),
@@ -120,7 +120,7 @@ def test_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("engine.dtype=int4", "must be auto, float32"),
         ("judge.isolation=docker", "must be auto, bwrap, sandlock or rlimits"),
         ("judge.num_workers=0", "judge.num_workers is 0"),
-        ("judge.num_workers=two", "'judge.num_workers' to 'two', but it must be a whole number of at least 1, or null"),
+        ("judge.num_workers=two", "'judge.num_workers' to 'two', but it must be an integer of at least 1, or null"),
         ("judge.limits.cpu_s=0", "judge.limits.cpu_s is 0"),
         ("judge.limits.wall_s=inf", "judge.limits.wall_s is inf"),
         ("judge.limits.memory_mb=-1", "judge.limits.memory_mb is -1"),
@@ -135,10 +135,10 @@ def test_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("backoff_s=-1", "backoff_s is -1"),
         ("backoff_s=inf", "backoff_s is inf"),
         ("tiers.tier1=[mbpp]", "names 'mbpp', which is not in `datasets`; use quickstart"),
-        ("tiers.tier3=[[quickstart]]", "must be a list .a, b. of text"),
+        ("tiers.tier3=[[quickstart]]", "must be a list .a, b. of strings"),
         ("datasets=5", "'datasets' to 5, but it must be a mapping of names"),
-        ("datasets.quickstart=5", "lacks a key; give at least `format` and `path`"),
-        ("~datasets.quickstart", "lacks a key; give at least `format` and `path`"),
+        ("datasets.quickstart=5", "lacks a key; set at least `format` and `path`"),
+        ("~datasets.quickstart", "lacks a key; set at least `format` and `path`"),
         ("datasets.quickstart.limits=5", "datasets.quickstart has the unknown key 'limits'"),
         ("datasets.quickstart.limit=0", "datasets.quickstart.limit is 0"),
         ("datasets.quickstart.limit=few", "datasets.quickstart.limit is 'few'"),
@@ -147,23 +147,23 @@ def test_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("datasets={a/b: {format: mbpp, path: x}}", "has the name 'a/b'"),
         ("datasets={5: {format: mbpp, path: x}}", "it must be a mapping of names"),
         ("datasets.quickstart.format=quick", "datasets.quickstart.format is 'quick'; use one of quickstart, "),
-        ("engine.base_url=5", "'engine.base_url' to ..., but it must be text"),
-        ("engine.base_url=[http://localhost]", "'engine.base_url' to ..., but it must be text"),
-        ("engine.api_key_env=5", "'engine.api_key_env' to ..., but it must be text"),
-        ("engine.model=7", "'engine.model' to 7, but it must be text, in quotes"),
+        ("engine.base_url=5", "'engine.base_url' to ..., but it must be a string"),
+        ("engine.base_url=[http://localhost]", "'engine.base_url' to ..., but it must be a string"),
+        ("engine.api_key_env=5", "'engine.api_key_env' to ..., but it must be a string"),
+        ("engine.model=7", "'engine.model' to 7, but it must be a string, in quotes"),
         ("engine.dtype=3", "'engine.dtype' to 3, but it must be auto"),
         ("engine.kind=true", "'engine.kind' to True, but it must be vllm or"),
         ("engine.vllm={5: 1}", "it must be a mapping of names"),
-        ("selection.dataset=[a]", "it must be text"),
-        ("selection.metric=5", "'selection.metric' to 5, but it must be text, in quotes"),
-        ("executor.address=6379", "'executor.address' to 6379, but it must be text, in quotes"),
+        ("selection.dataset=[a]", "it must be a string"),
+        ("selection.metric=5", "'selection.metric' to 5, but it must be a string, in quotes"),
+        ("executor.address=6379", "'executor.address' to 6379, but it must be a string, in quotes"),
         (
             "executor.num_workers=1.5",
-            "'executor.num_workers' to 1.5, but it must be a whole number",
+            "'executor.num_workers' to 1.5, but it must be an integer",
         ),
         (
             "executor.num_workers=true",
-            "'executor.num_workers' to True, but it must be a whole number",
+            "'executor.num_workers' to True, but it must be an integer",
         ),
         ("poll_s=${engine.dtype}", "poll_s is 'auto'; it must be a number"),
         ("wandb=${batch_size}", "wandb is 64; it must be true or false"),
@@ -217,8 +217,8 @@ def test_possibly_secret_values_are_not_shown() -> None:
 def test_out_of_range_error_states_range() -> None:
     for words, range_ in {
         "engine.gpu_memory_utilization=2": "it must be a number above 0 and at most 1",
-        "sampling.max_tokens=0": "it must be a whole number of at least 1",
-        "judge.num_workers=0": "it must be a whole number of at least 1, or null",
+        "sampling.max_tokens=0": "it must be an integer of at least 1",
+        "judge.num_workers=0": "it must be an integer of at least 1, or null",
         "sampling.temperature=-0.1": "it must be a number of at least 0",
         "judge.limits.wall_s=inf": "it must be a finite number above 0",
     }.items():
@@ -296,7 +296,7 @@ def test_recipe_can_be_restricted_to_datasets() -> None:
     assert recipe.datasets_up_to(3) == [("mbpp", 1), ("humaneval", 3)]
     chosen_by_another = load_eval_config("phase1", ["selection.dataset=mbpp"])
     assert restrict_datasets(chosen_by_another, {"humaneval"}).datasets_up_to(3) == [("humaneval", 3)]
-    with pytest.raises(UserError, match="none of the evaluated datasets .gone.; .* --recipe"):
+    with pytest.raises(UserError, match="any of the evaluated datasets .gone.; .* --recipe"):
         restrict_datasets(recipe, {"gone"})
 
 

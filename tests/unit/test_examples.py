@@ -146,7 +146,7 @@ def test_adapter_named_by_export_needs_confirmation(idefics3: Path, tmp_path: Pa
     vlm = ControlledModel(str(idefics3 / "model"), (32, 64), 3, adapter=ADAPTER).to_dict()
     config = BudgetControllerConfig(("low", "high"), 4, 1, 4, vision_width=32, language_width=32, vlm=vlm)
     BudgetController(config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"was trained with the adapter {ADAPTER}; name it"):
+    with pytest.raises(UserError, match=f"was trained with the adapter {ADAPTER}; pass --adapter"):
         load_controller(tmp_path)[1].runner("cpu", torch.float32)
 
 

@@ -85,7 +85,7 @@ def test_paths_resolve_from_caller_directory(stock_run: Path, monkeypatch: pytes
     files, val, model, config = paths("model")
     assert files == [f"{caller}/a.parquet", "/b.parquet"]
     assert (val, model, config.trainer.default_local_dir) == (f"{caller}/c.parquet", f"{caller}/model", f"{caller}/sft")
-    assert paths("google/gemma-2b-it")[2] == "google/gemma-2b-it"  # a name on the hub
+    assert paths("google/gemma-2b-it")[2] == "google/gemma-2b-it"  # a name on the Hub
 
 
 def test_contradicting_rank_counts_are_rejected() -> None:
@@ -93,7 +93,7 @@ def test_contradicting_rank_counts_are_rejected() -> None:
     configure(parse_arguments(["sft", "8", "+trainer.n_gpus_per_node=8", "trainer={nnodes: 1}"]))
     words = ("trainer.n_gpus_per_node=4", "trainer.nnodes=2", "+trainer.nnodes=3", "++trainer.n_gpus_per_node=2")
     for word in (*words, "trainer={nnodes: 3}", "trainer={n_gpus_per_node: 1, nnodes: 1}"):
-        with pytest.raises(UserError, match=r"trainer\.\w+=\d contradicts (NNODES.* 1|the first word.* 8);"):
+        with pytest.raises(UserError, match=r"trainer\.\w+=\d contradicts (NNODES.* 1|the first argument.* 8);"):
             configure(parse_arguments(["sft", "8", word]))
 
 

@@ -67,7 +67,7 @@ def test_valid_settings_are_accepted(quickstart: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("rollout.n=1", "must be a whole number of at least 2"),
+        ("rollout.n=1", "must be an integer of at least 2"),
         ("actor.ppo_mini_batch_size=3", "data.train_batch_size=8 .*set actor.ppo_mini_batch_size=4"),
         ("data.train_batch_size=7", "set data.train_batch_size=8"),
         ("reward.functions=[code_test]", "did you mean code_tests"),
@@ -263,7 +263,7 @@ def test_shipped_recipes_build_on_shipped_sft_recipes() -> None:
 
 
 def test_missing_run_of_unknown_recipe_is_reported(quickstart: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="sft does not exist; name the run directory of an SFT run"):
+    with pytest.raises(UserError, match="sft does not exist; specify the run directory of an SFT run"):
         settled(quickstart, tmp_path)
 
 

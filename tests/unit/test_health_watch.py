@@ -191,7 +191,7 @@ def test_threshold_is_set_by_name() -> None:
     [
         ("health.stop_on=[overfiting]", "use overfitting"),
         ("health.stop_on=[violation_high]", "not a rule of this stage"),
-        ("health.every=0", "whole number of at least 1"),
+        ("health.every=0", "integer of at least 1"),
         ("health.limits.window=300", "from 3 to 256"),
         ("health.limits.grad_norm_alarm=-1", "above 0"),
         ("health.limits.trend_p=0.5", "below 0.5"),

@@ -30,7 +30,7 @@ while True:
     try: os.wait()
     except ChildProcessError: pass
 """
-"""Burns processor time in children alone; prints a character for each."""
+"""Burns CPU time in children alone; prints a character for each."""
 WAYS_TO_LOSE_CHILDREN = {
     "ignores SIGCHLD": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
     # a `struct sigaction` of which only the flags are set, which stand behind the handler and 1024 bits of mask

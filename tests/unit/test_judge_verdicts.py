@@ -228,7 +228,7 @@ def test_tests_are_independent(judged: Judged) -> None:
 
 
 def test_sleeping_answer_times_out(judged: Judged) -> None:
-    """The wall clock limit stops an answer that uses no processor time."""
+    """The wall clock limit stops an answer that uses no CPU time."""
     assert judged("sleeps").error_type == "timeout"
 
 
@@ -237,7 +237,7 @@ def test_hanging_test_is_a_timeout(judged: Judged) -> None:
 
 
 def test_hanging_test_is_not_repeated() -> None:
-    """It used up its processor time, so the timeout is not due to a busy machine."""
+    """It used up its CPU time, so the timeout is not due to a busy machine."""
     limits = ResourceLimits(cpu_s=100, wall_s=10)
     report = RunReport("ended", exit_code=-9, cpu_s=0, wall_s=limits.test_cpu_s)
     result = judge_function_run(report, FunctionOutcome("died", "why"), limits)

@@ -116,10 +116,10 @@ def test_rejects_bad_node_environment(name: str, value: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["sft"], "no number of processes is given; type for example `bash run_sft.sh 2`"),
+        (["sft"], "the number of ranks is missing; for example: `bash run_sft.sh 2`"),
         (["grpo"], "bash run_grpo.sh 2"),
         (["sft", "2", "trainer.nnodes=2"], "trainer.nnodes=2 contradicts NNODES"),
-        (["sft", "2", "trainer.n_gpus_per_node=4"], "trainer.n_gpus_per_node=4 contradicts the first word"),
+        (["sft", "2", "trainer.n_gpus_per_node=4"], "trainer.n_gpus_per_node=4 contradicts the first argument"),
     ],
 )
 def test_rejects_misplaced_or_repeated_number_of_ranks(words: list[str], reason: str) -> None:
@@ -436,7 +436,7 @@ def test_resumed_run_names_changed_settings(
     assert printed("optim.lr=0.5") == "", "it starts at step 0"
     save(run_dir, 2)
     assert printed("optim.lr=0.25", "trainer.preemption.grace_s=9") == ""
-    assert printed("optim.lr=0.5") == "The run continues with other settings: optim.lr from 0.25 to 0.5.\n"
+    assert printed("optim.lr=0.5") == "Resuming with changed settings: optim.lr: 0.25 -> 0.5.\n"
     others = "optim.clip_grad=2", "data.train_batch_size=2", "optim.weight_decay=0.5"
     assert "and 1 more" in printed("optim.lr=0.5", *others)
     (run_dir / "config.yaml").write_text("[damaged")
@@ -510,7 +510,7 @@ def test_show_samples_marks_tokens_in_loss(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("saved", "data.train_files names the directory .*saved; name the files in it"),
+        ("saved", "data.train_files names the directory .*saved; specify the files in it"),
         ("pairs.parquet", r"no column 'messages' .*columns are prompt, response; set data.*=false, data.prompt_key"),
     ],
 )

@@ -86,7 +86,7 @@ def test_rejects_invalid_devices(value: str) -> None:
 
 
 def test_rejects_recipe_that_is_not_text() -> None:
-    with pytest.raises(UserError, match=r"eval.recipe' to \[5\].* must be text, or null"):
+    with pytest.raises(UserError, match=r"eval.recipe' to \[5\].* must be a string, or null"):
         load_config("sft", ["eval.recipe=[5]"])
 
 
@@ -100,7 +100,7 @@ def test_rejects_watching_checkpoints_without_export() -> None:
 @pytest.mark.parametrize(
     ("visible", "devices", "num_ranks", "words"),
     [
-        (None, None, 2, "name them with eval.devices"),
+        (None, None, 2, "specify them with eval.devices"),
         (None, ["2"], 2, None),
         (None, ["1", "2"], 2, "GPU 1, which one of the 2 ranks uses"),
         (None, ["GPU-aaaa3333-0000"], 2, None),
@@ -179,7 +179,7 @@ def test_accepts_valid_recipe(recipe: Path) -> None:
         ("datasets: {d: {format: quickstart, path: MINE}}", "mine.yaml, line 1"),
         ("datasets: {d: {format: quick, path: org/name}}", "datasets.d.format is 'quick'"),
         ("selection: {metric: accuracy}", "selection.metric is 'accuracy'"),
-        ("tiers: {tier1: []}", "name no dataset"),
+        ("tiers: {tier1: []}", "lists a dataset"),
         ("batch_sizes: 3", "batch_size"),
         (
             "engine: {kind: openai, base_url: 'http://localhost:1/v1'}",
@@ -213,7 +213,7 @@ def test_rejects_served_model_only_if_watching(recipe: Path, capsys: pytest.Capt
 
 
 def test_checks_gpus_against_those_required_by_engine(recipe: Path, three_gpus: None, in_process: None) -> None:
-    with pytest.raises(UserError, match="name them with eval.devices"):
+    with pytest.raises(UserError, match="specify them with eval.devices"):
         check_evaluation(watched(recipe))
     with pytest.raises(UserError, match="GPU 0, which one of the 2 ranks uses"):
         check_evaluation(watched(recipe, "eval.devices=[0,2]"))
@@ -256,7 +256,7 @@ def test_only_crashes_are_restarted(exit_code: int, finished: bool, expected: bo
     [
         (0, None, ["status"]),
         (1, "ended with exit code 1 (some of its evaluations failed", ["status", "retry", "watch"]),
-        (2, "ended with exit code 2 (no recipe 'x'; name another)", ["watch"]),
+        (2, "ended with exit code 2 (no recipe 'x'; specify another)", ["watch"]),
     ],
 )
 def test_next_commands_depend_on_evaluation_outcome(
@@ -267,7 +267,7 @@ def test_next_commands_depend_on_evaluation_outcome(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    last_line = "error: no recipe 'x'; name another"
+    last_line = "error: no recipe 'x'; specify another"
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval/watch.log").write_text(f"{last_line}\n")
     monkeypatch.setattr(EvalWatcher, "_run_once", lambda self: exit_code)

@@ -328,7 +328,7 @@ def test_rejects_invalid_deadline(value: object) -> None:
         ("grace_s=inf", "grace_s is inf"),
         ("deadline='2020-01-01T00:00:00Z'", "deadline is 2020-01-01T00:00:00Z, which is in the past"),
         ("deadline=-1e20", "which is in the past"),
-        ("deadline=soon", "deadline is 'soon'; give"),
+        ("deadline=soon", "deadline is 'soon'; set"),
     ],
 )
 def test_rejects_contradictory_preemption_settings(preemption: str, names: str) -> None:

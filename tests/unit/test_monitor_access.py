@@ -131,9 +131,9 @@ def test_csv_cells_are_escaped_against_formulas() -> None:
     [
         (["--root", "no/such/directory"], "set --root"),
         (["--root", ".", "--host", "0.0.0.0"], "--token"),
-        (["--root", ".", "--port", "99999"], "'99999' is not a whole number from 1 to 65535"),
+        (["--root", ".", "--port", "99999"], "'99999' is not an integer from 1 to 65535"),
         (["--root", ".", "--port", "{taken}"], "cannot be used (Address already in use"),
-        (["plot", "."], "give the directory of a run"),
+        (["plot", "."], "specify the directory of a run"),
         (["plot", ".", "--smoothing", "1"], "below 1"),
     ],
 )

@@ -262,7 +262,7 @@ def test_setup_installs_tested_releases_and_missing_packages(
     [
         ({"torch": "2.11.0+cu130"}, "built for torch 2.13.0, and this environment has torch 2.11.0.*; install torch=="),
         ({}, "this environment has no torch"),
-        ({"torch": "2.13.0", "vllm": "0.32.0"}, "vllm is installed.*; uninstall it first, or give --device gpu"),
+        ({"torch": "2.13.0", "vllm": "0.32.0"}, "vllm is installed.*; uninstall it first, or set --device gpu"),
     ],
 )
 def test_setup_rejects_environment_unsupported_by_vllm(

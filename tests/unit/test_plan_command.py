@@ -277,10 +277,10 @@ def test_command_reports_engine_without_room(capsys: pytest.CaptureFixture[str])
         (["gpus=3", "recipe=qwen2.5_coder_7b"], "error: data.train_batch_size=128 does not divide over 3 GPUs"),
         (
             ["gpus=1e99"],
-            "error: the command line sets 'gpus' to [1e+99], but it must be a list [a, b] of whole numbers from 1 to",
+            "error: the command line sets 'gpus' to [1e+99], but it must be a list [a, b] of integers from 1 to",
         ),
-        (["data.train_batch_size=0"], "error: data.train_batch_size is 0; it must be a whole number of at least 1"),
-        (["data.max_length=0"], "error: data.max_length is 0; it must be a whole number of at least 1"),
+        (["data.train_batch_size=0"], "error: data.train_batch_size is 0; it must be an integer of at least 1"),
+        (["data.max_length=0"], "error: data.max_length is 0; it must be an integer of at least 1"),
     ],
 )
 def test_rejects_bad_input_in_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,10 +156,10 @@ def test_hardware_option_lists_every_name() -> None:
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("gpus=0", r"gpus is \[0\]; it must be a list \[a, b\] of whole numbers from 1 to 1000000"),
+        ("gpus=0", r"gpus is \[0\]; it must be a list \[a, b\] of integers from 1 to 1000000"),
         ("gpus=many", r"sets 'gpus' to \['many'\], but it must be"),
         ("gpus=1.5", r"sets 'gpus' to \[1.5\], but it must be"),
-        ("gpus=", "gpus is empty; give a number of GPUs"),
+        ("gpus=", "gpus is empty; specify one or more GPU counts"),
         ("mfu=40", "mfu is 40; it must be a number above 0 and at most 1"),
         ("disk_gbps=0", "disk_gbps is 0; it must be a number above 0"),
         ("mean_length=inf", "mean_length is inf; it must be a finite number"),

@@ -19,7 +19,7 @@ WITH_UNITS, WITHOUT = "flags\t\t: fpu avx512f avx512_bf16 amx_tile\n", "flags\t\
 
 @pytest.fixture
 def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A `/proc/cpuinfo` of a processor without bf16 units."""
+    """A `/proc/cpuinfo` of a CPU without bf16 units."""
     path = tmp_path / "cpuinfo"
     path.write_text(WITHOUT)
     monkeypatch.setattr(processes, "CPUINFO", path)
@@ -70,7 +70,7 @@ def test_resumed_run_keeps_precision_on_other_cpu(
 ) -> None:
     record(tmp_path, "bf16")
     assert settled(tmp_path) == torch.bfloat16
-    assert "without bf16 units" in capsys.readouterr().err
+    assert "no native bf16 support" in capsys.readouterr().err
     cpuinfo.write_text(WITH_UNITS)
     assert settled(tmp_path) == torch.bfloat16 and capsys.readouterr().err == ""
     record(tmp_path, "fp32")

@@ -89,7 +89,7 @@ def test_rejects_exclusion_without_ids(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         (None, "cannot read --exclude"),
-        ("\n \n", "holds no id; remove the option"),
+        ("\n \n", "contains no id; remove the option"),
         ('{"id": 3}\n', "line 1 is not a JSON object with 'problem_id'"),
         ("7\n{broken\n", "line 2 is not a JSON object"),
         pytest.param('{"a":' * 100_000, "line 1 is not a JSON object", id="nested"),
@@ -445,10 +445,10 @@ def test_text_is_kept_verbatim(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("in.jsonl", "", "holds no rows"),
-        ("in.jsonl", " \n\n", "holds no rows"),
-        ("in.json", "[]", "holds no rows"),
-        ("in.csv", "prompt,response\n", "holds no rows"),
+        ("in.jsonl", "", "contains no rows"),
+        ("in.jsonl", " \n\n", "contains no rows"),
+        ("in.json", "[]", "contains no rows"),
+        ("in.csv", "prompt,response\n", "contains no rows"),
         ("in.csv", "prompt;response\np;r\n", "commas"),
         ("in.csv", "prompt,prompt,response\np,q,r\n", "two columns named 'prompt'"),
         ("in.csv", "prompt,response\np,r,s\n", "row 1: it has 3 fields"),
@@ -456,7 +456,7 @@ def test_text_is_kept_verbatim(tmp_path: Path) -> None:
         ("in.csv", "prompt,response\np,é\n".encode("latin-1"), "save it as UTF-8"),
         ("in.json", '[{"prompt": "p", "response": "r"} {}]', "after row 1"),
         ("in.json", '[{"prompt": "p", "response": "r"}, {]', "from row 2 on"),
-        ("in.json", '{"data": []}', "row 1: its columns data hold no known conversation layout"),
+        ("in.json", '{"data": []}', "row 1: its columns data contain no known conversation layout"),
     ],
 )
 def test_rejects_unreadable_file(tmp_path: Path, name: str, content: str | bytes, reason: str) -> None:

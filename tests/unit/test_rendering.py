@@ -69,7 +69,7 @@ def test_rejects_template_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatc
 
 
 def busy(seconds: float) -> None:
-    """Use processor time of this thread."""
+    """Use CPU time of this thread."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         sum(range(10_000))  # a clock that is read all the time takes the system's time, which does not count

@@ -155,7 +155,7 @@ def test_suggests_command_argument(words: Sequence[str], meant: str) -> None:
 
 
 def test_run_directory_in_place_of_command_is_explained() -> None:
-    with pytest.raises(UserError, match="name a command before 'checkpoints/x'; take one of ls, verify"):
+    with pytest.raises(UserError, match="specify a command before 'checkpoints/x'; choose one of ls, verify"):
         verl_ext.checkpoint.__main__.build_parser().parse_args(["checkpoints/x"])
 
 

@@ -176,7 +176,7 @@ def test_rejects_code_requested_by_model_config(tmp_path: Path, marker: Path) ->
     assert marker.exists()  # what the configuration asks for
     nested = {"model_type": "llama", "vision_config": {"_attn_implementation_internal": "someone/kernel"}}
     (model / "config.json").write_text(json.dumps(nested))
-    with pytest.raises(UserError, match="requests attention code from the hub"):
+    with pytest.raises(UserError, match="requests attention code from the Hub"):
         load_model_config(config)
     require_no_remote_code(str(model), trusted=True)
 

@@ -57,7 +57,7 @@ def diff(arguments: argparse.Namespace, max_shown: int) -> int:
 def _resolve(run_dir: Path, word: str) -> Path:
     if word.isdecimal():
         if not run_dir.is_dir():
-            raise UserError(f"{run_dir} is not a directory; name the directory of a run")
+            raise UserError(f"{run_dir} is not a directory; specify a run directory")
         return require_steps(run_dir, [int(word)])[0]
     path = Path(word)
     if not path.is_dir() or step_of(path.resolve()) is None:

@@ -45,11 +45,11 @@ RETENTION = ("keep_best", "best_metric", "best_mode", "drop_optimizer_of_best")
 def require_run_dir(path: Path) -> Path:
     """Return `path` if it holds checkpoints or leftovers of interrupted saves; refuse it otherwise."""
     if not path.is_dir():
-        raise UserError(f"{path} is not a directory; name the directory of a run")
+        raise UserError(f"{path} is not a directory; specify a run directory")
     if step_of(path.resolve()) is not None:
-        raise UserError(f"{path} is a checkpoint; name the directory of its run, {path.resolve().parent}")
+        raise UserError(f"{path} is a checkpoint; specify its run directory, {path.resolve().parent}")
     if not list_checkpoints(path) and not find_leftovers(path):
-        raise UserError(f"{path} holds no checkpoint; name a directory that holds global_step_N directories")
+        raise UserError(f"{path} contains no checkpoints; specify a directory with global_step_N subdirectories")
     return path
 
 

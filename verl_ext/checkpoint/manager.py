@@ -204,7 +204,7 @@ class CheckpointManager(FSDPCheckpointManager):
             self._load_extra(checkpoint)
 
     def _load_extra(self, checkpoint: Path) -> None:
-        """Load the schedule, and the random states if ranks and device type are the same; otherwise `reseed`."""
+        """Load the schedule, and the RNG states if ranks and device type are the same; otherwise `reseed`."""
         files = ShardFiles(checkpoint, EXTRA)
         same_ranks = files.world_size == self.world_size
         extra = files.content(self.rank if same_ranks else 0)

@@ -180,7 +180,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
 def _whole_number(content: dict[str, Any], key: str) -> int:
     value = content[key]
     if type(value) is not int or not 0 <= value < 10**MAX_DIGITS:
-        raise ValueError(f"{key} is {repr(value)[:40]}, not a whole number of at most {MAX_DIGITS} digits")
+        raise ValueError(f"{key} is {repr(value)[:40]}, not an integer of at most {MAX_DIGITS} digits")
     return value
 
 

@@ -79,11 +79,11 @@ def _require_free(run_dir: Path, checkpoints: list[Path]) -> None:
         raise UserError(f"{run_dir / BEST} {problem}, so it may name any checkpoint; repair or delete it")
     for path in checkpoints:
         if (path / KEEP).exists():
-            raise UserError(f"{path.name} holds a file '{KEEP}'; delete {path / KEEP} first")
+            raise UserError(f"{path.name} is protected by its `{KEEP}` file; delete {path / KEEP} first")
         if holders := lease_holders(path):
             raise UserError(f"{path.name} is being read by {', '.join(holders)}; wait for it or stop it")
         if path == chosen:
-            raise UserError(f"{run_dir / BEST} names {path.name}; first name another checkpoint in it, or delete it")
+            raise UserError(f"{run_dir / BEST} names {path.name}; select another checkpoint in it, or delete it")
         if path == newest:
             raise UserError(
                 f"the run would resume from {path.name}; save a newer checkpoint first, "

@@ -63,12 +63,12 @@ def _choose(run_dir: Path, step: int | None) -> Path:
     if step_of(run_dir.resolve()) is not None and step is None:
         return run_dir.resolve()
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir} is not a directory; name the directory of a run or a global_step_N in it")
+        raise UserError(f"{run_dir} is not a directory; specify a run directory or a global_step_N in it")
     if step is not None:
         return require_steps(run_dir, [step])[0]
     newest = newest_resumable(run_dir)
     if newest is None:
-        raise UserError(f"{run_dir} holds no complete checkpoint; use --step N to name one with all model shards")
+        raise UserError(f"{run_dir} contains no complete checkpoint; use --step N to select one with all model shards")
     return newest
 
 
@@ -113,7 +113,7 @@ def rebuild_export(
         UserError: the shards are damaged or incomplete, or a file cannot be written.
     """
     if output is not None and output.exists():
-        raise UserError(f"{output} exists already; name a new directory")
+        raise UserError(f"{output} already exists; specify a new directory")
     target = output or checkpoint / EXPORT
     partial = target.with_name(f"{target.name}.partial")
     with write_errors(partial), hold_lease(checkpoint):
@@ -134,10 +134,10 @@ def rebuild_export(
 
 
 def write_deferred_export(checkpoint: Path, config: ExportConfig) -> None:
-    """Write the export that a save with little time has left out, if any; a failure is only a warning."""
+    """Write the export that a save with little time has skipped, if any; a failure is only a warning."""
     if EXPORT not in Manifest.read(checkpoint).deferred:
         return
-    print_line(f"Writing {checkpoint.name}/{EXPORT}/, which the save before the stop left out", sys.__stdout__)
+    print_line(f"Writing {checkpoint.name}/{EXPORT}/, which the last save skipped", sys.__stdout__)
     try:
         rebuild_export(checkpoint, None, export_dtype_of(checkpoint), config.max_shard_gib)
     except UserError as error:

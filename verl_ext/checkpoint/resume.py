@@ -103,7 +103,7 @@ def agree_on_contents(checkpoint: Path, config: ResumeConfig, optimizer: str) ->
         if contents != asked:
             print_line(
                 f"Loading {loaded} from {checkpoint.name}, which this run saved; to load only "
-                f"trainer.checkpoint.load_contents=[{','.join(asked)}], name it in trainer.resume_from_path",
+                f"trainer.checkpoint.load_contents=[{','.join(asked)}], set trainer.resume_from_path to it",
                 sys.__stdout__,
             )
         elif not set(CONTENTS) <= set(asked):
@@ -180,7 +180,7 @@ def find_checkpoint(
     if resume_from_path is not None:
         path = Path(resume_from_path)
         if problem := why_not(path):
-            raise UserError(f"trainer.resume_from_path {path} cannot be resumed: {problem}; name another checkpoint")
+            raise UserError(f"trainer.resume_from_path {path} cannot be resumed: {problem}; specify another checkpoint")
         own = _newest_complete(run_dir, warn, why_not) if resume_mode == "auto" else None
         # a restart must not lose the steps since the run started from that path
         return own if own is not None and (step_of(own) or 0) > (step_of(path) or 0) else path

@@ -73,7 +73,7 @@ def reasons_to_keep(
         ("max_ckpt_to_keep is null" if max_to_keep is None else _one_of(max_to_keep, "newest"), own[:max_to_keep]),
         ("verl itself wrote it", by_verl),
         (_best_reason(config), _best(checkpoints, config)),
-        (f"{BEST} names it", () if chosen is None else (chosen,)),
+        (f"selected in {BEST}", () if chosen is None else (chosen,)),
         (f"{BEST} {problem}", checkpoints if problem else ()),  # it may name any checkpoint
     ]
     return {path: [why for why, kept in rules if path in kept] + _holds_inside(path) for path in checkpoints}
@@ -90,19 +90,19 @@ def read_best_file(run_dir: Path) -> tuple[Path | None, str | None]:
     except (OSError, ValueError, TypeError) as error:
         return None, f"cannot be read ({first_line_of(error)})"
     if type(step) is not int:
-        return None, f"has the step {repr(step)[:40]}, which is not a whole number"
+        return None, f"has the step {repr(step)[:40]}, which is not an integer"
     return run_dir / f"global_step_{step}", None
 
 
 def why_held(checkpoint: Path) -> list[str]:
     """What protects a checkpoint at any age: a file `keep` in it, a reader's lease, or `best_checkpoint.json`."""
     chosen, problem = read_best_file(checkpoint.parent)
-    named = [f"{BEST} names it"] if checkpoint == chosen else []
+    named = [f"selected in {BEST}"] if checkpoint == chosen else []
     return _holds_inside(checkpoint) + named + ([f"{BEST} {problem}"] if problem else [])
 
 
 def _holds_inside(checkpoint: Path) -> list[str]:
-    keep = [f"it holds a file '{KEEP}'"] if (checkpoint / KEEP).exists() else []
+    keep = [f"protected by its `{KEEP}` file"] if (checkpoint / KEEP).exists() else []
     return keep + [f"leased by {holder}" for holder in lease_holders(checkpoint)]
 
 

@@ -50,7 +50,7 @@ from verl_ext.files import TEMPORARY, file_digest, format_bytes, free_bytes, rep
 BYTES_PER_TENSOR = 1 << 10
 """Allowance for the names, types and padding that `torch.save` writes for each tensor."""
 BYTES_PER_FILE = 16 << 10
-"""Allowance for rounding each file up to blocks, and for objects that are not tensors, such as random states."""
+"""Allowance for rounding each file up to blocks, and for objects that are not tensors, such as RNG states."""
 MARGIN = 1.05
 """Allowance for other writes to the same disk until the next save."""
 

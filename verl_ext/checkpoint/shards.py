@@ -31,7 +31,7 @@ from verl_ext.errors import UserError
 _RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
 """The function that unpickles an array; its module was renamed in NumPy 2."""
 ALLOWED = (
-    # random states
+    # RNG states
     *((_RECONSTRUCT, "numpy.core.multiarray._reconstruct"), (_RECONSTRUCT, "numpy._core.multiarray._reconstruct")),
     *(np.ndarray, np.dtype, type(np.dtype(np.uint32))),
     # optimizers: verl passes betas as OmegaConf containers
@@ -87,7 +87,7 @@ class ShardFiles:
         found = shards_of(directory, kind).values()
         sizes = {world_size for _, world_size, _ in found}
         if not found:
-            raise UserError(f"{directory} holds no {kind} shards; check trainer.checkpoint.load_contents")
+            raise UserError(f"{directory} contains no {kind} shards; check trainer.checkpoint.load_contents")
         if len(sizes) != 1 or len(found) != max(sizes):
             raise UserError(
                 f"{directory} holds {len(found)} {kind} shards of {sorted(sizes)} ranks; restore the missing ones"

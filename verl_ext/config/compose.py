@@ -186,7 +186,7 @@ def parse_override(text: str) -> Override:
                 "shell quotes, as in \"key='value'\""
             ) from error
     if not override.key_or_group:
-        raise UserError(f"'{text}' is not an override of the form key=value; name the key")
+        raise UserError(f"'{text}' is not an override of the form key=value; specify the key")
     return override
 
 
@@ -201,7 +201,7 @@ def value_set_by(override: Override, text: str) -> Any:
     if not override.is_sweep_override():
         return override.value()
     if not override.is_choice_sweep() or override.value_type == ValueType.GLOB_CHOICE_SWEEP:
-        raise UserError(f"'{masked(text)}' is a sweep, but a run takes one value; give one value, or a list [a, b]")
+        raise UserError(f"'{masked(text)}' is a sweep, but a run takes one value; set one value, or a list [a, b]")
     items = override.sweep_iterator(Transformer.identity)
     return [item.text if isinstance(item, QuotedString) else item for item in items]
 

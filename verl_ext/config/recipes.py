@@ -45,7 +45,7 @@ def default_recipe(stage: str) -> str:
     path = RECIPES / "default.yaml"
     found = re.search(rf"^{re.escape(stage)}:\s*([^\s#]+)", path.read_text() if path.is_file() else "", re.MULTILINE)
     if not found:
-        raise UserError(f"{path} names no recipe for the stage {stage}; add a line '{stage}: NAME' or give recipe=NAME")
+        raise UserError(f"{path} names no recipe for the stage {stage}; add a line '{stage}: NAME' or set recipe=NAME")
     return found.group(1)
 
 

@@ -137,7 +137,7 @@ class Key:
 
     @property
     def takes(self) -> str:
-        """The allowed values as text, such as `a whole number of at least 1, or null for all`."""
+        """The allowed values as text, such as `an integer of at least 1, or null for all`."""
         words = [word for each in _members(self.hint) if each is not types.NoneType for word in _words(each)]
         if not words:
             return "null"
@@ -243,11 +243,12 @@ def _words(hint: Any) -> list[str]:
     if hint is bool:
         return ["true", "false"]
     if origin is list:
-        item = _listed([word for each in _members(arguments[0]) for word in _words(each)]).removeprefix("a ")
-        return [f"a list [a, b] of {item}{'s' * item.endswith('number')}"]
+        item = _listed([word for each in _members(arguments[0]) for word in _words(each)])
+        article, _, noun = item.partition(" ")
+        return [f"a list [a, b] of {f'{noun}s' if article in ('a', 'an') else item}"]
     if origin is dict:
         return ["a mapping of names"]
-    return [{int: "a whole number", float: "a number", str: "text"}.get(hint, "anything")]
+    return [{int: "an integer", float: "a number", str: "a string"}.get(hint, "anything")]
 
 
 def _yaml(value: Any) -> str:

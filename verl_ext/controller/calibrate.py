@@ -35,7 +35,7 @@ def model_parser(name: str, text: str, example: str) -> CommandParser:
     program = f"python -m verl_ext.controller.{name}"
     parser = CommandParser(prog=program, description=text, examples=[f"{program} {EXAMPLE_INPUTS} {example}"])
     parser.add_argument(
-        "--model", metavar="DIR", required=True, help="directory or hub name of the vision-language model"
+        "--model", metavar="DIR", required=True, help="directory or Hub name of the vision-language model"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model (Molmo needs it)")
     parser.add_argument(
@@ -83,7 +83,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--topk-choices", type=IntArg(), nargs="*", default=[], help="numbers of experts, ascending")
     parser.add_argument("--max-new-tokens", type=IntArg(), default=16, help="maximum answer tokens")
     parser.add_argument("--configurations", type=IntArg(10), default=200, help="number of configurations to run")
-    parser.add_argument("--repeats", type=IntArg(), default=9, help="runs of each configuration; the median counts")
+    parser.add_argument("--repeats", type=IntArg(), default=9, help="runs of each configuration; the median is used")
     parser.add_argument("--hidden", type=IntArg(), default=256, help="width of the controller")
     return parser
 

@@ -306,7 +306,7 @@ def calibrate(
 
     Args:
         num_configurations: number of configurations to run, at least ten.
-        repeats: runs of each configuration; the median counts.
+        repeats: runs of each configuration; the median is used.
         hidden: width of the controller whose decisions are measured.
     """
     rng, runner = random.Random(0), VLMRunner(adapter, max_new_tokens)

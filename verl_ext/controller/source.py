@@ -74,7 +74,7 @@ def find_controller(path: Path) -> ControllerSource:
     export = path / EXPORT if step_of(path) is not None else path
     if not _is_controller(export):
         raise UserError(
-            f"{path} has no export of a budget controller; name the huggingface folder of a checkpoint of the stage "
+            f"{path} has no export of a budget controller; specify the huggingface folder of a checkpoint of the stage "
             "budget, its global_step_N, or the run's directory"
         )
     step = step_of(export.parent)

@@ -50,7 +50,7 @@ def load_adapter(
     """Load a frozen model and return its adapter.
 
     Args:
-        path: a directory, or a name on the hub.
+        path: a directory, or a name on the Hub.
         tier_sizes: see `VLMAdapter`.
         trust_remote_code: whether to run the code of the checkpoint, which Molmo needs.
         own_adapter: see `adapter_for`.
@@ -72,7 +72,7 @@ def load_adapter(
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a damaged model can raise anything
         raise UserError(
-            f"the vision-language model {path} cannot be loaded ({first_line_of(error)}); give a model's directory, "
+            f"the vision-language model {path} cannot be loaded ({first_line_of(error)}); specify a model's directory, "
             "or set trust_remote_code for a model with custom code"
         ) from error
     return adapter_for(model.to(device).eval().requires_grad_(False), processor, tier_sizes, own_adapter)
@@ -153,7 +153,7 @@ class ControlledModel:
     """The vision-language model that a controller was trained for, with its settings; stored in the export.
 
     Attributes:
-        path: directory or hub name.
+        path: directory or Hub name.
         tier_sizes: see `VLMAdapter`.
         question_suffix: text appended to every question.
         trust_remote_code: whether the model has custom code.
@@ -191,8 +191,7 @@ class ControlledModel:
         """
         if self.adapter is not None and own_adapter is None:
             raise UserError(
-                f"the controller was trained with the adapter {self.adapter}; name it (--adapter {self.adapter}) to "
-                "run its code"
+                f"the controller was trained with the adapter {self.adapter}; pass --adapter {self.adapter} to load it"
             )
         if device == "cpu" and self.num_threads is not None:
             torch.set_num_threads(self.num_threads)
@@ -231,7 +230,7 @@ def load_controller(
         return controller, ControlledModel(**{**recorded, **known})
     except Exception as error:  # a damaged export can raise anything
         raise UserError(
-            f"{directory} is not an export of a budget controller ({first_line_of(error)}); give the huggingface "
+            f"{directory} is not an export of a budget controller ({first_line_of(error)}); specify the huggingface "
             "folder of a checkpoint of the stage budget"
         ) from error
 
@@ -250,6 +249,6 @@ def load_weights(controller: BudgetController, path: Path) -> None:
         controller.load_state_dict(weights)
     except Exception as error:  # a damaged file can raise anything
         raise UserError(
-            f"controller.init_from={path} is not a controller of this size ({first_line_of(error)}); give a "
+            f"controller.init_from={path} is not a controller of this size ({first_line_of(error)}); specify a "
             "best_model.pt that was trained for this model with these settings"
         ) from error

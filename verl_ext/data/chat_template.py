@@ -82,7 +82,7 @@ def check_messages(messages: Any, column: str = "messages", *, is_prompt: bool =
 
 def _check_turn(message: dict[str, Any], turn: int) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
-        raise UserError(f"turn {turn} has no role; give it user, assistant, system or tool")
+        raise UserError(f"turn {turn} has no role; set it to user, assistant, system or tool")
     checked = {**message, "content": _join_text_parts(message.get("content"), turn)}
     if message.get("tool_calls"):
         checked["tool_calls"] = [_decode_arguments(call, turn) for call in message["tool_calls"]]

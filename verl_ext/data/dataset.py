@@ -92,7 +92,7 @@ def reading_parquet(path: Path) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError) as error:
         fix = "prepare it again"
         if path.suffix.lower() != ".parquet":
-            fix = "give a file that ends in .parquet, .jsonl, .json, .csv or .tsv"
+            fix = "specify a file that ends in .parquet, .jsonl, .json, .csv or .tsv"
         raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)}); {fix}") from error
 
 
@@ -156,7 +156,7 @@ def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
     if re.match(r"[A-Za-z0-9]+:/", str(path)):  # Path collapses the two slashes of a URL
         raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
     if path.is_dir():
-        raise UserError(f"data.{key} names the directory {path.absolute()}; name the files in it")
+        raise UserError(f"data.{key} names the directory {path.absolute()}; specify the files in it")
     if not path.is_file():
         raise UserError(
             f"data.{key} names {path.absolute()}, which is not a file; create it, or set data.{key} to your data "

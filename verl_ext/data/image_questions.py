@@ -28,12 +28,12 @@ MAX_LISTED = 5
 
 @dataclass(frozen=True)
 class PublicDataset:
-    """A dataset on the hub.
+    """A dataset on the Hub.
 
     Attributes:
-        hub: name on the hub.
-        train: the hub's split for training.
-        val: the hub's split for validation. If it is the same, a fifth of its images is held out.
+        hub: name on the Hub.
+        train: the Hub's split for training.
+        val: the Hub's split for validation. If it is the same, a fifth of its images is held out.
         question: question for rows without one.
         metric: one of `VQA_METRICS`.
     """
@@ -265,8 +265,8 @@ def require_rows(name: str, source: QuestionSource, split: str) -> None:
         source.files(name, split)
     elif name not in PUBLIC_DATASETS:
         raise UserError(
-            f"data.datasets.{name} has no source and is none of {', '.join(PUBLIC_DATASETS)}; give it a folder with "
-            "train*.parquet and val*.parquet"
+            f"data.datasets.{name} has no source and is none of {', '.join(PUBLIC_DATASETS)}; set its source to a "
+            "folder with train*.parquet and val*.parquet"
         )
 
 
@@ -304,6 +304,6 @@ def _hub_rows(name: str, split: str) -> Iterator[Mapping[str, Any]]:
                 yield record
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"data.datasets.{name} cannot be loaded from the hub as {public.hub} ({first_line_of(error)}); set its "
+            f"data.datasets.{name} cannot be loaded from the Hub as {public.hub} ({first_line_of(error)}); set its "
             "source to a folder with train*.parquet and val*.parquet of the same schema"
         ) from error

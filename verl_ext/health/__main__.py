@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_line("\n".join(f"{each.name:28} {each.description}" for each in rules))
             return 0
         if arguments.run_dir is None:
-            raise UserError("no run is specified; specify its directory, checkpoints/<project>/<experiment>")
+            raise UserError("specify a run directory, checkpoints/<project>/<experiment>")
         run = RunDirectory.read(arguments.run_dir, rules)
         if relies_on_heartbeat(run.run):
             await_heartbeat(run.path)

@@ -1,4 +1,4 @@
-"""`python -m verl_ext.launch STAGE NUM_PROCESSES [recipe=NAME] [key=value ...]`; the run_*.sh scripts call it.
+"""`python -m verl_ext.launch STAGE NUM_RANKS [recipe=NAME] [key=value ...]`; the run_*.sh scripts call it.
 
 Imports only the standard library until the arguments are parsed, so that --help works before anything is installed.
 """
@@ -94,7 +94,7 @@ def heed_stop_signals() -> Iterator[StopSignals]:
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    """Parse `STAGE NUM_PROCESSES [recipe=NAME] [key=value ...]`, with the options anywhere among the words.
+    """Parse `STAGE NUM_RANKS [recipe=NAME] [key=value ...]`, with the options anywhere among the words.
 
     Returns:
         `stage`, `num_processes` (None if it is not given), `overrides`, `restarts`, `trace`, `print_config`,
@@ -117,9 +117,9 @@ def make_parser(stage: str) -> CommandParser:
     folder = "recipes" if CHECKOUT else RECIPES
     parser = CommandParser(
         prog=command,
-        usage=f"{command} NUM_PROCESSES [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config] "
+        usage=f"{command} NUM_RANKS [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config] "
         "[--show-samples N]",
-        description=f"{STAGES[stage]} on NUM_PROCESSES ranks of this machine, one per GPU. The same command resumes a "
+        description=f"{STAGES[stage]} on NUM_RANKS ranks of this machine, one per GPU. The same command resumes a "
         "stopped run from its last checkpoint.",
         examples=[
             f"{command} 2",
@@ -133,7 +133,7 @@ def make_parser(stage: str) -> CommandParser:
     )
     parser.add_argument("stage", choices=sorted(STAGES), help=argparse.SUPPRESS)
     parser.add_argument(
-        "words", nargs="*", metavar="NUM_PROCESSES [key=value ...]", help="number of ranks, then Hydra overrides"
+        "words", nargs="*", metavar="NUM_RANKS [key=value ...]", help="number of ranks, then Hydra overrides"
     )
     parser.add_argument(
         "--restarts",

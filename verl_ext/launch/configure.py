@@ -73,10 +73,10 @@ def configure(arguments: argparse.Namespace) -> RunConfig:
 def set_num_ranks(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Fill in the number of nodes and of ranks per node; refuse keys that contradict them."""
     if arguments.num_processes is None and not (arguments.print_config or arguments.show_samples):
-        raise UserError(f"no number of processes is given; type for example `{program(arguments.stage)} 2`")
+        raise UserError(f"the number of ranks is missing; for example: `{program(arguments.stage)} 2`")
     ranks = {"nnodes": num_nodes(), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
     typed = keys_set_by(config.stage, arguments.overrides)
-    given_by = {"nnodes": "NNODES (the number of machines)", "n_gpus_per_node": "the first word (ranks per machine)"}
+    given_by = {"nnodes": "NNODES (the number of nodes)", "n_gpus_per_node": "the first argument (ranks per node)"}
     for name, number in ranks.items():
         value = getattr(config.trainer, name)
         if f"trainer.{name}" in typed and value != number:
@@ -85,20 +85,20 @@ def set_num_ranks(config: RunConfig, arguments: argparse.Namespace) -> None:
 
 
 def num_nodes() -> int:
-    """Return the number of machines, from NNODES.
+    """Return the number of nodes, from NNODES.
 
     Raises:
         UserError: NNODES, NODE_RANK or MASTER_PORT has an invalid value.
     """
     nodes = os.environ.get("NNODES", "1")
     if not nodes.isdecimal() or int(nodes) < 1:
-        raise UserError(f"NNODES is '{nodes}'; it must be the number of machines")
+        raise UserError(f"NNODES is '{nodes}'; it must be the number of nodes")
     node = os.environ.get("NODE_RANK", "0")
     if not node.isdecimal() or int(node) >= int(nodes):
         raise UserError(f"NODE_RANK is '{node}'; with NNODES={nodes} it must be from 0 to {int(nodes) - 1}")
     port = os.environ.get("MASTER_PORT", "29500")
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"MASTER_PORT is '{port}'; it must be a free port of the first machine")
+        raise UserError(f"MASTER_PORT is '{port}'; it must be a free port of the first node")
     return int(nodes)
 
 
@@ -120,7 +120,7 @@ def resolve_config(command: str, overrides: list[str]) -> RunConfig:
         trainer = with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *of_run_dir])).trainer
         if was_begun_by_verl(trainer.run_dir, trainer.resume_from_path):
             print_line(
-                f"No recipe= is given and verl itself started {trainer.run_dir}: using recipe={VERL}, verl's defaults.",
+                f"No recipe= given, and {trainer.run_dir} was started by verl: using recipe={VERL} (verl's defaults).",
                 sys.stderr,
             )
             return with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *overrides]))
@@ -316,7 +316,7 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
             f"`{program('checkpoint')} export {shlex.quote(str(next(iter(complete))))}`, or set model.partial_pretrain"
         )
     command = sft_command(run_dir, num_ranks)
-    train_it = "name the run directory of an SFT run" if command is None else f"train it first with `{command}`"
+    train_it = "specify the run directory of an SFT run" if command is None else f"train it first with `{command}`"
     what = "has no complete checkpoint" if run_dir.is_dir() else "does not exist"
     raise UserError(f"model.sft_run={run_dir} {what}; {train_it}, or set model.partial_pretrain")
 

@@ -95,8 +95,8 @@ def check_settings(config: RunConfig) -> None:
     if path is not None and config.trainer.resume_mode != "disable":
         if not Path(path).is_dir() or not Path(path).name.startswith("global_step_"):
             raise UserError(
-                f"trainer.resume_from_path is '{path}', which is not a global_step_N directory; name one, or set it to "
-                "null"
+                f"trainer.resume_from_path is '{path}', which is not a global_step_N directory; specify one, or set "
+                "it to null"
             )
     check_health(config)
     if isinstance(config, GRPOConfig):
@@ -283,9 +283,9 @@ def check_data(config: SFTConfig | GRPOConfig, *, fills_batch: bool = True) -> N
         rows[key] = sum(check_parquet(Path(name).expanduser(), key, config.data.columns) for name in files)
         if files and rows[key] == 0:
             or_none = ", or val_files=null for none" if key == "val_files" else ""
-            raise UserError(f"data.{key} has no rows ({', '.join(files)}); give a dataset{or_none}")
+            raise UserError(f"data.{key} has no rows ({', '.join(files)}); specify a dataset{or_none}")
     if not rows["train_files"]:
-        raise UserError("data.train_files is empty; give at least one parquet file")
+        raise UserError("data.train_files is empty; specify at least one parquet file")
     limit = config.data.train_max_samples
     rows_used = min(rows["train_files"], limit) if limit > 0 else rows["train_files"]
     if fills_batch and rows_used < config.data.train_batch_size:
@@ -299,7 +299,7 @@ def _smaller_batch(config: SFTConfig | GRPOConfig, num_rows: int) -> str:
     """How to train on fewer rows than a global batch: settings that also divide over the ranks."""
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node // config.sequence_parallel_size
     if num_rows < ranks:
-        return f"give at least {ranks}, one per data-parallel rank, and set data.train_batch_size={ranks}"
+        return f"provide at least {ranks}, one per data-parallel rank, and set data.train_batch_size={ranks}"
     mini_batch = config.actor.ppo_mini_batch_size if isinstance(config, GRPOConfig) else None
     divisor = ranks if mini_batch is None or mini_batch > num_rows else mini_batch
     batch = num_rows // divisor * divisor
@@ -346,7 +346,7 @@ def check_questions(config: BudgetConfig | VLMSFTConfig, splits: Sequence[str], 
     for split in splits:
         if not any(source.size(split) for source in sources.values()):
             raise UserError(
-                f"there are no questions for {split}; give data.datasets.NAME.{split} a size, or -1 for all"
+                f"there are no questions for {split}; set data.datasets.NAME.{split} to a size, or to -1 for all"
             )
         for name, source in sources.items():
             if source.size(split) and not is_within(source.source, awaited):
@@ -369,7 +369,7 @@ def check_evaluation(config: RunConfig) -> None:
     # In a process, because nothing here imports the evaluation.
     done = subprocess.run(command, env=evaluation_environment(config), capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("error: ")
+        reason = (done.stderr.strip().splitlines() or ["it printed no output"])[-1].removeprefix("error: ")
         if done.returncode != USER_ERROR_EXIT_CODE:
             reason = f"its check ended with exit code {done.returncode}: {reason}"
         raise UserError(f"the evaluation during training (eval.watch=true) cannot start: {reason}")
@@ -396,15 +396,15 @@ def require_free_gpus(devices: Sequence[str] | None, num_ranks: int) -> None:
     used = [id_of(name) for name in visible_gpus(listed)[:num_ranks]]
     if devices is None and used:
         raise UserError(
-            f"eval.watch=true needs GPUs that the {num_ranks} ranks leave free; name them with eval.devices, such "
+            f"eval.watch=true needs GPUs that the {num_ranks} ranks leave free; specify them with eval.devices, such "
             f"as eval.devices=7, or evaluate after training with `{program('eval')} watch`"
         )
     for name in devices or ():
         if listed and not name.startswith("MIG-") and id_of(name) not in listed:
             known = "only GPU 0" if len(listed) == 1 else f"GPUs 0 to {len(listed) - 1}"
-            raise UserError(f"eval.devices names GPU {name}, but this machine has {known}; name one of those")
+            raise UserError(f"eval.devices names GPU {name}, but this machine has {known}; specify one of those")
         if id_of(name) in used:
             raise UserError(
-                f"eval.devices names GPU {name}, which one of the {num_ranks} ranks uses; name a free one, or start "
+                f"eval.devices names GPU {name}, which one of the {num_ranks} ranks uses; specify a free one, or start "
                 "fewer ranks"
             )

@@ -197,7 +197,7 @@ def next_after_evaluation(config: RunConfig) -> list[list[str]]:
     """Return the commands to run once `eval.watch=true` has evaluated every checkpoint of a finished run."""
     run_dir = typed_path(config.trainer.run_dir)
     base = Path(str(config.model.partial_pretrain)).expanduser()
-    if not (base / "config.json").is_file():  # a hub name, which `report` cannot evaluate
+    if not (base / "config.json").is_file():  # a Hub name, which `report` cannot evaluate
         return [[*typed_command("eval"), "status", run_dir], grpo_command(config)]
     return [with_recipe(config, "report", run_dir, "--baseline", typed_path(base)), grpo_command(config)]
 

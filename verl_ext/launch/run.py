@@ -254,7 +254,7 @@ def print_changes(config: RunConfig) -> None:
     except UserError:  # a damaged config.yaml is replaced
         return
     if changes:
-        print_line(f"The run continues with other settings: {list_changes(changes)}.")
+        print_line(f"Resuming with changed settings: {list_changes(changes)}.")
 
 
 def changed_settings(config: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -273,7 +273,7 @@ def changed_settings(config: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 def list_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Return the first changes as text."""
-    shown = [f"{key} from {former} to {now}" for key, (former, now) in [*changes.items()][:MOST_SHOWN]]
+    shown = [f"{key}: {former} -> {now}" for key, (former, now) in [*changes.items()][:MOST_SHOWN]]
     rest = len(changes) - len(shown)
     return ", ".join(shown) + (f", and {rest} more" if rest else "")
 
@@ -315,7 +315,7 @@ def refuse_other_settings(config: RunConfig, record: RunRecord) -> None:
     if not changes or may_be_longer(changes, config.trainer.total_training_steps, record.read()["total_steps"] or 0):
         return
     raise UserError(
-        f"{typed_path(path.parent)} is finished, and this command changes {list_changes(changes)}; set "
+        f"{typed_path(path.parent)} is finished, and this command changes settings ({list_changes(changes)}); set "
         "trainer.experiment_name to a new name to train with these settings, or raise trainer.total_training_steps to "
         "train this run longer"
     )

@@ -1,4 +1,4 @@
-"""`run_sft.sh NUM_PROCESSES --show-samples N`: print training samples with the tokens in the loss marked."""
+"""`run_sft.sh NUM_RANKS --show-samples N`: print training samples with the tokens in the loss marked."""
 
 from __future__ import annotations
 

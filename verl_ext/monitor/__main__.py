@@ -108,7 +108,7 @@ def plot(arguments: argparse.Namespace) -> None:
     try:
         paths = plot_run(arguments.run_dir, arguments.output, arguments.smoothing)
     except OSError as error:
-        raise UserError(f"{arguments.output} cannot be written ({error.strerror}); give another --output") from error
+        raise UserError(f"{arguments.output} cannot be written ({error.strerror}); specify another --output") from error
     rows = {"page": arguments.output / PAGE_FILE, "charts": f"{len(paths)} PNG files in {arguments.output}"}
     print_summary(f"Plotted: {arguments.run_dir}", rows)
 
@@ -132,7 +132,7 @@ def serve_runs(arguments: argparse.Namespace) -> None:
     # a token from the environment is not printed, because the output may end up in a log
     shown = "..." if arguments.token is None else quote(arguments.token, safe="")
     query = "" if token is None else f"?token={shown}"
-    print_line(f"Training monitor of {arguments.root} on {address}{query} (Ctrl-C ends it)")
+    print_line(f"Training monitor of {arguments.root} on {address}{query} (press Ctrl-C to stop)")
     database = arguments.database or database_for(arguments.root)
     try:
         serve(arguments.root.resolve(), database, arguments.host, arguments.port, token)

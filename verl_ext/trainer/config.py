@@ -273,8 +273,8 @@ def parse_deadline(value: object) -> float | None:
     seconds = to_seconds(value)
     if seconds is None:
         raise UserError(
-            f"trainer.preemption.deadline is {value!r}; set seconds since 1970, or a time with its zone such as "
-            "2030-01-31T18:00:00+01:00"
+            f"trainer.preemption.deadline is {value!r}; set it to seconds since 1970, or to a time with its zone "
+            "such as 2030-01-31T18:00:00+01:00"
         )
     return seconds
 

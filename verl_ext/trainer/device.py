@@ -99,7 +99,9 @@ def settle_precision(config: RunConfig, device_name: str) -> torch.dtype:
     if recorded is None:
         return torch.bfloat16 if has_units else torch.float32
     if recorded == "bf16" and not has_units:
-        message = "This run has used bf16 since its first start, which is slower on this processor without bf16 units."
+        message = (
+            "This run has used bf16 since its first start; this CPU has no native bf16 support, so steps are slower."
+        )
         on_rank_zero(lambda: print_line(message, sys.stderr))
     return PrecisionType.to_dtype(recorded)
 

@@ -93,7 +93,7 @@ def forward_settings(config: RunConfig, device_name: str, precision: torch.dtype
     return json.dumps(
         {
             "model": as_dict(config.model),
-            "config.json": config_file.read_text() if config_file.is_file() else None,  # None: a name on the hub
+            "config.json": config_file.read_text() if config_file.is_file() else None,  # None: a name on the Hub
             "use_remove_padding": config.use_remove_padding,
             "data.packing": as_dict(config.data).get("packing"),
             "sequence_parallel_size": config.sequence_parallel_size,
@@ -169,7 +169,7 @@ def load_model(
         first_line = first_line_of(error)
         raise UserError(
             f"model.partial_pretrain={config.model.partial_pretrain} cannot be loaded ({first_line}); restore it, "
-            "or name another model"
+            "or specify another model"
         ) from error
 
 
@@ -275,12 +275,12 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
 
 
 def local_model_path(config: RunConfig) -> str:
-    """Return `model.partial_pretrain` as a local directory, copied with `model.use_shm`, or as a hub name."""
+    """Return `model.partial_pretrain` as a local directory, copied with `model.use_shm`, or as a Hub name."""
     return local_path(str(Path(str(config.model.partial_pretrain)).expanduser()), config.model.use_shm)
 
 
 def local_path(path: str, use_shm: bool) -> str:
-    """Return a local directory or a hub name; with `use_shm`, a copy in shared memory.
+    """Return a local directory or a Hub name; with `use_shm`, a copy in shared memory.
 
     Raises:
         UserError: another user could have put the copy there.

@@ -214,8 +214,8 @@ class GRPOConfig(RewardStageConfig):
         size = self.rollout.tensor_model_parallel_size
         if world_size % size:
             raise UserError(
-                f"rollout.tensor_model_parallel_size is {size}, which does not divide the {world_size} ranks; take a "
-                "divisor"
+                f"rollout.tensor_model_parallel_size is {size}, which does not divide the {world_size} ranks; choose "
+                "a divisor"
             )
         require_divisible(self, world_size, self.actor.ppo_mini_batch_size, unit=size)
         num_prompts = self.actor.ppo_mini_batch_size or self.data.train_batch_size
@@ -311,7 +311,7 @@ def _nearest_multiple(number: int, divisor: int) -> int:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage.
+    """One entry of the stage registry: configuration class, trainer and data loader.
 
     Attributes:
         command: sft or grpo, for `run_sft.sh` and `run_grpo.sh`.
@@ -404,7 +404,7 @@ def load_config(command: str, words: Iterable[str]) -> RunConfig:
     composer.add_overrides(word for word in overrides if not word.startswith("recipe="))
     values = composer.values
     if values["stage"] != stage:
-        raise UserError(f"stage={values['stage']} cannot be set on the command line; give a recipe of that stage")
+        raise UserError(f"stage={values['stage']} cannot be set on the command line; set recipe to one of that stage")
     composer.set_key("recipe", recipe.stem)
     config: RunConfig = composer.build(str(recipe))
     return config

@@ -70,7 +70,7 @@ def _own_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         first_line = first_line_of(error)
         raise UserError(
             f"the tokenizer of {config.model.partial_pretrain} cannot be loaded ({first_line}); "
-            "give a local model directory, or check the name and the network"
+            "specify a local model directory, or check the name and the network"
         ) from error
 
 

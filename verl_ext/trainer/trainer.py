@@ -421,7 +421,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
     @property
     def own_checkpoint(self) -> Path | None:
-        """`checkpoint` if this run saved it and loads its weights and random states, otherwise None.
+        """`checkpoint` if this run saved it and loads its weights and RNG states, otherwise None.
 
         Without pretrained weights, building a model may consume other random numbers. Code that is not part of
         transformers may change, and set more than weights when it loads a model.
@@ -474,16 +474,16 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             return state
         if "samples_seen" in state:  # this pipeline wrote it, but its manifest and export plan are lost
             raise UserError(
-                f"{checkpoint} lost its manifest.json; restore it, or name another checkpoint to resume from"
+                f"{checkpoint} lost its manifest.json; restore it, or specify another checkpoint to resume from"
             )
         manifest = Manifest.read(checkpoint)
         num_ranks = max(manifest.world_size // self.config.sequence_parallel_size, 1)
         state, doubt = self.train_sampler.state_after_verl(state, manifest.step, num_ranks)
         if self.is_main:
             print_line(
-                f"verl itself wrote {checkpoint.name}; this run continues in verl's order of the data, "
-                f"{state['samples_seen']} of {state['num_samples']} samples into epoch {state['epoch']}, and removes "
-                "none of verl's checkpoints",
+                f"{checkpoint.name} was written by verl; continuing in verl's data order at sample "
+                f"{state['samples_seen']} of {state['num_samples']} in epoch {state['epoch']}. verl's checkpoints are "
+                "never removed.",
                 sys.__stdout__,
             )
         if self.is_main and doubt is not None:
@@ -491,7 +491,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         return state
 
     def data_state(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs besides model, optimizer, schedule and random states."""
+        """Return the state that a resumed run needs besides model, optimizer, schedule and RNG states."""
         return {
             **self.train_sampler.state_dict(),
             "skipped_steps": self.guard.num_skipped,

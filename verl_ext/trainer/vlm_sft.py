@@ -37,7 +37,7 @@ def load_processor(config: VLMSFTConfig) -> ProcessorMixin:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # damaged checkpoints may raise anything
         raise UserError(
-            f"the processor of {path} cannot be loaded ({first_line_of(error)}); give the directory of a complete model"
+            f"the processor of {path} cannot be loaded ({first_line_of(error)}); specify a complete model directory"
         ) from error
     if not hasattr(processor, "image_token") or not hasattr(processor.image_processor, "merge_size"):
         raise UserError(f"{path} has a {type(processor).__name__}; the stage vlm_sft trains models of the Qwen family")

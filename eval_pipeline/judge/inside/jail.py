@@ -64,7 +64,9 @@ class NamespaceJail:
 
 
 class HostJail:
-    """The machine itself. A process can leave its group, but then becomes a child of this one.
+    """Runs answers as host processes without namespaces, and finds them through /proc.
+
+    A process can leave its group, but then becomes a child of this one.
 
     Args:
         tree: finds the processes of an answer.

@@ -156,8 +156,9 @@ OF_A_TEST: dict[str, Callable[..., Any]] = {
     **{name: vars(operator)[name] for name in _BETWEEN_REMOTES},
     **{"isinstance": isinstance, "enter": lambda value: type(value).__enter__(value), "exit": _exit_manager},
 }
-"""Operations of an answer on objects that a test passes. It may not inspect them, because a function's globals hold the
-test."""
+"""Operations that an answer may request on objects passed by a test.
+
+Attribute access is excluded, because a function's globals expose the test."""
 
 OF_TEST_INSTANCES: dict[str, Callable[..., Any]] = {
     **{name: vars(operator)[name] for name in (*_OPERATORS, "neg", "pos", "abs", "invert", "index")},

@@ -76,7 +76,7 @@ def values_view(values: list[Any]) -> ValuesView[Any]:
 
 
 def fraction(numerator: int, denominator: int) -> Fraction:
-    """A `Fraction` of two whole numbers."""
+    """A `Fraction` of two integers."""
     return Fraction(int(numerator), int(denominator))
 
 

@@ -44,7 +44,7 @@ def adapter_for(
     model_type = model.config.model_type
     if model_type not in ADAPTERS:
         raise UserError(
-            f"the controller cannot run a model of type {model_type}; use one of {', '.join(ADAPTERS)}, or name an "
+            f"the controller cannot run a model of type {model_type}; use one of {', '.join(ADAPTERS)}, or specify an "
             "adapter"
         )
     return ADAPTERS[model_type](model, processor, tier_sizes)

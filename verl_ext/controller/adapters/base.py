@@ -216,7 +216,7 @@ class VLMAdapter(ABC):
     def configured(self, configuration: Configuration) -> Iterator[None]:
         """Run only the blocks and experts of the configuration within the context.
 
-        The tier affects `inputs`, not the model. With all blocks and the trained top-k, outputs are bitwise equal to
+        The tier affects `inputs`, not the model. With all blocks and the pretrained top-k, outputs are bitwise equal to
         the outputs of the released model.
         """
         trained = self.trained_topk

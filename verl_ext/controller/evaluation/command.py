@@ -56,7 +56,7 @@ def add_adaptive(commands: Commands) -> None:
         help="number of --num-train questions to choose the blocks of static configurations with; 0 keeps the most "
         "important blocks according to the run's importance file, or the first blocks without one",
     )
-    add_number(parser, "--repeats", 1, "runs of each configuration; the median counts")
+    add_number(parser, "--repeats", 1, "runs of each configuration; the median is used")
     parser.add_argument("--seed", type=IntArg(0), default=0, help="seed of the random configurations")
     parser.add_argument(
         "--latency",
@@ -72,7 +72,7 @@ def add_adaptive(commands: Commands) -> None:
 
 
 def add_number(parser: argparse._ActionsContainer, name: str, default: int, text: str) -> None:
-    """Add an argument that is a whole number of at least 1."""
+    """Add an argument that is an integer of at least 1."""
     parser.add_argument(name, type=IntArg(), default=default, help=text)
 
 

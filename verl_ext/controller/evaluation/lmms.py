@@ -233,8 +233,8 @@ def _open_log(path: Path) -> LineWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = LineWriter(path)
     except OSError as error:
-        raise UserError(f"the log {path} cannot be written ({error}); name another one") from error
+        raise UserError(f"the log {path} cannot be written ({error}); specify another one") from error
     if path.stat().st_size:  # an empty file is left by a run that ended before its first answer
         log.close()
-        raise UserError(f"{path} has answers of another run; name another log")
+        raise UserError(f"{path} has answers of another run; specify another log")
     return log

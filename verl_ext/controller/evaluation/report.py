@@ -87,7 +87,7 @@ def _writing_to(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise UserError(f"cannot write to {directory} ({error}); name another --output") from error
+        raise UserError(f"cannot write to {directory} ({error}); specify another --output") from error
 
 
 def require_writable(directory: Path) -> None:

@@ -59,7 +59,7 @@ class ResultMatrices:
 
     @property
     def parts(self) -> tuple[NDArray[np.float64], ...]:
-        """The three matrices."""
+        """Accuracy, latency and complexity matrices, with a sample per row."""
         return self.accuracy, self.latency_ms, self.complexity
 
 

@@ -108,7 +108,7 @@ def _read_excluded_ids(name: str, id_key: str) -> set[str]:
     """Read ids as text from a file with one id per line, or from JSONL with the key `id_key`.
 
     Raises:
-        UserError: the file cannot be read or holds no id, or an object lacks the key.
+        UserError: the file cannot be read or contains no id, or an object lacks the key.
     """
     try:
         lines = Path(name).read_text(encoding="utf-8-sig").split("\n")  # a text may hold other line breaks
@@ -116,7 +116,7 @@ def _read_excluded_ids(name: str, id_key: str) -> set[str]:
         raise UserError(f"cannot read --exclude {name} ({first_line_of(error)}); check its path and format") from error
     ids = {_parse_id(line.strip(), id_key, f"{name} line {n}") for n, line in enumerate(lines, start=1) if line.strip()}
     if not ids:
-        raise UserError(f"--exclude {name} holds no id; remove the option or give a file with one id per line")
+        raise UserError(f"--exclude {name} contains no id; remove the option or specify a file with one id per line")
     return ids
 
 
@@ -131,7 +131,7 @@ def _parse_id(line: str, id_key: str, where: str) -> str:
 
 def _without_excluded(rows: list[Row], excluded: set[str], id_key: str, counts: Counter[str]) -> list[Row]:
     if excluded and not any(id_key in row for row in rows):
-        raise UserError(f"no row has the column {id_key!r}, which --exclude needs; name the column with --id-key")
+        raise UserError(f"no row has the column {id_key!r}, which --exclude needs; specify the column with --id-key")
     kept = [row for row in rows if str(row.get(id_key)) not in excluded]
     counts["excluded"] = len(rows) - len(kept)
     return kept
@@ -196,13 +196,13 @@ def token_counter(directory: str) -> Callable[[Row], int]:
     from verl_ext.rendering import EndlessTemplate
 
     if not Path(directory).is_dir():
-        raise UserError(f"--tokenizer {directory} is not a directory; give a directory with tokenizer.json")
+        raise UserError(f"--tokenizer {directory} is not a directory; specify a directory with tokenizer.json")
     require_no_remote_code(directory, trusted=False, local_files_only=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the exception depends on which file is missing or damaged
         raise UserError(
-            f"--tokenizer {directory} cannot be loaded ({first_line_of(error)}); give a model's directory"
+            f"--tokenizer {directory} cannot be loaded ({first_line_of(error)}); specify a model's directory"
         ) from error
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer in {directory} has no chat template; choose a chat model's directory")

@@ -110,12 +110,12 @@ def detect_layout(row: Row, keys: ChatColumns) -> ChatLayout:
         return ChatLayout(name, messages=messages, optional=(*SYSTEM_KEYS, TOOLS_KEY))
     prompt = _find_column(row, keys.prompt, PROMPT_KEYS)
     if prompt == "prompt" and keys.prompt is None and row.get("instruction") is not None:
-        raise RowError("it has both 'prompt' and 'instruction'", "name the one to use with --prompt-key")
+        raise RowError("it has both 'prompt' and 'instruction'", "specify the one to use with --prompt-key")
     response = _find_column(row, keys.response, [key for key in RESPONSE_KEYS if key != prompt])
     if prompt is None or response is None:
         raise RowError(
-            f"its columns {', '.join(sorted(row))} hold no known conversation layout",
-            "name them with --messages-key, or with --prompt-key and --response-key (for SFT "
+            f"its columns {', '.join(sorted(row))} contain no known conversation layout",
+            "specify them with --messages-key, or with --prompt-key and --response-key (for SFT "
             "data.multiturn.messages_key, or data.prompt_key and data.response_key)",
         )
     if prompt == "instruction":

@@ -28,9 +28,9 @@ THINK_INSTRUCTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gsm8k`."""
     parser.add_argument(
-        "--source", default="openai/gsm8k", help="directory with train.jsonl and test.jsonl, or a dataset on the hub"
+        "--source", default="openai/gsm8k", help="directory with train.jsonl and test.jsonl, or a dataset on the Hub"
     )
-    parser.add_argument("--config", default="main", help="configuration of a dataset on the hub")
+    parser.add_argument("--config", default="main", help="configuration of a dataset on the Hub")
     parser.add_argument(
         "--style",
         choices=STYLES,
@@ -75,7 +75,7 @@ def _read_split(source: str, config: str, split: str) -> Iterable[Any]:
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot load {source!r} ({first_line_of(error)}); "
-            "give --source a directory with train.jsonl and test.jsonl"
+            "set --source to a directory with train.jsonl and test.jsonl"
         ) from error
 
 

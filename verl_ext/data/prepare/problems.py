@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from eval_pipeline.problems.datasets import FORMATS
 
     parser.add_argument("--format", required=True, help=f"{', '.join(FORMATS)}, or your own: {PLUGIN_FORM}")
-    parser.add_argument("--source", required=True, help="a local file or directory, or a dataset on the hub")
-    parser.add_argument("--subset", metavar="NAME", help="configuration of a dataset on the hub")
+    parser.add_argument("--source", required=True, help="a local file or directory, or a dataset on the Hub")
+    parser.add_argument("--subset", metavar="NAME", help="configuration of a dataset on the Hub")
     parser.add_argument("--split", metavar="NAME", help="split of a dataset that has splits")
     parser.add_argument("--skip", type=IntArg(0), default=0, help="number of problems to skip at the beginning")
     parser.add_argument("--limit", type=IntArg(), help="number of problems after the skipped ones (default: all)")

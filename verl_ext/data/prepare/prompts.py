@@ -80,7 +80,7 @@ def to_prompt_row(row: Row, number: int, notes: Counter[str], *, prompt_key: str
     if prompt_key not in row:
         raise RowError(
             f"it has no prompt in a column {prompt_key!r}; its columns are {', '.join(sorted(row))}",
-            "name the column with --prompt-key (for GRPO data.prompt_key)",
+            "specify the column with --prompt-key (for GRPO data.prompt_key)",
         )
     if media := next((name for name in MEDIA_KEYS if row.get(name)), None):
         raise RowError(f"it has {media}, but only text can be trained on")

@@ -44,7 +44,7 @@ class FunctionFamily:
         return self.signature.format(**parameters).partition("(")[0]
 
     def prompt(self, parameters: Parameters) -> str:
-        """The prompt."""
+        """The prompt for a function: its signature and the instruction, with `parameters` filled in."""
         return f"Write {self.signature}: {self.instruction}.".format(**parameters)
 
     def solution(self, parameters: Parameters) -> str:

