@@ -54,7 +54,7 @@ def main() -> int:
     results = measure(arguments.model, *settings)
     rows, deciding = results["rows"], results["deciding_ms"]
     print_line(table_of(rows))
-    print_line(f"deciding {deciding:.2f} ms, {100 * deciding / rows[0]['total_ms']:.2f} % of the released model's time")
+    print_line(f"deciding {deciding:.2f} ms, {100 * deciding / rows[0]['total_ms']:.2f}% of the released model's time")
     write_results(results, arguments.output)
     if wrong := not_falling(rows):
         print_line(f"latency does not fall at: {', '.join(wrong)}")

@@ -1,7 +1,7 @@
 """Short runs of some benchmarks, whose ratios are compared with the committed ones, to find what got slower.
 
 Each number is a ratio of two measurements of the same run, so that machines of different speed can be compared. Ratios
-that are worse than the committed ones by more than 15 % are reported, but the command does not fail.
+that are worse than the committed ones by more than 15% are reported, but the command does not fail.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
 # be looked up; without --strict, the latter would go unnoticed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-flavour=cpu
+flavor=cpu
 case "${1:-}" in
   --help | -h) sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"; exit 0 ;;
-  cpu | gpu | lmms) flavour=$1; shift ;;
+  cpu | gpu | lmms) flavor=$1; shift ;;
 esac
 command -v pip-audit >/dev/null ||
   { echo "error: pip-audit is not installed; install it outside the environment with: pipx install pip-audit" >&2; exit 2; }
-exec pip-audit --strict --no-deps --disable-pip --progress-spinner off -r "requirements/$flavour.txt" "$@"
+exec pip-audit --strict --no-deps --disable-pip --progress-spinner off -r "requirements/$flavor.txt" "$@"

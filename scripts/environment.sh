@@ -54,14 +54,14 @@ stamp_of() {  # $1: cpu or gpu
 }
 
 ensure_venv() {
-  local flavour=cpu present
-  if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then flavour=gpu; fi
+  local flavor=cpu present
+  if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then flavor=gpu; fi
   exec 9>.venv.lock  # a concurrent first start waits here
   flock 9
   present=$(cat .venv/requirements.stamp 2>/dev/null || true)
   # A login node without a GPU must not replace the GPU packages of the nodes that share the directory.
-  if [ "$present" != "$(stamp_of $flavour)" ] && [ "$present" != "$(stamp_of gpu)" ]; then
-    make_venv "requirements/$flavour.txt" "$(stamp_of $flavour)" || exit 2
+  if [ "$present" != "$(stamp_of $flavor)" ] && [ "$present" != "$(stamp_of gpu)" ]; then
+    make_venv "requirements/$flavor.txt" "$(stamp_of $flavor)" || exit 2
   fi
   exec 9>&-
 }

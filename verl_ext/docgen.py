@@ -66,7 +66,7 @@ RULES_NOTES = """## Notes
 
 - **Trends** over epochs use the one-sided Mann-Kendall test. A p-value below `trend_p` is a warning, and below
   `trend_p_alarm` an alarm. In simulated runs, `loss_rising`, `reward_falling`, `accuracy_falling` and
-  `violation_rising` detect 96 % of changes of eight standard errors. They report at most one of 1,000 runs
+  `violation_rising` detect 96% of changes of eight standard errors. They report at most one of 1,000 runs
   without a change ([results](../../benchmarks/results/health_2cpu.json)).
 - `initial_loss`: for untrained weights, the loss of random guessing is `untrained_loss` in `run.json`.
 - `milestones`: every `milestone_epochs`, the controller is compared with the next values of `reward_milestones`,

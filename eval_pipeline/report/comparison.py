@@ -17,7 +17,7 @@ from verl_ext.errors import UserError
 from verl_ext.significance import paired_test
 
 COMPARED: dict[str, tuple[ErrorType, ...]] = {"exec_success_rate": RAN, "accepted_at_1": SOLVED}
-"""The compared rates, each with the error types that count towards it."""
+"""The compared rates, each with the error types that count toward it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RateComparison:
     difference: float
     """Rate of b minus rate of a."""
     interval: Interval
-    """95 % confidence interval of the difference."""
+    """95% confidence interval of the difference."""
     p_value: float
     """Probability of a difference at least this large, in either direction, if both models were equally good."""
     test: str
@@ -52,7 +52,7 @@ def compare_models(a: Outcomes, b: Outcomes) -> dict[str, RateComparison]:
 
 
 def paired_interval(differences: NDArray[np.float64]) -> Interval:
-    """95 % confidence interval of the mean of paired differences.
+    """95% confidence interval of the mean of paired differences.
 
     Student's interval after adding one won and one lost problem. Without them, it would be too narrow with few
     discordant problems, and a point with none.
@@ -67,8 +67,8 @@ def paired_interval(differences: NDArray[np.float64]) -> Interval:
     padded = np.append(differences, [1.0, -1.0])
     size = len(padded)
     half = float(t.ppf(0.5 + CONFIDENCE / 2, size - 1)) * float(np.std(padded)) / math.sqrt(size)
-    centre = float(np.mean(padded))
-    return max(centre - half, -1.0), min(centre + half, 1.0)
+    center = float(np.mean(padded))
+    return max(center - half, -1.0), min(center + half, 1.0)
 
 
 def _require_same_problems(a: Outcomes, b: Outcomes) -> int:

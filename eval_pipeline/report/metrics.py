@@ -1,4 +1,4 @@
-"""Metrics of a dataset, computed from its judged answers, with 95 % confidence intervals."""
+"""Metrics of a dataset, computed from its judged answers, with 95% confidence intervals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RATES: dict[str, Callable[[JudgedAnswer], bool]] = {
     **{f"{kind}_rate": _has_error_type((kind,)) for kind in ERROR_TYPES},
     "truncation_rate": lambda judged: judged.answer.truncated,
 }
-"""Name of each rate, and whether an answer counts towards it."""
+"""Name of each rate, and whether an answer counts toward it."""
 
 
 def summarize(judged: Sequence[JudgedAnswer], elapsed_s: float) -> dict[str, float | int | None]:
@@ -198,10 +198,10 @@ def wilson(k: float, n: float) -> Interval:
         Wilson 1927, Probable Inference, the Law of Succession, and Statistical Inference, JASA 22(158).
     """
     rate = k / n
-    centre = (rate + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    center = (rate + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(rate * (1 - rate) / n + _Z**2 / (4 * n**2))
     # at 0 and 1, rounding would put a bound slightly inside the rate
-    return min(max(centre - half, 0.0), rate), max(min(centre + half, 1.0), rate)
+    return min(max(center - half, 0.0), rate), max(min(center + half, 1.0), rate)
 
 
 def wilson_clustered(shares_of_problems: ArrayLike, num_samples: int) -> Interval:

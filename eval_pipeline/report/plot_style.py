@@ -1,4 +1,4 @@
-"""Shared parts of plots: colours, panels, axes, labels next to points, and atomic writes of figures.
+"""Shared parts of plots: colors, panels, axes, labels next to points, and atomic writes of figures.
 
 matplotlib is imported inside functions, because it takes a second.
 """
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which is distinguishable with every form of colour blindness
+# Okabe and Ito's palette, which is distinguishable with every form of color blindness
 BLUE, ORANGE, GREEN, VERMILLION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-SKY, PURPLE, GREY = "#56B4E9", "#CC79A7", "#595959"
+SKY, PURPLE, GRAY = "#56B4E9", "#CC79A7", "#595959"
 
-ERROR_COLOURS: dict[ErrorType, str] = {
+ERROR_COLORS: dict[ErrorType, str] = {
     "success": GREEN,
     "wrong_answer": ORANGE,
     "syntax_error": SKY,
     "runtime_error": VERMILLION,
     "timeout": PURPLE,
-    "api_error": GREY,
+    "api_error": GRAY,
 }
 
 _PANEL_INCHES = (6.2, 4.0)
@@ -72,7 +72,7 @@ def panels(names: Sequence[str], title: str) -> tuple[Figure, list[Axes]]:
 
 
 def percent_axis(axes: Axes, label: str, margin: float = 0.02) -> None:
-    """A y axis for shares, from 0 to 100 %, with a margin so that markers at the ends are not cut off."""
+    """A y axis for shares, from 0 to 100%, with a margin so that markers at the ends are not cut off."""
     from matplotlib.ticker import PercentFormatter
 
     axes.set_ylim(-margin, 1 + margin)

@@ -11,8 +11,8 @@ import numpy as np
 
 from eval_pipeline.report.plot_style import (
     BLUE,
-    ERROR_COLOURS,
-    GREY,
+    ERROR_COLORS,
+    GRAY,
     ORANGE,
     label_points,
     legend_below,
@@ -37,7 +37,7 @@ _MAX_BAR_LABELS = 16
 _LOSSES = ("val/loss", "train/loss")
 _LOSS_METRIC = "exec_success_rate"
 _LOG_SCALE_RATIO = 20  # of largest to smallest loss
-_STEP_COLOURS = "viridis"  # perceptually uniform, also in greyscale
+_STEP_COLORS = "viridis"  # perceptually uniform, also in grayscale
 
 
 def plot_rates(
@@ -55,11 +55,11 @@ def plot_rates(
         best: the best checkpoint, whose step is marked.
         history: checkpoints, ordered by step.
     """
-    figure, all_axes = panels(datasets, "Rates over the training, with 95 % intervals")
+    figure, all_axes = panels(datasets, "Rates over the training, with 95% intervals")
     for axes, dataset in zip(all_axes, datasets):
         evaluated = [model for model in history if dataset in model.datasets]
         _draw_rates(axes, dataset, evaluated, baseline.datasets.get(dataset))
-        axes.axvline(best.saved_at, color=GREY, linestyle=":", zorder=1, label=f"best checkpoint (step {best.step})")
+        axes.axvline(best.saved_at, color=GRAY, linestyle=":", zorder=1, label=f"best checkpoint (step {best.step})")
     legend_below(figure, all_axes, most_columns=3)
     return write_figure(figure, directory / RATES_PLOT)
 
@@ -68,16 +68,16 @@ def _draw_rates(axes: Axes, dataset: str, evaluated: Sequence[EvaluatedModel], b
     start = [] if baseline is None else [(0, baseline)]
     points = start + [(model.saved_at, model.datasets[dataset]) for model in evaluated]
     steps, results = [step for step, _ in points], [result for _, result in points]
-    for metric, (colour, marker) in _RATE_LINES.items():
+    for metric, (color, marker) in _RATE_LINES.items():
         rates = np.array([result.metrics[metric] for result in results])
         bounds = np.array([result.intervals[metric] for result in results])
-        axes.plot(steps, rates, color=colour, marker=marker, markersize=4, label=metric)
-        axes.fill_between(steps, bounds[:, 0], bounds[:, 1], color=colour, alpha=0.18, linewidth=0)
+        axes.plot(steps, rates, color=color, marker=marker, markersize=4, label=metric)
+        axes.fill_between(steps, bounds[:, 0], bounds[:, 1], color=color, alpha=0.18, linewidth=0)
         if len(steps) <= _FEW_STEPS:
-            axes.errorbar(steps, rates, yerr=np.abs(bounds.T - rates), color=colour, fmt="none", capsize=3)
+            axes.errorbar(steps, rates, yerr=np.abs(bounds.T - rates), color=color, fmt="none", capsize=3)
         if baseline is not None:
             base = baseline.rate(metric)
-            axes.axhline(base, color=colour, linestyle="--", linewidth=1.2, label=f"{metric}, base model")
+            axes.axhline(base, color=color, linestyle="--", linewidth=1.2, label=f"{metric}, base model")
     step_axis(axes, steps)
     percent_axis(axes, "share of answers")
 
@@ -102,9 +102,9 @@ def plot_errors(
 
 def _draw_errors(axes: Axes, dataset: str, models: Sequence[EvaluatedModel], best: EvaluatedModel) -> None:
     x, below = np.arange(len(models)), np.zeros(len(models))
-    for kind, colour in ERROR_COLOURS.items():
+    for kind, color in ERROR_COLORS.items():
         heights = np.array([model.datasets[dataset].metrics[f"{kind}_rate"] for model in models])
-        axes.bar(x, heights, 0.8, bottom=below, color=colour, edgecolor="white", linewidth=0.5, label=kind)
+        axes.bar(x, heights, 0.8, bottom=below, color=color, edgecolor="white", linewidth=0.5, label=kind)
         below += heights
     for bar, model in enumerate(models):
         if model.step == best.step:
@@ -160,19 +160,19 @@ def plot_loss(directory: Path, datasets: Sequence[str], losses: LossHistory, his
 
     known = [model for model in history if model.saved_at in losses.values]
     shown = [dataset for dataset in datasets if any(dataset in model.datasets for model in known)]
-    figure, all_axes = panels(shown, f"{_LOSS_METRIC} against {losses.name}, with 95 % intervals")
+    figure, all_axes = panels(shown, f"{_LOSS_METRIC} against {losses.name}, with 95% intervals")
     steps = [model.saved_at for model in known]
-    colours = Normalize(min(steps), max(max(steps), min(steps) + 1))  # also valid for a single checkpoint
+    colors = Normalize(min(steps), max(max(steps), min(steps) + 1))  # also valid for a single checkpoint
     if len(steps) > 1:  # before the points, because its space affects where labels fit
-        scale, ticks = ScalarMappable(colours, _STEP_COLOURS), MaxNLocator(integer=True)
+        scale, ticks = ScalarMappable(colors, _STEP_COLORS), MaxNLocator(integer=True)
         figure.colorbar(scale, ax=all_axes, label="optimizer step", ticks=ticks, fraction=0.04)
     for axes, dataset in zip(all_axes, shown):
-        _draw_loss(axes, dataset, losses, [model for model in known if dataset in model.datasets], colours)
+        _draw_loss(axes, dataset, losses, [model for model in known if dataset in model.datasets], colors)
     return write_figure(figure, directory / LOSS_PLOT)
 
 
 def _draw_loss(
-    axes: Axes, dataset: str, losses: LossHistory, models: Sequence[EvaluatedModel], colours: Normalize
+    axes: Axes, dataset: str, losses: LossHistory, models: Sequence[EvaluatedModel], colors: Normalize
 ) -> None:
     x = np.array([losses.values[model.saved_at] for model in models], dtype=np.float64)
     y = np.array([model.datasets[dataset].metrics[_LOSS_METRIC] for model in models], dtype=np.float64)
@@ -180,7 +180,7 @@ def _draw_loss(
     steps = [model.saved_at for model in models]
     axes.errorbar(x, y, yerr=np.abs(bounds.T - y), fmt="none", ecolor="#BBBBBB", elinewidth=1, zorder=1)
     axes.plot(x, y, color="#888888", linewidth=0.8, zorder=2)
-    axes.scatter(x, y, c=steps, cmap=_STEP_COLOURS, norm=colours, edgecolor="white", linewidth=0.5, s=42, zorder=3)
+    axes.scatter(x, y, c=steps, cmap=_STEP_COLORS, norm=colors, edgecolor="white", linewidth=0.5, s=42, zorder=3)
     axes.set_xlabel(f"{losses.name} (nat/token)")
     if x.min() > 0 and x.max() > _LOG_SCALE_RATIO * x.min():
         axes.set_xscale("log")

@@ -32,7 +32,7 @@ DATA_FILE = "comparison_data.json"
 _COMPARED_COLUMNS = ("metric", "base model", "best checkpoint", "difference", "p")
 _COUNTED_COLUMNS = ("number of problems", "both", "base only", "best only", "neither")
 _EXPLANATION = (
-    "Brackets hold 95 % confidence intervals: Wilson's for rates (clustered by problem where a problem has several "
+    "Brackets hold 95% confidence intervals: Wilson's for rates (clustered by problem where a problem has several "
     "answers), Bonett and Price's for differences. They cover the variation over problems of the same kind. p is the "
     "probability of a difference at least this large if both models were equally good."
 )

@@ -34,7 +34,7 @@ class SelectionResult:
     value: float
     """The best checkpoint's metric."""
     interval: Interval | None
-    """The 95 % confidence interval of `value`; None if the metric is not a rate."""
+    """The 95% confidence interval of `value`; None if the metric is not a rate."""
     values: dict[int, float | None]
     """The metric of every evaluated checkpoint by step, even if it could not be selected; None without a value."""
 

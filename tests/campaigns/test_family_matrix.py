@@ -56,7 +56,7 @@ def validations(run: SFTRun) -> list[float]:
 
 
 def assert_learns_and_exports(run: SFTRun, quickstart: Path, directory: Path) -> None:
-    """Assert that a finished run has learnt, and that a run starting from its export has the same loss."""
+    """Assert that a finished run has learned, and that a run starting from its export has the same loss."""
     before, after = validations(run)
     assert after < before
     second = sft_run(export_of(run), quickstart, directory / "second")

@@ -95,7 +95,7 @@ def make_exports(directory: Path) -> tuple[Path, Path]:
     random = save(directory / "random", make_model(tokenizer, MAX_MODEL_LEN), tokenizer)
     model = make_model(tokenizer, MAX_MODEL_LEN)
     learn(model, tokenizer, LEARNED)
-    return save(directory / "learnt", model, tokenizer), random
+    return save(directory / "learned", model, tokenizer), random
 
 
 def command(*words: str | Path) -> list[str]:

@@ -61,7 +61,7 @@ def noisy(shape: Callable[[float], float], noise: float = 0.0) -> Shape:
 
 
 def falling(start: float, end: float, rate: float = 5.0, noise: float = 0.05) -> Shape:
-    """An exponential from `start` towards `end`."""
+    """An exponential from `start` toward `end`."""
     return noisy(lambda share: end + (start - end) * math.exp(-rate * share), noise)
 
 
@@ -179,7 +179,7 @@ add("batches vary more than the loss falls", "sft", loss=line(1.55, 1.48, 0.25),
 add("a plateau of the validation", "sft", val=falling(2.3, 1.2, rate=20, noise=0.002))
 add("the loss starts high, not too high", "sft", loss=falling(4.6, 1.1))
 add("a long run", "sft", steps=3000)
-add("a loss that generalises may be small", "sft", loss=falling(2.0, 0.02, 9.0), val=falling(2.0, 0.03, 9.0, 0.002))
+add("a loss that generalizes may be small", "sft", loss=falling(2.0, 0.02, 9.0), val=falling(2.0, 0.03, 9.0, 0.002))
 JUMPING: Shape = lambda share, rng: 9000 * math.exp(rng.normal())  # noqa: E731
 add("other programs use the machine for a while", "sft", tokens_per_s=from_(0.4, flat(9000.0),
     from_(0.65, JUMPING, flat(9000.0))))  # fmt: skip
@@ -231,7 +231,7 @@ add("wild jumps", "sft", "loss_jitter", "loss_not_falling", loss=lambda share, r
 add("a first loss of another tokenizer", "sft", "initial_loss", loss=falling(9.5, 1.1))
 add("random weights begin far above guessing", "sft", "initial_loss", loss=falling(9.5, 1.1), untrained_loss=6.2)
 add("pretrained weights begin at guessing", "sft", "initial_loss", loss=falling(6.1, 1.1))
-add("memorised", "sft", "final_loss", "overfitting", "val_loss_rising", loss=falling(2.4, 0.01, 8.0, 0.05),
+add("memorized", "sft", "final_loss", "overfitting", "val_loss_rising", loss=falling(2.4, 0.01, 8.0, 0.05),
     val=noisy(lambda s: 1.2 + 4 * (s - 0.4) ** 2, 0.001))  # fmt: skip
 add("overfitting", "sft", "overfitting", "val_loss_rising", loss=line(1.5, 0.3, 0.03),
     val=noisy(lambda s: 1.3 + 2 * (s - 0.5) ** 2, 0.001))  # fmt: skip
@@ -249,7 +249,7 @@ add("another schedule", "sft", "lr_schedule", lr=line(PEAK, 0.0, 0.0))
 add("a rate ten times too high", "sft", "lr_schedule", lr=flat(10 * PEAK, 0.0))
 
 # Time and disk
-add("a neighbour takes the machine", "sft", "step_time_high", step_s=from_(0.9, flat(2.0), flat(9.0)))
+add("a neighbor takes the machine", "sft", "step_time_high", step_s=from_(0.9, flat(2.0), flat(9.0)))
 add("slower and slower", "sft", "step_time_rising", step_s=line(2.0, 4.5))
 add("the disk is the bottleneck", "sft", "waiting_for_data", data_s=flat(1.2, 0.1))
 add("unstable throughput", "sft", "throughput_unstable", tokens_per_s=JUMPING)

@@ -96,7 +96,7 @@ class SmallLaunches:
 
     def start(
         self,
-        behaviour: str,
+        behavior: str,
         *,
         grace_s: float = 60,
         restarts: int = 0,
@@ -108,7 +108,7 @@ class SmallLaunches:
         """Start two ranks that behave as a function of `tests/ranks/small_ranks.py` does.
 
         Args:
-            behaviour: name of the function.
+            behavior: name of the function.
             grace_s: seconds that ranks have to save.
             restarts: number of restarts after crashes.
             pause_s: seconds before the first restart.
@@ -121,7 +121,7 @@ class SmallLaunches:
             directory.mkdir(exist_ok=True)
         words = [sys.executable, "-m", "tests.ranks.small_launch", str(self.run_dir)]
         words += map(str, (grace_s, restarts, pause_s, leave_after_s))
-        return self.add(Launcher(words, files, {"SMALL_RANKS": behaviour, **(environment or {})}, **options))
+        return self.add(Launcher(words, files, {"SMALL_RANKS": behavior, **(environment or {})}, **options))
 
     def add(self, launcher: Launcher) -> Launcher:
         """Have a launcher cleaned up with the others."""

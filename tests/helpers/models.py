@@ -208,15 +208,15 @@ def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: 
     batch = tokenizer(chats, padding=True, padding_side="right", return_tensors="pt")
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    learnt = labels.clone()
-    for row, start in zip(learnt, starts):
+    learned = labels.clone()
+    for row, start in zip(learned, starts):
         row[: len(tokenizer(start)["input_ids"])] = -100
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads slow such a small model down tenfold on a busy machine
     for step in range(600):
         outputs = model(**inputs, labels=labels)
-        is_right = (outputs.logits.argmax(-1)[:, :-1] == learnt[:, 1:]) | (learnt[:, 1:] < 0)
+        is_right = (outputs.logits.argmax(-1)[:, :-1] == learned[:, 1:]) | (learned[:, 1:] < 0)
         if step >= 120 and is_right.all():
             break
         optimizer.zero_grad()

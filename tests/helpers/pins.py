@@ -181,8 +181,8 @@ def sample_ids(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list
     return [train[index]["sample_id"] for index in range(len(train))]
 
 
-def tokenise(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, list[int]]]:
-    """Tokenise the training data of a configuration; the cache is what `data.token_cache` says.
+def tokenize(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, list[int]]]:
+    """Tokenize the training data of a configuration; the cache is what `data.token_cache` says.
 
     Returns:
         The tokens of each sample.

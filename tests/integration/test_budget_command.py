@@ -179,7 +179,7 @@ def test_latency_model_is_fitted_and_budgets_are_shares_of_it(budget_inputs: Pat
     """
     import torch
 
-    from verl_ext.controller.latency import ModelledLatency
+    from verl_ext.controller.latency import ModeledLatency
     from verl_ext.controller.scoring import soft_accuracy
     from verl_ext.controller.vlm import load_controller
     from verl_ext.data.config import QuestionSource
@@ -192,7 +192,7 @@ def test_latency_model_is_fitted_and_budgets_are_shares_of_it(budget_inputs: Pat
     printed = run.finish().stdout
     controller, controlled = load_controller(run.run_dir / "global_step_1" / "huggingface")
     runner = controlled.runner("cpu", torch.float32)
-    latency = ModelledLatency.load(run.run_dir / "latency_model.json", runner.adapter)
+    latency = ModeledLatency.load(run.run_dir / "latency_model.json", runner.adapter)
     [line] = [line for line in printed.splitlines() if "R squared" in line]
     assert f"{latency.model.r2:.3f}" in line
     source = {"tiny": QuestionSource(source=str(budget_inputs / "questions"))}

@@ -48,10 +48,10 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     from tests.helpers.checkpoints import commit
 
     root = tmp_path_factory.mktemp("evaluation")
-    learnt, random = make_exports(root / "models")
+    learned, random = make_exports(root / "models")
     recipe = write_recipe(root / "heart.yaml", {"tier1": {"heart": HEART}}, max_attempts=1)
     run_dir = root / "demo" / "sft"
-    checkpoint = commit(run_dir, 30, learnt)
+    checkpoint = commit(run_dir, 30, learned)
     (run_dir / "config.yaml").write_text(
         f"eval: {{recipe: {recipe}}}\ntrainer: {{project_name: demo, experiment_name: sft}}\n"
     )

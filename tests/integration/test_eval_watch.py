@@ -60,11 +60,11 @@ def followed(exports: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
     """Steps 10 and 20 exist, 15 is incomplete and 25 corrupt; 30 is saved while they watch. Step 20 is the best."""
     from tests.helpers.checkpoints import commit, flip_byte
 
-    learnt, random_one = exports
+    learned, random_one = exports
     root = tmp_path_factory.mktemp("followed")
     run_dir = root / "run"
     record = begin_run(run_dir)
-    for step, export in ((10, random_one), (15, learnt), (20, learnt), (25, learnt)):
+    for step, export in ((10, random_one), (15, learned), (20, learned), (25, learned)):
         commit(run_dir, step, export)
     (run_dir / "global_step_15" / "manifest.json").unlink()
     flip_byte(run_dir / "global_step_25" / "huggingface" / "model.safetensors")

@@ -24,16 +24,16 @@ def make_cases() -> dict[str, Case]:
 
     plain = TokenActorConfig(clip_ratio_high=0.28, loss_scale_factor=12)
     kl: Any = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
-    penalised = TokenActorConfig(entropy_coeff=0.02, ppo_epochs=2, **kl)
+    penalized = TokenActorConfig(entropy_coeff=0.02, ppo_epochs=2, **kl)
     return {
         **{mode: Case(replace(plain, loss_agg_mode=mode)) for mode in MODES},
         "separate prompts": Case(plain, share_prompts=False, micro_batch_size=16),
         "packed": Case(plain, share_prompts=False, packs=True),
-        "packed or shared, penalised": Case(penalised, num_mini_batches=2, micro_batch_size=8, lr=0.1, packs=True),
+        "packed or shared, penalized": Case(penalized, num_mini_batches=2, micro_batch_size=8, lr=0.1, packs=True),
         "many updates": Case(replace(plain, ppo_epochs=3), num_mini_batches=2),
         "gathered once per update": Case(replace(plain, ppo_epochs=3), num_mini_batches=2, keeps_gathered=True),
-        "penalised": Case(penalised, num_mini_batches=2, micro_batch_size=8, lr=0.1),
-        "penalised, gathered once": Case(penalised, num_mini_batches=2, lr=0.1, keeps_gathered=True),
+        "penalized": Case(penalized, num_mini_batches=2, micro_batch_size=8, lr=0.1),
+        "penalized, gathered once": Case(penalized, num_mini_batches=2, lr=0.1, keeps_gathered=True),
     }
 
 
@@ -77,4 +77,4 @@ def test_updates_match_float64_reference(tmp_path: Path) -> None:
         for metric, value in one[name][1].items():
             assert abs(two[name][1][metric] - value) < 1e-4 * max(1.0, abs(value)), (name, metric)
     assert one["many updates"][1]["train/clip_fraction"] > 0.05
-    assert one["penalised"][1]["train/kl"] > 0
+    assert one["penalized"][1]["train/kl"] > 0

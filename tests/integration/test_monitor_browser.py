@@ -156,8 +156,8 @@ def assert_steps(page: Page, within: range) -> None:
 def test_failed_run_is_red_with_its_reason(page: Page) -> None:
     choose(page, "project/failed")
     wait_for_text(page, "status", "failed")
-    colour = page.get_by_test_id("status").evaluate("box => getComputedStyle(box).backgroundColor")
-    red, green, blue = map(int, re.findall(r"\d+", colour)[:3])
+    color = page.get_by_test_id("status").evaluate("box => getComputedStyle(box).backgroundColor")
+    red, green, blue = map(int, re.findall(r"\d+", color)[:3])
     assert red > 180 and green < 100 and blue < 100
     assert "not finite" in text(page, "reason")
 

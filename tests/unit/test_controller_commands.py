@@ -25,7 +25,7 @@ from verl_ext.controller.calibrate import main as calibrate_command
 from verl_ext.controller.config import PERCENTILES
 from verl_ext.controller.importance import load_importance, measure_importance, save_importance
 from verl_ext.controller.importance import main as importance_command
-from verl_ext.controller.latency import FEATURES, LatencyModel, ModelledLatency, calibrate
+from verl_ext.controller.latency import FEATURES, LatencyModel, ModeledLatency, calibrate
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.space import select_blocks
 from verl_ext.controller.vlm import fingerprint, load_adapter, load_controller
@@ -167,7 +167,7 @@ def test_version_1_fingerprints_are_accepted_with_one_warning(
     capsys.readouterr()
     for _ in range(2):
         load_importance(scores, adapter)
-        ModelledLatency.load(times, adapter)
+        ModeledLatency.load(times, adapter)
         load_controller(tmp_path / "fits")[1].runner("cpu", torch.float32)
     told = [line for line in capsys.readouterr().err.splitlines() if "warning: " in line]
     sources = (str(scores), str(times), "the controller's export")
@@ -191,7 +191,7 @@ def test_calibration_records_its_quality(run: Run, saved: Path, tmp_path: Path) 
     )
     assert list(found.scatter) == list(map(str, PERCENTILES))
     assert 0 < found.scatter["50"] <= found.scatter["75"] <= found.scatter["90"] <= found.scatter["95"]
-    assert f"95 % within {found.scatter['95']:.2f}" in done.stdout
+    assert f"95% within {found.scatter['95']:.2f}" in done.stdout
     assert {part: tuple(weights) for part, weights in found.coefficients.items()} == FEATURES
 
 

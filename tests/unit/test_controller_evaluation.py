@@ -156,7 +156,7 @@ def test_output_files_are_consistent(evaluated: Path) -> None:
     assert json.loads(json.dumps(again)) == content["summary"]
     page = (evaluated / "adaptive.md").read_text()
     assert "(pareto.png)" in page and "(curves.png)" in page
-    assert all(f"| {row.method} | {row.budget_ms:.1f} | {100 * row.accuracy:.1f} % |" in page for row in rows)
+    assert all(f"| {row.method} | {row.budget_ms:.1f} | {100 * row.accuracy:.1f}% |" in page for row in rows)
 
 
 def test_results_equal_rerun_of_configurations(tiny: Path, evaluated: Path) -> None:

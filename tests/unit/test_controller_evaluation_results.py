@@ -54,7 +54,7 @@ def test_pareto_front_has_only_undominated_points() -> None:
 
 def test_lookup_table_allows_five_percent_violations() -> None:
     latency = np.full((20, 3), 10.0)
-    latency[0, 1] = latency[:2, 2] = 30.0  # 5 % and 10 % exceed 20 ms
+    latency[0, 1] = latency[:2, 2] = 30.0  # 5% and 10% exceed 20 ms
     accuracy = np.tile([0.2, 0.6, 1.0], (20, 1))
     train = ResultMatrices(accuracy, latency, accuracy)
     assert lookup_table(train, [5.0, 20.0, 40.0]) == [0, 1, 2]

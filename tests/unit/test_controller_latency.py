@@ -19,7 +19,7 @@ from verl_ext.controller.grpo import REWARD_NAMES, reward_components
 from verl_ext.controller.latency import (
     FEATURES,
     LatencyModel,
-    ModelledLatency,
+    ModeledLatency,
     fit_coefficients,
     machine_name,
     r2_score,
@@ -88,17 +88,17 @@ def test_one_token_answers_give_zero_decode_coefficients() -> None:
     assert set(coefficients["decode_ms"].values()) == {0.0}
 
 
-def modelled(percentile: int) -> ModelledLatency:
+def modeled(percentile: int) -> ModeledLatency:
     scattered = replace(model(TRUTH), deciding_ms=2.0, scatter={"50": 1.1, "75": 1.2, "90": 1.5, "95": 1.75})
-    return ModelledLatency(scattered, percentile)
+    return ModeledLatency(scattered, percentile)
 
 
 @pytest.mark.parametrize(("percentile", "longer"), [(50, 1.0), (90, 1.5), (95, 1.75)])
 def test_percentile_scales_all_latencies(percentile: int, longer: float) -> None:
     [workload] = workloads(1)
     outcome = RunResult("", Latency(0.0, 0.0, 0.0, 0), workload)
-    assert modelled(percentile).run_ms(outcome) == pytest.approx(longer * model(TRUTH).predict(workload).total_ms)
-    assert modelled(percentile).deciding_ms == pytest.approx(longer * 2.0)
+    assert modeled(percentile).run_ms(outcome) == pytest.approx(longer * model(TRUTH).predict(workload).total_ms)
+    assert modeled(percentile).deciding_ms == pytest.approx(longer * 2.0)
 
 
 def test_recipe_accepts_recorded_percentiles() -> None:
@@ -109,11 +109,11 @@ def test_latency_model_without_scatter_rejects_percentile(tmp_path: Path) -> Non
     vlm, processor = vlms.qwen3_vl_moe()
     adapter = adapter_for(vlm, processor, (256,))
     LatencyModel(TRUTH, 1.0, "a machine", fingerprint(vlm)).save(tmp_path / "old.json")
-    assert ModelledLatency.load(tmp_path / "old.json", adapter).deciding_ms == 0
+    assert ModeledLatency.load(tmp_path / "old.json", adapter).deciding_ms == 0
     with pytest.raises(
         UserError, match="old.json does not record how far single runs are from its predictions; create it again"
     ):
-        ModelledLatency.load(tmp_path / "old.json", adapter, 95)
+        ModeledLatency.load(tmp_path / "old.json", adapter, 95)
 
 
 @pytest.mark.parametrize(

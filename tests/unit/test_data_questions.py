@@ -17,9 +17,9 @@ from verl_ext.data.image_questions import PUBLIC_DATASETS, ImageQuestionDataset
 from verl_ext.errors import UserError
 
 
-def png(colour: str = "red") -> bytes:
+def png(color: str = "red") -> bytes:
     encoded = io.BytesIO()
-    Image.new("L" if colour == "grey" else "RGBA", (8, 6), colour).save(encoded, "png")
+    Image.new("L" if color == "grey" else "RGBA", (8, 6), color).save(encoded, "png")
     return encoded.getvalue()
 
 

@@ -39,7 +39,7 @@ def sent(value: Any) -> Any:
     return values.Reader(file.getvalue(), NOTHING).read()
 
 
-class Colour(enum.IntEnum):
+class Color(enum.IntEnum):
     """An int subclass."""
 
     RED = 3
@@ -81,7 +81,7 @@ Pair = namedtuple("Pair", "a b")
         (bytearray(b"x"),) * 2,
         (..., ...),
         (int, int),
-        (Colour.RED, 3),
+        (Color.RED, 3),
         (Text("x"), "x"),
         (Pair(1, 2), Pair(1, 2)),
         (Counter("aab"),) * 2,
@@ -89,7 +89,7 @@ Pair = namedtuple("Pair", "a b")
         (defaultdict(list, a=[1]),) * 2,
         (array("d", [1.5]),) * 2,
         (ValueError, ValueError),
-        ({Colour.RED: Text("x")}, {3: "x"}),
+        ({Color.RED: Text("x")}, {3: "x"}),
         ({1: 2}.keys(), {1: 2}.keys()),
         ({1: 2}.items(), {1: 2}.items()),
     ],

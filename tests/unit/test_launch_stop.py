@@ -156,14 +156,14 @@ def test_stop_request_wrapped_in_other_exception_is_raised(signals: StopSignals)
 
 
 def test_signal_swallowed_by_destructor_is_raised_later(signals: StopSignals, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Signalling:
+    class Signaling:
         def __del__(self) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # where Python puts what a destructor raises
     with pytest.raises(StopRequest):
         with signals.raising():
-            Signalling()
+            Signaling()
 
 
 def test_stop_during_final_evaluation_is_reported_once(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.monitor import colors
-from verl_ext.monitor.colors import DARK, ERRORS, GREEN, GREY, INK, LIGHT, RED, SERIES, TEXTS, THEME, WHITE
+from verl_ext.monitor.colors import DARK, ERRORS, GRAY, GREEN, INK, LIGHT, RED, SERIES, TEXTS, THEME, WHITE
 
 TEXT, MARK = 4.5, 3.0
 """Minimum contrast of texts, and of lines and marks."""
@@ -34,7 +34,7 @@ def test_contrast_is_computed_as_in_the_standard() -> None:
 
 def test_every_color_has_enough_contrast() -> None:
     wanted = [
-        *((each, page, MARK) for each in (*SERIES, *ERRORS.values(), *THEME.values(), GREY, RED, GREEN)
+        *((each, page, MARK) for each in (*SERIES, *ERRORS.values(), *THEME.values(), GRAY, RED, GREEN)
           for page in (*LIGHT, *DARK)),
         *((each, WHITE, TEXT) for each in THEME.values()),
         *((each[dark], page, TEXT) for each in TEXTS.values() for dark in (0, 1) for page in (LIGHT, DARK)[dark]),

@@ -200,7 +200,7 @@ def test_confidence_bands_enclose_rates() -> None:
     options = rates_options(rates, None, ChartStyle(0.0))
     assert options["series"][1]["data"] == [[20, 0.0]]
     assert options["series"][2]["data"] == [[10, 0.75], [20, 0.5], [20, 0.5], [10, 0.25]]
-    assert "95 %" in options["yAxis"]["name"]
+    assert "95%" in options["yAxis"]["name"]
 
 
 def test_every_metric_of_a_run_has_meaning_in_both_languages() -> None:

@@ -31,7 +31,7 @@ from tests.helpers.pins import (
     run_modules,
     sample_ids,
     token_numbers,
-    tokenise,
+    tokenize,
     training_data_digest_of,
 )
 
@@ -119,11 +119,11 @@ def test_token_cache_key_matches_record(tokenizer: Any, tmp_path: Path) -> None:
         *(f"data.train_files={INPUTS}/chats.parquet", "data.val_files=null", f"data.token_cache={tmp_path}"),
         *("data.multiturn.enable=true", "data.max_length=64"),
     )
-    samples = tokenise(words, tokenizer)
+    samples = tokenize(words, tokenizer)
     assert samples[0] == {"input_ids": [1, 3, 5, 7, 2, 1, 4, 6, 7, 2], "loss_mask": [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]}
     [kept] = tmp_path.iterdir()
     assert kept.name == "15dc878aac2c3b4049bfbcd4b6fe81e2c79ba6396fdbd7f8e286ba0a114b8332.arrow"
-    tokenise((*words, "data.train_max_samples=1"), tokenizer)
+    tokenize((*words, "data.train_max_samples=1"), tokenizer)
     assert len(list(tmp_path.iterdir())) == 2
 
 

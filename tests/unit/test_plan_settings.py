@@ -71,7 +71,7 @@ def test_workload_reads_switches_of_configuration() -> None:
 def test_auto_keeps_small_weights_gathered() -> None:
     settings = config()
     settings.model.fsdp_config.keep_gathered = "auto"
-    # 6 bytes a parameter, in 15 % of 80 GB
+    # 6 bytes a parameter, in 15% of 80 GB
     assert workload_of(settings, 1_999_999_999, 1_999_999_999, 8, HARDWARE["h100"], DataLengths()).keeps_gathered
     # 2 bytes a frozen parameter
     assert workload_of(settings, 5_999_999_999, 0, 8, HARDWARE["h100"], DataLengths()).keeps_gathered

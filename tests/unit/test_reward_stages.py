@@ -15,7 +15,7 @@ from tests.helpers.data import write_questions
 from tests.helpers.vlms import write_model
 from verl_ext.config.schema import set_at
 from verl_ext.controller.distribution import ConfigurationDistribution, num_uniforms
-from verl_ext.controller.latency import FEATURES, LatencyModel, ModelledLatency
+from verl_ext.controller.latency import FEATURES, LatencyModel, ModeledLatency
 from verl_ext.controller.vlm import fingerprint, load_adapter
 from verl_ext.distributed import build_meshes
 from verl_ext.errors import UserError
@@ -139,7 +139,7 @@ def test_rejects_budget_below_decision_time(
 ) -> None:
     weights = {part: dict.fromkeys(names, 0.0) for part, names in FEATURES.items()}
     weights["prefill_ms"]["call"] = 10.0
-    controlled.latency = ModelledLatency(LatencyModel(weights, 1.0, "a machine", "a model", deciding_ms=2.0))
+    controlled.latency = ModeledLatency(LatencyModel(weights, 1.0, "a machine", "a model", deciding_ms=2.0))
     set_at(controlled.config, f"controller.{key}", budgets)
     low_ms = budgets[0] * (20.0 if key == "budgets_of_full" else 1.0)
     controlled.budgets_ms = (low_ms, 40.0)

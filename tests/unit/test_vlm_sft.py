@@ -74,9 +74,9 @@ def test_chat_is_generation_prompt_and_answer(tier: int) -> None:
     assert made["loss_mask"][0].tolist() == [0] * length + [1, 1]
     types = asked["mm_token_type_ids"][0].tolist()
     assert made["mm_token_type_ids"][0].tolist() == [*types, 0, 0] and sum(types) > 0
-    learnt = {name: tensor for name, tensor in made.items() if name != "loss_mask"}
+    learned = {name: tensor for name, tensor in made.items() if name != "loss_mask"}
     with torch.no_grad():
-        logits = MODEL(**learnt).logits[:, length - 1]
+        logits = MODEL(**learned).logits[:, length - 1]
         torch.testing.assert_close(logits, adapter.prefill(asked).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -89,8 +89,8 @@ def test_later_turns_match_chat_template() -> None:
         "<|vision_end|>what is 1 ?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\nwhat is 2 ?"
         "<|im_end|>\n<|im_start|>assistant\n2<|im_end|>"
     )
-    learnt = made["input_ids"][0][made["loss_mask"][0].bool()]
-    assert PROCESSOR.tokenizer.decode(learnt) == "1<|im_end|>2<|im_end|>"
+    learned = made["input_ids"][0][made["loss_mask"][0].bool()]
+    assert PROCESSOR.tokenizer.decode(learned) == "1<|im_end|>2<|im_end|>"
     assert made["loss_mask"][1].sum() == 2
 
 

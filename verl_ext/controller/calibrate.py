@@ -101,7 +101,7 @@ def main() -> None:
     for part, weights in model.coefficients.items():
         print_line(f"{part}: " + ", ".join(f"{weight:.3g} * {name}" for name, weight in weights.items() if weight))
     print_line(f"R squared on held-out configurations: {model.r2:.4f}{r2_warning(model.r2)}")
-    ratios = ", ".join(f"{percentile} % within {ratio:.2f}" for percentile, ratio in model.scatter.items())
+    ratios = ", ".join(f"{percentile}% within {ratio:.2f}" for percentile, ratio in model.scatter.items())
     print_line(
         f"ratio of single runs to the prediction: {ratios}; a decision of a controller of this width takes "
         f"{model.deciding_ms:.2f} ms"

@@ -48,7 +48,7 @@ GOOD_R2 = 0.95
 NOISE_PERCENTILE = "90"
 """Percentile of single runs that measures the noise of a measurement."""
 QUIET = 1.2
-"""Ratio to the prediction below which 90 % of the runs are on an idle machine."""
+"""Ratio to the prediction below which 90% of the runs are on an idle machine."""
 MAX_MEASUREMENTS = 4
 """Maximum number of attempts at an undisturbed measurement."""
 FITTED_SHARE = 0.8
@@ -210,7 +210,7 @@ class MeasuredLatency(LatencySource):
 
 
 @dataclass(frozen=True)
-class ModelledLatency(LatencySource):
+class ModeledLatency(LatencySource):
     """Latencies from a latency model, which are reproducible.
 
     Attributes:
@@ -223,7 +223,7 @@ class ModelledLatency(LatencySource):
     is_measured = False
 
     @classmethod
-    def load(cls, path: Path, adapter: VLMAdapter, percentile: int = 50) -> ModelledLatency:
+    def load(cls, path: Path, adapter: VLMAdapter, percentile: int = 50) -> ModeledLatency:
         """Load the latency model of a file.
 
         Raises:

@@ -23,7 +23,7 @@ class LatencyBudgetEncoder(nn.Module):
 
     The sinusoids follow "Attention Is All You Need" (Vaswani et al., 2017). Their wavelengths range from a hundredth
     of the budget range to four times the range. So in any unit, no two budgets in the range have the same features, and
-    budgets that differ by 1 % of the range are well separated.
+    budgets that differ by 1% of the range are well separated.
 
     Args:
         width: output width, equal to the width of the vision-language model.

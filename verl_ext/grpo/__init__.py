@@ -1,1 +1,1 @@
-"""Group-relative policy optimisation: groups, advantages, loss, rollouts and rewards, whatever an action is."""
+"""Group-relative policy optimization: groups, advantages, loss, rollouts and rewards, whatever an action is."""

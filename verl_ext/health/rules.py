@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
     Rule("completions_at_limit",
          bounds(share_of_limit(COMPLETION_LENGTH, np.median, lambda run: run.max_response_length, at_least=3),
                 "completions have {1:.0f} of at most {2} tokens", above={NOTICE: 0.95}),
-         "The mean completion length exceeds 95 % of the maximum.",
+         "The mean completion length exceeds 95% of the maximum.",
          "raise data.max_response_length, because answers are truncated", GRPO),
     Rule("prompts_at_limit",
          bounds(share_of_limit("train/seq_prompt_len_max", np.max, lambda run: run.max_prompt_length, at_least=1),

@@ -92,7 +92,7 @@ def classify_outcome(failures: Mapping[int, ProcessFailure], request: HandledSto
     if request is not None and request.killed:
         expected.add(-Signals.SIGKILL)
     if request is not None and request.immediate is not None:
-        expected.add(-request.immediate)  # the sender may have signalled the ranks, too
+        expected.add(-request.immediate)  # the sender may have signaled the ranks, too
     crashes = {rank: failure for rank, failure in failures.items() if failure.exitcode not in expected}
     if crashes:
         return first_failure(crashes)

@@ -108,7 +108,7 @@ class RankSupervisor:
     def __init__(self, module: str, signals: StopSignals, grace_s: float) -> None:
         self.request: HandledStop | None = None
         self._module, self._signals, self._grace_s = module, signals, grace_s
-        self._signalled: set[int] = set()  # process ids
+        self._signaled: set[int] = set()  # process ids
         self._kill_at = self._leave_at = math.inf  # by time.monotonic
 
     def wait(self, thread: threading.Thread) -> None:
@@ -137,19 +137,19 @@ class RankSupervisor:
         for rank in find_ranks(self._module):
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
                 rank.send_signal(number)
-            self._signalled.add(rank.pid)
-        self._kill_at = time.monotonic() + (self._grace_s if self._signalled else 0)
+            self._signaled.add(rank.pid)
+        self._kill_at = time.monotonic() + (self._grace_s if self._signaled else 0)
         saving = f"saving after the current step, within {self._grace_s:g} s"
         waiting = f"no rank is running yet, exiting within {LEAVE_AFTER_S:g} s"
         quits = "SIGKILL" if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN else "SIGQUIT"  # ignored behind `&`
         again = "press Ctrl-C again" if number is signal.SIGINT else f"send {quits}"
-        print_line(f"{number.name}: {saving if self._signalled else waiting}; {again} to stop immediately")
+        print_line(f"{number.name}: {saving if self._signaled else waiting}; {again} to stop immediately")
 
     def _kill_overdue_ranks(self) -> None:
         assert self.request is not None
         is_time = time.monotonic() >= self._kill_at
         for rank in find_ranks(self._module):
-            is_new = rank.pid not in self._signalled  # started after the request: nothing to save, maybe no handler
+            is_new = rank.pid not in self._signaled  # started after the request: nothing to save, maybe no handler
             if is_new or is_time:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.killpg(rank.pid, signal.SIGKILL)  # torchrun gives each rank its own process group

@@ -229,7 +229,7 @@ def _evaluated(prefix: str, metrics: Mapping[str, tuple[str, str]]) -> dict[str,
 
 
 _EVALUATION = Section(
-    "The evaluation of a checkpoint logs these for each dataset. Rates have 95 % confidence intervals.",
+    "The evaluation of a checkpoint logs these for each dataset. Rates have 95% confidence intervals.",
     _evaluated(
         EVAL_PREFIX,
         {
@@ -267,7 +267,7 @@ _ADAPTIVE = Section(
                 "1",
                 "Controller's accuracy minus the lookup table's, mean over budgets.",
             ),
-            "controller_minus_lookup_table_{low,high}": ("1", "Bounds of its 95 % confidence interval."),
+            "controller_minus_lookup_table_{low,high}": ("1", "Bounds of its 95% confidence interval."),
             "gap_closed": ("1", "Fraction of the accuracy gap from lookup table to oracle that the controller closes."),
             "num_gap_budgets": (
                 "budget",

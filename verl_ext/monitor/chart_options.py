@@ -12,7 +12,7 @@ import orjson
 
 from verl_ext.health.trend import Array
 from verl_ext.monitor.charts import Chart, is_validation, short_labels, unit_of
-from verl_ext.monitor.colors import ERRORS, GREEN, GREY, INK, RED, SERIES
+from verl_ext.monitor.colors import ERRORS, GRAY, GREEN, INK, RED, SERIES
 from verl_ext.monitor.curves import AXES, CurveEnvelope, RunCurves, is_worth_smoothing, smooth
 from verl_ext.monitor.text import translate
 
@@ -29,7 +29,7 @@ RESET_ICON = "path://M12 5V1L7 6l5 5V7a6 6 0 1 1-6 6H4a8 8 0 1 0 8-8z"
 RESET = "(model, api) => api.dispatchAction({type: 'dataZoom', start: 0, end: 100})"
 """Function of the button in the browser that shows the whole x-axis."""
 RATE_UNIT = "rate"
-RATE_WITH_BAND = "rate; shaded: 95 % CI"  # short, because a phone has 160 px beside the tools
+RATE_WITH_BAND = "rate; shaded: 95% CI"  # short, because a phone has 160 px beside the tools
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ def chart_options(
     if chart.with_schedule and schedule:
         name = style.say("schedule")
         labels[name] = name
-        dashed = {"type": "dashed", "width": 1.5, "color": GREY}
+        dashed = {"type": "dashed", "width": 1.5, "color": GRAY}
         x, values = np.array(schedule, float).T
         # on another axis, the schedule ends with the run, because future steps have no time
         known = x <= (math.inf if style.axis == AXES[0] else curves.ends()[1])
         places = curves.to_axis(x[known], style.axis)
         ends += places.tolist()
-        series.append({**_line(name, GREY), "lineStyle": dashed, "data": _pairs(places, values[known])})
+        series.append({**_line(name, GRAY), "lineStyle": dashed, "data": _pairs(places, values[known])})
     series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, style)}
     return _curve_options(series, labels, chart.unit, style, ends)
 
@@ -228,7 +228,7 @@ def _marks(curves: RunCurves, chart: Chart, style: ChartStyle) -> list[dict[str,
     for attempt, place in zip([*curves.starts][1:], curves.to_axis(starts, style.axis).tolist()):
         text = style.say("attempt {}").format(attempt)
         label = {"formatter": text, "color": INK[style.dark], "fontSize": 11}
-        marks.append({"xAxis": place, "lineStyle": {"color": GREY, "type": "dotted"}, "label": label})
+        marks.append({"xAxis": place, "lineStyle": {"color": GRAY, "type": "dotted"}, "label": label})
     if chart.line is not None:
         label = {"formatter": f"{chart.line:g}", "color": INK[style.dark], "position": "insideEndTop"}
         marks.append({"yAxis": chart.line, "lineStyle": {"color": RED}, "label": label})
@@ -283,7 +283,7 @@ def _options(series: list[dict[str, Any]], labels: Mapping[str, str], style: Cha
         "yAxis": {**axis, **y_axis, "splitLine": {"lineStyle": {"color": rule}}},
         # without Ctrl, the wheel scrolls the page
         "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "filterMode": "none"}],
-        "toolbox": {"right": 8, "top": -4, "itemSize": 13, "iconStyle": {"borderColor": GREY}, "feature": tools},
+        "toolbox": {"right": 8, "top": -4, "itemSize": 13, "iconStyle": {"borderColor": GRAY}, "feature": tools},
         "legend": {**legend, "data": [*labels], ":formatter": label},
         "series": series,
     }

@@ -123,8 +123,8 @@ CHARTS = (
     Chart(
         "Violation rate",
         "预算违反率",
-        "Fraction of configurations whose latency exceeds the budget. It should fall below 5 % (the line).",
-        "延迟超过预算的配置比例。理想趋势：逐渐降低到 5 %（标线）以下。",
+        "Fraction of configurations whose latency exceeds the budget. It should fall below 5% (the line).",
+        "延迟超过预算的配置比例。理想趋势：逐渐降低到 5%（标线）以下。",
         ("train/budget_violation_mean", "eval/budget_violation_mean"),
         MAIN,
         line=0.05,

@@ -12,7 +12,7 @@ LIGHT, DARK = ("#ffffff", "#f9fafb"), ("#1d1d1d", "#171717", "#121212")
 # Charts
 
 SERIES = ("#3b82f6", "#dc2626", "#059669", "#d97706", "#8b5cf6", "#db2777", "#0d9488", "#5f9a0c", "#64748b", "#ea580c")
-GREY, RED, GREEN = "#6b7280", "#dc2626", "#059669"
+GRAY, RED, GREEN = "#6b7280", "#dc2626", "#059669"
 ERRORS = {
     "success": GREEN,
     "wrong_answer": "#d97706",

@@ -114,7 +114,7 @@ CHINESE = {
     "Rates": "比率",
     "Fraction of the answers by the result of their tests; all parts add up to 1": "按测试结果划分的答案比例，总和为 1",
     "rate": "比率",
-    "rate; shaded: 95 % CI": "比率；阴影：95 % 置信区间",
+    "rate; shaded: 95% CI": "比率；阴影：95% 置信区间",
     "train": "训练",
     "validation": "验证",
     "step": "步",

@@ -56,7 +56,7 @@ class PlanOptions:
         """Split the arguments into options of the command and overrides of the configuration.
 
         Raises:
-            UserError: an option has an invalid value or is misspelt.
+            UserError: an option has an invalid value or is misspelled.
         """
         from verl_ext.config.compose import COMMAND_LINE, Composer  # here, because it imports hydra
 

@@ -28,7 +28,7 @@ need, minus protocol overhead. A local NVMe disk is several times as fast."""
 class Hardware(DeviceSpec):
     """A type of GPU or processor core with its links, from data sheets.
 
-    `memory_bytes` counts 80 GB as 80e9, as data sheets do. GPUs report about 6 % more, which is reserved for memory
+    `memory_bytes` counts 80 GB as 80e9, as data sheets do. GPUs report about 6% more, which is reserved for memory
     without a formula here: the CUDA context, NCCL's own buffers, workspaces and allocator fragmentation.
 
     Attributes:
@@ -80,8 +80,8 @@ _CPU = Hardware(  # a core of an Intel Xeon with AVX-512 at 2.3 GHz: 64 fp32 ope
     latency=1e-4,
 )
 HARDWARE = {each.name: each for each in (_H100, _H200, _A100, _CPU)}
-"""Hardware by name. The compute shares are estimated from torchtitan's reports: 33 to 39 % on H100, without recomputed
-operations, which count here, and 57 % on A100 with torch.compile (torchtitan's docs/performance.md)."""
+"""Hardware by name. The compute shares are estimated from torchtitan's reports: 33 to 39% on H100, without recomputed
+operations, which count here, and 57% on A100 with torch.compile (torchtitan's docs/performance.md)."""
 
 
 @dataclass(frozen=True)

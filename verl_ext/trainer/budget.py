@@ -23,7 +23,7 @@ from verl_ext.controller.latency import (
     NUM_CHECKED_QUESTIONS,
     LatencySource,
     MeasuredLatency,
-    ModelledLatency,
+    ModeledLatency,
     calibrate,
     measure_deciding_ms,
     r2_warning,
@@ -139,10 +139,10 @@ class BudgetTrainer(RewardTrainer):
         if self.config.latency.source == "measured":
             sample = self.train_dataset.samples[:NUM_MEASURED_QUESTIONS]
             return MeasuredLatency(measure_deciding_ms(self.runner, self.space, sample, self.config.controller.hidden))
-        on_rank_zero(self.modelled_latency)  # the other ranks read its file
-        return on_every_rank(self.modelled_latency)
+        on_rank_zero(self.modeled_latency)  # the other ranks read its file
+        return on_every_rank(self.modeled_latency)
 
-    def modelled_latency(self) -> ModelledLatency:
+    def modeled_latency(self) -> ModeledLatency:
         """Load the latency model of `latency.file` or of the run; fit the latter if it is missing.
 
         Raises:
@@ -153,7 +153,7 @@ class BudgetTrainer(RewardTrainer):
         if latency.file is None and not path.is_file():
             sizes = latency.configurations, latency.repeats, controller.max_new_tokens, controller.hidden
             calibrate(adapter, self.space, self.train_dataset.samples[:NUM_MEASURED_QUESTIONS], *sizes).save(path)
-        return ModelledLatency.load(path, adapter, latency.percentile)
+        return ModeledLatency.load(path, adapter, latency.percentile)
 
     def build_budgets(self) -> tuple[float, float]:
         """Return lowest and highest budget in ms, as configured or as fractions of the full configuration's latency."""
@@ -194,7 +194,7 @@ class BudgetTrainer(RewardTrainer):
 
     def build_environment(self) -> ControllerEnvironment:
         """See `RewardTrainer.build_environment`: the frozen model, if its cheapest configuration meets the budgets."""
-        if isinstance(self.latency, ModelledLatency):
+        if isinstance(self.latency, ModeledLatency):
             r2 = self.latency.model.r2
             on_rank_zero(lambda: print_line(f"latency model: R squared {r2:.3f} on held-out runs{r2_warning(r2)}"))
             if self.is_main:

@@ -68,7 +68,7 @@ class GatheringFSDPConfig(FSDPConfig):
     """`model.fsdp_config` of stages that train a sharded model on several micro-batches per update."""
 
     keep_gathered: Literal["auto"] | bool = setting(
-        "auto", "Gather weights and reduce gradients once per update; auto: if both fit in 15 % of memory"
+        "auto", "Gather weights and reduce gradients once per update; auto: if both fit in 15% of memory"
     )
 
 

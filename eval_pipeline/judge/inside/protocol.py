@@ -146,7 +146,7 @@ def read_program(fd: int) -> tuple[str, str]:
 
 
 # Modules that programs of each role commonly import, so that a run costs only a fork. Not `threading`, which runs code
-# in every fork, and not `hashlib`, which maps libraries: each of them makes every fork 50 % more expensive.
+# in every fork, and not `hashlib`, which maps libraries: each of them makes every fork 50% more expensive.
 PRELOADED = {
     "answer": (
         *("abc", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),

@@ -119,7 +119,7 @@ def _allow_packages(files: dict[str, str]) -> None:
 # writing. Caches that are filled beforehand are shared, which saves about a seventh of the CPU time of a run.
 
 _ROUNDS = 20
-"""Python specialises the code of a function after a few calls."""
+"""Python specializes the code of a function after a few calls."""
 _ANSWER = """
 from typing import List
 def f(x: List[int]) -> List[int]:

@@ -28,7 +28,7 @@ from verl_ext.controller.latency import (
     LATENCY_FILE,
     LatencySource,
     MeasuredLatency,
-    ModelledLatency,
+    ModeledLatency,
     machine_name,
     require_reachable,
     warn_of_other_machine,
@@ -131,7 +131,7 @@ def latency_source(source: ControllerSource, kind: str, adapter: VLMAdapter) -> 
         return MeasuredLatency()
     file = source.setting("latency", "file")
     path = (source.run_dir or source.export) / LATENCY_FILE if file is None else Path(file).expanduser()
-    latency = ModelledLatency.load(path, adapter)
+    latency = ModeledLatency.load(path, adapter)
     warn_of_other_machine(latency.model, adapter)
     return latency
 

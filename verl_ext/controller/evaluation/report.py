@@ -190,7 +190,7 @@ def budget_table(comparison: ControllerComparison) -> Table:
     """A row per budget, a column per method."""
     cells = {
         name: [
-            f"{100 * accuracy:.1f}" + (f" ({100 * late:.0f} % late)" if late else "")
+            f"{100 * accuracy:.1f}" + (f" ({100 * late:.0f}% late)" if late else "")
             for accuracy, late in zip(results.accuracy.mean(0), comparison.violation_rates(name))
         ]
         for name, results in comparison.methods.items()
@@ -205,8 +205,8 @@ def method_table(comparison: ControllerComparison) -> Table:
     for name, results in comparison.methods.items():
         rates = comparison.violation_rates(name)
         accuracy, latency, complexity = (part.mean() for part in results.parts)
-        late = [f"{100 * rate:.1f} %" for rate in (rates.mean(), rates.max())]
-        table.append([name, f"{100 * accuracy:.1f} %", f"{latency:.1f}", *late, f"{complexity:.3f}"])
+        late = [f"{100 * rate:.1f}%" for rate in (rates.mean(), rates.max())]
+        table.append([name, f"{100 * accuracy:.1f}%", f"{latency:.1f}", *late, f"{complexity:.3f}"])
     return table
 
 
@@ -216,18 +216,18 @@ def summary_lines(comparison: ControllerComparison) -> list[str]:
     gain = f"controller - lookup table: {100 * summary.controller_minus_lookup_table:+.2f} points"
     if summary.interval is not None:
         low, high = (f"{100 * bound:+.2f}" for bound in summary.interval)
-        gain += f", 95 % interval [{low}, {high}]"
+        gain += f", 95% interval [{low}, {high}]"
     gap = "for no budget is the oracle a point better than the lookup table, so there is no gap to close"
     if summary.gap_closed is not None:
         gap = (
-            f"closed share of the gap from the lookup table to the oracle: {100 * summary.gap_closed:.1f} % "
+            f"closed share of the gap from the lookup table to the oracle: {100 * summary.gap_closed:.1f}% "
             f"({summary.num_gap_budgets} of {len(comparison.budgets_ms)} budgets have one)"
         )
-    late = f"{100 * summary.worst_violation_rate:.1f} % at {summary.worst_violation_budget_ms:.1f} ms"
+    late = f"{100 * summary.worst_violation_rate:.1f}% at {summary.worst_violation_budget_ms:.1f} ms"
     parts = f"features {summary.features_ms:.2f}, network {summary.network_ms:.2f}, choice {summary.choice_ms:.2f}"
-    share = f"the network takes {100 * summary.network_share:.2f} % of the full model's {summary.full_ms:.1f} ms"
+    share = f"the network takes {100 * summary.network_share:.2f}% of the full model's {summary.full_ms:.1f} ms"
     lines = [gain, gap, f"worst violation rate: {late}", f"deciding: {summary.decision_ms:.2f} ms ({parts}); {share}"]
-    again = f"measured again because of other load on the processor: {100 * summary.measured_again:.1f} % of the runs"
+    again = f"measured again because of other load on the processor: {100 * summary.measured_again:.1f}% of the runs"
     return [*lines, again] if summary.measured_again else lines
 
 
@@ -246,7 +246,7 @@ def front_rows(comparison: ControllerComparison) -> Table:
     """A row per configuration of the Pareto front."""
     accuracy, latency, _ = (part.mean(0) for part in comparison.measured.statics.parts)
     return [
-        [*configuration_cells(comparison, index), f"{100 * accuracy[index]:.1f} %", f"{latency[index]:.1f}"]
+        [*configuration_cells(comparison, index), f"{100 * accuracy[index]:.1f}%", f"{latency[index]:.1f}"]
         for index in comparison.front
     ]
 
@@ -257,9 +257,9 @@ def row_cells(row: MethodAtBudget) -> list[str]:
     return [
         row.method,
         f"{row.budget_ms:.1f}",
-        f"{100 * row.accuracy:.1f} %",
+        f"{100 * row.accuracy:.1f}%",
         *(f"{time:.1f}" for time in times),
-        f"{100 * row.violation_rate:.1f} %",
+        f"{100 * row.violation_rate:.1f}%",
         f"{row.complexity:.3f}",
     ]
 
@@ -285,9 +285,9 @@ EPOCH_SHARES = ("accuracy_mean", "budget_violation_rate")
 
 
 def plot_pareto(directory: Path, comparison: ControllerComparison) -> Path:
-    """Plot mean accuracy against mean latency; the controller's points are labelled with their budgets."""
+    """Plot mean accuracy against mean latency; the controller's points are labeled with their budgets."""
     samples = len(comparison.measured.statics.accuracy)
-    late = f"hollow: over {100 * ALLOWED_VIOLATIONS:.0f} % of the answers are late"
+    late = f"hollow: over {100 * ALLOWED_VIOLATIONS:.0f}% of the answers are late"
     title = f"{samples} questions; a line connects budgets; {late}"
     figure, [axes] = panels([title], "Accuracy against latency")
     latency, accuracy = _means(comparison.measured.statics)
@@ -299,12 +299,12 @@ def plot_pareto(directory: Path, comparison: ControllerComparison) -> Path:
     axes.scatter(latency, accuracy, color=PURPLE, marker="v", s=30, label="random", zorder=3)
     latency, accuracy = _means(comparison.methods["full"])
     axes.scatter(latency[:1], accuracy[:1], color=VERMILLION, marker="*", s=190, label="full model", zorder=3)
-    for name, (colour, marker, label) in METHOD_LINES.items():
+    for name, (color, marker, label) in METHOD_LINES.items():
         latency, accuracy = _means(comparison.methods[name])
-        axes.plot(latency, accuracy, color=colour, marker=marker, markersize=7, linewidth=1.5, label=label, zorder=4)
+        axes.plot(latency, accuracy, color=color, marker=marker, markersize=7, linewidth=1.5, label=label, zorder=4)
         is_late = comparison.violation_rates(name) > ALLOWED_VIOLATIONS
         points = latency[is_late], accuracy[is_late]
-        axes.plot(*points, marker, color=colour, markersize=7, markerfacecolor="white", zorder=5)
+        axes.plot(*points, marker, color=color, markersize=7, markerfacecolor="white", zorder=5)
     _scale(axes)
     _label_budgets(axes, comparison)
     legend_below(figure, [axes], most_columns=3)
@@ -352,9 +352,9 @@ def plot_curves(directory: Path, source: ControllerSource) -> Path | None:
     figure, all_axes = panels(list(EPOCH_PANELS.values()), "Training of the controller, by epoch")
     for axes, column in zip(all_axes, EPOCH_PANELS):
         for name, table in tables.items():
-            colour, legend = EPOCH_TABLES[name]
+            color, legend = EPOCH_TABLES[name]
             epochs, values = ([float(row[key]) for row in table] for key in ("epoch", column))
-            axes.plot(epochs, values, color=colour, marker="o", markersize=4, label=legend)
+            axes.plot(epochs, values, color=color, marker="o", markersize=4, label=legend)
         if column in EPOCH_SHARES:
             percent_axis(axes, "")
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))

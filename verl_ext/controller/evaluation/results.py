@@ -177,7 +177,7 @@ class ComparisonSummary:
 
     Attributes:
         controller_minus_lookup_table: difference in accuracy, mean over budgets.
-        interval: 95 % confidence interval of that difference over questions; None with a single question.
+        interval: 95% confidence interval of that difference over questions; None with a single question.
         gap_closed: share of the gap between oracle and lookup table that the controller closes, mean over the budgets
             with a gap of at least `LEAST_GAP`; None without such budgets.
         num_gap_budgets: number of these budgets.

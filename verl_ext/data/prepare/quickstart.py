@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--samples",
         type=IntArg(MIN_SAMPLES, MAX_SAMPLES),
         default=12_000,
-        help=f"training samples, {MIN_SAMPLES} to {MAX_SAMPLES}; plus 2 %% for validation",
+        help=f"training samples, {MIN_SAMPLES} to {MAX_SAMPLES}; plus 2%% for validation",
     )
     parser.add_argument("--seed", type=IntArg(0), default=0, help="seed of the data and of the weights")
 
@@ -125,7 +125,7 @@ def sample_quickstart(num_train: int, seed: int) -> QuickstartData:
     """Sample all data; the same arguments give the same rows in the same order.
 
     Args:
-        num_train: number of training rows, divided equally among the families; plus 2 % for validation.
+        num_train: number of training rows, divided equally among the families; plus 2% for validation.
     """
     generator = random.Random(seed)
     train: list[Row] = []

@@ -1,9 +1,9 @@
 """`vqa`: creates questions about generated images, and a tiny vision-language model to answer them.
 
-The images are cards: two digits on a coloured ground, in bold or fine print. Bold print is solid ink and readable at
-any size. Fine print is a checkerboard of single pixels around the ground's colour, which is visible at full resolution
+The images are cards: two digits on a colored ground, in bold or fine print. Bold print is solid ink and readable at
+any size. Fine print is a checkerboard of single pixels around the ground's color, which is visible at full resolution
 and disappears when the image is scaled down. The answer to a sum includes its working and a check. So each kind of
-question needs a different part of a model: a small part recognizes the colour, fine print needs the high tier, and the
+question needs a different part of a model: a small part recognizes the color, fine print needs the high tier, and the
 long answer to a sum makes every block expensive.
 """
 
@@ -35,7 +35,7 @@ LESSONS_NAME, QUESTIONS_NAME = "lessons", "questions"
 NUM_LESSONS, NUM_QUESTIONS, NUM_VAL = 4000, 512, 300
 QUESTIONS_PER_LESSON = 4
 LESSON_KINDS = ["colour", "digit", "digit", "sum", "sum"]
-"""Distribution of the kinds of questions in lessons; colours are easiest to learn, so they are rarer."""
+"""Distribution of the kinds of questions in lessons; colors are easiest to learn, so they are rarer."""
 FADED_FRACTION = 0.45
 """Share of fine print in lessons that is mixed with ink."""
 
@@ -92,7 +92,7 @@ def sample_questions(count: int, rng: random.Random) -> Iterator[Row]:
 
 SIDE = 144
 """Pixels per side of a card: 9 pairs of merged 8-pixel patches, so that 1/3 and 2/3 of it are whole pairs too."""
-COLOURS = {
+COLORS = {
     "red": (225, 60, 60),
     "green": (60, 180, 80),
     "blue": (80, 120, 235),
@@ -114,19 +114,19 @@ class Card:
     """The content of a card.
 
     Attributes:
-        colour: colour of the ground.
+        color: color of the ground.
         digits: digits from left to right.
         ink: 1 for bold print, 0 for fine print; both are visible in between.
     """
 
-    colour: str
+    color: str
     digits: tuple[int, int]
     ink: float
 
     def answer(self, kind: str) -> str:
         """The answer to a question of `QUESTIONS`."""
         first, last = self.digits
-        return {"colour": self.colour, "digit": str(first), "sum": sum_answer(first, last)}[kind]
+        return {"colour": self.color, "digit": str(first), "sum": sum_answer(first, last)}[kind]
 
 
 def sum_answer(first: int, last: int) -> str:
@@ -141,10 +141,10 @@ def sample_card(rng: random.Random, bold_fraction: float = 0.5, faded_fraction: 
         bold_fraction: share of cards in bold print; the others are in fine print.
         faded_fraction: share of fine print that is mixed with ink, which teaches a model where to look.
     """
-    colour, digits = rng.choice(list(COLOURS)), (rng.randrange(len(GLYPHS)), rng.randrange(len(GLYPHS)))
+    color, digits = rng.choice(list(COLORS)), (rng.randrange(len(GLYPHS)), rng.randrange(len(GLYPHS)))
     if rng.random() < bold_fraction:
-        return Card(colour, digits, 1.0)
-    return Card(colour, digits, rng.uniform(0, 0.6) if rng.random() < faded_fraction else 0.0)
+        return Card(color, digits, 1.0)
+    return Card(color, digits, rng.uniform(0, 0.6) if rng.random() < faded_fraction else 0.0)
 
 
 def paint_card(card: Card, rng: random.Random) -> Image.Image:
@@ -153,7 +153,7 @@ def paint_card(card: Card, rng: random.Random) -> Image.Image:
     from PIL import Image
 
     pixels = np.full((SIDE, SIDE, 3), rng.randint(150, 240), dtype=np.float32)
-    ground = 70 + 0.4 * np.array(COLOURS[card.colour]) + [rng.randint(-6, 6) for _ in range(3)]
+    ground = 70 + 0.4 * np.array(COLORS[card.color]) + [rng.randint(-6, 6) for _ in range(3)]
     pixels[8:-8, 8:-8] = ground
     dark, right, down = rng.randint(0, 40), rng.randint(-1, 1), rng.randint(-1, 1)
     checkers = np.where(np.indices((SIDE, SIDE)).sum(0) % 2, CONTRAST, -CONTRAST)[..., None]
@@ -212,7 +212,7 @@ def build_processor() -> Qwen3VLProcessor:
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     digits = range(len(GLYPHS))
-    answers = [*COLOURS, *map(str, digits), *itertools.starmap(sum_answer, itertools.product(digits, repeat=2))]
+    answers = [*COLORS, *map(str, digits), *itertools.starmap(sum_answer, itertools.product(digits, repeat=2))]
     turns = [{"role": "user", "content": text} for text in QUESTIONS.values()]
     turns += [{"role": "assistant", "content": text} for text in answers]
     tokenizer = train_tokenizer([turns, turns])  # twice, because words that occur once get no token
