@@ -196,6 +196,7 @@ add("rewards reach their plateau", "grpo", reward_total_mean=noisy(lambda s: 0.9
 add("certainty with success", "grpo", entropy=falling(0.8, 0.01, 9.0), steps=400)
 add("shorter answers with more reward", "grpo", seq_completion_len_mean=falling(240, 80, 9.0))
 add("longer answers take longer", "grpo", seq_completion_len_mean=line(100, 400), step_s=line(10, 20, 0.1))
+add("rewards rise faster and faster", "grpo", steps=40, reward_total_mean=noisy(lambda s: 0.14 + 0.3 * s**3, 0.02))
 add("rare rewards", "grpo", reward_total_mean=lambda share, rng: rng.binomial(32, 0.01) / 32,
     reward_correct_mean=lambda share, rng: rng.binomial(32, 0.02) / 32, reward_format_mean=flat(0.3))  # fmt: skip
 add("rare rewards become less rare", "grpo",

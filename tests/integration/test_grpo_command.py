@@ -266,7 +266,9 @@ def test_reward_failing_on_every_sample_stops_run(quickstart: Path, tmp_path: Pa
     assert run.record()["status"] == "failed" and "the reward score failed" in attempt["exit_reason"]
     assert sorted(run.losses()) == [1, 2] and run.tracker() == "2" and not damaged_files(saved)
     logged = [line for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert len(logged) == 2 and all(part in line for line in logged for part in (" | reward ", " | length ", " | KL "))
+    assert len(logged) == 2 and all(
+        part in line for line in logged for part in (" | reward ", " | length ", " | grad norm ")
+    )
 
 
 def test_engine_with_stale_weights_stops_run(quickstart: Path, tmp_path: Path) -> None:

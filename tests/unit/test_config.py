@@ -346,6 +346,12 @@ def test_paths_need_only_shell_quoting(path: str) -> None:
         assert value_set_by(parse_override(text), text) == value
 
 
+def test_named_items_of_list_need_only_shell_quoting() -> None:
+    text = "reward.functions=[near=/my dir/mine.py:near*0.5, reward_correct, 'a=b','c,d=e']"
+    expected = ["near=/my dir/mine.py:near*0.5", "reward_correct", "a=b", "c,d=e"]
+    assert value_set_by(parse_override(text), text) == expected
+
+
 @pytest.mark.parametrize("key", ["trainer.default_local_dir", "data.train_files", "model.partial_pretrain"])
 def test_home_of_unknown_user_is_rejected(key: str) -> None:
     with pytest.raises(UserError, match=rf"{key} .*no user nobody_at_all"):

@@ -311,6 +311,13 @@ def test_global_batches_are_same_for_any_number_of_ranks() -> None:
         assert [sorted(step) for step in batches(ranks, plan)] == [sorted(step) for step in batches(1, None)]
 
 
+def test_mini_batches_are_same_for_any_number_of_ranks() -> None:
+    (whole,) = GlobalBatchSampler(8, 8, 0, 1, 1, num_mini_batches=2)
+    parts = [next(iter(GlobalBatchSampler(8, 8, rank, 2, 1, num_mini_batches=2))) for rank in range(2)]
+    for start in (0, 4):
+        assert sum((part[start // 2 : start // 2 + 2] for part in parts), []) == whole[start : start + 4]
+
+
 def test_sampler_resumes_at_any_position_and_epoch_end() -> None:
     whole = GlobalBatchSampler(30, 10, 0, 1, seed=3)
     seen, states = [], []

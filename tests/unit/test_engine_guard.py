@@ -20,7 +20,7 @@ from verl_ext.grpo.hf_engine import HFEngine
 from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
 from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy
-from verl_ext.grpo.vllm_engine import leave_to_trainer, remedy_of, require_free_memory
+from verl_ext.grpo.vllm_engine import leave_to_trainer, remedy_of, require_engine_arguments, require_free_memory
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 SAMPLING = SamplingArgs(0.9, 1.0, -1, 8)
@@ -50,7 +50,7 @@ def policy_of(engine: RolloutEngine, sampling: SamplingArgs = SAMPLING) -> Token
 def check_steps(guard: EngineGuard, policy: TokenPolicy, steps: Sequence[int]) -> None:
     for step in steps:
         trajectories = [Trajectory(prompt, number) for prompt in PROMPTS for number in range(3)]
-        guard.check(step, guard.generate(step, list(policy.generate(trajectories, step))))
+        guard.check(step, list(policy.generate(trajectories, step)))
 
 
 def test_engine_with_trained_weights_passes() -> None:
@@ -78,12 +78,10 @@ def test_trained_model_as_engine_is_not_checked() -> None:
     check_steps(EngineGuard(policy, FLOAT32_GAP, 4, "cpu"), policy, [1])
 
 
-def test_truncated_sampling_is_checked_with_full_distribution() -> None:
-    """With `top_p`, the sampling probabilities differ from the model's."""
-    engine = OtherEngine(0.0)
-    policy = policy_of(engine, replace(SAMPLING, top_p=0.7, max_tokens=40))
+def test_filtered_sampling_is_checked() -> None:
+    """With `top_p`, the sampling probabilities differ from the model's, but not the engine's log-probabilities."""
+    policy = policy_of(OtherEngine(0.0), replace(SAMPLING, top_p=0.7, max_tokens=40))
     check_steps(EngineGuard(policy, FLOAT32_GAP, 4, "cpu"), policy, [1])
-    assert [(sampling.top_p, sampling.max_tokens) for sampling in engine.asked] == [(0.7, 40), (1.0, 16)]
     with pytest.raises(UserError, match="step 1"):
         wrong = policy_of(OtherEngine(0.05), replace(SAMPLING, top_k=3))
         check_steps(EngineGuard(wrong, FLOAT32_GAP, 4, "cpu"), wrong, [1])
@@ -151,6 +149,12 @@ def test_memory_error_of_vllm_does_not_advise_another_engine(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert remedy_of(error).startswith(remedy)
+
+
+def test_unknown_engine_argument_is_refused() -> None:
+    require_engine_arguments(["max_num_batched_tokens"])
+    with pytest.raises(UserError, match=r"no argument max_num_seq \(.*did you mean rollout.vllm.max_num_seqs\?"):
+        require_engine_arguments(["max_num_seq"])
 
 
 def test_failure_of_peer_is_not_error_of_this_rank() -> None:

@@ -103,6 +103,19 @@ def test_invalid_settings_are_rejected(quickstart: Path, tmp_path: Path, overrid
         check_inputs(config)
 
 
+@pytest.mark.parametrize("first", ["42", '{"entry_point": "f", "tests": ["assert f()"]}'])
+def test_tests_are_required_in_every_row(quickstart: Path, tmp_path: Path, first: str) -> None:
+    truths = sorted(["42", '{"entry_point": "f", "tests": ["assert f()"]}'], key=lambda truth: truth != first)
+    rows = [{"prompt": f"q{number}", "reward_model": {"ground_truth": truths[number % 2]}} for number in range(8)]
+    path = tmp_path / "mixed.parquet"
+    pd.DataFrame(rows).to_parquet(path)
+    data = f"data.train_files={path}"
+    where = truths.index("42")
+    with pytest.raises(UserError, match=f"reward code_tests runs tests, but .* row {where} is '42', which has none"):
+        check_inputs(config_with(quickstart, tmp_path, data, "reward.functions=[code_tests]"))
+    check_inputs(config_with(quickstart, tmp_path, data, "reward.functions=[reward_correct]"))
+
+
 @pytest.mark.parametrize("measures", ["data.eval_split=train", "data.eval_every_steps=0"])
 def test_validation_file_is_needed_only_for_validation(quickstart: Path, tmp_path: Path, measures: str) -> None:
     config = config_with(quickstart, tmp_path, "data.val_files=null", measures)

@@ -175,6 +175,13 @@ def test_gsm8k_rewards_are_weighted_and_ordered(opened: TextEnvironment) -> None
     assert [reward.total for reward in rewards] == [2, 1, 1, 0]
 
 
+@pytest.mark.parametrize("opened", [["big=TMP/mine.py:score*1e15", "reward_format"]], indirect=True)
+def test_reward_beyond_float32_fails(opened: TextEnvironment) -> None:
+    small, large = rewards_of(opened, [sample(text, "0", extra_info={"index": 0}) for text in ("x", "xx")])
+    assert small.components["big"] == 1e15 and large.components == {"reward_format": 0}
+    assert large.failures["big"].reason == "its value 2 times its weight 1e+15 exceeds 1e+15"
+
+
 @pytest.mark.parametrize("opened", [["code_tests", "exec_success*0.1", "length_penalty"]], indirect=True)
 def test_code_rewards_score_tests_execution_and_length(opened: TextEnvironment) -> None:
     """The components are the share of passed tests, execution success and the length penalty."""

@@ -97,11 +97,12 @@ def shown(*rows: MetricsRow, total_steps: int = 2000) -> list[str]:
 @pytest.mark.parametrize(
     ("metrics", "middle", "step", "total_steps", "step_s", "eta"),
     [
-        (GRPO_ROW, "length 1234 | KL 0.0000", 1000, 2000, 114.0, "31:40:00"),
+        (GRPO_ROW, "length 1234", 1000, 2000, 114.0, "31:40:00"),
+        ({**GRPO_ROW, "train/update_kl": 0.0123}, "length 1234 | step KL 0.0123", 100, 200, 4.0, "0:06:40"),
         ({**GRPO_ROW, "train/kl": 0.0123}, "length 1234 | KL 0.0123", 1000, 2000, 114.0, "31:40:00"),
         (BUDGET_ROW, "acc 0.500 | latency 212.5 ms", 100, 200, 60.0, "1:40:00"),
     ],
-    ids=["grpo", "with a reference model", "budget"],
+    ids=["grpo", "several updates", "with a reference model", "budget"],
 )
 def test_reward_lines_show_parts_and_fit_terminal(
     metrics: dict[str, float], middle: str, step: int, total_steps: int, step_s: float, eta: str

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from subprocess import run
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from tests.helpers import ROOT
 from verl_ext.data.prepare import is_prepared, prepare
@@ -154,6 +156,43 @@ def test_converts_prompts_for_grpo(repository: Path) -> None:
     assert words[0] == "prompts" and config.data.prompt_key == "prompt"
     prepare(words)
     assert is_prepared(words) and Path(config.data.val_files).is_file()
+
+
+def test_converts_flat_parquet_for_grpo(repository: Path) -> None:
+    """Otherwise a reward function would get no ground truth."""
+    columns: dict[str, list[object]] = {"prompt": ["a", "b"], "answer": ["1", "2"]}
+    flat, rl, prompts = (repository / f"{name}.parquet" for name in ("flat", "rl", "prompts"))
+    parquet.write_table(pyarrow.table(columns), flat)
+    parquet.write_table(pyarrow.table({**columns, "reward_model": [{"ground_truth": "1"}] * 2}), rl)
+    parquet.write_table(pyarrow.table({"prompt": columns["prompt"]}), prompts)
+    [words] = conversions(
+        launched(f"data.train_files={flat}", "data.val_files=null", "data.eval_every_steps=0", stage="grpo")
+    )
+    assert words[:3] == ["prompts", "--input", str(flat)]
+    for path in (rl, prompts):
+        assert not conversions(
+            launched(f"data.train_files={path}", "data.val_files=null", "data.eval_every_steps=0", stage="grpo")
+        )
+
+
+def test_inputs_of_caller_directory_are_found(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caller = repository.parent
+    monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(caller))
+    (caller / "model").mkdir()
+    for name in ("t.parquet", "both.parquet"):
+        (caller / name).touch()
+    Path("both.parquet").touch()
+    words = ("data.train_files=[t.parquet,both.parquet]", "model.partial_pretrain=model", "data.val_files=no.parquet")
+    config = launched(*words)
+    assert config.data.train_files == [f"{caller}/t.parquet", "both.parquet"]
+    assert (config.model.partial_pretrain, config.data.val_files) == (f"{caller}/model", "no.parquet")
+    assert launched(*words, "model.partial_pretrain=org/model").model.partial_pretrain == "org/model"
+
+
+def test_added_keys_without_effect_are_printed(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launched("+foo.bar=1", "+optim.lrr=3", "+optim.lr=1e-3")
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Added keys")]
+    assert line.endswith(": foo.bar, optim.lrr (did you mean optim.lr?)")
 
 
 def test_files_are_also_searched_in_caller_directory(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,11 @@ _PATH = re.compile(
     r"""(?P<before>[=\[,] *|: +)(?P<path>(?:~|\.{0,2}/)(?:[^'",\[\]{}]*[^\s'",\[\]{}])?) *"""
 )
 """A path that starts with `/`, `~`, `./` or `../` and is a value, or an item of a list or mapping of values."""
+_NAMED_ITEM = re.compile(
+    r"""(?P<quoted>'[^']*'|"[^"]*")|(?P<before>[\[,] *)"""
+    r"""(?P<path>[^'",\[\]{}=]+=[^'",\[\]{}]*[^\s'",\[\]{}]) *(?=[,\]])"""
+)
+"""An item of a list that contains `=`, such as `near=mine.py:near` of `reward.functions`."""
 
 
 class Composer:
@@ -121,6 +126,13 @@ class Composer:
             f"{name}.".startswith(f"{known}.") or known.startswith(f"{name}.") for known in self._keys
         )
 
+    def unknown_keys_added_by(self, words: Iterable[str]) -> list[str]:
+        """Keys that `+key=value` adds and that no setting reads, each with a similar key in parentheses, if any."""
+        added = self.keys_set_by(word for word in words if word.startswith("+"))
+        unknown = sorted(name for name in added if self._is_free(name) and name not in self._others)
+        similar = {name: meant_key(name, [*self._keys]) for name in unknown}
+        return [f"{name} (did you mean {similar[name]}?)" if similar[name] else name for name in unknown]
+
     def _is_in_open_mapping(self, name: str) -> bool:
         return any(key.is_open and name.startswith(f"{known}.") for known, key in self._keys.items())
 
@@ -176,8 +188,8 @@ def parse_override(text: str) -> Override:
     try:
         override = parser.parse_override(text)
     except HydraException as error:
-        try:  # Hydra allows ~, parentheses and non-ASCII letters only in quotes, and no shell expands ~ after `key=`
-            override = parser.parse_override(_PATH.sub(_quoted, text))
+        try:  # Hydra allows ~, =, parentheses and non-ASCII letters only in quotes, and no shell expands ~ after `key=`
+            override = parser.parse_override(_PATH.sub(_quoted, _NAMED_ITEM.sub(_quoted, text)))
         except HydraException:
             shown = masked(text)  # if it holds a secret, omit the parser's message too, which repeats it
             why = f" ({first_line_of(error)})" if shown == text else ""

@@ -83,7 +83,11 @@ class TextDataConfig(DataConfig):
     @property
     def raw_files(self) -> list[str]:
         """The data files that must be converted before they can be read."""
-        return [name for name in file_list(self.train_files) + file_list(self.val_files) if is_raw(name)]
+        return [name for name in file_list(self.train_files) + file_list(self.val_files) if self.is_raw(name)]
+
+    def is_raw(self, name: str) -> bool:
+        """Whether a data file must be converted: JSON and CSV."""
+        return name.lower().endswith(RAW_SUFFIXES) and "://" not in name
 
 
 @dataclass(kw_only=True)
@@ -142,6 +146,10 @@ class PromptDataConfig(EvaluatedDataConfig, TextDataConfig):
     max_prompt_length: int = setting(512, "Maximum prompt tokens", ge=1)
     filter_overlong_prompts: bool = setting(False, "Skip longer prompts instead of failing")
     max_response_length: int = setting(512, "Maximum completion tokens; longer ones are truncated", ge=1)
+
+    def is_raw(self, name: str) -> bool:
+        """Whether a data file must be converted: JSON, CSV, and parquet with answers outside verl's RL columns."""
+        return super().is_raw(name) or has_flat_columns(Path(name).expanduser(), self.prompt_key)
 
 
 @dataclass(kw_only=True)
@@ -265,6 +273,14 @@ def file_list(files: str | list[str] | None) -> list[str]:
     return list(files) if isinstance(files, list) else [str(files)]
 
 
-def is_raw(name: str) -> bool:
-    """Whether a data file is JSON or CSV."""
-    return name.lower().endswith(RAW_SUFFIXES) and "://" not in name
+def has_flat_columns(path: Path, prompt_key: str) -> bool:
+    """Whether a parquet file has columns for rewards that verl's RL format keeps in `reward_model` or `extra_info`."""
+    from pyarrow import ArrowException, parquet
+
+    if not path.is_file():
+        return False
+    try:
+        columns = {*parquet.read_schema(path).names}
+    except (ArrowException, OSError):  # reported by the checks of the inputs
+        return False
+    return not columns & {"reward_model", "extra_info"} and not columns <= {prompt_key, "data_source", "ability"}

@@ -29,6 +29,8 @@ else:
 MOST_BYTES = 256 << 20
 """Maximum number of bytes, of all files together, that a digest reads."""
 BLOCK_BYTES = 1 << 20
+ANSWER_KEYS = ("ground_truth", "answer")
+"""Columns that the conversion to verl's RL format accepts instead of `reward_model.ground_truth`; the first counts."""
 ORIGIN_KEY = "converted_from"
 """Column of converted data files with the source file and row, for messages."""
 PANDAS_INDEX = re.compile(r"__index_level_\d+__")

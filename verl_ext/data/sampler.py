@@ -28,7 +28,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         global_batch_size: samples per optimizer step over all data-parallel ranks.
         num_ranks: number of data-parallel ranks; must divide the global batch.
         plan: assigns the samples of a global batch to micro-batches and ranks; None gives each rank an equal,
-            contiguous part.
+            contiguous part of each mini-batch.
+        num_mini_batches: number of updates per global batch; an update's samples do not depend on the number of ranks.
 
     Raises:
         UserError: the dataset is smaller than one global batch.
@@ -42,6 +43,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         num_ranks: int,
         seed: int,
         plan: MicroBatchPlan | None = None,
+        num_mini_batches: int = 1,
     ) -> None:
         if num_samples < global_batch_size:
             raise UserError(
@@ -51,6 +53,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self.num_samples, self.global_batch_size, self.seed = num_samples, global_batch_size, seed
         self.order_seed = seed
         self.rank, self.num_ranks, self.plan = rank, num_ranks, plan
+        self.num_mini_batches = num_mini_batches
         self.epoch, self.batches_done = 0, 0
 
     def __len__(self) -> int:
@@ -67,8 +70,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
     def _part_of_rank(self, rows: list[int]) -> list[Any]:
         if self.plan is not None:
             return self.plan.assign(rows, self.num_ranks)[self.rank]
-        local_batch_size = self.global_batch_size // self.num_ranks
-        return rows[self.rank * local_batch_size :][:local_batch_size]
+        size = self.global_batch_size // self.num_mini_batches
+        local_size = size // self.num_ranks
+        starts = range(self.rank * local_size, self.global_batch_size, size)
+        return [row for start in starts for row in rows[start : start + local_size]]
 
     def advance(self) -> None:
         """Advance by one global batch; after the last batch of an epoch, move to the start of the next epoch."""

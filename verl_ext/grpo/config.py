@@ -71,7 +71,7 @@ class ActorConfig:
     """`actor`: the policy loss. For samples of one decision, all aggregation modes are equal."""
 
     ppo_mini_batch_size: int | None = setting(
-        None, "Samples per update over all ranks", ge=1, null="one update per pass"
+        None, "Prompts per update over all ranks", ge=1, null="one update per pass"
     )
     ppo_epochs: int = setting(1, "Passes over a step's samples", ge=1)
     clip_ratio_low: float = setting(0.2, "Clip ratios below 1 minus this", ge=0, le=1)

@@ -124,14 +124,8 @@ class EngineGuard:
         self.policy, self.max_gap, self.micro_batch_size, self.device = policy, max_gap, micro_batch_size, device
         self._steps_left = CHECKED_STEPS if policy.engine_dtype is not None else 0
 
-    def generate(self, step: int, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return some trajectories of a step for `check`, none after the first steps; inside `Policy.sampling`."""
-        if not self._steps_left:
-            return []
-        return self.policy.generate_unfiltered(trajectories[: self.micro_batch_size], step)
-
     def check(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Compare `generate`'s trajectories with the model, and stop the run if any rank's engine differs; collective.
+        """Compare some trajectories with the model, and stop the run if any rank's engine differs; collective.
 
         Raises:
             UserError: on every rank, before the step's update.
@@ -139,7 +133,8 @@ class EngineGuard:
         if self._steps_left == 0:
             return
         self._steps_left -= 1
-        gap = reduce_over_ranks(maxima={"gap": self._gap(trajectories)}, device=self.device)["gap"]
+        gap = self._gap(trajectories[: self.micro_batch_size])
+        gap = reduce_over_ranks(maxima={"gap": gap}, device=self.device)["gap"]
         if not gap <= self.max_gap:
             raise UserError(
                 f"step {step}: the engine's log-probabilities differ from the trained model's by {gap:.3g} nats "

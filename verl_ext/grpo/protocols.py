@@ -239,13 +239,6 @@ class Policy(ABC):
             Each trajectory once it has its action, in any order.
         """
 
-    def generate_unfiltered(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
-        """Return trajectories with log-probabilities under the unfiltered distribution, as in `log_probs`.
-
-        Collective; call it inside `sampling`.
-        """
-        return list(trajectories)
-
     @abstractmethod
     def collate(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
         """Convert trajectories to tensors on the CPU."""

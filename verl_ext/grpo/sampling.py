@@ -47,11 +47,6 @@ class SamplingArgs:
     top_k: int
     max_tokens: int
 
-    @property
-    def is_filtered(self) -> bool:
-        """Whether tokens outside top_p or top_k are never sampled."""
-        return self.top_p < 1 or self.top_k > 0
-
 
 @dataclass(frozen=True)
 class Completion:
@@ -59,7 +54,7 @@ class Completion:
 
     Attributes:
         token_ids: tokens, including the end-of-turn token if sampled.
-        log_probs: (tokens,), float32; log-probability of each token under its sampling distribution.
+        log_probs: (tokens,), float32; log-probability of each token at the temperature, without top_p and top_k.
         truncated: whether the completion reached `max_tokens`.
         text: decoded without special tokens.
 
@@ -145,8 +140,8 @@ def sample_tokens(
         sampling: sampling parameters of all rows.
 
     Returns:
-        Tokens, (rows, 1), and their log-probabilities under the sampling distribution, (rows, 1); NaN if the logits
-        are not finite.
+        Tokens, (rows, 1), and their log-probabilities at the temperature, (rows, 1), which top_p and top_k do not
+        change, so that the trainer can reproduce them; NaN if the logits are not finite.
     """
     logits = logits.float()
     if sampling.temperature == 0:
@@ -159,9 +154,9 @@ def sample_tokens(
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
-    log_probs = warpers(None, logits).log_softmax(-1)  # they ignore the previous tokens
-    sums = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    filtered = warpers(None, logits)  # they ignore the previous tokens
+    sums = filtered.softmax(-1).cumsum(-1, dtype=torch.float64)
     # the first sum above a number below the last sum: its token has a probability above 0
     tokens = torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)
     tokens.clamp_(max=logits.shape[1] - 1)  # none is above NaN
-    return tokens, log_probs.gather(1, tokens)
+    return tokens, logits.gather(1, tokens) - logits.logsumexp(-1, keepdim=True)

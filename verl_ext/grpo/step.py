@@ -113,9 +113,8 @@ class GRPOStep:
         with self.policy.sampling(version=step - 1) as sync_metrics:
             trajectories = self.rollout(prompts, step, self.group_size)
             num_replaced = self.replace_groups_without_signal(trajectories, step)
-            compared = self.engine_guard.generate(step, trajectories)
         self.reward_guard.check(step, trajectories)
-        self.engine_guard.check(step, compared)
+        self.engine_guard.check(step, trajectories)
         with self.timer.measure("advantages"):
             rewards = [trajectory.total_reward for trajectory in trajectories]
             advantages = group_advantages(rewards, self.group_size, self.algorithm.norm_adv_by_std_in_grpo)

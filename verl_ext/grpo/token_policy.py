@@ -20,8 +20,6 @@ from verl_ext.grpo.protocols import LogProbs, Metrics, MicroBatch, Policy, Traje
 from verl_ext.grpo.sampling import RolloutEngine, SampleRequest, SamplingArgs, sample_seed
 from verl_ext.verl_api import entropy_from_logits, logprobs_from_logits
 
-UNFILTERED_TOKENS = 16
-"""Maximum length of completions that only serve to compare engine and model."""
 LOG_PROB_DIGITS = 6
 """Decimal places of log-probabilities in `sample_tokens.jsonl`."""
 PADDING, PROMPT = -1, 0
@@ -92,14 +90,6 @@ class TokenPolicy(Policy):
         greedily = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=-1)
         return self._generate(trajectories, step, greedily if greedy else self._sampling)
 
-    def generate_unfiltered(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
-        """See `Policy.generate_unfiltered`; with top_p or top_k, short completions are generated without them."""
-        if not self._sampling.is_filtered:
-            return list(trajectories)
-        max_tokens = min(UNFILTERED_TOKENS, self._sampling.max_tokens)
-        unfiltered = replace(self._sampling, top_p=1.0, top_k=-1, max_tokens=max_tokens)
-        return list(self._generate([Trajectory(each.prompt, each.number) for each in trajectories], step, unfiltered))
-
     def _generate(self, trajectories: Sequence[Trajectory], step: int, sampling: SamplingArgs) -> Iterator[Trajectory]:
         requests = [
             SampleRequest(
@@ -157,7 +147,7 @@ class TokenPolicy(Policy):
     def token_rows(self, trajectories: Sequence[Trajectory], micro_batch_size: int) -> list[dict[str, Any]]:
         """Tokens of prompts and completions with both log-probabilities, which prompts do not have; collective.
 
-        Both are at the sampling temperature. With top_p or top_k, those of the engine are of the filtered distribution.
+        Both are at the sampling temperature, before top_p and top_k.
 
         Args:
             trajectories: as many on every rank.

@@ -226,8 +226,13 @@ def reward_falling(view: HealthView) -> CheckResult | None:
         message = f"the reward went from {means[0]:.4g} to {means[-1]:.4g} over {view.limits.trend_epochs} epochs"
         return CheckResult(level, message)
     series = view.series(REWARD)
-    recent, segments = view.recent(REWARD), series.segment_means
-    if recent is None or len(segments) < 3:
+    recent = view.recent(REWARD)
+    if recent is None or len(series.segment_means) < 3:
+        return None
+    # segments that overlap the recent steps would exceed their mean while the reward rises
+    num_recent_segments = -(-len(recent) // SEGMENT_VALUES)
+    segments = series.segment_means[: -num_recent_segments or None]
+    if not len(segments):
         return None
     now, best, start = float(recent.mean()), float(segments.max()), float(segments[0])
     message = f"the recent reward is {now:.4g}, the best was {best:.4g}"

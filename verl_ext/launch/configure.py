@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -125,7 +125,11 @@ def resolve_config(command: str, overrides: list[str]) -> RunConfig:
             )
             return with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *overrides]))
     config = load_config(command, overrides)
-    return with_paths_of_caller(config) if names_recipe and config.recipe == VERL else config
+    if names_recipe and config.recipe == VERL:
+        return with_paths_of_caller(config)
+    if unknown := composer_of(config.stage).unknown_keys_added_by(overrides):
+        print_line(f"Added keys that only custom classes can read: {', '.join(unknown)}", sys.stderr)
+    return with_inputs_of_caller(config)
 
 
 def was_begun_by_verl(run_dir: Path, resume_from_path: str | None) -> bool:
@@ -140,14 +144,30 @@ def was_begun_by_verl(run_dir: Path, resume_from_path: str | None) -> bool:
 def with_paths_of_caller(config: RunConfig) -> RunConfig:
     """Resolve relative paths from the caller's directory; the scripts change to the repository."""
     caller = caller_directory()
+    return with_paths(config, PATHS, lambda key, path: key != "model.partial_pretrain" or (caller / path).is_dir())
+
+
+def with_inputs_of_caller(config: RunConfig) -> RunConfig:
+    """Resolve relative paths of inputs that exist in the caller's directory and not in the repository."""
+    caller = caller_directory()
+    inputs = [key for key in PATHS if key != "trainer.default_local_dir"]
+    return with_paths(config, inputs, lambda key, path: not Path(path).exists() and (caller / path).exists())
+
+
+def with_paths(config: RunConfig, keys: Iterable[str], is_of_caller: Callable[[str, str], bool]) -> RunConfig:
+    """Resolve relative paths from the caller's directory.
+
+    Args:
+        config: is modified.
+        keys: settings that hold a path or a list of paths.
+        is_of_caller: whether to resolve a path, given its key and itself.
+    """
 
     def from_caller(key: str, path: str) -> str:
         is_fixed = "://" in path or path.startswith(("/", "~"))
-        if is_fixed or (key == "model.partial_pretrain" and not (caller / path).is_dir()):
-            return path
-        return str(caller / path)
+        return str(caller_directory() / path) if not is_fixed and is_of_caller(key, path) else path
 
-    for key in PATHS:
+    for key in keys:
         value = value_at(config, key)
         if value is not None:
             paths = [from_caller(key, path) for path in file_list(value)]

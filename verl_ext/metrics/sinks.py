@@ -241,9 +241,10 @@ def epoch_line(split: str, row: Mapping[str, float]) -> str:
 def _training_parts(row: MetricsRow) -> list[str]:
     if f"train/{_LATENCY}" in row.metrics:  # the stage budget
         middle = [_part(row, "train/accuracy_mean", "acc {:.3f}"), _part(row, f"train/{_LATENCY}", "latency {:.1f} ms")]
-    else:  # without a reference model, the KL divergence is that of the step's updates
-        kl = "train/kl" if "train/kl" in row.metrics else "train/update_kl"
-        middle = [_part(row, f"train/{_LENGTH}", "length {:.0f}"), _part(row, kl, "KL {:z.4f}")]
+    else:
+        middle = [_part(row, f"train/{_LENGTH}", "length {:.0f}"), _part(row, "train/kl", "KL {:z.4f}")]
+        if "train/kl" not in row.metrics and row.metrics.get("train/update_kl"):  # 0 with one update per step
+            middle.append(_part(row, "train/update_kl", "step KL {:.4f}"))
     return [
         _part(row, "train/loss", "loss {:.4f}"),
         _part(row, "train/reward_total_mean", "reward {:.3f}"),

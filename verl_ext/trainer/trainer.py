@@ -158,6 +158,11 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         return build_model(self.config, self.device_mesh, self.precision, checkpoint=self.own_checkpoint)
 
     @property
+    def num_mini_batches(self) -> int:
+        """Number of mini-batches into which a step's samples are divided, each for one update."""
+        return 1
+
+    @property
     def updates_per_step(self) -> int:
         """Number of optimizer updates per step; each advances the learning-rate schedule."""
         return 1
@@ -170,7 +175,13 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.collator = self.build_collator()
         plan = self.micro_batch_plan(self.train_dataset)
         self.train_sampler = GlobalBatchSampler(
-            len(self.train_dataset), data.train_batch_size, self.dp_rank, self.dp_size, self.config.trainer.seed, plan
+            len(self.train_dataset),
+            data.train_batch_size,
+            self.dp_rank,
+            self.dp_size,
+            self.config.trainer.seed,
+            plan,
+            self.num_mini_batches,
         )
         loader = DataLoader(
             self.train_dataset,

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl_ext.data.dataset import ORIGIN_KEY
+from verl_ext.data.dataset import ANSWER_KEYS, ORIGIN_KEY
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
 from verl_ext.data.prepare.conversation import MEDIA_KEYS, SYSTEM_KEYS, check_turns, from_json_text, to_turns
 from verl_ext.data.prepare.tables import (
@@ -25,8 +25,6 @@ from verl_ext.data.prepare.tables import (
 )
 from verl_ext.errors import UserError
 
-ANSWER_KEYS = ("ground_truth", "answer")
-"""Columns that can replace `reward_model.ground_truth`; the first one in a row is used."""
 OUTPUT_KEYS = ("data_source", "ability", "reward_model", "extra_info")
 """Columns of verl's RL format other than `prompt`."""
 

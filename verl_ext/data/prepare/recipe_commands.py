@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_ext.config.secrets import leaves
 from verl_ext.console import print_line
-from verl_ext.data.config import ChatDataConfig, PromptDataConfig, file_list, is_raw
+from verl_ext.data.config import ChatDataConfig, PromptDataConfig, file_list
 from verl_ext.data.prepare import COMMANDS, is_prepared, parse_arguments, prepare
 from verl_ext.data.prepare.command import STAMP_NAME, file_state, trust_stamp
 from verl_ext.data.prepare.tables import TRAIN_NAME, VAL_NAME
@@ -98,7 +98,7 @@ def _absolute(text: str) -> Path:
 
 
 def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bool) -> tuple[list[str], list[str]]:
-    """Replace JSON and CSV files with the parquet files that they are converted to.
+    """Replace raw files with the parquet files that they are converted to.
 
     Each conversion writes to its own directory in `data/`, named after the first file and a digest of contents and
     settings, so that it runs only once for the same files.
@@ -114,7 +114,7 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
         UserError: a file cannot be read, or a setting does not apply to such files.
     """
     train, val = file_list(data.train_files), file_list(data.val_files)
-    converts_train, converts_val = any(map(is_raw, train)), any(map(is_raw, val))
+    converts_train, converts_val = any(map(data.is_raw, train)), any(map(data.is_raw, val))
     splits = converts_train and not has_val_files
     if isinstance(data, ChatDataConfig) and not (data.multiturn.enable and data.multiturn.messages_key == "messages"):
         for key in ("prompt_dict_keys", "response_dict_keys"):

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 
-from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer, ScoredAnswer
+from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer, ScoredAnswer, Tests
 from eval_pipeline.judge.isolation import find_packages
 from eval_pipeline.judge.numeric_answer import is_right
 from eval_pipeline.judge.scorers import require_scorer
 from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.console import print_line, warn
 from verl_ext.data.config import PromptDataConfig, file_list
-from verl_ext.data.dataset import ORIGIN_KEY, drop_nulls, iter_parquet_rows, place_of, reading_parquet
+from verl_ext.data.dataset import ANSWER_KEYS, ORIGIN_KEY, drop_nulls, iter_parquet_rows, place_of, reading_parquet
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.protocols import RewardError
@@ -55,15 +55,14 @@ def check_reward_functions(reward: RewardConfig, data: PromptDataConfig) -> None
     """
     specs = parse_reward_functions(list(reward.functions))
     judged = [spec.name for spec in specs if spec.needs_verdict]
-    needs_truth = judged[0] if judged else None
     train, val = (
         [Path(name).expanduser() for name in file_list(files)] for files in (data.train_files, data.val_files)
     )
     is_measured = data.eval_every_steps and data.eval_split == "test"
     for path in train:
-        check_columns(path, needs_truth)
+        check_columns(path, judged)
     for path in val:  # read even if it is not measured
-        check_columns(path, needs_truth if is_measured else None)
+        check_columns(path, judged if is_measured else [])
     answer = trial_answer(train)
     check_ground_truth(judged, answer)
     for spec in specs:
@@ -84,15 +83,16 @@ def check_judge(reward: RewardConfig) -> None:
             pass  # the ranks warn of a weaker isolation
 
 
-def check_columns(path: Path, judged: str | None) -> None:
+def check_columns(path: Path, judged: list[str]) -> None:
     """Refuse a file whose columns `reward_model` and `extra_info` are not structs, or whose rows lack a ground truth.
 
     Args:
         path: a parquet file.
-        judged: a reward that needs the ground truth; None if no reward does.
+        judged: the rewards that need the ground truth.
 
     Raises:
-        UserError: a column or a ground truth is missing, or a ground truth cannot be read.
+        UserError: a column or a ground truth is missing, or a ground truth cannot be read or has no tests for a reward
+            that runs tests.
     """
     import pyarrow
     from pyarrow import parquet
@@ -103,10 +103,13 @@ def check_columns(path: Path, judged: str | None) -> None:
         kind = schema.field(name).type
         if not pyarrow.types.is_struct(kind) and not pyarrow.types.is_null(kind):
             raise UserError(f"the column '{name}' of {path} is a {kind}; write a struct, as in verl's RL format")
-    if judged is None:
+    if not judged:
         return
-    needs = f"which the reward {judged} needs; add it, or set reward.functions to rewards that do not need it"
+    needs = f"which the reward {judged[0]} needs; add it, or set reward.functions to rewards that do not need it"
     if "reward_model" not in schema.names or pyarrow.types.is_null(schema.field("reward_model").type):
+        if ORIGIN_KEY in schema.names:  # converted from a file of the user
+            origin = place_of(str(path), 0, next(iter_parquet_rows(path, [ORIGIN_KEY], batch_size=1)))
+            raise UserError(f"{origin} has none of the columns {', '.join(ANSWER_KEYS)} and reward_model, {needs}")
         raise UserError(f"{path} has no column 'reward_model' with a ground_truth, {needs}")
     if schema.field("reward_model").type.get_field_index("ground_truth") < 0:
         raise UserError(f"the column 'reward_model' of {path} has no field 'ground_truth', {needs}")
@@ -117,7 +120,7 @@ def check_columns(path: Path, judged: str | None) -> None:
         truth = (record.get("reward_model") or {}).get("ground_truth")
         if truth is None:
             raise UserError(f"{where} has no reward_model.ground_truth, {needs}")
-        read_tests(truth, where)
+        check_tests(judged, read_tests(truth, where), where)
 
 
 def trial_answer(paths: list[Path]) -> RewardedAnswer:
@@ -132,6 +135,27 @@ def trial_answer(paths: list[Path]) -> RewardedAnswer:
     return replace(unanswered, text=text, num_tokens=len(text.split()))
 
 
+def check_tests(judged: list[str], tests: Tests, where: str) -> None:
+    """Refuse a ground truth without tests for a reward that runs tests.
+
+    Raises:
+        UserError: with another reward for this ground truth.
+    """
+    by_tests = [name for name in judged if name in PROGRAM_REWARDS]
+    if not by_tests or not isinstance(tests, ReferenceAnswer | ScoredAnswer):
+        return
+    if isinstance(tests, ScoredAnswer):
+        raise UserError(
+            f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is an entry of reasoning_gym; set "
+            "reward.functions=[reward_correct]"
+        )
+    raise UserError(
+        f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is {abbreviated(tests.answer)}, which "
+        'has none; give tests such as {"entry_point": "f", "tests": ["assert f(1) == 2"]}, or score answers with '
+        "reward.functions=[reward_correct] or 'reward.functions=[path.py:function]'"
+    )
+
+
 def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
     """Refuse a ground truth for which a reward would be 0 for every completion.
 
@@ -140,28 +164,17 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
         answer: an answer to the row to check.
 
     Raises:
-        UserError: the ground truth cannot be read, has no tests for a reward that runs tests, or is a text that
-            `reward_correct` never finds in a completion.
+        UserError: the ground truth cannot be read, or is a text that `reward_correct` never finds in a completion.
     """
     where = answer.sample_id
-    tests = read_tests(answer.ground_truth, where) if judged else None
-    by_tests = [name for name in judged if name in PROGRAM_REWARDS]
+    if not judged:
+        return
+    tests = read_tests(answer.ground_truth, where)
     if isinstance(tests, ScoredAnswer):
         require_scorer(tests.task)
-        if by_tests:
-            raise UserError(
-                f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is an entry of reasoning_gym; "
-                "set reward.functions=[reward_correct]"
-            )
     if not isinstance(tests, ReferenceAnswer):
         return
     truth, shown = tests.answer, abbreviated(tests.answer)
-    if by_tests:
-        raise UserError(
-            f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is {shown}, which has none; give "
-            'tests such as {"entry_point": "f", "tests": ["assert f(1) == 2"]}, or score answers with '
-            "reward.functions=[reward_correct] (numbers) or 'reward.functions=[path.py:function]'"
-        )
     # GSM8K writes its reasoning before "####"
     if "####" in truth or not is_right(f"<answer>{truth}</answer>", truth):
         raise UserError(

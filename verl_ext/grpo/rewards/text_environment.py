@@ -29,6 +29,8 @@ from verl_ext.grpo.rewards.functions import (
 )
 from verl_ext.grpo.rewards.process_pool import RewardProcessPool
 
+MAX_REWARD = 1e15
+"""Largest absolute value of a weighted reward; advantages are computed in float32, and contain its square."""
 MAX_REFERENCE_CHARACTERS = 2000
 """Maximum length of a reference in the sample table; the tests of a program can be much longer."""
 VERDICT = "verdict"
@@ -94,7 +96,7 @@ class TextEnvironment(Environment):
                     value = VERDICT_REWARDS[spec.name](verdict_of(futures[VERDICT]))
                 else:
                     value = futures[spec.name].result()
-                components[spec.name] = spec.weight * value
+                components[spec.name] = _weighted(spec.weight, value)
             except RewardError as error:
                 failures[spec.name] = error.failure
             except Exception as error:  # the sample has no reward, and the failure is reported
@@ -103,6 +105,12 @@ class TextEnvironment(Environment):
             texts = texts | _verdict_texts(futures[VERDICT])
         done = max(finished_at, default=0.0)
         return StepResult(reward=Reward(components, failures, texts=texts, finished_at=done))
+
+
+def _weighted(weight: float, value: float) -> float:
+    if not abs(weight * value) <= MAX_REWARD:
+        raise RewardError(RewardFailure(f"its value {value:.3g} times its weight {weight:g} exceeds {MAX_REWARD:g}"))
+    return weight * value
 
 
 def _texts(answer: RewardedAnswer) -> dict[str, str]:
