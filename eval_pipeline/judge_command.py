@@ -33,6 +33,7 @@ A problem's id depends on the format of the problems:
   mbpp          mbpp/ and `task_id`, such as mbpp/2
   codecontests  `name`, `problem_id`, `task_id` or `id`, the first that is present
   gsm8k         `id`, `task_id` or `problem_id`; without them gsm8k/ and the row's number, such as gsm8k/1
+  math          `unique_id`, `problem_id`, `task_id` or `id`; without them math/ and the row's number, such as math/1
   verl          `problem_id` of `extra_info`; without it the row's number, such as 1
 
 Rows are numbered from 1. In a JSON Lines file, a row's number is its line number, including blank lines."""

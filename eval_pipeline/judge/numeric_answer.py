@@ -1,12 +1,11 @@
-"""Compares a model's answer with a reference answer, exactly (GSM8K).
+"""Compares a model's answer with a reference answer, exactly (GSM8K, MATH).
 
 The first of these tags that occurs is compared, at its last occurrence: `<answer>…</answer>`; `\\boxed{…}`; `#### …`;
 `answer is …` or `answer: …`. Without a tag, the last number of the text is compared. In a tagged answer, the part after
 its last `=` counts: the last number inside `<answer>` and `\\boxed`, the first one after `####` and `answer is`. Those
-two end with their sentence, or before a reason: `42 because 6 * 7 = 42`. A tagged answer that is a formula is compared
-by `math_verify`, and is wrong if that package is not installed. Several numbers and algebra (`3, 4`, `2x`, `x > 5`)
-equal no number. `3 million` equals 3000000, and also 3, for questions that ask for millions. Reasoning up to `</think>`
-counts only if no answer follows it.
+two end with their sentence, or before a reason: `42 because 6 * 7 = 42`. A formula is compared by `judge/formula.py`.
+Several numbers and algebra (`3, 4`, `2x`, `x > 5`) equal no number. `3 million` equals 3000000, and also 3, for
+questions that ask for millions. Reasoning up to `</think>` counts only if no answer follows it.
 
 Answers may be hostile: every pattern takes time linear in the text, and numbers that are too big are not computed. Only
 the standard library is imported, because small server processes use this module.
@@ -14,16 +13,15 @@ the standard library is imported, because small server processes use this module
 
 from __future__ import annotations
 
-import logging
 import re
 import unicodedata
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import permutations
+from typing import TypeAlias
 
-MAX_FORMULA_CHARS = 100
+from eval_pipeline.judge.formula import equal_formulas
 
 # not if a string, or code in prose, contains the tag
 _REASONING_END = re.compile(r"(?:</think(?:ing)?>|\[/THINK\])(?![\"'\\]|`(?!``))")
@@ -33,36 +31,32 @@ _BOXED = re.compile(r"\\boxed\s{0,3}\{")
 _BRACE = re.compile(r"[{}]")
 # "#### 1. First" and "#### Step 1" are headings
 _HASHES = re.compile(r"(?<!#)####(?!#|[ \t]{0,4}[0-9]+[.):][ \t]{0,4}[A-Za-z])([^A-Za-z0-9\n]{0,20}[0-9\\][^\n]*)")
-_ANSWER_IS = re.compile(
-    r"\banswer\b[ *_]{0,4}(?:(?:is|was|(?:would|should|must) be)\b(?! not\b)|:|=)[ \t:*]{0,8}\n{0,2}"
-    r"([^.!?0-9\n]{0,48}\.?[0-9][^\n]*)",
-    re.IGNORECASE,
-)
-_STATEMENT_END = re.compile(
-    r"[.!?;](?:[ \t]|$)|,[ \t]|[ \t](?:because|since|as|where|when|with|if|given|so|which|due|assuming|but)\b",
-    re.IGNORECASE,
-)
+_ANSWER = r"\banswer\b[ *_]{0,4}(?:(?:is|was|(?:would|should|must) be)\b(?! not\b)|:|=)[ \t:*]{0,8}\n{0,2}"
+_ANSWER_IS = re.compile(rf"{_ANSWER}([^.!?0-9\n]{{0,48}}\.?[0-9][^\n]*)", re.IGNORECASE)
+_TEXT_TAGS = (re.compile(r"(?<!#)####(?!#)"), re.compile(_ANSWER, re.IGNORECASE))
+_MATH = re.compile(r"\s*\$\$?([^$]+)\$")
+_SENTENCE_END = r"[.!?;](?:[ \t]|$)|[ \t](?:because|since|as|where|when|with|if|given|so|which|due|assuming|but)\b"
+_STATEMENT_END = re.compile(rf"{_SENTENCE_END}|,[ \t]", re.IGNORECASE)
+_TEXT_END = re.compile(_SENTENCE_END, re.IGNORECASE)
 _ASIDE = re.compile(r"\([^()=]*=[^()]*\)")
 _DIGIT = re.compile(r"[0-9]")
-_STATES = re.compile(r"[0-9\u00bc-\u00be\u2150-\u215e]|<answer>|\\boxed", re.IGNORECASE)
+_STATES = re.compile(r"[0-9\u00bc-\u00be\u2150-\u215e]|<answer>|\\boxed|\banswer(?: is\b|:)", re.IGNORECASE)
 """Found in a text that may state an answer."""
-_CHOICE = re.compile(r"^\(([A-Za-z])\)$")
+_CHOICE = re.compile(r"^\(?([A-Za-z])\)?$")
+_CHOSEN = re.compile(r"\s*(?:(?:option|choice) )?(?:\(([A-Za-z])\)|([A-Z])(?=[).:]|\s*$))")
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}")
-_FORMULA = re.compile(r"\\[A-Za-z]|[\^\u221a]|[0)] {0,2}(?:[-+/\u00d7\u00f7]|\*{1,2}) ?[0(]|[-0]\(")
+_FORMULA = re.compile(
+    r"\\[A-Za-z]|[\^\u221a\u00b2\u00b3]|\|-?0\||0!(?!=| ?$)|\{-?0\}|0 x 0"
+    r"|[0)] {0,2}(?:[-+/\u00d7\u00f7]|\*{1,2}) ?[0(]|[-0]\("
+)
 # what a single number never contains; m and s are units here, not variables
 _ALGEBRA = re.compile(
-    r"(?:[<\u2264\u2265\u2260\u00b1]|(?<!<[a-z])(?<![a-z]{2})(?<![>/])>) ?0|0 ?[inxyz](?![A-Za-z])|0[\u00b2\u00b3]"
+    r"(?:[<\u2264\u2265\u2260\u00b1]|(?<!<[a-z])(?<![a-z]{2})(?<![>/])>) ?0|0 ?[inxyz](?![A-Za-z]| 0)|0 (?:R|mod) ?0"
     r"|(?<![A-Za-z\\])[a-z] ?[-+*/] ?0|0 ?[-+*/] ?[nxyz](?![A-Za-z])|_\{?[0-9]"
     r"|(?<![A-Za-z])(?:[A-Za-z]|sqrt|log|ln|sin|cos)\(0"
 )
 _SEVERAL = re.compile(
     r"[\s({\[\\]*(?:[A-Za-z] ?= ?)?0(?:(?: ?[,;] ?|:| : | {1,4}(?:and|or|to) {1,4})(?:[A-Za-z] ?= ?)?-?0)+[^0]*"
-)
-# bounded arithmetic only: `math_verify` would try to compute 9^(9^9) and expand the 99th power of a sum, and cannot be
-# interrupted in a thread
-_HARMLESS_FORMULA = re.compile(
-    r"(?:[-0-9 .,()+*/{}\u00d7\u00f7]|\\(?:[dt]?frac|times|cdot|div|sqrt|pi|left|right)(?![a-z])|\\[{}]"
-    r"|(?<=[0-9])\^\{?[0-9]{1,2}(?![0-9])|\^\{?[0-9](?![0-9]))*"
 )
 
 
@@ -86,12 +80,13 @@ def is_right(answer: str, reference: str) -> bool:
 
     Args:
         answer: the model's whole text.
-        reference: a number in the dataset's notation, or a formula for `math_verify`.
+        reference: a number in the dataset's notation, or a formula.
     """
     final = after_reasoning(answer)
-    text = _plain_text(answer if final is None or not _STATES.search(final) else final)
-    scaled = _scaled_text(text)
-    return _is_right(text, reference) or (scaled != text and _is_right(scaled, reference))
+    text = _replaced(answer if final is None or not _STATES.search(final) else final, _TYPOGRAPHY)
+    if _is_right(text, reference, scaled=False):
+        return True
+    return any(word in text.lower() for word in _POWERS) and _is_right(text, reference, scaled=True)
 
 
 def parse_number(reference: str) -> Fraction | None:
@@ -100,32 +95,67 @@ def parse_number(reference: str) -> Fraction | None:
     return None if _without_numbers(text).strip(".") != "0" else _value(_NUMBER.search(text))
 
 
-def _is_right(text: str, reference: str) -> bool:
+def _is_right(text: str, reference: str, scaled: bool) -> bool:
     wanted = parse_number(reference)
+    if wanted is None:
+        return not scaled and _is_text_or_formula(text, reference)
     tagged = _find_tagged(text)
     if tagged is None:
-        return wanted is not None and _value(_last(_NUMBER, text)) == wanted
-    stated = _joined_thousands(tagged.text)
-    candidate = _after_equals(stated)
-    candidate = candidate if tagged.enclosed else _before_prose(candidate)
-    if wanted is None and _same_text(tagged.text, reference):
-        return True  # the reference may be an equation
-    if wanted is not None and tagged.enclosed and _is_no_number(stated, candidate):
+        return _value(_last(_NUMBER, _plain_text(text, scaled))) == wanted
+    stated = _joined_thousands(_plain_text(tagged.text, scaled))
+    candidate = _result(stated, tagged.enclosed)
+    if _is_no_number(stated, candidate, tagged.enclosed):
         return False
-    if wanted is None or _FORMULA.search(_without_numbers(candidate)):
-        return _same_formula(candidate, reference)
+    if _FORMULA.search(_without_numbers(candidate)):
+        return equal_formulas(_result(tagged.text, tagged.enclosed), reference)
     return _value(_last(_NUMBER, candidate) if tagged.enclosed else _NUMBER.search(candidate)) == wanted
 
 
-def _is_no_number(stated: str, candidate: str) -> bool:
-    is_several = _SEVERAL.fullmatch(_without_numbers(stated)) and len({*map(_value, _NUMBER.finditer(stated))}) > 1
-    return bool(is_several or _ALGEBRA.search(_without_numbers(candidate)))
+def _is_text_or_formula(text: str, reference: str) -> bool:
+    """Whether an answer states a reference that is no number: a formula, a choice such as `(B)`, or words."""
+    stated = _enclosed(text)
+    if stated is None:
+        tag = next(filter(None, (_last(pattern, text) for pattern in _TEXT_TAGS)), None)
+        if tag is None:
+            return False
+        stated = _math_or_sentence(text[tag.end() :].partition("\n")[0])
+    if choice := _CHOICE.match(_replaced(reference, _TEXT_COMMANDS).strip()):
+        chosen = _CHOSEN.match(_replaced(stated, _TEXT_COMMANDS))
+        if chosen:
+            return (chosen[1] or chosen[2]).casefold() == choice[1].casefold()
+    return _same_text(stated, reference) or equal_formulas(_joined_thousands(stated), _joined_thousands(reference))
+
+
+def _math_or_sentence(text: str) -> str:
+    """The formula with which a statement starts, or its first sentence: `$x + y$` of `$x + y$. I hope it is right.`"""
+    if math := _MATH.match(text):
+        return math[1]
+    end = _TEXT_END.search(text)
+    return (text[: end.start()] if end else text).rstrip(" ,")
+
+
+def _result(stated: str, enclosed: bool) -> str:
+    """The part of a statement that is its value: `42` of `6 * 7 = 42 apples`."""
+    return _after_equals(stated) if enclosed else _before_prose(_after_equals(stated))
+
+
+def _is_no_number(stated: str, candidate: str, enclosed: bool) -> bool:
+    """Whether a statement is algebra, or consists of several numbers; without an end, it may be `42, 6 a day`."""
+    if _ALGEBRA.search(_without_numbers(candidate)):
+        return True
+    is_several = enclosed and _SEVERAL.fullmatch(_without_numbers(stated))
+    return bool(is_several) and len({*map(_value, _NUMBER.finditer(stated))}) > 1
+
+
+def _enclosed(text: str) -> str | None:
+    """The content of `<answer>…</answer>` or `\\boxed{…}`; None without these tags."""
+    answer = _in_answer_tags(text)
+    boxed = last_boxed(text if answer is None else answer)
+    return answer if boxed is None else boxed
 
 
 def _find_tagged(text: str) -> _Tagged | None:
-    enclosed = _in_answer_tags(text)
-    boxed = _boxed(text if enclosed is None else enclosed)
-    if (inner := enclosed if boxed is None else boxed) is not None:
+    if (inner := _enclosed(text)) is not None:
         return _Tagged(inner, enclosed=True)
     for pattern in (_HASHES, _ANSWER_IS):
         if found := _last(pattern, text):
@@ -142,7 +172,8 @@ def _in_answer_tags(text: str) -> str | None:
     return text[opening.end() : closing.start() if closing else None]
 
 
-def _boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{…}`, up to the end of the text if it is cut off; None without one."""
     opening = _last(_BOXED, text)
     if opening is None:
         return None
@@ -178,37 +209,11 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return found[0] if found else None
 
 
-def _same_formula(candidate: str, reference: str) -> bool:
-    """Whether the two are the same text, or equal according to `math_verify`."""
-    if _same_text(candidate, reference):
-        return True
-    candidate, reference = candidate.strip().rstrip("."), _plain_text(reference).strip()
-    if not (_is_harmless(candidate) and _is_harmless(reference)):
-        return False
-    if any(set_.startswith("\\{") and tuple_.startswith("(") for set_, tuple_ in permutations((candidate, reference))):
-        return False  # `math_verify` ignores the order of the tuple then
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        return False
-    # its time limits are signals, which need the main thread; formulas this small need none
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    gold, given = (parse(f"${formula}$", parsing_timeout=None) for formula in (reference, candidate))
-    return verify(gold, given, timeout_seconds=None)
-
-
 def _same_text(candidate: str, reference: str) -> bool:
-    """Whether a part of a plain answer is the reference, ignoring case and white space around signs."""
-    candidate, reference = (
-        re.sub(r"(?<!\w) | (?!\w)", "", " ".join(text.split())) for text in (candidate, _plain_text(reference))
-    )
-    candidate, reference = (_CHOICE.sub(r"\1", text) for text in (candidate.rstrip("."), reference))
-    return candidate.casefold() == reference.casefold()
-
-
-def _is_harmless(formula: str) -> bool:
-    short = len(formula) <= MAX_FORMULA_CHARS and formula.count("^") <= 1 and "**" not in formula
-    return short and _HARMLESS_FORMULA.fullmatch(formula) is not None
+    """Whether a part of an answer is the reference, ignoring case and whitespace around signs."""
+    texts = (" ".join(_replaced(text, _TEXT_COMMANDS).split()) for text in (candidate, reference))
+    candidate, reference = (re.sub(r"(?<!\w) | (?!\w)", "", text) for text in texts)
+    return candidate.rstrip(".").casefold() == reference.casefold()
 
 
 # Numbers as people and models write them in prose
@@ -234,24 +239,19 @@ def _as_frac(vulgar: re.Match[str]) -> str:
     return rf"\frac{{{above}}}{{{below}}}"
 
 
-_REPLACEMENTS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+_Replacements: TypeAlias = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
+
+_TYPOGRAPHY: _Replacements = [
     (re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]"), "-"),  # hyphens, en dash, minus signs
-    (re.compile("[\u00a0\u2009\u202f]"), " "),
+    (re.compile("[\u00a0\u2009\u202f]|(?<=[0-9])~(?=[0-9])"), " "),
+    (re.compile("[\uff10-\uff19]"), lambda digit: unicodedata.normalize("NFKC", digit[0])),
     (re.compile("[\u00bc-\u00be\u2150-\u215e]"), _as_frac),
     (re.compile("(?<=[0-9])\u2044(?=[0-9])"), "/"),
-    (re.compile(r"\\[,!;: ]"), ""),
-    (re.compile(r"\{,\}(?=[0-9]{3})"), ","),
-    # the square of a unit: \text{cm}^2, cm^2
-    (re.compile(r"\\(?:text|mathrm|mbox)\{([^{}0-9]{1,20}[A-Za-z~ ])\} ?\^(?:[23]|\{[23]\})"), r" \1 "),
-    (re.compile(r"(?<![A-Za-z\\])((?:[cdkm]?m|in|ft|yd|mi|inch(?:es)?|feet|units?) ?)\^(?:[23]|\{[23]\})"), r"\1"),
-    (re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}"), r" \1 "),
-    (re.compile(r"(?<![-+ ])(?=\\[dt]?frac)"), " "),  # 1\frac{1}{2} is 1 1/2, and the sign of -\frac{1}{2} stays
-    (re.compile(r"\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}|\\[dt]?frac([0-9])([0-9])"), r"\1\3/\2\4 "),
-    (re.compile(r"\\[()\[\]]|\\(?:left|right|q?quad|displaystyle)(?![a-z])"), " "),
-    (re.compile(r"\^\{?\\circ\}?|\\?%|\u00b0"), " "),
-    (re.compile(r"-\\?[$\u20ac\u00a3\u00a5\u20b9] ?"), "-"),
-    (re.compile(r"\\?[$\u20ac\u00a3\u00a5\u20b9]"), " "),
-    (re.compile(r" ?(?:\u00d7|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-+]?[0-9]{1,4})\}?"), r"e\1"),
+    (re.compile(r"(?<!\\)\\[,!;: ]"), ""),
+    (re.compile(r"\{,\}(?=[0-9]{3})|(?<=[0-9])['_](?=[0-9]{3}(?![0-9]))"), ","),
+    (re.compile(r"(?<!\\)\\[()\[\]]|\\(?:left|right|q?quad|displaystyle|[lL]arge)(?![a-z])"), " "),
+    (re.compile(r"\\(?:phantom|color)\{[^{}]*\}"), ""),
+    (re.compile(r"\\underline\{([^{}]*)\}"), r"\1"),
     # emphasis, and not the power of 2**3 and the product of 2*3
     (
         re.compile(
@@ -264,29 +264,57 @@ _REPLACEMENTS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     # a sign, and not a bullet of a list
     (
         re.compile(
-            r"((?:\\boxed\s{0,3}\{|=|####|<answer>|\banswer(?: is:?|:)) {0,3}-) {1,3}(?=\.?[0-9])", re.IGNORECASE
+            r"((?:\\boxed\s{0,3}\{|=|####|<answer>|\banswer(?: is:?|:)) {0,3}-) {1,3}(?=\\?[$\u20ac\u00a3]?\.?[0-9])",
+            re.IGNORECASE,
         ),
         r"\1",
     ),
 ]
-_POWERS = {"thousand": "e3", "million": "e6", "billion": "e9"}
+_TEXT_COMMANDS: _Replacements = [
+    (re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\^\{?\\circ\}?|\\?%|\u00b0"), " "),
+    (re.compile(r"\\?[$\u20ac\u00a3\u00a5\u20b9]"), " "),
+]
+_NUMBER_NOTATIONS: _Replacements = [
+    (re.compile(r"(?<=-)\\(?:text|mathrm)\{([0-9.,]{1,20})\}|\\text\{(-)\}(?=[0-9])"), r"\1\2"),
+    # the square of a unit: \text{cm}^2, cm^2
+    (re.compile(r"\\(?:text|mathrm|mbox)\{([^{}0-9]{1,20}[A-Za-z~ ])\} ?\^(?:[23]|\{[23]\})"), r" \1 "),
+    (
+        re.compile(
+            r"(?<![A-Za-z\\])((?:[cdkm]?m|in|ft|yd|mi|inch(?:es)?|feet|units?) ?)(?:\^(?:[23]|\{[23]\})|[\u00b2\u00b3])"
+        ),
+        r"\1",
+    ),
+    _TEXT_COMMANDS[0],
+    (re.compile(r"(?<![-+ ])(?=\\[dt]?frac)"), " "),  # 1\frac{1}{2} is 1 1/2, and the sign of -\frac{1}{2} stays
+    (re.compile(r"\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}|\\[dt]?frac([0-9])([0-9])"), r"\1\3/\2\4 "),
+    (re.compile(r"-\\?[$\u20ac\u00a3\u00a5\u20b9] ?"), "-"),
+    *_TEXT_COMMANDS[1:],
+    (re.compile(r" ?(?:\u00d7|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-+]?[0-9]{1,4})\}?"), r"e\1"),
+]
+_POWERS = {"hundred": "e2", "thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
 _SCALE = re.compile(rf"(?<=[0-9]) {{0,4}}({'|'.join(_POWERS)})s?\b", re.IGNORECASE)
 
 
-def _plain_text(text: str) -> str:
-    """The text without LaTeX, Markdown, currency and percent signs around its numbers: `\\$1{,}250` is `1,250`."""
-    for pattern, replacement in _REPLACEMENTS:
+def _plain_text(text: str, scaled: bool = False) -> str:
+    """The text without LaTeX, Markdown, currency and percent signs around its numbers: `\\$1{,}250` is `1,250`.
+
+    Args:
+        text: an answer or a reference.
+        scaled: whether to write words as powers of ten: `1.5 million` as `1.5e6`.
+    """
+    text = _replaced(_replaced(text, _TYPOGRAPHY), _NUMBER_NOTATIONS)
+    return _SCALE.sub(lambda word: _POWERS[word[1].lower()], text) if scaled else text
+
+
+def _replaced(text: str, replacements: _Replacements) -> str:
+    for pattern, replacement in replacements:
         text = pattern.sub(replacement, text)
     return text
 
 
 def _joined_thousands(text: str) -> str:
     return _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), text)
-
-
-def _scaled_text(text: str) -> str:
-    """The plain text with powers of ten for the words: `1.5 million` is `1.5e6`."""
-    return _SCALE.sub(lambda word: _POWERS[word[1].lower()], text)
 
 
 def _without_numbers(text: str) -> str:

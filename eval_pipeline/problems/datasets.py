@@ -196,6 +196,7 @@ FORMATS: dict[str, Parser] = {
     "mbpp": formats.parse_mbpp,
     "codecontests": formats.parse_codecontests,
     "gsm8k": formats.parse_gsm8k,
+    "math": formats.parse_math,
     "verl": verl_rl.parse_problem,
 }
 

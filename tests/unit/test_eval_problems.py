@@ -35,7 +35,19 @@ HUMANEVAL = {
 MBPP = {"task_id": 7, "text": "One.", "code": "def f():\n    return 1\n", "test_list": ["assert f() == 1"]}
 CODECONTESTS = {"name": "c", "description": "Add.", "public_tests": {"input": ["1 2"], "output": ["3"]}}
 GSM8K = {"question": "How many?", "answer": "So many.\n#### 1,042"}
-ROWS = {"quickstart": QUICKSTART, "humaneval": HUMANEVAL, "mbpp": MBPP, "codecontests": CODECONTESTS, "gsm8k": GSM8K}
+MATH = {
+    "problem": "Expand.",
+    "solution": "It is \\boxed{2} or \\boxed{\\frac{x}{2}}.",
+    "unique_id": "test/algebra/1.json",
+}
+ROWS = {
+    "quickstart": QUICKSTART,
+    "humaneval": HUMANEVAL,
+    "mbpp": MBPP,
+    "codecontests": CODECONTESTS,
+    "gsm8k": GSM8K,
+    "math": MATH,
+}
 
 
 def write_lines(path: Path, *lines: Any) -> str:
@@ -191,6 +203,9 @@ def test_problem_sample_is_spread_and_deterministic(quickstart: Path) -> None:
         ("gsm8k", {**GSM8K, "question": ""}, "line 2: 'question'"),
         ("gsm8k", {**GSM8K, "answer": "42"}, "line 2: 'answer' must end with ####"),
         ("gsm8k", {**GSM8K, "answer": "#### a lot"}, "line 2: 'answer' must end with ####"),
+        ("math", {**MATH, "solution": "None."}, "line 2: there is no 'answer'"),
+        ("math", {**MATH, "answer": True}, "line 2: 'answer' or 'Answer' must be a string"),
+        ("math", {**MATH, "problem": None}, "line 2: 'problem'"),
     ],
 )
 def test_bad_row_is_rejected_with_line_and_key(tmp_path: Path, format: str, row: Any, message: str) -> None:
@@ -435,6 +450,18 @@ def test_gsm8k_reference_is_number_after_hashes(tmp_path: Path) -> None:
     assert problems[0].tests == ReferenceAnswer("1,042")
     assert problems[0].prompt.startswith("How many?\n") and "####" in problems[0].prompt
     assert "1,042" not in problems[0].prompt
+
+
+def test_math_reference_is_answer_or_last_box(tmp_path: Path) -> None:
+    aime = {"ID": "2024-I-1", "Problem": "How many?", "Answer": 42, "Solution": "So many."}
+    problems = load(tmp_path, "math", MATH, aime, {"question": "q", "answer": " x "})
+    assert [problem.problem_id for problem in problems] == ["test/algebra/1.json", "2024-I-1", "math/3"]
+    assert [problem.tests for problem in problems] == [
+        ReferenceAnswer("\\frac{x}{2}"),
+        ReferenceAnswer("42"),
+        ReferenceAnswer("x"),
+    ]
+    assert problems[0].prompt.startswith("Expand.\n") and problems[0].prompt.endswith("inside \\boxed{}.")
 
 
 def test_digest_covers_prompts_and_tests_only() -> None:

@@ -113,7 +113,17 @@ from tests.helpers import ROOT
         ("<answer>On day 2, 42 apples</answer>", "42"),
         ("<answer>3, 4 and 35 make 42</answer>", "42"),
         (r"\boxed{f(x) = 42}", "42"),
-        # left to math_verify
+        ("<answer>25 m\u00b2</answer>", "25"),
+        ("<answer>42!</answer>", "42"),
+        (r"\boxed{-{42}}", "-42"),
+        (r"\boxed{|-42|}", "42"),
+        ("<answer>4 x 10^2</answer>", "400"),
+        ("\\boxed{\uff14\uff12}", "42"),
+        ("<answer>5_000</answer>", "5000"),
+        (r"\boxed{5~000}", "5000"),
+        (r"\boxed{\color{red}\underline{42}}", "42"),
+        ("It costs 2 trillion", "2000000000000"),
+        # formulas
         ("<answer>6*7</answer>", "42"),
         (r"\boxed{2\sqrt{441}}", "42"),
         ("The answer is 2^3", "8"),
@@ -130,6 +140,17 @@ from tests.helpers import ROOT
         (r"\boxed{x = 5}", "x=5"),
         (r"\boxed{\text{(B)}}", "B"),
         ("<answer>C</answer>", "(C)"),
+        ("The answer is (B).", "B"),
+        ("Answer: B) Paris", "(B)"),
+        ("Answer: **C**", "C"),
+        (r"\boxed{\textbf{(B)}\ 5}", "B"),
+        (r"\boxed{B, A}", "A,B"),
+        ("Final Answer: The final answer is $p - q$. I hope it is correct.", "-q+p"),
+        ("#### 2x+1", "1+2x"),
+        ("The answer is (1, 2), because", "(1,2)"),
+        ("The answer is Paris because of 3 reasons.", "paris"),
+        (r"\boxed{p(x) = x^2}", "x^2"),
+        (r"<think>\boxed{A}</think>The answer is B.", "B"),
         # reasoning
         (r"<think>\boxed{41}?</think> The answer is 42.", "42"),
         ("<think>#### 41</think>\n42 apples", "42"),
@@ -211,6 +232,15 @@ def test_accepts_right_answer(answer: str, reference: str) -> None:
         (r"\boxed{5_6}", "5"),
         (r"\boxed{C(7,5)}", "5"),
         (r"\boxed{\text{(B)}}", "C"),
+        ("The answer is A good one.", "B"),
+        (r"\boxed{A, B}", "A"),
+        (r"\boxed{A}", "A, B"),
+        (r"\boxed{m}", "m^2"),
+        (r"\boxed{x^2+1}", "x^2-1"),
+        ("The answer is x.", "y"),
+        ("#### 5x + 3", "5"),
+        ("#### \u00b15", "5"),
+        (r"\boxed{2 x 5}", "5"),
         # reasoning
         (r"<think>\boxed{42}?</think> The answer is 41.", "42"),
         ("<think><answer>42</answer></think>\n#### 41", "42"),
@@ -220,7 +250,7 @@ def test_rejects_wrong_answer(answer: str, reference: str) -> None:
     assert not is_right(answer, reference)
 
 
-N = 200_000
+N = 50_000
 
 
 @pytest.mark.parametrize(
@@ -238,6 +268,9 @@ N = 200_000
         "<answer>" * N,
         "answer is " * N,
         "answer:" + " " * N,
+        "answer is x" * N,
+        "answer: $" * N,
+        "#### x" * N,
         "####" + " " * N,
         "#### " * N,
         "answer is 1 " + "(" * N,
@@ -273,6 +306,7 @@ N = 200_000
 def test_hostile_answer_is_wrong_in_linear_time(answer: str) -> None:
     # quadratic time would be hours for the long ones; computing the powers would not end
     assert not is_right(answer, "42")
+    assert not is_right(answer, "x+1")
 
 
 def test_text_is_compared_in_linear_time() -> None:
@@ -281,11 +315,10 @@ def test_text_is_compared_in_linear_time() -> None:
 
 def test_works_with_standard_library_alone() -> None:
     code = (
-        "import sys; sys.modules['math_verify'] = None\n"
+        "import sys\n"
         "from eval_pipeline.judge.numeric_answer import is_right\n"
-        "assert 'sympy' not in sys.modules\n"
         "print(is_right('<answer>42</answer>', '42'), is_right('<answer>6*7</answer>', '42'))"
     )
     # -S leaves site-packages out
     run = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["True", "False"]
+    assert run.stdout.split() == ["True", "True"]

@@ -105,7 +105,8 @@ def test_bad_row_is_reported_or_skipped(tmp_path: Path, row: Row, reason: str) -
     [
         ([42, "1,000"], "reward_correct"),
         ([{"entry_point": "f", "tests": ["f()"]}, {"inputs": ["1"], "outputs": ["2"]}], "code_tests"),
-        (["Paris", "42"], "path.py:function"),
+        (["\\frac{\\pi}{2}", "42"], "reward_correct"),
+        (["An essay of " + "many words. " * 10, "42"], "path.py:function"),
         ([None, "42"], "path.py:function"),
     ],
 )

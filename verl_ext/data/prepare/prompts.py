@@ -25,6 +25,8 @@ from verl_ext.data.prepare.tables import (
 )
 from verl_ext.errors import UserError
 
+MAX_ANSWER_CHARS = 60
+"""Longest ground truth for which the next command suggests `reward_correct`."""
 OUTPUT_KEYS = ("data_source", "ability", "reward_model", "extra_info")
 """Columns of verl's RL format other than `prompt`."""
 
@@ -171,9 +173,8 @@ def _kind(value: Any) -> str:
 
 
 def _fitting_reward(truths: list[Any]) -> str:
-    """The reward to suggest for these ground truths: tests, a number, or a custom function."""
+    """The reward to suggest for these ground truths: tests, a short answer, or a custom function."""
     from eval_pipeline.judge import ReferenceAnswer
-    from eval_pipeline.judge.numeric_answer import parse_number
     from eval_pipeline.problems.verl_rl import read_tests
 
     try:
@@ -182,8 +183,8 @@ def _fitting_reward(truths: list[Any]) -> str:
         return "path.py:function"
     if not any(isinstance(each, ReferenceAnswer) for each in tests):
         return "code_tests"
-    numbers = all(isinstance(each, ReferenceAnswer) and parse_number(each.answer) is not None for each in tests)
-    return "reward_correct" if numbers else "path.py:function"
+    is_short = all(isinstance(each, ReferenceAnswer) and len(each.answer) <= MAX_ANSWER_CHARS for each in tests)
+    return "reward_correct" if is_short else "path.py:function"
 
 
 COMMAND = PrepareCommand(

@@ -184,7 +184,7 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
     if not is_right(truth, truth):
         warn(
             f"the ground truth of {where} is {shown}, which is not a number; reward_correct finds such an answer only "
-            "inside <answer>...</answer> or \\boxed{...}"
+            "inside <answer>...</answer> or \\boxed{...}, or after '####' or 'answer is'"
         )
 
 
