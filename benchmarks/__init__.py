@@ -1,5 +1,5 @@
 """Benchmarks against other projects and against committed results; `bash benchmarks/run.sh` runs them."""
 
-from verl_ext.processes import begin_quietly
+from verl_ext.processes import suppress_startup_tracebacks
 
-begin_quietly()
+suppress_startup_tracebacks()

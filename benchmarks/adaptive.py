@@ -1,6 +1,6 @@
 """What each knob of a budget controller saves: milliseconds and FLOPs, compared with the released model, in one run.
 
-Each knob is turned alone, starting from the whole model. Every round runs each configuration once, in reverse order in
+Each knob is turned alone, starting from the full model. Every round runs each configuration once, in reverse order in
 every other round; results are medians over the rounds. torch counts the FLOPs. A run encodes one image, prefills the
 prompt, and decodes `--new-tokens` tokens. Without `--model`, a model with random weights is created: a Qwen3-VL of 8
 blocks with 16 experts each, 8 of them per token. The last line is the time of a controller's decision, without the

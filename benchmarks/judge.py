@@ -290,9 +290,9 @@ def measure(python: Path, config: JudgeConfig, num_workers: int, repeats: int) -
     sessions |= {name: partial(baseline_judge, name, python, num_workers, sets) for name in BASELINES}
     info = {}
     for name, session in sessions.items():  # so that none fails after the others have been measured
-        with session() as (judge, facts):
+        with session() as (judge, details):
             judge("warm_up")
-            info[name] = facts
+            info[name] = details
     sides = {name: partial(measure_round, session, sizes, clock) for name, session in sessions.items()}
     rounds = in_rounds(sides, repeats, "judging")
     judges = {name: {**info[name], **summary_of(found)} for name, found in rounds.items()}

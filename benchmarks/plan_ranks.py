@@ -28,7 +28,7 @@ from verl_ext.plan.model_shape import empty_model, shape_of
 from verl_ext.plan.planner import RunPlan, make_plan
 from verl_ext.plan.step_time import HARDWARE, Cluster
 from verl_ext.plan.workload import DataLengths
-from verl_ext.trainer.device import settle_device
+from verl_ext.trainer.device import resolve_device
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import SFTConfig, load_config, read_config
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -61,9 +61,9 @@ def sft_config(setting: PlanSetting, data: Path | str, model: Path | str, run_di
     return config
 
 
-def predicted(setting: PlanSetting, config: SFTConfig, loss_share: float) -> RunPlan:
+def predicted(setting: PlanSetting, config: SFTConfig, loss_fraction: float) -> RunPlan:
     """The plan of the same configuration on the same number of cores."""
-    lengths = DataLengths(loss_share=loss_share, are_equal=setting.short_length is None)
+    lengths = DataLengths(loss_fraction=loss_fraction, are_equal=setting.short_length is None)
     cluster = Cluster(HARDWARE["cpu"], setting.ranks, setting.ranks)
     model_config = transformers.Qwen2Config(**setting.model)
     shape = shape_of(model_config, empty_model(model_config, config.model))
@@ -85,15 +85,15 @@ def compare(setting: PlanSetting, scratch: Path) -> Results:
     config_file.write_text(to_yaml(config))
     variables = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // setting.ranks, 1)), **ALLOCATOR}
     ranks = run_ranks("plan_ranks:measure", str(config_file), ranks=setting.ranks, torchrun=True, variables=variables)
-    loss_share = ranks[0]["loss_tokens"] / sum(rows * length for rows, length in ranks[0]["micro_batches"])
-    plan = predicted(setting, config, loss_share)
+    loss_fraction = ranks[0]["loss_tokens"] / sum(rows * length for rows, length in ranks[0]["micro_batches"])
+    plan = predicted(setting, config, loss_fraction)
     peak = plan.memory.peak_bytes
     resident, tensors = (max(rank[name] for rank in ranks) for name in ("resident_bytes", "tensor_bytes"))
     steps = [max(seconds) for seconds in zip(*(rank["steps_s"] for rank in ranks))]
     return {
         "ranks": setting.ranks,
         "micro_batches": ranks[0]["micro_batches"],
-        "loss_share": loss_share,
+        "loss_fraction": loss_fraction,
         "model": {**setting.model, "parameters": plan.shape.numel},
         "overrides": list(setting.overrides),
         "predicted_gib": peak / GIB,
@@ -145,7 +145,7 @@ def measure(config_file: str) -> None:
     """
     config = read_config(Path(config_file))
     assert isinstance(config, SFTConfig)
-    device_name = settle_device(config)
+    device_name = resolve_device(config)
     init_process_group(device_name)
     tokenizer = load_tokenizer(config)
     datasets = load_chats(config.data, tokenizer)
@@ -155,15 +155,15 @@ def measure(config_file: str) -> None:
     batches = trainer.batches()
     trainer.training_step(next(batches))
     forget_peak()
-    steps_s, most_resident = [], 0
+    steps_s, peak_resident = [], 0
     for _ in range(TIMED_STEPS):
         batch, begun = next(batches), time.perf_counter()
         trainer.training_step(batch)
         steps_s.append(time.perf_counter() - begun)
-        most_resident = most_resident or resident_bytes("VmHWM")
+        peak_resident = peak_resident or resident_bytes("VmHWM")
     found = {
-        "resident_bytes": most_resident - baseline,
-        "tensor_bytes": state_bytes(trainer) + most_allocated(trainer, next(batches)),
+        "resident_bytes": peak_resident - baseline,
+        "tensor_bytes": state_bytes(trainer) + peak_allocated(trainer, next(batches)),
         "steps_s": steps_s,
         "micro_batches": [list(each["input_ids"].shape) for each in batch.micro_batches],
         "loss_tokens": batch.num_loss_tokens,
@@ -197,7 +197,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def most_allocated(trainer: SFTTrainer, batch: TokenBatch) -> int:
+def peak_allocated(trainer: SFTTrainer, batch: TokenBatch) -> int:
     """The peak of tensor bytes in a step, beyond those live at its start, which no step frees."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         trainer.training_step(batch)

@@ -1,5 +1,5 @@
 """Evaluates checkpoints: generates and judges answers, computes metrics, and selects the best checkpoint."""
 
-from verl_ext.processes import begin_quietly
+from verl_ext.processes import suppress_startup_tracebacks
 
-begin_quietly()
+suppress_startup_tracebacks()

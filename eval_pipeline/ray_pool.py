@@ -297,13 +297,13 @@ def gpus_per_worker(engine: EngineConfig) -> int:
     Raises:
         UserError: no node has enough GPUs.
     """
-    most = max((_count(node, "GPU") for node in _nodes()), default=0)
-    if engine.kind != "vllm" or not most:
+    max_gpus = max((_count(node, "GPU") for node in _nodes()), default=0)
+    if engine.kind != "vllm" or not max_gpus:
         return 0
-    if engine.tensor_parallel_size > most:
+    if engine.tensor_parallel_size > max_gpus:
         raise UserError(
             f"engine.tensor_parallel_size={engine.tensor_parallel_size} needs that many GPUs in one node, but no node "
-            f"of the Ray cluster has more than {most}; lower it"
+            f"of the Ray cluster has more than {max_gpus}; lower it"
         )
     return engine.tensor_parallel_size
 

@@ -190,16 +190,16 @@ def clean_exit(typed_again: str = "starts over") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class IntArg:
-    """Type of an argument that is an integer of at least `least` and, if given, at most `most`."""
+    """Type of an argument that is an integer of at least `minimum` and, if given, at most `maximum`."""
 
-    least: int = 1
-    most: int | None = None
+    minimum: int = 1
+    maximum: int | None = None
 
     def __call__(self, text: str) -> int:
         """The number typed; argparse reports an `ArgumentTypeError`."""
         value = int(text) if text.isascii() and text.removeprefix("-").isdigit() else None
-        if value is None or value < self.least or (self.most is not None and value > self.most):
-            bounds = f"of {self.least} or more" if self.most is None else f"from {self.least} to {self.most}"
+        if value is None or value < self.minimum or (self.maximum is not None and value > self.maximum):
+            bounds = f"of {self.minimum} or more" if self.maximum is None else f"from {self.minimum} to {self.maximum}"
             raise argparse.ArgumentTypeError(f"'{text}' is not an integer {bounds}")
         return value
 

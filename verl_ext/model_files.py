@@ -24,7 +24,7 @@ _ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementati
 _FIX = "remove that key from it, or set trust_remote_code=true if you trust its author"
 
 
-def load_whole(loader: Any, path: str, **arguments: Any) -> Any:
+def load_pretrained_strict(loader: Any, path: str, **arguments: Any) -> Any:
     """Call `from_pretrained`, and refuse missing weights, which transformers would only initialize randomly.
 
     Raises:
@@ -253,7 +253,7 @@ def untrained_loss(model: str) -> float | None:
         config = json.loads((directory / "config.json").read_text())
         vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     except (SafetensorError, OSError, ValueError, AttributeError):
-        return None  # the ranks load the whole model and report the problem
+        return None  # the ranks load the full model and report the problem
     return math.log(vocabulary) if num_vectors and vocabulary else None
 
 

@@ -205,7 +205,7 @@ def bare_environment(environment: Mapping[str, str]) -> dict[str, str]:
 OURS = ("verl_ext", "eval_pipeline", "benchmarks", "tests")
 
 
-def begin_quietly() -> None:
+def suppress_startup_tracebacks() -> None:
     """Suppress tracebacks of Ctrl-C and missing packages while `python -m` starts a command.
 
     Imports take time, with torch several seconds, and a Ctrl-C during imports simply ends the process. Ranks of

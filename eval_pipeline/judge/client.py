@@ -38,7 +38,7 @@ from verl_ext.processes import bare_environment
 _START_S = 600.0
 """How long a server may take to find a level that works, starting the sandboxes of one level after another."""
 _END_S = 10.0
-_MOST_DEATHS = 5
+_MAX_DEATHS = 5
 """Pending requests fail after this many consecutive server processes have died at the start or without a result."""
 _CHECK_S = 1.0
 _SANDBOX_START_S = 120.0
@@ -213,7 +213,7 @@ class JudgeClient:
 
     def _start_process(self, isolation: str) -> list[str]:
         """Start a server; returns why stronger levels than the one in use do not work."""
-        for _ in range(_MOST_DEATHS - 1):
+        for _ in range(_MAX_DEATHS - 1):
             with suppress(_DiedAtStart):
                 return self._start_once(isolation)
         return self._start_once(isolation)
@@ -341,7 +341,7 @@ class JudgeClient:
         if self._is_closed:
             raise JudgeServerError("the judge server was closed before this answer was judged")
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-        if num_deaths == _MOST_DEATHS:
+        if num_deaths == _MAX_DEATHS:
             raise JudgeServerError(f"the judge server died {num_deaths} times without a verdict ({how})")
         self._stdin.close()
         self._stdout.close()

@@ -22,7 +22,7 @@ from eval_pipeline.judge.isolation import IsolationLevel, Role
 from eval_pipeline.judge.sandbox import SandboxError, Zygote, readable, sealed_file
 from eval_pipeline.judge.types import FunctionOutcome, FunctionTests, ResourceLimits, RunEnd, RunReport
 
-_MOST_ANSWERS = 300
+_MAX_ANSWERS = 300
 """Answers per supervisor, and tests per tester, so that leaks do not accumulate."""
 _LOST_S = 1.0
 """How long an answer may take to exit after its test has lost it, so that its exit status shows the reason."""
@@ -61,7 +61,7 @@ class SandboxPool:
                 yield runs
             self._num_answers += 1
             # do not reuse a supervisor that had to stop an answer, although nothing should be left in it
-            if self._level.reusable and runs.ended_normally and self._num_answers < _MOST_ANSWERS:
+            if self._level.reusable and runs.ended_normally and self._num_answers < _MAX_ANSWERS:
                 self._supervisor = supervisor
         finally:
             if self._supervisor is None:
@@ -86,7 +86,7 @@ class SandboxPool:
             except OSError as error:
                 raise SandboxError(self._zygotes["tester"].failure()) from error
             yield tester
-            if self._level.reusable and tester.is_clean and tester.num_tests < _MOST_ANSWERS:
+            if self._level.reusable and tester.is_clean and tester.num_tests < _MAX_ANSWERS:
                 self._tester = tester
         finally:
             if self._tester is None:

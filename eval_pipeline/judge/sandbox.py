@@ -27,7 +27,7 @@ class SandboxError(Exception):
     """The sandbox failed, not the answer."""
 
 
-class SharedGate:
+class ReadWriteLock:
     """A readers-writer lock: many threads hold it together, or one exclusively. Exclusive holders take precedence."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class SharedGate:
                 self._changed.notify_all()
 
 
-STARTS = SharedGate()
+STARTS = ReadWriteLock()
 """Shared by starting sandboxes; the server exits only while it holds the lock exclusively. bubblewrap asks to be killed
 with its parent before it releases the sandbox's first process. If it is killed in between, that process waits forever.
 """
@@ -179,13 +179,13 @@ def _create_unnamed() -> int:
 # Clean-up below a zygote without namespaces, where an answer may have killed its supervisor
 
 _PAUSE_S = 0.0005
-_MOST_S = 10.0
+_MAX_CLEANUP_S = 10.0
 
 
 def _end_below(zygote: int) -> None:
     """Kill every process below a zygote, which adopts orphans and does not wait for them."""
     tree = ProcessTree(bytearray(mmap.PAGESIZE))
-    deadline = time.monotonic() + _MOST_S
+    deadline = time.monotonic() + _MAX_CLEANUP_S
     try:
         # reading /proc is not atomic and may miss a new process, so two consecutive readings must find none
         num_empty = 0

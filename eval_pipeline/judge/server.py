@@ -19,11 +19,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from eval_pipeline.judge.comparer import Comparer
+from eval_pipeline.judge.comparator import Comparator
 from eval_pipeline.judge.inside import protocol
 from eval_pipeline.judge.isolation import IsolationLevel, JudgePackage, candidate_levels
 from eval_pipeline.judge.runs import AnswerRuns, SandboxPool
-from eval_pipeline.judge.sandbox import STARTS, SandboxError, SharedGate
+from eval_pipeline.judge.sandbox import STARTS, ReadWriteLock, SandboxError
 from eval_pipeline.judge.types import (
     FunctionTests,
     ProgramCase,
@@ -52,7 +52,7 @@ from verl_ext.commands import program
 T = TypeVar("T")
 
 _PARENT_CHECK_S = 1.0
-_MOST_OPEN_FILES = 1 << 16
+_MAX_OPEN_FILES = 1 << 16
 """Not more, because processes in sandboxes close this many when they start."""
 _ATTEMPTS = 2
 _PROBE = Submission("def f(x):\n    return x + 1\n", FunctionTests("f", ("assert f(1) == 2",)))
@@ -79,7 +79,7 @@ def main() -> None:
         return
     output.write({"isolation": level.name, "reasons": reasons})
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    gate = SharedGate()
+    gate = ReadWriteLock()
     for _ in range(options["num_workers"]):
         threading.Thread(target=_work, args=(jobs, level, gate, output), daemon=True).start()
     with suppress(protocol.FrameError):  # the client ended in the middle of a message
@@ -95,10 +95,10 @@ class JudgeWorker:
         gate: shared by all workers of the server.
     """
 
-    def __init__(self, level: IsolationLevel, gate: SharedGate) -> None:
+    def __init__(self, level: IsolationLevel, gate: ReadWriteLock) -> None:
         self._gate = gate
         self._sandboxes = SandboxPool(level)
-        self._comparer = Comparer()
+        self._comparator = Comparator()
 
     def judge(self, submission: Submission, limits: ResourceLimits) -> Verdict:
         """The verdict on one answer; `api_error` if the sandbox fails twice."""
@@ -118,7 +118,7 @@ class JudgeWorker:
     def close(self) -> None:
         """End the sandboxes; the next request starts new ones."""
         self._sandboxes.close()
-        self._comparer.close()
+        self._comparator.close()
 
     def _retry(self, serve: Callable[[], T]) -> T:
         failure = ""
@@ -138,10 +138,10 @@ class JudgeWorker:
         tests = submission.tests
         if isinstance(tests, ReferenceAnswer):
             with self._gate.shared():
-                return self._comparer.judge(submission.program, tests.answer, limits)
+                return self._comparator.judge(submission.program, tests.answer, limits)
         if isinstance(tests, ScoredAnswer):
             with self._gate.shared():
-                return self._comparer.score(submission.program, tests, limits)
+                return self._comparator.score(submission.program, tests, limits)
         if not submission.program:
             return combine_results([NO_PROGRAM], submission.num_tests)
         preamble = tests.preamble if isinstance(tests, FunctionTests) else ""
@@ -158,7 +158,7 @@ class JudgeWorker:
     ) -> list[Callable[[], TestResult]]:
         if isinstance(tests, FunctionTests):
             return [partial(_run_test, runs, tests, test, limits) for test in tests.tests]
-        match = partial(self._comparer.outputs_match, tolerance=tests.tolerance)
+        match = partial(self._comparator.outputs_match, tolerance=tests.tolerance)
         return [partial(_run_case, runs, case, match, limits) for case in tests.cases]
 
     def _not_starved(self, run: Callable[[], T], is_doubtful: Callable[[T], bool]) -> T:
@@ -190,7 +190,7 @@ def _end(status: int) -> None:
 def _raise_open_files_limit() -> None:
     """Each worker holds several files, and a machine may have hundreds of processors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    highest = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < highest:
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
 
@@ -215,7 +215,7 @@ def _find_level(isolation: str, packages: tuple[JudgePackage, ...]) -> tuple[Iso
     """The first level that judges a correct answer as correct, and why stronger ones do not work."""
     reasons: list[str] = []
     for level in candidate_levels(isolation, packages):
-        worker = JudgeWorker(level, SharedGate())
+        worker = JudgeWorker(level, ReadWriteLock())
         verdict = worker.judge(_PROBE, ResourceLimits())
         worker.close()
         if verdict.error_type == "success":
@@ -224,7 +224,7 @@ def _find_level(isolation: str, packages: tuple[JudgePackage, ...]) -> tuple[Iso
     return None, reasons
 
 
-def _work(jobs: queue.SimpleQueue[dict[str, Any]], level: IsolationLevel, gate: SharedGate, output: Output) -> None:
+def _work(jobs: queue.SimpleQueue[dict[str, Any]], level: IsolationLevel, gate: ReadWriteLock, output: Output) -> None:
     """One thread of the server."""
     worker = JudgeWorker(level, gate)
     while True:

@@ -3,21 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, ScoredAnswer, Tests
-from verl_ext.console import warn
-
-__all__ = [
-    "DatasetSource",
-    "FunctionTests",
-    "Problem",
-    "ProgramCase",
-    "ProgramTests",
-    "ReferenceAnswer",
-    "ScoredAnswer",
-    "Tests",
-]
+from eval_pipeline.judge import Tests
 
 
 @dataclass(frozen=True)
@@ -56,11 +43,3 @@ class DatasetSource:
     """Read only the first this many rows; None reads all."""
     sample: int | None = None
     """Keep this many rows, sampled across the file (`sample_of`); None keeps all. `run --limit` sets it."""
-
-
-def __getattr__(name: str) -> Any:
-    """Names of earlier releases, for problem formats that users wrote."""
-    if name == "Case":
-        warn("eval_pipeline.problems.problem.Case is now called ProgramCase; the next release drops the old name")
-        return ProgramCase
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -93,12 +93,12 @@ def step_axis(axes: Axes, steps: Sequence[int]) -> None:
     axes.set_xlabel("optimizer step")
 
 
-def legend_below(figure: Figure, all_axes: Sequence[Axes], most_columns: int) -> None:
+def legend_below(figure: Figure, all_axes: Sequence[Axes], max_columns: int) -> None:
     """One legend below all panels, with the entries of every panel."""
     entries = {
         label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    num_columns = min(most_columns, 3 * len(all_axes))
+    num_columns = min(max_columns, 3 * len(all_axes))
     figure.legend(
         entries.values(), entries, loc="outside lower center", ncols=num_columns, frameon=False, fontsize="small"
     )

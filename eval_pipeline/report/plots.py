@@ -60,7 +60,7 @@ def plot_rates(
         evaluated = [model for model in history if dataset in model.datasets]
         _draw_rates(axes, dataset, evaluated, baseline.datasets.get(dataset))
         axes.axvline(best.saved_at, color=GRAY, linestyle=":", zorder=1, label=f"best checkpoint (step {best.step})")
-    legend_below(figure, all_axes, most_columns=3)
+    legend_below(figure, all_axes, max_columns=3)
     return write_figure(figure, directory / RATES_PLOT)
 
 
@@ -96,7 +96,7 @@ def plot_errors(
     figure, all_axes = panels(datasets, "How the answers ended")
     for axes, dataset in zip(all_axes, datasets):
         _draw_errors(axes, dataset, [model for model in (baseline, *history) if dataset in model.datasets], best)
-    legend_below(figure, all_axes, most_columns=6)
+    legend_below(figure, all_axes, max_columns=6)
     return write_figure(figure, directory / ERRORS_PLOT)
 
 
@@ -143,8 +143,8 @@ def loss_history(rows: Iterable[Mapping[str, Any]], steps: Collection[int]) -> L
         for name in _LOSSES:
             if row["step"] in steps and name in row and np.isfinite(row[name]):
                 values[name][row["step"]] = row[name]
-    most = max(_LOSSES, key=lambda name: len(values[name]))
-    return LossHistory(most, values[most]) if values[most] else None
+    longest = max(_LOSSES, key=lambda name: len(values[name]))
+    return LossHistory(longest, values[longest]) if values[longest] else None
 
 
 def plot_loss(directory: Path, datasets: Sequence[str], losses: LossHistory, history: Sequence[EvaluatedModel]) -> Path:

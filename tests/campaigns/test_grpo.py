@@ -29,12 +29,12 @@ def test_killed_judges_change_no_metric(seed: int, grpo_run: GRPORun, quickstart
     assert found == expected and not any(row.get("train/samples_without_reward") for row in found)
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], *facts: str) -> None:
+def assert_refused(done: subprocess.CompletedProcess[str], *fragments: str) -> None:
     """Assert that a command ended with exit code 2 and one error message with these facts."""
     printed = done.stdout + done.stderr
     assert done.returncode == 2 and "Traceback" not in printed, printed
     [error] = [line for line in printed.splitlines() if line.startswith("error: ")]
-    assert all(fact in error for fact in facts), error
+    assert all(fragment in error for fragment in fragments), error
 
 
 @pytest.mark.parametrize("override", ["rollout.n=1", "data.max_prompt_length=3"])
@@ -43,7 +43,7 @@ def test_grpo_rejects_bad_input(override: str, quickstart: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("override", "facts"),
+    ("override", "fragments"),
     [
         ("controller.topk_choices=[1,2]", ("controller.topk_choices", "4")),
         ("controller.importance_file={other}/importance.json", ("{other}/importance.json",)),
@@ -51,8 +51,10 @@ def test_grpo_rejects_bad_input(override: str, quickstart: Path, tmp_path: Path)
         ("data.train_batch_size=50", ("data.train_batch_size", "8 questions")),
     ],
 )
-def test_budget_rejects_bad_input(override: str, facts: tuple[str, ...], budget_inputs: Path, tmp_path: Path) -> None:
+def test_budget_rejects_bad_input(
+    override: str, fragments: tuple[str, ...], budget_inputs: Path, tmp_path: Path
+) -> None:
     (tmp_path / "importance.json").write_text(json.dumps({str(block): 1.0 for block in range(1, 9)}))
     places = {"inputs": budget_inputs, "other": tmp_path}
     run = RecipeRun("run_grpo.sh", budget_inputs / "recipe.yaml", tmp_path / "run", override.format(**places))
-    assert_refused(run.start(), *(fact.format(**places) for fact in facts))
+    assert_refused(run.start(), *(fragment.format(**places) for fragment in fragments))

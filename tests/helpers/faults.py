@@ -150,13 +150,13 @@ def assert_is_at(name: str, run: SFTRun, rank: int) -> None:
 
 
 def assert_random_kills_lose_nothing(
-    chance: random.Random, most: int, undisturbed: SFTRun, quickstart: Path, directory: Path
+    chance: random.Random, max_kills: int, undisturbed: SFTRun, quickstart: Path, directory: Path
 ) -> int:
     """Kill each start of a run at a random moment until it finishes; check that nothing is lost.
 
     Args:
         chance: chooses moments and victims.
-        most: the maximum number of kills; the start after them is not killed.
+        max_kills: the maximum number of kills; the start after them is not killed.
         undisturbed: the same run without interruption.
         quickstart: of the fixture of that name.
         directory: a new one.
@@ -166,9 +166,9 @@ def assert_random_kills_lose_nothing(
     """
     directory.mkdir()
     run, num_kills = SFTRun(quickstart, directory / "run", "trainer.save_freq=1"), 0
-    while num_kills < most and killed_at_random(chance, run, directory / f"output_{num_kills}") != 0:
+    while num_kills < max_kills and killed_at_random(chance, run, directory / f"output_{num_kills}") != 0:
         num_kills += 1
-    if num_kills == most:
+    if num_kills == max_kills:
         run.finish()
     starts = [attempt["first_step"] for attempt in run.attempts() if attempt["first_step"] is not None]
     assert starts == sorted(starts), "a start resumed from before an earlier one"

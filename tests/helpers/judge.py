@@ -141,9 +141,9 @@ def processes_of(server: JudgeClient | int) -> list[int]:
     return found
 
 
-def until_settled(server: JudgeClient | int, most: int) -> int:
-    """Wait until a server has at most `most` processes and return their number; namespaces take time to end."""
-    wait_until(lambda: len(processes_of(server)) <= most)
+def until_settled(server: JudgeClient | int, max_processes: int) -> int:
+    """Wait until a server has at most `max_processes` and return their number; namespaces take time to end."""
+    wait_until(lambda: len(processes_of(server)) <= max_processes)
     return len(processes_of(server))
 
 
@@ -220,7 +220,7 @@ def check_killed_client(isolation: str, num_processes: int) -> None:
         finally:
             client.kill()
     wait_gone([server])
-    assert until_settled(server.pid, most=0) == 0
+    assert until_settled(server.pid, max_processes=0) == 0
 
 
 # --- hostile answers
@@ -254,26 +254,26 @@ def check_hostile_at_once(names: list[str], num_pairs: int) -> None:
     cases = []
     for name, honest in itertools.islice(zip(itertools.cycle(names), itertools.cycle(right)), num_pairs):
         cases += [(name, *hostile(name)), ("right", honest, HOSTILE_LIMITS, ["success"])]
-    most = 4 * LASTING_PER_WORKER["bwrap"]
+    max_processes = 4 * LASTING_PER_WORKER["bwrap"]
     with serving("bwrap", 4, HOSTILE_LIMITS) as server:
         futures = [server.submit(submission, limits) for _, submission, limits, _ in cases]
         verdicts = [future.result(timeout=3 * RESULT_S) for future in futures]
-        assert until_settled(server, most) <= most
+        assert until_settled(server, max_processes) <= max_processes
     wrong = [
         (name, expected, verdict.error_type, verdict.message)
         for (name, _, _, expected), verdict in zip(cases, verdicts)
         if verdict.error_type not in expected
     ]
     assert len(verdicts) == 2 * num_pairs and wrong == []
-    assert until_settled(server, most=0) == 0
+    assert until_settled(server, max_processes=0) == 0
     assert not list(Path("/tmp").glob("hostile*")) and not Path("/tmp/f1").exists()
     assert {path: Path(path).stat().st_mtime_ns for path in kept} == kept
 
 
 def wait_until_nothing_is_left(server: JudgeClient) -> None:
     """Without namespaces: wait until only zygotes are left, and no temporary directory; verdicts do not wait for it."""
-    most = server._num_workers * LASTING_PER_WORKER[server.isolation]
-    wait_until(lambda: len(processes_of(server)) <= most and not _directories_of(server))
+    max_processes = server._num_workers * LASTING_PER_WORKER[server.isolation]
+    wait_until(lambda: len(processes_of(server)) <= max_processes and not _directories_of(server))
 
 
 def _directories_of(server: JudgeClient) -> list[Path]:
@@ -310,8 +310,8 @@ def _abandoned() -> set[Path]:
 def lasting(server: JudgeClient, role: str = "answer") -> set[int]:
     """The processes in the sandbox of answers, or of tests, that stay from one answer to the next, with namespaces."""
     assert judged(server, function(RIGHT, TEST)) == ("success", "")
-    most = LASTING_PER_WORKER["bwrap"]
-    assert until_settled(server, most) == most
+    max_processes = LASTING_PER_WORKER["bwrap"]
+    assert until_settled(server, max_processes) == max_processes
     mark = f'"role": "{role}"'.encode()
     return {pid for pid in processes_of(server) if mark in Path(f"/proc/{pid}/cmdline").read_bytes()}
 

@@ -13,7 +13,7 @@ from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 
 from verl_ext.data.chats import load_chats
 from verl_ext.distributed import build_meshes
-from verl_ext.trainer.device import settle_device
+from verl_ext.trainer.device import resolve_device
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import SFTConfig, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -42,7 +42,7 @@ def small_config(quickstart: Path, run_dir: Path, *overrides: str) -> SFTConfig:
 def make_trainer(config: SFTConfig) -> SFTTrainer:
     """An `SFTTrainer` on the current process group."""
     torch.manual_seed(config.trainer.seed)
-    device_name = settle_device(config)
+    device_name = resolve_device(config)
     tokenizer = load_tokenizer(config)
     meshes = build_meshes(device_name, config.sequence_parallel_size)
     return SFTTrainer(config, *meshes, tokenizer, *load_chats(config.data, tokenizer))

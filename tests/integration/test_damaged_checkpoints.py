@@ -65,8 +65,8 @@ def test_damage_is_reported_and_run_resumes(
     printed = assert_resumes(run, sft_run, resumes_from).stderr
     lines = [line for line in printed.splitlines() if line.startswith("warning: ")]
     assert len(lines) == printed.count("warning: ") == len(warnings), printed
-    for line, facts in zip(lines, warnings, strict=True):
-        assert all(fact in line for fact in facts), printed
+    for line, fragments in zip(lines, warnings, strict=True):
+        assert all(fragment in line for fragment in fragments), printed
 
 
 def test_tracker_is_repaired_after_kill_before_its_write(sft_run: SFTRun, quickstart: Path, tmp_path: Path) -> None:

@@ -18,6 +18,6 @@ def test_example_recipe_trains_and_its_rule_is_known(tmp_path: Path) -> None:
     run.finish()
     assert run.record()["status"] == "finished"
     assert (run.run_dir / "global_step_2/huggingface/model.safetensors").is_file()
-    report = commands.python("verl_ext.health", run.run_dir, "--own-rules", RULES)
+    report = commands.python("verl_ext.health", run.run_dir, "--extra-rules", RULES)
     assert report.returncode == 0, report.stderr
     assert "memory_growing" in report.stdout

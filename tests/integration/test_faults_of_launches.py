@@ -25,9 +25,9 @@ def test_rejected_launch_leaves_finished_run_unchanged(sft_run: SFTRun, quicksta
         "data.train_batch_size=4": "is finished, and this command changes settings (data.train_batch_size: 8 -> 4",
         "trainer.total_training_steps=2": "is finished, and this command changes",
     }
-    for mistake, fact in mistakes.items():
+    for mistake, fragment in mistakes.items():
         refused = run.start(mistake)
-        assert refused.returncode == 2 and fact in refused.stderr and refused.stderr.count("error: ") == 1
+        assert refused.returncode == 2 and fragment in refused.stderr and refused.stderr.count("error: ") == 1
         assert tree_of(run.run_dir) == before
     # what only the ranks can see
     refused = run.start("data.max_length=20", "trainer.total_training_steps=8")

@@ -40,7 +40,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[JudgeClient]:
     """A server at each of these levels; no process of it may remain at the end."""
     with serving(request.param, 2, HOSTILE_LIMITS) as server:
         yield server
-    assert until_settled(server, most=0) == 0
+    assert until_settled(server, max_processes=0) == 0
 
 
 @pytest.mark.parametrize("name", [*TELLING, *SEEDED, *PROGRAMS])

@@ -10,7 +10,7 @@ import pytest
 
 from eval_pipeline.judge import JudgeClient, ResourceLimits, Submission, runs
 from eval_pipeline.judge.isolation import candidate_levels
-from eval_pipeline.judge.sandbox import SharedGate
+from eval_pipeline.judge.sandbox import ReadWriteLock
 from eval_pipeline.judge.server import JudgeWorker
 from tests.helpers.hostile_answers import RIGHT, SCAN_MEMORY_FOR_NAMES, TEST
 from tests.helpers.judge import (
@@ -246,7 +246,7 @@ def test_killed_test_is_run_again(server: JudgeClient) -> None:
 @pytest.fixture
 def worker() -> Iterator[JudgeWorker]:
     """A worker in this process, so that a test can look inside."""
-    worker = JudgeWorker(candidate_levels("bwrap")[0], SharedGate())
+    worker = JudgeWorker(candidate_levels("bwrap")[0], ReadWriteLock())
     yield worker
     worker.close()
 
@@ -269,7 +269,7 @@ def test_idle_tester_survives(worker: JudgeWorker, monkeypatch: pytest.MonkeyPat
 def test_supervisor_is_replaced_after_maximum_number_of_answers(
     worker: JudgeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "_MOST_ANSWERS", 2)
+    monkeypatch.setattr(runs, "_MAX_ANSWERS", 2)
     kept = []
     for _ in range(4):
         assert error_type(worker, function(RIGHT, TEST)) == "success"

@@ -58,7 +58,7 @@ def test_ranks_that_take_too_long_are_killed(launches: SmallLaunches) -> None:
     assert launcher.end() == 75
     error = launcher.output("err")
     assert error.startswith("error: ") and error.count("\n") == 1
-    assert all(fact in error for fact in ("trainer.preemption.grace_s=1.5", "SIGTERM", "step 0"))
+    assert all(fragment in error for fragment in ("trainer.preemption.grace_s=1.5", "SIGTERM", "step 0"))
     assert launches.record()["status"] == "stopped"
     assert "trainer.preemption.grace_s=1.5" in launches.record()["attempts"][-1]["exit_reason"]
 

@@ -138,14 +138,14 @@ def test_finished_run_is_unchanged_and_can_be_extended(whole: tuple[SFTRun, str]
 
 
 @pytest.mark.parametrize(
-    ("override", "facts"),
+    ("override", "fragments"),
     [
         ("data.max_length=20", ["train.parquet row 0"]),
         ("optim.lr=1e30", ["not finite", "3 steps"]),
     ],
 )
 def test_bad_input_detected_by_ranks_is_reported_once(
-    override: str, facts: list[str], quickstart: Path, tmp_path: Path
+    override: str, fragments: list[str], quickstart: Path, tmp_path: Path
 ) -> None:
     run = SFTRun(quickstart, tmp_path, override)
     result = run.start()
@@ -154,8 +154,8 @@ def test_bad_input_detected_by_ranks_is_reported_once(
     record = run.record()
     assert record["status"] == "failed"
     [error] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    for fact in facts:
-        assert fact in error and fact in record["attempts"][-1]["exit_reason"]
+    for fragment in fragments:
+        assert fragment in error and fragment in record["attempts"][-1]["exit_reason"]
 
 
 def test_lora_exports_merged_model(quickstart: Path, tmp_path: Path) -> None:

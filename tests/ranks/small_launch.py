@@ -9,8 +9,8 @@ import os
 import sys
 
 from verl_ext.launch import ranks
-from verl_ext.launch.__main__ import heed_stop_signals
-from verl_ext.launch.run import run_to_the_end
+from verl_ext.launch.__main__ import handle_stop_signals
+from verl_ext.launch.run import run_until_finished
 from verl_ext.metrics import heartbeat
 from verl_ext.trainer.stages import load_config
 
@@ -32,9 +32,9 @@ if __name__ == "__main__":
     config = load_config("sft", ["recipe=verl", *(f"{key}={value}" for key, value in words.items())])
     config.recipe = "small"
     config.trainer.n_gpus_per_node, config.trainer.nnodes = 2, int(os.environ.get("NNODES", "1"))
-    with heed_stop_signals() as signals:
+    with handle_stop_signals() as signals:
         sys.exit(
-            run_to_the_end(
+            run_until_finished(
                 config,
                 signals,
                 restarts=int(restarts),

@@ -1,4 +1,4 @@
-"""The walks in docs/design/architecture.md name existing files and functions and stay within their length limits."""
+"""The walkthroughs in docs/design/architecture.md name existing files and functions and keep their length limits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 
 from tests.helpers import ROOT
 
-PAGE = (ROOT / "docs/design/architecture.md").read_text().partition("## Walks\n")[2].partition("\n## ")[0]
-WALKS = {title: body for title, body in re.findall(r"^### (.+?)\n(.+?)(?=^### |\Z)", PAGE, re.MULTILINE | re.DOTALL)}
+PAGE = (ROOT / "docs/design/architecture.md").read_text().partition("## Code walkthroughs\n")[2].partition("\n## ")[0]
+WALKTHROUGHS = {
+    title: body for title, body in re.findall(r"^### (.+?)\n(.+?)(?=^### |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
-MOST_FILES = {
+MAX_FILES = {
     "Start of SFT": 25,
     "One step of SFT": 4,
     "One step of GRPO": 13,
@@ -25,9 +27,9 @@ MOST_FILES = {
 }
 
 
-def stops_of(walk: str) -> list[tuple[str, list[str]]]:
-    """Each file of a walk with the names that the page mentions in it."""
-    rows = re.findall(r"^\d+\. `([^`]+)`(.*?)(?=^\d+\. |\Z)", WALKS[walk], re.MULTILINE | re.DOTALL)
+def stops_of(walkthrough: str) -> list[tuple[str, list[str]]]:
+    """Each file of a walkthrough with the names that the page mentions in it."""
+    rows = re.findall(r"^\d+\. `([^`]+)`(.*?)(?=^\d+\. |\Z)", WALKTHROUGHS[walkthrough], re.MULTILINE | re.DOTALL)
     return [(file, re.findall(r"`([\w.]+)`", said.partition(": ")[0])) for file, said in rows]
 
 
@@ -46,15 +48,15 @@ def names_in(path: Path) -> set[str]:
     return names
 
 
-def test_page_has_expected_walks() -> None:
-    assert list(WALKS) == list(MOST_FILES)
+def test_page_has_expected_walkthroughs() -> None:
+    assert list(WALKTHROUGHS) == list(MAX_FILES)
 
 
-@pytest.mark.parametrize("walk", MOST_FILES)
-def test_walk_is_short_and_names_exist(walk: str) -> None:
-    stops = stops_of(walk)
+@pytest.mark.parametrize("walkthrough", MAX_FILES)
+def test_walkthrough_is_short_and_names_exist(walkthrough: str) -> None:
+    stops = stops_of(walkthrough)
     files = [file for file, _ in stops]
-    assert 1 < len(files) <= MOST_FILES[walk] and len({*files}) == len(files)
+    assert 1 < len(files) <= MAX_FILES[walkthrough] and len({*files}) == len(files)
     for file, names in stops:
         path = ROOT / file
         assert path.is_file(), file

@@ -59,15 +59,15 @@ def test_replaced_best_checkpoint_is_renamed_with_its_record(tmp_path: Path) -> 
     commit(tmp_path, 10)
     (tmp_path / "best_checkpoint.json").write_text('{"step": 10}')
     commit(tmp_path, 10)
-    assert len(list(tmp_path.glob("global_step_10_formerly_*"))) == 1
-    assert len(list(tmp_path.glob("best_checkpoint_formerly_*.json"))) == 1
+    assert len(list(tmp_path.glob("global_step_10_replaced_*"))) == 1
+    assert len(list(tmp_path.glob("best_checkpoint_replaced_*.json"))) == 1
     assert not (tmp_path / "best_checkpoint.json").exists()  # it would name weights that were not selected
 
 
 def test_replaced_held_checkpoint_is_renamed_and_kept(tmp_path: Path) -> None:
     (commit(tmp_path, 10) / "keep").touch()
     commit(tmp_path, 10)
-    former = next(tmp_path.glob("global_step_10_formerly_*"))
+    former = next(tmp_path.glob("global_step_10_replaced_*"))
     assert (former / "keep").exists()
     assert find(tmp_path) == (tmp_path / "global_step_10", [])
     assert list_checkpoints(tmp_path) == [tmp_path / "global_step_10"]

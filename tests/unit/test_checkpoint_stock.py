@@ -139,7 +139,7 @@ def test_replaced_verl_checkpoint_is_renamed_and_kept(tmp_path: Path) -> None:
     ours = save(tmp_path / "ours", 20)
     commit_directory(ours, tmp_path / "global_step_20", Manifest.read(ours))
     rotate(tmp_path, *retention(1), 20, pytest.fail)
-    former = next(tmp_path.glob("global_step_20_formerly_*"))
+    former = next(tmp_path.glob("global_step_20_replaced_*"))
     assert is_verl_checkpoint(former) and not is_verl_checkpoint(tmp_path / "global_step_20")
     assert [path.name for path in list_checkpoints(tmp_path)] == ["global_step_20"]
 

@@ -152,7 +152,7 @@ def test_staged_tensors_are_saved_without_their_neighbors(tmp_path: Path) -> Non
 def test_exactly_staged_bytes_are_pinned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """CUDA's functions are stand-ins; if pinning fails, the copies are in pageable memory."""
+    """CUDA's functions are mocked; if pinning fails, the copies are in pageable memory."""
     calls: list[tuple[str, int]] = []
     cudart = SimpleNamespace(
         cudaHostRegister=lambda address, size, flags: calls.append(("pin", size)) or code,

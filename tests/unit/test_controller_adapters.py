@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from benchmarks.adaptive_knobs import flop_counter
 from tests.helpers import vlms
-from verl_ext.controller.adapters import Inputs, VLMAdapter, adapter_for
-from verl_ext.controller.adapters.base import Decoding
+from verl_ext.controller.adapters import VLMAdapter, adapter_for
 from verl_ext.controller.adapters.molmo import MolmoAdapter
 from verl_ext.controller.execution import LatencyMeter
 from verl_ext.controller.space import Configuration
@@ -32,13 +30,9 @@ MODELS: dict[str, tuple[Callable, tuple[int, ...]]] = {
     "qwen3_5_moe": (partial(vlms.qwen3_5, experts=True), (1024, 4096, 16384)),
     "molmo": (vlms.molmo, (3, 6, 12)),
     "idefics3": (vlms.idefics3, (32, 64, 128)),
-    "idefics3 of an earlier release": (vlms.idefics3, (32, 64, 128)),
 }
-FORMER = Plugin.parse("tests/data/old_adapter/idefics3.py:Idefics3Adapter", "--adapter")
-"""The example of an earlier release, unchanged."""
 OWN = {
     "idefics3": Plugin.parse("examples/new_adapter/idefics3.py:Idefics3Adapter", "--adapter"),
-    "idefics3 of an earlier release": FORMER,
 }
 """Example adapters, as a user names them."""
 WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe", "molmo"]
@@ -221,65 +215,6 @@ def test_generation_equals_transformers() -> None:
         assert adapter.generate(inputs, 6, []) == wanted[0, inputs["input_ids"].shape[1] :].tolist()
         end = adapter.generate(inputs, 6, [])[3]
         assert end not in adapter.generate(inputs, 6, [end])
-
-
-def test_adapter_of_earlier_release_gets_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    FORMER.load()
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: the adapter Idefics3Adapter has method names that the next release removes; ")
-    assert "skip is now skipped_block" in line and "go_on is now decode" in line
-    Plugin.parse("examples/new_adapter/idefics3.py:Idefics3Adapter", "--adapter").load()
-    assert capsys.readouterr().err == ""
-
-
-def test_adapter_for_two_releases_keeps_current_methods(capsys: pytest.CaptureFixture[str]) -> None:
-    class Both(MolmoAdapter):
-        def skip(self) -> str:
-            return "former"
-
-        def skipped_block(self) -> str:  # type: ignore[override]
-            return "current"
-
-    assert Both.skipped_block(None) == "current"  # type: ignore[arg-type]
-    assert capsys.readouterr().err == ""
-
-
-def test_adapter_of_earlier_release_keeps_inherited_router() -> None:
-    class Base(MolmoAdapter):
-        def router(self, mixture: Any) -> Any:
-            return mixture.own
-
-        def begin(self, inputs: Inputs) -> Decoding:
-            return super().begin(inputs)
-
-    class Derived(Base):
-        def go_on(self, decoding: Decoding, token: torch.Tensor) -> Decoding:
-            return super().go_on(decoding, token)
-
-    assert Derived.router is Base.router
-
-
-def test_adapter_of_earlier_release_can_extend_shipped_adapter() -> None:
-    class Own(MolmoAdapter):
-        def begin(self, inputs: Inputs) -> Decoding:
-            begun.append(len(inputs))
-            return super().begin(inputs)
-
-        def go_on(self, decoding: Decoding, token: torch.Tensor) -> Decoding:
-            return super().go_on(decoding, token)
-
-        def seeing(self, encoding: Any) -> AbstractContextManager[None]:
-            return super().seeing(encoding)
-
-    begun: list[int] = []
-    own, ours = (kind(*vlms.molmo(), (3, 6, 12)) for kind in (Own, MolmoAdapter))
-    inputs = ours.inputs(image(), QUESTION, 1)
-    for topk in (1, 4):
-        with own.configured(configuration_of(own, "1101", topk)), own.with_encoding(own.encode(inputs)):
-            found = own.generate(inputs, 4, [])
-        with ours.configured(configuration_of(ours, "1101", topk)):
-            assert found == ours.generate(inputs, 4, [])
-    assert len(begun) == 2
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,14 @@ def test_disturbed_run_is_repeated(durations: list[float], made: list[int]) -> N
     detector = detector_of(iter([1.0] * 40 + durations))
     for _ in range(20):
         detector.run(lambda: None)
-    assert detector.num_again == 0
+    assert detector.num_retries == 0
     for expected in made:
         runs: list[None] = []
         assert detector.run(lambda: runs.append(None) or len(runs)) == expected  # noqa: B023
-    assert detector.num_again == sum(made) - len(made)
-    assert detector.share_again == detector.num_again / (20 + len(made)) and DISTURBED < 2
+    assert detector.num_retries == sum(made) - len(made)
+    assert detector.retries_per_run == detector.num_retries / (20 + len(made)) and DISTURBED < 2
 
 
 def test_disabled_detector_runs_everything_once() -> None:
     detector = InterferenceDetector(False, clock=lambda: pytest.fail("nothing is timed"))
-    assert [detector.run(lambda: 7) for _ in range(3)] == [7, 7, 7] and detector.share_again == 0
+    assert [detector.run(lambda: 7) for _ in range(3)] == [7, 7, 7] and detector.retries_per_run == 0

@@ -42,7 +42,7 @@ def test_files_digest_depends_on_content_not_path(tmp_path: Path) -> None:
 def test_digest_of_large_files_covers_ends_and_sampled_blocks(num_files: int, tmp_path: Path) -> None:
     content = bytearray(torch.arange(100_000, dtype=torch.int32).numpy().tobytes())
     paths = [write(tmp_path / str(number), bytes(content)) for number in range(num_files)]
-    with patch.multiple(dataset, MOST_BYTES=64_000, BLOCK_BYTES=1000):
+    with patch.multiple(dataset, MAX_BYTES=64_000, BLOCK_BYTES=1000):
         starts = dataset._block_starts(len(content), 64_000 // num_files)
         read = [start for start in starts if start + 1000 <= len(content)]
         assert len(read) == max(64_000 // num_files // 1000, 1) and read[-1] == len(content) - 1000

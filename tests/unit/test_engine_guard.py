@@ -126,7 +126,7 @@ def test_model_class_patched_by_vllm_still_works_in_trainer() -> None:
 def test_rank_with_too_little_gpu_memory_stops_all(
     monkeypatch: pytest.MonkeyPatch, free: list[int], says: str | None
 ) -> None:
-    """The GPUs' memory is a stand-in."""
+    """The GPUs' memory is mocked."""
     sizes = [(gib << 30, 80 << 30) for gib in free]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: sizes[0])
     monkeypatch.setattr(dist, "get_world_size", lambda: len(sizes))

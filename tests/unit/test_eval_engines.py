@@ -250,14 +250,14 @@ def test_too_large_max_tokens_falls_back_to_remaining_length(server: Server) -> 
 
 
 def test_concurrency_limits_requests_in_flight(server: Server) -> None:
-    lock, under_way, most = threading.Lock(), 0, 0
+    lock, under_way, peak = threading.Lock(), 0, 0
     together = threading.Barrier(3, timeout=30)  # passes only while three are under way
 
     def reply(body: dict[str, Any]) -> Reply:
-        nonlocal under_way, most
+        nonlocal under_way, peak
         with lock:
             under_way += 1
-            most = max(most, under_way)
+            peak = max(peak, under_way)
         together.wait()
         with lock:
             under_way -= 1
@@ -265,7 +265,7 @@ def test_concurrency_limits_requests_in_flight(server: Server) -> None:
 
     server.reply = reply
     assert len(ask(server, [GenerateRequest(str(i), "x") for i in range(12)], concurrency=3)) == 12
-    assert most == 3
+    assert peak == 3
 
 
 def test_closing_does_not_wait_for_pending_requests(server: Server) -> None:

@@ -130,9 +130,9 @@ def test_poll_interval_limits_checkpoint_scans(tmp_path: Path, poll_s: str, look
     assert len(watcher.poll()) == 4 + looks_again
 
 
-@pytest.mark.parametrize(("most", "state"), [(1, "failed"), (2, "pending")])
-def test_retries_follow_max_attempts_and_backoff(tmp_path: Path, most: int, state: str) -> None:
-    context = context_of(tmp_path, f"max_attempts={most}", "backoff_s=5000")
+@pytest.mark.parametrize(("max_attempts", "state"), [(1, "failed"), (2, "pending")])
+def test_retries_follow_max_attempts_and_backoff(tmp_path: Path, max_attempts: int, state: str) -> None:
+    context = context_of(tmp_path, f"max_attempts={max_attempts}", "backoff_s=5000")
     context.jobs.fail(claimed(context), "no room", {})
     [job] = context.jobs.jobs()
     assert (job.attempts, job.state) == (1, state)

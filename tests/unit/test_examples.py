@@ -34,7 +34,7 @@ from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.rewards.text_environment import TextEnvironment
 from verl_ext.grpo.sampling import Completion
 from verl_ext.health.__main__ import main as health
-from verl_ext.launch.preflight import check_health, check_settings
+from verl_ext.launch.preflight import check_settings
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.stages import GRPOConfig, load_config
 
@@ -178,29 +178,8 @@ def test_example_health_rule_checks_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], growth: float, level: str
 ) -> None:
     run_dir = growing_run(tmp_path, growth)
-    assert health([str(run_dir), "--own-rules", RULES, "--json"]) == 0
+    assert health([str(run_dir), "--extra-rules", RULES, "--json"]) == 0
     found = {each["rule"]: each for each in json.loads(capsys.readouterr().out)["rules"]}
     assert found["memory_growing"]["level"] == level and "loss_not_finite" in found
     assert health([str(run_dir), "--json"]) == 0
     assert "memory_growing" not in capsys.readouterr().out
-
-
-def test_old_health_rule_interface_gives_same_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`tests/data/old_health_rule/memory.py` is the example of the release before `Rule(name, check, ...)`."""
-    run_dir = growing_run(tmp_path, 0.002)
-    words = [str(run_dir), "--json", "--own-rules"]
-    assert health([*words, RULES]) == 0
-    expected = json.loads(capsys.readouterr().out)["rules"][-1]
-    assert health([*words, "tests/data/old_health_rule/memory.py:RULES"]) == 0
-    output = capsys.readouterr()
-    found = json.loads(output.out)["rules"][-1]
-    assert (found["rule"], found["level"], found["message"]) == ("memory_growing", "warning", expected["message"])
-    [warned] = output.err.splitlines()
-    assert "uses @rule, which the next release removes" in warned
-
-
-def test_launcher_accepts_old_health_rule_interface(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["health.rules=[tests/data/old_health_rule/memory.py:RULES]", "health.stop_on=[memory_growing]"]
-    check_health(load_config("sft", words))
-    [warned] = capsys.readouterr().err.splitlines()
-    assert "uses @rule" in warned

@@ -22,7 +22,7 @@ from verl_ext.errors import UserError
 from verl_ext.files import RUN_LOCK, hold_run_lock, replace_file, replacing
 from verl_ext.launch.__main__ import parse_arguments
 from verl_ext.launch.configure import configure
-from verl_ext.launch.run import Launch, run_to_the_end, tidy_finished_run
+from verl_ext.launch.run import Launch, clean_up_finished_run, run_until_finished
 from verl_ext.processes import StopSignals
 
 
@@ -146,7 +146,7 @@ def launch(quickstart: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     )
 
     def start() -> None:
-        run_to_the_end(config, StopSignals())
+        run_until_finished(config, StopSignals())
 
     return start
 
@@ -170,16 +170,16 @@ def test_launch_removes_leftovers_that_fill_disk(launch: Callable[[], None], dis
 
 def test_leftovers_of_finished_run_are_removed_unless_locked(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    tidy_finished_run(tmp_path)
+    clean_up_finished_run(tmp_path)
     assert not (tmp_path / RUN_LOCK).exists()
     directory, file = tmp_path / "global_step_0.removing", tmp_path / "run.json.tmp"
     directory.mkdir()
     with hold_run_lock(tmp_path):
-        tidy_finished_run(tmp_path)
+        clean_up_finished_run(tmp_path)
     assert directory.exists()
-    tidy_finished_run(tmp_path)
+    clean_up_finished_run(tmp_path)
     assert not directory.exists() and kept(tmp_path) == [1]
     file.touch()
     os.utime(file, (0, 0))
-    tidy_finished_run(tmp_path)
+    clean_up_finished_run(tmp_path)
     assert not file.exists()

@@ -112,7 +112,7 @@ def test_gpu_check_wheels_match_product_pins() -> None:
 
 
 def test_table_of_gpu_paths_names_results_and_tests() -> None:
-    """Each path that was run has a part in a result without a problem, and each stand-in a test."""
+    """Each path that was run has a part in a result without a problem, and each mocked path a test."""
     results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("gpu_*.json")]
     parts = {part["part"] for result in results for part in result["parts"] if not part["problem"]}
     tests = {
@@ -120,10 +120,10 @@ def test_table_of_gpu_paths_names_results_and_tests() -> None:
         for path in (ROOT / "tests").rglob("test_*.py")
         for name in re.findall(r"\bdef (test_\w+)", path.read_text())
     }
-    section = (ROOT / "docs/design/promises.md").read_text().partition("\n## GPU paths\n")[2].partition("\n## ")[0]
+    section = (ROOT / "docs/design/guarantees.md").read_text().partition("\n## GPU paths\n")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
     assert len(rows) > 10
     for path, kind, *names in rows:
         found = {*re.findall(r"`([^`]+)`", " ".join(names))}
         assert found <= parts | tests, (path, found - parts - tests)
-        assert {"run": found & parts, "stand-in": found & tests, "read": not found}[kind.strip(" |")], path
+        assert {"run": found & parts, "mocked": found & tests, "read": not found}[kind.strip(" |")], path

@@ -27,7 +27,7 @@ from verl_ext.data.dataset import iter_parquet_rows
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prompts import PromptBatch, PromptDataset
 from verl_ext.errors import UserError
-from verl_ext.launch.configure import settle_model
+from verl_ext.launch.configure import resolve_model
 from verl_ext.launch.preflight import check_config, check_inputs
 from verl_ext.launch.run import hold_model
 from verl_ext.trainer.model import load_model_config
@@ -138,7 +138,7 @@ def settled(quickstart: Path, tmp_path: Path, *overrides: str) -> GRPOConfig:
     """The quickstart recipe after an SFT run in `tmp_path / "sft"`."""
     sft_run = ("model.partial_pretrain=null", f"model.sft_run={tmp_path / 'sft'}")
     config = config_with(quickstart, tmp_path, *sft_run, *overrides)
-    settle_model(config)
+    resolve_model(config)
     return config
 
 
@@ -260,13 +260,13 @@ def test_missing_sft_run_error_has_its_command(
     assert isinstance(config, GRPOConfig | BudgetConfig)
     config.trainer.n_gpus_per_node = 4
     with pytest.raises(UserError, match=f"`bash run_sft.sh 4{re.escape(words)}`"):
-        settle_model(config)
+        resolve_model(config)
     Path(config.model.sft_run).mkdir(parents=True)  # started, but nothing saved
     with pytest.raises(UserError, match=f"`bash run_sft.sh 4{re.escape(words)}`"):
-        settle_model(config)
+        resolve_model(config)
     config.model.sft_run = f"{tmp_path}/elsewhere/{config.model.sft_run.removeprefix('checkpoints/')}"
     with pytest.raises(UserError, match=f"run_sft.sh 4{re.escape(words)} trainer.default_local_dir={tmp_path}/else"):
-        settle_model(config)
+        resolve_model(config)
 
 
 def test_shipped_recipes_build_on_shipped_sft_recipes() -> None:
@@ -283,7 +283,7 @@ def test_missing_run_of_unknown_recipe_is_reported(quickstart: Path, tmp_path: P
 def test_missing_model_settings_are_rejected(quickstart: Path, tmp_path: Path) -> None:
     config = config_with(quickstart, tmp_path, "model.partial_pretrain=null", "model.sft_run=null")
     with pytest.raises(UserError, match="model.sft_run=RUN_DIRECTORY"):
-        settle_model(config)
+        resolve_model(config)
 
 
 def test_quickstart_prompts_are_disjoint_from_held_out(

@@ -153,7 +153,7 @@ def test_command_waits_for_heartbeat_of_silent_run(
     make_silent(run_dir, 3600)  # its ranks may hang
     (run_dir / "run.lock").touch()
     os.utime(run_dir / "run.lock", (1e9, 1e9))
-    with heartbeat.beating(run_dir) if beats else nullcontext():
+    with heartbeat.send_heartbeats(run_dir) if beats else nullcontext():
         assert run_health(run_dir, capsys)[1]["status"] == (status if beats else "killed")
 
 

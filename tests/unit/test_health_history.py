@@ -14,7 +14,6 @@ import torch
 
 from verl_ext.config.schema import as_dict
 from verl_ext.health.context import schedule_of
-from verl_ext.health.deprecated import OldHistory
 from verl_ext.health.history import (
     MAX_FIRST,
     MAX_RECENT,
@@ -86,15 +85,6 @@ def test_epochs_are_independent_of_read_intervals(at_once: int) -> None:
     ]
     assert history.epochs("train/loss") == pytest.approx([np.mean(each) for each in logged])
     assert history.num_epochs("train/loss") == 42 and history.num_epochs("val/loss") == 0
-
-
-def test_old_interface_reads_each_row_once() -> None:
-    history = MetricHistory()
-    for step in range(1, 41):
-        history.add(step, {"train/loss": 1.0, "train/epoch": step / 10})
-    old = OldHistory(history)
-    assert old.series("train/loss").num_points == 40 and len(old.epochs("train/loss")) == 4
-    assert history.series("train/loss").num_points == 40
 
 
 def test_non_finite_losses_are_counted_but_excluded_from_means() -> None:

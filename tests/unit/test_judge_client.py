@@ -55,7 +55,7 @@ def test_killed_server_is_replaced(isolation: str) -> None:
             server._process.kill()
         assert [future.result(timeout=300).error_type for future in futures] == ["success"] * 8
         assert server.submit(RIGHT).result(timeout=300).error_type == "success" and server.isolation == level
-    assert until_settled(server, most=0) == 0
+    assert until_settled(server, max_processes=0) == 0
 
 
 def kill_until_submission_fails(server: JudgeClient, waiting: Future) -> None:
@@ -193,7 +193,7 @@ def test_repeatedly_dying_server_raises_error(isolation: str) -> None:
             waiting.result()
         [verdict] = server.judge_all([RIGHT], progress=False)
         assert verdict.error_type == "success"
-    assert until_settled(server, most=0) == 0
+    assert until_settled(server, max_processes=0) == 0
 
 
 def test_answer_killing_server_keeps_other_verdicts() -> None:
@@ -266,7 +266,7 @@ def test_leaving_context_stops_server_and_sandboxes(isolation: str) -> None:
         waiting = start_sleeper(server)
     with pytest.raises(JudgeServerError):
         waiting.result(timeout=300)
-    assert until_settled(server, most=0) == 0
+    assert until_settled(server, max_processes=0) == 0
 
 
 @pytest.mark.parametrize("num_processes", [3, 5])

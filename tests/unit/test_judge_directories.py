@@ -12,7 +12,7 @@ import pytest
 
 from eval_pipeline.judge import sandbox
 from eval_pipeline.judge.inside import usage
-from eval_pipeline.judge.inside.usage import MOST_FILES, directory_usage, remove_tree
+from eval_pipeline.judge.inside.usage import MAX_FILES, directory_usage, remove_tree
 
 DEEP = 1100
 """Directories in one another: more than Python recurses."""
@@ -83,7 +83,7 @@ def test_usage_counts_each_file_once(tree: Path) -> None:
 
 def test_usage_stops_counting_beyond_limit(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Directories nested deeper than this process may open files exceed the limit."""
-    monkeypatch.setattr(usage, "MOST_FILES", 3)
+    monkeypatch.setattr(usage, "MAX_FILES", 3)
     for number in range(9):
         (tree / str(number)).touch()
     assert directory_usage(str(tree))[0] == 4
@@ -92,7 +92,7 @@ def test_usage_stops_counting_beyond_limit(tree: Path, monkeypatch: pytest.Monke
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
     try:
-        assert directory_usage(str(tree))[0] == MOST_FILES + 1
+        assert directory_usage(str(tree))[0] == MAX_FILES + 1
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 

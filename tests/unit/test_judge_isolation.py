@@ -11,7 +11,7 @@ import pytest
 
 from eval_pipeline.judge import JudgeClient, ResourceLimits, Verdict
 from eval_pipeline.judge.isolation import IsolationLevel, candidate_levels
-from eval_pipeline.judge.sandbox import SharedGate
+from eval_pipeline.judge.sandbox import ReadWriteLock
 from eval_pipeline.judge.server import JudgeWorker
 from tests.helpers.judge import function, judge_config, script
 from verl_ext.errors import UserError
@@ -60,7 +60,7 @@ PROGRAMS = {
 
 def verdicts_at(level: IsolationLevel) -> dict[str, Verdict]:
     """The verdicts on all programs by expected error type."""
-    worker = JudgeWorker(level, SharedGate())
+    worker = JudgeWorker(level, ReadWriteLock())
     verdicts = {}
     for expected, program in PROGRAMS.items():
         if expected == "timeout" and level.bwrap is None:
@@ -92,7 +92,7 @@ def worker(request: pytest.FixtureRequest) -> Iterator[JudgeWorker]:
     levels = candidate_levels(request.param)
     if not levels:
         pytest.skip(f"{request.param} is not installed")
-    worker = JudgeWorker(levels[0], SharedGate())
+    worker = JudgeWorker(levels[0], ReadWriteLock())
     verdict = worker.judge(function(PROGRAMS["success"]), ResourceLimits())
     if verdict.error_type == "api_error":
         pytest.skip(f"{request.param} does not work on this machine: {verdict.message}")
@@ -136,4 +136,4 @@ def test_fallback_is_reported_once(
         pytest.skip(f"sandlock does not work on this machine: {error}")
     warned = capsys.readouterr().err
     assert warned.count("\n") == 1
-    assert all(fact in warned for fact in ("sandlock", "bwrap", "no namespaces here"))
+    assert all(fragment in warned for fragment in ("sandlock", "bwrap", "no namespaces here"))

@@ -10,7 +10,7 @@ import pytest
 
 from eval_pipeline.judge import ResourceLimits, Submission, Verdict, server
 from eval_pipeline.judge.isolation import IsolationLevel
-from eval_pipeline.judge.sandbox import SharedGate
+from eval_pipeline.judge.sandbox import ReadWriteLock
 from eval_pipeline.judge.types import request_to_json
 from tests.helpers.judge import function
 from tests.helpers.processes import wait_until
@@ -21,7 +21,7 @@ class FailingWorker:
 
     num_made = 0
 
-    def __init__(self, level: IsolationLevel, gate: SharedGate) -> None:
+    def __init__(self, level: IsolationLevel, gate: ReadWriteLock) -> None:
         type(self).num_made += 1
 
     def judge(self, submission: Submission, limits: ResourceLimits) -> Verdict:
@@ -49,7 +49,7 @@ def test_failing_worker_fails_only_its_own_submission(
     written: list[dict[str, Any]] = []
     output: Any = type("Output", (), {"write": staticmethod(lambda message, blob: written.append(message))})
     threading.Thread(
-        target=server._work, args=(jobs, IsolationLevel("rlimits"), SharedGate(), output), daemon=True
+        target=server._work, args=(jobs, IsolationLevel("rlimits"), ReadWriteLock(), output), daemon=True
     ).start()
     wait_until(lambda: len(written) == 3 or ended)
     found = {message["id"]: message for message in written}

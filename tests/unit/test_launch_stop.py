@@ -118,10 +118,10 @@ def test_only_sigquit_and_a_second_interrupt_stop_immediately(
 
 LAST_MOMENT = """
 import ctypes, signal, sys
-from verl_ext.launch.__main__ import heed_stop_signals
+from verl_ext.launch.__main__ import handle_stop_signals
 libc = ctypes.CDLL(None)
 libc.on_exit(libc["raise"], None)  # calls raise(exit code) after Python has restored the default actions
-with heed_stop_signals():
+with handle_stop_signals():
     sys.exit({number})
 """
 

@@ -1,4 +1,4 @@
-"""Adapters from `model.lora_adapter_path`, which a run continues to train, as docs/guides/sft.md promises."""
+"""Adapters from `model.lora_adapter_path`, which a run continues to train, as docs/guides/sft.md guarantees."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from tests.helpers.models import CHATML
 from verl_ext.errors import UserError
-from verl_ext.model_files import earlier_rope_keys, load_whole, save_config, save_tokenizer
+from verl_ext.model_files import earlier_rope_keys, load_pretrained_strict, save_config, save_tokenizer
 
 TEXT = "def f(x):\n    return x + 12  # naïve<|im_end|>\n"
 LETTERS = sorted({*pre_tokenizers.ByteLevel.alphabet()})
@@ -128,10 +128,10 @@ def test_rope_types_unknown_to_transformers_4_are_unchanged() -> None:
 def test_rejects_model_with_missing_weights(is_tied: bool, tmp_path: Path) -> None:
     sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
     Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=is_tied)).save_pretrained(tmp_path)
-    assert load_whole(AutoModelForCausalLM, str(tmp_path)).config.num_hidden_layers == 2
+    assert load_pretrained_strict(AutoModelForCausalLM, str(tmp_path)).config.num_hidden_layers == 2
     weights = load_file(tmp_path / "model.safetensors")
     assert ("lm_head.weight" in weights) != is_tied
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="lacks 1 of the model's weights, model.layers.1.mlp.up_proj.weight among them"):
-        load_whole(AutoModelForCausalLM, str(tmp_path))
+        load_pretrained_strict(AutoModelForCausalLM, str(tmp_path))

@@ -114,7 +114,7 @@ def checklist_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     yield from listed(run)
     make_silent(run, 3600)
     yield from listed(run)
-    monkeypatch.setattr(run_directory, "silent_for_s", lambda path: 60.0)
+    monkeypatch.setattr(run_directory, "seconds_since_heartbeat", lambda path: 60.0)
     here = {"host": socket.gethostname(), "pid_namespace": pid_namespace(), "pid": 2**22 + 1}
     for attempt in (here, {"host": "elsewhere", "heartbeat_s": 10.0}):
         yield why_killed(run, {"status": "running", "attempts": [attempt]}, 0.0, 1.0) or ""

@@ -346,7 +346,7 @@ def test_documented_measurements_match_record() -> None:
 @pytest.mark.parametrize("name", RESULTS["settings"])
 def test_recorded_measurements_are_within_target_of_prediction(name: str) -> None:
     found, setting = RESULTS["settings"][name], SETTINGS[name]
-    plan = predicted(setting, sft_config(setting, "data", "model", "run"), found["loss_share"])
+    plan = predicted(setting, sft_config(setting, "data", "model", "run"), found["loss_fraction"])
     assert plan.memory.peak_bytes / GIB == pytest.approx(found["predicted_gib"])
     for measured in ("resident_gib", "tensors_gib"):
         assert abs(plan.memory.peak_bytes / GIB / found[measured] - 1) <= RESULTS["target"]

@@ -96,8 +96,8 @@ def test_optimizer_implementation_is_as_set_or_torch_default(arguments: str, har
     assert work.optimizer_implementation == expected
 
 
-def test_loss_share_scales_loss_tokens() -> None:
-    assert workload(lengths=DataLengths(loss_share=0.5)).loss_tokens == 4096
+def test_loss_fraction_scales_loss_tokens() -> None:
+    assert workload(lengths=DataLengths(loss_fraction=0.5)).loss_tokens == 4096
 
 
 def test_grpo_counts_completions_and_updates() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval_pipeline.problems import Problem, ProgramCase, ProgramTests
+from eval_pipeline.problems import Problem
 from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.problem import DatasetSource
 from tests.helpers import vlms
@@ -230,19 +230,6 @@ def test_accepts_tests_of_every_kind(mine: Path, tests: str) -> None:
     (mine / "made.py").write_text(PROBLEMS_FILE)
     [problem] = problems_of(mine, "made.py:made", json.dumps({"tests": tests}))
     assert type(problem.tests).__name__ == tests.partition("(")[0]
-
-
-def test_format_plugin_of_earlier_release_still_works(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It imports the tests from `problems.problem` under their former names; a warning gives the new name."""
-    (mine / "made.py").write_text(
-        "from eval_pipeline.problems.problem import Case, Problem, ProgramTests\n"
-        "from eval_pipeline.problems.record import Record\n"
-        "def made(record: Record) -> Problem:\n"
-        "    return Problem('p7', 'Write f.', ProgramTests((Case('1', '2'),)))\n"
-    )
-    [problem] = problems_of(mine, "made.py:made", "{}")
-    assert problem.tests == ProgramTests((ProgramCase("1", "2"),))
-    assert "Case is now called ProgramCase" in capsys.readouterr().err
 
 
 def test_failing_rule_becomes_notice(mine: Path) -> None:

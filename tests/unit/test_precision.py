@@ -11,7 +11,7 @@ from tests.helpers.trainer import make_trainer, small_config
 from verl_ext import processes
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer import device
-from verl_ext.trainer.device import has_bf16_units, settle_precision
+from verl_ext.trainer.device import has_bf16_units, resolve_precision
 from verl_ext.trainer.stages import load_config
 
 WITH_UNITS, WITHOUT = "flags\t\t: fpu avx512f avx512_bf16 amx_tile\n", "flags\t\t: fpu avx2\n"
@@ -28,7 +28,7 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def settled(tmp_path: Path, command: str = "sft", setting: str = "auto") -> str:
     words = [f"trainer.default_local_dir={tmp_path / 'run'}", f"model.mixed_precision={setting}"]
-    return settle_precision(load_config(command, words), "cpu")
+    return resolve_precision(load_config(command, words), "cpu")
 
 
 def record(tmp_path: Path, value: str | None) -> None:

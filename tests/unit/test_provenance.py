@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.config.provenance import config_facts, git_commit, launch_facts
+from verl_ext.config.provenance import config_provenance, git_commit, launch_provenance
 from verl_ext.config.schema import to_yaml
 from verl_ext.trainer.stages import load_config
 
@@ -41,21 +41,23 @@ def test_command_and_environment_have_no_secrets(monkeypatch: pytest.MonkeyPatch
         **{"NCCL_DEBUG": "INFO", "NCCL_NOTE": "sk-0123456789abcdef", "VERL_EXT_MONITOR_TOKEN": "secret-secret"},
         **{"HOME": "/root", "CUDA_URL": "http://a:b@host"},
     }
-    facts = launch_facts("bash run_sft.sh", ["2", "a=b c", "x=sk-0123456789abcdef", "engine.api_key=1"], environment)
-    assert facts["command"] == "bash run_sft.sh 2 'a=b c' 'x=***' 'engine.api_key=***'"
-    assert facts["environment"] == {"NCCL_DEBUG": "INFO", "NCCL_NOTE": "***"}
-    assert {"torch", "transformers", "numpy"} <= facts["packages"].keys()
+    provenance = launch_provenance(
+        "bash run_sft.sh", ["2", "a=b c", "x=sk-0123456789abcdef", "engine.api_key=1"], environment
+    )
+    assert provenance["command"] == "bash run_sft.sh 2 'a=b c' 'x=***' 'engine.api_key=***'"
+    assert provenance["environment"] == {"NCCL_DEBUG": "INFO", "NCCL_NOTE": "***"}
+    assert {"torch", "transformers", "numpy"} <= provenance["packages"].keys()
 
 
 def test_changed_settings_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     former, now = (load_config("sft", [f"optim.lr={lr}", "trainer.logger=[]"]) for lr in (1e-5, 2e-5))
-    facts = config_facts(now, path)
-    assert facts["config_changes"] == {} and "optim.lr" in facts["config_defaults"]
-    assert "optim.lr_scheduler" not in facts["config_defaults"]
+    provenance = config_provenance(now, path)
+    assert provenance["config_changes"] == {} and "optim.lr" in provenance["config_defaults"]
+    assert "optim.lr_scheduler" not in provenance["config_defaults"]
     path.write_text(to_yaml(former))
-    assert config_facts(now, path)["config_changes"] == {"optim.lr": [1e-5, 2e-5]}
+    assert config_provenance(now, path)["config_changes"] == {"optim.lr": [1e-5, 2e-5]}
     assert not capsys.readouterr().err
     path.write_text("- damaged")
-    assert config_facts(now, path)["config_changes"] == {}
+    assert config_provenance(now, path)["config_changes"] == {}
     assert "warning: the settings that changed since the previous attempt are not recorded: " in capsys.readouterr().err

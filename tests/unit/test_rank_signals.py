@@ -89,7 +89,7 @@ def test_repeated_signals_to_rank_are_one_request(start: object) -> None:
 
 @pytest.mark.parametrize(("has_engine", "printed"), [(True, "last line\n"), (False, "last line\natexit\n")])
 def test_rank_with_vllm_on_gpu_leaves_without_destructors(has_engine: bool, printed: str) -> None:
-    """The GPU and vLLM are stand-ins."""
+    """The GPU and vLLM are mocked."""
     program = """
         import atexit, sys
         import torch

@@ -21,7 +21,7 @@ from verl_ext.distributed import build_meshes
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import SAMPLES_FILE
 from verl_ext.trainer.budget import BudgetTrainer
-from verl_ext.trainer.device import settle_device
+from verl_ext.trainer.device import resolve_device
 from verl_ext.trainer.grpo import GRPOTrainer, prompts_of
 from verl_ext.trainer.stages import STAGES, RunConfig, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -33,7 +33,7 @@ OF_ANY_RUN += ["trainer.total_training_steps=2"]
 CONTROLLER = [
     *("controller.tier_sizes=[256,1024,4096]", "controller.min_active=2", "controller.max_active=3"),
     *("controller.topk_choices=[1,2,4]", "controller.max_new_tokens=3", "controller.hidden=24"),
-    *("controller.budgets_ms=[60,200]", "controller.dtype=bf16", "controller.most_encodings=5"),
+    *("controller.budgets_ms=[60,200]", "controller.dtype=bf16", "controller.max_encodings=5"),
 ]
 LEARNING = [
     *("algorithm.norm_adv_by_std_in_grpo=false", "actor.tier_entropy_weight=2.5", "actor.entropy_coeff=0.01"),
@@ -46,7 +46,7 @@ WEIGHTS = {"accuracy": 2, "latency_penalty": 3, "budget_violation": 4, "efficien
 def trainer_of(config: RunConfig) -> GRPOTrainer:
     """The trainer that a rank builds for a configuration."""
     torch.manual_seed(config.trainer.seed)
-    device_name = settle_device(config)
+    device_name = resolve_device(config)
     tokenizer, stage = load_tokenizer(config), STAGES[config.stage]
     return stage.trainer_class()(
         config, *build_meshes(device_name, 1), tokenizer, *stage.load_datasets(config, tokenizer)
@@ -130,7 +130,7 @@ def test_tier_term_of_entropy_bonus_is_weighted(controlled: BudgetTrainer) -> No
         ("budgets_ms", [12.1, 40.0], None),
         # between what the configuration takes and what it takes with the decision
         ("budgets_ms", [11.0, 40.0], r"controller.budgets_ms starts at 11 ms, .*12.0 ms; start at 12.6 ms or more"),
-        # the whole model takes 20 ms
+        # the full model takes 20 ms
         ("budgets_of_full", [0.55, 2.0], r"controller.budgets_of_full starts at 0.55 \(11.0 ms\).*at 0.63 or more"),
     ],
 )

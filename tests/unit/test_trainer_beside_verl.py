@@ -1,4 +1,4 @@
-"""Faults of verl 0.7.0's trainer, shown on the stock class and compared with ours on the same model and data."""
+"""Known issues of verl 0.7.0's trainer, shown on the stock class and compared with ours on the same model and data."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def trainer_at(step: int, recipe: Path, *overrides: str) -> VLMSFTTrainer:
 
 
 def test_tiers_and_configurations_depend_on_step_and_micro_batch(recipe: Path) -> None:
-    overrides = ("configurations.lowest_tier_steps=3", "configurations.whole_model_steps=5")
+    overrides = ("configurations.lowest_tier_steps=3", "configurations.full_model_steps=5")
     draws = {
         step: [(each.tier(n), each.configuration(n)) for n in range(3)]
         for step in range(1, 40)

@@ -195,7 +195,7 @@ class CheckpointWriter:
 def commit_directory(temporary: Path, final: Path, manifest: Manifest) -> None:
     """Turn a directory, whose files are all on disk, into the checkpoint `final`.
 
-    An existing checkpoint with that name is renamed first: to `..._formerly_TIME` if it is protected or verl wrote it,
+    An existing checkpoint with that name is renamed first: to `..._replaced_TIME` if it is protected or verl wrote it,
     otherwise to a name that rotation deletes.
 
     Raises:
@@ -232,7 +232,7 @@ def _set_former_aside(final: Path) -> Path:
 
 
 def _former_name(path: Path) -> Path:
-    return path.with_name(f"{path.stem}_formerly_{time.time_ns()}{path.suffix}")
+    return path.with_name(f"{path.stem}_replaced_{time.time_ns()}{path.suffix}")
 
 
 # Space

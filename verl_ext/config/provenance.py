@@ -28,7 +28,9 @@ ENVIRONMENT = re.compile(
 """Variables that are recorded, unless they hold a secret."""
 
 
-def launch_facts(program: str, words: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def launch_provenance(
+    program: str, words: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
     """Return the facts that the launcher knows.
 
     Args:
@@ -76,7 +78,7 @@ def git_commit(checkout: Path | None) -> str | None:
     return None if packed is None else packed[1]
 
 
-def config_facts(config: Any, former: Path) -> dict[str, Any]:
+def config_provenance(config: Any, former: Path) -> dict[str, Any]:
     """Return which settings differ from their defaults and from the previous attempt.
 
     Args:

@@ -70,7 +70,7 @@ def load_inputs(arguments: argparse.Namespace) -> tuple[VLMAdapter, list[ImageQu
         device=device,
         dtype=dtype,
         trust_remote_code=arguments.trust_remote_code,
-        own_adapter=arguments.adapter,
+        custom_adapter=arguments.adapter,
     )
     source = QuestionSource(arguments.num_questions, 0, arguments.questions)
     return adapter, ImageQuestionDataset({"questions": source}, "train", progress=True).samples

@@ -45,7 +45,7 @@ class ControllerConfig:
     init_from: str | None = setting(None, "Initial controller: best_model.pt, checkpoint_epoch_N.pt or an export")
     max_new_tokens: int = setting(16, "Maximum answer tokens", ge=1)
     dtype: Literal["auto", "bf16", "fp32"] = setting("auto", "dtype of the vision-language model")
-    most_encodings: int = setting(256, "Maximum encoded images to cache", ge=1)
+    max_encodings: int = setting(256, "Maximum encoded images to cache", ge=1)
 
     def check(self) -> None:
         """Refuse tiers, experts and budgets that are not ascending."""
@@ -90,7 +90,7 @@ class SkipSamplingConfig:
     tier_sizes: list[int] = setting([65536, 262144, 1048576], "Image pixels of each tier")
     tier_weights: list[float] = setting([1.0, 1.0, 1.0], "Weight of each tier", ge=0)
     lowest_tier_steps: int = setting(0, "Initial steps at the lowest tier", ge=0)
-    whole_model_steps: int = setting(0, "Initial steps with the whole model", ge=0)
+    full_model_steps: int = setting(0, "Initial steps with the full model", ge=0)
     min_active: int = setting(1, "Fewest active blocks, including block 0", ge=1)
     topk_choices: list[int] = setting([], "Experts per token, the pretrained top-k last; [] without experts")
 

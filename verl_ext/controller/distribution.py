@@ -15,28 +15,28 @@ LOG_ZERO = -1e30
 
 
 class BlockMaskDistribution:
-    """P(mask) = exp(sum of the logits of its blocks) / Z over all masks with `fewest` to `most` blocks; exact.
+    """P(mask) = exp(sum of the logits of its blocks) / Z over all masks of `min_blocks` to `max_blocks` blocks.
 
     This is the conditional Bernoulli distribution (Chen, Dempster and Liu, "Weighted finite population sampling to
     maximize entropy", Biometrika 81, 1994) for a range of sizes instead of a single size. All quantities are computed
-    from a table over (block, number of blocks chosen before it), in O(blocks * most) per row. The table is in double
-    precision for logits of any precision.
+    from a table over (block, number of blocks chosen before it), in O(blocks * max_blocks) per row. The table is in
+    double precision for logits of any precision.
 
     Args:
         logits: (batch, blocks), logits of the blocks that may be skipped, without the model's block 0.
-        fewest: minimum number of these blocks that run.
-        most: maximum number of these blocks that run.
+        min_blocks: minimum number of these blocks that run.
+        max_blocks: maximum number of these blocks that run.
     """
 
-    def __init__(self, logits: torch.Tensor, fewest: int, most: int) -> None:
+    def __init__(self, logits: torch.Tensor, min_blocks: int, max_blocks: int) -> None:
         self.logits, self.num_blocks = logits.double(), logits.shape[1]
-        self.fewest, self.most = fewest, most
+        self.min_blocks, self.max_blocks = min_blocks, max_blocks
 
     @cached_property  # a deployed controller needs only the mode, which does not use the tables
     def _tables(self) -> list[torch.Tensor]:
         """[i][:, c]: log of the sum over blocks i and later, with c chosen before them; the last column is log 0."""
-        end = self.logits.new_full((len(self.logits), self.most + 2), LOG_ZERO)
-        end[:, self.fewest : self.most + 1] = 0.0
+        end = self.logits.new_full((len(self.logits), self.max_blocks + 2), LOG_ZERO)
+        end[:, self.min_blocks : self.max_blocks + 1] = 0.0
         tables = [end]
         for i in reversed(range(self.num_blocks)):
             chosen = self.logits[:, i, None] + tables[0][:, 1:]
@@ -54,7 +54,7 @@ class BlockMaskDistribution:
         return (self.logits * masks).sum(-1) - log_z
 
     def _log_prob_of_block(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of running and of skipping block i, each (batch, most + 1) by the number chosen before."""
+        """Log-probabilities of running and of skipping block i, (batch, max_blocks + 1) by the number chosen before."""
         here, after = self._tables[i][:, :-1], self._tables[i + 1]
         reachable = here > LOG_ZERO / 2
         run = torch.where(reachable, self.logits[:, i, None] + after[:, 1:] - here, LOG_ZERO)
@@ -77,7 +77,7 @@ class BlockMaskDistribution:
     def mode(self) -> torch.Tensor:
         """The most likely mask of each row, (batch, blocks) bool: the blocks with the highest logits."""
         ranks = self.logits.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        count = (self.logits > 0).sum(1).clamp(self.fewest, self.most)
+        count = (self.logits > 0).sum(1).clamp(self.min_blocks, self.max_blocks)
         return ranks < count[:, None]
 
     def entropy(self, entropy_of_active: torch.Tensor | None = None) -> torch.Tensor:
@@ -168,7 +168,7 @@ class ConfigurationDistribution:
         Each active block adds the entropy of its top-k, so a plain entropy bonus would reward running more blocks.
         Therefore the gradient of the experts' entropy treats the probabilities of the blocks as constants.
         """
-        constant = BlockMaskDistribution(self._masks.logits.detach(), self._masks.fewest, self._masks.most)
+        constant = BlockMaskDistribution(self._masks.logits.detach(), self._masks.min_blocks, self._masks.max_blocks)
         topk_entropy = None if self._topk is None else categorical_entropy(self._topk)
         experts = constant.entropy(topk_entropy) - constant.entropy()
         return tier_weight * categorical_entropy(self._tiers) + self._masks.entropy() + experts

@@ -46,7 +46,7 @@ def measure_importance(adapter: VLMAdapter, questions: Sequence[ImageQuestion]) 
 
     blocks, runner = len(adapter.blocks), VLMRunner(adapter, max_new_tokens=1, max_encodings=1)
     space = adapter.space(1, blocks, (adapter.trained_topk,) if adapter.trained_topk else ())
-    configurations = [space.full]  # index 0 is the whole model, because block 0 always runs
+    configurations = [space.full]  # index 0 is the full model, because block 0 always runs
     for skipped in range(1, blocks):
         mask = [block != skipped for block in range(blocks)]
         configurations.append(space.configuration(space.full.tier, mask))

@@ -173,7 +173,7 @@ def load_adaptive_model(
     vlm: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
-    own_adapter: Plugin | None = None,
+    custom_adapter: Plugin | None = None,
 ) -> tuple[AdaptiveModel, ControlledModel]:
     """Load a controller and the model that it was trained for.
 
@@ -181,7 +181,7 @@ def load_adaptive_model(
         vlm: path of the vision-language model; None for its path in training.
         device: cpu or cuda; None for a GPU if there is one.
         trust_remote_code: whether the model's own code may run.
-        own_adapter: see `ControlledModel.runner`.
+        custom_adapter: see `ControlledModel.runner`.
 
     Raises:
         UserError: the controller or its model cannot be loaded, or they do not belong together.
@@ -189,5 +189,5 @@ def load_adaptive_model(
     default, dtype = default_device()
     dtype = DTYPES.get(source.setting("controller", "dtype"), dtype)
     controller, controlled = load_controller(source.export, vlm, trust_remote_code)
-    runner = controlled.runner(default if device is None else device, dtype, own_adapter)
+    runner = controlled.runner(default if device is None else device, dtype, custom_adapter)
     return AdaptiveModel(runner, controller), controlled

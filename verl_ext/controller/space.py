@@ -67,7 +67,7 @@ class ConfigurationSpace:
 
     @property
     def full(self) -> Configuration:
-        """The whole model at its highest tier."""
+        """The full model at its highest tier."""
         return self.configuration(len(self.tiers) - 1, [True] * self.num_blocks)
 
     def configuration(

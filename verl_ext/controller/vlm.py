@@ -21,7 +21,7 @@ from verl_ext.controller.adapters import VLMAdapter, adapter_for
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.network import BudgetController
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_files import load_whole, require_no_remote_code
+from verl_ext.model_files import load_pretrained_strict, require_no_remote_code
 from verl_ext.plugins import Plugin
 
 FINGERPRINT_VERSION = 2
@@ -45,7 +45,7 @@ def load_adapter(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
-    own_adapter: Plugin | None = None,
+    custom_adapter: Plugin | None = None,
 ) -> VLMAdapter:
     """Load a frozen model and return its adapter.
 
@@ -53,7 +53,7 @@ def load_adapter(
         path: a directory, or a name on the Hub.
         tier_sizes: see `VLMAdapter`.
         trust_remote_code: whether to run the code of the checkpoint, which Molmo needs.
-        own_adapter: see `adapter_for`.
+        custom_adapter: see `adapter_for`.
 
     Raises:
         UserError: the model cannot be loaded, or there is no adapter for it.
@@ -64,18 +64,20 @@ def load_adapter(
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         custom_class = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
         if custom_class is None:
-            model = load_whole(AutoModelForImageTextToText, name, dtype=dtype, trust_remote_code=trust_remote_code)
+            model = load_pretrained_strict(
+                AutoModelForImageTextToText, name, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         else:
             model_class = get_class_from_dynamic_module(custom_class, name)
             adapt_model_class(model_class)
-            model = load_whole(model_class, name, config=config, dtype=dtype)
+            model = load_pretrained_strict(model_class, name, config=config, dtype=dtype)
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a damaged model can raise anything
         raise UserError(
             f"the vision-language model {path} cannot be loaded ({first_line_of(error)}); specify a model's directory, "
             "or set trust_remote_code for a model with custom code"
         ) from error
-    return adapter_for(model.to(device).eval().requires_grad_(False), processor, tier_sizes, own_adapter)
+    return adapter_for(model.to(device).eval().requires_grad_(False), processor, tier_sizes, custom_adapter)
 
 
 def adapt_model_class(model_class: type[PreTrainedModel]) -> None:
@@ -179,17 +181,17 @@ class ControlledModel:
         """Plain values for JSON."""
         return {**asdict(self), "tier_sizes": list(self.tier_sizes)}
 
-    def runner(self, device: str, dtype: torch.dtype, own_adapter: Plugin | None = None, **sizes: int) -> VLMRunner:
+    def runner(self, device: str, dtype: torch.dtype, custom_adapter: Plugin | None = None, **sizes: int) -> VLMRunner:
         """Load the model with the settings of training; on the CPU, also set torch's number of threads, if known.
 
         Args:
-            own_adapter: see `adapter_for`. An adapter that only the export names is not run.
+            custom_adapter: see `adapter_for`. An adapter that only the export names is not run.
             sizes: sizes of the runner's caches.
 
         Raises:
             UserError: the model cannot be loaded, or the controller was trained for another model.
         """
-        if self.adapter is not None and own_adapter is None:
+        if self.adapter is not None and custom_adapter is None:
             raise UserError(
                 f"the controller was trained with the adapter {self.adapter}; pass --adapter {self.adapter} to load it"
             )
@@ -201,7 +203,7 @@ class ControlledModel:
             device=device,
             dtype=dtype,
             trust_remote_code=self.trust_remote_code,
-            own_adapter=own_adapter,
+            custom_adapter=custom_adapter,
         )
         if not matches_fingerprint(self.fingerprint, adapter, "the controller's export", self.num_blocks, self.topk):
             raise UserError(f"the controller was trained for a model other than {self.path}; give that model")

@@ -57,11 +57,11 @@ class MicroBatchPlan:
 
     def _packed(self, lengths: np.ndarray, num_ranks: int) -> list[list[int]]:
         """The minimum number of micro-batches, filled evenly; a sample over `max_tokens` gets its own."""
-        fewest = len(first_fit_decreasing(lengths, self.max_tokens))
+        min_bins = len(first_fit_decreasing(lengths, self.max_tokens))
         fitting = np.flatnonzero(lengths <= self.max_tokens)
         alone = [[place] for place in np.flatnonzero(lengths > self.max_tokens).tolist()]
         costs = lengths[fitting] * (1 + self.quadratic * lengths[fitting])
-        for num_bins in range(-(-fewest // num_ranks) * num_ranks, len(lengths), num_ranks):
+        for num_bins in range(-(-min_bins // num_ranks) * num_ranks, len(lengths), num_ranks):
             bins = [fitting[bin_].tolist() for bin_ in fill_evenly(costs, num_bins - len(alone))]
             if max(int(lengths[bin_].sum()) for bin_ in bins) <= self.max_tokens:
                 return alone + bins

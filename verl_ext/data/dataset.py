@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 else:
     MapDataset = ABC  # PyTorch's data loader takes any object with `__getitem__` and `__len__`
 
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 """Maximum number of bytes, of all files together, that a digest reads."""
 BLOCK_BYTES = 1 << 20
 ANSWER_KEYS = ("ground_truth", "answer")
@@ -206,7 +206,7 @@ def unique_sample_ids(ids: Iterable[str]) -> Iterator[str]:
 def files_digest(paths: Sequence[Path]) -> str:
     """Digest of the contents of files in their order, independent of their names.
 
-    Up to `MOST_BYTES`, the digest covers all bytes. For larger files, it covers the size and evenly spaced blocks,
+    Up to `MAX_BYTES`, the digest covers all bytes. For larger files, it covers the size and evenly spaced blocks,
     including the last block, where parquet stores the position, size and extremes of every column. Other changes go
     undetected.
 
@@ -220,7 +220,7 @@ def files_digest(paths: Sequence[Path]) -> str:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{size}\n".encode())
-            for start in _block_starts(size, MOST_BYTES // len(paths)):
+            for start in _block_starts(size, MAX_BYTES // len(paths)):
                 file.seek(start)
                 digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest()
@@ -235,9 +235,9 @@ def training_data_digest(data: DataConfig) -> str:
         return ""
 
 
-def _block_starts(size: int, most_bytes: int) -> Sequence[int]:
+def _block_starts(size: int, max_bytes: int) -> Sequence[int]:
     """Offsets of the blocks to read from a file."""
-    if size <= most_bytes:
+    if size <= max_bytes:
         return range(0, size, BLOCK_BYTES)
-    last, num_blocks = max(size - BLOCK_BYTES, 0), most_bytes // BLOCK_BYTES
+    last, num_blocks = max(size - BLOCK_BYTES, 0), max_bytes // BLOCK_BYTES
     return [last * number // (num_blocks - 1) for number in range(num_blocks)] if num_blocks > 1 else [last]

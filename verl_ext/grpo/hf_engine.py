@@ -76,7 +76,7 @@ class HFEngine(RolloutEngine):
             attention_mask=attention_mask,
             past_key_values=self._prompt_cache(requests, input_ids, attention_mask),
             logits_processor=LogitsProcessorList([processor]),
-            # every rank has the whole model, so ranks with fewer or no prompts need no extra forward passes
+            # every rank has the full model, so ranks with fewer or no prompts need no extra forward passes
             synced_gpus=False,
             generation_config=GenerationConfig(
                 do_sample=False,
@@ -172,7 +172,7 @@ def plain_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def unsharded_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the whole model on every rank, so that forward passes need no other rank; collective on entry and exit."""
+    """Keep the full model on every rank, so that forward passes need no other rank; collective on entry and exit."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)

@@ -45,7 +45,7 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
-        "--own-rules", action="append", default=[], metavar="PLACE:LIST", help=f"add your own rules: {PLUGIN_FORM}"
+        "--extra-rules", action="append", default=[], metavar="PLACE:LIST", help=f"add your own rules: {PLUGIN_FORM}"
     )
     parser.add_argument("--rules", action="store_true", help="list the rules")
     return parser
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check the health of a run; returns 1 if there is an alarm, otherwise 0. `clean_exit` has the other exit codes."""
     with clean_exit():
         arguments = build_parser().parse_args(argv)
-        rules = load_rules(arguments.own_rules, "--own-rules")
+        rules = load_rules(arguments.extra_rules, "--extra-rules")
         if arguments.rules:
             print_line("\n".join(f"{each.name:28} {each.description}" for each in rules))
             return 0

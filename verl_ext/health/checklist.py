@@ -45,7 +45,7 @@ def checklists(run: RunDirectory) -> dict[str, list[ChecklistItem]]:
     return {
         title: list(first_steps(run)),
         "At every checkpoint": list(each_checkpoint(run)),
-        "At the end": list(the_end(run)),
+        "At the end": list(end_of_run(run)),
     }
 
 
@@ -62,7 +62,7 @@ def first_steps(run: RunDirectory) -> Iterable[ChecklistItem]:
     yield ChecklistItem("train/grad_norm is in range", _of_rules(early, "grad_norm_range", "grad_norm_exploding"))
     yield ChecklistItem("step times are steady", _of_rules(early, "step_time_high", "step_time_rising"))
     yield ChecklistItem(f"GPUs are busy for more than {BUSY_SHARE:.0%} of the time", gpus_are_busy(run))
-    yield ChecklistItem("no NCCL errors, timeouts or out-of-memory errors", no_trouble(run))
+    yield ChecklistItem("no NCCL errors, timeouts or out-of-memory errors", no_fatal_errors(run))
 
 
 def each_checkpoint(run: RunDirectory) -> Iterable[ChecklistItem]:
@@ -74,7 +74,7 @@ def each_checkpoint(run: RunDirectory) -> Iterable[ChecklistItem]:
     yield ChecklistItem("latest_checkpointed_iteration.txt names the newest checkpoint", tracker_names_newest(run))
 
 
-def the_end(run: RunDirectory) -> Iterable[ChecklistItem]:
+def end_of_run(run: RunDirectory) -> Iterable[ChecklistItem]:
     """Check how the run ended, or that it is alive."""
     status, last, total = run.status, run.history.step, run.run["total_steps"]
     if status in ("running", KILLED):
@@ -147,7 +147,7 @@ def gpu_utilization() -> list[float]:
         return []
 
 
-def no_trouble(run: RunDirectory) -> CheckResult:
+def no_fatal_errors(run: RunDirectory) -> CheckResult:
     """Check that no attempt ended because of NCCL, a timeout or a lack of memory."""
     attempts = run.run["attempts"]
     message = [
@@ -240,12 +240,12 @@ def expected_checkpoints(run: RunDirectory) -> CheckResult | None:
         newest = f"the newest complete step is {max(steps)}" if steps else "there is no complete checkpoint"
         return alarm(f"global_step_{due} was due but is missing; {newest}")
     message = f"{len(steps)} kept, the newest is global_step_{max(steps)}"
-    most = run.config["trainer"].get("max_ckpt_to_keep")
+    max_kept = run.config["trainer"].get("max_ckpt_to_keep")
     scheduled = range(run.first_step // every * every + every, due, every) if every > 0 else ()
     missing = [  # although fewer newer ones exist than rotation keeps
         f"global_step_{step}"
         for step in scheduled
-        if step not in steps and (most is None or sum(each > step for each in steps) < most)
+        if step not in steps and (max_kept is None or sum(each > step for each in steps) < max_kept)
     ]
     return warning(f"{message}; {', '.join(missing)} should be kept, too") if missing else ok(message)
 

@@ -75,11 +75,11 @@ def share_of_limit(
     """A statistic of the recent values relative to a limit of the run, followed by both numbers."""
 
     def measure(view: HealthView) -> tuple[float, ...] | None:
-        most, values = limit(view.context), view.recent(metric, at_least=at_least)
-        if most is None or values is None:
+        maximum, values = limit(view.context), view.recent(metric, at_least=at_least)
+        if maximum is None or values is None:
             return None
         value = float(statistic(values))
-        return value / most, value, most
+        return value / maximum, value, maximum
 
     return measure
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.health import checks, deprecated
+from verl_ext.health import checks
 from verl_ext.health.context import LANGUAGE, REWARDED, STAGES
 from verl_ext.health.families import bounds, epoch_trend, largest, median, past_best, plateau, share_of_limit, shrunk
 from verl_ext.health.rule import CORRECT, EVAL_REWARD, GRAD_NORM, LOSS, REWARD, VAL_LOSS, VIOLATION, Level, Rule
@@ -127,7 +126,7 @@ RULES: tuple[Rule, ...] = (
          "raise optim.lr, and check that parameters are trained and that rewards differ within a group", REWARDED),
 
     # Advantages
-    Rule("advantages_not_centred",
+    Rule("advantages_not_centered",
          bounds(checks.advantage_offset, "advantages have a mean of {1:.3g} and a standard deviation of {2:.3g}",
                 above={ALARM: "adv_mean_max"}),
          "The mean advantage exceeds adv_mean_max of the standard deviation.",
@@ -217,26 +216,24 @@ RULES: tuple[Rule, ...] = (
 # fmt: on
 
 
-def load_rules(plugins: Iterable[str], key: str, quiet: bool = False) -> tuple[Rule, ...]:
+def load_rules(plugins: Iterable[str], key: str) -> tuple[Rule, ...]:
     """Return the rules of the table and the user's rules.
 
     Args:
         plugins: each `path.py:LIST` or `package.module:LIST`, a list of `Rule`.
         key: the setting or option that names them, for messages.
-        quiet: whether to load lists with an outdated interface without a warning.
 
     Raises:
         UserError: a list cannot be loaded, is not a list of rules, or repeats the name of a rule.
     """
-    rules = [*RULES, *(rule for text in plugins for rule in _rules_of(Plugin.parse(text, key), quiet))]
+    rules = [*RULES, *(rule for text in plugins for rule in _rules_of(Plugin.parse(text, key)))]
     names = [each.name for each in rules]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{key}: two rules are named {repeated[0]}; rename yours")
     return tuple(rules)
 
 
-def _rules_of(plugin: Plugin, quiet: bool) -> list[Rule]:
-    deprecated.provide_modules()
+def _rules_of(plugin: Plugin) -> list[Rule]:
     found = plugin.load()
     if not isinstance(found, list | tuple) or not found or not all(isinstance(each, Rule) for each in found):
         raise UserError(f"{plugin.key}: {plugin} is not a list of rules; see docs/guides/extending.md")
@@ -246,6 +243,4 @@ def _rules_of(plugin: Plugin, quiet: bool) -> list[Rule]:
                 f"{plugin.key}: the rule {each.name} is for the stages {', '.join(sorted(each.stages)) or '(none)'}; "
                 f"use some of {', '.join(sorted(STAGES))}"
             )
-    if not quiet and any(isinstance(each, deprecated.DecoratedRule) for each in found):
-        warn(f"{plugin.key}: {plugin} uses @rule, which the next release removes; see docs/guides/extending.md")
     return list(found)

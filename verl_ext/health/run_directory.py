@@ -19,7 +19,7 @@ from verl_ext.health.context import RunContext, read_config
 from verl_ext.health.history import MetricHistory, read_history
 from verl_ext.health.rule import STEP_TIME, Finding, HealthView, Rule
 from verl_ext.health.rules import RULES
-from verl_ext.metrics.heartbeat import silent_for_s
+from verl_ext.metrics.heartbeat import seconds_since_heartbeat
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE, load_run, require_run_files, seconds_of
 from verl_ext.processes import is_alive, pid_namespace
@@ -155,7 +155,7 @@ def why_killed(path: Path, run: Mapping[str, Any], silent_s: float, allowed_s: f
         allowed_s: see `max_silence_s`.
     """
     if relies_on_heartbeat(run):  # even if the ranks hang
-        beat_s = silent_for_s(path)
+        beat_s = seconds_since_heartbeat(path)
         return None if beat_s is None else f"no heartbeat from its launcher for {beat_s:.0f} s"
     if run["status"] != "running":
         return None

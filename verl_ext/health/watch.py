@@ -65,7 +65,7 @@ class HealthMonitor:
             config: the resolved configuration; `settings` is its section `health`.
         """
         run = RunRecord(run_dir).read()
-        rules = load_rules(settings.rules, "health.rules", quiet=True)  # the launcher has warned
+        rules = load_rules(settings.rules, "health.rules")
         history, _ = read_history(run_dir, run["attempts"], until=first_step)
         context = RunContext.of(run_dir, run, config, total_steps, steps_per_epoch)
         view = HealthView(history, context, settings.limits)

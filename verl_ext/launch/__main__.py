@@ -35,7 +35,7 @@ EXIT_CODES = {
 
 def main() -> None:
     """Parse the command line, train, and exit with the command's code."""
-    with heed_stop_signals() as signals:
+    with handle_stop_signals() as signals:
         sys.exit(launch(parse_arguments(sys.argv[1:]), signals))
 
 
@@ -48,7 +48,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
     """
     startup.begin(process_start())
     with signals.raising():
-        from verl_ext.config.provenance import launch_facts
+        from verl_ext.config.provenance import launch_provenance
         from verl_ext.config.schema import to_yaml
         from verl_ext.launch.configure import configure
 
@@ -58,7 +58,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
             return 0
         require_package("verl")
         from verl_ext.launch.preflight import preflight, prepare_inputs
-        from verl_ext.launch.run import run_to_the_end
+        from verl_ext.launch.run import run_until_finished
 
         prepare_inputs(config)
         if arguments.show_samples:
@@ -67,12 +67,12 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
             show_samples(config, arguments.show_samples)
             return 0
         preflight(config)
-        facts = launch_facts(program(arguments.stage), arguments.typed)
-    return run_to_the_end(config, signals, restarts=arguments.restarts, facts=facts)
+        provenance = launch_provenance(program(arguments.stage), arguments.typed)
+    return run_until_finished(config, signals, restarts=arguments.restarts, provenance=provenance)
 
 
 @contextmanager
-def heed_stop_signals() -> Iterator[StopSignals]:
+def handle_stop_signals() -> Iterator[StopSignals]:
     """Handle stop signals; a stop before there is anything to save prints no traceback.
 
     Raises:

@@ -236,7 +236,7 @@ def resume_candidate(config: RunConfig) -> Path | None:
     return found
 
 
-def settle_model(config: GRPOConfig | BudgetConfig) -> None:
+def resolve_model(config: GRPOConfig | BudgetConfig) -> None:
     """Fill in `model.partial_pretrain` if it is null: the run's former initial model, or an export of the SFT run.
 
     The stage grpo uses the best checkpoint if an evaluation has chosen one, and the newest otherwise. The stage budget

@@ -27,7 +27,7 @@ from verl_ext.data.prepare.recipe_commands import is_within, missing_commands, o
 from verl_ext.data.training_templates import parse_chat_template, read_chat_template
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError, first_line_of
 from verl_ext.health.rules import load_rules
-from verl_ext.launch.configure import has_custom_class, settle_model
+from verl_ext.launch.configure import has_custom_class, resolve_model
 from verl_ext.launch.report import WRITTEN
 from verl_ext.launch.watcher import evaluation_environment
 from verl_ext.metrics.recorder import require_known_backends
@@ -72,7 +72,7 @@ def check_config(config: RunConfig) -> None:
     check_components(config)
     check_run_directory(config.trainer.run_dir)
     if isinstance(config, GRPOConfig | BudgetConfig):
-        settle_model(config)
+        resolve_model(config)
 
 
 def needed_commands(config: RunConfig) -> list[str]:

@@ -25,7 +25,7 @@ from verl_ext.launch.outcome import FIRST_PAUSE_S, Failure, HandledStop, Outcome
 from verl_ext.launch.ranks import RANK_MODULE, run_ranks
 from verl_ext.launch.report import print_run_summary, report
 from verl_ext.launch.watcher import watching
-from verl_ext.metrics.heartbeat import BEAT_S, beating
+from verl_ext.metrics.heartbeat import BEAT_S, send_heartbeats
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.model_files import untrained_loss
 from verl_ext.processes import StopRequest, StopSignals
@@ -33,16 +33,16 @@ from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, read_co
 
 MAY_DIFFER = (*NOT_IDENTITY, "trainer.default_local_dir", "trainer.resume_", "trainer.trace", "recipe", "prepare")
 """Keys that may differ from the settings of a finished run."""
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 """Maximum number of changed keys in a message."""
 
 
-def run_to_the_end(
+def run_until_finished(
     config: RunConfig,
     signals: StopSignals,
     *,
     restarts: int = 0,
-    facts: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
     module: str = RANK_MODULE,
     first_pause_s: float = FIRST_PAUSE_S,
 ) -> int:
@@ -50,7 +50,7 @@ def run_to_the_end(
 
     Args:
         restarts: number of restarts in a row without a new checkpoint.
-        facts: what the attempts record about this launch.
+        provenance: what the attempts record about this launch.
         module: module that every rank runs; see `run_ranks`.
         first_pause_s: seconds before the first restart.
 
@@ -59,29 +59,34 @@ def run_to_the_end(
         StopRequest: a stop signal came before training started.
     """
     run_dir, record = config.trainer.run_dir, RunRecord(config.trainer.run_dir)
-    leads = int(os.environ.get("NODE_RANK", "0")) == 0
+    is_first_node = int(os.environ.get("NODE_RANK", "0")) == 0
     with signals.raising():
         if is_finished(config, record):
-            if leads:
-                tidy_finished_run(run_dir)
+            if is_first_node:
+                clean_up_finished_run(run_dir)
             print_finished(config)
-            with watching(config, leads, signals) as watcher:
+            with watching(config, is_first_node, signals) as watcher:
                 return 0 if watcher is None else watcher.finish(signals)
         refuse_other_settings(config, record)
         resume_candidate(config)
         make_run_directory(run_dir)
-    with hold_run_lock(run_dir) if leads else nullcontext(False) as is_alone:
+    with hold_run_lock(run_dir) if is_first_node else nullcontext(False) as is_alone:
         if is_alone:
             with signals.raising():
                 remove_leftovers(run_dir, warn)  # first, because this frees space on a full disk
-        launch = Launch(config, signals, record if leads else None, module, facts)
+        launch = Launch(config, signals, record if is_first_node else None, module, provenance)
         launch.mark_waiting()  # before the watcher starts: the record may still say that a shorter run is finished
-        heartbeat = beating(run_dir) if leads else nullcontext()
-        name = "launcher" if leads else f"launcher of node {os.environ['NODE_RANK']}"
+        heartbeat = send_heartbeats(run_dir) if is_first_node else nullcontext()
+        name = "launcher" if is_first_node else f"launcher of node {os.environ['NODE_RANK']}"
         with recording_console(run_dir, name):
             print_start(config)
             print_changes(config)
-            with heartbeat, launch.recording_refusal(), hold_model(config), watching(config, leads, signals) as watcher:
+            with (
+                heartbeat,
+                launch.recording_refusal(),
+                hold_model(config),
+                watching(config, is_first_node, signals) as watcher,
+            ):
                 code = report(launch.run(restarts, first_pause_s), config, launch.record)
                 return code if code or watcher is None else watcher.finish(signals)
 
@@ -91,7 +96,7 @@ class Launch:
 
     Args:
         record: record of the run; None on nodes other than the first.
-        facts: what the attempts record about this launch.
+        provenance: what the attempts record about this launch.
     """
 
     def __init__(
@@ -100,10 +105,10 @@ class Launch:
         signals: StopSignals,
         record: RunRecord | None,
         module: str,
-        facts: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.signals, self.record, self.module = config, signals, record, module
-        self.facts = {**(facts or {}), "heartbeat_s": BEAT_S}
+        self.provenance = {**(provenance or {}), "heartbeat_s": BEAT_S}
         self.run_dir = config.trainer.run_dir
         self.saved_before = last_checkpoint(self.run_dir)
 
@@ -164,7 +169,7 @@ class Launch:
         config = self.next_config()
         first_start, precision = former_start(config)
         self.record.mark_waiting(
-            launch=self.facts,
+            launch=self.provenance,
             project=config.trainer.project_name,
             experiment=config.trainer.experiment_name,
             stage=config.stage,
@@ -273,7 +278,7 @@ def changed_settings(config: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 def list_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Return the first changes as text."""
-    shown = [f"{key}: {former} -> {now}" for key, (former, now) in [*changes.items()][:MOST_SHOWN]]
+    shown = [f"{key}: {former} -> {now}" for key, (former, now) in [*changes.items()][:MAX_SHOWN]]
     rest = len(changes) - len(shown)
     return ", ".join(shown) + (f", and {rest} more" if rest else "")
 
@@ -335,7 +340,7 @@ def may_be_longer(changes: Mapping[str, tuple[Any, Any]], total_steps: int | Non
     return "trainer.total_training_steps" in changes or not isinstance(former, int) or now > former
 
 
-def tidy_finished_run(run_dir: Path) -> None:
+def clean_up_finished_run(run_dir: Path) -> None:
     """Remove leftovers of an interruption, such as a kill during the last rotation, unless another launch is active."""
     if find_leftovers(run_dir) or find_temporary_files(run_dir):
         with suppress(UserError), hold_run_lock(run_dir) as is_alone:

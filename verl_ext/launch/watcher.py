@@ -179,9 +179,9 @@ class EvalWatcher:
 
 
 @contextmanager
-def watching(config: RunConfig, leads: bool, signals: StopSignals) -> Iterator[EvalWatcher | None]:
-    """Run a watcher within the block if `eval.watch` is set; `leads` says whether this is the first node."""
-    watcher = EvalWatcher(config) if config.eval.watch and leads else None
+def watching(config: RunConfig, is_first_node: bool, signals: StopSignals) -> Iterator[EvalWatcher | None]:
+    """Run a watcher within the block if `eval.watch` is set and this is the first node."""
+    watcher = EvalWatcher(config) if config.eval.watch and is_first_node else None
     try:
         yield watcher
     finally:

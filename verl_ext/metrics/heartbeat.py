@@ -26,7 +26,7 @@ _seen: dict[Path, tuple[int | None, float]] = {}
 
 
 @contextmanager
-def beating(run_dir: Path) -> Iterator[None]:
+def send_heartbeats(run_dir: Path) -> Iterator[None]:
     """Renew the heartbeat of a run directory in a thread while the block runs."""
     ended = threading.Event()
     thread = threading.Thread(target=_beat, args=(run_dir / RUN_LOCK, ended), name="heartbeat", daemon=True)
@@ -50,7 +50,7 @@ def _beat(path: Path, ended: threading.Event) -> None:
         ended.wait(BEAT_S)
 
 
-def silent_for_s(run_dir: Path) -> float | None:
+def seconds_since_heartbeat(run_dir: Path) -> float | None:
     """Return for how many seconds this process has seen no heartbeat; None while the launcher may live.
 
     Call it repeatedly: the first call starts the time.
@@ -64,11 +64,11 @@ def silent_for_s(run_dir: Path) -> float | None:
 
 
 def await_heartbeat(run_dir: Path) -> None:
-    """Wait until `silent_for_s` can tell whether the launcher lives, unless the last heartbeat is recent."""
+    """Wait until `seconds_since_heartbeat` can tell whether the launcher lives, unless the last heartbeat is recent."""
     beat = _last_beat(run_dir)
     if beat is not None and 0 <= time.time() - beat / 1e9 <= DEAD_AFTER_S:
         return
-    while silent_for_s(run_dir) is None and _last_beat(run_dir) == beat:
+    while seconds_since_heartbeat(run_dir) is None and _last_beat(run_dir) == beat:
         time.sleep(POLL_S)
 
 

@@ -281,7 +281,7 @@ _ADAPTIVE = Section(
             "choice_ms": ("ms", "Part of `decision_ms`: selecting the most likely configuration."),
             "full_ms": ("ms", "Mean measured latency of the full model."),
             "network_share": ("1", "`network_ms` / `full_ms`."),
-            "measured_again": ("1", "Repeats per measured run, caused by other load on the CPU."),
+            "retries_per_run": ("1", "Retries per measured run, caused by other load on the CPU."),
         },
     ),
 )

@@ -107,7 +107,7 @@ class RunRecord:
         world_size: int,
         total_steps: int,
         precision: str | None = None,
-        facts: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
     ) -> int:
         """Record that training begins, and return the number of the attempt, from 1.
 
@@ -115,7 +115,7 @@ class RunRecord:
 
         Args:
             first_step: step from which this attempt starts.
-            facts: further facts about the attempt, such as the names of its devices.
+            provenance: further facts about the attempt, such as the names of its devices.
 
         Raises:
             UserError: the file cannot be written.
@@ -125,7 +125,7 @@ class RunRecord:
         number = self._next_number(run)
         launch = run.pop("launch", {})
         attempt = _attempt(number, first_step=first_step, world_size=world_size)
-        run["attempts"].append({**attempt, **launch, **(facts or {})})
+        run["attempts"].append({**attempt, **launch, **(provenance or {})})
         self._write({**run, "status": "running", "total_steps": total_steps, "precision": precision})
         return number
 

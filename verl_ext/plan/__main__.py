@@ -38,7 +38,9 @@ class PlanOptions:
         None, "Share of the GPU's peak that compute reaches (default: assumed per hardware)", gt=0, le=1
     )
     mean_length: float | None = setting(None, "Mean tokens per sample (default: the longest possible)", gt=0)
-    learnt_share: float = setting(1.0, "Share of a sample's tokens that are in the loss (default: 1)", gt=0, le=1)
+    loss_token_fraction: float = setting(
+        1.0, "Share of a sample's tokens that are in the loss (default: 1)", gt=0, le=1
+    )
     disk_gbps: float | None = setting(
         None,
         "GB per second that all ranks together write to the disk (default: 1, which a 10 Gbit/s link to shared storage "
@@ -120,7 +122,7 @@ def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tup
     hardware = HARDWARE[options.hardware]
     if options.mfu is not None:
         hardware = replace(hardware, compute_share=options.mfu)
-    lengths = DataLengths(options.mean_length, options.learnt_share)
+    lengths = DataLengths(options.mean_length, options.loss_token_fraction)
     plans = []
     for gpus in options.gpus:
         cluster = Cluster(hardware, gpus, options.gpus_per_node, options.disk_gbps or DISK_GBPS)

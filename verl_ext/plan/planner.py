@@ -146,9 +146,9 @@ def disk_use(config: PlannedConfig, shape: ModelShape, work: RankWorkload, gbps:
         "optimizer": 2.0 * work.master_bytes * shape.trained.numel * ("optimizer" in checkpoint.save_contents),
         "export": float(export * shape.numel * ("hf_model" in checkpoint.save_contents)),
     }
-    most = max_checkpoints(config)
+    max_kept = max_checkpoints(config)
     stripped = checkpoint.keep_best if checkpoint.drop_optimizer_of_best else 0
-    return DiskUse(parts, most, min(stripped, (most or 1) - 1), sum(parts.values()) / (gbps * 1e9))
+    return DiskUse(parts, max_kept, min(stripped, (max_kept or 1) - 1), sum(parts.values()) / (gbps * 1e9))
 
 
 def max_checkpoints(config: PlannedConfig) -> int | None:

@@ -65,13 +65,13 @@ class DataLengths:
 
     Attributes:
         mean: mean tokens per sample; None uses the maximum.
-        loss_share: fraction of a sample's tokens that are in the loss.
+        loss_fraction: fraction of a sample's tokens that are in the loss.
         are_equal: whether all samples have the same length, so that nothing is padded.
         largest: returns the largest micro-batch of known data; None assumes samples of maximum length.
     """
 
     mean: float | None = None
-    loss_share: float = 1.0
+    loss_fraction: float = 1.0
     are_equal: bool = False
     largest: Callable[[PlannedConfig], LargestMicroBatch] | None = None
 
@@ -261,7 +261,7 @@ def longest_micro_batch(config: PlannedConfig, samples: int, lengths: DataLength
         logit_tokens = loss_tokens = rows * config.data.max_response_length
     else:
         logit_tokens = rows * row_tokens
-        loss_tokens = round(logit_tokens * lengths.loss_share)
+        loss_tokens = round(logit_tokens * lengths.loss_fraction)
     attention = attention_of(config, is_padded=rows > 1 and not lengths.are_equal, by_flash=by_flash)
     return LargestMicroBatch(rows, row_tokens, logit_tokens, loss_tokens, attention, num_micro_batches)
 

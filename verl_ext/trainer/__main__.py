@@ -116,7 +116,7 @@ def run_rank(config: RunConfig) -> int:
     startup.mark("process_group")
     tokenizer = on_every_rank(lambda: load_tokenizer(config))
     startup.mark("tokenizer")
-    each_rank = local_rank_zero_first if stage.keeps_tokens else on_every_rank
+    each_rank = local_rank_zero_first if stage.caches_tokens else on_every_rank
     datasets = each_rank(lambda: stage.load_datasets(config, tokenizer, progress=dist.get_rank() == 0))
     if device_name == "cpu":
         from verl_ext.plan.cpu_memory import check_memory

@@ -95,7 +95,7 @@ class BudgetTrainer(RewardTrainer):
         controller, device, named = self.config.controller, self.config.trainer.device, self.config.model.adapter
         dtype = pick_precision(controller.dtype, device)
         plugin = None if named is None else Plugin.parse(named, "model.adapter")
-        return self.controlled_model().runner(device, dtype, plugin, max_encodings=controller.most_encodings)
+        return self.controlled_model().runner(device, dtype, plugin, max_encodings=controller.max_encodings)
 
     @property
     def space(self) -> ConfigurationSpace:

@@ -82,7 +82,7 @@ class ModelConfig:
     external_lib: str | None = setting(None, "Module to import first")
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations to save memory")
     trust_remote_code: bool = setting(False, "Run the model's own code")
-    lora_rank: int = setting(0, "LoRA rank; 0 trains the whole model", ge=0)
+    lora_rank: int = setting(0, "LoRA rank; 0 trains the full model", ge=0)
     lora_alpha: int = setting(16, "LoRA scaling")
     lora_adapter_path: str | None = setting(None, "Directory of LoRA adapters to train further", path=True)
     target_modules: str | list[str] = setting("all-linear", "Modules with LoRA adapters")
@@ -97,7 +97,7 @@ class ModelConfig:
 
     @property
     def uses_lora(self) -> bool:
-        """Whether LoRA adapters are trained instead of the whole model."""
+        """Whether LoRA adapters are trained instead of the full model."""
         return self.lora_adapter_path is not None or self.lora_rank > 0
 
     def check(self) -> None:

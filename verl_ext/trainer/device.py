@@ -36,7 +36,7 @@ def device_names(device: str) -> list[str]:
     return [cpu_name() or device]
 
 
-def settle_device(config: RunConfig) -> str:
+def resolve_device(config: RunConfig) -> str:
     """Set `trainer.device=auto` to the accelerator of this machine, or to cpu, and return it.
 
     Raises:
@@ -75,7 +75,7 @@ def pick_attention(setting: str, device_name: str, precision: torch.dtype) -> st
 def pick_precision(setting: str, device_name: str) -> torch.dtype:
     """Resolve `model.mixed_precision`: auto is bf16 on accelerators that support it, else fp32.
 
-    `settle_precision` handles CPUs: without bf16 units, autocast doubles the step time.
+    `resolve_precision` handles CPUs: without bf16 units, autocast doubles the step time.
     """
     if setting == "auto":
         has_bf16 = device_name == "npu" or (
@@ -85,7 +85,7 @@ def pick_precision(setting: str, device_name: str) -> torch.dtype:
     return PrecisionType.to_dtype(setting)
 
 
-def settle_precision(config: RunConfig, device_name: str) -> torch.dtype:
+def resolve_precision(config: RunConfig, device_name: str) -> torch.dtype:
     """Resolve `model.mixed_precision`; collective.
 
     On CPUs, auto is fp32, except in the stage sft, where it is bf16 if the processor of every rank has bf16 units, and
@@ -117,12 +117,12 @@ def autocast(precision: torch.dtype, device_name: str) -> Any:
 
 
 def prepare_device(config: RunConfig) -> str:
-    """Settle `trainer.device` (cuda, npu or cpu), and set process-wide options before the first kernel runs.
+    """Resolve `trainer.device` (cuda, npu or cpu), and set process-wide options before the first kernel runs.
 
     Raises:
-        UserError: see `settle_device`.
+        UserError: see `resolve_device`.
     """
-    device_name = settle_device(config)
+    device_name = resolve_device(config)
     if device_name == "cpu":
         keep_freed_memory()
     if device_name == "cuda":

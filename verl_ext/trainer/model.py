@@ -25,7 +25,7 @@ from verl_ext.config.provenance import package_versions
 from verl_ext.config.schema import as_dict
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_files import load_whole, require_no_remote_code
+from verl_ext.model_files import load_pretrained_strict, require_no_remote_code
 from verl_ext.trainer.config import ModelConfig
 from verl_ext.trainer.device import pick_attention
 from verl_ext.trainer.fsdp import shard
@@ -155,7 +155,7 @@ def load_model(
         }
         # Tied weights are real on every rank, because `init_empty_weights` unties them.
         if not is_empty and (device_mesh.get_rank() == 0 or model_config.tie_word_embeddings):
-            return load_whole(auto_class, local_model_path(config), config=model_config, **arguments)
+            return load_pretrained_strict(auto_class, local_model_path(config), config=model_config, **arguments)
         with init_empty_weights(include_buffers=False):
             model = auto_class.from_config(model_config, **arguments)
         if is_empty:  # the rest of what `from_pretrained` does

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_ext.config.provenance import config_facts
+from verl_ext.config.provenance import config_provenance
 from verl_ext.config.schema import as_dict, to_yaml
 from verl_ext.console import warn
 from verl_ext.distributed import on_rank_zero
@@ -64,9 +64,9 @@ class RunLogger:
             world_size=self.world_size,
             total_steps=self.total_steps,
             precision=self.precision,
-            facts={
+            provenance={
                 "device_names": device_names(self.config.trainer.device),
-                **config_facts(self.config, run_dir / "config.yaml"),
+                **config_provenance(self.config, run_dir / "config.yaml"),
             },
         )
         self.health = self._open_health(run_dir)  # reads the changes that this attempt has just recorded

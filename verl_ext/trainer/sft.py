@@ -229,7 +229,7 @@ class SFTTrainer(PipelineTrainer):
         return total / (num_tokens * self.config.sequence_parallel_size), num_tokens
 
     def partial_model(self, number: int) -> AbstractContextManager[None]:
-        """Return a context that selects the part of the model to run for micro-batch `number`; here the whole model."""
+        """Return a context that selects the part of the model to run for micro-batch `number`; here the full model."""
         return nullcontext()
 
     def sequence_parallelism(self) -> AbstractContextManager:
@@ -344,9 +344,9 @@ class SFTTrainer(PipelineTrainer):
 def micro_batch_plan(config: SFTConfig, dataset: TokenDataset, packs: bool, attention_share: float) -> MicroBatchPlan:
     """Return the plan of a dataset's micro-batches; see `MicroBatchPlan` for `packs` and `attention_share`."""
     data = config.data
-    most = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
-    most_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
-    return MicroBatchPlan(dataset.lengths, packs, most, most_samples, attention_share)
+    max_tokens = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
+    max_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
+    return MicroBatchPlan(dataset.lengths, packs, max_tokens, max_samples, attention_share)
 
 
 class TokenLoss:

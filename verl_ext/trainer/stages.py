@@ -318,16 +318,16 @@ class Stage:
         root: configuration class.
         trainer: trainer class, as module:name.
         datasets: function that loads training and validation set, as module:name.
-        keeps_tokens: whether one rank per node caches the tokenized data for the others.
-        reads_texts: whether a chat template renders its data.
+        caches_tokens: whether one rank per node caches the tokenized data for the others.
+        uses_chat_template: whether a chat template renders its data.
     """
 
     command: str
     root: type[RunConfig]
     trainer: str
     datasets: str
-    keeps_tokens: bool = False
-    reads_texts: bool = False
+    caches_tokens: bool = False
+    uses_chat_template: bool = False
 
     def trainer_class(self) -> Any:
         """Import the trainer."""
@@ -339,7 +339,7 @@ class Stage:
         Chat templates that use the date get that of the run's first start, so that a resumed run has the same tokens.
         """
         load = _load_named(self.datasets)
-        if not self.reads_texts:
+        if not self.uses_chat_template:
             return load(config.data, progress)
         return load(config.data, tokenizer, progress, RunRecord(config.trainer.run_dir).first_start())
 
@@ -350,8 +350,8 @@ STAGES = {
         root=SFTConfig,
         trainer="verl_ext.trainer.sft:SFTTrainer",
         datasets="verl_ext.data.chats:load_chats",
-        keeps_tokens=True,
-        reads_texts=True,
+        caches_tokens=True,
+        uses_chat_template=True,
     ),
     "vlm_sft": Stage(
         command="sft",
@@ -364,7 +364,7 @@ STAGES = {
         root=GRPOConfig,
         trainer="verl_ext.trainer.grpo:GRPOTrainer",
         datasets="verl_ext.data.prompts:load_prompts",
-        reads_texts=True,
+        uses_chat_template=True,
     ),
     "budget": Stage(
         command="grpo",

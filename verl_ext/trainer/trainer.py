@@ -37,7 +37,7 @@ from verl_ext.errors import Stop, UserError
 from verl_ext.files import GIB, free_bytes
 from verl_ext.metrics.timing import StepTimer, TraceFile, startup
 from verl_ext.processes import StopSignals
-from verl_ext.trainer.device import settle_device, settle_precision
+from verl_ext.trainer.device import resolve_device, resolve_precision
 from verl_ext.trainer.model import build_model
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
 from verl_ext.trainer.preemption import StopVote, ignore_stop_signals, known_deadline
@@ -96,8 +96,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         signals: StopSignals | None = None,
     ) -> None:
         self.config = config_of(config) if isinstance(config, DictConfig) else config
-        self.device_name = settle_device(self.config)
-        self.precision = settle_precision(self.config, self.device_name)
+        self.device_name = resolve_device(self.config)
+        self.precision = resolve_precision(self.config, self.device_name)
         self.device_mesh, self.ulysses_device_mesh = device_mesh, ulysses_device_mesh
         self.dp_size, self.dp_rank = ulysses_device_mesh.size(0), ulysses_device_mesh.get_local_rank("dp")
         self.is_main = device_mesh.get_rank() == 0

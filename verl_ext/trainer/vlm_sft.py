@@ -98,7 +98,7 @@ class VLMSFTTrainer(SFTTrainer):
 
     @torch.no_grad()
     def validation_step(self, batch: MicroBatch) -> torch.Tensor:
-        """See `SFTTrainer.validation_step`: runs the whole model on a micro-batch of the collator, with images."""
+        """See `SFTTrainer.validation_step`: runs the full model on a micro-batch of the collator, with images."""
         with self.adapter.configured(self.space.full):
             return self.validation_loss(batch)
 
@@ -111,7 +111,7 @@ class VLMSFTTrainer(SFTTrainer):
     def configuration(self, number: int) -> Configuration:
         """Return the configuration of a micro-batch of this step, independent of its tier."""
         section, rng = self.config.configurations, self.step_rng("configuration", number)
-        if self.global_step <= section.whole_model_steps or rng.random() >= section.share:
+        if self.global_step <= section.full_model_steps or rng.random() >= section.share:
             return self.space.full
         return self.space.sample(rng)
 
@@ -121,6 +121,6 @@ class VLMSFTTrainer(SFTTrainer):
 
     @torch.no_grad()
     def validate(self) -> Metrics:
-        """See `SFTTrainer.validate`: the whole model, at the highest tier."""
+        """See `SFTTrainer.validate`: the full model, at the highest tier."""
         with self.adapter.configured(self.space.full):
             return super().validate()

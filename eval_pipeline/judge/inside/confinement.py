@@ -22,7 +22,7 @@ import seccomp
 RPC, STATUS, _FIRST_FREE = 3, 4, 5
 _MB = 1 << 20
 _STACK_BYTES = 64 * _MB
-_MOST_FILES = 64
+_MAX_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def _make_limits_settable() -> None:
     @functools.wraps(set_stack_size)
     def stack_size(size: int = 0, /) -> int:
         memory = resource.getrlimit(resource.RLIMIT_AS)[0]  # stacks count in full, used or not
-        most = size if memory == resource.RLIM_INFINITY else memory // 4 // _MB * _MB
-        return set_stack_size(min(size, most))
+        max_size = size if memory == resource.RLIM_INFINITY else memory // 4 // _MB * _MB
+        return set_stack_size(min(size, max_size))
 
     resource.setrlimit, resource.prlimit = setrlimit, prlimit
     _thread.stack_size = stack_size  # `threading` imports it from here
@@ -116,7 +116,7 @@ def resource_limits(limits: dict[str, Any], num_unlimited: int) -> list[tuple[in
         resource.RLIMIT_AS: limits["memory_mb"] * _MB,
         resource.RLIMIT_CPU: int(limits["cpu_s"]) + 1,  # soft and hard limit are equal, so the signal cannot be caught
         resource.RLIMIT_FSIZE: limits["file_mb"] * _MB,
-        resource.RLIMIT_NOFILE: _MOST_FILES,
+        resource.RLIMIT_NOFILE: _MAX_FILES,
     }
     if num_unlimited >= 0:
         wanted[resource.RLIMIT_NPROC] = limits["num_processes"] + num_unlimited
@@ -152,8 +152,8 @@ def confine(policy: Any, drop_user: bool) -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if policy is not None:
         policy()
-        seccomp.OF_ANSWERS_ON_THE_HOST.install()
-    seccomp.OF_ANSWERS.install()
+        seccomp.HOST_ANSWER_FILTER.install()
+    seccomp.ANSWER_FILTER.install()
 
 
 # Landlock, for the level `sandlock`

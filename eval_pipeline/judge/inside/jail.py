@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import kernel
-from usage import MOST_FILES, ProcessTree, directory_usage, remove_tree
+from usage import MAX_FILES, ProcessTree, directory_usage, remove_tree
 
 _TEMPORARY = "/tmp"
 _PAUSE_S = 0.0005
@@ -43,7 +43,7 @@ class NamespaceJail:
     def new_scratch_dir(self, file_mb: int) -> str:
         """An empty directory for the next run; nothing of the previous one is left."""
         mount = kernel.remount_scratch if self._is_mounted else kernel.mount_scratch
-        mount(file_mb, MOST_FILES)
+        mount(file_mb, MAX_FILES)
         self._is_mounted = True
         return _TEMPORARY
 
@@ -117,7 +117,7 @@ class HostJail:
     def too_large(self, file_mb: int) -> bool:
         """Whether the answer has too many or too large files; deleted files count while they are open."""
         num_files, num_bytes = directory_usage(self._directory or "/nowhere")
-        return num_files > MOST_FILES or num_bytes + self._tree.deleted_bytes() > file_mb << 20
+        return num_files > MAX_FILES or num_bytes + self._tree.deleted_bytes() > file_mb << 20
 
     def close(self) -> None:
         """Remove the directory."""

@@ -18,7 +18,7 @@ CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 
 NOBODY = 65534
 _CAPABILITY_VERSION_3 = 0x20080522
-_M_ARENA_MAX, _MOST_ARENAS = -8, 2
+_M_ARENA_MAX, _MAX_ARENAS = -8, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 _CAPABILITIES = struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
@@ -58,7 +58,7 @@ def unmount(target: str) -> None:
 
 def limit_arenas() -> None:
     """Let all threads allocate from a few pools, because glibc reserves 128 MB of address space for each pool."""
-    _libc.mallopt(_M_ARENA_MAX, _MOST_ARENAS)
+    _libc.mallopt(_M_ARENA_MAX, _MAX_ARENAS)
 
 
 def drop_capabilities() -> None:
@@ -122,22 +122,22 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def mount_scratch(file_mb: int, most_files: int) -> None:
+def mount_scratch(file_mb: int, max_files: int) -> None:
     """Hide /proc and everything that could hold memory beyond the limits, and mount empty temporary directories."""
     mount("none", "/proc", "tmpfs", MS_RDONLY | _PRIVATE, "size=4k,mode=555")
     # an unmapped shared mapping of /dev/zero is memory that no process is charged for
     mount("/dev/null", "/dev/zero", None, MS_BIND)
     for directory in _SCRATCH:
-        _mount_empty(directory, file_mb, most_files)
+        _mount_empty(directory, file_mb, max_files)
 
 
-def remount_scratch(file_mb: int, most_files: int) -> None:
+def remount_scratch(file_mb: int, max_files: int) -> None:
     """Replace the temporary directories with empty ones."""
     for directory in _SCRATCH:
         unmount(directory)
-        _mount_empty(directory, file_mb, most_files)
+        _mount_empty(directory, file_mb, max_files)
 
 
-def _mount_empty(directory: str, file_mb: int, most_files: int) -> None:
-    options = f"size={file_mb}m,nr_inodes={most_files},mode=1777"
+def _mount_empty(directory: str, file_mb: int, max_files: int) -> None:
+    options = f"size={file_mb}m,nr_inodes={max_files},mode=1777"
     mount("none", directory, "tmpfs", _PRIVATE, options)

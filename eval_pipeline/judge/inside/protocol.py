@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 _HEAD = struct.Struct(">II")
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Larger parts are treated as garbage."""
 
 
@@ -69,7 +69,7 @@ def send_parts(connection: socket.socket, message: dict[str, Any], parts: list[m
         connection.sendall(part)
 
 
-def receive(connection: socket.socket, most_fds: int = 0) -> tuple[dict[str, Any], bytes, list[int]] | None:
+def receive(connection: socket.socket, max_fds: int = 0) -> tuple[dict[str, Any], bytes, list[int]] | None:
     """Receive one message with its blob and open files; None once the other side has closed the connection.
 
     Raises:
@@ -78,8 +78,8 @@ def receive(connection: socket.socket, most_fds: int = 0) -> tuple[dict[str, Any
     fds: list[int] = []
     head = b""
     try:
-        if most_fds:
-            head, fds, _, _ = socket.recv_fds(connection, _HEAD.size, most_fds)
+        if max_fds:
+            head, fds, _, _ = socket.recv_fds(connection, _HEAD.size, max_fds)
             if not head:
                 return None
         parts = _parts(lambda size: connection.recv(size), head)
@@ -102,7 +102,7 @@ def _parts(take: Callable[[int], bytes], head: bytes) -> tuple[dict[str, Any], b
     if not head:
         return None
     text_size, blob_size = _HEAD.unpack(head)
-    if max(text_size, blob_size) > MOST_BYTES:
+    if max(text_size, blob_size) > MAX_BYTES:
         raise FrameError(f"a message of {max(text_size, blob_size)} bytes")
     try:
         message = json.loads(_exactly(take, text_size))

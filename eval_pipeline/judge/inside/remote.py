@@ -1,4 +1,4 @@
-"""Stand-ins for objects and exceptions of the other side, and the operations that one side may request on the other's.
+"""Proxies for objects and exceptions of the other side, and the operations that one side may request on the other's.
 
 A value of the test may reach the answer only as an argument of a call that the test makes, and the answer must not
 decide a comparison with such a value. So comparison and arithmetic are forwarded only between two remote objects
@@ -33,7 +33,7 @@ _READABLE_DUNDERS = frozenset(("__name__", "__qualname__"))
 
 @functools.cache
 def shape_of(kind: type) -> int:
-    """The optional special methods that a class has, as bits; a stand-in for its objects has exactly these."""
+    """The optional special methods that a class has, as bits; a proxy for its objects has exactly these."""
     return sum(1 << bit for bit, name in enumerate(_OPTIONAL) if _defines(kind, f"__{name}__"))
 
 
@@ -41,8 +41,8 @@ def _defines(kind: type, name: str) -> bool:
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None) is not None
 
 
-class Remote:
-    """A stand-in that forwards every operation to the other side, which knows the object by its number."""
+class RemoteProxy:
+    """A proxy that forwards every operation to the other side, which knows the object by its number."""
 
     __slots__ = ("_number", "_peer")
 
@@ -66,38 +66,38 @@ class Remote:
 
     def __instancecheck__(self, value: Any) -> bool:
         """Whether another remote object is an instance of this class."""
-        return isinstance(value, Remote) and self._peer.request("isinstance", value, self)
+        return isinstance(value, RemoteProxy) and self._peer.request("isinstance", value, self)
 
 
 @functools.lru_cache(maxsize=1000)
-def remote_class(shape: int) -> type[Remote]:
-    """The class of stand-ins for objects of this shape (`shape_of`)."""
+def remote_class(shape: int) -> type[RemoteProxy]:
+    """The class of proxies for objects of this shape (`shape_of`)."""
     methods = {f"__{name}__": _METHODS[name] for bit, name in enumerate(_OPTIONAL) if shape >> bit & 1}
-    return type("Remote", (Remote,), {"__slots__": (), "__doc__": property(_doc), **methods})
+    return type("RemoteProxy", (RemoteProxy,), {"__slots__": (), "__doc__": property(_doc), **methods})
 
 
-def _doc(self: Remote) -> Any:
+def _doc(self: RemoteProxy) -> Any:
     return self._peer.request("getattr", self, "__doc__")
 
 
-def _call(self: Remote, *arguments: Any, **named: Any) -> Any:
+def _call(self: RemoteProxy, *arguments: Any, **named: Any) -> Any:
     return self._peer.call(self, arguments, named)
 
 
-def _exit(self: Remote, kind: Any, error: Any, trace: Any) -> Any:
+def _exit(self: RemoteProxy, kind: Any, error: Any, trace: Any) -> Any:
     return self._peer.leave(self, error)
 
 
 def _forwarding(operation: str) -> Callable[..., Any]:
-    def method(self: Remote, *arguments: Any) -> Any:
+    def method(self: RemoteProxy, *arguments: Any) -> Any:
         return self._peer.request(operation, self, *arguments)
 
     return method
 
 
 def _forwarding_between_remotes(operation: str) -> Callable[..., Any]:
-    def method(self: Remote, other: Any) -> Any:
-        if not isinstance(other, Remote):
+    def method(self: RemoteProxy, other: Any) -> Any:
+        if not isinstance(other, RemoteProxy):
             return NotImplemented
         return self._peer.request(operation, self, other)
 
@@ -105,11 +105,11 @@ def _forwarding_between_remotes(operation: str) -> Callable[..., Any]:
 
 
 def _multiplying(operation: str) -> Callable[..., Any]:
-    def method(self: Remote, other: Any) -> Any:
-        if not isinstance(other, Remote) and type(other) not in (int, float):
+    def method(self: RemoteProxy, other: Any) -> Any:
+        if not isinstance(other, RemoteProxy) and type(other) not in (int, float):
             return NotImplemented
         product = self._peer.request(operation, self, other)
-        if isinstance(other, Remote) or isinstance(product, Remote):
+        if isinstance(other, RemoteProxy) or isinstance(product, RemoteProxy):
             return product
         raise TypeError("what an answer makes of its object and a number of the test must be an object again")
 
@@ -124,9 +124,9 @@ _METHODS: dict[str, Callable[..., Any]] = {
     **{name: _multiplying(name) for name in _WITH_A_NUMBER},
 }
 for _name in _ALWAYS:
-    setattr(Remote, f"__{_name}__", _forwarding(_name))
+    setattr(RemoteProxy, f"__{_name}__", _forwarding(_name))
 for _name in _BETWEEN_REMOTES:
-    setattr(Remote, f"__{_name}__", _forwarding_between_remotes(_name))
+    setattr(RemoteProxy, f"__{_name}__", _forwarding_between_remotes(_name))
 
 
 # Operations that one side may request on an object of the other
@@ -144,7 +144,7 @@ def _exit_manager(value: Any, error: BaseException | None) -> Any:
 
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "xor")
 
-OF_A_TEST: dict[str, Callable[..., Any]] = {
+TEST_OBJECT_OPS: dict[str, Callable[..., Any]] = {
     "iter": iter,
     "next": next,
     "len": len,
@@ -160,7 +160,7 @@ OF_A_TEST: dict[str, Callable[..., Any]] = {
 
 Attribute access is excluded, because a function's globals expose the test."""
 
-OF_TEST_INSTANCES: dict[str, Callable[..., Any]] = {
+TEST_INSTANCE_OPS: dict[str, Callable[..., Any]] = {
     **{name: vars(operator)[name] for name in (*_OPERATORS, "neg", "pos", "abs", "invert", "index")},
     **{"and": operator.and_, "or": operator.or_, "divmod": divmod, "setitem": operator.setitem},
     **{"delitem": operator.delitem, "int": int, "float": float, "complex": complex, "reversed": reversed},
@@ -172,9 +172,9 @@ OF_TEST_INSTANCES: dict[str, Callable[..., Any]] = {
 TAKE_AN_ERROR = frozenset(("exit", "throw"))
 """Operations that are sent with an exception's description, and performed with the exception itself."""
 
-OF_AN_ANSWER: dict[str, Callable[..., Any]] = {
-    **OF_A_TEST,
-    **OF_TEST_INSTANCES,
+ANSWER_OBJECT_OPS: dict[str, Callable[..., Any]] = {
+    **TEST_OBJECT_OPS,
+    **TEST_INSTANCE_OPS,
     **{"getattr": getattr, "setattr": setattr, "delattr": delattr},
     **{"throw": lambda value, error: value.throw(error), "run": _run_coroutine},
 }
@@ -184,7 +184,7 @@ CHANGES = frozenset(
     ("call", "run", "next", "throw", "setattr", "delattr", "setitem", "delitem", "enter", "exit", "iter", "reversed")
 )
 """Operations that may change an object."""
-CONVERSIONS = frozenset({*OF_A_TEST, *OF_TEST_INSTANCES} - CHANGES)
+CONVERSIONS = frozenset({*TEST_OBJECT_OPS, *TEST_INSTANCE_OPS} - CHANGES)
 """Operations that return the same value until the object changes. Attributes are excluded, because one may be a clock.
 """
 
@@ -195,7 +195,7 @@ Row = tuple[int, str, list[Any]]
 """One class of an answer: its number, its name, and its bases, each the number of a row before it or a known name."""
 
 
-class OfAnswer(BaseException):
+class AnswerException(BaseException):
     """Marks an assertion that the answer raised, and every exception of a class that the answer defines."""
 
     def __getattr__(self, name: str) -> Any:
@@ -208,7 +208,7 @@ class OfAnswer(BaseException):
 
 def is_of_test(error: Any) -> bool:
     """Whether this is a failed assertion of the test itself."""
-    return isinstance(error, AssertionError) and not isinstance(error, OfAnswer)
+    return isinstance(error, AssertionError) and not isinstance(error, AnswerException)
 
 
 def description_of(error: BaseException | None) -> tuple[Any, ...]:
@@ -219,7 +219,11 @@ def description_of(error: BaseException | None) -> tuple[Any, ...]:
     if error is None:
         return (None,)
     arguments = () if is_of_test(error) else error.args
-    return nearest_known(type(error)), arguments, vars(error).get("original") if isinstance(error, OfAnswer) else None
+    return (
+        nearest_known(type(error)),
+        arguments,
+        vars(error).get("original") if isinstance(error, AnswerException) else None,
+    )
 
 
 def error_of_description(kind: str | None, arguments: tuple[Any, ...] = (), original: Any = None) -> Any:
@@ -272,8 +276,8 @@ def _is_standard(module: Any) -> bool:
     return type(module) is str and module.split(".")[0] in sys.stdlib_module_names and module in sys.modules
 
 
-class ClassesOfAnswer:
-    """The test's stand-ins for an answer's exception classes. Catching one never catches an assertion of the test."""
+class AnswerExceptionClasses:
+    """The test's proxies for an answer's exception classes. Catching one never catches an assertion of the test."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, type] = {}
@@ -281,11 +285,11 @@ class ClassesOfAnswer:
         self._numbers: dict[type, int] = {}
 
     def number_of(self, value: Any) -> int | None:
-        """The number of the class that a stand-in represents."""
+        """The number of the class that a proxy represents."""
         return self._numbers.get(value) if isinstance(value, type) else None
 
     def of_rows(self, rows: Any) -> type:
-        """The stand-in for the last class of `rows_of`.
+        """The proxy for the last class of `rows_of`.
 
         Raises:
             ValueError, TypeError, LookupError: the rows are malformed.
@@ -295,13 +299,13 @@ class ClassesOfAnswer:
                 raise ValueError("no class")
             if number not in self._by_number:
                 parents = tuple(map(self._base, bases))
-                marked = any(issubclass(parent, OfAnswer) for parent in parents)
-                kind = type(name, parents if marked else (OfAnswer, *parents), {"__str__": _text})
+                marked = any(issubclass(parent, AnswerException) for parent in parents)
+                kind = type(name, parents if marked else (AnswerException, *parents), {"__str__": _text})
                 self._by_number[number], self._numbers[kind] = kind, number
         return self._by_number[rows[-1][0]]
 
     def of_name(self, name: Any) -> type:
-        """A known class; for assertions, a stand-in that does not pass for a failure of the test.
+        """A known class; for assertions, a proxy that does not pass for a failure of the test.
 
         Raises:
             ValueError, TypeError: there is no such class.
@@ -309,13 +313,13 @@ class ClassesOfAnswer:
         if name not in self._by_name:
             known = known_class(name)
             own = issubclass(known, AssertionError)
-            self._by_name[name] = type(known.__name__, (OfAnswer, known), {}) if own else known
+            self._by_name[name] = type(known.__name__, (AnswerException, known), {}) if own else known
         return self._by_name[name]
 
     def _base(self, base: Any) -> type:
         return self._by_number[base] if type(base) is int else self.of_name(base)
 
 
-def _text(error: OfAnswer) -> str:
+def _text(error: AnswerException) -> str:
     original = vars(error).get("original")
     return BaseException.__str__(error) if original is None else str(original)

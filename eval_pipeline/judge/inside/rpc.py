@@ -12,7 +12,7 @@ from typing import Any
 import remote
 import values
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Size of one message; a larger one ends the conversation."""
 _SIZE = struct.Struct(">I")
 _REQUEST, _REPLY, _ERROR = 0, 1, 2
@@ -49,7 +49,7 @@ class Peer:
         self._received = bytearray()
         self._exported: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self._remotes: dict[int, remote.Remote] = {}
+        self._remotes: dict[int, remote.RemoteProxy] = {}
         self._resolve: dict[str, Callable[..., Any]] = {
             values.Handle.__name__: self._of_handle,
             values.ErrorClass.__name__: self.of_error_class,
@@ -76,11 +76,11 @@ class Peer:
         return None
 
     def of_error_class(self, rows: Any) -> Any:
-        """A stand-in for an exception class of the other side."""
+        """A proxy for an exception class of the other side."""
         raise ConversationError("no exception class is expected")
 
     def of_coroutine(self, number: int) -> Any:
-        """A stand-in for a coroutine of the other side."""
+        """A proxy for a coroutine of the other side."""
         raise ConversationError("no coroutine is expected")
 
     def request(self, operation: str, *arguments: Any) -> Any:
@@ -91,18 +91,18 @@ class Peer:
         """
         return self._request(operation, arguments, [])
 
-    def call(self, function: remote.Remote, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def call(self, function: remote.RemoteProxy, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call a function of the other side; mutable arguments that it changed are changed here too."""
         plain = values.UNCHANGEABLE.issuperset(map(type, (*arguments, *named.values())))
         return self._request(
             "call", (function, arguments, named), [] if plain else values.containers_of((arguments, named))
         )
 
-    def attribute(self, value: remote.Remote, name: str) -> Any:
+    def attribute(self, value: remote.RemoteProxy, name: str) -> Any:
         """An attribute of an object of the other side."""
         return self.request("getattr", value, name)
 
-    def leave(self, manager: remote.Remote, error: BaseException | None) -> Any:
+    def leave(self, manager: remote.RemoteProxy, error: BaseException | None) -> Any:
         """Leave a `with` block of a context manager on the other side; returns whether it swallows the error."""
         return self.request("exit", manager, *remote.description_of(error))
 
@@ -167,7 +167,7 @@ class Peer:
 
     def name_of(self, value: Any) -> values.Name:
         """What to send instead of an object that cannot be sent itself."""
-        if isinstance(value, remote.Remote) and object.__getattribute__(value, "_peer") is self:
+        if isinstance(value, remote.RemoteProxy) and object.__getattribute__(value, "_peer") is self:
             return values.Handle(object.__getattribute__(value, "_number"), of_sender=False)
         kind: type = type(value)
         return values.Handle(self.number_of(value), of_sender=True, shape=remote.shape_of(kind))
@@ -182,7 +182,7 @@ class Peer:
         return self._remotes[number]
 
     def _send_bytes(self, data: bytes) -> None:
-        if len(data) > MOST_BYTES:
+        if len(data) > MAX_BYTES:
             raise ConversationError(f"a message of {len(data)} bytes")
         try:
             self._connection.sendall(_SIZE.pack(len(data)) + data)
@@ -191,7 +191,7 @@ class Peer:
 
     def _receive(self) -> tuple[int, Any, Any]:
         size = _SIZE.unpack(self._take(_SIZE.size))[0]
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             raise ConversationError(f"a message of {size} bytes")
         data = self._take(size)
         try:
@@ -250,7 +250,7 @@ class AnswerPeer(Peer):
             return self._call(*arguments)
         if operation in remote.TAKE_AN_ERROR:
             arguments = arguments[0], remote.error_of_description(*arguments[1:])
-        return remote.OF_AN_ANSWER[operation](*arguments), None
+        return remote.ANSWER_OBJECT_OPS[operation](*arguments), None
 
     def _call(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         if values.UNCHANGEABLE.issuperset(map(type, (*arguments, *named.values()))):

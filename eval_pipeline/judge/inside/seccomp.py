@@ -174,9 +174,9 @@ _PRETEND_UNLESS_QUERY = [
     _step(_RETURN, _ERRNO | 0),
 ]
 # built once, before any answer runs
-OF_SUPERVISORS = Filter(_filter(_REFUSED_TO_SUPERVISORS, _rules_of_supervisors))
+SUPERVISOR_FILTER = Filter(_filter(_REFUSED_TO_SUPERVISORS, _rules_of_supervisors))
 """Refuses what neither supervisors nor answers need. Installed once, before supervisors are forked."""
-OF_ANSWERS = Filter(_filter(_REFUSED_TO_ANSWERS, _rules_of_answers))
-"""Installed in answers, in addition to `OF_SUPERVISORS`."""
-OF_ANSWERS_ON_THE_HOST = Filter(_filter(_REFUSED_ON_THE_HOST, lambda column: []))
+ANSWER_FILTER = Filter(_filter(_REFUSED_TO_ANSWERS, _rules_of_answers))
+"""Installed in answers, in addition to `SUPERVISOR_FILTER`."""
+HOST_ANSWER_FILTER = Filter(_filter(_REFUSED_ON_THE_HOST, lambda column: []))
 """Installed in answers that only Landlock keeps from the host's files, in addition to both."""

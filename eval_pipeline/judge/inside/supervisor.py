@@ -58,7 +58,7 @@ class Supervisor:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         try:
-            while (received := protocol.receive(self._control, most_fds=2)) is not None:
+            while (received := protocol.receive(self._control, max_fds=2)) is not None:
                 message, _, fds = received
                 if message["op"] != "run":
                     continue  # the end of a run that had ended by itself
@@ -110,12 +110,12 @@ class Supervisor:
         }
         return report, parts
 
-    def _captures(self, fds: Sequence[int], most_output: int) -> list[PipeCapture]:
+    def _captures(self, fds: Sequence[int], max_output: int) -> list[PipeCapture]:
         """The beginning of standard output, the end of standard error, and what `answer.py` reports about compiling."""
-        if len(self._output) < most_output + _CHUNK:
-            self._output = unforked(most_output + _CHUNK)
+        if len(self._output) < max_output + _CHUNK:
+            self._output = unforked(max_output + _CHUNK)
         return [
-            PipeCapture(fds[0], self._output, most_output),
+            PipeCapture(fds[0], self._output, max_output),
             PipeCapture(fds[1], self._errors, _TAIL, last=True),
             PipeCapture(fds[2], self._status, _STATUS),
         ]
@@ -167,8 +167,8 @@ class Supervisor:
         usage = self._tree.usage()
         if usage.cpu_s + waited_cpu_s > limits["cpu_s"]:
             return "cpu"
-        most_memory = limits["memory_mb"] * _MB
-        if usage.memory_bytes > most_memory and (usage.num_tasks == 1 or self._tree.shared_memory() > most_memory):
+        max_memory = limits["memory_mb"] * _MB
+        if usage.memory_bytes > max_memory and (usage.num_tasks == 1 or self._tree.shared_memory() > max_memory):
             return "memory"
         # never reached where the kernel counts tasks
         if usage.num_tasks > limits["num_processes"] + 1:
@@ -197,14 +197,14 @@ class PipeCapture:
 
     Args:
         fd: file descriptor of the pipe.
-        memory: where to keep the data, larger than `most` by a chunk.
-        most: bytes to keep.
+        memory: where to keep the data, larger than `max_bytes` by a chunk.
+        max_bytes: bytes to keep.
         last: whether to keep the end.
     """
 
-    def __init__(self, fd: int, memory: mmap.mmap, most: int, last: bool = False) -> None:
+    def __init__(self, fd: int, memory: mmap.mmap, max_bytes: int, last: bool = False) -> None:
         self.fd = fd
-        self._memory, self._most, self._last = memory, most, last
+        self._memory, self._max_bytes, self._last = memory, max_bytes, last
         self._view = memoryview(memory)
         self._size = 0
         os.set_blocking(fd, False)
@@ -221,10 +221,10 @@ class PipeCapture:
         except BlockingIOError:
             return False
         self._size += count
-        if (excess := self._size - self._most) > 0:
+        if (excess := self._size - self._max_bytes) > 0:
             if self._last:
-                self._memory.move(0, excess, self._most)
-            self._size = self._most
+                self._memory.move(0, excess, self._max_bytes)
+            self._size = self._max_bytes
         return count > 0
 
     def finish(self) -> None:

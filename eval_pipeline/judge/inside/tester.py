@@ -26,7 +26,7 @@ _EXTRA_MEMORY_MB = 256
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 _OF_FUNCTIONS = frozenset(("__name__", "__qualname__", "__doc__"))
 """What an answer may read of a function or class of the test."""
-_MOST_GROWTH_KB = 32 << 10
+_MAX_GROWTH_KB = 32 << 10
 """A process whose memory has grown by more than this runs no further tests."""
 
 
@@ -34,9 +34,9 @@ def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
     """Run the tests that arrive on the descriptor, each with a connection to its answer, until one leaves a trace."""
     control = socket.socket(fileno=fds[0])
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # see `confinement.prepare`
-    most_kb, num_modules = _memory_kb() + _MOST_GROWTH_KB, len(sys.modules)
+    max_kb, num_modules = _memory_kb() + _MAX_GROWTH_KB, len(sys.modules)
     is_clean = True
-    while is_clean and (received := protocol.receive(control, most_fds=1)) is not None:
+    while is_clean and (received := protocol.receive(control, max_fds=1)) is not None:
         job, blob, (connection,) = received
         _limit(job["limits"])
         random.seed(0)
@@ -45,7 +45,7 @@ def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
             outcome, message = _judge(job, blob, peer)
         _set_timers(0, 0)
         # what an answer made this process allocate or import must not affect the next answer
-        is_small = _memory_kb() < most_kb and len(sys.modules) == num_modules
+        is_small = _memory_kb() < max_kb and len(sys.modules) == num_modules
         is_clean = job["leaves_no_trace"] and is_small and (peer.lost is None or isinstance(peer.lost, GoneError))
         reply = {"outcome": outcome, "message": message[:_MESSAGE_CHARS], "is_clean": is_clean}
         protocol.send(control, reply)
@@ -93,7 +93,7 @@ def run_test(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[st
     Returns:
         "passed", "failed" (by an assertion of the test) or "error", and a message.
     """
-    names = Names(peer)
+    names = TestNamespace(peer)
     peer.sources = {_TEST_FILE: job["test"], _PREAMBLE_FILE: job.get("preamble", "")}
     try:
         preamble, test = marshal.loads(compiled) if compiled else (None, None)
@@ -117,7 +117,7 @@ def _message(error: BaseException, test: str) -> str:
         return type(error).__name__ + where
 
 
-class Names(dict):
+class TestNamespace(dict):
     """The test's globals: the test's own names, then builtins, then the answer's names."""
 
     def __init__(self, peer: TesterPeer) -> None:
@@ -149,7 +149,7 @@ class TesterPeer(Peer):
         super().__init__(connection)
         self.lost: ConversationError | None = None
         self.sources: dict[str, str] = {}
-        self._classes = remote.ClassesOfAnswer()
+        self._classes = remote.AnswerExceptionClasses()
         self._converted: dict[tuple[Any, ...], Any] = {}
         self._generators_send: Any = None
         """The most recently looked up `send` of an object of the answer."""
@@ -172,7 +172,10 @@ class TesterPeer(Peer):
         """
         if operation not in remote.CONVERSIONS or not _are_constant(arguments):
             return super().request(operation, *arguments)
-        key = (operation, *((type(part), id(part) if isinstance(part, remote.Remote) else part) for part in arguments))
+        key = (
+            operation,
+            *((type(part), id(part) if isinstance(part, remote.RemoteProxy) else part) for part in arguments),
+        )
         if key not in self._converted:
             result = super().request(operation, *arguments)
             if type(result) not in values.UNCHANGEABLE:
@@ -180,7 +183,7 @@ class TesterPeer(Peer):
             self._converted[key] = result
         return self._converted[key]
 
-    def attribute(self, value: remote.Remote, name: str) -> Any:
+    def attribute(self, value: remote.RemoteProxy, name: str) -> Any:
         """An attribute of an object of the answer."""
         found = super().attribute(value, name)
         if name != "throw":
@@ -193,7 +196,7 @@ class TesterPeer(Peer):
 
         return throw
 
-    def leave(self, manager: remote.Remote, error: BaseException | None) -> Any:
+    def leave(self, manager: remote.RemoteProxy, error: BaseException | None) -> Any:
         """Leave a `with` block of a context manager of the answer.
 
         Returns:
@@ -211,7 +214,7 @@ class TesterPeer(Peer):
                 raise
             return False
 
-    def _handed_over(self, operation: str, value: remote.Remote, error: BaseException) -> Any:
+    def _handed_over(self, operation: str, value: remote.RemoteProxy, error: BaseException) -> Any:
         """Let the answer handle an exception. A failed assertion of the test is raised again."""
         try:
             return self.request(operation, value, *remote.description_of(error))
@@ -238,12 +241,12 @@ class TesterPeer(Peer):
         if operation in remote.TAKE_AN_ERROR:
             value, *described = arguments
             arguments = value, None if described == [None] else self.error_of(*described)
-        if operation in remote.OF_TEST_INSTANCES and any(map(_is_passable, arguments)):
-            return remote.OF_TEST_INSTANCES[operation](*arguments)
-        return remote.OF_A_TEST[operation](*arguments)
+        if operation in remote.TEST_INSTANCE_OPS and any(map(_is_passable, arguments)):
+            return remote.TEST_INSTANCE_OPS[operation](*arguments)
+        return remote.TEST_OBJECT_OPS[operation](*arguments)
 
     def error_of(self, kind: str, arguments: tuple[Any, ...], original: Any) -> BaseException:
-        """An exception of the same class or its stand-in, marked as the answer's."""
+        """An exception of the same class or its proxy, marked as the answer's."""
         if original is None:
             kind_here = self._classes.of_name(kind)
             # avoid `__init__` of standard-library classes, which may take other arguments
@@ -255,7 +258,7 @@ class TesterPeer(Peer):
         return error
 
     def of_error_class(self, rows: Any) -> Any:
-        """The stand-in for an exception class of the answer."""
+        """The proxy for an exception class of the answer."""
         return self._classes.of_rows(rows)
 
     def of_coroutine(self, number: int) -> Any:
@@ -307,7 +310,7 @@ class TesterPeer(Peer):
 
 
 def _are_constant(arguments: tuple[Any, ...]) -> bool:
-    return all(isinstance(part, remote.Remote) or type(part) in values.UNCHANGEABLE for part in arguments)
+    return all(isinstance(part, remote.RemoteProxy) or type(part) in values.UNCHANGEABLE for part in arguments)
 
 
 def _is_passable(value: Any) -> bool:

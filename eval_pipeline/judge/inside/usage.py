@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-MOST_FILES = 4096
+MAX_FILES = 4096
 """Files and directories that an answer may have; an empty one costs kernel memory too."""
 _BLOCK = 512
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -217,7 +217,7 @@ def _open(name: str, parent: int | None = None) -> int:
 def directory_usage(path: str) -> tuple[int, int]:
     """Number of files and directories in a directory that may change meanwhile, and the disk space of the files.
 
-    Counting stops above `MOST_FILES`. Directories nested deeper than this process may have open files count as more.
+    Counting stops above `MAX_FILES`. Directories nested deeper than this process may have open files count as more.
     """
     num_files = num_bytes = 0
     seen: set[int] = set()  # files with several names
@@ -225,7 +225,7 @@ def directory_usage(path: str) -> tuple[int, int]:
     try:
         with suppress(OSError):  # an answer that may write anywhere can remove the directory itself
             _descend(path, None, levels)
-        while levels and num_files <= MOST_FILES:
+        while levels and num_files <= MAX_FILES:
             fd, names = levels[-1]
             if not names:
                 os.close(levels.pop()[0])
@@ -239,7 +239,7 @@ def directory_usage(path: str) -> tuple[int, int]:
                     continue
             except OSError as error:
                 if error.errno == errno.EMFILE:
-                    return MOST_FILES + 1, num_bytes
+                    return MAX_FILES + 1, num_bytes
                 continue  # it has disappeared
             if status.st_nlink == 1 or status.st_ino not in seen:
                 seen.add(status.st_ino)
@@ -255,4 +255,4 @@ def _descend(name: str, parent: int | None, levels: list[tuple[int, list[str]]])
     names: list[str] = []
     levels.append((fd, names))
     with os.scandir(fd) as entries:
-        names += (entry.name for entry in itertools.islice(entries, MOST_FILES + 1))
+        names += (entry.name for entry in itertools.islice(entries, MAX_FILES + 1))

@@ -72,7 +72,7 @@ def main() -> None:
     if is_for_answers:
         confinement.prepare()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for, and do not become zombies
-    seccomp.OF_SUPERVISORS.install()
+    seccomp.SUPERVISOR_FILTER.install()
     _warm_up()
     gc.collect()
     gc.freeze()
@@ -165,7 +165,7 @@ def _exchange_messages() -> None:
     poll = select.poll()
     poll.register(theirs.fileno(), select.POLLIN)
     poll.poll(1000)
-    received = protocol.receive(theirs, most_fds=1)
+    received = protocol.receive(theirs, max_fds=1)
     for fd in (null, *(received or (None, None, []))[2]):
         os.close(fd)
     random.seed(0)

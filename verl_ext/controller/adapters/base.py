@@ -14,14 +14,11 @@ from PIL import Image
 from torch import nn
 from transformers import PreTrainedModel, ProcessorMixin
 
-from verl_ext.console import warn
 from verl_ext.controller.space import Configuration, ConfigurationSpace
 from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.errors import UserError
 
 TIER_NAMES = ("low", "medium", "high")
-RENAMED = {"skip": "skipped_block", "begin": "prefill", "go_on": "decode", "seeing": "with_encoding"}
-"""Current method names by their names in earlier releases, which custom adapters may still use."""
 Inputs = Mapping[str, torch.Tensor]
 
 
@@ -38,10 +35,6 @@ class DecodeState:
     logits: torch.Tensor
     cache: Any
     length: int
-
-
-Decoding = DecodeState
-"""Former name, for adapters written for earlier releases; the next release removes it."""
 
 
 @contextmanager
@@ -108,21 +101,6 @@ class VLMAdapter(ABC):
         if list(tier_sizes) != sorted(set(tier_sizes)) or not tier_sizes or tier_sizes[0] < 1:
             raise UserError(f"controller.tier_sizes={list(tier_sizes)} must be ascending numbers of {self.unit}")
         self.model, self.processor, self.tier_sizes = model, processor, tuple(tier_sizes)
-
-    def __init_subclass__(cls) -> None:
-        """Accept custom classes with former method names; the next release removes this."""
-        super().__init_subclass__()
-        former = [name for name, current in RENAMED.items() if name in vars(cls) and current not in vars(cls)]
-        for name in former:
-            setattr(cls, RENAMED[name], vars(cls)[name])
-        for name, current in RENAMED.items():  # for `super()` in a custom class
-            if current in vars(cls):
-                setattr(cls, name, vars(cls)[current])
-        if former:
-            if cls.router is VLMAdapter.router:
-                cls.router = _former_router  # type: ignore[assignment, method-assign]
-            names = ", ".join(f"{name} is now {RENAMED[name]}" for name in former)
-            warn(f"the adapter {cls.__name__} has method names that the next release removes; rename them: {names}")
 
     # What an architecture defines
 
@@ -240,8 +218,6 @@ class VLMAdapter(ABC):
         """Use an existing encoding of the image within the context instead of running the vision encoder."""
         return replace_modules({self.vision_site: CachedVisionEncoder(self.vision_encoder, encoding)})
 
-    seeing = with_encoding  # for `super()` in a custom class, see `RENAMED`
-
     def pooled_language(self, question: str) -> torch.Tensor:
         """Mean over the token embeddings of a question, (width,)."""
         tokens = self.tokenizer(question, return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -271,8 +247,3 @@ class VLMAdapter(ABC):
             if len(tokens) == max_new_tokens:
                 return tokens
             state = self.decode(state, token)
-
-
-def _former_router(adapter: VLMAdapter, mixture: Any) -> Any:
-    """`VLMAdapter.router` of earlier releases, where the mixture itself could have `top_k`."""
-    return mixture if hasattr(mixture, "top_k") else mixture.gate

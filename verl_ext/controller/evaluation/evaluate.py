@@ -68,7 +68,7 @@ def evaluate(source: ControllerSource, config: AdaptiveEvalConfig, output: Path,
         UserError: a file is missing, or does not fit the controller.
     """
     model, controlled = load_adaptive_model(
-        source, config.vlm, trust_remote_code=config.trust_remote_code, own_adapter=config.adapter
+        source, config.vlm, trust_remote_code=config.trust_remote_code, custom_adapter=config.adapter
     )
     adapter, space, file = model.runner.adapter, model.space, source.setting("controller", "importance_file")
     scores = None if file is None else load_importance(file, adapter)

@@ -54,7 +54,7 @@ class InterferenceDetector:
         rows, columns, self._num_products = PROBE_SIZE
         self._left, self._right = torch.zeros(rows, columns), torch.zeros(columns, columns)
         self._durations: deque[float] = deque(maxlen=NUM_DURATIONS)
-        self.num_runs = self.num_again = 0
+        self.num_runs = self.num_retries = 0
 
     def run(self, measure: Callable[[], T]) -> T:
         """Measure, repeat while the measurement was disturbed, and return the last result."""
@@ -62,7 +62,7 @@ class InterferenceDetector:
         if not self._is_enabled:
             return measure()
         for attempt in range(MAX_ATTEMPTS):
-            self.num_again += attempt > 0
+            self.num_retries += attempt > 0
             before = self._probe()
             result = measure()
             if max(before, self._probe()) <= DISTURBED * float(np.quantile(self._durations, 0.25)):
@@ -70,9 +70,9 @@ class InterferenceDetector:
         return result
 
     @property
-    def share_again(self) -> float:
+    def retries_per_run(self) -> float:
         """Number of repeated measurements per run."""
-        return self.num_again / max(1, self.num_runs)
+        return self.num_retries / max(1, self.num_runs)
 
     @torch.inference_mode()
     def _probe(self) -> float:
@@ -203,7 +203,7 @@ class ControllerBenchmark:
             train=ResultMatrices.from_cells(trained),
             deciding=np.array(deciding),
             full_ms=statistics.fmean(full_ms),
-            share_again=self._detector.share_again,
+            retries_per_run=self._detector.retries_per_run,
             **{name: ResultMatrices.from_cells(cells) for name, cells in rows.items()},
         )
 

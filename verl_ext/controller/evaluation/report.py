@@ -227,8 +227,8 @@ def summary_lines(comparison: ControllerComparison) -> list[str]:
     parts = f"features {summary.features_ms:.2f}, network {summary.network_ms:.2f}, choice {summary.choice_ms:.2f}"
     share = f"the network takes {100 * summary.network_share:.2f}% of the full model's {summary.full_ms:.1f} ms"
     lines = [gain, gap, f"worst violation rate: {late}", f"deciding: {summary.decision_ms:.2f} ms ({parts}); {share}"]
-    again = f"measured again because of other load on the processor: {100 * summary.measured_again:.1f}% of the runs"
-    return [*lines, again] if summary.measured_again else lines
+    again = f"measured again because of other load on the processor: {100 * summary.retries_per_run:.1f}% of the runs"
+    return [*lines, again] if summary.retries_per_run else lines
 
 
 def configuration_cells(comparison: ControllerComparison, index: int) -> list[str]:
@@ -307,7 +307,7 @@ def plot_pareto(directory: Path, comparison: ControllerComparison) -> Path:
         axes.plot(*points, marker, color=color, markersize=7, markerfacecolor="white", zorder=5)
     _scale(axes)
     _label_budgets(axes, comparison)
-    legend_below(figure, [axes], most_columns=3)
+    legend_below(figure, [axes], max_columns=3)
     return write_figure(figure, directory / PARETO_PLOT)
 
 
@@ -359,7 +359,7 @@ def plot_curves(directory: Path, source: ControllerSource) -> Path | None:
             percent_axis(axes, "")
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axes.set_xlabel("epoch")
-    legend_below(figure, all_axes, most_columns=2)
+    legend_below(figure, all_axes, max_columns=2)
     return write_figure(figure, directory / CURVES_PLOT)
 
 

@@ -14,7 +14,7 @@ from verl_ext.controller.space import Configuration, ConfigurationSpace
 
 ALLOWED_VIOLATIONS = 0.05
 """Maximum share of training questions on which an entry of the lookup table may exceed the budget."""
-LEAST_GAP = 0.01
+MIN_GAP = 0.01
 """Minimum accuracy gap between oracle and lookup table for which the closed share is meaningful: one point."""
 DECISION_PARTS = ("decision_ms", "features_ms", "network_ms", "choice_ms")
 
@@ -75,7 +75,7 @@ class Measurements:
         random: (samples, budgets), random configurations.
         full: (samples, 1), the full configuration.
         full_ms: mean measured latency of the full configuration, even if latencies come from a latency model.
-        share_again: number of repeated measurements per run, see `InterferenceDetector`.
+        retries_per_run: number of repeated measurements per run, see `InterferenceDetector`.
     """
 
     train: ResultMatrices
@@ -85,7 +85,7 @@ class Measurements:
     random: ResultMatrices
     full: ResultMatrices
     full_ms: float
-    share_again: float
+    retries_per_run: float
 
 
 # The choices of the baselines
@@ -179,13 +179,13 @@ class ComparisonSummary:
         controller_minus_lookup_table: difference in accuracy, mean over budgets.
         interval: 95% confidence interval of that difference over questions; None with a single question.
         gap_closed: share of the gap between oracle and lookup table that the controller closes, mean over the budgets
-            with a gap of at least `LEAST_GAP`; None without such budgets.
+            with a gap of at least `MIN_GAP`; None without such budgets.
         num_gap_budgets: number of these budgets.
         worst_violation_rate: the controller's highest violation rate over the budgets.
         decision_ms: mean time that a decision adds to the latency; the next three are parts of it, see `Decision`.
         full_ms: mean measured latency of the full configuration.
         network_share: `network_ms` / `full_ms`.
-        measured_again: number of repeated measurements per run.
+        retries_per_run: number of repeated measurements per run.
     """
 
     controller_minus_lookup_table: float
@@ -200,7 +200,7 @@ class ComparisonSummary:
     choice_ms: float
     full_ms: float
     network_share: float
-    measured_again: float
+    retries_per_run: float
 
 
 def summarize_comparison(
@@ -208,7 +208,7 @@ def summarize_comparison(
     budgets_ms: Sequence[float],
     deciding: Mapping[str, float],
     full_ms: float,
-    measured_again: float,
+    retries_per_run: float,
 ) -> ComparisonSummary:
     """Compare the controller with the lookup table and the oracle.
 
@@ -230,18 +230,18 @@ def summarize_comparison(
         **deciding,
         full_ms=full_ms,
         network_share=deciding["network_ms"] / full_ms,
-        measured_again=measured_again,
+        retries_per_run=retries_per_run,
     )
 
 
 def closed_gap(gains: NDArray[np.float64], gaps: NDArray[np.float64]) -> tuple[float | None, int]:
-    """The mean of gain / gap over the gaps of at least `LEAST_GAP`, and their number.
+    """The mean of gain / gap over the gaps of at least `MIN_GAP`, and their number.
 
     Args:
         gains: (budgets,), accuracy of the controller minus accuracy of the lookup table.
         gaps: (budgets,), accuracy of the oracle minus accuracy of the lookup table.
     """
-    wide = gaps >= LEAST_GAP - 1e-9  # tolerates rounding of a gap of exactly one point
+    wide = gaps >= MIN_GAP - 1e-9  # tolerates rounding of a gap of exactly one point
     return (float((gains[wide] / gaps[wide]).mean()), int(wide.sum())) if wide.any() else (None, 0)
 
 
@@ -303,6 +303,6 @@ def compare(
         "full": measured.full.columns([0] * len(budgets_ms)),
     }
     deciding = dict(zip(DECISION_PARTS, measured.deciding.mean((0, 1)).tolist()))
-    summary = summarize_comparison(methods, budgets_ms, deciding, measured.full_ms, measured.share_again)
+    summary = summarize_comparison(methods, budgets_ms, deciding, measured.full_ms, measured.retries_per_run)
     front = pareto_front(measured.statics)
     return ControllerComparison(space, budgets_ms, statics, measured, methods, front, table, summary)

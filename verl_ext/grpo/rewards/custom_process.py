@@ -31,9 +31,9 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 SIZE = struct.Struct(">I")
 """Size in bytes of the pickled reply that follows."""
 Reply: TypeAlias = "float | RewardFailure | None"
-_MOST_CHARACTERS = 500
+_MAX_CHARACTERS = 500
 """Longest reason or signature in a message."""
-_MOST_TRACEBACK_CHARACTERS = 4000
+_MAX_TRACEBACK_CHARACTERS = 4000
 
 
 class UserFunction:
@@ -69,7 +69,7 @@ class UserFunction:
         try:
             value = self._function(**_keywords(answer)) if self._by_keywords else self._function(answer)
         except (Exception, SystemExit) as error:  # only this sample loses its reward
-            raise RewardError(RewardFailure(one_line(error)[:_MOST_CHARACTERS], _traceback_of(error))) from error
+            raise RewardError(RewardFailure(one_line(error)[:_MAX_CHARACTERS], _traceback_of(error))) from error
         return score_of(value)
 
 
@@ -117,7 +117,7 @@ def check_signature(function: Callable[..., Any], plugin: Plugin) -> None:
             else "change its parameters, or name it as path.py:function to have it called with verl's arguments"
         )
         raise UserError(
-            f"the reward function {plugin} has the parameters {signature!s:.{_MOST_CHARACTERS}} but is "
+            f"the reward function {plugin} has the parameters {signature!s:.{_MAX_CHARACTERS}} but is "
             f"called with the {called} ({error}); {fix}"
         ) from error
 
@@ -130,7 +130,7 @@ def _keywords(answer: RewardedAnswer) -> dict[str, Any]:
 def _traceback_of(error: BaseException) -> str:
     """The traceback without the frame of this module."""
     frames = error.__traceback__ and error.__traceback__.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))[-_MOST_TRACEBACK_CHARACTERS:]
+    return "".join(traceback.format_exception(type(error), error, frames))[-_MAX_TRACEBACK_CHARACTERS:]
 
 
 # The process

@@ -1,7 +1,7 @@
 """Recorded names and values that code changes must keep, and functions by which tests read them.
 
-The functions below `check_pin` are the only place where the tests of recorded values import the product: a move or a
-rename needs an edit here and nowhere else.
+The functions below `check_snapshot` are the only place where the tests of recorded values import the product: a move or
+a rename needs an edit here and nowhere else.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from tests.helpers import ROOT
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PINS = ROOT / "tests/data/pins"
-RECORDS = bool(os.environ.get("PINS_WRITE"))
+SNAPSHOTS = ROOT / "tests/data/snapshots"
+RECORDS = bool(os.environ.get("SNAPSHOT_UPDATE"))
 """Whether to write the snapshots. Every test that does so fails."""
 HOME = "/home/user"
 """Of the commands that tests run, so that no snapshot has the home directory of a machine."""
 LAUNCHER_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_PORT", "VERL_EXT_CALLED_FROM")
 
 
-def check_pin(name: str, found: Any) -> None:
-    """Compare a value with the snapshot `tests/data/pins/NAME`.
+def check_snapshot(name: str, found: Any) -> None:
+    """Compare a value with the snapshot `tests/data/snapshots/NAME`.
 
-    With PINS_WRITE=1 in the environment, write the snapshot and fail.
+    With SNAPSHOT_UPDATE=1 in the environment, write the snapshot and fail.
 
     Args:
         name: of the snapshot, a JSON file.
         found: what JSON can hold; 1, 1.0 and true differ.
     """
-    path, text = PINS / name, json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    path, text = SNAPSHOTS / name, json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     if RECORDS:
         refuse_names_of_this_machine(text)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        pytest.fail(f"{path.relative_to(ROOT)} is written; review its diff, then run again without PINS_WRITE")
+        pytest.fail(f"{path.relative_to(ROOT)} is written; review its diff, then run again without SNAPSHOT_UPDATE")
     if not path.exists():
-        pytest.fail(f"there is no {path.relative_to(ROOT)}; PINS_WRITE=1 writes it")
+        pytest.fail(f"there is no {path.relative_to(ROOT)}; SNAPSHOT_UPDATE=1 writes it")
     lines = difflib.unified_diff(
         path.read_text().splitlines(), text.splitlines(), "recorded", "found", n=1, lineterm=""
     )

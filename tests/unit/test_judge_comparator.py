@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from eval_pipeline.judge import ProgramCase, ProgramTests, ResourceLimits, Submission, verdicts
-from eval_pipeline.judge import comparer as comparer_module
-from eval_pipeline.judge.comparer import Comparer
+from eval_pipeline.judge import comparator as comparator_module
+from eval_pipeline.judge.comparator import Comparator
 from eval_pipeline.judge.isolation import IsolationLevel
-from eval_pipeline.judge.sandbox import SharedGate
+from eval_pipeline.judge.sandbox import ReadWriteLock
 from eval_pipeline.judge.server import JudgeWorker
 from eval_pipeline.judge.verdicts import outputs_match
 
@@ -116,16 +116,16 @@ LONG = "0.5 1 x\n" * 2**15
 
 
 @pytest.fixture
-def comparer() -> Iterator[Comparer]:
-    """A comparer that is closed after the test."""
-    comparer = Comparer()
-    yield comparer
-    comparer.close()
+def comparator() -> Iterator[Comparator]:
+    """A comparator that is closed after the test."""
+    comparator = Comparator()
+    yield comparator
+    comparator.close()
 
 
-def test_long_outputs_are_compared_in_another_process(comparer: Comparer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_outputs_are_compared_in_another_process(comparator: Comparator, monkeypatch: pytest.MonkeyPatch) -> None:
     """In-process, the comparison would block all of the server's threads, which share one interpreter."""
-    monkeypatch.setattr(comparer_module, "outputs_match", None)
+    monkeypatch.setattr(comparator_module, "outputs_match", None)
     for actual, expected, tolerance, match in (
         (LONG + "1.0", LONG + "1", 1e-6, True),
         (LONG + "1.0", LONG + "1", None, False),
@@ -133,39 +133,39 @@ def test_long_outputs_are_compared_in_another_process(comparer: Comparer, monkey
         (LONG + "é", LONG + "e", 1e-6, False),
         (LONG, LONG + "x", None, False),
     ):
-        assert comparer.outputs_match(actual, expected, tolerance) is match
-    assert comparer.judge("The answer is 42.", "42", ResourceLimits()).error_type == "success"
+        assert comparator.outputs_match(actual, expected, tolerance) is match
+    assert comparator.judge("The answer is 42.", "42", ResourceLimits()).error_type == "success"
 
 
-def test_short_outputs_start_no_process(comparer: Comparer) -> None:
+def test_short_outputs_start_no_process(comparator: Comparator) -> None:
     """Nor do long outputs that are identical or whose comparison ends with the shorter one."""
-    assert comparer.outputs_match("1.0\n", "1", 1e-6)
-    assert comparer.outputs_match(LONG, LONG + "\n\n", None)
-    assert not comparer.outputs_match(LONG, "0.5 1 y", None)
-    assert comparer._process is None
+    assert comparator.outputs_match("1.0\n", "1", 1e-6)
+    assert comparator.outputs_match(LONG, LONG + "\n\n", None)
+    assert not comparator.outputs_match(LONG, "0.5 1 y", None)
+    assert comparator._process is None
 
 
-def test_comparison_timeout_raises_instead_of_verdict(comparer: Comparer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_timeout_raises_instead_of_verdict(comparator: Comparator, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a failure of the judge, and the next comparison gets a new process."""
-    assert comparer.outputs_match(LONG + "1.0", LONG + "1", 1e-6)
-    monkeypatch.setattr(comparer_module, "_OUTPUTS_S", 0.2)
-    assert comparer._process is not None
-    comparer._process.send_signal(signal.SIGSTOP)
+    assert comparator.outputs_match(LONG + "1.0", LONG + "1", 1e-6)
+    monkeypatch.setattr(comparator_module, "_OUTPUTS_S", 0.2)
+    assert comparator._process is not None
+    comparator._process.send_signal(signal.SIGSTOP)
     with pytest.raises(OSError, match="could not be compared"):
-        comparer.outputs_match(LONG + "1.0", LONG + "1", 1e-6)
+        comparator.outputs_match(LONG + "1.0", LONG + "1", 1e-6)
     monkeypatch.undo()
-    assert comparer.outputs_match(LONG + "1.0", LONG + "1", 1e-6)
+    assert comparator.outputs_match(LONG + "1.0", LONG + "1", 1e-6)
 
 
 def test_killed_comparison_is_repeated() -> None:
     """The worker repeats it and returns the verdict of an undisturbed one."""
-    worker = JudgeWorker(IsolationLevel("rlimits"), SharedGate())
+    worker = JudgeWorker(IsolationLevel("rlimits"), ReadWriteLock())
     submission = Submission(
         f"print('0.5 1 x\\n' * {2**15} + '1.0')", ProgramTests((ProgramCase("", LONG + "1"),), 1e-6)
     )
     try:
         assert worker.judge(submission, ResourceLimits()).error_type == "success"
-        process = worker._comparer._process
+        process = worker._comparator._process
         assert process is not None
         process.kill()
         assert worker.judge(submission, ResourceLimits()).error_type == "success"

@@ -1,9 +1,9 @@
 """Every key of every configuration has its recorded value: the defaults of each stage, and each shipped recipe.
 
-`PINS_WRITE=1 bash tests/run.sh unit tests/unit/test_pins_config.py` records the values again, and fails.
+`SNAPSHOT_UPDATE=1 bash tests/run.sh unit tests/unit/test_snapshots_config.py` records the values again, and fails.
 
-`tests/data/pins/config/STAGE.json` has all keys of a stage; `recipes.json` has what each recipe changes. The order of
-keys is not recorded.
+`tests/data/snapshots/config/STAGE.json` has all keys of a stage; `recipes.json` has what each recipe changes. The order
+of keys is not recorded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.pins import check_pin, evaluation_config, flat, recipes_of, run_modules
+from tests.helpers.snapshots import check_snapshot, evaluation_config, flat, recipes_of, run_modules
 from verl_ext.config.recipes import find_recipe
 from verl_ext.errors import UserError
 
@@ -50,7 +50,7 @@ def differ(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_stage_defaults_match_record(printed: dict[str, dict[str, Any]], stage: str) -> None:
-    check_pin(f"config/{stage}.json", printed[f"stage {stage}"])
+    check_snapshot(f"config/{stage}.json", printed[f"stage {stage}"])
 
 
 def test_recipe_changes_match_record(printed: dict[str, dict[str, Any]]) -> None:
@@ -59,7 +59,7 @@ def test_recipe_changes_match_record(printed: dict[str, dict[str, Any]]) -> None
         name: {"stage": content["stage"], **changes(content, printed[f"stage {content['stage']}"])}
         for name, content in recipes.items()
     }
-    check_pin("config/recipes.json", found)
+    check_snapshot("config/recipes.json", found)
 
 
 def test_default_recipe_is_quickstart(printed: dict[str, dict[str, Any]]) -> None:
@@ -79,4 +79,4 @@ def test_evaluation_configurations_match_record(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("{}\n")
     defaults = flat(evaluation_config(str(tmp_path / "empty.yaml")))
     recipes = {name: changes(flat(evaluation_config(name)), defaults) for name in recipes_of("eval")}
-    check_pin("config/eval.json", {"defaults": defaults, "recipes": recipes})
+    check_snapshot("config/eval.json", {"defaults": defaults, "recipes": recipes})

@@ -2,8 +2,9 @@
 
 A changed value breaks resuming runs, restarts every evaluation, or invalidates cached files.
 
-`PINS_WRITE=1 bash tests/run.sh unit tests/unit/test_pins_digests.py` records `tests/data/pins/digests/` again, and
-fails. The literals below are to be edited by hand. `tests/data/pins/inputs/` is never written again: its bytes count.
+`SNAPSHOT_UPDATE=1 bash tests/run.sh unit tests/unit/test_snapshots_digests.py` records `tests/data/snapshots/digests/`
+again, and fails. The literals below are to be edited by hand. `tests/data/snapshots/inputs/` is never written again:
+its bytes count.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import make_export
-from tests.helpers.pins import (
-    PINS,
+from tests.helpers.snapshots import (
+    SNAPSHOTS,
     answer_seed,
-    check_pin,
+    check_snapshot,
     completion_seed,
     config_digest_of,
     evaluation_digests,
@@ -35,7 +36,7 @@ from tests.helpers.pins import (
     training_data_digest_of,
 )
 
-INPUTS = PINS / "inputs"
+INPUTS = SNAPSHOTS / "inputs"
 PROBLEMS: dict[str, dict[str, Any]] = {
     "quickstart": {"problem_id": "p1", "prompt": "Write f.", "entry_point": "f", "tests": ["assert f() == 1"]},
     "humaneval": {
@@ -86,7 +87,7 @@ def test_config_digests_match_record() -> None:
         for command in ("sft", "grpo")
         for name in recipes_of(command)
     }
-    check_pin("digests/config.json", found)
+    check_snapshot("digests/config.json", found)
 
 
 def test_evaluation_digests_match_record(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_evaluation_digests_match_record(tmp_path: Path) -> None:
     manifest = {"format": 1, "step": 3, "world_size": 1, "config_digest": "", "files": files, "metrics": {}}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     names = [name for name in recipes_of("eval") if name != "quickstart"]
-    check_pin("digests/evaluation.json", {name: evaluation_digests(name, checkpoint) for name in names})
+    check_snapshot("digests/evaluation.json", {name: evaluation_digests(name, checkpoint) for name in names})
 
 
 def test_problem_digests_match_record(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_problem_digests_match_record(tmp_path: Path) -> None:
         path = tmp_path / f"{format}.jsonl"
         path.write_text(json.dumps(row) + "\n")
         found[format] = problems_digest_of(format, path)
-    check_pin("digests/problems.json", found)
+    check_snapshot("digests/problems.json", found)
 
 
 def test_training_data_digest_matches_record() -> None:

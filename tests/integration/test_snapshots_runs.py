@@ -1,7 +1,7 @@
 """What a run writes has its recorded names: files, keys of JSON, columns of CSV, metrics, and checkpoints' content.
 
-`PINS_WRITE=1 bash tests/run.sh integration tests/integration/test_pins_runs.py` records `tests/data/pins/runs/` again,
-and fails. The sets below are to be edited by hand.
+`SNAPSHOT_UPDATE=1 bash tests/run.sh integration tests/integration/test_snapshots_runs.py` records
+`tests/data/snapshots/runs/` again, and fails. The sets below are to be edited by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from tests.helpers.commands import GRPORun, RecipeRun, SFTRun, TrainingRun
-from tests.helpers.pins import PINS, check_pin, flat
+from tests.helpers.snapshots import SNAPSHOTS, check_snapshot, flat
 
 RUN_FILES = {
     *("config.yaml", "run.json", "run.lock", "console.log", "metrics.jsonl"),
@@ -91,7 +91,7 @@ def check_metrics(name: str, run: TrainingRun) -> None:
     assert all(row.keys() >= ROW_KEYS for row in rows)
     columns = {path.name: path.read_text().splitlines()[0].split(",") for path in run.run_dir.glob("*_history.csv")}
     tables = {table: [column for column in names if column not in ON_GPUS] for table, names in columns.items()}
-    check_pin(f"runs/{name}.json", {"metrics": sorted(keys_of(rows) - ROW_KEYS - ON_GPUS), **tables})
+    check_snapshot(f"runs/{name}.json", {"metrics": sorted(keys_of(rows) - ROW_KEYS - ON_GPUS), **tables})
 
 
 def check_record(run: TrainingRun, stage: str) -> None:
@@ -104,7 +104,7 @@ def check_record(run: TrainingRun, stage: str) -> None:
 def check_config(run: TrainingRun, stage: str) -> None:
     """`config.yaml` has the keys that --print-config shows; `data.datasets` has keys of its own."""
     written = flat(yaml.safe_load((run.run_dir / "config.yaml").read_text())).keys()
-    recorded = json.loads((PINS / f"config/{stage}.json").read_text()).keys()
+    recorded = json.loads((SNAPSHOTS / f"config/{stage}.json").read_text()).keys()
     assert {key for key in written ^ recorded if not key.startswith("data.datasets")} == set()
 
 
@@ -193,7 +193,7 @@ def test_budget_run_has_recorded_names(budget_run: RecipeRun) -> None:
         "config.json": sorted(flat(exported).keys() - {"transformers_version", "dtype"}),
     }
     assert exported["model_type"] == "budget_controller"
-    check_pin("runs/controller.json", found)
+    check_snapshot("runs/controller.json", found)
 
 
 def test_budget_metrics_have_recorded_names(budget_run: RecipeRun) -> None:
@@ -223,7 +223,7 @@ def test_evaluation_has_recorded_names(watched_run: SFTRun) -> None:
     with sqlite3.connect(root / "ledger.sqlite") as ledger:
         tables = [name for (name,) in ledger.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         columns = {name: [row[1] for row in ledger.execute(f"PRAGMA table_info({name})")] for name in tables}
-    check_pin(
+    check_snapshot(
         "runs/evaluation.json",
         {
             "files": {name: sorted(key_paths(flat(json.loads(path.read_text())))) for name, path in files.items()},

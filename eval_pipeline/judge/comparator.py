@@ -31,7 +31,7 @@ _OUTPUTS_S = 120.0
 """Time limit of comparing two outputs; the longest ones take seconds."""
 
 
-class Comparer:
+class Comparator:
     """Owns the process and starts it on first use."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Comparer:
         self._connection = connection
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "eval_pipeline.judge.comparer"],
+                [sys.executable, "-m", "eval_pipeline.judge.comparator"],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
             )
@@ -135,7 +135,7 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
 def main() -> None:
     """Reply to each question on standard output until the input ends."""
     child_process_args(
-        "eval_pipeline.judge.comparer",
+        "eval_pipeline.judge.comparator",
         "Compares answers with references, and outputs with expected outputs.",
         f"{program('eval')} run --checkpoint models/mine --recipe gsm8k",
     )

@@ -1,8 +1,8 @@
 """Every command has its recorded sub-commands, options with their defaults, and exit codes.
 
-`PINS_WRITE=1 bash tests/run.sh unit tests/unit/test_pins_commands.py` records them again, and fails.
+`SNAPSHOT_UPDATE=1 bash tests/run.sh unit tests/unit/test_snapshots_commands.py` records them again, and fails.
 
-`tests/data/pins/commands.json` has what --help shows, without its prose. Positional arguments are recorded only by
+`tests/data/snapshots/commands.json` has what --help shows, without its prose. Positional arguments are recorded only by
 their position.
 """
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tests.helpers.pins import check_pin, exit_codes, run_modules
+from tests.helpers.snapshots import check_snapshot, exit_codes, run_modules
 
 COMMANDS = (
     *("verl_ext.launch sft", "verl_ext.launch grpo", "verl_ext.checkpoint", "verl_ext.health", "verl_ext.monitor"),
@@ -79,7 +79,7 @@ def test_command_lines_match_record() -> None:
         for name in re.findall(r"^    ([a-z0-9_-]+)(?:  |$)", "\n".join(sections_of(page).get("commands", [])), re.M)
     ]
     pages |= dict(zip(parts, run_modules([[*part.split(), "--help"] for part in parts])))
-    check_pin("commands.json", {command: described(page) for command, page in pages.items()})
+    check_snapshot("commands.json", {command: described(page) for command, page in pages.items()})
 
 
 def test_exit_codes_match_record() -> None:
