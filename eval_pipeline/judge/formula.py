@@ -1,8 +1,9 @@
 """Compares formulas in LaTeX or plain notation by value, as MATH and AIME need it.
 
 Two expressions are equal if they have the same value at fixed points, one random number per variable and point
-(Schwartz-Zippel lemma). Sums, products and integer powers are computed exactly, roots and functions in floating point.
-Besides expressions, a formula may be an equation, an inequality, a list, tuple, set, interval, union, ratio or matrix.
+(Schwartz-Zippel lemma). Points at which one is undefined do not count, but at least `MIN_DEFINED` must. Sums, products
+and integer powers are computed exactly, roots and functions in floating point. Besides expressions, a formula may be an
+equation, an inequality, a list, tuple, set, interval, union, ratio or matrix.
 
 Formulas may be hostile: their length and depth, the size of numbers and therefore the time are limited. Only the
 standard library is imported, because small server processes use this module.
@@ -16,7 +17,8 @@ import operator
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import product
@@ -24,33 +26,29 @@ from typing import Any, TypeAlias
 
 MAX_FORMULA_CHARS = 400
 MAX_DEPTH = 25
-MAX_BITS = 8192
+MAX_BITS = 1 << 15
 """Bits of an exact numerator or denominator; larger numbers become floats, and no value beyond the range of floats."""
-MAX_FACTORIAL = 1000
-NUM_POINTS = 10
+MAX_FACTORIAL = 2500
+NUM_INTEGERS = 12
+NUM_POINTS = 10 + NUM_INTEGERS
 MIN_DEFINED = 3
-"""Points at which both expressions must be defined: `\\ln x` is not for negative numbers."""
+ROUNDING = 1e-13
+"""Relative error below which a floating-point result is 0."""
 
 
 def equal_formulas(one: str, other: str) -> bool:
     """Whether two formulas have the same value; False if one cannot be parsed.
 
-    `a/bc` may mean `(a/b)c` and `a/(bc)`, and is equal to both. Units behind a number, percent and degree signs are
-    ignored. A formula equals `x = formula`, `1 \\pm 2` equals the list of both values, and `x < 3` equals
-    `(-\\infty, 3)`.
+    `a/bc` may mean `(a/b)c` and `a/(bc)`, and is equal to both; `1,234` may be a number and a list. Units behind a
+    number are ignored if the other formula has none, and percent and degree signs always. A formula equals
+    `x = formula`, `1 \\pm 2` equals the list of both values, and `x < 3` equals `(-\\infty, 3)`.
     """
     texts = [_normalize(text) for text in (one, other)]
-    if any(len(text) > MAX_FORMULA_CHARS for text in texts):
+    if any(len(text) > MAX_FORMULA_CHARS or _PROSE.search(text) for text in texts):
         return False
     is_complex = any(_IMAGINARY.search(text) for text in texts)
-    readings = (
-        [_Parser(text, is_complex, tight) for tight in ((False, True) if "/" in text else (False,))] for text in texts
-    )
-    try:
-        parsed = [[parser.parse() for parser in parsers] for parsers in readings]
-        return any(_equal(left, right) for left, right in product(*parsed))
-    except _NotAFormula:
-        return False
+    lefts, rights = (_readings(text, is_complex) for text in texts)
+    return any(_equal_readings(left, right) for left, right in product(lefts, rights))
 
 
 class _NotAFormula(Exception):
@@ -69,12 +67,14 @@ class _Expression:
     values: tuple[_Number | None, ...]
     name: str = ""
     """Set if the expression is nothing but a variable or an applied function, `f(x)`."""
+    is_word: bool = False
+    """Whether it is a word, which has a value only to be compared."""
 
 
 @dataclass(frozen=True)
 class _Collection:
     kind: str
-    """`list`, `set`, `union`, `:`, `matrix`, `row`, `base`, or the two brackets of a tuple or interval."""
+    """`list`, `set`, `union`, `:`, `matrix`, `row`, `base`, or the brackets of a tuple or interval, such as `[)`."""
     items: tuple[_Formula, ...]
 
 
@@ -89,32 +89,32 @@ class _Relation:
 _Formula: TypeAlias = "_Expression | _Collection | _Relation"
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """One meaning of a text."""
+
+    formula: _Formula
+    units: frozenset[str]
+
+
 def _constant(value: _Number) -> _Expression:
     return _Expression((value,) * (2 * NUM_POINTS))
 
 
 @lru_cache(maxsize=256)
 def _variable(name: str) -> _Expression:
-    """Positive and negative numbers, below and above 1, and integers of both parities."""
-    numbers = random.Random(name)
-    small = [Fraction(numbers.randrange(100, 1000), 1009) for _ in range(3)]
-    large = [Fraction(numbers.randrange(1100, 4000), 1009) for _ in range(4)]
-    first = numbers.randrange(2, 9)
-    signs = [numbers.choice((-1, 1)) for _ in range(2)]
-    values = (
-        *small[:2],
-        -small[2],
-        *large[:2],
-        signs[0] * large[2],
-        signs[1] * large[3],
-        *map(Fraction, (first, first + 1, first + 3)),
-    )
-    return _Expression(values * 2, name)
+    """Positive numbers below and above 1, numbers of either sign, and natural numbers."""
+    numbers = random.Random(name.encode(errors="surrogatepass"))
+    positive = [Fraction(numbers.randrange(100, limit), 1009) for limit in (1000, 1000, 4000, 4000, 4000)]
+    signs = (-1, -1, -1, numbers.choice((-1, 1)), numbers.choice((-1, 1)))
+    signed = [sign * Fraction(numbers.randrange(100, 4000), 1009) for sign in signs]
+    natural = [Fraction(numbers.randrange(31)) for _ in range(NUM_INTEGERS)]
+    return _Expression((*positive, *signed, *natural) * 2, name)
 
 
 def _numbers(formula: _Formula) -> tuple[_Number | None, ...]:
-    if not isinstance(formula, _Expression):
-        raise _NotAFormula("arithmetic with a list")
+    if not isinstance(formula, _Expression) or formula.is_word:
+        raise _NotAFormula("arithmetic with a list or a word")
     return formula.values
 
 
@@ -161,11 +161,25 @@ def _as_float(number: _Number) -> float | complex:
     return number if isinstance(number, complex) else float(number)
 
 
+def _sum(left: _Number, right: _Number) -> _Number:
+    total = left + right
+    if isinstance(total, Fraction):
+        return total
+    # what is left of terms that cancel is their rounding error
+    return 0.0 if abs(total) < ROUNDING * max(abs(complex(left)), abs(complex(right))) else total
+
+
+def _difference(left: _Number, right: _Number) -> _Number:
+    return _sum(left, -right)
+
+
 def _factorial(number: _Number) -> Fraction:
     return Fraction(math.factorial(_as_count(number)))
 
 
 def _binomial(above: _Number, below: _Number) -> Fraction:
+    if _as_count(below) > _as_count(above):
+        raise ValueError("it would be 0 for most points")
     return Fraction(math.comb(_as_count(above), _as_count(below)))
 
 
@@ -186,7 +200,8 @@ def _root(number: _Number, degree: _Number) -> _Number:
 
 
 def _with(function: Callable[[complex], complex], number: _Number) -> complex:
-    return function(complex(number))
+    value = function(complex(number))
+    return 0.0 if abs(value) < ROUNDING * abs(complex(number)) else value  # sin(pi)
 
 
 def _log(number: _Number, base: _Number) -> _Number:
@@ -212,8 +227,20 @@ _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
 _INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _GREEK = frozenset(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
-    "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell".split()
+    "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar".split()
 )
+_UNITS = {
+    word: words.split()[0]
+    for words in (
+        "mm millimeter millimeters", "cm centimeter centimeters", "m meter meters", "km kilometer kilometers",
+        "in inch inches", "ft foot feet", "yd yard yards", "mi mile miles", "unit units", "square sq", "cubic",
+        "s sec second seconds", "min minute minutes", "h hr hour hours", "day days", "week weeks", "month months",
+        "yr year years", "mg milligram milligrams", "g gram grams", "kg kilogram kilograms", "lb lbs pound pounds",
+        "oz ounce ounces", "ton tons", "deg degree degrees", "rad radian radians", "dollar dollars", "cent cents",
+        "ml milliliter milliliters", "l liter liters litre litres", "gal gallon gallons", "mph", "per", "percent",
+    )
+    for word in words.split()
+}  # fmt: skip
 
 # Syntax
 
@@ -237,7 +264,10 @@ _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"(?<!\\)(?:\\[,:]|\{,\})(?:\\!)?(?=[0-9]{3}(?![0-9]))|,\\!(?=[0-9]{3})"), ""),
     (re.compile(r"(?<!\\)\\[,;:! ]"), " "),
     (re.compile(r"\\mathbb\s?\{?R\}?"), r"\\R "),
+    (re.compile(r"\\(mathbb|vec|hat|dot|bar|overline)\s?(?:\{([A-Za-z]{1,3})\}|([A-Za-z]))"), r" \2\3_{\1}"),
     (re.compile(r"\\(?:dfrac|tfrac|cfrac)"), r"\\frac"),
+    (re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"^([^{}]*)\\over(?![A-Za-z])([^{}]*)$"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\[dt]binom"), r"\\binom"),
     (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])|<="), r"\\le "),
     (re.compile(r"\\(?:geqslant|geq)(?![A-Za-z])|>="), r"\\ge "),
@@ -255,11 +285,13 @@ _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"\^\s?(?:\\circ|\{\s?\\circ\s?\})"), r"\\degree "),
     (re.compile(r"\\?%"), " "),
     (re.compile(r"(?<=[0-9]) x (?=[0-9])"), "*"),
-    (re.compile(r"\\begin\{([bpv])matrix\}"), r"\\\1matrix "),
-    (re.compile(r"\\end\{[bpv]matrix\}"), r"\\end "),
+    (re.compile(r"\\begin\{[bp]matrix\}"), r"\\matrix "),
+    (re.compile(r"\\end\{[bp]matrix\}"), r"\\end "),
+    (re.compile(r"(?<=[\])}]) ?U ?(?=[\[({\\])"), r"\\cup "),
+    (re.compile(r"(?<![A-Za-z\\])(?:square|sq\.?|cubic) (?=[a-z])"), ""),
 ]
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-_NUMBER = re.compile(rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?")
+_NUMBER = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?")
+_THOUSANDS = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]*)?")
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot) ?\{?([0-9]+)\}?")
 _MIXED = re.compile(
     r"([0-9]+) ?(?:\\frac ?(?:\{ ?([0-9]+) ?\}|([0-9])) ?(?:\{ ?([0-9]+) ?\}|([0-9]))| ([0-9]+) ?/ ?([0-9]+))"
@@ -267,13 +299,16 @@ _MIXED = re.compile(
 _DIGIT = re.compile(r"[0-9]")
 _FUNCTIONS_PATTERN = "|".join([*sorted(_FUNCTIONS, key=len, reverse=True), "log", "lg"])
 _FUNCTION = re.compile(rf"\\?({_FUNCTIONS_PATTERN})(?![A-Za-z])")
-_PLAIN_NAMES = "|".join(
-    ["sqrt", "pi", "infinity", "infty", "or", "and", "U", *(name for name in _GREEK if len(name) > 3)]
-)
+_PLAIN_NAMES = "|".join(["sqrt", "pi", "infinity", "infty", "or", "and", *(name for name in _GREEK if len(name) > 3)])
 _PLAIN_COMMAND = re.compile(rf"(?<![A-Za-z\\])({_PLAIN_NAMES})(?![A-Za-z])")
-_PLAIN_COMMANDS = {"infinity": "infty", "U": "cup"}
+_PLAIN_COMMANDS = {"infinity": "infty"}
+_PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,} [A-Za-z]{2,}")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
-_NAME = re.compile(r'"([^"]*)"|([A-Za-z]{4,})')
+_QUOTED = re.compile(r'"([^"]*)"')
+_WORD = re.compile(r"[A-Za-z]{4,}")
+_BEFORE_WORD = re.compile(r"(?:^|[=,;:(\[{<>]|\\(?:or|and|in|le|ge|ne))\s*$")
+_AFTER_WORD = re.compile(r"\s*(?:$|[=,;:)\]}<>]|\\(?:or|and|in|le|ge|ne)(?![A-Za-z]))")
+_APPLIED = re.compile(r"\s*[fghpqFGHPQ]'*(?:_\S+)? ?\([A-Za-z0-9., ]*\)")
 _LETTER = re.compile(r"([A-Za-z])")
 _SUFFIX = re.compile(r" ?(?:_ ?(?:\{([^{}]*)\}|([A-Za-z0-9]))|('+))")
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
@@ -285,14 +320,12 @@ _CLOSING = re.compile(r"\\?[\])}]|\\rangle(?![A-Za-z])")
 _FACTOR = re.compile(
     r'[0-9A-Za-z({".]|\\\{|\\(?!(?:le|ge|ne|in|or|and|cup|pm|mp|end|rangle|rfloor|rceil|degree)(?![A-Za-z]))[A-Za-z]'
 )
+_NO_FACTOR = re.compile(r"(?:[0-9]|(?<![A-Za-z\\])[A-Za-z]+)\s*$")
 _END = re.compile(r"\\end")
 _BRACKET = re.compile(r"[({]")
-_UNIT_WORD = (
-    rf'(?:"[^"]*"|(?!(?:{_FUNCTIONS_PATTERN})(?![A-Za-z]))[A-Za-z]{{4,}}|(?:[cmk]m|ft|yd|in|kg|mph)(?![A-Za-z]))'
-)
-_UNIT = re.compile(rf" ?/? ?{_UNIT_WORD}(?: ?\^ ?(?:[23]|\{{ ?[23] ?\}}))?")
-_OPENING = {"(": "(", "[": "[", "{": "", "\\{": "{", "\\langle": "<"}
-_CLOSED = {")": ")", "]": "]", "}": "", "\\}": "}", "\\rangle": ">"}
+_UNIT = re.compile(r' ?(/?) ?(?:"([^"]*)"|(?<![A-Za-z0-9])([A-Za-z]+)(?![A-Za-z(_]))(?: ?\^ ?(?:[23]|\{ ?[23] ?\}))?')
+_OPENING = {"(": "(", "[": "[", "{": "", "\\{": "{", "\\langle": "("}
+_CLOSED = {")": ")", "]": "]", "}": "", "\\}": "}", "\\rangle": ")"}
 
 
 def _normalize(text: str) -> str:
@@ -312,6 +345,16 @@ def _quote(words: re.Match[str]) -> str:
     return f' "{text.casefold()}" '
 
 
+def _readings(text: str, is_complex: bool) -> list[_Reading]:
+    """The meanings of a normalized text; none if it is not a formula."""
+    found = []
+    for tight, joins in product((False, True) if "/" in text else (False,), (True, False) if "," in text else (True,)):
+        parser = _Parser(text, is_complex, tight, joins)
+        with suppress(_NotAFormula):
+            found.append(_Reading(parser.parse(), frozenset(parser.units)))
+    return found
+
+
 class _Parser:
     """Computes a formula while reading it.
 
@@ -319,12 +362,19 @@ class _Parser:
         text: a normalized formula.
         is_complex: whether roots and logarithms may be complex.
         tight: whether `a/bc` means `a/(bc)`.
+        joins: whether `1,234` is a number and not a list.
+
+    Attributes:
+        units: the ignored units.
     """
 
-    def __init__(self, text: str, is_complex: bool, tight: bool) -> None:
+    def __init__(self, text: str, is_complex: bool, tight: bool, joins: bool) -> None:
+        self.units: set[str] = set()
         self._text = text
         self._position = 0
+        self._unit_end = -1
         self._tight = tight
+        self._joins = joins
         self._is_complex = is_complex
         self._apply = partial(_apply, is_complex=is_complex)
         self._depth = 0
@@ -416,10 +466,10 @@ class _Parser:
 
     def _add(self, left: _Formula, sign: str, right: _Formula) -> _Formula:
         if sign == "+":
-            return self._apply(operator.add, left, right)
+            return self._apply(_sum, left, right)
         if sign == "-":
-            return self._apply(operator.sub, left, right)
-        plus, minus = self._apply(operator.add, left, right), self._apply(operator.sub, left, right)
+            return self._apply(_difference, left, right)
+        plus, minus = self._apply(_sum, left, right), self._apply(_difference, left, right)
         upper, lower = (plus, minus) if sign == "\\pm" else (minus, plus)
         return _Expression(upper.values[:NUM_POINTS] + lower.values[NUM_POINTS:])
 
@@ -428,7 +478,7 @@ class _Parser:
         value = self._signed(self._factor)
         while True:
             if self._take_text("*"):
-                value = self._apply(operator.mul, value, self._signed(self._factor))
+                value = self._multiply(value, self._signed(self._factor))
             elif self._take_text("/"):
                 divisor = self._signed(self._factor)
                 while self._tight and self._is_before(_FACTOR) and not self._take_unit(start):
@@ -442,27 +492,42 @@ class _Parser:
                 return value
 
     def _take_unit(self, start: int) -> bool:
-        """Skip words behind a number, with their powers: `5 "cm" ^2`, `5 "m" / "s"`."""
-        if not _DIGIT.search(self._text, start, self._position):
+        """Skip a unit behind a number, with its power: `5 "cm" ^2`, `5 km/h`."""
+        position, follows_unit = self._position, self._unit_end == self._position
+        if not _DIGIT.search(self._text, start, position):
             return False
-        position = self._position
-        is_unit = self._take(_UNIT) is not None
-        if not is_unit:
+        found = self._take(_UNIT)
+        words = (found[2] if found[2] is not None else found[3]).casefold() if found else ""
+        units = [_UNITS.get(word) for word in re.split(r"[^a-z]+", words) if word]
+        is_variable = found is not None and found[2] is None and len(words) < 2 and not follows_unit
+        if found is None or is_variable or (found[1] and not follows_unit) or not units or None in units:
             self._position = position
-        return is_unit
+            return False
+        self.units.update(unit for unit in units if unit is not None)
+        self._unit_end = self._position
+        return True
 
     def _times(self, value: _Formula, start: int) -> _Formula:
         self._skip_spaces()
-        before, after = self._text[: self._position].rstrip()[-1:], self._text[self._position]
-        if after.isdigit() and (before.isdigit() or before == '"'):
-            raise _NotAFormula("two numbers in a row")
+        after = self._text[self._position]
+        is_variable = isinstance(value, _Expression) and bool(value.name)
+        if after.isdigit() and (_NO_FACTOR.search(self._text[: self._position]) or self._unit_end >= start):
+            raise _NotAFormula("a number after a number, a variable or a unit")
         factor = self._factor()
-        if isinstance(value, _Expression) and value.name and (isinstance(factor, _Collection) or after == "("):
+        if is_variable and (after == "(" or isinstance(factor, _Collection)):
             name = self._text[start : self._position]
             if isinstance(factor, _Collection):
                 return _variable(name)
-            return _Expression(self._apply(operator.mul, value, factor).values, name)
-        return self._apply(operator.mul, value, factor)
+            values = self._apply(operator.mul, value, factor).values
+            return _Expression(values, name if _APPLIED.fullmatch(name) else "")
+        return self._multiply(value, factor)
+
+    def _multiply(self, left: _Formula, right: _Formula) -> _Formula:
+        """The product; a matrix is multiplied by entry."""
+        for matrix, factor in ((left, right), (right, left)):
+            if isinstance(matrix, _Collection) and matrix.kind in ("matrix", "row"):
+                return _Collection(matrix.kind, tuple(self._multiply(item, factor) for item in matrix.items))
+        return self._apply(operator.mul, left, right)
 
     def _factor(self) -> _Formula:
         base = self._atom()
@@ -478,25 +543,25 @@ class _Parser:
                 return base
 
     def _exponent(self) -> _Formula:
-        return self._signed(self._atom)
+        return self._signed(partial(self._atom, may_be_mixed=False))
 
-    def _atom(self) -> _Formula:
+    def _atom(self, may_be_mixed: bool = True) -> _Formula:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise _NotAFormula("nested too deeply")
-        atom = self._read_atom()
+        atom = self._read_atom(may_be_mixed)
         self._depth -= 1
         return atom
 
-    def _read_atom(self) -> _Formula:
+    def _read_atom(self, may_be_mixed: bool) -> _Formula:
         if found := self._take(_REPEATING):
             return _constant(_repeating(*found.groups()))
-        if found := self._take(_MIXED):
+        if may_be_mixed and (found := self._take(_MIXED)):
             whole, above, below = (int(part) for part in found.groups() if part)
             if below == 0:
                 raise _NotAFormula("division by zero")
             return _constant(whole + Fraction(above, below))
-        if found := self._take(_NUMBER):
+        if found := (self._joins and self._take(_THOUSANDS)) or self._take(_NUMBER):
             return self._number(found[0])
         for opening, bracket in _OPENING.items():
             if self._take_text(opening):
@@ -511,8 +576,10 @@ class _Parser:
             return self._function(found[1])
         if found := self._take(_COMMAND):
             return self._command(found[1])
-        if found := self._take(_NAME):
-            return _variable(found[1] or found[2].casefold())
+        if found := self._take(_QUOTED):
+            return replace(_variable(found[1]), is_word=True)
+        if found := self._take_lone_word():
+            return replace(_variable(found[0].casefold()), is_word=True)
         if found := self._take(_LETTER):
             return self._letter(found[1])
         raise _NotAFormula(self._rest())
@@ -525,6 +592,14 @@ class _Parser:
                 raise _NotAFormula("subscript of a number")
             return _Collection("base", (_constant(value), _constant(Fraction(base))))
         return _constant(value)
+
+    def _take_lone_word(self) -> re.Match[str] | None:
+        """Take a word that is all of a side or an item; other words are products of variables."""
+        self._skip_spaces()
+        found = _WORD.match(self._text, self._position)
+        if found is None or not _BEFORE_WORD.search(self._text[: found.start()]):
+            return None
+        return self._take(_WORD) if _AFTER_WORD.match(self._text, found.end()) else None
 
     def _letter(self, letter: str) -> _Formula:
         name = letter
@@ -588,13 +663,13 @@ class _Parser:
             inside = self._sum()
             self._require("\\rfloor" if name == "lfloor" else "\\rceil")
             return self._apply(partial(_round, math.floor if name == "lfloor" else math.ceil), inside)
-        if name in ("pmatrix", "bmatrix", "vmatrix"):
-            return self._matrix("determinant" if name == "vmatrix" else "matrix")
+        if name == "matrix":
+            return self._matrix()
         if name in _GREEK:
             return self._letter(name)
         raise _NotAFormula(name)
 
-    def _matrix(self, kind: str) -> _Formula:
+    def _matrix(self) -> _Formula:
         rows = [[self._sum()]]
         while not self._take_text("\\end"):
             if self._take_text("&"):
@@ -603,7 +678,7 @@ class _Parser:
                 self._require("\\\\")
                 if not self._is_before(_END):
                     rows.append([self._sum()])
-        return _Collection(kind, tuple(_Collection("row", tuple(row)) for row in rows))
+        return _Collection("matrix", tuple(_Collection("row", tuple(row)) for row in rows))
 
     def _function(self, name: str) -> _Formula:
         base: _Formula = _constant(Fraction(10))
@@ -642,15 +717,22 @@ def _repeating(whole: str, fixed: str, repeated: str) -> Fraction:
 _UNORDERED = frozenset({"list", "set", "union"})
 
 
+def _equal_readings(left: _Reading, right: _Reading) -> bool:
+    has_same_units = not left.units or not right.units or left.units == right.units
+    return has_same_units and _equal(left.formula, right.formula)
+
+
 def _equal(left: _Formula, right: _Formula) -> bool:
     if isinstance(left, _Relation) and isinstance(right, _Relation):
         return _equal_relations(left, right)
     if isinstance(left, _Relation):
-        return _equal(_result(left), right)
+        result = _result(left)
+        return result is not None and _equal(result, right)
     if isinstance(right, _Relation):
         # the right side of `x^2 + y^2 = 4` is not the result
         states_result = not isinstance(right.sides[0], _Expression) or bool(right.sides[0].name)
-        return states_result and _equal(left, _result(right))
+        result = _result(right)
+        return states_result and result is not None and _equal(left, result)
     if isinstance(left, _Expression) and isinstance(right, _Expression):
         return _equal_values(left, right)
     left, right = _without_signs(left), _without_signs(right)
@@ -658,12 +740,18 @@ def _equal(left: _Formula, right: _Formula) -> bool:
         return False
     kinds = {left.kind, right.kind}
     if kinds <= _UNORDERED:
-        return all(any(_equal(item, other) for other in right.items) for item in left.items) and all(
-            any(_equal(item, other) for item in left.items) for other in right.items
-        )
+        found = [[_equal(item, other) for other in right.items] for item in left.items]
+        return all(map(any, found)) and (all(map(any, zip(*found, strict=True))) if found else not right.items)
     if len(left.items) != len(right.items) or not (len(kinds) == 1 or kinds == {"list", "()"}):
         return False
-    return all(map(_equal, left.items, right.items))
+    return all(_has_sorted_names(each.items) for each in (left, right)) and all(map(_equal, left.items, right.items))
+
+
+def _has_sorted_names(items: tuple[_Formula, ...]) -> bool:
+    """False if equations, such as `y = 1, x = 2`, are in another order than the entries of a tuple."""
+    firsts = [item.sides[0] for item in items if isinstance(item, _Relation)]
+    names = [first.name for first in firsts if isinstance(first, _Expression)]
+    return names == sorted(names)
 
 
 def _without_signs(formula: _Formula) -> _Formula:
@@ -691,17 +779,13 @@ def _is_close(one: _Number, other: _Number) -> bool:
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
     try:
-        return cmath.isclose(complex(one), complex(other), rel_tol=1e-11, abs_tol=1e-12)
+        return cmath.isclose(complex(one), complex(other), rel_tol=1e-11)
     except OverflowError:  # an exact number beyond the range of floats
         return False
 
 
-def _result(relation: _Relation) -> _Formula:
-    """The last side of equations, or the interval of `x < 3` or `1 \\le x < 3`.
-
-    Raises:
-        _NotAFormula: the relation has another form.
-    """
+def _result(relation: _Relation) -> _Formula | None:
+    """The last side of equations, or the interval of `x < 3` or `1 \\le x < 3`; None for another form."""
     operators, sides = relation.operators, relation.sides
     if set(operators) == {"="}:
         return sides[-1]
@@ -709,7 +793,7 @@ def _result(relation: _Relation) -> _Formula:
         operators = tuple({">": "<", "ge": "le"}[each] for each in reversed(operators))
         sides = tuple(reversed(sides))
     if not set(operators) <= {"<", "le"}:
-        raise _NotAFormula("no interval")
+        return None
     names = [isinstance(side, _Expression) and bool(side.name) for side in sides]
     opening = {"<": "(", "le": "["}[operators[0]]
     closing = {"<": ")", "le": "]"}[operators[-1]]
@@ -719,7 +803,7 @@ def _result(relation: _Relation) -> _Formula:
         return _Collection(opening + ")", (sides[0], _constant(math.inf)))
     if names == [False, True, False]:
         return _Collection(opening + closing, (sides[0], sides[2]))
-    raise _NotAFormula("no interval")
+    return None
 
 
 def _equal_relations(left: _Relation, right: _Relation) -> bool:
@@ -747,7 +831,9 @@ def _proportional(left: _Relation, right: _Relation) -> bool:
         return False
     if not all(isinstance(side, _Expression) for side in (*left.sides, *right.sides)):
         return all(map(_equal, left.sides, right.sides))
-    differences = [_apply(operator.sub, *relation.sides) for relation in (left, right)]
+    differences = [_apply(_difference, *relation.sides) for relation in (left, right)]
+    if any(map(_is_infinite, (value for difference in differences for value in difference.values))):
+        return all(map(_equal, left.sides, right.sides))
     ratios = [ratio for ratio in _apply(operator.truediv, *differences).values if ratio is not None]
     is_directed = left.operators[0] in ("<", "le")
     return (

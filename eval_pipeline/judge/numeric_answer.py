@@ -27,11 +27,14 @@ from eval_pipeline.judge.formula import equal_formulas
 _REASONING_END = re.compile(r"(?:</think(?:ing)?>|\[/THINK\])(?![\"'\\]|`(?!``))")
 _OPENING_TAG = re.compile(r"<answer>", re.IGNORECASE)
 _CLOSING_TAG = re.compile(r"</answer>", re.IGNORECASE)
-_BOXED = re.compile(r"\\boxed\s{0,3}\{")
+_BOXED = re.compile(r"\\f?box(?:ed)?(?:\s{0,3}(\{)|\s{1,3}(?=[^\s{]))")
 _BRACE = re.compile(r"[{}]")
 # "#### 1. First" and "#### Step 1" are headings
 _HASHES = re.compile(r"(?<!#)####(?!#|[ \t]{0,4}[0-9]+[.):][ \t]{0,4}[A-Za-z])([^A-Za-z0-9\n]{0,20}[0-9\\][^\n]*)")
-_ANSWER = r"\banswer\b[ *_]{0,4}(?:(?:is|was|(?:would|should|must) be)\b(?! not\b)|:|=)[ \t:*]{0,8}\n{0,2}"
+_ANSWER = (
+    r"\b(?:answer|correct (?:option|choice))\b[ *_]{0,4}(?:(?:is|was|(?:would|should|must) be)\b(?! not\b)|:|=)"
+    r"[ \t:*]{0,8}\n{0,2}"
+)
 _ANSWER_IS = re.compile(rf"{_ANSWER}([^.!?0-9\n]{{0,48}}\.?[0-9][^\n]*)", re.IGNORECASE)
 _TEXT_TAGS = (re.compile(r"(?<!#)####(?!#)"), re.compile(_ANSWER, re.IGNORECASE))
 _MATH = re.compile(r"\s*\$\$?([^$]+)\$")
@@ -43,20 +46,23 @@ _DIGIT = re.compile(r"[0-9]")
 _STATES = re.compile(r"[0-9\u00bc-\u00be\u2150-\u215e]|<answer>|\\boxed|\banswer(?: is\b|:)", re.IGNORECASE)
 """Found in a text that may state an answer."""
 _CHOICE = re.compile(r"^\(?([A-Za-z])\)?$")
-_CHOSEN = re.compile(r"\s*(?:(?:option|choice) )?(?:\(([A-Za-z])\)|([A-Z])(?=[).:]|\s*$))")
-_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}")
+_CHOSEN = re.compile(r"\s*(?:(?i:option|choice) )?(?:\(([A-Za-z])\)|([A-Z])(?=[).:]|\s*$))")
+_OTHER_CHOICE = re.compile(r"\([A-Za-z]\)|(?<![A-Za-z])[A-Z](?:[.)]|\s*$)")
+_PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}|(?<![-+*/^,(\u00d7\u00f7\u00b7])[ \t](?=[(<>\u2264\u2265|{])")
+_LETTERS = re.compile(r"\s*[A-Za-z]{2,}\s*")
 _FORMULA = re.compile(
-    r"\\[A-Za-z]|[\^\u221a\u00b2\u00b3]|\|-?0\||0!(?!=| ?$)|\{-?0\}|0 x 0"
-    r"|[0)] {0,2}(?:[-+/\u00d7\u00f7]|\*{1,2}) ?[0(]|[-0]\("
+    r"\\[A-Za-z]|[\^\u221a\u00b2\u00b3]|\| ?-?0 ?\||0!(?![=!]| ?$)|\{-?0\}|0 x 0|(?<![A-Za-z])sqrt|0 ?\u03c0"
+    r"|[0)] {0,2}(?:[-+/\u00d7\u00f7\u00b7]|\*{1,2}) {0,2}[0(]|[-0]\("
 )
 # what a single number never contains; m and s are units here, not variables
 _ALGEBRA = re.compile(
     r"(?:[<\u2264\u2265\u2260\u00b1]|(?<!<[a-z])(?<![a-z]{2})(?<![>/])>) ?0|0 ?[inxyz](?![A-Za-z]| 0)|0 (?:R|mod) ?0"
+    r"|0(?:[abcefjkpqrtuvw]|[xyz]{2,3})(?![A-Za-z])|0 ?/ ?[abceknpqrtuvwxyz](?![A-Za-z])"
     r"|(?<![A-Za-z\\])[a-z] ?[-+*/] ?0|0 ?[-+*/] ?[nxyz](?![A-Za-z])|_\{?[0-9]"
     r"|(?<![A-Za-z])(?:[A-Za-z]|sqrt|log|ln|sin|cos)\(0"
 )
 _SEVERAL = re.compile(
-    r"[\s({\[\\]*(?:[A-Za-z] ?= ?)?0(?:(?: ?[,;] ?|:| : | {1,4}(?:and|or|to) {1,4})(?:[A-Za-z] ?= ?)?-?0)+[^0]*"
+    r"[\s({\[\\]*(?:[A-Za-z] ?= ?)?0(?:(?: ?[,;] ?|:| : | {1,6}(?:(?:and|or|to) {1,4})?)(?:[A-Za-z] ?= ?)?-?0)+[^0]*"
 )
 
 
@@ -82,6 +88,8 @@ def is_right(answer: str, reference: str) -> bool:
         answer: the model's whole text.
         reference: a number in the dataset's notation, or a formula.
     """
+    if not reference.strip():
+        return False
     final = after_reasoning(answer)
     text = _replaced(answer if final is None or not _STATES.search(final) else final, _TYPOGRAPHY)
     if _is_right(text, reference, scaled=False):
@@ -104,10 +112,10 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
         return _value(_last(_NUMBER, _plain_text(text, scaled))) == wanted
     stated = _joined_thousands(_plain_text(tagged.text, scaled))
     candidate = _result(stated, tagged.enclosed)
-    if _is_no_number(stated, candidate, tagged.enclosed):
-        return False
     if _FORMULA.search(_without_numbers(candidate)):
         return equal_formulas(_result(tagged.text, tagged.enclosed), reference)
+    if _is_no_number(stated, candidate, tagged.enclosed):
+        return False
     return _value(_last(_NUMBER, candidate) if tagged.enclosed else _NUMBER.search(candidate)) == wanted
 
 
@@ -122,8 +130,12 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
     if choice := _CHOICE.match(_replaced(reference, _TEXT_COMMANDS).strip()):
         chosen = _CHOSEN.match(_replaced(stated, _TEXT_COMMANDS))
         if chosen:
-            return (chosen[1] or chosen[2]).casefold() == choice[1].casefold()
-    return _same_text(stated, reference) or equal_formulas(_joined_thousands(stated), _joined_thousands(reference))
+            is_only_one = _OTHER_CHOICE.search(chosen.string, chosen.end()) is None
+            return is_only_one and (chosen[1] or chosen[2]).casefold() == choice[1].casefold()
+    if _same_text(stated, reference):
+        return True
+    is_word = _LETTERS.fullmatch(reference) is not None
+    return not is_word and equal_formulas(_joined_thousands(stated), _joined_thousands(reference))
 
 
 def _math_or_sentence(text: str) -> str:
@@ -173,10 +185,12 @@ def _in_answer_tags(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{…}`, up to the end of the text if it is cut off; None without one."""
+    """The content of the last `\\boxed{…}` or `\\boxed 5`, up to the end if it is cut off; None without one."""
     opening = _last(_BOXED, text)
     if opening is None:
         return None
+    if opening[1] is None:
+        return text[opening.end() :].split(maxsplit=1)[0].partition("$")[0]
     depth = 1
     for brace in _BRACE.finditer(text, opening.end()):
         depth += 1 if brace[0] == "{" else -1
@@ -195,7 +209,7 @@ def _statement(text: str) -> str:
 def _before_prose(text: str) -> str:
     """The text before the first word after a number: `6 * 7 = 42` of `6 * 7 = 42 because 3 of them …`."""
     number = _DIGIT.search(text)
-    word = _WORD.search(text, number.end()) if number else None
+    word = _PROSE.search(text, number.end()) if number else None
     return text[: word.start()] if word else text
 
 
@@ -213,7 +227,7 @@ def _same_text(candidate: str, reference: str) -> bool:
     """Whether a part of an answer is the reference, ignoring case and whitespace around signs."""
     texts = (" ".join(_replaced(text, _TEXT_COMMANDS).split()) for text in (candidate, reference))
     candidate, reference = (re.sub(r"(?<!\w) | (?!\w)", "", text) for text in texts)
-    return candidate.rstrip(".").casefold() == reference.casefold()
+    return candidate.rstrip(".").casefold() == reference.rstrip(".").casefold()
 
 
 # Numbers as people and models write them in prose
@@ -222,7 +236,7 @@ MAX_NUMBER_CHARS = 300
 MAX_EXPONENT = 300
 """Larger numbers are ignored: exact arithmetic with them would take unbounded time and memory."""
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+_DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 # a minus after an operand subtracts, so it is no sign
 _NUMBER = re.compile(
     rf"(?<![A-Za-z0-9_])(?:(?<![)])(?P<sign>[-+]))?(?:"
@@ -260,6 +274,7 @@ _TYPOGRAPHY: _Replacements = [
         r"\1",
     ),
     (re.compile(r"`"), ""),
+    (re.compile(r"<(-?[0-9][0-9,.]{0,20})>"), r"\1"),  # a placeholder such as <number>
     (re.compile(r"(?<![<=-])(?:=|-{1,2})> ?(?=[-+.0-9])"), " "),  # arrows
     # a sign, and not a bullet of a list
     (
@@ -288,6 +303,7 @@ _NUMBER_NOTATIONS: _Replacements = [
     _TEXT_COMMANDS[0],
     (re.compile(r"(?<![-+ ])(?=\\[dt]?frac)"), " "),  # 1\frac{1}{2} is 1 1/2, and the sign of -\frac{1}{2} stays
     (re.compile(r"\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}|\\[dt]?frac([0-9])([0-9])"), r"\1\3/\2\4 "),
+    (re.compile(r"(/[0-9]+) ([-+])(?=[0-9])"), r"\1 \2 "),
     (re.compile(r"-\\?[$\u20ac\u00a3\u00a5\u20b9] ?"), "-"),
     *_TEXT_COMMANDS[1:],
     (re.compile(r" ?(?:\u00d7|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-+]?[0-9]{1,4})\}?"), r"e\1"),

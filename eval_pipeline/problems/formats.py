@@ -7,6 +7,7 @@ if code does not parse, or if there is no test.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from typing import Any
 
@@ -202,8 +203,8 @@ def parse_math(record: Record) -> Problem:
     """The problem of one row. Rows without an id are named `math/1`, `math/2`, after their number in the file."""
     ids = ("unique_id", "problem_id", "task_id", "id", "ID")
     solution = record.optional_text("solution", "Solution")
-    reference = last_boxed(solution or "") if record.first("answer", "Answer") is None else _math_answer(record)
-    if reference is None:
+    reference = _math_answer(record) or (last_boxed(solution or "") or "").strip()
+    if not reference:
         raise record.error("there is no 'answer', and 'solution' has no \\boxed{...}; add the answer")
     return Problem(
         problem_id=f"math/{record.number}" if record.first(*ids) is None else record.identifier(*ids),
@@ -214,9 +215,13 @@ def parse_math(record: Record) -> Problem:
 
 
 def _math_answer(record: Record) -> str:
+    """The answer of the row, without the box around it; empty if the row has none."""
     answer = record.first("answer", "Answer")
-    is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
-    return str(answer) if is_number else record.text("answer", "Answer").strip()
+    if answer is None or answer == "":
+        return ""
+    is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool) and math.isfinite(answer)
+    text = str(answer) if is_number else record.text("answer", "Answer")
+    return (last_boxed(text) or text).strip()
 
 
 # CodeContests (Li et al. 2022, arXiv 2203.07814), and simpler rows of the same kind: `name`, `description`, and tests

@@ -204,6 +204,7 @@ def test_problem_sample_is_spread_and_deterministic(quickstart: Path) -> None:
         ("gsm8k", {**GSM8K, "answer": "42"}, "line 2: 'answer' must end with ####"),
         ("gsm8k", {**GSM8K, "answer": "#### a lot"}, "line 2: 'answer' must end with ####"),
         ("math", {**MATH, "solution": "None."}, "line 2: there is no 'answer'"),
+        ("math", {**MATH, "solution": r"\boxed{}"}, "line 2: there is no 'answer'"),
         ("math", {**MATH, "answer": True}, "line 2: 'answer' or 'Answer' must be a string"),
         ("math", {**MATH, "problem": None}, "line 2: 'problem'"),
     ],
@@ -454,7 +455,7 @@ def test_gsm8k_reference_is_number_after_hashes(tmp_path: Path) -> None:
 
 def test_math_reference_is_answer_or_last_box(tmp_path: Path) -> None:
     aime = {"ID": "2024-I-1", "Problem": "How many?", "Answer": 42, "Solution": "So many."}
-    problems = load(tmp_path, "math", MATH, aime, {"question": "q", "answer": " x "})
+    problems = load(tmp_path, "math", MATH, aime, {"question": "q", "answer": r" \boxed{x} "})
     assert [problem.problem_id for problem in problems] == ["test/algebra/1.json", "2024-I-1", "math/3"]
     assert [problem.tests for problem in problems] == [
         ReferenceAnswer("\\frac{x}{2}"),
