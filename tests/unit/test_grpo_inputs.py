@@ -396,6 +396,16 @@ def test_prompts_of_problems_keep_earlier_turns(tmp_path: Path) -> None:
     assert row["prompt"] == turns
 
 
+def test_math_problems_become_prompts_for_reward_correct(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = {"problem": "Expand.", "solution": r"It is \boxed{x^2}."}
+    (tmp_path / "in.jsonl").write_text(json.dumps(problem))
+    words = ["problems", "--format", "math", "--source", str(tmp_path / "in.jsonl"), "--output", str(tmp_path)]
+    prepare(words, is_typed=True)
+    [row] = iter_parquet_rows(tmp_path / "prompts.parquet")
+    assert row["reward_model"]["ground_truth"] == "x^2" and row["extra_info"]["problem_id"] == "math/1"
+    assert "'reward.functions=[reward_correct]'" in capsys.readouterr().out.splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", ["mbpp", "codecontests"])
 def test_problems_are_converted_to_prompts(name: str, tmp_path: Path) -> None:
     """Training uses the prompts and tests of the evaluation, limited to the first tests."""

@@ -52,7 +52,8 @@ def prepare_problems(arguments: argparse.Namespace) -> PrepareResult:
         raise UserError(f"--skip {arguments.skip} leaves no problem of {arguments.source}; lower it")
     rows = [_to_rl_row(problem, name, arguments.max_tests) for problem in problems]
     write_parquet(Path(arguments.output) / PROMPTS_NAME, rows)
-    return PrepareResult([PROMPTS_NAME], {"prompts": len(rows)})
+    reward = "reward_correct" if any(row["ability"] == "math" for row in rows) else "code_tests"
+    return PrepareResult([PROMPTS_NAME], {"prompts": len(rows)}, {"reward": reward})
 
 
 def _to_rl_row(problem: Problem, data_source: str, max_tests: int) -> Row:
@@ -74,11 +75,14 @@ def _to_rl_row(problem: Problem, data_source: str, max_tests: int) -> Row:
 
 COMMAND = PrepareCommand(
     name="problems",
-    help="Turn problems in a format of the evaluation (MBPP, CodeContests, HumanEval, GSM8K) into prompts for GRPO.",
+    help="Turn problems in a format of the evaluation (MBPP, CodeContests, HumanEval, GSM8K, MATH) into GRPO prompts.",
     example=(
         "problems --format mbpp --source google-research-datasets/mbpp --subset full --split train --output data/mbpp"
     ),
-    next_command=f"grpo 2 trainer.experiment_name=mine data.train_files={{output}}/{PROMPTS_NAME}",
+    next_command=(
+        "grpo 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] trainer.experiment_name=mine "
+        f"data.train_files={{output}}/{PROMPTS_NAME} data.val_files=null data.eval_split=train"
+    ),
     version=2,
     add_arguments=add_arguments,
     run=prepare_problems,
