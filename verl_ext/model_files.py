@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +136,7 @@ def check_model_files(model: str, trusted: bool) -> None:
     """
     path = Path(model).expanduser()
     if is_hub_name(model):
-        return require_cached_if_offline(model)
+        return require_cached_or_reachable(model)
     if "://" in model:
         return None
     if not path.is_dir():
@@ -163,21 +164,36 @@ def is_hub_name(model: str) -> bool:
     return not slash or not (owner in ("data", "checkpoints") or Path(owner).is_dir())
 
 
-def require_cached_if_offline(model: str) -> None:
-    """Refuse a Hub name that cannot be loaded because HF_HUB_OFFLINE is set and the cache lacks the model."""
+def require_cached_or_reachable(model: str) -> None:
+    """Refuse a Hub name that the cache lacks if HF_HUB_OFFLINE is set or the Hub does not answer."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if not constants.HF_HUB_OFFLINE:
-        return
-    try:
-        is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
-    except ValueError:  # not a valid Hub name
-        is_cached = False
-    if not is_cached:
+    with suppress(ValueError):  # not a valid Hub name
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return
+    is_offline = constants.HF_HUB_OFFLINE
+    if is_offline or not hub_answers():
+        why = "HF_HUB_OFFLINE is set" if is_offline else f"{constants.ENDPOINT} does not answer"
         raise UserError(
-            f"there is no model at {Path(model).absolute()}, and HF_HUB_OFFLINE is set but the Hub's cache "
-            f"{constants.HF_HUB_CACHE} has no {model}; correct model.partial_pretrain, or download the model first"
+            f"there is no model at {Path(model).absolute()}, and {why}, but the Hub's cache {constants.HF_HUB_CACHE} "
+            f"has no {model}; correct model.partial_pretrain, or download the model first"
         )
+
+
+def hub_answers(timeout_s: float = 10.0) -> bool:
+    """Whether the Hub is reachable; checked first, because each of its libraries would retry for half a minute."""
+    import requests  # here, because the GPU check runs where it may be missing
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        requests.head(constants.ENDPOINT, timeout=timeout_s)
+    except requests.exceptions.SSLError:  # the Hub's library may know other certificates
+        return True
+    except requests.RequestException:
+        return False
+    return True
 
 
 def require_all_weights(model: Path) -> None:

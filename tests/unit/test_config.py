@@ -6,7 +6,9 @@ import json
 import math
 import re
 import shutil
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from huggingface_hub import constants
@@ -274,9 +276,18 @@ def check_named(model: str) -> None:
 
 
 @pytest.mark.parametrize("name", HUB_NAMES)
-def test_hub_name_is_left_to_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_is_left_to_transformers_if_hub_answers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    check_named(name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # answers with an error
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        Thread(target=server.serve_forever, daemon=True).start()
+        check_named(name)
+        server.shutdown()
+    with pytest.raises(UserError, match=rf"no model at .*/{name}, and http://127\.0\.0\.1:\d+ does not answer"):
+        check_named(name)
 
 
 @pytest.mark.parametrize("name", HUB_NAMES)

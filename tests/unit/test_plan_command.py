@@ -33,7 +33,7 @@ SHAPE_7B = shape_of(AutoConfig.for_model(**BUILT_IN["Qwen/Qwen2.5-Coder-7B-Instr
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_shape, "hub_answers", lambda: False)
+    monkeypatch.setattr(model_shape, "hub_answers", lambda timeout_s: False)
 
 
 def plan_7b(*overrides: str, gpus: int = 8, recipe: str = "qwen2.5_coder_7b", command: str = "sft") -> RunPlan:

@@ -174,7 +174,7 @@ def test_rejects_invalid_options(word: str, says: str) -> None:
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_shape, "hub_answers", lambda: False)
+    monkeypatch.setattr(model_shape, "hub_answers", lambda timeout_s: False)
 
 
 @pytest.mark.usefixtures("no_network")

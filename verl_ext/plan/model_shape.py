@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -20,7 +19,7 @@ from verl_ext.commands import program
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_files import is_hub_name, read_json, require_no_remote_code
+from verl_ext.model_files import hub_answers, is_hub_name, read_json, require_no_remote_code
 from verl_ext.plan.workload import PlannedConfig
 from verl_ext.trainer.config import ModelConfig
 from verl_ext.trainer.stages import sft_recipe_of
@@ -87,7 +86,7 @@ def find_model(config: PlannedConfig) -> tuple[PretrainedConfig, list[str]]:
         name = str(Path(name).expanduser())
     error: Exception = OSError(name)
     for asks_hub in (False, True):  # the disk and the cache first
-        if not asks_hub or (is_hub_name(name) and hub_answers()):
+        if not asks_hub or (is_hub_name(name) and hub_answers(timeout_s=3)):
             try:
                 return read_model_config(name, config.model.trust_remote_code, local_files_only=not asks_hub), notes
             except (OSError, ValueError) as failure:  # transformers raises these for a missing or damaged file
@@ -128,18 +127,6 @@ def read_model_config(name: str, trust_remote_code: bool, local_files_only: bool
         read_json(local)  # if it is not an object, transformers may raise any exception
     require_no_remote_code(name, trust_remote_code, local_files_only)
     return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, local_files_only=local_files_only)
-
-
-def hub_answers() -> bool:
-    """Whether the Hub is reachable; checked first, because transformers would retry for half a minute."""
-    if HF_HUB_OFFLINE:
-        return False
-    import requests  # here, because the GPU check runs where it may be missing
-
-    try:
-        return requests.head(ENDPOINT, timeout=3).ok
-    except requests.RequestException:
-        return False
 
 
 # Its shape
