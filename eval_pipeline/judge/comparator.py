@@ -162,7 +162,7 @@ def _compare_answer(question: dict[str, str]) -> dict[str, object]:
         right = is_right(question["answer"], question["reference"])
     except (ArithmeticError, ValueError, RecursionError, MemoryError) as error:
         return {"right": False, "message": f"the answer could not be read: {type(error).__name__}"}
-    return {"right": bool(right), "message": "" if right else f"expected {question['reference']!r}"}
+    return {"right": bool(right), "message": "" if right else f"expected {question['reference']}"}
 
 
 if __name__ == "__main__":

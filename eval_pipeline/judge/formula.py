@@ -91,9 +91,10 @@ def _equal(left: Formula, right: Formula) -> bool:
         return result is not None and _equal(result, right)
     if isinstance(right, Relation):
         # the right side of `x^2 + y^2 = 4` is not the result
-        states_result = not isinstance(right.sides[0], Expression) or bool(right.sides[0].name)
+        if set(right.operators) == {"="} and isinstance(right.sides[0], Expression) and not right.sides[0].name:
+            return False
         result = _result(right)
-        return states_result and result is not None and _equal(left, result)
+        return result is not None and _equal(left, result)
     if isinstance(left, Expression) and isinstance(right, Expression):
         return _equal_values(left, right)
     left, right = _without_signs(left), _without_signs(right)

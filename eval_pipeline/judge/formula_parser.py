@@ -99,6 +99,7 @@ _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"\\end\{[bp]matrix\}"), r"\\end "),
     (re.compile(r"(?<=[\])}]) ?U ?(?=[\[({\\])"), r"\\cup "),
     (re.compile(r"(?<![A-Za-z\\])(?:square|sq\.?|cubic) (?=[a-z])"), ""),
+    (re.compile(r"miles per hour"), "mph"),
 ]
 _NUMBER = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?")
 _THOUSANDS = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]*)?")
@@ -134,6 +135,7 @@ _NO_FACTOR = re.compile(r"(?:[0-9]|(?<![A-Za-z\\])[A-Za-z]+)\s*$")
 _END = re.compile(r"\\end")
 _BRACKET = re.compile(r"[({]")
 _UNIT = re.compile(r' ?(/?) ?(?:"([^"]*)"|(?<![A-Za-z0-9])([A-Za-z]+)(?![A-Za-z(_]))(?: ?\^ ?(?:[23]|\{ ?[23] ?\}))?')
+_NOUN = re.compile(r"[a-z]+(?: [a-z]+)*")
 _OPENING = {"(": "(", "[": "[", "{": "", "\\{": "{", "\\langle": "("}
 _CLOSED = {")": ")", "]": "]", "}": "", "\\}": "}", "\\rangle": ")"}
 
@@ -150,7 +152,13 @@ def normalize(text: str) -> str:
 
 def _quote(words: re.Match[str]) -> str:
     text = words[1].strip()
-    if len(text) < 2 or _FUNCTION.fullmatch(text) or text in ("or", "and") or _NUMBER.fullmatch(text):
+    if (
+        len(text) < 2
+        or text[0].isdigit()
+        or _FUNCTION.fullmatch(text)
+        or text in ("or", "and")
+        or _NUMBER.fullmatch(text)
+    ):
         return f" {text} "
     return f' "{text.casefold()}" '
 
@@ -305,12 +313,18 @@ class Parser:
         words = (found[2] if found[2] is not None else found[3]).casefold() if found else ""
         units = [_UNITS.get(word) for word in re.split(r"[^a-z]+", words) if word]
         is_variable = found is not None and found[2] is None and len(words) < 2 and not follows_unit
+        if found is not None and None in units and self._is_noun(found):
+            units = [words.strip().removesuffix("s")]
         if found is None or is_variable or (found[1] and not follows_unit) or not units or None in units:
             self._position = position
             return False
         self.units.update(unit for unit in units if unit is not None)
         self._unit_end = self._position
         return True
+
+    def _is_noun(self, unit: re.Match[str]) -> bool:
+        """Whether an unknown unit is a word such as `ways`: quoted, or the last of the text."""
+        return _NOUN.fullmatch(unit[2]) is not None if unit[2] is not None else len(unit[3]) > 3 and not self._rest()
 
     def _times(self, value: Formula, start: int) -> Formula:
         self._skip_spaces()

@@ -65,6 +65,10 @@ _SEVERAL = re.compile(
     r"[\s({\[\\]*(?:[A-Za-z] ?= ?)?0(?:(?: ?[,;] ?|:| : | {1,6}(?:(?:and|or|to) {1,4})?)(?:[A-Za-z] ?= ?)?-?0)+[^0]*"
 )
 
+_ALTERNATIVES = re.compile(r"[^0]*0(?:,? {1,4}or {1,4}0.*|(?: {1,4}0)+[^\w]*)")
+MAX_LINE_CHARS = 400
+"""Longest result of an answer without a box or answer tags."""
+
 
 @dataclass(frozen=True)
 class _Tagged:
@@ -124,9 +128,10 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
     stated = _enclosed(text)
     if stated is None:
         tag = next(filter(None, (_last(pattern, text) for pattern in _TEXT_TAGS)), None)
-        if tag is None:
+        line = text[tag.end() :].partition("\n")[0] if tag else text.strip()
+        if len(line) > MAX_LINE_CHARS or "\n" in line:
             return False
-        stated = _math_or_sentence(text[tag.end() :].partition("\n")[0])
+        stated = _math_or_sentence(line)
     if choice := _CHOICE.match(_replaced(reference, _TEXT_COMMANDS).strip()):
         chosen = _CHOSEN.match(_replaced(stated, _TEXT_COMMANDS))
         if chosen:
@@ -134,8 +139,8 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
             return is_only_one and (chosen[1] or chosen[2]).casefold() == choice[1].casefold()
     if _same_text(stated, reference):
         return True
-    is_word = _LETTERS.fullmatch(reference) is not None
-    return not is_word and equal_formulas(_joined_thousands(stated), _joined_thousands(reference))
+    are_words = _LETTERS.fullmatch(reference) is not None and _LETTERS.fullmatch(stated) is not None
+    return not are_words and equal_formulas(_joined_thousands(stated), _joined_thousands(reference))
 
 
 def _math_or_sentence(text: str) -> str:
@@ -155,7 +160,8 @@ def _is_no_number(stated: str, candidate: str, enclosed: bool) -> bool:
     """Whether a statement is algebra, or consists of several numbers; without an end, it may be `42, 6 a day`."""
     if _ALGEBRA.search(_without_numbers(candidate)):
         return True
-    is_several = enclosed and _SEVERAL.fullmatch(_without_numbers(stated))
+    pattern = _SEVERAL if enclosed else _ALTERNATIVES
+    is_several = pattern.fullmatch(_without_numbers(stated))
     return bool(is_several) and len({*map(_value, _NUMBER.finditer(stated))}) > 1
 
 

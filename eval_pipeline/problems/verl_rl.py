@@ -79,6 +79,10 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
         text, value = value, _from_json(value, problem_id)
     if isinstance(value, dict):
         return _tests_of(value, problem_id)
+    if isinstance(text, list):
+        raise UserError(
+            f"reward_model.ground_truth of {problem_id} is a list; join its values into one text, such as '1, 2'"
+        )
     if not isinstance(text, str | int | float) or not str(text).strip():
         raise UserError(f"{problem_id} lacks reward_model.ground_truth; set it to a string, a number or tests")
     if _BEGINS_AS_TESTS.match(str(text)):

@@ -126,7 +126,7 @@ def test_tests_may_be_nested_json() -> None:
         ('["assert f() == 1"]', "cannot read the tests"),
         ("", "lacks"),
         (' "" ', "lacks"),
-        (["42"], "lacks"),
+        (["42"], "is a list; join"),
         (None, "lacks"),
     ],
     ids=short,
@@ -205,6 +205,7 @@ def test_problem_sample_is_spread_and_deterministic(quickstart: Path) -> None:
         ("gsm8k", {**GSM8K, "answer": "#### a lot"}, "line 2: 'answer' must end with ####"),
         ("math", {**MATH, "solution": "None."}, "line 2: there is no 'answer'"),
         ("math", {**MATH, "solution": r"\boxed{}"}, "line 2: there is no 'answer'"),
+        ("math", {**MATH, "answer": "\frac{1}{2}"}, "line 2: 'answer' has a control character"),
         ("math", {**MATH, "answer": True}, "line 2: 'answer' or 'Answer' must be a string"),
         ("math", {**MATH, "problem": None}, "line 2: 'problem'"),
     ],
@@ -221,9 +222,10 @@ def test_bad_row_is_rejected_with_line_and_key(tmp_path: Path, format: str, row:
         ({"path": "none.jsonl"}, "cannot read the problems file .*none.jsonl"),
         ({"path": "none.parquet"}, "cannot read the problems file .*none.parquet"),
         ({"limit": 0}, "limit is 0"),
-        ({"split": "test"}, "has no split; remove this option"),
-        ({"subset": "full"}, "has no subset; remove this option"),
+        ({"split": "test"}, "has no split; add ~datasets.d.split to the command"),
+        ({"subset": "full"}, "has no subset; add ~datasets.d.subset to the command"),
         ({"path": "{directory}"}, "cannot load the directory"),
+        ({"path": "none.csv"}, "none.csv; convert it to JSONL"),
         ({"path": "google-research-datasets/mbpp", "split": "test"}, "'google-research-datasets/mbpp' by name .*local"),
     ],
 )
@@ -451,6 +453,13 @@ def test_gsm8k_reference_is_number_after_hashes(tmp_path: Path) -> None:
     assert problems[0].tests == ReferenceAnswer("1,042")
     assert problems[0].prompt.startswith("How many?\n") and "####" in problems[0].prompt
     assert "1,042" not in problems[0].prompt
+
+
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "bom.jsonl"
+    path.write_text(json.dumps(MATH), encoding="utf-8-sig")
+    [problem] = load_problems(DatasetSource("m", "math", str(path)))
+    assert problem.problem_id == "test/algebra/1.json"
 
 
 def test_math_reference_is_answer_or_last_box(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ COMMAND = PrepareCommand(
     ),
     next_command=(
         "grpo 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] trainer.experiment_name=mine "
-        f"data.train_files={{output}}/{PROMPTS_NAME} data.val_files=null data.eval_split=train"
+        f"data.train_files={{output}}/{PROMPTS_NAME} data.val_files=null data.eval_split=train "
+        "data.max_prompt_length=1024 data.max_response_length=1024"
     ),
     version=2,
     add_arguments=add_arguments,

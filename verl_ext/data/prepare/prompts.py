@@ -183,8 +183,9 @@ def _fitting_reward(truths: list[Any]) -> str:
         return "path.py:function"
     if not any(isinstance(each, ReferenceAnswer) for each in tests):
         return "code_tests"
-    is_short = all(isinstance(each, ReferenceAnswer) and len(each.answer) <= MAX_ANSWER_CHARS for each in tests)
-    return "reward_correct" if is_short else "path.py:function"
+    answers = [each.answer for each in tests if isinstance(each, ReferenceAnswer)]
+    is_short = all(len(answer) <= MAX_ANSWER_CHARS and "####" not in answer for answer in answers)
+    return "reward_correct" if is_short and len(answers) == len(tests) else "path.py:function"
 
 
 COMMAND = PrepareCommand(

@@ -11,7 +11,7 @@ from threading import Timer
 
 from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer, ScoredAnswer, Tests
 from eval_pipeline.judge.isolation import find_packages
-from eval_pipeline.judge.numeric_answer import is_right
+from eval_pipeline.judge.numeric_answer import is_right, parse_number
 from eval_pipeline.judge.scorers import require_scorer
 from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.console import print_line, warn
@@ -181,10 +181,10 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
             f"the reward reward_correct cannot compare completions with the ground truth of {where}, {shown}; set it "
             "to the final answer alone, such as 72, or use your own function, 'reward.functions=[path.py:function]'"
         )
-    if not is_right(truth, truth):
+    if parse_number(truth) is None:
         warn(
             f"the ground truth of {where} is {shown}, which is not a number; reward_correct finds such an answer only "
-            "inside <answer>...</answer> or \\boxed{...}, or after '####' or 'answer is'"
+            "inside <answer>...</answer> or \\boxed{...}, after '####' or 'answer is', or alone"
         )
 
 
