@@ -16,6 +16,7 @@ import pytest
 from tests.helpers import faults
 from tests.helpers.commands import Hold, SFTRun, end_of
 from tests.helpers.processes import wait_until
+from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.errors import STOPPED_EXIT_CODE
 
 RARELY = "trainer.save_freq=-1"
@@ -76,6 +77,7 @@ def test_validation_interrupted_by_stop_is_repeated_on_resume(quickstart: Path, 
     run.finish(*slow_validation)
     validated = [row["step"] for row in run.rows() if "val/loss" in row]
     assert validated == [2, 4, 6], (stopped_at, validated_before)  # each once, at whatever moment the stop came
+    assert stopped_at % 2 or "val/loss" in Manifest.read(tmp_path / f"global_step_{stopped_at}").metrics
 
 
 def test_stop_before_first_step_saves_nothing(quickstart: Path, tmp_path: Path) -> None:

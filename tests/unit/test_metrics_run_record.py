@@ -130,6 +130,8 @@ def test_launcher_marks_running_run_failed_once(tmp_path):
     assert run["status"] == "failed" and run["attempts"][0]["last_step"] == 7
     assert not record.end_if_running("failed", "again")
     assert record.read() == run
+    record.replace_failure("rank 1 was killed by SIGKILL")
+    assert record.read()["attempts"][-1]["exit_reason"] == "rank 1 was killed by SIGKILL"
 
 
 def test_ranks_that_died_before_training_record_reason(tmp_path):

@@ -113,9 +113,10 @@ def run(tmp_path: Path) -> RunConfig:
 def test_summary_of_run_ignores_overtaken_attempts(
     run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [(1, 1, 4.0), (2, 1, 3.0), (3, 1, 99.0), (3, 2, 2.0)]
+    rows = [(1, 1, "train", 4.0), (2, 1, "train", 3.0), (3, 1, "train", 99.0), (3, 2, "train", 2.0)]
+    rows += [(3, 3, "val", 5.0)]  # a validation that a stop had interrupted
     (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": s, "attempt": a, "time": 0.0, "train/loss": loss}) + "\n" for s, a, loss in rows)
+        "".join(json.dumps({"step": s, "attempt": a, "time": 0.0, f"{k}/loss": x}) + "\n" for s, a, k, x in rows)
     )
     (tmp_path / "training_history.csv").touch()
     print_run_summary(run)

@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +212,17 @@ def commit_directory(temporary: Path, final: Path, manifest: Manifest) -> None:
         raise
     sync_directory(final.parent)
     write_tracker(final.parent, manifest.step)  # step 6
+
+
+def add_metrics(checkpoint: Path, metrics: dict[str, float]) -> None:
+    """Add metrics to the manifest of a checkpoint.
+
+    Raises:
+        UserError: the manifest cannot be read or written.
+    """
+    manifest = Manifest.read(checkpoint)
+    with write_errors(checkpoint):
+        replace_file(checkpoint / MANIFEST, [replace(manifest, metrics=manifest.metrics | metrics).to_json()])
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -46,7 +46,7 @@ def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int
     if isinstance(outcome, Failure):
         if outcome.is_user_error:
             raise UserError(outcome.message)
-        close(record, "failed", outcome.message)
+        close(record, "failed", outcome.message, is_cause=outcome.exit_code < 0)
         print_line(f"error: {outcome.message}; {next_start(config)}", sys.stderr)
         return 1
     if isinstance(outcome, Stopped):
@@ -87,11 +87,19 @@ def report_stop(stopped: Stopped, config: RunConfig, record: RunRecord | None) -
         print_line(f"{reason[0].upper()}{reason[1:]}; {next_start(config, last_step)}.")
 
 
-def close(record: RunRecord | None, status: EndStatus, reason: str) -> None:
-    """Record how the run ended in `run.json` unless rank 0 has; a failure is only a warning."""
+def close(record: RunRecord | None, status: EndStatus, reason: str, is_cause: bool = False) -> None:
+    """Record how the run ended in `run.json` unless rank 0 has; a failure is only a warning.
+
+    Args:
+        record: record of the run, if this node writes it.
+        status: how the run ended.
+        reason: one sentence.
+        is_cause: whether it replaces a failure that rank 0 recorded: that of another rank's death, as it saw it.
+    """
     if record is not None:
         try:
-            record.end_if_running(status, reason)
+            if not record.end_if_running(status, reason) and is_cause:
+                record.replace_failure(reason)
         except UserError as error:
             warn(f"{error}")
 
@@ -164,7 +172,9 @@ def metric_changes(path: Path) -> dict[str, str]:
     for row in iter_metrics(path) if path.is_file() else ():
         if row["attempt"] != attempt:  # a later attempt replaces everything from its first row on
             attempt = row["attempt"]
-            values = {name: {s: v for s, v in old.items() if s < row["step"]} for name, old in values.items()}
+            # a validation that a stop interrupted follows the last step of the earlier attempt
+            first = row["step"] + (not any(name.startswith("train/") for name in row))
+            values = {name: {s: v for s, v in old.items() if s < first} for name, old in values.items()}
         for name in values.keys() & row.keys():
             values[name][row["step"]] = row[name]
     return {

@@ -174,6 +174,17 @@ class RunRecord:
         self.end_attempt(status, None, exit_reason)
         return True
 
+    def replace_failure(self, exit_reason: str) -> None:
+        """Replace the reason of the last attempt if the run has failed.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        run = self._load()
+        if run["status"] == "failed":
+            run["attempts"][-1]["exit_reason"] = exit_reason
+            self._write(run)
+
     def end_refused(self, reason: str) -> None:
         """Record that this launch was refused after `mark_waiting`.
 

@@ -25,6 +25,7 @@ from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.manifest import Manifest, is_verl_checkpoint, step_of
 from verl_ext.checkpoint.rebuild import write_deferred_export
 from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents
+from verl_ext.checkpoint.save import add_metrics
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
 from verl_ext.console import print_line, warn
@@ -278,6 +279,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.stop_vote.check()
         if self.owes_validation or (self.global_step == 0 and trainer.val_before_train):
             self.run_validation()
+            self.add_metrics_to_checkpoint()
         for batch in self.batches():
             self.step_metrics = {}
             self.log(self.training_step(batch))
@@ -384,15 +386,25 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         """
         start = time.perf_counter()
         self.wait_for_save()
-        self.checkpoint_manager.step_metrics = {
-            name: value
-            for name, value in self.step_metrics.items()
-            if name.startswith(KEPT_METRICS) and math.isfinite(value)
-        }
+        self.checkpoint_manager.step_metrics = self.kept_metrics()
         self.checkpoint_manager.defers_export = defers_export
         self.save_checkpoint(self.global_step)
         self.saved_step = self.global_step
         self.log({"time/train/save_s": time.perf_counter() - start})
+
+    def kept_metrics(self) -> Metrics:
+        """The metrics of the current step that its checkpoint's manifest keeps."""
+        return {
+            name: value
+            for name, value in self.step_metrics.items()
+            if name.startswith(KEPT_METRICS) and math.isfinite(value)
+        }
+
+    def add_metrics_to_checkpoint(self) -> None:
+        """Record a validation that a stop had interrupted in the checkpoint of that stop, for `best_metric`."""
+        path = self.checkpoint
+        if path is not None and path.parent == self.run_dir and step_of(path) == self.global_step:
+            on_rank_zero(lambda: add_metrics(path, self.kept_metrics()))
 
     def save_checkpoint(self, step: int) -> None:
         """Commit a checkpoint of this step, or start to write it in the background; collective."""
