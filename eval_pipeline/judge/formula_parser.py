@@ -45,7 +45,7 @@ _UNITS = {
     word: words.split()[0]
     for words in (
         "mm millimeter millimeters", "cm centimeter centimeters", "m meter meters", "km kilometer kilometers",
-        "in inch inches", "ft foot feet", "yd yard yards", "mi mile miles", "unit units", "square sq", "cubic",
+        "in inch inches", "ft foot feet", "yd yard yards", "mi mile miles", "unit units",
         "s sec second seconds", "min minute minutes", "h hr hour hours", "day days", "week weeks", "month months",
         "yr year years", "mg milligram milligrams", "g gram grams", "kg kilogram kilograms", "lb lbs pound pounds",
         "oz ounce ounces", "ton tons", "deg degree degrees", "rad radian radians", "dollar dollars", "cent cents",
@@ -152,13 +152,7 @@ def normalize(text: str) -> str:
 
 def _quote(words: re.Match[str]) -> str:
     text = words[1].strip()
-    if (
-        len(text) < 2
-        or text[0].isdigit()
-        or _FUNCTION.fullmatch(text)
-        or text in ("or", "and")
-        or _NUMBER.fullmatch(text)
-    ):
+    if len(text) < 2 or text[0] in ".0123456789" or text in ("or", "and") or _FUNCTION.fullmatch(text):
         return f" {text} "
     return f' "{text.casefold()}" '
 

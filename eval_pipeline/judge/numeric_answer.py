@@ -7,6 +7,9 @@ two end with their sentence, or before a reason: `42 because 6 * 7 = 42`. A form
 Several numbers and algebra (`3, 4`, `2x`, `x > 5`) equal no number. `3 million` equals 3000000, and also 3, for
 questions that ask for millions. Reasoning up to `</think>` counts only if no answer follows it.
 
+A reference that is no number is a formula, the letter of a choice, or words. Such an answer has one of the tags, or is
+a single line.
+
 Answers may be hostile: every pattern takes time linear in the text, and numbers that are too big are not computed. Only
 the standard library is imported, because small server processes use this module.
 """
@@ -64,7 +67,7 @@ _ALGEBRA = re.compile(
 _SEVERAL = re.compile(
     r"[\s({\[\\]*(?:[A-Za-z] ?= ?)?0(?:(?: ?[,;] ?|:| : | {1,6}(?:(?:and|or|to) {1,4})?)(?:[A-Za-z] ?= ?)?-?0)+[^0]*"
 )
-
+# of statements without an end: `3 or 4`, `3 4 5`
 _ALTERNATIVES = re.compile(r"[^0]*0(?:,? {1,4}or {1,4}0.*|(?: {1,4}0)+[^\w]*)")
 MAX_LINE_CHARS = 400
 """Longest result of an answer without a box or answer tags."""
@@ -90,7 +93,7 @@ def is_right(answer: str, reference: str) -> bool:
 
     Args:
         answer: the model's whole text.
-        reference: a number in the dataset's notation, or a formula.
+        reference: a number in the dataset's notation, a formula, the letter of a choice, or words.
     """
     if not reference.strip():
         return False

@@ -198,6 +198,9 @@ _MATH_INSTRUCTION = """{problem}
 
 Solve this step by step. Then write the result inside \\boxed{{}}."""
 
+_DECODED_ESCAPE = re.compile(r"[\x07\x08\x0b\x0c\r][a-z]|\t(?:ext|imes|frac|an\b|heta)|\n(?:eq|u\b)")
+"""What JSON makes of `\\frac` with a single backslash."""
+
 
 def parse_math(record: Record) -> Problem:
     """The problem of one row. Rows without an id are named `math/1`, `math/2`, after their number in the file."""
@@ -221,13 +224,10 @@ def _math_answer(record: Record) -> str:
         return ""
     is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool) and math.isfinite(answer)
     text = str(answer) if is_number else record.text("answer", "Answer")
-    if _READ_ESCAPE.search(text):
+    if _DECODED_ESCAPE.search(text):
         raise record.error("'answer' has a control character where LaTeX has a backslash; write \\\\frac in JSON")
     return (last_boxed(text) or text.rpartition("####")[2]).strip()
 
-
-_READ_ESCAPE = re.compile(r"[\x07\x08\x0b\x0c\r][a-z]|\t(?:ext|imes|frac|an\b|heta)|\n(?:eq|u\b)")
-"""What JSON makes of `\\frac` with a single backslash."""
 
 # CodeContests (Li et al. 2022, arXiv 2203.07814), and simpler rows of the same kind: `name`, `description`, and tests
 # in `public_tests`, `private_tests`, `generated_tests` or `tests`, each `{input: [...], output: [...]}` or a list of

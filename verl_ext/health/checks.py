@@ -230,8 +230,7 @@ def reward_falling(view: HealthView) -> CheckResult | None:
     if recent is None or len(series.segment_means) < 3:
         return None
     # segments that overlap the recent steps would exceed their mean while the reward rises
-    num_recent_segments = -(-len(recent) // SEGMENT_VALUES)
-    segments = series.segment_means[: -num_recent_segments or None]
+    segments = series.segment_means[: -math.ceil(len(recent) / SEGMENT_VALUES)]
     if not len(segments):
         return None
     now, best, start = float(recent.mean()), float(segments.max()), float(segments[0])
