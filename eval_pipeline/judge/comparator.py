@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from eval_pipeline.judge.inside import protocol
-from eval_pipeline.judge.numeric_answer import is_right
+from eval_pipeline.judge.numeric_answer import is_right, stated_result
 from eval_pipeline.judge.scorers import score
 from eval_pipeline.judge.types import ResourceLimits, ScoredAnswer, Verdict
 from eval_pipeline.judge.verdicts import outputs_match
@@ -27,6 +27,7 @@ _START_S = 60.0
 """Time limit of the start, which may be slow on a busy machine and does not count as the answer's time."""
 _LONG_CHARS = 1 << 15
 """Longer outputs are compared in the process; comparing shorter ones takes no longer than sending them."""
+_SHOWN_CHARS = 200
 _OUTPUTS_S = 120.0
 """Time limit of comparing two outputs; the longest ones take seconds."""
 
@@ -158,11 +159,23 @@ def _compare_answer(question: dict[str, str]) -> dict[str, object]:
     if "task" in question:
         found = score(question["answer"], question["task"], question["entry"])
         return {"right": found == 1, "message": f"the scorer of {question['task']} gives it {found:.3g}"}
+    answer, reference = question["answer"], question["reference"]
     try:
-        right = is_right(question["answer"], question["reference"])
+        right = is_right(answer, reference)
+        message = "" if right else _difference(stated_result(answer, reference), reference)
     except (ArithmeticError, ValueError, RecursionError, MemoryError) as error:
         return {"right": False, "message": f"the answer could not be read: {type(error).__name__}"}
-    return {"right": bool(right), "message": "" if right else f"expected {question['reference']}"}
+    return {"right": right, "message": message}
+
+
+def _difference(stated: str | None, reference: str) -> str:
+    found = "found no result" if stated is None else f"read {_shown(stated)}"
+    return f"{found}, expected {_shown(reference)}"
+
+
+def _shown(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]}..."
 
 
 if __name__ == "__main__":

@@ -97,17 +97,34 @@ def is_right(answer: str, reference: str) -> bool:
     """
     if not reference.strip():
         return False
-    final = after_reasoning(answer)
-    text = _replaced(answer if final is None or not _STATES.search(final) else final, _TYPOGRAPHY)
+    text = _without_reasoning(answer)
     if _is_right(text, reference, scaled=False):
         return True
     return any(word in text.lower() for word in _POWERS) and _is_right(text, reference, scaled=True)
+
+
+def stated_result(answer: str, reference: str) -> str | None:
+    """The part of an answer that `is_right` compares with the reference; None if no part of it states a result."""
+    text = _without_reasoning(answer)
+    if parse_number(reference) is None:
+        result = _stated_text(text)
+    elif tagged := _find_tagged(text):
+        result = _result(tagged.text, tagged.enclosed)
+    else:
+        number = _last(_NUMBER, _plain_text(text))
+        result = number[0] if number else None
+    return None if result is None else result.strip() or None
 
 
 def parse_number(reference: str) -> Fraction | None:
     """The exact value of a reference answer; None if it is not a number."""
     text = _joined_thousands(_plain_text(reference).strip())
     return None if _without_numbers(text).strip(".") != "0" else _value(_NUMBER.search(text))
+
+
+def _without_reasoning(answer: str) -> str:
+    final = after_reasoning(answer)
+    return _replaced(answer if final is None or not _STATES.search(final) else final, _TYPOGRAPHY)
 
 
 def _is_right(text: str, reference: str, scaled: bool) -> bool:
@@ -128,13 +145,9 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
 
 def _is_text_or_formula(text: str, reference: str) -> bool:
     """Whether an answer states a reference that is no number: a formula, a choice such as `(B)`, or words."""
-    stated = _enclosed(text)
+    stated = _stated_text(text)
     if stated is None:
-        tag = next(filter(None, (_last(pattern, text) for pattern in _TEXT_TAGS)), None)
-        line = text[tag.end() :].partition("\n")[0] if tag else text.strip()
-        if len(line) > MAX_LINE_CHARS or "\n" in line:
-            return False
-        stated = _math_or_sentence(line)
+        return False
     if choice := _CHOICE.match(_replaced(reference, _TEXT_COMMANDS).strip()):
         chosen = _CHOSEN.match(_replaced(stated, _TEXT_COMMANDS))
         if chosen:
@@ -144,6 +157,15 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
         return True
     are_words = _LETTERS.fullmatch(reference) is not None and _LETTERS.fullmatch(stated) is not None
     return not are_words and equal_formulas(_joined_thousands(stated), _joined_thousands(reference))
+
+
+def _stated_text(text: str) -> str | None:
+    """The part of an answer that states a formula, a choice or words; None if it has no tag and several lines."""
+    if (enclosed := _enclosed(text)) is not None:
+        return enclosed
+    tag = next(filter(None, (_last(pattern, text) for pattern in _TEXT_TAGS)), None)
+    line = text[tag.end() :].partition("\n")[0] if tag else text.strip()
+    return None if len(line) > MAX_LINE_CHARS or "\n" in line else _math_or_sentence(line)
 
 
 def _math_or_sentence(text: str) -> str:

@@ -6,10 +6,11 @@ import random
 import signal
 import tracemalloc
 from collections.abc import Iterator
+from unittest.mock import ANY
 
 import pytest
 
-from eval_pipeline.judge import ProgramCase, ProgramTests, ResourceLimits, Submission, verdicts
+from eval_pipeline.judge import ProgramCase, ProgramTests, ResourceLimits, Submission, Verdict, verdicts
 from eval_pipeline.judge import comparator as comparator_module
 from eval_pipeline.judge.comparator import Comparator
 from eval_pipeline.judge.isolation import IsolationLevel
@@ -143,6 +144,25 @@ def test_short_outputs_start_no_process(comparator: Comparator) -> None:
     assert comparator.outputs_match(LONG, LONG + "\n\n", None)
     assert not comparator.outputs_match(LONG, "0.5 1 y", None)
     assert comparator._process is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "message"),
+    [
+        ("so 12 apples", "18", "read 12, expected 18"),
+        ("6 a day, so #### 7 * 6 = 43 dollars", "42", "read 43, expected 42"),
+        (r"$\boxed{\frac{1}{2}}$", r"\frac{1}{3}", r"read \frac{1}{2}, expected \frac{1}{3}"),
+        ("The answer is (C).", "B", "read (C), expected B"),
+        ("<answer>5</think> <answer>6</answer>", "7", "read 6, expected 7"),
+        ("I do not know.", "18", "found no result, expected 18"),
+        ("first\nsecond", "x + 1", "found no result, expected x + 1"),
+        (r"\boxed{" + "x" * 500 + "}", "y", f"read {'x' * 200}..., expected y"),
+    ],
+)
+def test_message_names_compared_result_and_reference(
+    comparator: Comparator, answer: str, reference: str, message: str
+) -> None:
+    assert comparator.judge(answer, reference, ResourceLimits()) == Verdict("wrong_answer", 0, 1, message, ANY)
 
 
 def test_comparison_timeout_raises_instead_of_verdict(comparator: Comparator, monkeypatch: pytest.MonkeyPatch) -> None:

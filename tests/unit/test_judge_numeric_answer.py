@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from eval_pipeline.judge.numeric_answer import is_right
+from eval_pipeline.judge.numeric_answer import is_right, stated_result
 from tests.helpers import ROOT
 
 
@@ -398,6 +398,8 @@ def test_hostile_answer_is_wrong_in_linear_time(answer: str) -> None:
     # quadratic time would be hours for the long ones; computing the powers would not end
     assert not is_right(answer, "42")
     assert not is_right(answer, "x+1")
+    stated_result(answer, "42")
+    stated_result(answer, "x+1")
 
 
 def test_text_is_compared_in_linear_time() -> None:
