@@ -139,7 +139,8 @@ class VllmModel:
         model: Hugging Face model directory with a chat template.
 
     Raises:
-        UserError: vLLM is not installed, or the model or the configuration cannot be used.
+        UserError: vLLM is not installed, or the model or the configuration cannot be used; a `ModelRefused` if a retry
+            cannot succeed.
     """
 
     def __init__(self, config: EngineConfig, model: str) -> None:
@@ -154,13 +155,14 @@ class VllmModel:
         imported = time.monotonic()
         try:
             self._llm = LLM(**vllm_arguments(config, model, on_gpu=device != "cpu"))
-        except UserError:
-            raise
+        except UserError as error:
+            raise ModelRefused(str(error)) from error
         except Exception as error:  # vLLM, transformers and safetensors share no exception class
             traceback.print_exc(file=sys.stderr)
-            raise UserError(
-                f"vLLM cannot load {model} ({_reason(error)}); fix the model or the engine settings"
-            ) from error
+            # vLLM checks the model's and its own configuration before it starts a process
+            is_configuration = isinstance(error, ValueError) and not is_memory_error(error)
+            kind = ModelRefused if is_configuration else UserError
+            raise kind(f"vLLM cannot load {model} ({_reason(error)}); fix the model or the engine settings") from error
         self._require_template(model)
         self._require_generation(model)
         self.seconds = {"import_s": imported - started, "load_s": time.monotonic() - imported}
@@ -172,7 +174,7 @@ class VllmModel:
         try:
             self._tokenize([{"role": "user", "content": "any"}])
         except (TemplateError, EndlessTemplate) as error:
-            raise UserError(
+            raise ModelRefused(
                 f"{model} has no working chat template ({first_line_of(error)}); add one as chat_template.jinja"
             ) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from eval_pipeline.engines.vllm_process import VllmModel
 from eval_pipeline.worker import open_engine
 from tests.helpers import ROOT
 from tests.helpers.processes import wait_until
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 
 KEY = "sk-secret-of-the-test"
 REQUEST = GenerateRequest("p", "Say it.")
@@ -503,16 +504,45 @@ def test_model_that_loads_but_cannot_run_is_refused(
         raise error
         yield
 
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda: None, __version__="0"))
-    monkeypatch.setattr(vllm_process, "prepare_vllm_environment", lambda: "a GPU")
-    monkeypatch.setattr(vllm_process, "require_package", lambda _: None)
-    monkeypatch.setattr(vllm_process, "vllm_arguments", lambda *_, **__: {})
+    replace_vllm(monkeypatch, lambda **_: None)
     monkeypatch.setattr(VllmModel, "_require_template", lambda *_: None)
     monkeypatch.setattr(VllmModel, "generate", generate)
     with pytest.raises(UserError, match="vLLM loads my/model but cannot run it") as refused:
         VllmModel(EngineConfig(), "my/model")
     assert type(refused.value) is kind and str(error).splitlines()[0].rstrip(".") in str(refused.value)
     assert "frames" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("Model architectures ['Mine'] are not supported for now.\nframes"), ModelRefused),
+        (UserError("engine.vllm.max_num_seq is not an argument of vllm.LLM"), ModelRefused),
+        (ValueError("Free memory on device cuda:0 is less than desired GPU memory utilization"), UserError),
+        (ValueError("No available memory for the cache blocks"), UserError),
+        (RuntimeError("Engine core initialization failed. See root cause above."), UserError),
+        (OSError("Stale file handle"), UserError),
+    ],
+)
+def test_only_configuration_that_vllm_refuses_is_not_retried(
+    error: Exception, kind: type[UserError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(**_: object) -> None:
+        raise error
+
+    replace_vllm(monkeypatch, load)
+    with pytest.raises(UserError, match=re.escape(first_line_of(error))) as refused:
+        VllmModel(EngineConfig(), "my/model")
+    assert type(refused.value) is kind
+    assert "frames" not in str(refused.value)
+
+
+def replace_vllm(monkeypatch: pytest.MonkeyPatch, load: Callable[..., None]) -> None:
+    """Let `VllmModel` call a function instead of `vllm.LLM`."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=load, __version__="0"))
+    monkeypatch.setattr(vllm_process, "prepare_vllm_environment", lambda: "a GPU")
+    monkeypatch.setattr(vllm_process, "require_package", lambda _: None)
+    monkeypatch.setattr(vllm_process, "vllm_arguments", lambda *_, **__: {})
 
 
 @pytest.mark.parametrize("error", [EOFError, BrokenPipeError, ConnectionResetError])
