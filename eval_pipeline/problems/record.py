@@ -12,6 +12,8 @@ from eval_pipeline.problems.python_source import PARSE_ERRORS, parse
 from verl_ext.errors import UserError, one_line
 from verl_ext.plugins import Plugin
 
+_MAX_SHOWN_KEYS = 12
+
 
 @dataclass(frozen=True)
 class Record:
@@ -25,7 +27,7 @@ class Record:
 
     def text(self, *keys: str) -> str:
         """A non-blank string; anything else raises a `UserError`."""
-        value = self.first(*keys)
+        value = self._required(keys)
         if not isinstance(value, str) or not value.strip():
             raise self.error(f"{_either(keys)} must be a string that is not empty")
         return self._encodable(value, keys)
@@ -54,7 +56,7 @@ class Record:
 
     def identifier(self, *keys: str) -> str:
         """An id of the row: a non-blank string, or an integer."""
-        value = self.first(*keys)
+        value = self._required(keys)
         if isinstance(value, int) and not isinstance(value, bool):
             return str(value)
         if isinstance(value, str) and value.strip():
@@ -64,6 +66,16 @@ class Record:
     def first(self, *keys: str) -> Any:
         """The unchecked value of the first key that is present and not null; None if there is none."""
         return next((self.fields[key] for key in keys if self.fields.get(key) is not None), None)
+
+    def _required(self, keys: tuple[str, ...]) -> Any:
+        if (value := self.first(*keys)) is None:
+            present = [repr(key) for key, other in self.fields.items() if other is not None]
+            shown = [*present[:_MAX_SHOWN_KEYS], *(["..."] if len(present) > _MAX_SHOWN_KEYS else [])]
+            raise self.error(
+                f"the row has no {_either(keys)} (keys with a value: {', '.join(shown) or 'none'}); rename a key or "
+                "specify another format"
+            )
+        return value
 
     def error(self, what: str) -> UserError:
         """The exception to raise for this row."""
@@ -80,7 +92,8 @@ class Record:
 
 
 def _either(keys: tuple[str, ...]) -> str:
-    return " or ".join(repr(key) for key in keys)
+    *others, last = map(repr, keys)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 # User-defined formats
