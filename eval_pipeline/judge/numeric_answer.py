@@ -67,6 +67,7 @@ _ALGEBRA = re.compile(
 _SEVERAL = re.compile(
     r"[\s({\[\\]*(?:[A-Za-z] ?= ?)?0(?:(?: ?[,;] ?|:| : | {1,6}(?:(?:and|or|to) {1,4})?)(?:[A-Za-z] ?= ?)?-?0)+[^0]*"
 )
+_DECODED_ESCAPE = re.compile(r"[\x07\x08\x0b\x0c\r][a-z]|\t(?:ext|imes|frac|an\b|heta)|\n(?:eq|u\b)")
 # of statements without an end: `3 or 4`, `3 4 5`
 _ALTERNATIVES = re.compile(r"[^0]*0(?:,? {1,4}or {1,4}0.*|(?: {1,4}0)+[^\w]*)")
 MAX_LINE_CHARS = 400
@@ -120,6 +121,11 @@ def parse_number(reference: str) -> Fraction | None:
     """The exact value of a reference answer; None if it is not a number."""
     text = _joined_thousands(_plain_text(reference).strip())
     return None if _without_numbers(text).strip(".") != "0" else _value(_NUMBER.search(text))
+
+
+def has_decoded_escape(reference: str) -> bool:
+    """Whether a JSON file had `\\frac` with a single backslash, which JSON decodes as a control character and `rac`."""
+    return _DECODED_ESCAPE.search(reference) is not None
 
 
 def _without_reasoning(answer: str) -> str:

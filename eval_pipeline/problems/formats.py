@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
-from eval_pipeline.judge.numeric_answer import last_boxed, parse_number
+from eval_pipeline.judge.numeric_answer import has_decoded_escape, last_boxed, parse_number
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import (
     PARSE_ERRORS,
@@ -198,9 +198,6 @@ _MATH_INSTRUCTION = """{problem}
 
 Solve this step by step. Then write the result inside \\boxed{{}}."""
 
-_DECODED_ESCAPE = re.compile(r"[\x07\x08\x0b\x0c\r][a-z]|\t(?:ext|imes|frac|an\b|heta)|\n(?:eq|u\b)")
-"""What JSON makes of `\\frac` with a single backslash."""
-
 
 def parse_math(record: Record) -> Problem:
     """The problem of one row. Rows without an id are named `math/1`, `math/2`, after their number in the file."""
@@ -224,7 +221,7 @@ def _math_answer(record: Record) -> str:
         return ""
     is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool) and math.isfinite(answer)
     text = str(answer) if is_number else record.text("answer", "Answer")
-    if _DECODED_ESCAPE.search(text):
+    if has_decoded_escape(text):
         raise record.error("'answer' has a control character where LaTeX has a backslash; write \\\\frac in JSON")
     return (last_boxed(text) or text.rpartition("####")[2]).strip()
 

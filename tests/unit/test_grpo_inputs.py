@@ -116,6 +116,15 @@ def test_tests_are_required_in_every_row(quickstart: Path, tmp_path: Path, first
     check_inputs(config_with(quickstart, tmp_path, data, "reward.functions=[reward_correct]"))
 
 
+def test_latex_damaged_by_json_is_rejected(quickstart: Path, tmp_path: Path) -> None:
+    truths = [r"\frac{1}{2}", json.loads('"\\frac{1}{2}"')]
+    path = tmp_path / "latex.parquet"
+    pd.DataFrame([{"prompt": "q", "reward_model": {"ground_truth": truth}} for truth in truths * 4]).to_parquet(path)
+    settings = (f"data.train_files={path}", "reward.functions=[reward_correct]")
+    with pytest.raises(UserError, match=r"row 1, '\\x0crac.*, has a control character .* write \\\\frac in JSON"):
+        check_inputs(config_with(quickstart, tmp_path, *settings))
+
+
 @pytest.mark.parametrize("measures", ["data.eval_split=train", "data.eval_every_steps=0"])
 def test_validation_file_is_needed_only_for_validation(quickstart: Path, tmp_path: Path, measures: str) -> None:
     config = config_with(quickstart, tmp_path, "data.val_files=null", measures)

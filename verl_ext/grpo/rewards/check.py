@@ -11,7 +11,7 @@ from threading import Timer
 
 from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer, ScoredAnswer, Tests
 from eval_pipeline.judge.isolation import find_packages
-from eval_pipeline.judge.numeric_answer import is_right, parse_number
+from eval_pipeline.judge.numeric_answer import has_decoded_escape, is_right, parse_number
 from eval_pipeline.judge.scorers import require_scorer
 from eval_pipeline.problems.verl_rl import read_tests
 from verl_ext.console import print_line, warn
@@ -136,11 +136,16 @@ def trial_answer(paths: list[Path]) -> RewardedAnswer:
 
 
 def check_tests(judged: list[str], tests: Tests, where: str) -> None:
-    """Refuse a ground truth without tests for a reward that runs tests.
+    """Refuse a damaged reference answer, and a ground truth without tests for a reward that runs tests.
 
     Raises:
-        UserError: with another reward for this ground truth.
+        UserError: the answer cannot be right, or another reward fits the ground truth.
     """
+    if isinstance(tests, ReferenceAnswer) and has_decoded_escape(tests.answer):
+        raise UserError(
+            f"the ground truth of {where}, {abbreviated(tests.answer)}, has a control character where LaTeX has a "
+            "backslash; write \\\\frac in JSON"
+        )
     by_tests = [name for name in judged if name in PROGRAM_REWARDS]
     if not by_tests or not isinstance(tests, ReferenceAnswer | ScoredAnswer):
         return
