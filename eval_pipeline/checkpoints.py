@@ -194,11 +194,6 @@ def lease_checkpoint(checkpoint: EvalCheckpoint) -> Iterator[None]:
                 stack.enter_context(hold_lease(checkpoint.path))
             except FileNotFoundError as error:
                 raise UserError(f"{checkpoint.path} has just been removed; specify a newer checkpoint") from error
-            except OSError as error:
-                warn(
-                    f"cannot lock {checkpoint.path} ({error.strerror}); "
-                    "a running training job may remove it during the evaluation"
-                )
         yield
 
 

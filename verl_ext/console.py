@@ -56,6 +56,8 @@ def print_marked(segments: Iterable[tuple[str, bool]]) -> None:
 
 def _print(text: str, stream: TextIO) -> None:
     make_streams_blocking()
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)  # a locale without UTF-8 lacks most characters
     try:
         print(text, file=stream, end="", flush=True)
     except OSError as error:

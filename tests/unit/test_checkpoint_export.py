@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from verl.utils.torch_dtypes import PrecisionType
 
 from tests.helpers.trainer import make_trainer, small_config
+from verl_ext.checkpoint import lease
 from verl_ext.checkpoint.manifest import OURS, Manifest
 from verl_ext.checkpoint.rebuild import export, export_dtype_of
 from verl_ext.checkpoint.save import write_manifest
@@ -78,6 +81,38 @@ def test_later_export_uses_dtype_of_run(
     stored = {PrecisionType.to_str(tensor.dtype) for tensor in load_file(target / "model.safetensors").values()}
     named = json.loads((target / "config.json").read_text())["dtype"]
     assert stored == {expected} and PrecisionType.to_dtype(expected) == getattr(torch, named)
+
+
+def test_export_names_newer_damaged_checkpoint(
+    quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(small_config(quickstart, tmp_path, SHARDS))
+    for step in (1, 2):
+        trainer.save_checkpoint(step)
+    shard = tmp_path / "global_step_2/model_world_size_1_rank_0.pt"
+    shard.write_bytes(b"short")
+    options = {"step": None, "max_shard_gib": 1.0, "dtype": None}
+    assert export(Namespace(**options, run_dir=tmp_path, output=tmp_path / "model")) == 0
+    captured = capsys.readouterr()
+    assert "Exported: global_step_1" in captured.out
+    assert (
+        f"global_step_2 is newer than global_step_1, but incomplete: its file {shard.name} has 5 bytes" in captured.err
+    )
+
+
+def test_read_only_checkpoint_is_exported_elsewhere(
+    quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, pieces: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    make_trainer(small_config(quickstart, tmp_path, SHARDS)).save_checkpoint(1)
+    monkeypatch.setattr(lease, "replace_file", refuse)
+    target = tmp_path / "model"
+    options = {"step": None, "max_shard_gib": 1.0, "dtype": None}
+    assert export(Namespace(**options, run_dir=tmp_path, output=target)) == 0
+    assert (target / "model.safetensors").is_file()
+    assert "cannot protect" in capsys.readouterr().err
 
 
 def test_manual_export_does_not_change_dtype_of_next_export(quickstart: Path, tmp_path: Path) -> None:

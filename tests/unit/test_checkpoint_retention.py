@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ from tests.helpers.processes import wait_until
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.inspection import read_retention
 from verl_ext.checkpoint.lease import DEFAULT_SECONDS, hold_lease, lease_holders
-from verl_ext.checkpoint.manifest import Manifest, damaged_files, why_incomplete
+from verl_ext.checkpoint.manifest import Manifest, complete_checkpoints, damaged_files, why_incomplete
 from verl_ext.checkpoint.retention import apply_plan, plan_rotation, reasons_to_keep, remove_tree, rotate
 from verl_ext.config.schema import to_yaml
 from verl_ext.errors import UserError
@@ -265,10 +266,37 @@ def test_evaluation_takes_lease_and_continues_without(tmp_path: Path, capsys: py
     (path / f"lease.{socket.gethostname()}.{os.getpid()}.json.tmp").mkdir()
     with lease_checkpoint(checkpoint):
         assert lease_holders(path) == []
-    assert capsys.readouterr().err.count("cannot lock") == 1
+    assert f"cannot protect {path} (Is a directory); a running training job may remove it" in capsys.readouterr().err
     with pytest.raises(UserError, match="has just been removed"):
         with lease_checkpoint(replace(checkpoint, path=tmp_path / "global_step_2")):
             pass
+
+
+def test_unreadable_checkpoint_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a directory of another user; the tests may run as root, who can read everything."""
+    good, unreadable = save(tmp_path, 1), save(tmp_path, 2)
+    stat = Path.stat
+
+    def refusing(path: Path, **options: bool) -> os.stat_result:
+        if unreadable in path.parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    def read_bytes(path: Path) -> bytes:
+        refusing(path)
+        return path.open("rb").read()
+
+    monkeypatch.setattr(Path, "stat", refusing)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert [*complete_checkpoints(tmp_path)] == [good]
+    assert "Permission denied" in str(why_incomplete(unreadable))
+
+
+@pytest.mark.parametrize("content", ["[]", "5", '{"files": 5}', '{"files": ["a"]}'])
+def test_other_json_is_no_manifest(content: str, tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "manifest.json").write_text(content)
+    assert why_incomplete(path) == "its manifest.json cannot be read (it is not a manifest)"
 
 
 def test_damaged_files_are_reported_with_reason(tmp_path: Path) -> None:

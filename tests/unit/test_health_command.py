@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from tests.helpers import ROOT
 from tests.helpers.health_curves import (
     CURVES,
     change_attempt,
@@ -285,6 +288,30 @@ def test_directory_that_is_no_run_is_rejected(tmp_path: Path, capsys: pytest.Cap
         main([])
     assert left.value.code == 2 and main(["--rules"]) == 0
     assert "overfitting" in capsys.readouterr().out
+    assert main(["--rules", "--json"]) == 0
+    assert "overfitting" in json.loads(capsys.readouterr().out)
+
+
+def test_unreadable_directory_is_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 1 would mean an alarm; the tests may run as root, who can read everything."""
+
+    def is_file(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert f"cannot read {tmp_path} (Permission denied)" in refused(tmp_path, capsys)
+
+
+def test_names_outside_locale_are_escaped(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    record = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps({**record, "experiment": "\u6a21\u578b"}))
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-m", "verl_ext.health", str(run_dir)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert r"/\u6a21\u578b (sft)" in done.stdout and done.stderr == ""
 
 
 def refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:

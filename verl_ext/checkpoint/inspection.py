@@ -143,10 +143,10 @@ class CheckpointInfo:
 
     @property
     def state(self) -> str:
-        """Text for the column "state": complete, or why not."""
+        """Text for the column "state"; `problem` has the reason why a checkpoint is incomplete."""
         writer = ", written by verl itself" if self.by_verl else ""
-        if self.problem is not None or self.manifest is None:
-            return f"incomplete{writer}: {self.problem}"
+        if self.manifest is None:
+            return f"incomplete{writer}"
         missing = [f", without {part}" for part in self.manifest.dropped]
         return "".join([f"complete{writer}", *missing, ", export deferred" if self.manifest.deferred else ""])
 
@@ -210,6 +210,7 @@ def _as_json(info: CheckpointInfo) -> dict[str, Any]:
         "time": manifest and manifest.time,
         "complete": manifest is not None,
         "state": info.state,
+        "problem": info.problem,
         "written_by_verl": info.by_verl,
         "metrics": manifest.metrics if manifest else {},
         "dropped": manifest.dropped if manifest else [],
@@ -236,7 +237,8 @@ def _as_table(checkpoints: list[CheckpointInfo], metrics: dict[str, None]) -> st
         ]
         for number, each in enumerate(checkpoints)
     ]
-    return text_table([header, *rows])
+    problems = [f"{each.path.name}: {each.problem}" for each in checkpoints if each.problem is not None]
+    return "\n".join([text_table([header, *rows]), *problems])
 
 
 def _metric(info: CheckpointInfo, name: str) -> str:

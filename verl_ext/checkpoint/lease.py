@@ -24,15 +24,24 @@ DEFAULT_SECONDS = 900.0
 def hold_lease(checkpoint: Path, seconds: float = DEFAULT_SECONDS) -> Iterator[None]:
     """Protect a checkpoint from rotation while this process reads it; one lease per process and checkpoint.
 
+    A checkpoint that this process can only read, such as another user's, gets no lease, with a warning.
+
     Args:
         checkpoint: an existing `global_step_N` directory.
         seconds: time from the last renewal to the expiry; a background thread renews the lease inside the context.
 
     Raises:
-        OSError: the lease cannot be written; `FileNotFoundError` if the checkpoint does not exist.
+        FileNotFoundError: the checkpoint does not exist.
     """
     path = checkpoint / f"lease.{socket.gethostname()}.{os.getpid()}.json"
-    _write(path, seconds)
+    try:
+        _write(path, seconds)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        warn(f"cannot protect {checkpoint} ({error.strerror}); a running training job may remove it")
+        yield
+        return
     ended = threading.Event()
     renewal = threading.Thread(target=_renew, args=(path, seconds, ended), daemon=True)
     renewal.start()

@@ -149,6 +149,8 @@ def _parse(content: dict[str, Any]) -> Manifest:
     Raises:
         KeyError, TypeError, AttributeError, OverflowError, ValueError: a key is missing or its value is invalid.
     """
+    if not isinstance(content, dict) or not isinstance(content.get("files", {}), dict):
+        raise ValueError("it is not a manifest")
     metrics, time = content.get("metrics", {}), content.get("time", 0.0)
     lists = {name: content.get(name, ()) for name in ("dropped", "deferred")}
     if not all(type(value) in (int, float) for value in metrics.values()):
@@ -329,7 +331,7 @@ def _archive_damage(archive: Path, progress: Callable[[int], None]) -> str | Non
 
 def is_verl_checkpoint(checkpoint: Path) -> bool:
     """Whether verl itself wrote, or started to write, a `global_step_N`; fast for checkpoints of this pipeline."""
-    return not any((checkpoint / name).exists() for name in OURS) and bool(shards_of(checkpoint))
+    return not any(os.path.exists(checkpoint / name) for name in OURS) and bool(shards_of(checkpoint))
 
 
 def _verl_manifest(checkpoint: Path) -> dict[str, Any]:

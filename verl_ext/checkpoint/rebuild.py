@@ -26,8 +26,10 @@ from verl_ext.checkpoint.manifest import (
     Manifest,
     damaged_files,
     is_verl_checkpoint,
+    list_checkpoints,
     shards_of,
     step_of,
+    why_incomplete,
 )
 from verl_ext.checkpoint.save import FileWriter, sync_and_digest
 from verl_ext.checkpoint.shards import ShardFiles
@@ -69,6 +71,9 @@ def _choose(run_dir: Path, step: int | None) -> Path:
     newest = newest_resumable(run_dir)
     if newest is None:
         raise UserError(f"{run_dir} contains no complete checkpoint; use --step N to select one with all model shards")
+    for later in list_checkpoints(run_dir):
+        if (step_of(later) or 0) > (step_of(newest) or 0) and (problem := why_incomplete(later)):
+            warn(f"{later.name} is newer than {newest.name}, but incomplete: {problem}")
     return newest
 
 

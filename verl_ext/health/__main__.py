@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser().parse_args(argv)
         rules = load_rules(arguments.extra_rules, "--extra-rules")
         if arguments.rules:
-            print_line("\n".join(f"{each.name:28} {each.description}" for each in rules))
+            described = {each.name: each.description for each in rules}
+            lines = "\n".join(f"{name:28} {description}" for name, description in described.items())
+            print_line(json.dumps(described, indent=1) if arguments.json else lines)
             return 0
         if arguments.run_dir is None:
             raise UserError("specify a run directory, checkpoints/<project>/<experiment>")

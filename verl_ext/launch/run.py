@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from datetime import datetime
 from pathlib import Path
@@ -200,15 +200,8 @@ def make_run_directory(run_dir: Path) -> None:
 def hold_model(config: RunConfig) -> Iterator[None]:
     """Within the block, keep the rotation of an SFT run from deleting the checkpoint that this run starts from."""
     export = Path(str(config.model.partial_pretrain)).expanduser()
-    is_export = export.name == EXPORT and step_of(export.parent) is not None
-    with ExitStack() as stack:
-        if is_export and isinstance(config, GRPOConfig | BudgetConfig):
-            try:
-                stack.enter_context(hold_lease(export.parent))
-            except OSError as error:  # it belongs to another user, for example
-                print_line(
-                    f"{export.parent} cannot be protected from removal ({error.strerror}); a resume will need it"
-                )
+    is_export = export.name == EXPORT and step_of(export.parent) is not None and export.parent.is_dir()
+    with hold_lease(export.parent) if is_export and isinstance(config, GRPOConfig | BudgetConfig) else nullcontext():
         yield
 
 

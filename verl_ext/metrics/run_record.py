@@ -271,19 +271,22 @@ def require_run_files(run_dir: Path, *names: str) -> None:
     """Require `run.json` and files that a run writes after it.
 
     Raises:
-        UserError: the directory is not that of a run, or a file is missing.
+        UserError: the directory is not that of a run or cannot be read, or a file is missing.
     """
-    if not (run_dir / RUN_FILE).is_file():
+    try:
+        missing = [name for name in (RUN_FILE, *names) if not (run_dir / name).is_file()]
+    except OSError as error:
+        raise UserError(f"cannot read {run_dir} ({error.strerror}); make it readable") from error
+    if RUN_FILE in missing:
         raise UserError(
             f"{run_dir} has no {RUN_FILE}, so no run has started there; specify the directory of a run, such as "
             "checkpoints/<project>/<experiment>"
         )
-    for name in names:
-        if not (run_dir / name).is_file():
-            raise UserError(
-                f"{run_dir} has no {name}; the run failed before its first step, has not reached it yet, or lost the "
-                "file: see console.log there"
-            )
+    if missing:
+        raise UserError(
+            f"{run_dir} has no {missing[0]}; the run failed before its first step, has not reached it yet, or lost the "
+            "file: see console.log there"
+        )
 
 
 def seconds_of(moment: Any) -> float | None:
@@ -346,4 +349,4 @@ def _now() -> str:
 
 
 def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

@@ -124,7 +124,7 @@ def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tup
         hardware = replace(hardware, compute_share=options.mfu)
     lengths = DataLengths(options.mean_length, options.loss_token_fraction)
     plans = []
-    for gpus in options.gpus:
+    for gpus in dict.fromkeys(options.gpus):
         cluster = Cluster(hardware, gpus, options.gpus_per_node, options.disk_gbps or DISK_GBPS)
         plan = make_plan(config, shape, cluster, lengths)
         plans.append(largest_that_fits(plan) if largest else plan)
