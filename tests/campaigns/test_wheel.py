@@ -81,7 +81,10 @@ def test_quickstart_trains_in_current_directory(program: Path, place: Path) -> N
 def test_checkpoint_is_evaluated_and_listed(program: Path, place: Path) -> None:
     done = run(program, place, "eval", "watch", RUN, "datasets.quickstart.limit=10")
     assert done.returncode == 0, done.stderr
-    assert f"Next: verl-ext eval report {RUN} --baseline data/quickstart/model\n" in done.stdout
+    assert (
+        f"Next: verl-ext eval report {RUN} --baseline data/quickstart/model datasets.quickstart.limit=10\n"
+        in done.stdout
+    )
     for name, line in (("ls", r"^60 .*complete"), ("verify", r"^global_step_60: complete")):
         done = run(program, place, "checkpoint", name, RUN)
         assert done.returncode == 0 and re.search(line, done.stdout, re.M), done.stdout + done.stderr
