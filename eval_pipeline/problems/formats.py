@@ -17,9 +17,12 @@ from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import (
     PARSE_ERRORS,
     called_names,
+    can_fail,
     defined_names,
+    fault_of_test,
     find_definition,
     parse,
+    running_nodes,
     unknown_names,
 )
 from eval_pipeline.problems.record import Record
@@ -47,14 +50,14 @@ def _entry_point(record: Record) -> str:
 
 
 def _asserts(key: str, record: Record) -> list[str]:
-    """The tests under a key. A test that cannot run would count against the model, and one without assert for it."""
+    """The tests under a key. A test that cannot run would count against the model, and one that never asserts for it."""
     tests = record.fields.get(key)
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
         raise record.error(f"{key!r} must be a list of at least one Python assert statement")
     for index, test in enumerate(record.texts(key)):
         tree = _parsed(test, f"{key}[{index}]", record, "the assert statement")
-        if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
-            raise record.error(f"{key}[{index}] asserts nothing; write an assert statement")
+        if (fault := fault_of_test(tree)) is not None:
+            raise record.error(f"{key}[{index}] {fault}")
     return tests
 
 
@@ -83,8 +86,11 @@ def parse_humaneval(record: Record) -> Problem:
     name, prompt = _entry_point(record), record.text("prompt")
     code_prompt = prompt if prompt.endswith("\n") else prompt + "\n"
     test = f"{record.text('test').rstrip()}\n\ncheck({name})\n"
-    if find_definition(_parsed(test, "'test'", record), "check") is None:
+    check = find_definition(_parsed(test, "'test'", record), "check")
+    if check is None:
         raise record.error("'test' defines no function `check`; write one that takes the function to test")
+    if not can_fail(running_nodes([check], "check")[0]):
+        raise record.error("the function `check` of 'test' asserts nothing; write assert statements in it")
     solution = record.optional_text("canonical_solution")
     return Problem(
         problem_id=record.text("task_id", "problem_id"),

@@ -18,6 +18,8 @@ MAX_CUTS = 8
 """One or two find the end of a program in prose; without a limit, hostile text would be parsed once per line."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _WRITERS = ("write", "writelines", "stdout")
+_LOOKUPS = frozenset(("globals", "locals", "vars", "dir", "eval", "exec", "__subclasses__"))
+"""With these, code may use a definition without its name."""
 
 
 def parse(source: str) -> ast.Module:
@@ -190,10 +192,112 @@ def prints(tree: ast.Module) -> bool:
     )
 
 
+def fault_of_test(tree: ast.Module, needs_assert: bool = True) -> str | None:
+    """Why a test would pass every answer; None if it may fail one.
+
+    Args:
+        tree: the test.
+        needs_assert: whether the test must have an assert statement; other tests may raise, or call the answer.
+
+    Returns:
+        The rest of a sentence that begins with the test's name.
+    """
+    running, unused = running_nodes(tree.body)
+    if any(isinstance(node, ast.Assert) for node in running):
+        return None
+    if needs_assert:
+        unused = [node for node in unused if any(isinstance(part, ast.Assert) for part in ast.walk(node))]
+    elif can_fail(running):
+        names = {node.id for node in running if isinstance(node, ast.Name)}
+        if names & (unknown_names(tree) | _LOOKUPS):  # it uses the answer
+            return None
+    if not unused:
+        return "asserts nothing; write an assert statement" if needs_assert or is_idle(tree) else None
+    first = unused[0]
+    if isinstance(first, _DEFINITIONS):
+        return f"defines {first.name} but never calls it; call it, or write the asserts at the top level"
+    return "asserts only if __name__ is '__main__', which it is not; write the asserts at the top level"
+
+
+def can_fail(nodes: list[ast.AST]) -> bool:
+    """Whether one of these nodes asserts, raises, or calls something that may."""
+    return any(isinstance(node, (ast.Assert, ast.Raise, ast.Call)) for node in nodes)
+
+
+def running_nodes(body: list[ast.stmt], *used_names: str) -> tuple[list[ast.AST], list[ast.stmt]]:
+    """The nodes that may run when these statements run, and the statements that never do, in the order of the source.
+
+    Code behind `if __name__ == "__main__"` does not run. A function or a method runs only if code that runs uses the
+    name of the function or of the class.
+
+    Args:
+        body: the statements.
+        used_names: names that other code uses.
+    """
+    running: list[ast.AST] = []
+    waiting: list[tuple[str, ast.stmt, list[ast.AST]]] = []
+    guarded: list[ast.stmt] = []
+    imported, used = imported_names(ast.Module(body, [])), {*used_names}
+    nodes: list[ast.AST] = list(body)
+    while nodes:
+        node = nodes.pop()
+        running.append(node)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            used.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        if isinstance(node, _DEFINITIONS):
+            decorators = [each for each in node.decorator_list if _root_name(each) not in imported]
+            nodes.extend(decorators)
+            if decorators:  # may call it
+                used.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                methods = [part for part in node.body if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))]
+                nodes.extend(part for part in node.body if part not in methods)
+                inner = [*node.bases, *(part for method in methods for part in (method.args, *method.body))]
+            else:
+                nodes.append(node.args)
+                inner = list(node.body)
+            waiting.append((node.name, node, inner))
+        elif isinstance(node, ast.If) and _is_main_guard(node.test):
+            guarded.append(node)
+            nodes.extend(node.orelse)
+        else:
+            nodes.extend(ast.iter_child_nodes(node))
+        if not nodes:
+            for name, definition, inner in waiting:
+                if name in used or used & _LOOKUPS:
+                    nodes.extend(inner)
+            waiting = [each for each in waiting if each[0] not in used and not used & _LOOKUPS]
+    unused = [*(definition for _, definition, _ in waiting), *guarded]
+    return running, sorted(unused, key=lambda statement: statement.lineno)
+
+
+def _root_name(expression: ast.expr) -> str:
+    """`pytest` of `@pytest.mark.parametrize("x", [1])`; empty if the expression does not begin with a name."""
+    node: ast.AST = expression
+    while isinstance(node, (ast.Call, ast.Attribute)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_main_guard(test: ast.expr) -> bool:
+    return (
+        isinstance(test, ast.Compare)
+        and isinstance(test.ops[0], ast.Eq)
+        and {ast.unparse(side) for side in (test.left, *test.comparators)} == {"__name__", "'__main__'"}
+    )
+
+
+def is_idle(tree: ast.Module) -> bool:
+    """Whether a module has no statements except constants, such as docstrings and `42`."""
+    return all(_is_idle(statement) for statement in tree.body)
+
+
 def is_blank(source: str, parser: SourceParser) -> bool:
     """Whether a source is Python with no statements except constants, such as docstrings and `42`."""
     tree = parser.tree(source)
-    return tree is not None and all(_is_idle(statement) for statement in tree.body)
+    return tree is not None and is_idle(tree)
 
 
 def _is_idle(statement: ast.stmt) -> bool:

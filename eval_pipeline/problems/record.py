@@ -8,7 +8,7 @@ from typing import Any
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, ScoredAnswer, Tests
 from eval_pipeline.problems.problem import Problem
-from eval_pipeline.problems.python_source import PARSE_ERRORS, parse
+from eval_pipeline.problems.python_source import PARSE_ERRORS, fault_of_test, parse
 from verl_ext.errors import UserError, one_line
 from verl_ext.plugins import Plugin
 
@@ -167,9 +167,11 @@ def _fault_of_function(tests: FunctionTests) -> str | None:
         if not isinstance(source, str) or (name != "preamble" and not source.strip()):
             return f"whose {name} is {source!r}, not Python source"
         try:
-            parse(source)
+            tree = parse(source)
         except PARSE_ERRORS as error:
             return f"whose {name} is not Python ({one_line(error)})"
+        if name != "preamble" and (fault := fault_of_test(tree, needs_assert=False)) is not None:
+            return f"whose {name} {fault}"
     return None
 
 

@@ -11,8 +11,9 @@ import regex
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, ScoredAnswer, Tests
 from eval_pipeline.judge.scorers import require_scorer
 from eval_pipeline.problems.problem import Problem
+from eval_pipeline.problems.python_source import PARSE_ERRORS, fault_of_test, parse
 from eval_pipeline.problems.record import Record
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, one_line
 from verl_ext.files import parse_json
 
 ROLES = ("system", "user", "assistant")
@@ -32,7 +33,7 @@ def parse_problem(record: Record) -> Problem:
     """The problem of one row: `prompt`, `reward_model.ground_truth`, and optionally a name in `extra_info.problem_id`.
 
     Raises:
-        UserError: the prompt does not end with a user turn, or there are no tests.
+        UserError: the prompt does not end with a user turn, or there are no tests, or every answer passes one.
     """
     extra = record.fields.get("extra_info")
     named = extra.get("problem_id") if isinstance(extra, Mapping) else None
@@ -43,6 +44,7 @@ def parse_problem(record: Record) -> Problem:
         tests = read_tests(ground_truth, problem_id)
         if isinstance(tests, ScoredAnswer):
             require_scorer(tests.task)
+        refuse_idle_tests(tests, problem_id)
     except UserError as error:
         raise record.error(str(error)) from error
     *earlier, (_, prompt) = _turns(record)
@@ -112,6 +114,27 @@ def _tests_of(fields: Mapping[str, Any], problem_id: str) -> Tests:
     if _is_program(fields):
         return ProgramTests(tuple(map(ProgramCase, fields["inputs"], fields["outputs"])), fields.get("tolerance"))
     raise UserError(f"cannot read the tests of {problem_id} (reward_model.ground_truth); {_FORM}")
+
+
+def refuse_idle_tests(tests: Tests, where: str) -> None:
+    """Refuse Python tests that no answer passes, or every answer.
+
+    Not part of `read_tests`, which rewards call for every answer.
+
+    Args:
+        tests: the tests of a row.
+        where: the row.
+
+    Raises:
+        UserError: a test does not parse, or never uses the answer.
+    """
+    for index, source in enumerate(tests.tests if isinstance(tests, FunctionTests) else ()):
+        try:
+            fault = fault_of_test(parse(source), needs_assert=False)
+        except PARSE_ERRORS as error:
+            fault = f"is not Python ({one_line(error)}); correct it"
+        if fault is not None:
+            raise UserError(f"tests[{index}] of {where} {fault}")
 
 
 def ground_truth_of(tests: Tests) -> str:

@@ -219,6 +219,70 @@ def test_bad_row_is_rejected_with_line_and_key(tmp_path: Path, format: str, row:
         load(tmp_path, format, ROWS[format], row)
 
 
+NEVER_RUN = {
+    "def test_f():\n    assert f(1) == 2": "defines test_f but never calls it",
+    "def test_f():\n    test_f()\n    assert f(1) == 2": "defines test_f but never calls it",
+    "def test_f():\n    assert f(1) == 2\n\ndef main():\n    test_f()": "defines test_f but never calls it",
+    "class T(unittest.TestCase):\n    def test_f(self):\n        assert f(1) == 2": "defines T but never calls it",
+    "import pytest\n\n@pytest.mark.slow()\ndef test_f():\n    assert f(1) == 2": "defines test_f but never calls it",
+    "if __name__ == '__main__':\n    assert f(1) == 2": "asserts only if __name__",
+}
+RUN = [
+    "def test_f():\n    assert f(1) == 2\ntest_f()",
+    "def test_f():\n    assert f(1) == 2\nfor test in [test_f]:\n    test()",
+    "def test_f():\n    assert f(1) == 2\nfor name, test in [*globals().items()]:\n    name[:4] == 'test' and test()",
+    "def same(x, y):\n    assert x == y\nclass T:\n    def run(self):\n        same(f(1), 2)\nT().run()",
+    "def run(test):\n    test()\n@run\ndef test_f():\n    assert f(1) == 2",
+    "class T:\n    assert f(1) == 2",
+    "if __name__ == '__main__':\n    pass\nelse:\n    assert f(1) == 2",
+]
+RUN_WITHOUT_ASSERT = [
+    "np.testing.assert_allclose(f(1), 2)",
+    "if f(1) != 2:\n    raise ValueError",
+    "def unused():\n    assert False\nf(1)",
+]
+
+
+def of_function(format: str, test: str) -> dict[str, Any]:
+    """A row of this format with a test."""
+    if format == "verl":
+        return {**VERL, "reward_model": {"ground_truth": json.dumps({"entry_point": "f", "tests": [test]})}}
+    return {**ROWS[format], "test_list" if format == "mbpp" else "tests": [test]}
+
+
+@pytest.mark.parametrize("format", ["quickstart", "mbpp", "verl"])
+def test_tests_that_never_run_are_rejected(tmp_path: Path, format: str) -> None:
+    for test, says in NEVER_RUN.items():
+        with pytest.raises(UserError, match=rf"line 1: .*\[0\] .*{says}.* write the asserts at the top level"):
+            load(tmp_path, format, of_function(format, test))
+    for test in RUN + RUN_WITHOUT_ASSERT * (format == "verl"):
+        assert load(tmp_path, format, of_function(format, test))[0].tests.tests == (test,)
+
+
+def test_verl_tests_that_cannot_judge_are_rejected(tmp_path: Path) -> None:
+    for test, says in {"f(": "is not Python", "# nothing": "asserts nothing"}.items():
+        with pytest.raises(UserError, match=rf"line 1: tests\[0\] of p7 {says}"):
+            load(tmp_path, "verl", of_function("verl", test))
+
+
+@pytest.mark.parametrize(
+    ("body", "runs"),
+    [
+        ("    pass", False),
+        ("    def inner():\n        assert candidate(1) == 2", False),
+        ("    np.testing.assert_allclose(candidate(1), 2)", True),
+        ("    if candidate(1) != 2:\n        raise AssertionError", True),
+    ],
+)
+def test_humaneval_check_must_be_able_to_fail(tmp_path: Path, body: str, runs: bool) -> None:
+    row = {**HUMANEVAL, "test": f"METADATA = dict()\n\ndef check(candidate):\n{body}\n"}
+    if runs:
+        load(tmp_path, "humaneval", row)
+        return
+    with pytest.raises(UserError, match="line 1: the function `check` of 'test' asserts nothing"):
+        load(tmp_path, "humaneval", row)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

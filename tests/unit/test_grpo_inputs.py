@@ -116,6 +116,15 @@ def test_tests_are_required_in_every_row(quickstart: Path, tmp_path: Path, first
     check_inputs(config_with(quickstart, tmp_path, data, "reward.functions=[reward_correct]"))
 
 
+def test_tests_that_never_run_are_rejected(quickstart: Path, tmp_path: Path) -> None:
+    truths = [json.dumps({"entry_point": "f", "tests": [test]}) for test in ("f(1)", "def test_f():\n    assert f(1)")]
+    path = tmp_path / "idle.parquet"
+    pd.DataFrame([{"prompt": "q", "reward_model": {"ground_truth": truth}} for truth in truths * 4]).to_parquet(path)
+    settings = (f"data.train_files={path}", "reward.functions=[code_tests]")
+    with pytest.raises(UserError, match=r"tests\[0\] of .*idle.parquet row 1 defines test_f but never calls it"):
+        check_inputs(config_with(quickstart, tmp_path, *settings))
+
+
 def test_latex_damaged_by_json_is_rejected(quickstart: Path, tmp_path: Path) -> None:
     truths = [r"\frac{1}{2}", json.loads('"\\frac{1}{2}"')]
     path = tmp_path / "latex.parquet"

@@ -201,6 +201,7 @@ def made(record): return Problem("p7", "Write f.", eval(record.fields["tests"]))
         ("FunctionTests('f', ('assert f()', 3))", r"tests\[1\] is 3, not Python source"),
         ("FunctionTests('f', ('',))", r"tests\[0\] is '', not Python source"),
         ("FunctionTests('f', ('assert f(',))", r"tests\[0\] is not Python .SyntaxError"),
+        ("FunctionTests('f', ('def test_f(): assert f()',))", r"tests\[0\] defines test_f but never calls it"),
         ("FunctionTests('f', ('assert f()',), preamble=None)", "preamble is None"),
         ("FunctionTests('f', ('assert f()',), code_prompt=1)", "code_prompt is 1"),
         ("FunctionTests('f()', ('assert f()',))", r"entry_point is 'f\(\)'"),

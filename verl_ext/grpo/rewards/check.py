@@ -13,7 +13,7 @@ from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer, Score
 from eval_pipeline.judge.isolation import find_packages
 from eval_pipeline.judge.numeric_answer import has_decoded_escape, is_right, parse_number
 from eval_pipeline.judge.scorers import require_scorer
-from eval_pipeline.problems.verl_rl import read_tests
+from eval_pipeline.problems.verl_rl import read_tests, refuse_idle_tests
 from verl_ext.console import print_line, warn
 from verl_ext.data.config import PromptDataConfig, file_list
 from verl_ext.data.dataset import ANSWER_KEYS, ORIGIN_KEY, drop_nulls, iter_parquet_rows, place_of, reading_parquet
@@ -136,11 +136,12 @@ def trial_answer(paths: list[Path]) -> RewardedAnswer:
 
 
 def check_tests(judged: list[str], tests: Tests, where: str) -> None:
-    """Refuse a damaged reference answer, and a ground truth without tests for a reward that runs tests.
+    """Refuse a damaged reference answer, idle tests, and a ground truth without tests for a reward that runs tests.
 
     Raises:
-        UserError: the answer cannot be right, or another reward fits the ground truth.
+        UserError: the answer cannot be right, every answer passes a test, or another reward fits the ground truth.
     """
+    refuse_idle_tests(tests, where)
     if isinstance(tests, ReferenceAnswer) and has_decoded_escape(tests.answer):
         raise UserError(
             f"the ground truth of {where}, {abbreviated(tests.answer)}, has a control character where LaTeX has a "
