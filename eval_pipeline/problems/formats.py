@@ -50,7 +50,7 @@ def _entry_point(record: Record) -> str:
 
 
 def _asserts(key: str, record: Record) -> list[str]:
-    """The tests under a key. A test that cannot run would count against the model, and one that never asserts for it."""
+    """The tests under a key. A test that cannot run would count against the model, and one without assert for it."""
     tests = record.fields.get(key)
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
         raise record.error(f"{key!r} must be a list of at least one Python assert statement")

@@ -265,10 +265,9 @@ def running_nodes(body: list[ast.stmt], *used_names: str) -> tuple[list[ast.AST]
         else:
             nodes.extend(ast.iter_child_nodes(node))
         if not nodes:
-            for name, definition, inner in waiting:
-                if name in used or used & _LOOKUPS:
-                    nodes.extend(inner)
-            waiting = [each for each in waiting if each[0] not in used and not used & _LOOKUPS]
+            may_use_all = bool(used & _LOOKUPS)
+            nodes = [part for name, _, inner in waiting if may_use_all or name in used for part in inner]
+            waiting = [each for each in waiting if not may_use_all and each[0] not in used]
     unused = [*(definition for _, definition, _ in waiting), *guarded]
     return running, sorted(unused, key=lambda statement: statement.lineno)
 
