@@ -40,8 +40,9 @@ class BatchId:
 class Batch:
     """A fixed set of answers that the engine generates together.
 
-    The composition of a batch affects the last bits of logits. After a kill, the whole batch is therefore generated
-    again, but stored answers are kept.
+    The composition of a batch affects the last bits of logits. After a kill, vLLM therefore generates the whole batch
+    again, but stored answers are kept. A server decides by itself which requests share a batch, so it is asked only for
+    the missing answers.
     """
 
     id: BatchId
@@ -227,8 +228,11 @@ class EvalWorker:
             engine = self._open_engine(batch.export)
             before = dict(engine.seconds) if engine is previous else {}
             emit(BatchStarted(batch.id, {"isolation": judge.isolation, "protocol": dict(engine.protocol)}))
+            requests = batch.requests
+            if self._config.engine.kind == "openai":
+                requests = tuple(request for request in requests if key_of(request) not in batch.answers)
             try:
-                for request, answer in engine.answers(batch.requests, batch.sampling):
+                for request, answer in engine.answers(requests, batch.sampling):
                     key = key_of(request)
                     if key not in batch.answers:
                         emit(AnswerReceived(batch.id, key, answer))

@@ -252,6 +252,25 @@ def test_dead_engine_loses_or_fails_batch_by_kind(
     assert type(events[-1]) is event and "it died" in str(events[-1])
 
 
+@pytest.mark.parametrize(("kind", "asked"), [("vllm", ["p0", "p1"]), ("openai", ["p1"])])
+def test_server_is_asked_only_for_missing_answers(kind: str, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM generates the whole batch again, so that the answers are the same bit for bit."""
+    engine = MagicMock(protocol=CONTEXT["protocol"], seconds={})
+    engine.__enter__.return_value = engine
+    engine.answers.side_effect = lambda requests, _: ((request, RIGHT) for request in requests)
+    monkeypatch.setattr("eval_pipeline.worker.open_engine", lambda *_: engine)
+    config = replace(RECIPE, engine=EngineConfig(kind=kind, base_url="http://localhost:1/v1"))
+    requests = tuple(GenerateRequest(f"p{number}", "") for number in range(2))
+    problems = {problem.problem_id: problem for problem in PROBLEMS}
+    batch = Batch(BatchId(claim=1, number=0), None, problems, requests, SamplingConfig(), {("p0", 0): RIGHT})
+    events: list[Event] = []
+    with EvalWorker(config) as worker:
+        worker.run(batch, events.append)
+    assert type(events[-1]) is BatchFinished
+    assert [request.problem_id for request in engine.answers.call_args.args[0]] == asked
+    assert [event.key for event in events if isinstance(event, AnswerReceived)] == [("p1", 0)]
+
+
 @pytest.mark.parametrize(("error", "state"), [(ModelRefused, "failed"), (UserError, "pending")])
 def test_refused_model_is_loaded_once(
     error: type[UserError],
