@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval_pipeline.config import EngineConfig, SamplingConfig
 from eval_pipeline.engines import Engine, EngineDied, GeneratedAnswer, GenerateRequest, ServedModel, request_seed
+from verl_ext.console import warn
 from verl_ext.errors import UserError, first_line_of
 
 if TYPE_CHECKING:
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 10.0
 """How long a server may take to accept a connection, or to list its models."""
 NUM_RETRIES = 6
-"""Retries by the client if the server is busy (408, 409, 429) or fails (5xx), or the connection is lost: 0.5 s to 8 s
-apart, or as long as the server asks for, up to two minutes."""
+"""Retries if the server is busy (408, 409, 429) or fails (5xx), the connection is lost, or the reply is malformed:
+0.5 s to 8 s apart, or as long as the server asks for, up to two minutes."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 8.0
+"""Pauses between the retries of a malformed reply, which the client does not retry; each is twice the one before."""
+CONTROL_TIMEOUT_S = 60.0
+"""How long the answer to the control prompt may take after another prompt has timed out."""
 NUM_LISTED = 10
 """Maximum number of models that a message names."""
 CONTROL_PROMPT = GenerateRequest("", "What is 1 + 1?")
@@ -141,13 +146,13 @@ class ServerSession:
 
     def __init__(self, config: EngineConfig, model: str) -> None:
         self._config, self._model = config, model
-        self._has_answered = False
+        self._has_answered = self._has_warned = False
 
     async def answer(self, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig) -> GeneratedAnswer:
         """Request an answer.
 
         An answer with an `error` is final, so it is returned only if the prompt is at fault: the server refuses it, or
-        fails on it repeatedly but answers another prompt before and afterwards.
+        fails on it repeatedly or does not answer it in time, but answers another prompt.
 
         Raises:
             EngineDied: the server is at fault.
@@ -164,13 +169,17 @@ class ServerSession:
                         raise
                     return await self._attribute_failure(error, client.with_options(max_retries=0), request, sampling)
         except TimeoutError as error:
-            raise EngineDied(
-                f"{url} does not answer (no answer within engine.timeout_s={timeout_s:g} seconds, including retries); "
-                "raise it for slow models"
-            ) from error
+            late = f"no answer within engine.timeout_s={timeout_s:g} seconds, including retries"
+            try:
+                async with asyncio.timeout(min(timeout_s, CONTROL_TIMEOUT_S)):
+                    await self._request(client.with_options(max_retries=0), CONTROL_PROMPT, sampling)
+            except (TimeoutError, openai.APIError, ValueError):
+                raise EngineDied(f"{url} does not answer ({late}); raise it for slow models") from error
+            return GeneratedAnswer.failed(late)
         except (openai.APIError, ValueError) as error:
+            fault = "sends malformed replies" if _is_malformed(error) else "does not answer"
             advice = "; lower engine.concurrency" if _status(error) == 429 else ""
-            raise EngineDied(f"{url} does not answer ({_describe(error, self._config)}){advice}") from error
+            raise EngineDied(f"{url} {fault} ({_describe(error, self._config)}){advice}") from error
 
     async def _attribute_failure(
         self, error: Exception, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig
@@ -194,6 +203,23 @@ class ServerSession:
     async def _request(
         self, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig
     ) -> GeneratedAnswer:
+        """Request an answer; repeat the request while the reply is malformed."""
+        import openai
+
+        pause_s = FIRST_PAUSE_S
+        for _ in range(NUM_RETRIES):
+            try:
+                return await self._request_once(client, request, sampling)
+            except (openai.APIError, ValueError) as error:
+                if not _is_malformed(error):
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        return await self._request_once(client, request, sampling)
+
+    async def _request_once(
+        self, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig
+    ) -> GeneratedAnswer:
         import openai
 
         seed = request_seed(request, sampling)
@@ -211,19 +237,25 @@ class ServerSession:
                 raise
             # prompt and answer would be too long together; without a limit, the server generates what fits
             completion = await client.chat.completions.create(**arguments)
-        answer = _answer_from(completion)
+        answer = self._answer_from(completion)
         self._has_answered = True
         return answer
 
+    def _answer_from(self, completion: ChatCompletion) -> GeneratedAnswer:
+        from openai.types.chat import ChatCompletion
 
-def _answer_from(completion: ChatCompletion) -> GeneratedAnswer:
-    from openai.types.chat import ChatCompletion
-
-    # the client accepts any page that a proxy may send instead
-    if not isinstance(completion, ChatCompletion) or not completion.choices or completion.usage is None:
-        raise ValueError("the server's reply lacks an answer or its token count")
-    choice, num_tokens = completion.choices[0], completion.usage.completion_tokens
-    return GeneratedAnswer(choice.message.content or "", num_tokens, truncated=choice.finish_reason == "length")
+        # the client accepts any page that a proxy may send instead
+        if not isinstance(completion, ChatCompletion) or not completion.choices:
+            raise ValueError("the server's reply lacks an answer")
+        choice = completion.choices[0]
+        text = choice.message.content or ""
+        if choice.finish_reason == "content_filter" and not text:
+            return GeneratedAnswer.failed("the server's content filter removed the answer")
+        if completion.usage is None and not self._has_warned:
+            self._has_warned = True
+            warn(f"{self._config.base_url} does not report the number of tokens; it counts as 0")
+        num_tokens = completion.usage.completion_tokens if completion.usage else 0
+        return GeneratedAnswer(text, num_tokens, truncated=choice.finish_reason == "length")
 
 
 def _status(error: Exception) -> int | None:
@@ -233,12 +265,20 @@ def _status(error: Exception) -> int | None:
     return error.status_code if isinstance(error, openai.APIStatusError) else None
 
 
-def _may_be_prompts_fault(error: Exception) -> bool:
-    """Whether the server refused the prompt, failed on it, or sent a malformed reply."""
+def _is_malformed(error: Exception) -> bool:
+    """Whether a reply was not the JSON of an answer."""
     import openai
 
-    status, is_malformed = _status(error) or 0, isinstance(error, ValueError | openai.APIResponseValidationError)
-    return status in REFUSALS or status >= 500 or is_malformed
+    return isinstance(error, ValueError | openai.APIResponseValidationError)
+
+
+def _may_be_prompts_fault(error: Exception) -> bool:
+    """Whether the server refused the prompt, failed on it, closed the connection, or sent a malformed reply."""
+    import openai
+
+    status = _status(error) or 0
+    is_lost = isinstance(error, openai.APIConnectionError)
+    return status in REFUSALS or status >= 500 or is_lost or _is_malformed(error)
 
 
 def find_served_model(config: EngineConfig, export: Path | None) -> ServedModel:

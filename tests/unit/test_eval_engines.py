@@ -44,7 +44,7 @@ KEY = "sk-secret-of-the-test"
 REQUEST = GenerateRequest("p", "Say it.")
 BAD = GenerateRequest("b", "bad")
 GREEDY = SamplingConfig()
-Reply = tuple[int, dict[str, Any]]
+Reply = tuple[int, Any]
 
 
 class Server(ThreadingHTTPServer):
@@ -87,8 +87,8 @@ class Handler(BaseHTTPRequestHandler):
         if reply is not None:
             self._send(*reply)
 
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        content = json.dumps(body).encode()
+    def _send(self, status: int, body: dict[str, Any] | bytes) -> None:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
@@ -212,12 +212,10 @@ def test_unresponsive_server_raises_engine_died(
     assert KEY not in str(error.value)
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 429, None])
-def test_server_side_failure_raises_engine_died(
-    status: int | None, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("status", [401, 403, 404, 429])
+def test_server_side_failure_raises_engine_died(status: int, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_engine, "NUM_RETRIES", 1)
-    server.reply = unless_bad(None if status is None else (status, refusal("no")))
+    server.reply = unless_bad((status, refusal("no")))
     known = EngineConfig(kind="openai", base_url=server.url, concurrency=1)
     with open_engine(known, None) as engine:
         answers = engine.answers([REQUEST, BAD, REQUEST], GREEDY)
@@ -234,14 +232,65 @@ def test_rejected_prompt_fails_alone(status: int, server: Server) -> None:
     assert [prompt_of(body) for body in server.asked] == ["bad", CONTROL_PROMPT.prompt, "bad"]  # others are answered
 
 
-@pytest.mark.parametrize("body", [completion("")[1] | {"choices": []}, completion("")[1] | {"usage": None}, []])
-def test_response_without_answer_is_an_error(body: Any, server: Server) -> None:
+@pytest.fixture
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_engine, "FIRST_PAUSE_S", 0)
+    monkeypatch.setattr(openai_engine, "LAST_PAUSE_S", 0)
+
+
+MALFORMED: list[Any] = [completion("")[1] | {"choices": []}, [], b'{"id": "1", "choices": [{"ind']
+
+
+@pytest.mark.parametrize("body", MALFORMED)
+def test_malformed_reply_is_retried(body: Any, server: Server, without_pauses: None) -> None:
+    replies = iter([(200, body)] * openai_engine.NUM_RETRIES)
+    server.reply = lambda _: next(replies, completion("said"))
+    assert ask(server, [REQUEST]) == [GeneratedAnswer("said", 7, truncated=False)]
+
+
+def test_control_prompt_survives_malformed_reply(server: Server, without_pauses: None) -> None:
+    controls = iter([(200, []), (200, [])])
+    bad = unless_bad((500, refusal("no")))
+    server.reply = lambda body: next(controls, bad(body)) if prompt_of(body) == CONTROL_PROMPT.prompt else bad(body)
+    [answer] = ask(server, [BAD])
+    assert "InternalServerError" in (answer.error or "")
+
+
+@pytest.mark.parametrize("body", MALFORMED)
+def test_response_without_answer_is_an_error(body: Any, server: Server, without_pauses: None) -> None:
     server.reply = unless_bad((200, body))
     (answer,) = ask(server, [BAD])
-    assert "lacks an answer" in answer.error
+    assert answer.error and "Error: " in answer.error
     server.reply = lambda _: (200, body)
-    with pytest.raises(EngineDied, match="lacks an answer"):
+    with pytest.raises(EngineDied, match="sends malformed replies"):
         ask(server, [BAD])
+
+
+def test_missing_token_count_is_zero_with_one_warning(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.reply = lambda body: (200, completion("said")[1] | {"usage": None})
+    assert ask(server, [REQUEST, REQUEST]) == [GeneratedAnswer("said", 0, truncated=False)] * 2
+    assert capsys.readouterr().err.count("does not report the number of tokens") == 1
+
+
+def test_filtered_answer_is_an_error(server: Server) -> None:
+    server.reply = unless_bad(completion("", "content_filter"))
+    first, second = ask(server, [BAD, REQUEST], concurrency=1)
+    assert "content filter" in (first.error or "") and second.text == "said"
+
+
+def test_prompt_on_which_connection_closes_fails_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_engine, "NUM_RETRIES", 1)
+    server.reply = unless_bad(None)
+    first, second = ask(server, [BAD, REQUEST], concurrency=1)
+    assert "APIConnectionError" in (first.error or "") and second.text == "said"
+
+
+def test_prompt_on_which_server_hangs_fails_alone(server: Server) -> None:
+    release = threading.Event()
+    server.reply = lambda body: hang(release) if prompt_of(body) == BAD.prompt else completion("said")
+    first, second = ask(server, [BAD, REQUEST], concurrency=1, timeout_s=0.5)
+    release.set()
+    assert "engine.timeout_s=0.5 seconds" in (first.error or "") and second.text == "said"
 
 
 def test_too_large_max_tokens_falls_back_to_remaining_length(server: Server) -> None:
@@ -296,12 +345,12 @@ def test_timeout_includes_retries(server: Server) -> None:
     with pytest.raises(EngineDied, match="engine.timeout_s=0.5 seconds, including retries"):
         ask(server, [REQUEST], timeout_s=0.5)
     release.set()
-    assert len(server.asked) == 1
+    assert [prompt_of(body) for body in server.asked] == [REQUEST.prompt, CONTROL_PROMPT.prompt]
     server.asked.clear()
     server.reply = lambda body: None
     with pytest.raises(EngineDied, match="engine.timeout_s=1.1"):
         ask(server, [REQUEST], timeout_s=1.1)
-    assert 1 <= len(server.asked) <= 2  # pauses of 0.5 s, 1 s ..., each up to a quarter shorter
+    assert 2 <= len(server.asked) <= 3  # pauses of 0.5 s, 1 s ..., each up to a quarter shorter
 
 
 @pytest.mark.parametrize("key", [f"{KEY}\n", f" {KEY} "])
