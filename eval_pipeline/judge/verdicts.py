@@ -6,13 +6,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 from eval_pipeline.judge.types import ErrorType, FunctionOutcome, ProgramCase, ResourceLimits, RunReport, Verdict
 
 MESSAGE_CHARS = 500
 _BY_SEVERITY: tuple[ErrorType, ...] = ("syntax_error", "timeout", "runtime_error", "wrong_answer", "success")
 _SHOWN_CHARS = 120
+_SCANNED_CHARS = 1 << 17
+_MB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ def judge_program_run(
     actual = report.stdout.decode(errors="replace")
     if match(actual, case.expected):
         return TestResult("success", "", report.wall_s)
-    message = f"printed {_shown(actual)}, expected {_shown(case.expected)}"
+    message = _difference(actual, case.expected, match)
+    if len(report.stdout) >= int(limits.output_mb * _MB):
+        message = f"the output was cut off at judge.limits.output_mb={limits.output_mb:g}; {message}"
     return TestResult("wrong_answer", message, report.wall_s)
 
 
@@ -104,6 +108,40 @@ def _ending(report: RunReport) -> str:
     errors, status = report.stderr.strip().splitlines(), report.exit_code
     ended = f"killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
     return f"{errors[-1].strip()} ({ended})" if errors else ended
+
+
+def _difference(actual: str, expected: str, match: Callable[[str, str], bool]) -> str:
+    """How two outputs differ: their beginnings, or in long ones the first line or word that differs."""
+    place = ""
+    if max(len(actual), len(expected)) > _SHOWN_CHARS and (found := _first_difference(actual, expected, match)):
+        place, actual, expected = found
+    return f"{place}printed {_shown(actual)}, expected {_shown(expected)}"
+
+
+def _first_difference(actual: str, expected: str, match: Callable[[str, str], bool]) -> tuple[str, str, str] | None:
+    """Place, actual and expected text of the first line that differs; of its first word that does if it is long.
+
+    Returns:
+        None if the first line differs from its beginning, or the place is not found in the first `_SCANNED_CHARS`
+        characters from the first line that is not the same text.
+    """
+    actual, expected = actual.strip(), expected.strip()
+    start = _end_of_same_lines(actual, expected)
+    end = start + _SCANNED_CHARS
+    ours, theirs = actual[start:end].split("\n"), expected[start:end].split("\n")
+    # the last line of a part is not complete
+    num_complete = [len(lines) - 1 for text, lines in ((actual, ours), (expected, theirs)) if len(text) > end]
+    pairs = islice(zip_longest(ours, theirs, fillvalue=""), min(num_complete, default=None))
+    for number, (line, wanted) in enumerate(pairs, actual.count("\n", 0, start) + 1):
+        if line == wanted or match(line, wanted):
+            continue
+        if max(len(line), len(wanted)) <= _SHOWN_CHARS:
+            return (f"line {number}: ", line, wanted) if number > 1 else None
+        words = zip_longest(line.split(), wanted.split(), fillvalue="")
+        for at, (word, wanted_word) in enumerate(words, 1):
+            if word != wanted_word and not match(word, wanted_word):
+                return (f"line {number}, word {at}: ", word, wanted_word) if number + at > 2 else None
+    return None
 
 
 def _shown(text: str) -> str:

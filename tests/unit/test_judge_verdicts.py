@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from eval_pipeline.judge import JudgeClient, ReferenceAnswer, ResourceLimits, RunReport, Submission, Verdict
+from eval_pipeline.judge import (
+    JudgeClient,
+    ProgramCase,
+    ReferenceAnswer,
+    ResourceLimits,
+    RunReport,
+    Submission,
+    Verdict,
+)
 from eval_pipeline.judge.types import FunctionOutcome
-from eval_pipeline.judge.verdicts import judge_function_run
+from eval_pipeline.judge.verdicts import judge_function_run, judge_program_run, outputs_match
 from tests.helpers.judge import LEVELS, function, script, serving, submit_all
 
 LIMITS = ResourceLimits(cpu_s=5, wall_s=60, memory_mb=768)
@@ -249,6 +258,38 @@ def test_hanging_test_is_not_repeated() -> None:
 def test_numbers_may_differ_within_tolerance(judged: Judged) -> None:
     assert judged("within the tolerance").error_type == "success"
     assert judged("without a tolerance").error_type == "wrong_answer"
+
+
+LINES = "line\n" * 100
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "says"),
+    [
+        (f"{LINES}43\n", f"{LINES}42\n", "line 101: printed '43', expected '42'"),
+        (f"\n{LINES}43", f"{LINES}42", "line 101: printed '43', expected '42'"),
+        (LINES, f"{LINES}42", "line 101: printed '', expected '42'"),
+        (f"{LINES}42\n43", f"{LINES}42", "line 102: printed '43', expected ''"),
+        (
+            f"{LINES}1.0\n43{LINES * 900}",
+            f"{LINES}1.00\n42 \n{LINES * 900}",
+            "line 102: printed '43line', expected '42 '",
+        ),
+        ("7 " * 100 + "43 8", "7 " * 100 + "42 8", "line 1, word 101: printed '43', expected '42'"),
+        ("1 2", "1 3", "printed '1 2', expected '1 3'"),
+        (f"43\n{LINES}", f"42\n{LINES}", r"printed '43\nline\nline"),
+    ],
+)
+def test_message_shows_where_outputs_differ(actual: str, expected: str, says: str) -> None:
+    report = RunReport("exited", exit_code=0, cpu_s=0, wall_s=0, stdout=actual.encode())
+    match = partial(outputs_match, tolerance=1e-6)
+    result = judge_program_run(report, ProgramCase("", expected), match, ResourceLimits())
+    assert result.error_type == "wrong_answer" and result.message.startswith(says)
+
+
+def test_message_says_that_output_was_cut_off(judged: Judged) -> None:
+    message = judged("script much output").message
+    assert message.startswith("test 1: the output was cut off at judge.limits.output_mb=4; printed '2 2")
 
 
 @pytest.mark.parametrize("kind", ["program", "function"])
