@@ -13,6 +13,7 @@ from typing import Any
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
 from eval_pipeline.judge.numeric_answer import has_decoded_escape, last_boxed, parse_number
+from eval_pipeline.judge.verdicts import outputs_match
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import (
     PARSE_ERRORS,
@@ -237,7 +238,9 @@ def _math_answer(record: Record) -> str:
 # `{input, output}`; or lists `input` and `output` in the row itself. All tests are used, each input once. `time_limit`
 # is ignored: every problem has the limits of the protocol.
 
-_TEST_KEYS = ("public_tests", "private_tests", "generated_tests", "tests")
+_PUBLISHED_KEYS = ("public_tests", "private_tests", "generated_tests")
+"""The published tests may contradict each other if a problem has several right answers; the first test is used."""
+_TEST_KEYS = (*_PUBLISHED_KEYS, "tests")
 _PYTHON3 = (3, "PYTHON3")
 """Python 3 in `solutions.language`: a number in the published data, a name in exports."""
 _CODECONTESTS_INSTRUCTION = """{description}
@@ -249,22 +252,28 @@ nothing else, to standard output. Reply with the whole program in one ```python 
 def parse_codecontests(record: Record) -> Problem:
     """The problem of one row."""
     description = record.text("description", "prompt", "question")
+    tolerance = stated_tolerance(description)
     return Problem(
         problem_id=record.identifier("name", "problem_id", "task_id", "id"),
         prompt=_CODECONTESTS_INSTRUCTION.format(description=description.strip()),
-        tests=ProgramTests(_cases(record), stated_tolerance(description)),
+        tests=ProgramTests(_cases(record, tolerance), tolerance),
         canonical_solution=_canonical_solution(record),
     )
 
 
-def _cases(record: Record) -> tuple[ProgramCase, ...]:
+def _cases(record: Record, tolerance: float | None) -> tuple[ProgramCase, ...]:
     groups = {key: record.fields.get(key) for key in _TEST_KEYS}
     if record.first("input", "output") is not None:
         groups["the row"] = {"input": record.fields.get("input"), "output": record.fields.get("output")}
     cases: dict[str, ProgramCase] = {}
     for key, tests in groups.items():
         for case in _cases_of(tests, key, record):
-            cases.setdefault(case.stdin, case)
+            first = cases.setdefault(case.stdin, case)
+            if outputs_match(case.expected, first.expected, tolerance):
+                continue
+            if key not in _PUBLISHED_KEYS:
+                raise record.error(f"two tests have the input {case.stdin[:40]!r} and different outputs; remove one")
+            record.contradictions.append(case.stdin)
     if not cases:
         raise record.error(f"{', '.join(_TEST_KEYS)}, 'input' and 'output' contain no test; add one")
     return tuple(cases.values())

@@ -450,7 +450,8 @@ def test_codecontests_solutions_pass_their_tests() -> None:
                 assert float(run.stdout) == pytest.approx(float(case.expected), rel=problem.tests.tolerance)
 
 
-def test_codecontests_tests_are_merged_without_duplicates(tmp_path: Path) -> None:
+def test_codecontests_tests_are_merged_without_duplicates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The published tests of problems with several right answers contradict each other."""
     row = {
         **CODECONTESTS,
         "private_tests": [{"input": "3 4", "output": "7"}, {"input": "1 2", "output": "other"}],
@@ -462,6 +463,17 @@ def test_codecontests_tests_are_merged_without_duplicates(tmp_path: Path) -> Non
     [problem] = load(tmp_path, "codecontests", row)
     assert problem.tests == ProgramTests((ProgramCase("1 2", "3"), ProgramCase("3 4", "7"), ProgramCase("", "0")))
     assert problem.canonical_solution == "print(3)"
+    warnings = capsys.readouterr().err
+    assert "contains 1 test with the input of another test and another output" in warnings and "line 1" in warnings
+
+
+@pytest.mark.parametrize("key", ["tests", "row"])
+def test_contradictory_tests_of_own_problem_are_rejected(tmp_path: Path, key: str) -> None:
+    tests = {"input": ["1 2", "3 4", "1 2"], "output": ["3", "7", "3 \n"]}
+    load(tmp_path, "codecontests", {**CODECONTESTS, **(tests if key == "row" else {key: tests})})
+    tests["output"][2] = "4"
+    with pytest.raises(UserError, match="line 1: two tests have the input '1 2' and different outputs"):
+        load(tmp_path, "codecontests", {**CODECONTESTS, **(tests if key == "row" else {key: tests})})
 
 
 @pytest.mark.parametrize(
