@@ -122,7 +122,7 @@ def _problems(arguments: argparse.Namespace, config: EvalConfig) -> list[Problem
 
 def _read_answers(path: Path, problems: dict) -> list[tuple[str, str | None]]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"cannot read the answers in {path} ({first_line_of(error)}); specify a UTF-8 JSON Lines file"

@@ -35,6 +35,15 @@ def judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Judge:
     return judge
 
 
+def test_accepts_files_with_byte_order_mark(tmp_path: Path) -> None:
+    for name, row in (("problems", PROBLEM), ("answers", RIGHT)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row), encoding="utf-8-sig")
+    words = [f"--{name}={tmp_path}/{name}.jsonl" for name in ("problems", "answers")]
+    with pytest.raises(SystemExit, match="0"):
+        main(["judge", *words, "--output", f"{tmp_path}/verdicts.jsonl"])
+    assert json.loads((tmp_path / "verdicts.jsonl").read_text())["error_type"] == "success"
+
+
 def test_missing_answer_is_api_error(judge: Judge, tmp_path: Path) -> None:
     """The other answers are judged."""
     code, error = judge([{"problem_id": "p", "answer": None}, RIGHT])
