@@ -265,23 +265,24 @@ class VllmChild:
     def _died(self) -> EngineDied:
         self._end_within(DEATH_TIMEOUT_S)
         return EngineDied(
-            f"the vLLM process died ({_describe_exit(self._process.returncode, self._was_killed)}); "
+            f"the vLLM process died ({_describe_exit(self._process.returncode, self._was_killed)})"
             f"{self._last_log_lines()}"
         )
 
     def _hung(self) -> EngineDied:
         self._end_within(0)
         return EngineDied(
-            f"the vLLM process made no progress for {self._timeout_s:g} s (engine.timeout_s) and was killed; "
+            f"the vLLM process made no progress for {self._timeout_s:g} s (engine.timeout_s) and was killed"
             f"{self._last_log_lines()}"
         )
 
     def _last_log_lines(self) -> str:
+        """The end of the message about the child's death."""
         if self._log.closed:  # its owner ended it while another thread read from it
-            return "it was shut down by its owner"
+            return "; it was shut down by its owner"
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
-        return "\n".join(["its last lines:", *lines[-NUM_LOG_LINES:]])
+        return "\n".join(["; its last lines:", *lines[-NUM_LOG_LINES:]]) if lines else ""
 
 
 def _set_send_timeout(connection: Connection, seconds: float) -> None:
