@@ -8,7 +8,7 @@ Several numbers and algebra (`3, 4`, `2x`, `x > 5`) equal no number. `3 million`
 questions that ask for millions. Reasoning up to `</think>` counts only if no answer follows it.
 
 A reference that is no number is a formula, the letter of a choice, or words. Such an answer has one of the tags, or is
-a single line.
+a single line. The letter of a choice may also be the last of several lines, if no other line is another letter.
 
 Answers may be hostile: every pattern takes time linear in the text, and numbers that are too big are not computed. Only
 the standard library is imported, because small server processes use this module.
@@ -49,6 +49,7 @@ _DIGIT = re.compile(r"[0-9]")
 _STATES = re.compile(r"[0-9\u00bc-\u00be\u2150-\u215e]|<answer>|\\boxed|\banswer(?: is\b|:)", re.IGNORECASE)
 """Found in a text that may state an answer."""
 _CHOICE = re.compile(r"^\(?([A-Za-z])\)?$")
+_CHOICE_LINE = re.compile(r"^[ \t]*\(?([A-Za-z])\)?\.?[ \t]*$", re.MULTILINE)
 _CHOSEN = re.compile(r"\s*(?:(?i:option|choice) )?(?:\(([A-Za-z])\)|([A-Z])(?=[).:]|\s*$))")
 _OTHER_CHOICE = re.compile(r"\([A-Za-z]\)|(?<![A-Za-z])[A-Z](?:[.)]|\s*$)")
 _PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}|(?<![-+*/^,(\u00d7\u00f7\u00b7])[ \t](?=[(<>\u2264\u2265|{])")
@@ -108,7 +109,7 @@ def stated_result(answer: str, reference: str) -> str | None:
     """The part of an answer that `is_right` compares with the reference; None if no part of it states a result."""
     text = _without_reasoning(answer)
     if parse_number(reference) is None:
-        result = _stated_text(text)
+        result = _stated_text(text, reference)
     elif tagged := _find_tagged(text):
         result = _result(tagged.text, tagged.enclosed)
     else:
@@ -151,7 +152,7 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
 
 def _is_text_or_formula(text: str, reference: str) -> bool:
     """Whether an answer states a reference that is no number: a formula, a choice such as `(B)`, or words."""
-    stated = _stated_text(text)
+    stated = _stated_text(text, reference)
     if stated is None:
         return False
     if choice := _CHOICE.match(_replaced(reference, _TEXT_COMMANDS).strip()):
@@ -165,13 +166,27 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
     return not are_words and equal_formulas(_joined_thousands(stated), _joined_thousands(reference))
 
 
-def _stated_text(text: str) -> str | None:
-    """The part of an answer that states a formula, a choice or words; None if it has no tag and several lines."""
+def _stated_text(text: str, reference: str) -> str | None:
+    """The part of an answer that states a formula, a choice or words.
+
+    Returns:
+        None if the answer has no tag and several lines, unless the last one is a choice, and so is the reference.
+    """
     if (enclosed := _enclosed(text)) is not None:
         return enclosed
     tag = next(filter(None, (_last(pattern, text) for pattern in _TEXT_TAGS)), None)
     line = text[tag.end() :].partition("\n")[0] if tag else text.strip()
+    if "\n" in line and _CHOICE.match(_replaced(reference, _TEXT_COMMANDS).strip()):
+        return _last_choice(_replaced(line, _TEXT_COMMANDS).strip())
     return None if len(line) > MAX_LINE_CHARS or "\n" in line else _math_or_sentence(line)
+
+
+def _last_choice(text: str) -> str | None:
+    """The last line if it is a choice; None if it is not, or another line is another choice."""
+    lines = [*_CHOICE_LINE.finditer(text)]
+    if not lines or lines[-1].end() < len(text) or len({line[1].casefold() for line in lines}) > 1:
+        return None
+    return lines[-1][0]
 
 
 def _math_or_sentence(text: str) -> str:

@@ -143,6 +143,10 @@ from tests.helpers import ROOT
         ("The answer is (B).", "B"),
         ("Answer: B) Paris", "(B)"),
         ("Answer: **C**", "C"),
+        ("So B is correct.\n\nB", "B"),
+        ("So B is correct.\n\n**(B)**\n", "(B)"),
+        ("So B is correct.\n  (B).", r"\text{B}"),
+        ("B\nSo B is correct.\nB", "B"),
         (r"\boxed{\textbf{(B)}\ 5}", "B"),
         (r"\boxed{B, A}", "A,B"),
         ("Final Answer: The final answer is $p - q$. I hope it is correct.", "-q+p"),
@@ -279,6 +283,11 @@ def test_accepts_right_answer(answer: str, reference: str) -> None:
         (r"\boxed{C(7,5)}", "5"),
         (r"\boxed{\text{(B)}}", "C"),
         ("The answer is A good one.", "B"),
+        ("So B is correct.\n\nA", "B"),
+        ("B\nis correct.", "B"),
+        ("B is correct.\nA and B", "B"),
+        ("It is x.\nx", "x + 1"),
+        ("The word is\nno", "no"),
         (r"\boxed{A, B}", "A"),
         (r"\boxed{A}", "A, B"),
         (r"\boxed{m}", "m^2"),
@@ -402,7 +411,15 @@ def test_hostile_answer_is_wrong_in_linear_time(answer: str) -> None:
     stated_result(answer, "x+1")
 
 
+def test_stated_choice_is_that_of_the_last_line() -> None:
+    assert stated_result("So B is correct.\n\n**(A)**", "B") == "(A)"
+    assert stated_result("A\nB", "B") is None
+    assert stated_result("So B is correct.\n\nA", "Paris") is None
+
+
 def test_text_is_compared_in_linear_time() -> None:
+    assert not is_right("B" * N + "\n" * N + "(" * N, "B")
+    assert not is_right("B\n" * N + " " * N + "A", "B")
     assert not is_right(r"\boxed{x" + " " * N + "}", "x y")
 
 
