@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from tests.helpers.data import noise
 from verl_ext.data.config import QuestionSource
 from verl_ext.data.image_questions import PUBLIC_DATASETS, ImageQuestionDataset
 from verl_ext.errors import UserError
@@ -119,9 +120,38 @@ def test_unreadable_images_are_skipped_by_name_up_to_limit(tmp_path: Path, capsy
     sources = {"text_vqa": QuestionSource(source=write(tmp_path / "t", rows))}
     assert len(ImageQuestionDataset(sources, "train", max_unreadable=2)) == 2
     said = capsys.readouterr().err
-    assert "2 images cannot be read and are skipped" in said and "text_vqa/34603" in said and "text_vqa/9" in said
+    assert "2 images cannot be used and are skipped" in said and "text_vqa/34603" in said and "text_vqa/9" in said
     with pytest.raises(UserError, match=r"2 images .* more than data.max_unreadable_images=1: .*text_vqa/34603"):
         ImageQuestionDataset(sources, "train", max_unreadable=1)
+
+
+def narrow_png() -> bytes:
+    encoded = io.BytesIO()
+    Image.new("L", (804, 4)).save(encoded, "png")
+    return encoded.getvalue()
+
+
+def png_with_broken_chunk() -> bytes:
+    """Pillow raises a SyntaxError for it."""
+    start, first, rest = noise(0, 300).split(b"IDAT", 2)
+    return start + b"IDAT" + first + b"\0\0\0\0" + rest
+
+
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        (png_with_broken_chunk(), "cannot be read: broken PNG file"),
+        (narrow_png(), "is 804x4 pixels, an aspect ratio of 201, and processors accept at most 200"),
+    ],
+    ids=["broken", "narrow"],
+)
+def test_images_that_processors_refuse_count_as_unreadable(
+    image: bytes, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{**ROWS["text_vqa"][0], "image": {"bytes": image, "path": None}}, ROWS["text_vqa"][1]]
+    sources = {"text_vqa": QuestionSource(source=write(tmp_path / "t", rows))}
+    assert len(ImageQuestionDataset(sources, "train", max_unreadable=1)) == 1
+    assert f"the image of train/text_vqa/34602 {says}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ class ImageDataConfig(DataConfig):
         "source defaults to NAME on the Hub",
     )
     question_suffix: str = setting("", "Appended to every question")
-    max_unreadable_images: int = setting(0, "Maximum unreadable images to skip", ge=0)
+    max_unreadable_images: int = setting(0, "Maximum unreadable or extremely narrow images to skip", ge=0)
 
     def check(self) -> None:
         """Refuse entries of `data.datasets` with unknown keys or invalid values."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from verl_ext.console import progress_bar, warn
 from verl_ext.data.config import VQA_METRICS, ImageDataConfig, QuestionSource
@@ -22,8 +22,10 @@ from verl_ext.errors import UserError, first_line_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 """Accepted image formats. Pillow passes some others to external programs (EPS to Ghostscript)."""
+MAX_ASPECT_RATIO = 200
+"""Maximum ratio of an image's longer side to its shorter side; the processors of the Qwen family refuse more."""
 MAX_LISTED = 5
-"""Maximum number of unreadable images that a message names."""
+"""Maximum number of unusable images that a message names."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +82,24 @@ class ImageQuestion:
         """Decode the image to RGB.
 
         Raises:
-            UserError: the image cannot be read.
+            UserError: the image cannot be read, or is too narrow.
         """
         try:
             source: Any = io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image
             if isinstance(source, Path) and not source.is_file():
                 raise OSError(f"{source} is not a file")  # reading a pipe or a device may block forever
-            with Image.open(source, formats=FORMATS) as image:
-                return image.convert("RGB")
-        except (OSError, UnidentifiedImageError, ValueError, Image.DecompressionBombError) as error:
+            with Image.open(source, formats=FORMATS) as opened:
+                image = opened.convert("RGB")
+        except Exception as error:  # decoders raise anything on damaged files, such as SyntaxError (PNG)
             raise UserError(f"the image of {self.sample_id} cannot be read: {error}") from error
+        ratio = max(image.size) / min(image.size)
+        if ratio > MAX_ASPECT_RATIO:
+            width, height = image.size
+            raise UserError(
+                f"the image of {self.sample_id} is {width}x{height} pixels, an aspect ratio of {ratio:.0f}, and "
+                f"processors accept at most {MAX_ASPECT_RATIO}"
+            )
+        return image
 
 
 class ImageQuestionDataset(SampleDataset):
@@ -183,10 +193,10 @@ def report_unreadable(messages: Sequence[str], max_unreadable: int) -> None:
     shown = "; ".join(messages[:MAX_LISTED]) + ("; ..." if len(messages) > MAX_LISTED else "")
     if len(messages) > max_unreadable:
         raise UserError(
-            f"{len(messages)} images cannot be read, more than data.max_unreadable_images={max_unreadable}: {shown}; "
-            "repair them, or raise it"
+            f"{len(messages)} images cannot be used, more than data.max_unreadable_images={max_unreadable}: {shown}; "
+            "correct or remove them, or raise it"
         )
-    warn(f"{len(messages)} images cannot be read and are skipped: {shown}")
+    warn(f"{len(messages)} images cannot be used and are skipped: {shown}")
 
 
 def question_of(
