@@ -232,6 +232,28 @@ def test_space_that_does_not_fit_model_is_rejected(arguments: tuple, message: st
         make(name).space(*rest)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1, None, (1, 2)), r"sizes.topk_choices=\[1, 2\] must end with 4"),
+        ((5, None, (1, 4)), "sizes.min_active=5 exceeds the model's 4 blocks"),
+        ((3, 2, (1, 4)), "sizes.min_active=3 and sizes.max_active=2"),
+    ],
+)
+def test_messages_name_section_of_space(arguments: tuple, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make("qwen3_vl_moe").space(*arguments, section="sizes")
+
+
+@pytest.mark.parametrize("sizes", [(3, 6, 12), (255, 512), (256, 511)])
+def test_tiers_that_give_equal_grids_are_rejected(sizes: tuple[int, ...]) -> None:
+    """An image token of this processor covers 16x16 pixels."""
+    message = r"sizes.tier_sizes=.* pixels for Qwen.* 16x16 pixels each; .* such as \[16384, 65536, 262144\]"
+    with pytest.raises(UserError, match=message):
+        adapter_for(*vlms.qwen3_vl_moe(), sizes, section="sizes")
+    adapter_for(*vlms.qwen3_vl_moe(), (256, 512), section="sizes")
+
+
 def test_unsupported_models_are_rejected() -> None:
     model, processor = vlms.qwen2_5_vl(use_sliding_window=True, max_window_layers=2)
     with pytest.raises(UserError, match="set use_sliding_window to false"):

@@ -95,7 +95,7 @@ def main() -> None:
     from verl_ext.controller.latency import calibrate, r2_warning  # here, as torch takes seconds to import
 
     adapter, questions = load_inputs(arguments)
-    space = adapter.space(arguments.min_active, len(adapter.blocks), arguments.topk_choices)
+    space = adapter.space(arguments.min_active, None, arguments.topk_choices)
     sizes = arguments.configurations, arguments.repeats, arguments.max_new_tokens, arguments.hidden
     model = calibrate(adapter, space, questions, *sizes)
     for part, weights in model.coefficients.items():

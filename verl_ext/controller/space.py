@@ -52,13 +52,13 @@ class ConfigurationSpace:
 
     def __post_init__(self) -> None:
         if not self.tiers:
-            raise UserError("the controller needs at least one tier; set controller.tier_sizes")
+            raise UserError("a configuration space needs at least one tier; set tier_sizes")
         if not 1 <= self.min_active <= self.max_active <= self.num_blocks:
             raise UserError(
-                f"controller.min_active={self.min_active} and controller.max_active={self.max_active} must be between "
-                f"1 and the model's {self.num_blocks} blocks, and the first must not exceed the second"
+                f"min_active={self.min_active} and max_active={self.max_active} must be between 1 and the model's "
+                f"{self.num_blocks} blocks, and the first must not exceed the second"
             )
-        require_ascending("controller.topk_choices", self.topk_choices, may_be_empty=True)
+        require_ascending("topk_choices", self.topk_choices, may_be_empty=True)
 
     @property
     def full_topk(self) -> int:

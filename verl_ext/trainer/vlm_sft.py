@@ -70,8 +70,8 @@ class VLMSFTTrainer(SFTTrainer):
         """See `PipelineTrainer.build_model`."""
         config, section = self.config, self.config.configurations
         model = on_every_rank(lambda: load_model(config, self.device_mesh, self.precision, AutoModelForImageTextToText))
-        self.adapter = adapter_for(model, self.processor, tuple(section.tier_sizes))
-        self.space = self.adapter.space(section.min_active, len(self.adapter.blocks), list(section.topk_choices))
+        self.adapter = adapter_for(model, self.processor, tuple(section.tier_sizes), section="configurations")
+        self.space = self.adapter.space(section.min_active, None, list(section.topk_choices), "configurations")
         self.prepare_loss(model)
         model = shard(model, config.model.fsdp_config, self.device_mesh, self.precision)
         self.reshard_policy = self.build_reshard_policy(model)

@@ -29,25 +29,31 @@ ADAPTERS: dict[str, type[VLMAdapter]] = {
 
 
 def adapter_for(
-    model: PreTrainedModel, processor: ProcessorMixin, tier_sizes: Sequence[int], plugin: Plugin | None = None
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    tier_sizes: Sequence[int],
+    plugin: Plugin | None = None,
+    section: str = "controller",
 ) -> VLMAdapter:
     """Create the adapter for a model's `model_type`, or a custom adapter.
 
     Args:
         plugin: a custom adapter class, for any other architecture.
+        section: section of the configuration with `tier_sizes`, for messages.
 
     Raises:
-        UserError: no adapter supports the model, or the custom class cannot be used.
+        UserError: no adapter supports the model, the custom class cannot be used, or the tiers do not fit the model.
     """
-    if plugin is not None:
-        return load_adapter_class(plugin)(model, processor, tier_sizes)
     model_type = model.config.model_type
-    if model_type not in ADAPTERS:
+    if plugin is None and model_type not in ADAPTERS:
         raise UserError(
             f"the controller cannot run a model of type {model_type}; use one of {', '.join(ADAPTERS)}, or specify an "
             "adapter"
         )
-    return ADAPTERS[model_type](model, processor, tier_sizes)
+    adapter_class = ADAPTERS[model_type] if plugin is None else load_adapter_class(plugin)
+    adapter = adapter_class(model, processor, tier_sizes)
+    adapter.check_tiers(f"{section}.tier_sizes")
+    return adapter
 
 
 def load_adapter_class(plugin: Plugin) -> type[VLMAdapter]:

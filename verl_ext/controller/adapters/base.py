@@ -98,8 +98,6 @@ class VLMAdapter(ABC):
     """Unit of `tier_sizes`."""
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, tier_sizes: Sequence[int]) -> None:
-        if list(tier_sizes) != sorted(set(tier_sizes)) or not tier_sizes or tier_sizes[0] < 1:
-            raise UserError(f"controller.tier_sizes={list(tier_sizes)} must be ascending numbers of {self.unit}")
         self.model, self.processor, self.tier_sizes = model, processor, tuple(tier_sizes)
 
     # What an architecture defines
@@ -150,6 +148,19 @@ class VLMAdapter(ABC):
     def decode(self, state: DecodeState, token: torch.Tensor) -> DecodeState:
         """Run the model on one more token, (1, 1)."""
 
+    def check_tiers(self, key: str) -> None:
+        """Refuse tiers that are not ascending, or that the architecture cannot distinguish.
+
+        Args:
+            key: key that sets the tiers, for messages.
+
+        Raises:
+            UserError: the tiers cannot be used.
+        """
+        sizes = list(self.tier_sizes)
+        if sizes != sorted(set(sizes)) or not sizes or sizes[0] < 1:
+            raise UserError(f"{key}={sizes} must be ascending numbers of {self.unit}")
+
     # What all architectures share
 
     @property
@@ -169,26 +180,41 @@ class VLMAdapter(ABC):
         mixtures = [self.mixture(block) for block in self.blocks]
         return [None if mixture is None else self.router(mixture) for mixture in mixtures]
 
-    def space(self, min_active: int, max_active: int, topk_choices: Sequence[int] = ()) -> ConfigurationSpace:
+    def space(
+        self, min_active: int, max_active: int | None, topk_choices: Sequence[int] = (), section: str = "controller"
+    ) -> ConfigurationSpace:
         """The configurations of this model that a controller can select.
 
+        Args:
+            max_active: most active blocks; None for all blocks of the model.
+            section: section of the configuration with these keys, for messages.
+
         Raises:
-            UserError: `topk_choices` is set for a model without experts, or does not end with the model's own top-k.
+            UserError: `topk_choices` is set for a model without experts, or does not end with the model's own top-k, or
+                the numbers of blocks do not fit the model.
         """
-        topk = self.trained_topk
+        topk, num_blocks = self.trained_topk, len(self.blocks)
         if topk_choices and not topk:
             raise UserError(
-                f"controller.topk_choices={list(topk_choices)} is set, but {type(self.model).__name__} has no experts; "
+                f"{section}.topk_choices={list(topk_choices)} is set, but {type(self.model).__name__} has no experts; "
                 "set it to []"
             )
         if topk and (not topk_choices or topk_choices[-1] != topk):
             raise UserError(
-                f"controller.topk_choices={list(topk_choices)} must end with {topk}, the number of experts per token "
+                f"{section}.topk_choices={list(topk_choices)} must end with {topk}, the number of experts per token "
                 f"of {type(self.model).__name__}"
+            )
+        if max_active is None and min_active > num_blocks:
+            raise UserError(f"{section}.min_active={min_active} exceeds the model's {num_blocks} blocks; lower it")
+        if max_active is not None and not min_active <= max_active <= num_blocks:
+            raise UserError(
+                f"{section}.min_active={min_active} and {section}.max_active={max_active} must be between 1 and the "
+                f"model's {num_blocks} blocks, and the first must not exceed the second"
             )
         has_usual_tiers = len(self.tier_sizes) == len(TIER_NAMES)
         names = TIER_NAMES if has_usual_tiers else [f"tier {size}" for size in self.tier_sizes]
-        return ConfigurationSpace(tuple(names), len(self.blocks), min_active, max_active, tuple(topk_choices))
+        most = num_blocks if max_active is None else max_active
+        return ConfigurationSpace(tuple(names), num_blocks, min_active, most, tuple(topk_choices))
 
     @contextmanager
     def configured(self, configuration: Configuration) -> Iterator[None]:

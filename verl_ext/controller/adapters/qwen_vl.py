@@ -39,6 +39,19 @@ class QwenVLAdapter(VLMAdapter):
                 "set use_sliding_window to false in its config.json"
             )
 
+    def check_tiers(self, key: str) -> None:
+        """See `VLMAdapter`; also refuses tiers with less than one image token, or with equally many."""
+        super().check_tiers(key)
+        images = self.processor.image_processor
+        side = images.patch_size * images.merge_size
+        num_tokens = [size // side**2 for size in self.tier_sizes]
+        if num_tokens[0] < 1 or len({*num_tokens}) < len(num_tokens):
+            example = [count * side**2 for count in (64, 256, 1024)]
+            raise UserError(
+                f"{key}={list(self.tier_sizes)} are pixels for {type(self.model).__name__}, whose image tokens cover "
+                f"{side}x{side} pixels each; set sizes that give every tier more tokens, such as {example}"
+            )
+
     @property
     def blocks(self) -> nn.ModuleList:
         """See `VLMAdapter`."""
