@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -145,6 +146,13 @@ def test_rejects_budget_below_decision_time(
     controlled.budgets_ms = (low_ms, 40.0)
     with pytest.raises(UserError, match=says) if says else nullcontext():
         controlled.require_reachable_budgets()
+
+
+def test_rejects_question_with_image_token(controlled: BudgetTrainer) -> None:
+    samples = controlled.val_dataset.samples
+    samples[-1] = replace(samples[-1], question="what is <|image_pad|> ?")
+    with pytest.raises(UserError, match=r"the question of val/tiny/\d+ contains <\|image_pad\|>, which the model reads"):
+        controlled.build_runner()
 
 
 def test_validation_may_use_latency_of_training(controlled: BudgetTrainer) -> None:

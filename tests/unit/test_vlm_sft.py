@@ -115,6 +115,14 @@ def test_rejects_failing_or_endless_template(template: str, names: str, monkeypa
         batcher().check([ImageChat(tuple(questions_on_one_image(1, 2)))])
 
 
+def test_rejects_texts_with_image_token() -> None:
+    """The model would look for a second image."""
+    with pytest.raises(UserError, match=r"the question of mine/1 contains <\|image_pad\|>"):
+        batcher().check([ImageChat((question(0),)), ImageChat((replace(question(1), question="a <|image_pad|> b"),))])
+    with pytest.raises(UserError, match=r"the answers of mine/2 contain <\|video_pad\|>"):
+        batcher().check([ImageChat((replace(question(2), references=("no", "<|video_pad|>")),))])
+
+
 REWRITING = vlms.TEMPLATE.replace(
     "<|im_start|>{{ m.role }}\n",
     "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}<think></think>{% endif %}",

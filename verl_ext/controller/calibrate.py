@@ -61,7 +61,7 @@ def load_inputs(arguments: argparse.Namespace) -> tuple[VLMAdapter, list[ImageQu
     """Load the model, in bfloat16 on a GPU if there is one, and the questions to measure on."""
     from verl_ext.controller.vlm import default_device, load_adapter  # here, as torch takes seconds to import
     from verl_ext.data.config import QuestionSource
-    from verl_ext.data.image_questions import ImageQuestionDataset
+    from verl_ext.data.image_questions import ImageQuestionDataset, require_no_placeholders
 
     device, dtype = default_device()
     adapter = load_adapter(
@@ -73,7 +73,9 @@ def load_inputs(arguments: argparse.Namespace) -> tuple[VLMAdapter, list[ImageQu
         custom_adapter=arguments.adapter,
     )
     source = QuestionSource(arguments.num_questions, 0, arguments.questions)
-    return adapter, ImageQuestionDataset({"questions": source}, "train", progress=True).samples
+    questions = ImageQuestionDataset({"questions": source}, "train", progress=True).samples
+    require_no_placeholders(questions, adapter.processor)
+    return adapter, questions
 
 
 def build_parser() -> CommandParser:

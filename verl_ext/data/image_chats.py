@@ -22,7 +22,7 @@ from verl_ext.data.batching import MicroBatch
 from verl_ext.data.chat_template import clock_arguments
 from verl_ext.data.config import ImageChatDataConfig
 from verl_ext.data.dataset import SampleDataset
-from verl_ext.data.image_questions import ImageQuestion, load_image_questions
+from verl_ext.data.image_questions import ImageQuestion, load_image_questions, require_no_placeholders
 from verl_ext.errors import UserError
 from verl_ext.rendering import rendering
 
@@ -163,9 +163,10 @@ class ImageChatCollator:
         """Refuse chats that the template cannot continue, before a step fails on only one rank.
 
         Raises:
-            UserError: the template cannot continue a chat.
+            UserError: the template cannot continue a chat, or a text contains the token of an image.
         """
         for chat in chats:
+            require_no_placeholders(chat.questions, self.processor, with_answers=True)
             if len(chat.questions) > 1:
                 self._turns(chat)
 

@@ -6,7 +6,7 @@ Does not import torch, because the launcher checks that the data of a recipe exi
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -165,6 +165,27 @@ def load_image_questions(
             "lower it, or add questions"
         )
     return train, val
+
+
+def require_no_placeholders(samples: Iterable[ImageQuestion], processor: Any, with_answers: bool = False) -> None:
+    """Refuse texts with the processor's token of an image or video, for which the prompt has no pixels.
+
+    Args:
+        with_answers: also check the references.
+
+    Raises:
+        UserError: a text contains such a token.
+    """
+    found = (getattr(processor, name, None) for name in ("image_token", "video_token"))  # not every processor has them
+    tokens = [token for token in found if isinstance(token, str) and token]
+    for sample in samples:
+        texts = {"question": [sample.question], "answers": sample.references if with_answers else []}
+        for part, each in texts.items():
+            if token := next((token for token in tokens if any(token in text for text in each)), None):
+                raise UserError(
+                    f"the {part} of {sample.sample_id} contain{'s' * (part == 'question')} {token}, which the model "
+                    "reads as an image or video; remove it"
+                )
 
 
 def _read_questions(

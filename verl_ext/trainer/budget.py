@@ -34,7 +34,7 @@ from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.scoring import AnswerScorer
 from verl_ext.controller.space import ConfigurationSpace, cheapest_configuration
 from verl_ext.controller.vlm import STATE_KEY, ControlledModel, fingerprint, load_weights
-from verl_ext.data.image_questions import ImageQuestionDataset
+from verl_ext.data.image_questions import ImageQuestionDataset, require_no_placeholders
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks, to_full
 from verl_ext.files import replacing, write_errors
@@ -91,11 +91,18 @@ class BudgetTrainer(RewardTrainer):
         )
 
     def build_runner(self) -> VLMRunner:
-        """Build the frozen model, unsharded on every rank."""
+        """Build the frozen model, unsharded on every rank.
+
+        Raises:
+            UserError: the model cannot be loaded, or a question contains its token of an image.
+        """
         controller, device, named = self.config.controller, self.config.trainer.device, self.config.model.adapter
         dtype = pick_precision(controller.dtype, device)
         plugin = None if named is None else Plugin.parse(named, "model.adapter")
-        return self.controlled_model().runner(device, dtype, plugin, max_encodings=controller.max_encodings)
+        runner = self.controlled_model().runner(device, dtype, plugin, max_encodings=controller.max_encodings)
+        samples = [*self.train_dataset.samples, *self.val_dataset.samples]
+        require_no_placeholders(samples, runner.adapter.processor)
+        return runner
 
     @property
     def space(self) -> ConfigurationSpace:

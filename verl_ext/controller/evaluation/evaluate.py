@@ -37,7 +37,7 @@ from verl_ext.controller.source import ControllerSource
 from verl_ext.controller.space import cheapest_configuration
 from verl_ext.controller.vlm import ControlledModel
 from verl_ext.data.config import QuestionSource
-from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
+from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset, require_no_placeholders
 from verl_ext.errors import UserError
 from verl_ext.plugins import Plugin
 
@@ -73,6 +73,7 @@ def evaluate(source: ControllerSource, config: AdaptiveEvalConfig, output: Path,
     adapter, space, file = model.runner.adapter, model.space, source.setting("controller", "importance_file")
     scores = None if file is None else load_importance(file, adapter)
     train, held_out = load_questions(source, config, controlled.question_suffix)
+    require_no_placeholders([*train, *held_out], adapter.processor)
     latency = latency_source(source, config.latency, adapter)
     budgets = choose_budgets(config, model.trained_ms)
     benchmark = ControllerBenchmark(
