@@ -154,6 +154,15 @@ def test_samples_without_decisions_are_ignored() -> None:
         torch.testing.assert_close(with_padding, micro_batch_loss(dropped, actor, whole(dropped))[0])
 
 
+def test_entropy_bonus_may_differ_from_logged_entropy() -> None:
+    inputs = random_inputs(4)
+    weighted = replace(inputs, entropy_bonus=3 * inputs.entropy)
+    values, sums = zip(*(micro_batch_loss(each, ACTOR, whole(inputs)) for each in (inputs, weighted)))
+    assert sums[0] == sums[1]
+    alone, _ = micro_batch_loss(inputs, replace(ACTOR, entropy_coeff=0.0), whole(inputs))
+    torch.testing.assert_close(values[1] - alone, 3 * (values[0] - alone))
+
+
 def test_entropy_and_kl_sums_cover_masked_tokens() -> None:
     inputs = random_inputs(3)
     _, sums = micro_batch_loss(inputs, ACTOR, whole(inputs))

@@ -162,6 +162,11 @@ class ConfigurationDistribution:
         of_topk = self._topk.gather(2, choices.topk[..., None])[..., 0]
         return log_prob + (of_topk * choices.masks).sum(-1)
 
+    @property
+    def tier_entropy(self) -> torch.Tensor:
+        """Entropy of the tier in nats, (batch,)."""
+        return categorical_entropy(self._tiers)
+
     def entropy_bonus(self, tier_weight: float = 1.0) -> torch.Tensor:
         """Entropy in nats, (batch,), with a weight for the tier and a modified gradient.
 
@@ -171,7 +176,7 @@ class ConfigurationDistribution:
         constant = BlockMaskDistribution(self._masks.logits.detach(), self._masks.min_blocks, self._masks.max_blocks)
         topk_entropy = None if self._topk is None else categorical_entropy(self._topk)
         experts = constant.entropy(topk_entropy) - constant.entropy()
-        return tier_weight * categorical_entropy(self._tiers) + self._masks.entropy() + experts
+        return tier_weight * self.tier_entropy + self._masks.entropy() + experts
 
     @torch.no_grad()
     def sample(self, uniforms: torch.Tensor) -> Choices:

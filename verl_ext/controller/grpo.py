@@ -124,8 +124,10 @@ class ControllerPolicy(Policy):
         """See `Policy.log_probs`."""
         distribution = self._distribution(micro_batch["vision"], micro_batch["language"], micro_batch["budgets_ms"])
         choices = Choices(*(micro_batch[name].to(self._device) for name in ("tiers", "masks", "topk")))
-        bonus = distribution.entropy_bonus(self._tier_entropy_weight)
-        return LogProbs(distribution.log_prob(choices)[:, None], bonus[:, None])
+        weight = self._tier_entropy_weight
+        bonus = distribution.entropy_bonus(weight)
+        entropy = bonus.detach() - (weight - 1) * distribution.tier_entropy.detach()
+        return LogProbs(distribution.log_prob(choices)[:, None], entropy[:, None], bonus[:, None])
 
     def num_decisions(self, trajectory: Trajectory) -> int:
         """See `Policy.num_decisions`."""

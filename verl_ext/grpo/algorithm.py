@@ -106,6 +106,7 @@ class LossInputs:
         entropy: entropy of each decision's distribution; needed for an entropy bonus.
         reference_log_probs: log-probabilities under the frozen reference; needed for a KL term.
         rollout_is_weights: importance weights that correct for a sampling distribution that differs from the model's.
+        entropy_bonus: see `LogProbs`.
     """
 
     log_probs: torch.Tensor
@@ -115,6 +116,7 @@ class LossInputs:
     entropy: torch.Tensor | None = None
     reference_log_probs: torch.Tensor | None = None
     rollout_is_weights: torch.Tensor | None = None
+    entropy_bonus: torch.Tensor | None = None
 
 
 def micro_batch_loss(
@@ -134,7 +136,8 @@ def micro_batch_loss(
     if inputs.entropy is not None:
         sums["entropy"] = float((inputs.entropy.detach() * mask).sum())
         if actor.entropy_coeff:
-            bonus = agg_loss(inputs.entropy, mask, actor.loss_agg_mode, **normalization)
+            bonus = inputs.entropy if inputs.entropy_bonus is None else inputs.entropy_bonus
+            bonus = agg_loss(bonus, mask, actor.loss_agg_mode, **normalization)
             value = value - actor.entropy_coeff * bonus
     if inputs.reference_log_probs is not None:
         kl = kl_estimate(inputs.log_probs, inputs.reference_log_probs, actor.kl_loss_type)

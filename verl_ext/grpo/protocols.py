@@ -189,15 +189,17 @@ class Environment(ABC):
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Log-probabilities and entropies of a micro-batch, both (trajectories, decisions).
+    """Log-probabilities and entropies of a micro-batch, each (trajectories, decisions).
 
     Attributes:
         values: log-probability of each decision.
         entropy: entropy of the distribution of each decision, in nats.
+        entropy_bonus: what the entropy bonus of the loss averages; None for `entropy`.
     """
 
     values: torch.Tensor
     entropy: torch.Tensor
+    entropy_bonus: torch.Tensor | None = None
 
 
 class Policy(ABC):

@@ -289,6 +289,7 @@ class GRPOStep:
             output.entropy,
             tensors.get("reference_log_probs"),
             rollout_is_weights(rollout_log_ratio, mask, self.algorithm),
+            output.entropy_bonus,
         )
         value, sums = micro_batch_loss(inputs, self.actor, batch)
         num_decisions = float(mask.sum())
