@@ -105,7 +105,7 @@ def write_run(directory: Path) -> None:
     config = {
         "data": {"datasets": {"tiny": {"source": str(directory / "data")}}, "max_unreadable_images": 0},
         "controller": {"dtype": "auto", "importance_file": str(directory / "importance.json")},
-        "latency": {"file": None},
+        "latency": {"file": None, "percentile": 90},
         "trainer": {"project_name": "tiny", "experiment_name": "budget"},
     }
     (run / "config.yaml").write_text(yaml.safe_dump(config))
@@ -155,6 +155,9 @@ def test_output_files_are_consistent(evaluated: Path) -> None:
     again = vars(summarize_comparison(compared, content["budgets_ms"], deciding, full_ms, 0.0))
     assert json.loads(json.dumps(again)) == content["summary"]
     page = (evaluated / "adaptive.md").read_text()
+    protocol = content["protocol"]
+    assert (protocol["latency_percentile"], protocol["trained_latency_percentile"]) == (50, 90)
+    assert "ms by the latency model; measured: features" in page and "the encoding of the image alone" not in page
     assert "(pareto.png)" in page and "(curves.png)" in page
     assert all(f"| {row.method} | {row.budget_ms:.1f} | {100 * row.accuracy:.1f}% |" in page for row in rows)
 

@@ -41,6 +41,9 @@ from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset, r
 from verl_ext.errors import UserError
 from verl_ext.plugins import Plugin
 
+EVALUATED_PERCENTILE = 50
+"""Percentile of `--latency model`: the expected latency, so that a margin in the training's percentile shows."""
+
 
 @dataclass(frozen=True)
 class AdaptiveEvalConfig:
@@ -123,7 +126,7 @@ def load_questions(
 
 
 def latency_source(source: ControllerSource, kind: str, adapter: VLMAdapter) -> LatencySource:
-    """Measured latency, or the latency model of the run's rewards; `kind` is `--latency`.
+    """Measured latency, or the run's latency model at `EVALUATED_PERCENTILE`; `kind` is `--latency`.
 
     Raises:
         UserError: the latency model is missing, or belongs to another vision-language model.
@@ -132,7 +135,7 @@ def latency_source(source: ControllerSource, kind: str, adapter: VLMAdapter) -> 
         return MeasuredLatency()
     file = source.setting("latency", "file")
     path = (source.run_dir or source.export) / LATENCY_FILE if file is None else Path(file).expanduser()
-    latency = ModeledLatency.load(path, adapter)
+    latency = ModeledLatency.load(path, adapter, EVALUATED_PERCENTILE)
     warn_of_other_machine(latency.model, adapter)
     return latency
 
@@ -159,7 +162,8 @@ def describe_evaluation(
     measured, adapter = comparison.measured, model.runner.adapter
     protocol = {
         "latency": config.latency,
-        "deciding": "measured" if config.latency == "measured" else "the encoding of the image alone",
+        "latency_percentile": None if config.latency == "measured" else EVALUATED_PERCENTILE,
+        "trained_latency_percentile": source.setting("latency", "percentile"),
         "batch_size": 1,
         "repeats": config.repeats,
         "seed": config.seed,

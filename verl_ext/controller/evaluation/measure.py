@@ -204,6 +204,7 @@ class ControllerBenchmark:
             deciding=np.array(deciding),
             full_ms=statistics.fmean(full_ms),
             retries_per_run=self._detector.retries_per_run,
+            is_measured=self._latency.is_measured,
             **{name: ResultMatrices.from_cells(cells) for name, cells in rows.items()},
         )
 

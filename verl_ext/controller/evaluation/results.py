@@ -76,6 +76,7 @@ class Measurements:
         full: (samples, 1), the full configuration.
         full_ms: mean measured latency of the full configuration, even if latencies come from a latency model.
         retries_per_run: number of repeated measurements per run, see `InterferenceDetector`.
+        is_measured: whether latencies are measured; else, only `full_ms` and the parts of a decision are.
     """
 
     train: ResultMatrices
@@ -86,6 +87,7 @@ class Measurements:
     full: ResultMatrices
     full_ms: float
     retries_per_run: float
+    is_measured: bool
 
 
 # The choices of the baselines
@@ -182,7 +184,7 @@ class ComparisonSummary:
             with a gap of at least `MIN_GAP`; None without such budgets.
         num_gap_budgets: number of these budgets.
         worst_violation_rate: the controller's highest violation rate over the budgets.
-        decision_ms: mean time that a decision adds to the latency; the next three are parts of it, see `Decision`.
+        decision_ms: mean time that a decision adds to the latency; the next three are its measured parts, see `Decision`.
         full_ms: mean measured latency of the full configuration.
         network_share: `network_ms` / `full_ms`.
         retries_per_run: number of repeated measurements per run.
