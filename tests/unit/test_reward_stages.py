@@ -17,7 +17,7 @@ from tests.helpers.vlms import write_model
 from verl_ext.config.schema import set_at
 from verl_ext.controller.distribution import ConfigurationDistribution, num_uniforms
 from verl_ext.controller.latency import FEATURES, LatencyModel, ModeledLatency
-from verl_ext.controller.vlm import fingerprint, load_adapter
+from verl_ext.controller.vlm import fingerprint, load_adapter, load_controller
 from verl_ext.distributed import build_meshes
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import SAMPLES_FILE
@@ -147,6 +147,21 @@ def test_rejects_budget_below_decision_time(
     controlled.budgets_ms = (low_ms, 40.0)
     with pytest.raises(UserError, match=says) if says else nullcontext():
         controlled.require_reachable_budgets()
+
+
+def test_export_names_model_by_absolute_path(
+    controlled: BudgetTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(str(controlled.config.model.partial_pretrain))
+    monkeypatch.chdir(model.parent)
+    controlled.config.model.partial_pretrain = model.name
+    controlled.build_controller().save_pretrained(tmp_path / "export")
+    monkeypatch.chdir("/")
+    assert load_controller(tmp_path / "export")[1].path == str(model.resolve())
+    model.rename(model.with_name("moved"))
+    with pytest.raises(UserError, match=f"{model.resolve()}, which does not exist; set --vlm to its new path"):
+        load_controller(tmp_path / "export")
+    assert load_controller(tmp_path / "export", str(model.with_name("moved")))[1].path.endswith("moved")
 
 
 def test_rejects_question_with_image_token(controlled: BudgetTrainer) -> None:

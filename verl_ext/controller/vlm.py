@@ -21,7 +21,7 @@ from verl_ext.controller.adapters import VLMAdapter, adapter_for
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.network import BudgetController
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_files import load_pretrained_strict, require_no_remote_code
+from verl_ext.model_files import is_hub_name, load_pretrained_strict, require_no_remote_code
 from verl_ext.plugins import Plugin
 
 FINGERPRINT_VERSION = 2
@@ -222,19 +222,25 @@ def load_controller(
             export also names the model.
 
     Raises:
-        UserError: the directory is not a controller's export.
+        UserError: the directory is not a controller's export, or the model has moved.
     """
     try:
         controller = BudgetController.from_pretrained(directory, dtype=torch.float32).eval()
         recorded, space = controller.config.vlm, controller.space
         known: dict[str, Any] = {"path": vlm or recorded["path"], "trust_remote_code": trust_remote_code}
         known |= {"tier_sizes": tuple(recorded["tier_sizes"]), "num_blocks": space.num_blocks, "topk": space.full_topk}
-        return controller, ControlledModel(**{**recorded, **known})
+        controlled = ControlledModel(**{**recorded, **known})
     except Exception as error:  # a damaged export can raise anything
         raise UserError(
             f"{directory} is not an export of a budget controller ({first_line_of(error)}); specify the huggingface "
             "folder of a checkpoint of the stage budget"
         ) from error
+    if vlm is None and not is_hub_name(controlled.path) and not Path(controlled.path).expanduser().is_dir():
+        raise UserError(
+            f"{directory} was trained for the vision-language model {controlled.path}, which does not exist; set --vlm "
+            "to its new path"
+        )
+    return controller, controlled
 
 
 def load_weights(controller: BudgetController, path: Path) -> None:

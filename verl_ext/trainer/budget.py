@@ -120,6 +120,8 @@ class BudgetTrainer(RewardTrainer):
         """Build a controller for the model, with new weights or those of `controller.init_from`."""
         section = self.config.controller
         vision, language = self.runner.features(self.train_dataset.samples[0])  # any question gives the widths
+        named = Path(str(self.config.model.partial_pretrain)).expanduser()
+        path = str(named.resolve() if named.is_dir() else named)  # the export may be used in any working directory
         low_ms, high_ms = self.budgets_ms
         controller = BudgetController(
             BudgetControllerConfig(
@@ -130,7 +132,11 @@ class BudgetTrainer(RewardTrainer):
                 high_ms=high_ms,
                 hidden=section.hidden,
                 dropout=section.dropout,
-                vlm={**self.controlled_model().to_dict(), "fingerprint": fingerprint(self.runner.adapter.model)},
+                vlm={
+                    **self.controlled_model().to_dict(),
+                    "path": path,
+                    "fingerprint": fingerprint(self.runner.adapter.model),
+                },
             )
         )
         if self.block_scores is not None:
