@@ -16,6 +16,8 @@ from verl_ext.files import parse_json
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
+CONTROLLER_TYPE = "budget_controller"
+"""`model_type` in the `config.json` of an exported budget controller."""
 EARLIER_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Types of rotary embeddings in transformers 4.57."""
 EARLIER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}

@@ -8,6 +8,7 @@ import os
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint import lease
 from verl_ext.checkpoint.manifest import OURS, Manifest
-from verl_ext.checkpoint.rebuild import export, export_dtype_of
+from verl_ext.checkpoint.rebuild import evaluation_command, export, export_dtype_of
 from verl_ext.checkpoint.save import write_manifest
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -42,6 +43,16 @@ def test_export_from_shards_merges_adapters(
     changed = {name for name in base if not torch.equal(merged[name], base[name].float())}
     assert any("q_proj.weight" in name for name in changed)
     assert not any("norm" in name or "embed" in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("config", "action"),
+    [({"model_type": "budget_controller", "vlm": {}}, "adaptive"), ({"vision_config": {}}, None), ({}, "run")],
+)
+def test_export_suggests_evaluation_of_its_model(config: dict[str, Any], action: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = [] if action is None else ["bash", "eval_pipeline/run.sh", action, "--checkpoint", str(tmp_path)]
+    assert evaluation_command(tmp_path) == expected
 
 
 def test_export_has_all_model_files(quickstart: Path, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_summary, progress_bar, typed_path, warn
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import ignore_progress, parse_json, replace_file, sync_directory, write_errors
+from verl_ext.model_files import CONTROLLER_TYPE
 from verl_ext.verl_api import PrecisionType
 
 Progress = Callable[[int], None]
@@ -56,9 +57,17 @@ def export(arguments: argparse.Namespace) -> int:
     total = num_bytes * 2 if _can_be_checked(checkpoint) else num_bytes  # see `Progress`
     with progress_bar(total=total, desc="exporting", unit="B") as bar:
         target = rebuild_export(checkpoint, arguments.output, dtype, arguments.max_shard_gib, bar.update)
-    then = [*typed_command("eval"), "run", "--checkpoint", typed_path(target)]
-    print_summary(f"Exported: {checkpoint.name}", {"model": target, "dtype": dtype}, then)
+    print_summary(f"Exported: {checkpoint.name}", {"model": target, "dtype": dtype}, evaluation_command(target))
     return 0
+
+
+def evaluation_command(export: Path) -> list[str]:
+    """Return the command that evaluates an export; empty for a vision-language model, which no command evaluates."""
+    config = parse_json((export / "config.json").read_bytes())
+    if "vision_config" in config:
+        return []
+    action = "adaptive" if config.get("model_type") == CONTROLLER_TYPE else "run"
+    return [*typed_command("eval"), action, "--checkpoint", typed_path(export)]
 
 
 def _choose(run_dir: Path, step: int | None) -> Path:

@@ -11,8 +11,6 @@ from verl_ext.config.schema import setting
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import ActorConfig
 
-MODEL_TYPE = "budget_controller"
-"""`model_type` in the `config.json` of an exported controller."""
 Percentile = Literal[50, 75, 90, 95]
 PERCENTILES: tuple[int, ...] = get_args(Percentile)
 """Percentiles of single runs that a latency model records."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl_ext.controller.config import MODEL_TYPE
 from verl_ext.controller.space import ConfigurationSpace
+from verl_ext.model_files import CONTROLLER_TYPE
 
 NUM_SINUSOIDS = 256
 Logits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -65,7 +65,7 @@ class BudgetControllerConfig(PretrainedConfig):
         vlm: the vision-language model that the controller was trained for, see `ControlledModel`.
     """
 
-    model_type = MODEL_TYPE
+    model_type = CONTROLLER_TYPE
 
     def __init__(
         self,
@@ -167,5 +167,6 @@ class BudgetController(PreTrainedModel):
         hidden = self.trunk(torch.cat(parts, dim=-1))
         batch, blocks = hidden.shape[0], self.space.num_blocks
         topk = hidden.new_zeros(batch, blocks, 0) if self.topk_head is None else self.topk_head(hidden)
-        topk = topk.reshape(batch, blocks, len(self.space.topk_choices))
+        # Not a view, because FSDP2's hook on an output that is a view would be lost on in-place changes.
+        topk = topk.reshape(batch, blocks, len(self.space.topk_choices)).clone()
         return self.tier_head(hidden), self.block_head(hidden), topk

@@ -10,9 +10,9 @@ from typing import Any
 
 from verl_ext.checkpoint.manifest import EXPORT, list_checkpoints, step_of, why_incomplete
 from verl_ext.config.run_config import read_config_file
-from verl_ext.controller.config import MODEL_TYPE
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
+from verl_ext.model_files import CONTROLLER_TYPE
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,6 @@ def find_controller(path: Path) -> ControllerSource:
 
 def _is_controller(export: Path) -> bool:
     try:
-        return parse_json((export / "config.json").read_text())["model_type"] == MODEL_TYPE
+        return parse_json((export / "config.json").read_text())["model_type"] == CONTROLLER_TYPE
     except (OSError, ValueError, KeyError, TypeError):
         return False
