@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -147,6 +148,15 @@ def test_rejects_budget_below_decision_time(
     controlled.budgets_ms = (low_ms, 40.0)
     with pytest.raises(UserError, match=says) if says else nullcontext():
         controlled.require_reachable_budgets()
+
+
+def test_sharded_controller_returns_no_view(controlled: BudgetTrainer) -> None:
+    """FSDP2 warns of an output that is a view."""
+    trajectories = controlled.step.rollout(prompts_of([controlled.train_dataset[0]]), 1, 2)
+    batch = controlled.policy.collate(trajectories)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        controlled.policy.log_probs(batch)
 
 
 def test_export_names_model_by_absolute_path(
