@@ -117,9 +117,33 @@ def test_fewer_questions_than_batch_size_are_rejected(recipe: Path) -> None:
 def test_weights_of_another_size_are_rejected(recipe: Path, tmp_path: Path) -> None:
     controller, wider = (BudgetController(BudgetControllerConfig(**SIZES, hidden=hidden)) for hidden in (8, 16))
     wider.save_pretrained(tmp_path / "wider")
-    for path in (recipe, tmp_path / "wider"):
-        with pytest.raises(UserError, match="is not a controller of this size"):
-            load_weights(controller, path)
+    with pytest.raises(UserError, match="is not a controller of this size"):
+        load_weights(controller, recipe)
+    with pytest.raises(UserError, match=r"its projections.vision.1.weight has the shape \(16, 8\) instead of \(8, 8\)"):
+        load_weights(controller, tmp_path / "wider")
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({}, None),
+        ({"high_ms": 2.05}, None),
+        ({"high_ms": 3.0}, "was trained for budgets from 1.0 to 3.0 ms instead of 1.0 to 2.0 ms"),
+        ({"vlm": {"fingerprint": "2:b:0", "path": "else"}}, "for another vision-language model or dtype (else)"),
+        ({"vlm": {"fingerprint": "0123456789abcdef"}}, None),  # of an earlier version
+    ],
+)
+def test_weights_trained_for_another_model_or_budget_cause_warning(
+    changes: dict[str, Any], warning: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {**SIZES, "hidden": 8, "vlm": {"fingerprint": "2:a:0", "path": "here"}}
+    controller, other = (BudgetController(BudgetControllerConfig(**each)) for each in (own, {**own, **changes}))
+    other.save_pretrained(tmp_path / "export")
+    save_weights([tmp_path / "best_model.pt"], other.state_dict(), {"config": other.config.to_dict()})
+    for name in ("export", "best_model.pt"):
+        load_weights(controller, tmp_path / name)
+        shown = capsys.readouterr().err
+        assert warning in shown if warning else "warning" not in shown
 
 
 def test_weights_of_best_model_and_export_are_loaded(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from verl_ext.console import warn
 from verl_ext.controller.adapters import VLMAdapter, adapter_for
 from verl_ext.controller.execution import VLMRunner
-from verl_ext.controller.network import BudgetController
+from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_files import is_hub_name, load_pretrained_strict, require_no_remote_code
 from verl_ext.plugins import Plugin
@@ -29,6 +30,8 @@ FIRST_FINGERPRINT = re.compile("[0-9a-f]{16}")
 """Format of version 1 fingerprints."""
 NUM_HASHED = 4
 """Number of values that a fingerprint covers in each of a tensor's last two dimensions."""
+SAME_BUDGETS = 0.05
+"""Relative difference up to which budgets count as equal; `budgets_of_full` vary with each fit of a latency model."""
 STATE_KEY = "one_stage_controller_state_dict"
 """Key of the weights in a controller's `.pt` file."""
 
@@ -246,17 +249,48 @@ def load_controller(
 def load_weights(controller: BudgetController, path: Path) -> None:
     """Load the weights of an export or a `best_model.pt` into a controller of the same size.
 
+    Warns if they were trained for another vision-language model or for other budgets.
+
     Raises:
         UserError: the file is missing, or holds a controller of another size.
     """
     try:
         if path.is_dir():
-            weights = BudgetController.from_pretrained(path).state_dict()
+            source = BudgetController.from_pretrained(path)
+            weights, config = source.state_dict(), source.config.to_dict()
         else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)[STATE_KEY]
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            weights, config = content[STATE_KEY], content.get("config", {})
+        for name, tensor in controller.state_dict().items():
+            if weights[name].shape != tensor.shape:
+                found, expected = (tuple(each.shape) for each in (weights[name], tensor))
+                raise ValueError(f"its {name} has the shape {found} instead of {expected}")
         controller.load_state_dict(weights)
     except Exception as error:  # a damaged file can raise anything
         raise UserError(
             f"controller.init_from={path} is not a controller of this size ({first_line_of(error)}); specify a "
             "best_model.pt that was trained for this model with these settings"
         ) from error
+    differences = training_differences(controller.config, config)
+    if differences and os.environ.get("RANK", "0") == "0":
+        warn(f"controller.init_from={path} was trained for {' and '.join(differences)}")
+
+
+def training_differences(config: BudgetControllerConfig, other: Mapping[str, Any]) -> list[str]:
+    """What else another controller was trained for: its vision-language model and budgets, where they differ.
+
+    Args:
+        other: configuration of the other controller as plain values; missing keys count as equal.
+    """
+    differences, vlm = [], other.get("vlm") or {}
+    recorded = vlm.get("fingerprint")
+    is_comparable = recorded is not None and not FIRST_FINGERPRINT.fullmatch(recorded)
+    if is_comparable and recorded != config.vlm.get("fingerprint"):
+        differences.append(f"another vision-language model or dtype ({vlm.get('path')})")
+    low_ms, high_ms = other.get("low_ms", config.low_ms), other.get("high_ms", config.high_ms)
+    pairs = (low_ms, config.low_ms), (high_ms, config.high_ms)
+    if not all(math.isclose(*pair, rel_tol=SAME_BUDGETS) for pair in pairs):
+        differences.append(
+            f"budgets from {low_ms:.1f} to {high_ms:.1f} ms instead of {config.low_ms:.1f} to {config.high_ms:.1f} ms"
+        )
+    return differences
