@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import Qwen2Config
 from transformers.cache_utils import LinearAttentionLayer
 
 from benchmarks.adaptive_knobs import flop_counter
@@ -252,6 +253,12 @@ def test_tiers_that_give_equal_grids_are_rejected(sizes: tuple[int, ...]) -> Non
     with pytest.raises(UserError, match=message):
         adapter_for(*vlms.qwen3_vl_moe(), sizes, section="sizes")
     adapter_for(*vlms.qwen3_vl_moe(), (256, 512), section="sizes")
+
+
+def test_text_model_is_rejected(tmp_path: Path) -> None:
+    Qwen2Config().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="is a qwen2 model without vision; use one of qwen2_5_vl"):
+        load_adapter(str(tmp_path), (1024,))
 
 
 def test_unsupported_models_are_rejected() -> None:

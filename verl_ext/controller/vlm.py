@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from verl_ext.console import warn
-from verl_ext.controller.adapters import VLMAdapter, adapter_for
+from verl_ext.controller.adapters import ADAPTERS, VLMAdapter, adapter_for
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.errors import UserError, first_line_of
@@ -66,6 +66,8 @@ def load_adapter(
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         custom_class = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
+        if custom_class is None and custom_adapter is None and getattr(config, "vision_config", None) is None:
+            raise UserError(f"{path} is a {config.model_type} model without vision; use one of {', '.join(ADAPTERS)}")
         if custom_class is None:
             model = load_pretrained_strict(
                 AutoModelForImageTextToText, name, dtype=dtype, trust_remote_code=trust_remote_code
@@ -75,6 +77,8 @@ def load_adapter(
             adapt_model_class(model_class)
             model = load_pretrained_strict(model_class, name, config=config, dtype=dtype)
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except UserError:
+        raise
     except Exception as error:  # a damaged model can raise anything
         raise UserError(
             f"the vision-language model {path} cannot be loaded ({first_line_of(error)}); specify a model's directory, "
