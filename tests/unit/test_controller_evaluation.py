@@ -195,6 +195,10 @@ def test_results_equal_rerun_of_configurations(tiny: Path, evaluated: Path) -> N
             assert arrays["controller_accuracy"][place, column] == soft_accuracy(found.answer, sample.references)
             assert arrays["controller_complexity"][place, column] == space.complexity(found.configuration)
             chosen.add(found.configuration)
+            choice = [arrays[f"controller_{part}"][place, column] for part in ("tier", "blocks", "topk")]
+            tier, blocks, topk = (each.tolist() for each in choice)
+            assert Configuration(tier, tuple(blocks), tuple(topk)) == found.configuration
+        assert arrays["sample_ids"][place] == f"val/tiny/{row['question_id']}"
     assert len(chosen) > 1 and len(np.unique(arrays["statics_accuracy"])) > 1
     assert (arrays["deciding_ms"] > 0).any()
 

@@ -186,7 +186,7 @@ class ControllerBenchmark:
         runs_per_question = len(statics) + 2 * len(self._budgets_ms) + 1
         total = len(train) * len(statics) + len(held_out) * runs_per_question
         rows: dict[str, list[list[Cell]]] = {"statics": [], "chosen": [], "random": [], "full": []}
-        deciding, full_ms = [], []
+        deciding, full_ms, configurations = [], [], []
         with progress_bar(total=total, desc="measuring", unit="runs") as bar:
             trained = [self._cells(self._measurements(sample), statics, bar) for sample in train]
             for sample in held_out:
@@ -194,7 +194,8 @@ class ControllerBenchmark:
                 rows["statics"].append(self._cells(runs, statics, bar))
                 decisions = [runs.decide(budget) for budget in self._budgets_ms]
                 deciding.append([self._deciding_ms(runs, decision) for decision in decisions])
-                rows["chosen"].append(self._cells(runs, [each.configuration for each in decisions], bar))
+                configurations.append([each.configuration for each in decisions])
+                rows["chosen"].append(self._cells(runs, configurations[-1], bar))
                 seeds = [f"{self._seed} {sample.sample_id} {number}" for number in range(len(self._budgets_ms))]
                 rows["random"].append(self._cells(runs, [space.sample(random.Random(seed)) for seed in seeds], bar))
                 rows["full"].append(self._cells(runs, [space.full], bar))
@@ -205,6 +206,9 @@ class ControllerBenchmark:
             full_ms=statistics.fmean(full_ms),
             retries_per_run=self._detector.retries_per_run,
             is_measured=self._latency.is_measured,
+            sample_ids=[sample.sample_id for sample in held_out],
+            train_sample_ids=[sample.sample_id for sample in train],
+            configurations=configurations,
             **{name: ResultMatrices.from_cells(cells) for name, cells in rows.items()},
         )
 

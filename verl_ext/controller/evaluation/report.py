@@ -134,11 +134,20 @@ def static_content(comparison: ControllerComparison, index: int) -> dict[str, An
 
 
 def write_matrices(path: Path, comparison: ControllerComparison) -> None:
-    """Write all matrices (samples, columns) as `<method>_accuracy`, `<method>_latency_ms` and so on."""
-    matrices = {"train": comparison.measured.train, "statics": comparison.measured.statics, **comparison.methods}
+    """Write all matrices (samples, columns) as `<method>_accuracy`, `<method>_latency_ms` and so on.
+
+    The other arrays are `deciding_ms`, the ids of the questions, and the controller's choices: `controller_tier`
+    (samples, budgets), and `controller_blocks` and `controller_topk` (samples, budgets, blocks).
+    """
+    measured = comparison.measured
+    matrices = {"train": measured.train, "statics": measured.statics, **comparison.methods}
     arrays = {f"{name}_{part}": array for name, results in matrices.items() for part, array in vars(results).items()}
+    choices = [[vars(each) for each in row] for row in measured.configurations]
+    for part in ("tier", "blocks", "topk"):
+        arrays[f"controller_{part}"] = np.array([[each[part] for each in row] for row in choices])
+    ids = {"sample_ids": np.array(measured.sample_ids), "train_sample_ids": np.array(measured.train_sample_ids)}
     with replacing(path) as temporary, open(temporary, "wb") as file:
-        np.savez_compressed(file, **arrays, deciding_ms=comparison.measured.deciding)
+        np.savez_compressed(file, **arrays, **ids, deciding_ms=measured.deciding)
 
 
 # Text

@@ -77,6 +77,9 @@ class Measurements:
         full_ms: mean measured latency of the full configuration, even if latencies come from a latency model.
         retries_per_run: number of repeated measurements per run, see `InterferenceDetector`.
         is_measured: whether latencies are measured; else, only `full_ms` and the parts of a decision are.
+        sample_ids: ids of the held-out questions, (samples,).
+        train_sample_ids: ids of the training questions, (training samples,).
+        configurations: the controller's choices, (samples, budgets).
     """
 
     train: ResultMatrices
@@ -88,6 +91,9 @@ class Measurements:
     full_ms: float
     retries_per_run: float
     is_measured: bool
+    sample_ids: Sequence[str]
+    train_sample_ids: Sequence[str]
+    configurations: Sequence[Sequence[Configuration]]
 
 
 # The choices of the baselines
