@@ -84,7 +84,7 @@ class Bandit(Policy):
     def sample_metrics(self, trajectory: Trajectory) -> Metrics:
         return {"pulled": float(trajectory.action[0].sum())}
 
-    def table_row(self, trajectory: Trajectory) -> dict[str, str]:
+    def table_row(self, trajectory: Trajectory) -> dict[str, str | float]:
         return {"arms": str(trajectory.action[0].tolist())}
 
 

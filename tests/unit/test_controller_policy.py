@@ -87,6 +87,7 @@ def test_recomputed_log_probs_equal_rollout_log_probs(policy: ControllerPolicy) 
     assert float((found.values - drawn).detach().abs().max().exp()) == pytest.approx(1, abs=1e-5)
     assert bool((found.entropy > 0).all())
     assert policy.table_row(samples[0]).keys() == {"prompt", "budget_ms", "tier", "blocks", "topk"}
+    assert policy.table_row(samples[0])["budget_ms"] == samples[0].action.budget_ms
     assert policy.sample_metrics(samples[0])["num_active"] == samples[0].action.configuration.num_active
 
 

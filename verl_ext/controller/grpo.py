@@ -140,12 +140,12 @@ class ControllerPolicy(Policy):
         values = (trajectory.action.budget_ms, configuration.num_active, configuration.tier, topk)
         return dict(zip(self.metric_names, values))
 
-    def table_row(self, trajectory: Trajectory) -> dict[str, str]:
+    def table_row(self, trajectory: Trajectory) -> dict[str, str | float]:
         """See `Policy.table_row`."""
         configuration = self._space.describe(trajectory.action.configuration)
         return {
             "prompt": trajectory.prompt.fields["sample"].question,
-            "budget_ms": f"{trajectory.action.budget_ms:.1f}",
+            "budget_ms": trajectory.action.budget_ms,
             **configuration,
             "topk": json.dumps(configuration["topk"]),
         }

@@ -266,8 +266,8 @@ class Policy(ABC):
         """Measurements of a trajectory; `train/NAME_mean` and `train/NAME_max` are logged."""
 
     @abstractmethod
-    def table_row(self, trajectory: Trajectory) -> dict[str, str]:
-        """A row of the sample table: text by column."""
+    def table_row(self, trajectory: Trajectory) -> dict[str, str | float]:
+        """A row of the sample table: text or number by column."""
 
     def close(self) -> None:  # noqa: B027  # by default there is nothing to do
         """Stop all processes that were started."""

@@ -139,7 +139,7 @@ class TokenPolicy(Policy):
         total, completion = num_tokens(trajectory), len(trajectory.action.token_ids)
         return dict(zip(self.metric_names, (total - completion, completion, total)))
 
-    def table_row(self, trajectory: Trajectory) -> dict[str, str]:
+    def table_row(self, trajectory: Trajectory) -> dict[str, str | float]:
         """See `Policy.table_row`."""
         return {"prompt": trajectory.prompt.fields["prompt_text"], "answer": trajectory.action.text}
 
