@@ -29,7 +29,7 @@ class ControllerConfig:
 
     budgets_ms: list[float] = setting([170.0, 380.0], "Minimum and maximum latency budget")
     budgets_of_full: list[float] | None = setting(
-        None, "The same as fractions of the full model's latency; replaces budgets_ms"
+        None, "The same as fractions of the full model's latency at latency.percentile; replaces budgets_ms"
     )
     tier_sizes: list[int] = setting([3, 6, 12], "Size of each tier: crops (Molmo), pixels (Qwen)")
     min_active: int = setting(12, "Fewest active blocks, including block 0", ge=1)
