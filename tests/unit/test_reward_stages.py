@@ -177,7 +177,7 @@ def test_export_names_model_by_absolute_path(
 def test_rejects_question_with_image_token(controlled: BudgetTrainer) -> None:
     samples = controlled.val_dataset.samples
     samples[-1] = replace(samples[-1], question="what is <|image_pad|> ?")
-    with pytest.raises(UserError, match=r"the question of val/tiny/\d+ contains <\|image_pad\|>, which the model reads"):
+    with pytest.raises(UserError, match=r"the question of val/tiny/\d+ contains <\|image_pad\|>"):
         controlled.build_runner()
 
 

@@ -145,9 +145,9 @@ def write_matrices(path: Path, comparison: ControllerComparison) -> None:
     choices = [[vars(each) for each in row] for row in measured.configurations]
     for part in ("tier", "blocks", "topk"):
         arrays[f"controller_{part}"] = np.array([[each[part] for each in row] for row in choices])
-    ids = {"sample_ids": np.array(measured.sample_ids), "train_sample_ids": np.array(measured.train_sample_ids)}
+    arrays["sample_ids"], arrays["train_sample_ids"] = map(np.array, (measured.sample_ids, measured.train_sample_ids))
     with replacing(path) as temporary, open(temporary, "wb") as file:
-        np.savez_compressed(file, **arrays, **ids, deciding_ms=measured.deciding)
+        np.savez_compressed(file, **arrays, deciding_ms=measured.deciding)
 
 
 # Text

@@ -190,7 +190,8 @@ class ComparisonSummary:
             with a gap of at least `MIN_GAP`; None without such budgets.
         num_gap_budgets: number of these budgets.
         worst_violation_rate: the controller's highest violation rate over the budgets.
-        decision_ms: mean time that a decision adds to the latency; the next three are its measured parts, see `Decision`.
+        decision_ms: mean time that a decision adds to the latency; the next three are its measured parts, see
+            `Decision`.
         full_ms: mean measured latency of the full configuration.
         network_share: `network_ms` / `full_ms`.
         retries_per_run: number of repeated measurements per run.
