@@ -24,6 +24,7 @@ from verl_ext.paths import base_directory, caller_directory
 if TYPE_CHECKING:
     from eval_pipeline.config import EvalConfig
     from eval_pipeline.jobs import Job
+    from eval_pipeline.report.results import EvaluatedModel
 
 Action = Callable[[argparse.Namespace], int]
 
@@ -240,8 +241,8 @@ def add_report(commands: Commands) -> None:
     parser = add_action(
         commands,
         "report",
-        "Compare the base model of a training run with its best checkpoint. The base model is evaluated first on the "
-        "same datasets, unless it has already been evaluated.",
+        "Compare the base model of a training run, or another of its checkpoints, with its best checkpoint. The base "
+        "model is evaluated first on the same datasets, unless it has already been evaluated.",
         report,
         examples=[f"{RUN_EXAMPLE} --baseline data/quickstart/model"],
         notes="Writes comparison_table.md, comparison_data.json and plots to <run>/eval/report/.",
@@ -249,14 +250,18 @@ def add_report(commands: Commands) -> None:
     )
     add_directory(parser, "directory of an evaluated training run")
     parser.add_argument(
-        "--baseline", type=input_path, required=True, metavar="MODEL", help="directory of the base model"
+        "--baseline",
+        type=input_path,
+        required=True,
+        metavar="MODEL",
+        help="directory of the base model or of a checkpoint of the run",
     )
     add_recipe(parser)
 
 
 def report(arguments: argparse.Namespace) -> int:
     """Evaluate the base model if necessary, and write the report; returns 1 if a job failed."""
-    from eval_pipeline.checkpoints import base_model, eval_dir_of_run
+    from eval_pipeline.checkpoints import base_model, eval_dir_of_run, find_checkpoint
     from eval_pipeline.config import TIERS
     from eval_pipeline.recipe import restrict_datasets
     from eval_pipeline.report.report import write_report
@@ -269,17 +274,25 @@ def report(arguments: argparse.Namespace) -> int:
     config = load_config(arguments, directory.run_dir)
     config.engine.require_own_model("report")
     best = read_evaluation(directory.results_of(f"step_{read_best_checkpoint(directory.of_run).step}"))
-    if config.engine.dtype == "auto":  # follows the weights, but both models need the same dtype
-        dtype = next(iter(best.datasets.values())).protocol.get("dtype", "auto")
-        config = replace(config, engine=replace(config.engine, dtype=dtype))
-    baseline = base_model(arguments.baseline)
+    baseline = find_checkpoint(arguments.baseline)
     context = EvalContext(directory, restrict_datasets(config, best.datasets))
+    if baseline.run_dir != directory.run_dir or not context.has_results(baseline, max(TIERS)):
+        baseline = base_model(arguments.baseline)
+        context = EvalContext(directory, restrict_datasets(_with_dtype_of(best, config), best.datasets))
     if evaluate_checkpoint(context, baseline, max(TIERS)) != 0:
         return 1
     table = write_report(directory, baseline.label)
     rows = {"report": typed_path(table), "plots": typed_path(table.parent / "*.png")}
     print_summary(f"Finished: report on {directory.of_run.name}", rows)
     return 0
+
+
+def _with_dtype_of(best: EvaluatedModel, config: EvalConfig) -> EvalConfig:
+    """The configuration for a model that is compared with this one; `auto` would follow the weights."""
+    if config.engine.dtype != "auto":
+        return config
+    dtype = next(iter(best.datasets.values())).protocol.get("dtype", "auto")
+    return replace(config, engine=replace(config.engine, dtype=dtype))
 
 
 # status

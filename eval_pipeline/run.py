@@ -352,6 +352,23 @@ class EvalContext:
         self.jobs.add_all((*task.key, its_tier, task.digest) for task, (_, its_tier) in zip(tasks, datasets))
         return tasks
 
+    def has_results(self, checkpoint: EvalCheckpoint, tier: int) -> bool:
+        """Whether a checkpoint has results, all of them for its current weights and these settings.
+
+        Raises:
+            UserError: a dataset cannot be read.
+        """
+        label, ended = checkpoint.label, self._ended()
+        done = {job.dataset: job.digest for job in self.jobs.jobs() if job.checkpoint == label and job.state == "done"}
+        names = [name for name, _ in self.config.datasets_up_to(tier) if name in done]
+        try:
+            identity = checkpoint.identity() if names else None
+        except (OSError, ValueError):
+            return False
+        return bool(names) and all(
+            done[name] == self._compute_digests(label, identity, name, ended).verdicts for name in names
+        )
+
     def _compute_digests(
         self, label: str, identity: Any, dataset: str, ended: Collection[tuple[str, str, str]]
     ) -> EvalDigests:

@@ -21,7 +21,7 @@ from eval_pipeline.report.plot_style import (
     step_axis,
     write_figure,
 )
-from eval_pipeline.report.results import DatasetResult, EvaluatedModel
+from eval_pipeline.report.results import EvaluatedModel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,6 +40,11 @@ _LOG_SCALE_RATIO = 20  # of largest to smallest loss
 _STEP_COLORS = "viridis"  # perceptually uniform, also in grayscale
 
 
+def short_name(baseline: EvaluatedModel) -> str:
+    """The name of a baseline in tables and plots."""
+    return "base model" if baseline.step is None else baseline.label
+
+
 def plot_rates(
     directory: Path,
     datasets: Sequence[str],
@@ -51,21 +56,21 @@ def plot_rates(
 
     Args:
         datasets: the panels; each was evaluated for some checkpoint.
-        baseline: the initial model; its rates are drawn at step 0 and as horizontal lines.
+        baseline: the initial model, whose rates are drawn at step 0, or a checkpoint; horizontal lines show its rates.
         best: the best checkpoint, whose step is marked.
         history: checkpoints, ordered by step.
     """
     figure, all_axes = panels(datasets, "Rates over the training, with 95% intervals")
     for axes, dataset in zip(all_axes, datasets):
         evaluated = [model for model in history if dataset in model.datasets]
-        _draw_rates(axes, dataset, evaluated, baseline.datasets.get(dataset))
+        _draw_rates(axes, dataset, evaluated, baseline)
         axes.axvline(best.saved_at, color=GRAY, linestyle=":", zorder=1, label=f"best checkpoint (step {best.step})")
     legend_below(figure, all_axes, max_columns=3)
     return write_figure(figure, directory / RATES_PLOT)
 
 
-def _draw_rates(axes: Axes, dataset: str, evaluated: Sequence[EvaluatedModel], baseline: DatasetResult | None) -> None:
-    start = [] if baseline is None else [(0, baseline)]
+def _draw_rates(axes: Axes, dataset: str, evaluated: Sequence[EvaluatedModel], baseline: EvaluatedModel) -> None:
+    start = [(0, baseline.datasets[dataset])] if dataset in baseline.datasets and baseline.step is None else []
     points = start + [(model.saved_at, model.datasets[dataset]) for model in evaluated]
     steps, results = [step for step, _ in points], [result for _, result in points]
     for metric, (color, marker) in _RATE_LINES.items():
@@ -75,9 +80,9 @@ def _draw_rates(axes: Axes, dataset: str, evaluated: Sequence[EvaluatedModel], b
         axes.fill_between(steps, bounds[:, 0], bounds[:, 1], color=color, alpha=0.18, linewidth=0)
         if len(steps) <= _FEW_STEPS:
             axes.errorbar(steps, rates, yerr=np.abs(bounds.T - rates), color=color, fmt="none", capsize=3)
-        if baseline is not None:
-            base = baseline.rate(metric)
-            axes.axhline(base, color=color, linestyle="--", linewidth=1.2, label=f"{metric}, base model")
+        if dataset in baseline.datasets:
+            base, name = baseline.datasets[dataset].rate(metric), short_name(baseline)
+            axes.axhline(base, color=color, linestyle="--", linewidth=1.2, label=f"{metric}, {name}")
     step_axis(axes, steps)
     percent_axis(axes, "share of answers")
 
@@ -94,8 +99,9 @@ def plot_errors(
     For the arguments, see `plot_rates`.
     """
     figure, all_axes = panels(datasets, "How the answers ended")
+    models = [*([baseline] if baseline.step is None else []), *history]
     for axes, dataset in zip(all_axes, datasets):
-        _draw_errors(axes, dataset, [model for model in (baseline, *history) if dataset in model.datasets], best)
+        _draw_errors(axes, dataset, [model for model in models if dataset in model.datasets], best)
     legend_below(figure, all_axes, max_columns=6)
     return write_figure(figure, directory / ERRORS_PLOT)
 

@@ -1,4 +1,4 @@
-"""The report that compares the base model with the best checkpoint: Markdown, JSON and plots."""
+"""The report that compares a baseline with the best checkpoint: Markdown, JSON and plots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from eval_pipeline.checkpoints import EvalDir
 from eval_pipeline.report.comparison import COMPARED, RateComparison, compare_models
 from eval_pipeline.report.metrics import Interval
-from eval_pipeline.report.plots import LOSS_PLOT, loss_history, plot_errors, plot_loss, plot_rates
+from eval_pipeline.report.plots import LOSS_PLOT, loss_history, plot_errors, plot_loss, plot_rates, short_name
 from eval_pipeline.report.results import (
     DatasetResult,
     EvaluatedModel,
@@ -29,7 +29,6 @@ from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 TABLE_FILE = "comparison_table.md"
 DATA_FILE = "comparison_data.json"
 
-_COMPARED_COLUMNS = ("metric", "base model", "best checkpoint", "difference", "p")
 _COUNTED_COLUMNS = ("number of problems", "both", "base only", "best only", "neither")
 _EXPLANATION = (
     "Brackets hold 95% confidence intervals: Wilson's for rates (clustered by problem where a problem has several "
@@ -45,7 +44,7 @@ def write_report(directory: EvalDir, baseline_label: str) -> Path:
 
     Args:
         directory: the run's evaluation directory.
-        baseline_label: label of the initial model, whose results are in the same directory.
+        baseline_label: label of the initial model or of another checkpoint, whose results are in the same directory.
 
     Returns:
         The path of `comparison_table.md`.
@@ -122,13 +121,10 @@ def _render(
 ) -> str:
     """The report as Markdown; `plots` are names of the PNG files next to it."""
     blocks = [
-        f"# {best.label} against the base model",
+        f"# {best.label} against {baseline.label if baseline.step is not None else 'the base model'}",
         _models(baseline, best, num_checkpoints, chosen_by),
         *_caveats(baseline, best, num_checkpoints, comparisons, chosen_by),
-        *(
-            _dataset(name, baseline.datasets[name], best.datasets[name], of_metrics)
-            for name, of_metrics in comparisons.items()
-        ),
+        *(_dataset(name, baseline, best.datasets[name], of_metrics) for name, of_metrics in comparisons.items()),
         _EXPLANATION,
         "## Settings",
         _settings(baseline, best, list(comparisons)),
@@ -143,8 +139,9 @@ def _render(
 def _models(baseline: EvaluatedModel, best: EvaluatedModel, num_checkpoints: int, chosen_by: BestCheckpoint) -> str:
     extreme = "largest" if chosen_by.mode == "max" else "smallest"
     evaluated = "one evaluated checkpoint" if num_checkpoints == 1 else f"{num_checkpoints} evaluated checkpoints"
+    role = "Base model" if baseline.step is None else "Baseline"
     return (
-        f"- Base model: `{baseline.label}`, loaded from `{baseline.export}`\n"
+        f"- {role}: `{baseline.label}`, loaded from `{baseline.export}`\n"
         f"- Best checkpoint: `{best.label}`, loaded from `{best.export}`; {extreme} `{chosen_by.metric}` on "
         f"{_listed(chosen_by.datasets)} of {evaluated}"
     )
@@ -180,13 +177,18 @@ def _caveats(
         yield f"Not compared, because only one of the two models was evaluated on it: {_listed(alone)}."
 
 
-def _dataset(name: str, base: DatasetResult, best: DatasetResult, comparisons: Mapping[str, RateComparison]) -> str:
+def _dataset(
+    name: str, baseline: EvaluatedModel, best: DatasetResult, comparisons: Mapping[str, RateComparison]
+) -> str:
     example = next(iter(comparisons.values()))
     answers = "one answer" if example.num_samples == 1 else f"{example.num_samples} answers"
     blocks = [
         f"## {name}",
         f"{example.num_problems} problems with {answers} each; p from {example.test}.",
-        markdown_table(_COMPARED_COLUMNS, _metric_rows(base, best, comparisons)),
+        markdown_table(
+            ("metric", short_name(baseline), "best checkpoint", "difference", "p"),
+            _metric_rows(baseline.datasets[name], best, comparisons),
+        ),
     ]
     if example.num_samples == 1:
         blocks.append(markdown_table(_COUNTED_COLUMNS, _count_rows(comparisons)))
@@ -216,7 +218,7 @@ def _settings(baseline: EvaluatedModel, best: EvaluatedModel, datasets: Sequence
     columns = [{name: _conditions(model, name) for name in datasets} for model in (baseline, best)]
     keys = dict.fromkeys(key for column in columns for settings in column.values() for key in settings)
     rows = ((f"`{key}`", *(_setting(column, key) for column in columns)) for key in keys)
-    return markdown_table(("setting", "base model", "best checkpoint"), rows)
+    return markdown_table(("setting", short_name(baseline), "best checkpoint"), rows)
 
 
 def _conditions(model: EvaluatedModel, dataset: str) -> dict[str, str]:

@@ -170,6 +170,11 @@ def test_report_compares_best_checkpoint_with_base_model(setup: Setup, output: P
     assert all(cell.strip().startswith(rate) for cell, rate in zip(compared[2:5], rates, strict=True))
     assert {path.name for path in table.parent.glob("*.png")} == {"error_distribution.png", "rates_over_steps.png"}
     assert evaluate(*words).returncode == 0  # everything has been evaluated already
+    words = ("report", run_dir, "--baseline", run_dir / "global_step_30", "--recipe", setup.recipe, "--no-wandb")
+    process = evaluate(*words)
+    assert process.returncode == 0, process.stderr
+    assert "Already evaluated: step_30" in process.stdout and not (run_dir / "eval" / "eval_base_step_30").exists()
+    assert table.read_text().startswith("# step_30 against step_30\n")
 
 
 def test_greedy_answers_repeat_byte_for_byte(output: Path, repeated: Path) -> None:

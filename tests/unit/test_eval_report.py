@@ -71,7 +71,7 @@ def evaluate(
     return model
 
 
-def report(run_dir: Path, rows: list[dict[str, Any]]) -> tuple[str, dict[str, Any], Path]:
+def report(run_dir: Path, rows: list[dict[str, Any]], baseline: str = "base") -> tuple[str, dict[str, Any], Path]:
     """Select the best checkpoint and write the report from files only; `rows` go to `metrics.jsonl`."""
     log = MetricsFile(run_dir / "metrics.jsonl", attempt=1)
     for row in rows:
@@ -81,7 +81,7 @@ def report(run_dir: Path, rows: list[dict[str, Any]]) -> tuple[str, dict[str, An
     choice = select_best(history, {name: {} for model in history for name in model.datasets})
     assert choice is not None
     write_best_checkpoint(run_dir, choice, history)
-    path = write_report(EvalDir(run_dir / "eval", run_dir), "base")
+    path = write_report(EvalDir(run_dir / "eval", run_dir), baseline)
     return path.read_text(), json.loads((path.parent / "comparison_data.json").read_text()), path.parent
 
 
@@ -123,6 +123,15 @@ def test_report_is_built_from_files_only(tmp_path: Path) -> None:
     assert found["both"] + found["only_a"] == round(base * 40) and found["both"] + found["only_b"] == round(best * 40)
     assert data["loss"] == {"name": "val/loss", "by_step": {"10": 0.2, "20": 0.1, "100": 0.02}}
     assert [model["step"] for model in data["history"]] == [10, 20, 100]
+
+
+def test_baseline_may_be_a_checkpoint_of_the_run(tmp_path: Path) -> None:
+    for step, share in ((10, 0.5), (20, 0.9)):
+        evaluate(tmp_path, step, share, "x")
+    text, data, directory = report(tmp_path, [], "step_10")
+    assert text.startswith("# step_20 against step_10\n") and "- Baseline: `step_10`, loaded from" in text
+    assert "| metric | step_10 | best checkpoint |" in text and "base model" not in text
+    assert data["baseline"]["label"] == "step_10" and plots(directory) == ALL_PLOTS[::2]
 
 
 @pytest.mark.parametrize(("num_checkpoints", "datasets"), [(1, "w"), (2, "wxyz"), (30, "wxyz")])
