@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.helpers.monitor import (
     choose,
@@ -90,8 +92,11 @@ def test_page_shows_markup_as_text(chromium: Browser, run_dir: Path, tmp_path: P
         chart.wait_for()
         page.locator("canvas").nth(1).wait_for()  # of the metric whose name is markup
         chart.hover()
-        page.wait_for_function("name => document.body.innerText.includes(name)", arg=NAME)  # the tooltip, which is HTML
+        tooltip = page.locator(".chart-tooltip")
+        expect(tooltip.first).to_contain_text(NAME)
+        assert re.fullmatch("[1-7]", tooltip.first.inner_text().split()[0]), "a step is an integer"
         open_tab(page, "Health")
+        expect(tooltip).to_have_count(0)
         wait_for_text(page, "health", MARK)  # in the path of the run, which has no configuration
         page.get_by_test_id("home").click()
         wait_for_text(page, "runs", NAME)

@@ -28,6 +28,13 @@ AXIS_NAMES = {"step": "step", "tokens": "trained tokens", "time": "minutes"}
 RESET_ICON = "path://M12 5V1L7 6l5 5V7a6 6 0 1 1-6 6H4a8 8 0 1 0 8-8z"
 RESET = "(model, api) => api.dispatchAction({type: 'dataZoom', start: 0, end: 100})"
 """Function of the button in the browser that shows the whole x-axis."""
+TOOLTIP = {
+    **{"trigger": "axis", "className": "chart-tooltip", "confine": True},
+    # in the page, because a small chart would cut it; ECharts escapes the names, which come from files
+    **{"renderMode": "html", "appendTo": "body"},
+    "textStyle": {"fontSize": 12},
+    "extraCssText": "max-width: min(80vw, 36rem); white-space: normal; overflow-wrap: anywhere; z-index: 5000",
+}
 RATE_UNIT = "rate"
 RATE_WITH_BAND = "rate; shaded: 95% CI"  # short, because a phone has 160 px beside the tools
 
@@ -127,6 +134,8 @@ def _curve_options(
     options = _options(series, labels, style, unit_text(unit, style.language))
     low, high = (float(min(ends)), float(max(ends))) if ends else (0.0, 1.0)
     options["xAxis"] |= {"name": style.say(AXIS_NAMES[style.axis]), "min": low, "max": high}
+    if style.axis == "time":
+        options["xAxis"]["axisPointer"] = {"label": {"precision": 2}}
     options["dataZoom"][0] |= {"startValue": low, "endValue": high}
     if style.log_scale and all(value > 0 for line in series for _, value in line["data"]):
         options["yAxis"]["type"] = "log"
@@ -264,8 +273,9 @@ def _options(series: list[dict[str, Any]], labels: Mapping[str, str], style: Cha
         "axisLine": {"lineStyle": {"color": rule}, "onZero": False},
     }
     x_axis = {"name": style.say("step"), "nameLocation": "middle", "nameGap": 22, "splitLine": {"show": False}}
+    x_axis["axisPointer"] = {"label": {"precision": 0}}  # counts; by default, ECharts shows decimals
     y_axis = {"name": unit, "nameGap": 26, "nameTextStyle": {"color": ink, "fontSize": 11, "align": "left"}}
-    tooltip = {"backgroundColor": "#1f2937", "borderColor": rule, "textStyle": {"color": "#f3f4f6"}}
+    tooltip = {"backgroundColor": "#1f2937", "borderColor": rule, "textStyle": {"color": "#f3f4f6", "fontSize": 12}}
     tools: dict[str, Any] = {"dataZoom": {"yAxisIndex": "none"}, "saveAsImage": {"title": "PNG"}}
     tools["myReset"] = {"show": True, "title": "↺", "icon": RESET_ICON, ":onclick": RESET}
     legend = {"type": "plain", "bottom": 0, "left": "center", "icon": "circle", "itemHeight": 10, "itemWidth": 10}
@@ -277,8 +287,7 @@ def _options(series: list[dict[str, Any]], labels: Mapping[str, str], style: Cha
         "animation": False,
         "backgroundColor": "transparent",
         "grid": {"left": 12, "right": 28, "top": 48, "bottom": below, "containLabel": True},
-        # as text, not as markup: names of runs and metrics come from files
-        "tooltip": {"trigger": "axis", "renderMode": "richText", **(tooltip if style.dark else {})},
+        "tooltip": {**TOOLTIP, **(tooltip if style.dark else {})},
         "xAxis": {**axis, **x_axis, "min": "dataMin", "max": "dataMax"},
         "yAxis": {**axis, **y_axis, "splitLine": {"lineStyle": {"color": rule}}},
         # without Ctrl, the wheel scrolls the page
