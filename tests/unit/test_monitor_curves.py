@@ -61,6 +61,33 @@ def test_non_finite_values_are_not_drawn() -> None:
     assert envelope.points()[1].tolist() == [1.0, 2.0] and envelope.num_points == 2
 
 
+def test_line_is_interrupted_where_values_are_not_finite() -> None:
+    """Also if the rows arrive in parts and the curves are saved in between; each part is smoothed on its own."""
+    values = np.array([9.0] * 20 + [np.nan] * 5 + [1.0] * 20 + [np.inf] * 3)
+    curves = RunCurves()
+    for steps in np.split(np.arange(len(values)), [22, 46]):
+        curves.add([MetricsRow(step, 1, 1.0, {"train/loss": values[step]}) for step in steps.tolist()], {})
+        curves = RunCurves.load(*curves.dump())
+    assert curves.gaps == {"train/loss": [20.0, 45.0]} and curves.latest == {"train/loss": np.inf}
+    loss = charts_for(curves.envelopes)[0]
+    expected = [(step, 9.0) for step in range(20)] + [(20, None)] + [(step, 1.0) for step in range(25, 45)]
+    for smoothing in (0.0, 0.9):
+        for line in chart_options(curves, loss, ChartStyle(smoothing))["series"]:
+            assert list(line["data"]) == expected and not line["showSymbol"]
+    assert chart_options(curves, loss, ChartStyle(0.0, log_scale=True))["yAxis"]["type"] == "log"
+
+
+def test_values_between_gaps_are_visible_and_gaps_are_bounded() -> None:
+    curves = RunCurves()
+    for start in range(0, 10_000, 1000):
+        steps = range(start, start + 1000)
+        curves.add([MetricsRow(step, 1, 1.0, {"train/loss": np.nan if step % 2 else 1.0}) for step in steps], {})
+        if start == 0:
+            [line] = chart_options(curves, charts_for(curves.envelopes)[0], ChartStyle(0.0))["series"]
+            assert line["showSymbol"] and len(line["data"]) == 999
+    assert len(curves.gaps["train/loss"]) <= MAX_SEGMENTS
+
+
 @pytest.mark.parametrize("epoch", [1e-320, 1e-8])
 def test_tiny_epoch_value_is_ignored(epoch: float) -> None:
     curves = RunCurves()

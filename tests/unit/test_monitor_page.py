@@ -442,6 +442,11 @@ def test_run_table_updates_with_new_values(root: Path, follower: RunFollower) ->
         await panel.show()
         [row] = element(client, "runs").rows
         assert (row["step"], row["Loss"], row["healthLabel"], row["healthColor"]) == (6, 6.0, "alarm", "negative")
+        for step, value in ((7, float("nan")), (8, float("inf"))):
+            write_rows(root / "p/old", 1, range(step, step + 1), loss=value)
+            look(follower)
+            await panel.show()
+            assert element(client, "runs").rows[0]["Loss"] == str(value)
 
     on_client(check)
 

@@ -13,7 +13,7 @@ import orjson
 from verl_ext.health.trend import Array
 from verl_ext.monitor.charts import Chart, is_validation, short_labels, unit_of
 from verl_ext.monitor.colors import ERRORS, GRAY, GREEN, INK, RED, SERIES
-from verl_ext.monitor.curves import AXES, CurveEnvelope, RunCurves, is_worth_smoothing, smooth
+from verl_ext.monitor.curves import AXES, CurveEnvelope, RunCurves, breaks_of, is_worth_smoothing, smooth_parts
 from verl_ext.monitor.text import translate
 
 FAINT = 0.25
@@ -137,7 +137,7 @@ def _curve_options(
     if style.axis == "time":
         options["xAxis"]["axisPointer"] = {"label": {"precision": 2}}
     options["dataZoom"][0] |= {"startValue": low, "endValue": high}
-    if style.log_scale and all(value > 0 for line in series for _, value in line["data"]):
+    if style.log_scale and all(value is None or value > 0 for line in series for _, value in line["data"]):
         options["yAxis"]["type"] = "log"
     return options
 
@@ -208,13 +208,14 @@ def _lines(
     scale: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Return the curve, or the smoothed curve and a faint raw curve behind it; validations have markers instead."""
+    gaps = curves.gaps.get(metric, [])
     x, values = envelope.points()
     line = _line(metric, color)
     raw = {
         **line,
-        "data": _pairs(curves.to_axis(x, style.axis), values * scale),
+        "data": _pairs_with_gaps(curves, x, values * scale, gaps, style.axis),
         "lineStyle": {"width": 1.5},
-        "showSymbol": len(values) == 1,
+        "showSymbol": len(values) <= 1 + len(breaks_of(x, gaps)),  # no two points are connected
     }
     if is_validation(metric):
         return [{**raw, "showSymbol": True, "symbol": "circle", "symbolSize": 6}]
@@ -222,7 +223,8 @@ def _lines(
         return [raw]
     faint = {"lineStyle": {"width": 1, "opacity": FAINT}, "tooltip": {"show": False}, "silent": True, "z": 1}
     x, values = envelope.means()
-    smoothed = _pairs(curves.to_axis(x, style.axis), smooth(values, smoothing) * scale)
+    values = smooth_parts(values, breaks_of(x, gaps), smoothing)
+    smoothed = _pairs_with_gaps(curves, x, values * scale, gaps, style.axis)
     return [{**line, "data": smoothed, "lineStyle": {"width": 2}}, {**raw, **faint}]
 
 
@@ -244,9 +246,19 @@ def _marks(curves: RunCurves, chart: Chart, style: ChartStyle) -> list[dict[str,
     return marks
 
 
-def _pairs(x: Array, values: Array) -> tuple[tuple[float, float], ...]:
+def _pairs_with_gaps(
+    curves: RunCurves, x: Array, values: Array, gaps: Sequence[float], axis: str
+) -> tuple[tuple[float, float | None], ...]:
+    """Return points with an empty one in each gap, where ECharts interrupts the line."""
+    breaks = breaks_of(x, gaps)
+    x = np.insert(x, [*breaks], [*breaks.values()])
+    return _pairs(curves.to_axis(x, axis), np.insert(values, [*breaks], math.nan))
+
+
+def _pairs(x: Array, values: Array) -> tuple[tuple[float, float | None], ...]:
     """Return points as tuples, because NiceGUI wraps each list in an object that notices changes."""
-    return tuple((float(f"{place:.10g}"), float(f"{value:.6g}")) for place, value in zip(x.tolist(), values.tolist()))
+    rounded = (None if math.isnan(value) else float(f"{value:.6g}") for value in values.tolist())
+    return tuple((float(f"{place:.10g}"), value) for place, value in zip(x.tolist(), rounded))
 
 
 def legend_height(labels: Mapping[str, str]) -> int:

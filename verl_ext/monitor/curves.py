@@ -130,6 +130,7 @@ class RunCurves:
         self.envelopes: dict[str, CurveEnvelope] = {}
         self.unsaved: dict[str, Array] = {}  # by metric: points (points, 2) that are not saved
         self.axes = {name: CurveEnvelope() for name in AXES[1:]}  # values at steps, for `AXES`
+        self.gaps: dict[str, list[float]] = {}  # by metric: places where its values begin to be non-finite
         self.latest: dict[str, float] = {}
         self.starts: dict[int, int] = {}  # by attempt: its start on the axis
         self.offsets: dict[int, int] = {}  # by attempt: axis minus step
@@ -155,6 +156,7 @@ class RunCurves:
             self.envelopes.setdefault(name, CurveEnvelope()).add(x[places], values)
             points = finite_points(x[places], values)
             self.unsaved[name] = np.concatenate([self.unsaved[name], points]) if name in self.unsaved else points
+            self._add_gaps(name, x[places], values)
             self.latest[name] = float(values[-1])
             if name in PAUSES:
                 self.longest_pause_s = float(np.nanmax([self.longest_pause_s, *values]))
@@ -164,6 +166,12 @@ class RunCurves:
         self.last_id = last_id
         self.num_unsaved += len(rows)
         self.version += 1
+
+    def _add_gaps(self, name: str, x: Array, values: Array) -> None:
+        is_finite = np.isfinite([self.latest.get(name, 0.0), *values])
+        gaps = self.gaps.get(name, []) + x[is_finite[:-1] & ~is_finite[1:]].tolist()
+        if gaps:
+            self.gaps[name] = gaps if len(gaps) <= MAX_SEGMENTS else gaps[::2]
 
     def _place(self, row: MetricsRow, first_steps: Mapping[int, int]) -> int:
         """Return the position of a row on the axis."""
@@ -237,7 +245,9 @@ class RunCurves:
         """Return the state as JSON, and name, segment size, segments and pending points of each metric."""
         state = {
             "last_id": self.last_id,
-            "latest": [*self.latest.items()],
+            "gaps": [*self.gaps.items()],
+            # JSON has no non-finite numbers
+            "latest": [(name, value if np.isfinite(value) else str(value)) for name, value in self.latest.items()],
             "starts": [*self.starts.items()],
             "offsets": [*self.offsets.items()],
             "steps_per_epoch": self.steps_per_epoch,
@@ -257,7 +267,8 @@ class RunCurves:
         """Restore curves from the result of `dump`."""
         found, curves = orjson.loads(state), cls()
         curves.last_id, curves.saved_id, curves.version = found["last_id"], found["last_id"], 1
-        curves.latest = {name: float("nan") if value is None else value for name, value in found["latest"]}
+        curves.gaps = dict(found["gaps"])
+        curves.latest = {name: float(value) for name, value in found["latest"]}
         curves.starts, curves.offsets = dict(found["starts"]), dict(found["offsets"])
         curves.steps_per_epoch, curves.longest_pause_s = found["steps_per_epoch"], found["longest_pause_s"] or 0.0
         curves._end, curves._begin_s, curves._num_tokens = found["end"], found["begin_s"], found["num_tokens"]
@@ -307,6 +318,24 @@ def moving_average(values: Array, window: int) -> Array:
 def smooth(values: Array, weight: float) -> Array:
     """`ema`, then `moving_average` with a window that grows with the weight, to 9 points at 0.9."""
     return moving_average(ema(values, weight), 1 + 2 * round(weight * 4.5))
+
+
+def breaks_of(x: Array, gaps: Sequence[float]) -> dict[int, float]:
+    """Return the gaps between points, by the index of the next point; `x` is (points,), ascending."""
+    places = np.searchsorted(x, gaps).tolist()
+    return {place: gap for place, gap in zip(places, gaps) if 0 < place < len(x)}
+
+
+def smooth_parts(values: Array, breaks: Iterable[int], weight: float) -> Array:
+    """Smooth the parts of a curve between breaks.
+
+    Args:
+        values: (points,), finite.
+        breaks: indices at which parts begin, ascending.
+        weight: see `smooth`.
+    """
+    parts = np.split(values, [*breaks])
+    return np.concatenate([smooth(part, weight) for part in parts])
 
 
 def is_worth_smoothing(num_points: int, weight: float) -> bool:

@@ -23,7 +23,7 @@ from verl_ext.health.trend import Array
 from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow
 from verl_ext.monitor.curves import RunCurves
 
-VERSION = 10
+VERSION = 11
 SCHEMA = """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: open pages know a run by its id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +25,7 @@ VALUES = {
     "Reward": "train/reward_total_mean",
 }
 """Columns of the run table that show the latest value of a metric."""
-NUMBER = "value => value == null ? '' : Number(value.toPrecision(4)).toString()"
+NUMBER = "value => typeof value === 'number' ? Number(value.toPrecision(4)).toString() : value ?? ''"
 LABEL = "(value, row) => row.{}Label"
 COLUMNS = (
     ("status", "Status", "left", None),
@@ -129,7 +130,7 @@ class RunTable(Panel):
             "stepLabel": f"{step:,} / {total:,}" if total else f"{step:,}",
             "share": min(step / total, 1.0) if total else None,
             "left": "" if left is None else f"{format_seconds(left)} {self.say('left')}",
-            **{name: _finite(latest.get(metric)) for name, metric in VALUES.items()},
+            **{name: _as_json(latest.get(metric)) for name, metric in VALUES.items()},
             "best": None,
             "bestLabel": "",
             "health": ["", *LEVELS].index(level),
@@ -237,6 +238,6 @@ def run_seconds(run: RunInfo) -> float | None:
     return None if start is None or end is None else max(0.0, round(end - start))
 
 
-def _finite(value: float | None) -> float | None:
-    """Return a finite number, or None, because JSON has no other numbers."""
-    return value if value is not None and abs(value) < float("inf") else None
+def _as_json(value: float | None) -> float | str | None:
+    """Return a number, or the text nan, inf or -inf, because JSON has only finite numbers."""
+    return value if value is None or math.isfinite(value) else f"{value}"

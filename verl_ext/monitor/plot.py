@@ -94,7 +94,7 @@ def _write_png(directory: Path, run: str, chart: Chart, options: Mapping[str, An
     for line in options["series"]:
         style = line["lineStyle"]
         axes.plot(
-            *np.reshape(line["data"], (-1, 2)).T,
+            *np.array(line["data"], float).reshape(-1, 2).T,
             color=line["itemStyle"]["color"],
             alpha=style.get("opacity"),
             ls=style.get("type", "solid"),
