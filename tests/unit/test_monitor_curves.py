@@ -11,7 +11,13 @@ import pytest
 from verl_ext import monitor
 from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.metrics.registry import ADAPTIVE_PREFIX, METRICS
-from verl_ext.monitor.chart_options import ChartStyle, chart_options, rates_options
+from verl_ext.monitor.chart_options import (
+    LEGEND_LINE_PX,
+    ChartStyle,
+    chart_options,
+    comparison_options,
+    rates_options,
+)
 from verl_ext.monitor.charts import CHARTS, charts_for, metric_hint, short_labels, unit_of
 from verl_ext.monitor.curves import (
     MAX_POINTS,
@@ -251,6 +257,15 @@ def test_every_literal_text_has_translation() -> None:
     texts = {text for path in Path(monitor.__file__).parent.glob("*.py") for text in calls.findall(path.read_text())}
     assert len(texts) > 40 and texts <= CHINESE.keys()
     assert {*OUTCOMES, *OUTCOMES.values()} <= CHINESE.keys()
+
+
+def test_legend_of_long_names_has_one_line_per_run() -> None:
+    long = {f"{letter}{'x' * 60}{letter}": RunCurves() for letter in "abcdefghij"}
+    legends = [comparison_options(runs, "train/loss", ChartStyle(0.0), {}) for runs in ({"a": RunCurves()}, long)]
+    below = [options["grid"]["bottom"] for options in legends]
+    assert below[1] - below[0] == 9 * LEGEND_LINE_PX
+    label = f"a{'x' * 18}…{'x' * 17}a"
+    assert label in legends[1]["legend"][":formatter"] and legends[1]["legend"]["data"] == [*long]
 
 
 def test_log_axis_requires_positive_values() -> None:

@@ -182,6 +182,27 @@ def test_update_without_changes_makes_no_query(follower: RunFollower) -> None:
 # Panels
 
 
+def test_at_most_ten_runs_are_compared(root: Path, follower: RunFollower) -> None:
+    for number in range(11):
+        write_record(root / f"p/run{number}")
+    look(follower)
+
+    async def check(client: Client) -> None:
+        panel = panel_of(RunTable, follower, PageState())
+        table, button, advice = (element(client, name) for name in ("runs", "compare", "advice"))
+        for count, is_allowed in ((0, False), (1, False), (2, True), (10, True), (11, False)):
+            table.selected = table.rows[:count]
+            panel._count_selected()
+            assert button.enabled == is_allowed
+        assert advice.text == "Select 2 to 10 runs to compare them (11 selected)"
+        runs = tuple(row["path"] for row in table.rows)
+        compared = panel_of(ComparePanel, follower, PageState(runs=runs[:10]))
+        element(client, "compared").set_options([*runs], value=[*runs[:11]])
+        assert compared.state.runs == runs[:10]
+
+    on_client(check)
+
+
 def test_chart_is_redrawn_only_when_changed(root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(root / "p/old", 1, range(6, 7), perplexity=2.0)
     look(follower)
@@ -244,6 +265,9 @@ def test_configurations_are_compared_key_by_key() -> None:
     assert differing_keys([one, other]) == {"a.b": ["1", "2"], "d": ["{}", "-"], "e": ["-", "null"]}
     assert short_names(["p/a", "p/b"]) == ["a", "b"] and short_names(["p/a"]) == ["p/a"]
     assert short_names(["a", "a/a"]) == ["a", "a/a"]  # a chart would draw one of them
+    lr = "p/sft_a_model_with_a_long_name-lr1e-{}_seed{}_and_a_suffix"
+    assert short_names([lr.format(5, 0), lr.format(4, 1)]) == ["lr1e-5_seed0", "lr1e-4_seed1"]
+    assert short_names([lr.format(5, 0), lr.format(5, 1)]) == ["seed0", "seed1"]
     assert short_names(["p/a", "q/a"]) == ["p/a", "q/a"] and short_names(["p", "p/a"]) == ["p", "a"]
 
 

@@ -23,6 +23,8 @@ NARROW_PX = 320
 """Width of the narrowest chart, on a phone."""
 LABEL_PX, ENTRY_PX = 7, 28
 """Estimated width of a legend entry: per character of the label, and of marker and gap."""
+MAX_LABEL_CHARACTERS = 38
+"""Maximum length of the name of a run in a legend."""
 AXIS_NAMES = {"step": "step", "tokens": "trained tokens", "time": "minutes"}
 """Name of the x-axis for each of `AXES`."""
 RESET_ICON = "path://M12 5V1L7 6l5 5V7a6 6 0 1 1-6 6H4a8 8 0 1 0 8-8z"
@@ -120,7 +122,7 @@ def comparison_options(
                 lines = _lines(envelope, curves, metric, color, style, style.smoothing)
                 series += [{**line, "name": name} for line in lines]
                 ends += curves.ends(style.axis)
-    return _curve_options(series, {name: name for name in runs}, unit_of(metric), style, ends)
+    return _curve_options(series, _shortened([*runs]), unit_of(metric), style, ends)
 
 
 def comparison_axis(runs: Iterable[RunCurves], axis: str) -> str:
@@ -261,10 +263,22 @@ def _pairs(x: Array, values: Array) -> tuple[tuple[float, float | None], ...]:
     return tuple((float(f"{place:.10g}"), value) for place, value in zip(x.tolist(), rounded))
 
 
+def _shortened(names: Sequence[str]) -> dict[str, str]:
+    """Return labels that fit into a line of the narrowest legend, unless two would be equal."""
+    head, tail = MAX_LABEL_CHARACTERS // 2, MAX_LABEL_CHARACTERS // 2 - 1
+    labels = [f"{name[:head]}…{name[-tail:]}" if len(name) > MAX_LABEL_CHARACTERS else name for name in names]
+    return dict(zip(names, labels if len({*labels}) == len(names) else names))
+
+
 def legend_height(labels: Mapping[str, str]) -> int:
     """Return the height in pixels of a legend that shows all labels on the narrowest chart."""
-    width = sum(ENTRY_PX + LABEL_PX * len(label) for label in labels.values())
-    return LEGEND_LINE_PX * max(1, math.ceil(width / NARROW_PX))
+    lines, used = 1, 0
+    for label in labels.values():
+        width = ENTRY_PX + LABEL_PX * len(label)
+        if used and used + width > NARROW_PX:
+            lines, used = lines + 1, 0
+        used += width
+    return LEGEND_LINE_PX * lines
 
 
 def _options(series: list[dict[str, Any]], labels: Mapping[str, str], style: ChartStyle, unit: str) -> dict[str, Any]:

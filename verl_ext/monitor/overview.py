@@ -17,6 +17,7 @@ from verl_ext.monitor.database import LogEvent, RunInfo
 from verl_ext.monitor.lineage import Parent, chains, parents_of
 from verl_ext.monitor.messages import translate_event
 from verl_ext.monitor.panels import Panel, tag
+from verl_ext.monitor.state import MAX_COMPARED
 from verl_ext.monitor.text import format_seconds, format_time
 
 VALUES = {
@@ -43,7 +44,8 @@ COLUMNS = (
 """Name, label, alignment and browser-side format of each column; columns are sorted by unformatted values."""
 BADGE = """<q-td :props="props">
   <q-badge v-if="props.value" :color="props.row.NAMEColor">{{ props.row.NAMELabel }}</q-badge></q-td>"""
-LINK = """<q-td :props="props"><div :style="{paddingLeft: `${props.row.depth * 1.25}rem`}">
+LINK = """<q-td :props="props"><div class="whitespace-normal break-words min-w-36 max-w-56 sm:max-w-sm"
+    :style="{paddingLeft: `${props.row.depth * 1.25}rem`}">
   <span v-if="props.row.depth" aria-hidden="true" class="opacity-70">↳ </span>
   <a :href="props.row.href"
     @click.exact.prevent="() => $parent.$emit('open', [props.row.run, props.row.tab])">{{ props.row.label }}</a>
@@ -73,8 +75,8 @@ class RunTable(Panel):
             search = ui.input(self.say("Filter runs")).props("clearable dense debounce=200").classes("w-full sm:w-80")
             tag(search, "filter")
             self._compare = tag(ui.button(self.say("Compare selected"), on_click=self._compare_selected), "compare")
-            self._compare.props("dense no-caps unelevated").disable()
-            ui.label(self.say("Select runs to compare them")).classes("text-xs opacity-70")
+            self._compare.props("dense no-caps unelevated")
+            self._advice = tag(ui.label().classes("text-xs opacity-70"), "advice")
         columns = [
             {"name": name, "field": name, "label": self.say(label), "align": align, "sortable": True}
             | ({":format": form.format(name)} if form else {})
@@ -83,7 +85,7 @@ class RunTable(Panel):
         self._table = ui.table(columns=columns, rows=[], row_key="path", selection="multiple", pagination=25)
         tag(self._table.classes("w-full"), "runs", **{"rows-per-page-label": self.say("Rows per page")})
         self._table.props("flat bordered dense")
-        self._table.on_select(lambda: self._compare.set_enabled(len(self._selected()) > 1))
+        self._table.on_select(self._count_selected)
         self._table.on("open", self._open)
         self._table.add_slot("body-cell-path", LINK)
         self._table.add_slot("body-cell-step", PROGRESS)
@@ -91,6 +93,7 @@ class RunTable(Panel):
         for name in ("status", "health"):
             self._table.add_slot(f"body-cell-{name}", BADGE.replace("NAME", name))
         search.bind_value_to(self._table, "filter", forward=lambda text: text or "")
+        self._count_selected()
         self._empty = tag(ui.label(self.say("No run yet")).classes("text-lg"), "empty")
         self.redraw()
 
@@ -167,6 +170,12 @@ class RunTable(Panel):
 
     def _selected(self) -> tuple[str, ...]:
         return tuple(row["path"] for row in self._table.selected if row["path"] == row["run"])
+
+    def _count_selected(self) -> None:
+        count = len(self._selected())
+        self._compare.set_enabled(1 < count <= MAX_COMPARED)
+        text = self.say("Select 2 to {} runs to compare them").format(MAX_COMPARED)
+        self._advice.set_text(f"{text} ({self.say('{} selected').format(count)})" if count else text)
 
     def _compare_selected(self) -> None:
         self.go(run="", runs=self._selected(), tab="Compare")

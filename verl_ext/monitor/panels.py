@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -60,6 +61,10 @@ PLOT_PX = 240
 RAW = {"__v_skip": True}
 """Vue's mark of an object without proxies; a proxy around every point makes ECharts take twice as long."""
 DEFAULT_METRICS = ("train/loss",)
+MAX_NAME_CHARACTERS = 30
+"""Maximum length of the name of a run in a chart before the words that all names share are removed."""
+WORD_ENDS = re.compile(r"(?<=[_/])|(?<=(?<!\de)-)")
+"""Places between the words of a name; the minus of a number such as 1e-5 is not one."""
 MAX_SHOWN_CHARACTERS = 80
 """Maximum length of a value in a table."""
 Go = Callable[..., None]
@@ -377,9 +382,10 @@ class ComparePanel(Panel):
         self._tables: object = None
         with ui.row().classes("w-full items-center gap-4"):
             self.build_style_controls()
+        label = self.say("Runs to compare (at most {})").format(MAX_COMPARED)
         with ui.row().classes("w-full items-start gap-4"):
-            self._runs = ui.select([], multiple=True, label=self.say("Runs to compare"), with_input=True)
-            self._runs.classes("grow").props('use-chips data-testid="compared"').on_value_change(self._choose_runs)
+            self._runs = ui.select([], multiple=True, label=label, with_input=True)
+            self._runs.classes("grow").props(f'use-chips max-values={MAX_COMPARED} data-testid="compared"').on_value_change(self._choose_runs)
             self._metrics = ui.select([], multiple=True, label=self.say("Metrics"), with_input=True)
             self._metrics.classes("grow").props('use-chips data-testid="compared metric"')
             self._metrics.on_value_change(self._choose_metrics)
@@ -409,7 +415,7 @@ class ComparePanel(Panel):
     def _choose_runs(self, event: ValueChangeEventArguments) -> None:
         chosen = tuple(event.value or ())
         if chosen and set(chosen) != set(self._compared()):
-            self.change(runs=chosen[-MAX_COMPARED:])
+            self.change(runs=chosen[:MAX_COMPARED])
 
     def _choose_metrics(self, event: ValueChangeEventArguments) -> None:
         if event.value and tuple(event.value) != (self.state.metrics or DEFAULT_METRICS):
@@ -482,10 +488,24 @@ class ComparePanel(Panel):
 
 
 def short_names(paths: list[str]) -> list[str]:
-    """Remove the directories that all paths share, unless two names would be equal."""
+    """Remove what all paths share: directories, and the first and last words of long names.
+
+    If two names would be equal, the paths stay as they are.
+    """
     shared = commonpath(paths) if len(paths) > 1 and not any(path.startswith("/") for path in paths) else ""
     names = [path.removeprefix(f"{shared}/") for path in paths]
-    return names if len({*names}) == len(paths) else paths
+    if len(paths) > 1 and max(map(len, names)) > MAX_NAME_CHARACTERS:
+        names = _differing_words(names)
+    return names if len({*names}) == len(paths) and all(names) else paths
+
+
+def _differing_words(names: list[str]) -> list[str]:
+    words = [WORD_ENDS.split(name) for name in names]
+    for end in (0, -1):
+        while min(map(len, words)) > 1 and len({each[end] for each in words}) == 1:
+            for each in words:
+                del each[end]
+    return ["".join(each).rstrip("_-/") for each in words]
 
 
 def clip(text: str, length: int = MAX_SHOWN_CHARACTERS) -> str:
