@@ -15,6 +15,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.monitor import write_record
 from tests.helpers.processes import free_port, wait_until
 from verl_ext.errors import UserError
 from verl_ext.monitor.__main__ import main
@@ -142,6 +143,15 @@ def test_rejects_bad_input_in_one_line(words: list[str], told: str, capsys: pyte
         main([word.format(taken=taken.getsockname()[1]) for word in words])
     shown = capsys.readouterr().err
     assert left.value.code == 2 and told in shown and shown.startswith("error: ") and shown.count("\n") == 1
+
+
+def test_plot_refuses_run_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_record(tmp_path / "run", status="finished")
+    (tmp_path / "run/metrics.jsonl").touch()
+    with pytest.raises(SystemExit) as left:
+        main(["plot", str(tmp_path / "run"), "--output", str(tmp_path / "plots")])
+    assert left.value.code == 2 and "has no metrics to plot yet" in capsys.readouterr().err
+    assert not (tmp_path / "plots").exists()
 
 
 def answers(port: int) -> bool:

@@ -15,12 +15,13 @@ from tests.helpers.monitor import following, look, write_record, write_rows
 from tests.helpers.pages import element, on_client, panel_of, texts_of
 from verl_ext.config.schema import to_yaml
 from verl_ext.monitor import charts, page, sample_tokens
+from verl_ext.monitor.charts import short_names
 from verl_ext.monitor.configuration import ConfigurationPanel
 from verl_ext.monitor.file_panels import HealthPanel, LogPanel
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.overview import RunTable
 from verl_ext.monitor.page import MonitorPage
-from verl_ext.monitor.panels import ComparePanel, TrainingPanel, differing_keys, flatten, rates_by_step, short_names
+from verl_ext.monitor.panels import ComparePanel, TrainingPanel, differing_keys, flatten, rates_by_step
 from verl_ext.monitor.sample_rows import groups_of, matches, read_samples, sample_columns, sample_sources
 from verl_ext.monitor.samples import SamplesPanel
 from verl_ext.monitor.state import TABS, PageState
@@ -223,6 +224,36 @@ def test_chart_is_redrawn_only_when_changed(root: Path, follower: RunFollower, m
         assert drawn == ["Loss", "Perplexity", "Loss"]
 
     on_client(check)
+
+
+def test_training_tab_draws_metrics_without_a_chart_on_request(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/empty")
+    write_rows(root / "p/old", 1, range(6, 8), **{f"custom{number:02}": 1.0 for number in range(30)})
+    look(follower)
+
+    def drawn(client: Client) -> list[str]:
+        names = [str(each.props.get("data-testid")) for each in client.elements.values()]
+        return [name.removeprefix("chart train/") for name in names if name.startswith("chart ")]
+
+    async def check(client: Client) -> None:
+        panel = panel_of(TrainingPanel, follower, PageState(run="p/old"))
+        await panel.show()
+        more, pages = element(client, "more"), element(client, "more pages")
+        assert drawn(client) == ["chart Loss"] and more.text == "More metrics (30)"
+        assert not element(client, "empty").visible and not element(client, "fold").visible
+        more.set_value(True)
+        assert drawn(client)[1:] == [f"custom{number:02}" for number in range(12)]
+        pages.set_value(3)
+        assert drawn(client)[1:] == [f"custom{number:02}" for number in range(24, 30)]
+        more.set_value(False)
+        assert drawn(client) == ["chart Loss"]
+
+    async def check_empty(client: Client) -> None:
+        await panel_of(TrainingPanel, follower, PageState(run="p/empty")).show()
+        assert element(client, "empty").visible and not element(client, "more").visible
+
+    on_client(check)
+    on_client(check_empty)
 
 
 def test_compare_offers_runs_that_start_while_it_is_open(root: Path, follower: RunFollower) -> None:

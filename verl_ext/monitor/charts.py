@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from posixpath import commonpath
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,12 @@ from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.meanings import CHINESE_MEANINGS
 from verl_ext.monitor.text import translate
 
-MAIN, OTHER = "main", "other"
-"""Places of charts: always visible, or in a fold below."""
+MAIN, OTHER, MORE = "main", "other", "more"
+"""Places of charts: always visible, in a fold below, or in one of metrics without a predefined chart."""
+MAX_NAME_CHARACTERS = 30
+"""Maximum length of the name of a run in a chart before the words that all names share are removed."""
+WORD_ENDS = re.compile(r"(?<=[_/])|(?<=(?<!\de)-)")
+"""Places between the words of a name; the minus of a number such as 1e-5 is not one."""
 SCHEDULE_POINTS = 500
 
 
@@ -32,7 +37,7 @@ class Chart:
         name: title, and name in files and tests.
         hint: meaning, ideal trend, and possible causes of anomalies.
         metrics: metrics to show if the run has them.
-        place: `MAIN` or `OTHER`.
+        place: `MAIN`, `OTHER` or `MORE`.
         needs: metric that the chart requires; if empty, any of `metrics`.
         scale: factor of the values.
         line: value to mark.
@@ -247,6 +252,12 @@ def charts_for(metrics: Collection[str]) -> list[Chart]:
     return found
 
 
+def more_charts(metrics: Collection[str], charts: Sequence[Chart]) -> list[Chart]:
+    """Return a chart for each metric that is not in other charts, by name."""
+    others = sorted({*metrics} - {name for chart in charts for name in chart.metrics})
+    return [Chart(name, name, metric_hint(name, "en"), metric_hint(name, "zh"), (name,), MORE) for name in others]
+
+
 def reward_functions(metrics: Collection[str]) -> tuple[str, ...]:
     """Return the metrics of reward functions: means over training samples that are not in the registry."""
     return tuple(name for name in sorted(metrics) if re.fullmatch(r"train/\w+_mean", name) and name not in METRICS)
@@ -320,3 +331,24 @@ def short_labels(metrics: Sequence[str], language: str) -> dict[str, str]:
         labels.append(", ".join(filter(None, [rest, shown])))
     is_clear = all(labels) and len({*labels}) == len(labels)
     return dict(zip(metrics, labels if is_clear else metrics))
+
+
+def short_names(paths: list[str]) -> list[str]:
+    """Remove what all paths share: directories, and the first and last words of long names.
+
+    If two names would be equal, the paths stay as they are.
+    """
+    shared = commonpath(paths) if len(paths) > 1 and not any(path.startswith("/") for path in paths) else ""
+    names = [path.removeprefix(f"{shared}/") for path in paths]
+    if len(paths) > 1 and max(map(len, names)) > MAX_NAME_CHARACTERS:
+        names = _differing_words(names)
+    return names if len({*names}) == len(paths) and all(names) else paths
+
+
+def _differing_words(names: list[str]) -> list[str]:
+    words = [WORD_ENDS.split(name) for name in names]
+    for end in (0, -1):
+        while min(map(len, words)) > 1 and len({each[end] for each in words}) == 1:
+            for each in words:
+                del each[end]
+    return ["".join(each).rstrip("_-/") for each in words]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from posixpath import commonpath
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -30,12 +29,15 @@ from verl_ext.monitor.chart_options import (
 )
 from verl_ext.monitor.charts import (
     MAIN,
+    MORE,
     OTHER,
     Chart,
     charts_for,
     metric_hint,
+    more_charts,
     registered,
     schedule_points,
+    short_names,
     unit_of,
 )
 from verl_ext.monitor.colors import ERRORS
@@ -56,15 +58,13 @@ KEEP_WINDOW = """((chart, zoom, axis) => {
   return [keep ? {...zoom, startValue: own.startValue, endValue: own.endValue} : zoom];
 })"""
 """The browser knows the visible part of a chart before the server does, so new points leave it as it is."""
+MORE_PER_PAGE = 12
+"""Number of metrics without a predefined chart that are drawn at once."""
 PLOT_PX = 240
 """Height of a chart without what is below its plot."""
 RAW = {"__v_skip": True}
 """Vue's mark of an object without proxies; a proxy around every point makes ECharts take twice as long."""
 DEFAULT_METRICS = ("train/loss",)
-MAX_NAME_CHARACTERS = 30
-"""Maximum length of the name of a run in a chart before the words that all names share are removed."""
-WORD_ENDS = re.compile(r"(?<=[_/])|(?<=(?<!\de)-)")
-"""Places between the words of a name; the minus of a number such as 1e-5 is not one."""
 MAX_SHOWN_CHARACTERS = 80
 """Maximum length of a value in a table."""
 Go = Callable[..., None]
@@ -233,6 +233,13 @@ class TrainingPanel(Panel):
         self._fold = tag(fold.props("header-class=px-1"), "fold").on_value_change(self._toggle)
         with self._fold:
             self._places[OTHER] = ui.element("div").classes(GRID)
+        more = ui.expansion().classes("w-full [&_.nicegui-expansion-content]:p-0 [&_.nicegui-expansion-content]:pt-2")
+        self._more = tag(more.props("header-class=px-1"), "more").on_value_change(self.redraw)
+        with self._more:
+            self._places[MORE] = ui.element("div").classes(GRID)
+            pages = ui.pagination(1, 1, direction_links=True, on_change=self.redraw).props("max-pages=6")
+            self._pages = tag(pages.classes("mt-2"), "more pages")
+        self._empty = tag(ui.label(self.say("Nothing yet")).classes("opacity-70"), "empty")
 
     def redraw(self) -> None:
         """Draw the visible charts that have changed."""
@@ -243,12 +250,24 @@ class TrainingPanel(Panel):
         curves = self.follower.curves(run)
         with curves.lock:
             wanted = charts_for(curves.envelopes)
+            self._fold.set_visibility(any(chart.place == OTHER for chart in wanted))
+            self._empty.set_visibility(not curves.envelopes)
+            wanted += self._shown_more(more_charts(curves.envelopes, wanted))
             for gone in [each for each in self._cards if each not in wanted]:
                 self._cards.pop(gone).card.delete()
             for number, chart in enumerate(wanted):
-                if chart.place == MAIN or self._fold.value:
+                if chart.place != OTHER or self._fold.value:
                     before = sum(other.place == chart.place for other in wanted[:number])
                     self._draw(run, curves, chart, before)
+
+    def _shown_more(self, charts: list[Chart]) -> list[Chart]:
+        """Return the charts of the page that is open in the fold of other metrics, and update the fold."""
+        self._more.set_visibility(bool(charts))
+        self._more.set_text(f"{self.say('More metrics')} ({len(charts)})")
+        self._pages.max = max(1, math.ceil(len(charts) / MORE_PER_PAGE))
+        self._pages.set_visibility(self._pages.max > 1)
+        first = (self._pages.value - 1) * MORE_PER_PAGE
+        return charts[first : first + MORE_PER_PAGE] if self._more.value else []
 
     def _draw(self, run: RunInfo, curves: RunCurves, chart: Chart, before: int) -> None:
         """Draw a chart after `before` others, unless it is up to date."""
@@ -485,27 +504,6 @@ class ComparePanel(Panel):
         ]
         table = ui.table(columns=columns, rows=found, row_key="key").classes("w-full")
         tag(table.props("flat bordered dense wrap-cells"), name)
-
-
-def short_names(paths: list[str]) -> list[str]:
-    """Remove what all paths share: directories, and the first and last words of long names.
-
-    If two names would be equal, the paths stay as they are.
-    """
-    shared = commonpath(paths) if len(paths) > 1 and not any(path.startswith("/") for path in paths) else ""
-    names = [path.removeprefix(f"{shared}/") for path in paths]
-    if len(paths) > 1 and max(map(len, names)) > MAX_NAME_CHARACTERS:
-        names = _differing_words(names)
-    return names if len({*names}) == len(paths) and all(names) else paths
-
-
-def _differing_words(names: list[str]) -> list[str]:
-    words = [WORD_ENDS.split(name) for name in names]
-    for end in (0, -1):
-        while min(map(len, words)) > 1 and len({each[end] for each in words}) == 1:
-            for each in words:
-                del each[end]
-    return ["".join(each).rstrip("_-/") for each in words]
 
 
 def clip(text: str, length: int = MAX_SHOWN_CHARACTERS) -> str:

@@ -62,12 +62,14 @@ def plot_run(run_dir: Path, output: Path, smoothing: float) -> list[Path]:
     """Write each chart of a run as PNG, and one page with all charts; returns the PNG files.
 
     Raises:
-        UserError: the directory has no started run.
+        UserError: the directory has no started run, or the run has no metrics with a chart.
         OSError: a file cannot be written.
     """
     run, curves = read_run(run_dir)
     schedule, style = schedule_points(read_config(run_dir), run, curves), ChartStyle(smoothing)
     charts = {each: chart_options(curves, each, style, schedule) for each in charts_for(curves.envelopes)}
+    if not charts:
+        raise UserError(f"{run_dir / METRICS_FILE} has no metrics to plot yet; the run has not logged a training step")
     status = f"{run.status}, step {curves.step} of {run.total_steps or 'unknown'}"
     output.mkdir(parents=True, exist_ok=True)
     _write_page(output / PAGE_FILE, run.path, status, charts)

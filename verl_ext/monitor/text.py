@@ -45,6 +45,7 @@ CHINESE = {
     "Health": "健康检查",
     "Log": "训练日志",
     "Other charts": "其他图表",
+    "More metrics": "更多指标",
     "Smoothing": "平滑",
     "log": "对数",
     "The log scale needs positive values": "对数刻度要求所有值为正",
