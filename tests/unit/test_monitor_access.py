@@ -151,6 +151,10 @@ def test_plot_refuses_run_without_metrics(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit) as left:
         main(["plot", str(tmp_path / "run"), "--output", str(tmp_path / "plots")])
     assert left.value.code == 2 and "has no metrics to plot yet" in capsys.readouterr().err
+    (tmp_path / "run/run.json").write_text('{"status": "finished", "attempts": 5}')
+    with pytest.raises(SystemExit) as left:
+        main(["plot", str(tmp_path / "run"), "--output", str(tmp_path / "plots")])
+    assert left.value.code == 2 and "run.json is not the record of a run" in capsys.readouterr().err
     assert not (tmp_path / "plots").exists()
 
 

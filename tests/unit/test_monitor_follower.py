@@ -424,7 +424,22 @@ def test_directories_with_invalid_records_are_ignored(root: Path, follower: RunF
         (root / name).mkdir(parents=True)
         (root / name / "run.json").write_text(text)
     look(follower)
-    assert follower.runs == {}
+    assert follower.runs == {} and follower.problems == {"torn/run.json": "not JSON"}
+
+
+def test_file_that_cannot_be_read_is_reported(root: Path, follower: RunFollower) -> None:
+    for name in ("e", "odd"):
+        write_record(root / "p" / name)
+    (root / "p/e/metrics.jsonl").mkdir()
+    (root / "p/odd/run.json").write_text('{"status": "finished", "attempts": 5}')
+    look(follower)
+    reasons = {"p/e/metrics.jsonl": "Is a directory", "p/odd/run.json": "not a run record"}
+    assert follower.problems == reasons and [*follower.runs] == ["p/e"]
+    assert follower.problems_of(follower.runs["p/e"]) == {"metrics.jsonl": "Is a directory"}
+    (root / "p/e/metrics.jsonl").rmdir()
+    (root / "p/odd/run.json").unlink()
+    look(follower)
+    assert follower.problems == {}
 
 
 def test_csv_has_every_row_and_metric_but_no_formula(root: Path, follower: RunFollower) -> None:
@@ -598,7 +613,7 @@ def test_bad_run_does_not_hide_others(root: Path, follower: RunFollower, capsys:
     look(follower)
     look(follower)
     assert {*follower.runs} == {"p/good", "p/huge"} and count(follower, "training_logs") == 3
-    assert capsys.readouterr().err.count("bad cannot be followed") == 1
+    assert capsys.readouterr().err.count("bad/run.json cannot be read (not a run record)") == 1
 
 
 # The thread

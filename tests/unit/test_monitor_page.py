@@ -154,6 +154,20 @@ def test_page_follows_appearing_and_deleted_runs(root: Path, follower: RunFollow
     on_client(check)
 
 
+def test_page_says_which_files_cannot_be_read(root: Path, follower: RunFollower) -> None:
+    (root / "p/old/metrics.jsonl").unlink()
+    (root / "p/old/metrics.jsonl").mkdir()
+    look(follower)
+
+    async def check(client: Client) -> None:
+        MonitorPage(follower, PageState(run="p/old"))
+        assert element(client, "reason").text == "metrics.jsonl cannot be read (Is a directory)"
+        await panel_of(RunTable, follower, PageState()).show()
+        assert element(client, "problems").text == "p/old/metrics.jsonl cannot be read (Is a directory)"
+
+    on_client(check)
+
+
 def test_link_keeps_run_and_comparison(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/new")
     look(follower)

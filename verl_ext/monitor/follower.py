@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import orjson
@@ -28,8 +28,10 @@ from verl_ext.monitor.database import FilePositions, LogEvent, MonitorDatabase, 
 from verl_ext.monitor.lineage import origin_of
 from verl_ext.monitor.run_files import (
     DEFAULT_LOG_EVERY,
+    NewLines,
     events_of_attempt,
     events_of_row,
+    is_count,
     parse_findings,
     parse_rows,
     read_config,
@@ -69,6 +71,7 @@ class RunFollower(threading.Thread):
         self.reader = MonitorDatabase(database)  # for the pages, which all run in one thread
         self.version = 0  # changes when the list of runs changes
         self.runs: dict[str, RunInfo] = {}  # by path; replaced, never changed
+        self.problems: dict[str, str] = {}  # by path of a file that cannot be read: the reason; replaced, never changed
         self.charts = SharedResults(MAX_CACHED_CHARTS)  # options of charts
         self.files = SharedResults(MAX_CACHED_FILES)  # contents of a run's files
         self._database = MonitorDatabase(database)
@@ -77,6 +80,7 @@ class RunFollower(threading.Thread):
         self._has_loaded = False  # since the last eviction; pages load curves, too, but only this thread writes
         self._read_to_end: set[tuple[int, int]] = set()  # runs and generations, by this process
         self._warned: set[str] = set()
+        self._found_problems: dict[Path, str] = {}
         self._stored_runs: dict[str, RunInfo] = {}
         self._runs_changed = True
         self._database_version = 0
@@ -118,7 +122,7 @@ class RunFollower(threading.Thread):
         """Read one run to its end, without starting the thread.
 
         Raises:
-            UserError: its `run.json` is not the record of a run.
+            UserError: its `run.json` is not the record of a run, or its metrics cannot be read.
         """
         with self._database.transaction():
             run = self._read_record(directory)
@@ -126,6 +130,8 @@ class RunFollower(threading.Thread):
             raise UserError(f"{directory / RUN_FILE} is not the record of a run; delete or rename it")
         while self.read_new_rows(run):
             pass
+        if (reason := self._found_problems.get(directory / METRICS_FILE)) is not None:
+            raise UserError(f"cannot read {directory / METRICS_FILE} ({reason}); make it readable")
         self._refresh_runs()
         return self.runs[str(directory.relative_to(self.root))]
 
@@ -169,6 +175,11 @@ class RunFollower(threading.Thread):
     def directory(self, run: RunInfo) -> Path:
         """The directory of a run."""
         return self.root / run.path
+
+    def problems_of(self, run: RunInfo) -> dict[str, str]:
+        """Return the reason by name of each file of a run that cannot be read."""
+        paths = {PurePath(path): reason for path, reason in self.problems.items()}
+        return {path.name: reason for path, reason in paths.items() if path.parent == PurePath(run.path)}
 
     def _state_of(self, run: RunInfo) -> RunCurves:
         """Return the curves of a run from memory, or else the last saved ones, without envelopes."""
@@ -229,7 +240,10 @@ class RunFollower(threading.Thread):
                         self._read_origin(run, directory)
                         ids.append(run)
             except Exception as error:  # a run's files may contain anything, and must not affect other runs
-                self._warn_once(f"{directory} cannot be followed: {one_line(error)}")
+                self._set_problem(directory / RUN_FILE, one_line(error))
+        self._found_problems = {
+            path: reason for path, reason in self._found_problems.items() if path.parent in directories
+        }
         self._delete_missing({*directories}, [Path(error.filename) for error in errors])
         return ids
 
@@ -249,8 +263,9 @@ class RunFollower(threading.Thread):
                 self._stored_runs, self._database_version = self._database.runs(), version
                 self._runs_changed = False
             runs = {path: self._with_death(run) for path, run in self._stored_runs.items()}
-            if runs != self.runs:
-                self.runs = runs
+            problems = {str(path.relative_to(self.root)): reason for path, reason in self._found_problems.items()}
+            if (runs, problems) != (self.runs, self.problems):
+                self.runs, self.problems = runs, problems
                 self.version += 1
         except Exception as error:  # such as a locked database; the next call tries again
             self._warn_once(f"runs cannot be listed: {one_line(error)}")
@@ -276,13 +291,20 @@ class RunFollower(threading.Thread):
     def _read_record(self, directory: Path) -> int | None:
         """Read `run.json`; returns the run's id, or None if this is not a run record (yet)."""
         path = str(directory.relative_to(self.root))
+        record, text, problem = None, "", None
         try:
             text = (directory / RUN_FILE).read_text()
             record = orjson.loads(text)
-        except (OSError, ValueError):
-            record, text = None, ""
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            problem = error.strerror if isinstance(error, OSError) else "not JSON"
+        is_record = isinstance(record, dict) and record.get("status") in STATUSES
+        if is_record and not _are_attempts(record.get("attempts")):
+            is_record, problem = False, "not a run record"
+        self._set_problem(directory / RUN_FILE, problem)
         known = self._database.find_run(path)
-        if not isinstance(record, dict) or record.get("status") not in STATUSES:
+        if not is_record:
             return None if known is None else known[0]
         if known is not None and known[1] == text:
             return known[0]
@@ -365,7 +387,7 @@ class RunFollower(threading.Thread):
 
     def _read_metrics(self, run: int, directory: Path, positions: FilePositions) -> bool:
         generation = positions.generation
-        new = read_new_lines(directory / METRICS_FILE, positions.metrics_offset, positions.metrics_head)
+        new = self._new_lines(directory / METRICS_FILE, positions.metrics_offset, positions.metrics_head)
         if new is None:
             if (run, generation) not in self._read_to_end:
                 if self._database.has_unsaved_rows(run):  # an earlier monitor was killed
@@ -414,7 +436,7 @@ class RunFollower(threading.Thread):
 
     def _read_events(self, run: int, path: Path, positions: FilePositions) -> None:
         """Read the new part of `events.jsonl`, which has the findings of the health rules."""
-        new = read_new_lines(path, positions.events_offset, positions.events_head)
+        new = self._new_lines(path, positions.events_offset, positions.events_head)
         if new is None:
             return
         if new.is_other_file:
@@ -423,7 +445,33 @@ class RunFollower(threading.Thread):
         self._database.advance_events(run, new.offset, new.head)
         self._runs_changed = True
 
+    def _new_lines(self, path: Path, offset: int, head: str) -> NewLines | None:
+        """Return the new lines of a file; None if there are none, or if it cannot be read, which is a problem."""
+        try:
+            new = read_new_lines(path, offset, head)
+        except OSError as error:
+            self._set_problem(path, error.strerror or one_line(error))
+            return None
+        self._set_problem(path, None)
+        return new
+
+    def _set_problem(self, path: Path, reason: str | None) -> None:
+        """Note why a file cannot be read; None if it can."""
+        if reason is None:
+            self._found_problems.pop(path, None)
+        else:
+            self._found_problems[path] = reason
+            self._warn_once(f"{path} cannot be read ({reason})")
+
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             warn(message)
+
+
+def _are_attempts(value: object) -> bool:
+    """Whether a value can be the attempts of a run record; those of other versions may lack values."""
+    attempts = [] if value is None else value
+    return isinstance(attempts, list) and all(
+        isinstance(each, dict) and is_count(each.get("attempt")) for each in attempts
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 from urllib.parse import urlencode
 
@@ -71,6 +72,7 @@ class RunTable(Panel):
     def build(self) -> None:
         """Create the list of warnings, the filter and the table."""
         self._alarms = AlarmList(self)
+        self._problems = tag(ui.label().classes("w-full text-sm whitespace-pre-line"), "problems")
         with ui.row().classes("w-full items-center gap-4"):
             search = ui.input(self.say("Filter runs")).props("clearable dense debounce=200").classes("w-full sm:w-80")
             tag(search, "filter")
@@ -100,6 +102,8 @@ class RunTable(Panel):
     def redraw(self) -> None:
         """Update the warnings and the rows of the table."""
         self._alarms.redraw()
+        self._problems.set_text("\n".join(self._problem_lines()))
+        self._problems.set_visibility(bool(self.follower.problems))
         runs = self.follower.runs
         parents = parents_of({path: run.origin for path, run in runs.items()})
         rows = []
@@ -110,6 +114,12 @@ class RunTable(Panel):
         self._table.set_visibility(bool(rows))
         if rows != self._table.rows:
             self._table.rows = rows
+
+    def _problem_lines(self) -> list[str]:
+        """Say which files cannot be read."""
+        text, problems = self.say("{} cannot be read ({})"), self.follower.problems
+        lines = [text.format(path, reason) for path, reason in islice(problems.items(), SHOWN_ALARMS)]
+        return lines + ([f"… (+{len(problems) - SHOWN_ALARMS})"] if len(problems) > SHOWN_ALARMS else [])
 
     def _row(self, run: RunInfo, depth: int, parent: Parent | None) -> dict[str, Any]:
         (step, latest), total = self.follower.summary(run), run.total_steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from nicegui import ui
@@ -156,7 +157,7 @@ class MonitorPage:
         with self._box:
             if self.run is not None:
                 self._status = RunStatusBar(self.state)
-                self._status.show(self.run, self.follower.curves(self.run))
+                self._show_status(self.run)
                 self._build_tabs()
             elif self.state.run:
                 text = self.state.translate("This run does not exist, or its directory is gone")
@@ -226,8 +227,12 @@ class MonitorPage:
         if self._runs_version != self.follower.version:
             self._offer_runs()
             self._set_title()
-        if self.run is not None and self._status is not None:
-            self._status.show(self.run, self.follower.curves(self.run))
+        if self.run is not None:
+            self._show_status(self.run)
+
+    def _show_status(self, run: RunInfo) -> None:
+        if self._status is not None:
+            self._status.show(run, self.follower.curves(run), self.follower.problems_of(run))
 
     def _news(self) -> object:
         """Return a value that differs when there are new rows or runs."""
@@ -263,8 +268,8 @@ class RunStatusBar:
                     self._values[name] = tag(ui.label("-").classes("text-lg whitespace-nowrap"), f"value {name}")
                     ui.tooltip(self._say(hint))
 
-    def show(self, run: RunInfo, curves: RunCurves) -> None:
-        """Show the current status of a run."""
+    def show(self, run: RunInfo, curves: RunCurves, problems: Mapping[str, str]) -> None:
+        """Show the current status of a run; `problems` has the reason by name of a file that cannot be read."""
         with curves.lock:
             step, latest = curves.step, dict(curves.latest)
             left = curves.seconds_left(run.total_steps) if run.status == "running" else None
@@ -276,7 +281,7 @@ class RunStatusBar:
         self._health.set_text(f"{self._say('Health')}: {self._say(level)}")
         self._health.props["color"] = LEVELS.get(level, "neutral")
         self._health.set_visibility(level not in ("", "ok"))
-        self._reason.set_text(self._reason_of(run))
+        self._reason.set_text(self._reason_of(run, problems))
         share = step / run.total_steps if run.total_steps else 0.0
         self._bar.set_value(min(share, 1.0))
         values = {
@@ -291,10 +296,11 @@ class RunStatusBar:
         for name, text in values.items():
             self._values[name].set_text(text)
 
-    def _reason_of(self, run: RunInfo) -> str:
-        """Say how the last attempt ended, and how many lines of metrics.jsonl cannot be read."""
+    def _reason_of(self, run: RunInfo, problems: Mapping[str, str]) -> str:
+        """Say how the last attempt ended, and which files and how many lines of metrics.jsonl cannot be read."""
         parts = [translate_message(self._state.language, run.exit_reason)] if run.exit_reason else []
         parts += [f"{run.unreadable} {self._say('unreadable lines of metrics.jsonl')}"] if run.unreadable else []
+        parts += [self._say("{} cannot be read ({})").format(name, reason) for name, reason in problems.items()]
         return " · ".join(parts)
 
     def _speed(self, latest: dict[str, float]) -> str:

@@ -101,10 +101,13 @@ def read_new_lines(path: Path, offset: int, head: str = "") -> NewLines | None:
 
     Returns:
         The lines; None if the file is missing or has no new lines.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     try:
         file = open(path, "rb")
-    except OSError:
+    except FileNotFoundError:
         return None
     with file:
         start = file.read(HEAD_BYTES)

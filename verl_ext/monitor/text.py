@@ -20,6 +20,7 @@ CHINESE = {
     "Live": "实时监控",
     "History": "历史回顾",
     "unreadable lines of metrics.jsonl": "metrics.jsonl 中无法读取的行",
+    "{} cannot be read ({})": "{} 无法读取（{}）",
     "Current step": "当前步数",
     "Total steps": "总步数",
     "Progress": "训练进度",
