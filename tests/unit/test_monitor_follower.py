@@ -442,6 +442,17 @@ def test_file_that_cannot_be_read_is_reported(root: Path, follower: RunFollower)
     assert follower.problems == {}
 
 
+def test_row_with_bare_nan_is_read(root: Path, follower: RunFollower) -> None:
+    """As `json.dumps` of other programs writes it."""
+    write_record(root / "p/e")
+    rows = [{"step": n, "attempt": 1, "time": 1.0, "train/loss": math.nan if n == 2 else 1.0} for n in (1, 2, 3)]
+    (root / "p/e/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    look(follower)
+    run = follower.runs["p/e"]
+    assert (step(follower), run.unreadable) == (3, 0) and follower.curves(run).gaps == {"train/loss": [2.0]}
+    assert math.isnan([*follower.reader.rows(run.id)][1].metrics["train/loss"])
+
+
 def test_csv_has_every_row_and_metric_but_no_formula(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 3))

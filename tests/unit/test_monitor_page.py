@@ -22,7 +22,7 @@ from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.overview import RunTable
 from verl_ext.monitor.page import MonitorPage
 from verl_ext.monitor.panels import ComparePanel, TrainingPanel, differing_keys, flatten, rates_by_step
-from verl_ext.monitor.sample_rows import groups_of, matches, read_samples, sample_columns, sample_sources
+from verl_ext.monitor.sample_rows import as_cell, groups_of, matches, read_samples, sample_columns, sample_sources
 from verl_ext.monitor.samples import SamplesPanel
 from verl_ext.monitor.state import TABS, PageState
 from verl_ext.trainer.stages import load_config
@@ -402,6 +402,8 @@ def test_finds_samples_of_training_and_evaluations(root: Path) -> None:
     rows, is_cut = read_samples(run_dir / "samples.jsonl")
     assert ([row["step"] for row in rows], is_cut) == ([20, 10], False)
     assert sample_columns(rows) == ["step", "reward_total", "prompt", "parts"]
+    (run_dir / "samples.jsonl").write_text('{"step": 1, "reward_total": NaN}\n')
+    assert [as_cell(row["reward_total"]) for row in read_samples(run_dir / "samples.jsonl")[0]] == ["nan"]
     answers, _ = read_samples(run_dir / "eval/eval_step_8/qa_logs/few_qa.jsonl")
     assert sample_columns(answers) == ["error_type", "problem_id", "answer"]
     assert sample_columns([dict.fromkeys(("sample_id", "prompt", "answer"), "x" * 99)]) == ["prompt", "answer"]

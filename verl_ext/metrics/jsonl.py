@@ -73,7 +73,7 @@ class JsonlFile:
             UserError: the file cannot be written.
         """
         with write_errors(self._path):
-            self._writer = self._writer or LineWriter.reopen(self._path, lambda line: _object(line) is not None)
+            self._writer = self._writer or LineWriter.reopen(self._path, lambda line: parse_object(line) is not None)
             for row in rows:
                 self._writer.write(json.dumps({"step": step, "attempt": self._attempt, **row}, ensure_ascii=False))
 
@@ -173,7 +173,7 @@ def _encode(row: MetricsRow) -> str:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """Return the row of a line; None if the line is not a row."""
-    row = _object(line)
+    row = parse_object(line)
     if row is None or not _has_key_columns(row):
         return None
     for name, value in row.items():
@@ -200,8 +200,8 @@ def is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < 10**300)
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line; None if the line is not an object."""
+def parse_object(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line, which may have NaN and Infinity as numbers; None if it is not an object."""
     import orjson  # here, because --help needs no package
 
     try:

@@ -20,7 +20,7 @@ import orjson
 from verl_ext.errors import UserError
 from verl_ext.files import user_cache_dir
 from verl_ext.health.trend import Array
-from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow
+from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow, parse_object
 from verl_ext.monitor.curves import RunCurves
 
 VERSION = 11
@@ -462,7 +462,7 @@ class MonitorDatabase:
 
 def _row(values: Sequence[Any]) -> MetricsRow:
     attempt, step, time, line = values
-    metrics = orjson.loads(line)
+    metrics = parse_object(line.encode()) or {}
     for key in KEY_COLUMNS:
         del metrics[key]
     return MetricsRow(step, attempt, time, metrics)

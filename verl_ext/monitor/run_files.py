@@ -16,7 +16,7 @@ import orjson
 from verl_ext.config.run_config import read_config_file
 from verl_ext.errors import UserError
 from verl_ext.health.rule import LOSS
-from verl_ext.metrics.jsonl import MetricsRow, is_number
+from verl_ext.metrics.jsonl import MetricsRow, is_number, parse_object
 from verl_ext.metrics.run_record import RUN_FILE, seconds_of
 from verl_ext.monitor.database import LogEvent
 
@@ -150,7 +150,7 @@ def parse_rows(lines: Sequence[bytes]) -> tuple[list[MetricsRow], list[bytes], i
     unreadable = 0
     for line in lines:
         try:
-            metrics: dict[str, Any] = orjson.loads(line)
+            metrics = parse_object(line) or {}
             step, attempt, logged = metrics.pop("step"), metrics.pop("attempt"), float(metrics.pop("time"))
             if not (is_count(step) and is_count(attempt) and math.isfinite(logged)):
                 raise ValueError("not the number of a step or an attempt, or not a time")

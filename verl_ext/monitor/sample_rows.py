@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from verl_ext.metrics.jsonl import SAMPLES_FILE
+from verl_ext.metrics.jsonl import SAMPLES_FILE, parse_object
 from verl_ext.monitor.panels import clip
 from verl_ext.monitor.state import PageState
 
@@ -49,14 +50,8 @@ def read_samples(path: Path) -> tuple[list[Row], bool]:
             lines = file.read().split(b"\n")
     except OSError:
         return [], False
-    rows = []
-    for line in lines:
-        try:
-            row = orjson.loads(line)
-        except ValueError:  # the first line may be truncated, and the last one incomplete
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
+    # the first line may be truncated, and the last one incomplete
+    rows = [row for line in lines if (row := parse_object(line)) is not None]
     return rows[::-1], size > SAMPLES_BYTES
 
 
@@ -172,4 +167,4 @@ def as_cell(value: Any) -> Any:
     """Convert a value for the list, where numbers sort as numbers."""
     if isinstance(value, (bool, int)) or value is None:
         return value
-    return round(value, 4) if isinstance(value, float) else clip(as_text(value).replace("\n", " "), MAX_CELL_CHARACTERS)
+    return round(value, 4) if isinstance(value, float) and math.isfinite(value) else clip(as_text(value).replace("\n", " "), MAX_CELL_CHARACTERS)
