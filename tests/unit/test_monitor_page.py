@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from nicegui import Client, ui
-from nicegui.events import GenericEventArguments
+from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from tests.helpers.monitor import following, look, write_record, write_rows
 from tests.helpers.pages import element, on_client, panel_of, texts_of
@@ -57,9 +57,12 @@ def test_url_round_trips_page_state() -> None:
         rates=("timeout_rate",), axis="time", log_charts=("Loss",),
         source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
         split="eval", error="timeout", reward_from=-0.5, reward_to=1.0, grouped=True, sample="4 x/1", colors="mask",
-        dataset="a&b", a="base_x", b="step_4", problem="p #1",
+        dataset="a&b", a="base_x", b="step_4", problem="p #1", log_source="console", log_search="x",
     )  # fmt: skip
     assert PageState.from_query(state.to_query()) == state
+    table = PageState(filter="a & b", sort="-step")
+    assert PageState.from_query(table.to_query()) == table
+    assert PageState(run="p/a", filter="a", sort="step").to_query() == "?run=p%2Fa"
     assert PageState.from_query("") == PageState() and PageState().to_query() == "."
 
 
@@ -150,6 +153,44 @@ def test_page_follows_appearing_and_deleted_runs(root: Path, follower: RunFollow
         look(follower)
         shown.update_status()
         element(client, "missing")
+
+    on_client(check)
+
+
+def test_filter_order_and_log_search_are_in_the_address(root: Path, follower: RunFollower) -> None:
+    (root / "p/old/console.log").write_text("one\ntwo\n")
+
+    async def check_table(client: Client) -> None:
+        state = PageState(filter="old", sort="-step")
+        panel = panel_of(RunTable, follower, state)
+        table = element(client, "runs")
+        assert table.props["filter"] == "old" and table.pagination["sortBy"] == "step" and table.pagination["descending"]
+        element(client, "filter").set_value(None)
+        order = {"sortBy": "path", "descending": False}
+        panel._sort(ValueChangeEventArguments(sender=table, client=client, value=order, previous_value={}))
+        assert (state.filter, state.sort) == ("", "path")
+
+    async def check_log(client: Client) -> None:
+        state = PageState(run="p/old", log_source="console", log_search="TWO")
+        panel = panel_of(LogPanel, follower, state)
+        await panel._choose()
+        assert (state.log_source, state.log_search) == ("console", "TWO") and element(client, "search").value == "TWO"
+        assert element(client, "found").visible
+        element(client, "log source").value = "events"
+        await panel._choose()
+        assert state.log_source == ""
+
+    on_client(check_table)
+    on_client(check_log)
+
+
+def test_first_page_after_a_comparison_opens_runs_as_usual(follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ui.navigate.history, "push", lambda url: None)
+
+    async def check(client: Client) -> None:
+        shown = MonitorPage(follower, PageState(runs=("p/old",), tab="Compare", metrics=("train/loss",)))
+        shown.open_run("")
+        assert shown.state == PageState()
 
     on_client(check)
 

@@ -178,10 +178,13 @@ class LogPanel(Panel):
         self._last = 0
         self._shown: object = None
         sources = {name: self.say(name.capitalize()) for name in ("events", "console")}
-        source = ui.toggle(sources, value="events").props("no-caps")
+        chosen = self.state.log_source if self.state.log_source in sources else "events"
+        source = ui.toggle(sources, value=chosen).props("no-caps")
         self._source = tag(source, "log source").on_value_change(self._switch)
-        search = ui.input(self.say("Search the log")).props("clearable debounce=300").classes("w-full sm:w-96")
-        self._search = tag(search, "search").on_value_change(self._find)
+        search = ui.input(self.say("Search the log"), value=self.state.log_search)
+        search.props("clearable debounce=300").classes("w-full sm:w-96")
+        self._search = tag(search, "search").on_value_change(self._choose)
+        self._is_new = True
         self._log = tag(ui.log(max_lines=LAST_LINES).classes("w-full h-[32rem]"), "log")
         columns = [
             {"name": name, "label": self.say(name.capitalize()), "field": name, "align": "left", "sortable": True}
@@ -196,6 +199,9 @@ class LogPanel(Panel):
         run = self.run
         if run is None:
             return
+        if self._is_new:  # the address may have a search
+            self._is_new = False
+            await self._find()
         if self._source.value == "console":
             await self._show_console(self.follower.directory(run) / CONSOLE_LOG)
             return
@@ -223,8 +229,14 @@ class LogPanel(Panel):
     async def _switch(self) -> None:
         self._log.clear()
         self._shown, self._last = None, 0
-        await self._find()
+        await self._choose()
         await self.show()
+
+    async def _choose(self) -> None:
+        """Note source and search in the address, and search."""
+        source = "" if self._source.value == "events" else self._source.value
+        self.go(push=False, log_source=source, log_search=(self._search.value or "").strip())
+        await self._find()
 
     async def _find(self) -> None:
         wanted = (self._search.value or "").strip()

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from nicegui import ui
-from nicegui.events import GenericEventArguments
+from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from verl_ext.metrics.run_record import seconds_of
 from verl_ext.monitor.colors import LEVELS, STATUSES
@@ -58,6 +58,7 @@ PROGRESS = """<q-td :props="props">{{ props.row.stepLabel }}
 CHECKBOX = (
     '<q-checkbox v-if="props.row.run === props.row.path" v-model="props.selected" dense :aria-label="props.row.path" />'
 )
+ROWS_PER_PAGE = 25
 SHOWN_ALARMS = 5
 """Number of warnings above the table; a fold has the others."""
 CURRENT_S = 86_400.0
@@ -74,8 +75,8 @@ class RunTable(Panel):
         self._alarms = AlarmList(self)
         self._problems = tag(ui.label().classes("w-full text-sm whitespace-pre-line"), "problems")
         with ui.row().classes("w-full items-center gap-4"):
-            search = ui.input(self.say("Filter runs")).props("clearable dense debounce=200").classes("w-full sm:w-80")
-            tag(search, "filter")
+            search = ui.input(self.say("Filter runs"), value=self.state.filter).props("clearable dense debounce=200").classes("w-full sm:w-80")
+            tag(search, "filter").on_value_change(lambda event: self.go(push=False, filter=event.value or ""))
             self._compare = tag(ui.button(self.say("Compare selected"), on_click=self._compare_selected), "compare")
             self._compare.props("dense no-caps unelevated")
             self._advice = tag(ui.label().classes("text-xs opacity-70"), "advice")
@@ -84,10 +85,11 @@ class RunTable(Panel):
             | ({":format": form.format(name)} if form else {})
             for name, label, align, form in COLUMNS
         ]
-        self._table = ui.table(columns=columns, rows=[], row_key="path", selection="multiple", pagination=25)
+        self._table = ui.table(columns=columns, rows=[], row_key="path", selection="multiple", pagination=self._pagination())
         tag(self._table.classes("w-full"), "runs", **{"rows-per-page-label": self.say("Rows per page")})
         self._table.props("flat bordered dense")
         self._table.on_select(self._count_selected)
+        self._table.on_pagination_change(self._sort)
         self._table.on("open", self._open)
         self._table.add_slot("body-cell-path", LINK)
         self._table.add_slot("body-cell-step", PROGRESS)
@@ -180,6 +182,18 @@ class RunTable(Panel):
 
     def _selected(self) -> tuple[str, ...]:
         return tuple(row["path"] for row in self._table.selected if row["path"] == row["run"])
+
+    def _pagination(self) -> dict[str, Any]:
+        """Return the page size and the order of the rows, as Quasar describes them."""
+        name = self.state.sort.removeprefix("-")
+        order = {"sortBy": name, "descending": self.state.sort.startswith("-")}
+        return {"rowsPerPage": ROWS_PER_PAGE, **(order if name in {column for column, *_ in COLUMNS} else {})}
+
+    def _sort(self, event: ValueChangeEventArguments) -> None:
+        name = event.value.get("sortBy") or ""
+        order = f"-{name}" if name and event.value.get("descending") else name
+        if order != self.state.sort:
+            self.go(push=False, sort=order)
 
     def _count_selected(self) -> None:
         count = len(self._selected())

@@ -12,7 +12,11 @@ from verl_ext.monitor.curves import AXES
 from verl_ext.monitor.text import LANGUAGES, translate
 
 TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log", "Configuration")
-OF_RUN_TEXTS = ("source", "split", "error", "sample", "colors", "search", "dataset", "a", "b", "problem")
+OF_RUN_TEXTS = (
+    *("source", "split", "error", "sample", "colors", "search", "dataset", "a", "b", "problem"),
+    *("log_source", "log_search"),
+)
+OF_TABLE_TEXTS = ("filter", "sort")
 OF_RUN: dict[str, Any] = dict.fromkeys(OF_RUN_TEXTS, "") | dict.fromkeys(("step", "reward_from", "reward_to"))
 """Defaults of the attributes that make no sense for another run."""
 DEFAULT_SMOOTHING = 0.6
@@ -48,6 +52,10 @@ class PageState:
         a: label of the evaluation that is compared; empty for the base model, or the first.
         b: label of the evaluation that it is compared with; empty for the best.
         problem: flipped problem whose answers are shown; empty for none.
+        log_source: console, or empty for the events.
+        log_search: text that the shown lines of the log contain.
+        filter: text that the rows of the run table contain.
+        sort: column by which the run table is sorted, with a minus for descending order; empty for none.
         preferences: language (en or zh), dark and fold; the browser stores them for new pages.
     """
 
@@ -73,6 +81,10 @@ class PageState:
     a: str = ""
     b: str = ""
     problem: str = ""
+    log_source: str = ""
+    log_search: str = ""
+    filter: str = ""
+    sort: str = ""
     preferences: MutableMapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -94,7 +106,7 @@ class PageState:
             reward_from=_number(first.get("reward_from", "")),
             reward_to=_number(first.get("reward_to", "")),
             grouped=first.get("grouped") == "1",
-            **{name: first.get(name, "") for name in OF_RUN_TEXTS},
+            **{name: first.get(name, "") for name in OF_RUN_TEXTS + OF_TABLE_TEXTS},
             preferences={} if preferences is None else preferences,
         )
 
@@ -112,7 +124,8 @@ class PageState:
         rewards = {"reward_from": self.reward_from, "reward_to": self.reward_to}
         pairs += [(name, f"{value:g}") for name, value in rewards.items() if value is not None]
         pairs += [("grouped", "1")] if self.grouped else []
-        pairs += [(name, value) for name in OF_RUN_TEXTS if (value := getattr(self, name))]
+        names = OF_RUN_TEXTS if self.run or self.runs else OF_RUN_TEXTS + OF_TABLE_TEXTS
+        pairs += [(name, value) for name in names if (value := getattr(self, name))]
         return f"?{urlencode(pairs)}" if pairs else "."
 
     @property
