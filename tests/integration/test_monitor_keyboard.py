@@ -14,7 +14,7 @@ from verl_ext.monitor.colors import TEXTS
 from verl_ext.monitor.state import TABS
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, FloatRect, Locator, Page
 
 LONG = "a_long_name_of_an_experiment_" * 2
 
@@ -65,9 +65,31 @@ def test_no_tab_scrolls_sideways_on_a_phone(chromium: Browser, address: str) -> 
         assert {name: width for name, width in widths.items() if width > 390} == {}
 
 
+def test_names_arrows_and_tooltips_fit_on_a_phone(chromium: Browser, address: str) -> None:
+    with visit(chromium, address) as page:
+        page.set_viewport_size({"width": 375, "height": 844})
+        link = page.get_by_test_id("runs").get_by_role("link", name=f"p/{LONG}")
+        assert box_of(link)["width"] <= 240, "the name wraps"
+        open_run(page, address, LONG)
+        content, arrow = box_of(page.locator(".q-tabs__content")), box_of(page.locator(".q-tabs__arrow--right"))
+        assert content["x"] + content["width"] <= arrow["x"] + 1, "the arrow is not over the labels"
+        page.get_by_test_id("chart Loss").hover()
+        expect(page.locator(".chart-tooltip").first).to_contain_text("train/loss")
+        tooltip = box_of(page.locator(".chart-tooltip").first)
+        assert 0 <= tooltip["x"] and tooltip["x"] + tooltip["width"] <= 375
+
+
+def box_of(element: Locator) -> FloatRect:
+    box = element.bounding_box()
+    assert box is not None
+    return box
+
+
 def test_runs_samples_and_help_are_reached_by_keyboard(chromium: Browser, address: str) -> None:
     with visit(chromium, address) as page:
         wait_for_text(page, "runs", "p/one")
+        page.get_by_role("checkbox", name="Select all runs").press("Space")
+        wait_for_text(page, "advice", "2 selected")
         color = "() => getComputedStyle(document.querySelector('[data-testid=runs] a')).color"
         for is_dark in (0, 1):
             wanted = [int(TEXTS["blue"][is_dark][place : place + 2], 16) for place in (1, 3, 5)]
@@ -96,5 +118,6 @@ def test_runs_samples_and_help_are_reached_by_keyboard(chromium: Browser, addres
         assert page.evaluate(outline) == "solid"
         page.keyboard.press("?")
         wait_for_text(page, "shortcuts", "Previous or next run")
+        wait_for_text(page, "shortcuts", f"1 – {len(TABS)}")
         page.keyboard.press("Escape")
         expect(page.get_by_test_id("shortcuts")).to_be_hidden()

@@ -20,6 +20,7 @@ from tests.helpers.processes import free_port, wait_until
 from verl_ext.errors import UserError
 from verl_ext.monitor.__main__ import main
 from verl_ext.monitor.access import COOKIE, HEADERS, TokenAuth, check_token, digest_of, is_loopback
+from verl_ext.monitor.database import SQLITE_HEADER, MonitorDatabase
 from verl_ext.monitor.server import cookie_secret, escape_formula
 
 
@@ -143,6 +144,15 @@ def test_rejects_bad_input_in_one_line(words: list[str], told: str, capsys: pyte
         main([word.format(taken=taken.getsockname()[1]) for word in words])
     shown = capsys.readouterr().err
     assert left.value.code == 2 and told in shown and shown.startswith("error: ") and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(("content", "is_deleted"), [(b"{}", False), (SQLITE_HEADER + b"x" * 100, True)])
+def test_advises_to_delete_only_sqlite_files(tmp_path: Path, content: bytes, is_deleted: bool) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="set another") as told:
+        MonitorDatabase(path)
+    assert ("delete it" in str(told.value)) == is_deleted and path.read_bytes() == content
 
 
 def test_plot_refuses_run_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -390,6 +390,19 @@ def test_configuration_tab_shows_attempts_and_changed_settings(root: Path, follo
     on_client(check)
 
 
+def test_configuration_tab_says_why_settings_are_missing(root: Path, follower: RunFollower) -> None:
+    async def check(client: Client) -> None:
+        panel = panel_of(ConfigurationPanel, follower, PageState(run="p/old"))
+        await panel.show()
+        table = element(client, "settings")
+        assert table.props["no-data-label"] == "Not recorded"
+        (root / "p/old/config.yaml").write_text("optim: [")
+        await panel.show()
+        assert "config.yaml cannot be read (" in table.props["no-data-label"] and table.rows == []
+
+    on_client(check)
+
+
 def test_health_tab_does_not_reread_growing_run(root: Path, follower: RunFollower) -> None:
     (root / "p/old/config.yaml").write_text(to_yaml(load_config("sft", [])))
     write_rows(root / "p/old", 1, range(6, 4000))

@@ -11,7 +11,7 @@ from nicegui import ui
 from verl_ext.metrics.run_record import seconds_of
 from verl_ext.monitor.messages import translate_message
 from verl_ext.monitor.panels import GRID, Panel, clip, flatten, tag
-from verl_ext.monitor.run_files import read_config
+from verl_ext.monitor.run_files import config_error, read_config
 from verl_ext.monitor.text import format_time
 
 COMMIT_CHARACTERS = 10
@@ -77,10 +77,12 @@ class ConfigurationPanel(Panel):
         run = self.run
         if run is None:
             return
-        config = flatten(read_config(self.follower.directory(run)))
-        if (run.id, run.record, config) == self._shown:
+        directory = self.follower.directory(run)
+        config, error = flatten(read_config(directory)), config_error(directory)
+        if (run.id, run.record, config, error) == self._shown:
             return
-        self._shown = run.id, run.record, config
+        self._shown = run.id, run.record, config, error
+        self._tables["settings"].props["no-data-label"] = error or self.say("Not recorded")
         self._attempts, self._config = attempts_of(run.record), config
         self._tables["attempts"].rows = [attempt_row(each, self.state.language) for each in self._attempts]
         numbers = [each["attempt"] for each in self._attempts]

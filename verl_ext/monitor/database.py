@@ -24,6 +24,7 @@ from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow, parse_object
 from verl_ext.monitor.curves import RunCurves
 
 VERSION = 11
+SQLITE_HEADER = b"SQLite format 3\0"
 SCHEMA = """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: open pages know a run by its id
@@ -178,9 +179,9 @@ class MonitorDatabase:
             self._connection.execute("PRAGMA synchronous=OFF")  # rows lost in a crash are read again from the runs
             self._create_tables()
         except (OSError, sqlite3.Error) as error:
-            raise UserError(
-                f"the database {path} cannot be used ({error}); delete it, or set another one with --database"
-            ) from error
+            # another kind of file may be valuable
+            advice = "delete it, or set another one with --database" if _is_sqlite(path) else "set another --database"
+            raise UserError(f"the database {path} cannot be used ({error}); {advice}") from error
         self._connection.row_factory = sqlite3.Row
 
     def _create_tables(self) -> None:
@@ -466,6 +467,15 @@ def _row(values: Sequence[Any]) -> MetricsRow:
     for key in KEY_COLUMNS:
         del metrics[key]
     return MetricsRow(step, attempt, time, metrics)
+
+
+def _is_sqlite(path: Path) -> bool:
+    """Whether a file begins like an SQLite database."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(SQLITE_HEADER)) == SQLITE_HEADER
+    except OSError:
+        return False
 
 
 def _event(row: sqlite3.Row) -> tuple[int, LogEvent]:

@@ -8,11 +8,12 @@ from nicegui import ui
 
 from verl_ext.monitor.colors import THEME
 from verl_ext.monitor.panels import tag
+from verl_ext.monitor.state import TABS
 
 SHORTCUTS = {
     "/": "Search or filter",
     "[ ]": "Previous or next run",
-    "1 – 9": "Open a tab",
+    f"1 – {len(TABS)}": "Open a tab",
     "↑ ↓": "Previous or next row of the focused table",
     "?": "Show the keyboard shortcuts",
 }

@@ -59,6 +59,7 @@ CHECKBOX = (
     '<q-checkbox v-if="props.row.run === props.row.path" v-model="props.selected" dense :aria-label="props.row.path" />'
 )
 ROWS_PER_PAGE = 25
+CHECKBOX_OF_ALL = '<q-checkbox v-model="props.selected" dense aria-label="{}" />'
 SHOWN_ALARMS = 5
 """Number of warnings above the table; a fold has the others."""
 CURRENT_S = 86_400.0
@@ -94,6 +95,7 @@ class RunTable(Panel):
         self._table.add_slot("body-cell-path", LINK)
         self._table.add_slot("body-cell-step", PROGRESS)
         self._table.add_slot("body-selection", CHECKBOX)
+        self._table.add_slot("header-selection", CHECKBOX_OF_ALL.format(self.say("Select all runs")))
         for name in ("status", "health"):
             self._table.add_slot(f"body-cell-{name}", BADGE.replace("NAME", name))
         search.bind_value_to(self._table, "filter", forward=lambda text: text or "")

@@ -202,7 +202,8 @@ class MonitorPage:
             ui.page_title(title)
 
     def _build_tabs(self) -> None:
-        with ui.tabs(value=self.state.tab).classes("w-full").props("dense no-caps align=left") as tabs:
+        tabs = ui.tabs(value=self.state.tab).classes("w-full")
+        with tabs.props("dense no-caps align=left outside-arrows mobile-arrows"):
             for name in TABS:
                 tag(ui.tab(name, label=self.state.translate(name)), f"tab {name}")
         self._tabs = tabs.on_value_change(lambda event: self._open_tab(event.value))

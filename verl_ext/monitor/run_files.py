@@ -56,19 +56,30 @@ def stamp_of(path: Path) -> str:
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Return a run's `config.yaml`; empty if it is missing or cannot be read."""
+    return _config_or_error(directory)[0]
+
+
+def config_error(directory: Path) -> str:
+    """Say why a run's `config.yaml` cannot be read; empty if it can, or if it is missing."""
+    return _config_or_error(directory)[1]
+
+
+def _config_or_error(directory: Path) -> tuple[dict[str, Any], str]:
     path = directory / "config.yaml"
     try:
         return _read_config(path, stamp_of(path))
-    except OSError:
-        return {}
+    except FileNotFoundError:
+        return {}, ""
+    except OSError as error:
+        return {}, f"{path} cannot be read ({error.strerror})"
 
 
 @lru_cache(MAX_CACHED_CONFIGS)
-def _read_config(path: Path, stamp: str) -> dict[str, Any]:
+def _read_config(path: Path, stamp: str) -> tuple[dict[str, Any], str]:
     try:
-        return read_config_file(path)
-    except UserError:  # the health tab reports it
-        return {}
+        return read_config_file(path), ""
+    except UserError as error:
+        return {}, str(error)
 
 
 # Lines of a file that another process appends to
