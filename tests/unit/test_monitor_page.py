@@ -164,7 +164,8 @@ def test_filter_order_and_log_search_are_in_the_address(root: Path, follower: Ru
         state = PageState(filter="old", sort="-step")
         panel = panel_of(RunTable, follower, state)
         table = element(client, "runs")
-        assert table.props["filter"] == "old" and table.pagination["sortBy"] == "step" and table.pagination["descending"]
+        assert table.props["filter"] == "old"
+        assert (table.pagination["sortBy"], table.pagination["descending"]) == ("step", True)
         element(client, "filter").set_value(None)
         order = {"sortBy": "path", "descending": False}
         panel._sort(ValueChangeEventArguments(sender=table, client=client, value=order, previous_value={}))
@@ -184,7 +185,7 @@ def test_filter_order_and_log_search_are_in_the_address(root: Path, follower: Ru
     on_client(check_log)
 
 
-def test_first_page_after_a_comparison_opens_runs_as_usual(follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_does_not_affect_the_next_run(follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ui.navigate.history, "push", lambda url: None)
 
     async def check(client: Client) -> None:

@@ -291,20 +291,20 @@ class RunFollower(threading.Thread):
     def _read_record(self, directory: Path) -> int | None:
         """Read `run.json`; returns the run's id, or None if this is not a run record (yet)."""
         path = str(directory.relative_to(self.root))
-        record, text, problem = None, "", None
+        record, text, problem = {}, "", None
         try:
             text = (directory / RUN_FILE).read_text()
-            record = orjson.loads(text)
+            found = orjson.loads(text)
+            if isinstance(found, dict) and found.get("status") in STATUSES:  # otherwise it is another program's file
+                record = found if _are_attempts(found.get("attempts")) else {}
+                problem = None if record else "not a run record"
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
             problem = error.strerror if isinstance(error, OSError) else "not JSON"
-        is_record = isinstance(record, dict) and record.get("status") in STATUSES
-        if is_record and not _are_attempts(record.get("attempts")):
-            is_record, problem = False, "not a run record"
         self._set_problem(directory / RUN_FILE, problem)
         known = self._database.find_run(path)
-        if not is_record:
+        if not record:
             return None if known is None else known[0]
         if known is not None and known[1] == text:
             return known[0]

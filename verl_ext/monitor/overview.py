@@ -45,7 +45,7 @@ COLUMNS = (
 """Name, label, alignment and browser-side format of each column; columns are sorted by unformatted values."""
 BADGE = """<q-td :props="props">
   <q-badge v-if="props.value" :color="props.row.NAMEColor">{{ props.row.NAMELabel }}</q-badge></q-td>"""
-LINK = """<q-td :props="props"><div class="whitespace-normal break-words min-w-36 max-w-56 sm:max-w-sm"
+LINK = """<q-td :props="props"><div class="whitespace-normal break-words min-w-36 max-w-48 sm:max-w-sm"
     :style="{paddingLeft: `${props.row.depth * 1.25}rem`}">
   <span v-if="props.row.depth" aria-hidden="true" class="opacity-70">↳ </span>
   <a :href="props.row.href"
@@ -76,8 +76,10 @@ class RunTable(Panel):
         self._alarms = AlarmList(self)
         self._problems = tag(ui.label().classes("w-full text-sm whitespace-pre-line"), "problems")
         with ui.row().classes("w-full items-center gap-4"):
-            search = ui.input(self.say("Filter runs"), value=self.state.filter).props("clearable dense debounce=200").classes("w-full sm:w-80")
-            tag(search, "filter").on_value_change(lambda event: self.go(push=False, filter=event.value or ""))
+            search = ui.input(self.say("Filter runs"), value=self.state.filter).classes("w-full sm:w-80")
+            tag(search.props("clearable dense debounce=200"), "filter").on_value_change(
+                lambda event: self.go(push=False, filter=event.value or "")
+            )
             self._compare = tag(ui.button(self.say("Compare selected"), on_click=self._compare_selected), "compare")
             self._compare.props("dense no-caps unelevated")
             self._advice = tag(ui.label().classes("text-xs opacity-70"), "advice")
@@ -86,7 +88,8 @@ class RunTable(Panel):
             | ({":format": form.format(name)} if form else {})
             for name, label, align, form in COLUMNS
         ]
-        self._table = ui.table(columns=columns, rows=[], row_key="path", selection="multiple", pagination=self._pagination())
+        pagination = self._pagination()
+        self._table = ui.table(columns=columns, rows=[], row_key="path", selection="multiple", pagination=pagination)
         tag(self._table.classes("w-full"), "runs", **{"rows-per-page-label": self.say("Rows per page")})
         self._table.props("flat bordered dense")
         self._table.on_select(self._count_selected)

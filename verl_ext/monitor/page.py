@@ -108,8 +108,10 @@ class MonitorPage:
     def open_run(self, path: str) -> None:
         """Open a run, or the table for an empty path; the tab stays, except after a comparison without a run."""
         if path != self.state.run or self.state.runs:
-            is_comparison = self.state.runs and not self.state.run
-            self.go(run=path, runs=(), **OF_RUN, **({"tab": TABS[0], "metrics": ()} if is_comparison else {}))
+            changes = {**OF_RUN, "run": path, "runs": ()}
+            if self.state.runs and not self.state.run:
+                changes |= {"tab": TABS[0], "metrics": ()}
+            self.go(**changes)
 
     def _choose_run(self, event: ValueChangeEventArguments) -> None:
         if event.value and event.value != self.state.run:  # otherwise the page itself has set it

@@ -404,7 +404,8 @@ class ComparePanel(Panel):
         label = self.say("Runs to compare (at most {})").format(MAX_COMPARED)
         with ui.row().classes("w-full items-start gap-4"):
             self._runs = ui.select([], multiple=True, label=label, with_input=True)
-            self._runs.classes("grow").props(f'use-chips max-values={MAX_COMPARED} data-testid="compared"').on_value_change(self._choose_runs)
+            self._runs.classes("grow").props(f'use-chips max-values={MAX_COMPARED} data-testid="compared"')
+            self._runs.on_value_change(self._choose_runs)
             self._metrics = ui.select([], multiple=True, label=self.say("Metrics"), with_input=True)
             self._metrics.classes("grow").props('use-chips data-testid="compared metric"')
             self._metrics.on_value_change(self._choose_metrics)

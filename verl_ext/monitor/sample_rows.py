@@ -167,4 +167,6 @@ def as_cell(value: Any) -> Any:
     """Convert a value for the list, where numbers sort as numbers."""
     if isinstance(value, (bool, int)) or value is None:
         return value
-    return round(value, 4) if isinstance(value, float) and math.isfinite(value) else clip(as_text(value).replace("\n", " "), MAX_CELL_CHARACTERS)
+    if isinstance(value, float) and math.isfinite(value):
+        return round(value, 4)
+    return clip(as_text(value).replace("\n", " "), MAX_CELL_CHARACTERS)
