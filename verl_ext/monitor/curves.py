@@ -168,10 +168,13 @@ class RunCurves:
         self.version += 1
 
     def _add_gaps(self, name: str, x: Array, values: Array) -> None:
-        is_finite = np.isfinite([self.latest.get(name, 0.0), *values])
-        gaps = self.gaps.get(name, []) + x[is_finite[:-1] & ~is_finite[1:]].tolist()
-        if gaps:
-            self.gaps[name] = gaps if len(gaps) <= MAX_SEGMENTS else gaps[::2]
+        """Note where values stop being finite; with too many places, every second one is dropped."""
+        is_finite = np.isfinite(values)
+        if is_finite.all():
+            return
+        was_finite = np.concatenate([[np.isfinite(self.latest.get(name, 0.0))], is_finite[:-1]])
+        gaps = self.gaps.get(name, []) + x[was_finite & ~is_finite].tolist()
+        self.gaps[name] = gaps if len(gaps) <= MAX_SEGMENTS else gaps[::2]
 
     def _place(self, row: MetricsRow, first_steps: Mapping[int, int]) -> int:
         """Return the position of a row on the axis."""
