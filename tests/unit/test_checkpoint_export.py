@@ -46,13 +46,21 @@ def test_export_from_shards_merges_adapters(
 
 
 @pytest.mark.parametrize(
-    ("config", "action"),
-    [({"model_type": "budget_controller", "vlm": {}}, "adaptive"), ({"vision_config": {}}, None), ({}, "run")],
+    ("config", "folder", "expected"),
+    [
+        ({"model_type": "budget_controller", "vlm": {}}, "huggingface", "adaptive --checkpoint {}"),
+        ({"model_type": "budget_controller", "vlm": {}}, "model", "adaptive --checkpoint {} --questions FOLDER"),
+        ({"vision_config": {}}, "model", None),
+        ({}, "model", "run --checkpoint {}"),
+    ],
 )
-def test_export_suggests_evaluation_of_its_model(config: dict[str, Any], action: str | None, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    expected = [] if action is None else ["bash", "eval_pipeline/run.sh", action, "--checkpoint", str(tmp_path)]
-    assert evaluation_command(tmp_path) == expected
+def test_export_suggests_evaluation_of_its_model(
+    config: dict[str, Any], folder: str, expected: str | None, tmp_path: Path
+) -> None:
+    (export := tmp_path / folder).mkdir()
+    (export / "config.json").write_text(json.dumps(config))
+    words = [] if expected is None else ["bash", "eval_pipeline/run.sh", *expected.format(export).split()]
+    assert evaluation_command(export) == words
 
 
 def test_export_has_all_model_files(quickstart: Path, tmp_path: Path) -> None:

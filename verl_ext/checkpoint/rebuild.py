@@ -66,8 +66,10 @@ def evaluation_command(export: Path) -> list[str]:
     config = parse_json((export / "config.json").read_bytes())
     if "vision_config" in config:
         return []
-    action = "adaptive" if config.get("model_type") == CONTROLLER_TYPE else "run"
-    return [*typed_command("eval"), action, "--checkpoint", typed_path(export)]
+    if config.get("model_type") != CONTROLLER_TYPE:
+        return [*typed_command("eval"), "run", "--checkpoint", typed_path(export)]
+    questions = [] if export.name == EXPORT else ["--questions", "FOLDER"]  # only a run names its questions
+    return [*typed_command("eval"), "adaptive", "--checkpoint", typed_path(export), *questions]
 
 
 def _choose(run_dir: Path, step: int | None) -> Path:
