@@ -68,18 +68,31 @@ def test_no_tab_scrolls_sideways_on_a_phone(chromium: Browser, address: str) -> 
 def test_names_arrows_and_tooltips_fit_on_a_phone(chromium: Browser, address: str) -> None:
     with visit(chromium, address) as page:
         page.set_viewport_size({"width": 375, "height": 844})
-        link = page.get_by_test_id("runs").get_by_role("link", name=f"p/{LONG}")
-        assert box_of(link)["width"] <= 240, "the name wraps"
+        until_passes(lambda: assert_name_wraps(page))
         open_run(page, address, LONG)
-        content, arrow = box_of(page.locator(".q-tabs__content")), box_of(page.locator(".q-tabs__arrow--right"))
-        assert content["x"] + content["width"] <= arrow["x"] + 1, "the arrow is not over the labels"
+        until_passes(lambda: assert_arrow_is_free(page))
         page.get_by_test_id("chart Loss").hover()
         expect(page.locator(".chart-tooltip").first).to_contain_text("train/loss")
-        tooltip = box_of(page.locator(".chart-tooltip").first)
-        assert 0 <= tooltip["x"] and tooltip["x"] + tooltip["width"] <= 375
+        until_passes(lambda: assert_tooltip_fits(page))
+
+
+def assert_name_wraps(page: Page) -> None:
+    assert box_of(page.get_by_test_id("runs").get_by_role("link", name=f"p/{LONG}"))["width"] <= 240
+
+
+def assert_arrow_is_free(page: Page) -> None:
+    """The arrow that scrolls the tabs is not over their labels."""
+    content, arrow = (box_of(page.locator(f".q-tabs__{part}")) for part in ("content", "arrow--right"))
+    assert content["x"] + content["width"] <= arrow["x"] + 1
+
+
+def assert_tooltip_fits(page: Page) -> None:
+    tooltip = box_of(page.locator(".chart-tooltip").first)
+    assert 0 <= tooltip["x"] and tooltip["x"] + tooltip["width"] <= 375
 
 
 def box_of(element: Locator) -> FloatRect:
+    """The place of an element; it may be replaced at any time, see `until_passes`."""
     box = element.bounding_box()
     assert box is not None
     return box
