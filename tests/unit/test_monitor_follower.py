@@ -483,9 +483,19 @@ def test_database_is_in_user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_database_of_another_version_is_reset(tmp_path: Path) -> None:
     old = sqlite3.connect(tmp_path / "old.sqlite")
-    old.executescript("CREATE TABLE runs (id INTEGER PRIMARY KEY AUTOINCREMENT); PRAGMA user_version=999")
+    tables = "CREATE TABLE runs (id INTEGER PRIMARY KEY AUTOINCREMENT); CREATE TABLE events (run INTEGER);"
+    old.executescript(f"{tables} PRAGMA user_version=999")
     old.close()
     assert MonitorDatabase(tmp_path / "old.sqlite").runs() == {}
+
+
+def test_database_of_another_program_is_kept(tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "other.sqlite")
+    other.executescript("CREATE TABLE jobs (state TEXT); INSERT INTO jobs VALUES ('done')")
+    with pytest.raises(UserError, match="other.sqlite is the database of another program; set another --database"):
+        MonitorDatabase(tmp_path / "other.sqlite")
+    assert other.execute("SELECT state FROM jobs").fetchall() == [("done",)]
+    other.close()
 
 
 def test_summary_has_latest_values_and_time_left(root: Path, follower: RunFollower) -> None:

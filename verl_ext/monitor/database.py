@@ -25,6 +25,8 @@ from verl_ext.monitor.curves import RunCurves
 
 VERSION = 11
 SQLITE_HEADER = b"SQLite format 3\0"
+OWN_TABLES = {"runs", "events"}
+"""Tables of all versions."""
 SCHEMA = """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: open pages know a run by its id
@@ -177,20 +179,24 @@ class MonitorDatabase:
             self._connection = sqlite3.connect(path, timeout=60, check_same_thread=False)
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=OFF")  # rows lost in a crash are read again from the runs
-            self._create_tables()
+            self._create_tables(path)
         except (OSError, sqlite3.Error) as error:
             # another kind of file may be valuable
             advice = "delete it, or set another one with --database" if _is_sqlite(path) else "set another --database"
             raise UserError(f"the database {path} cannot be used ({error}); {advice}") from error
         self._connection.row_factory = sqlite3.Row
 
-    def _create_tables(self) -> None:
+    def _create_tables(self, path: Path) -> None:
+        """Replace the tables of another version."""
         [version] = self._connection.execute("PRAGMA user_version").fetchone()
         if version == VERSION:
             return
         # `sqlite_...` are SQLite's own tables
-        tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
-        for (name,) in self._connection.execute(tables).fetchall():
+        query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+        tables = {name for (name,) in self._connection.execute(query)}
+        if tables and not tables >= OWN_TABLES:
+            raise UserError(f"{path} is the database of another program; set another --database")
+        for name in tables:
             self._connection.execute(f'DROP TABLE "{name}"')
         self._connection.executescript(f"{SCHEMA} PRAGMA user_version={VERSION};")
 
