@@ -19,7 +19,6 @@ import xxhash
 from eval_pipeline.problems import formats, verl_rl
 from eval_pipeline.problems.problem import DatasetSource, Problem
 from eval_pipeline.problems.record import Record, load_format
-from verl_ext.console import warn
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json
 from verl_ext.paths import base_directory
@@ -235,21 +234,13 @@ def load_problems(source: DatasetSource) -> list[Problem]:
     """
     parse = parser_of(source.format, f"the format of the dataset {source.name}")
     problems: dict[str, Problem] = {}
-    contradictory: list[Record] = []
     for record in read_records(source):
         problem = parse(record)
-        contradictory += [record] if record.contradictions else []
         if problem.problem_id in problems:
             raise record.error(f"problem_id {problem.problem_id!r} occurs twice; give every problem a unique id")
         problems[problem.problem_id] = problem
     if not problems:
         raise UserError(f"{source.path} contains no problems; write one JSON object per line")
-    if contradictory:
-        count = sum(len(record.contradictions) for record in contradictory)
-        warn(
-            f"{source.path} contains {count} {'test' if count == 1 else 'tests'} with the input of another test and "
-            f"another output, first in {contradictory[0].where}; only the first test with an input is used"
-        )
     return list(problems.values())
 
 

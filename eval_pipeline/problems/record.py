@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, ScoredAnswer, Tests
@@ -24,8 +24,6 @@ class Record:
     number: int
     """The number of the line or row, from 1."""
     fields: Mapping[str, Any]
-    contradictions: list[str] = field(default_factory=list)
-    """Inputs of tests that a format does not use, because an earlier test expects another output for the input."""
 
     def text(self, *keys: str) -> str:
         """A non-blank string; anything else raises a `UserError`."""

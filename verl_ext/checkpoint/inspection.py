@@ -143,7 +143,12 @@ class CheckpointInfo:
 
     @property
     def state(self) -> str:
-        """Text for the column "state"; `problem` has the reason why a checkpoint is incomplete."""
+        """Whether the checkpoint is complete, or why not."""
+        return self.short_state if self.problem is None else f"{self.short_state}: {self.problem}"
+
+    @property
+    def short_state(self) -> str:
+        """Text for the column "state", without the reason why a checkpoint is incomplete."""
         writer = ", written by verl itself" if self.by_verl else ""
         if self.manifest is None:
             return f"incomplete{writer}"
@@ -210,7 +215,6 @@ def _as_json(info: CheckpointInfo) -> dict[str, Any]:
         "time": manifest and manifest.time,
         "complete": manifest is not None,
         "state": info.state,
-        "problem": info.problem,
         "written_by_verl": info.by_verl,
         "metrics": manifest.metrics if manifest else {},
         "dropped": manifest.dropped if manifest else [],
@@ -231,7 +235,7 @@ def _as_table(checkpoints: list[CheckpointInfo], metrics: dict[str, None]) -> st
             format_bytes(each.num_bytes),
             str(each.manifest.world_size) if each.manifest else "-",
             _local_time(each.manifest),
-            each.state,
+            each.short_state,
             *(column[number] for column in shown.values()),
             each.retention,
         ]
