@@ -29,7 +29,7 @@ from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 TABLE_FILE = "comparison_table.md"
 DATA_FILE = "comparison_data.json"
 
-_COUNTED_COLUMNS = ("number of problems", "both", "base only", "best only", "neither")
+_COUNTED_COLUMNS = ("number of problems", "both", "baseline only", "best only", "neither")
 _EXPLANATION = (
     "Brackets hold 95% confidence intervals: Wilson's for rates (clustered by problem where a problem has several "
     "answers), Bonett and Price's for differences. They cover the variation over problems of the same kind. p is the "
