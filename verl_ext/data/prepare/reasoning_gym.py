@@ -128,7 +128,8 @@ COMMAND = PrepareCommand(
     help="Write problems that reasoning_gym generates, judged by its scorers, to train.parquet and val.parquet.",
     example="reasoning_gym --task letter_counting --set max_words=8 --output data/letter_counting",
     next_command=(
-        "grpo 2 recipe=smollm2_reasoning data.train_files={output}/train.parquet data.val_files={output}/val.parquet"
+        "grpo 2 recipe=smollm2_reasoning trainer.experiment_name=mine data.train_files={output}/train.parquet "
+        "data.val_files={output}/val.parquet"
     ),
     version=1,
     add_arguments=add_arguments,
