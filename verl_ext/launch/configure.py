@@ -46,6 +46,8 @@ from verl_ext.trainer.stages import (
 
 VERL = "verl"
 """The recipe of verl's defaults."""
+WANDB_PROXY = "trainer.wandb_proxy"
+"""A key of verl that is no setting, but that the connection to W&B reads."""
 RUN_DIR_KEYS = {
     f"trainer.{key}" for key in ("default_local_dir", "project_name", "experiment_name", "resume_from_path")
 }
@@ -127,7 +129,8 @@ def resolve_config(command: str, overrides: list[str]) -> RunConfig:
     config = load_config(command, overrides)
     if names_recipe and config.recipe == VERL:
         return with_paths_of_caller(config)
-    if unknown := composer_of(config.stage).unknown_keys_added_by(overrides):
+    unknown = composer_of(config.stage).unknown_keys_added_by(overrides)
+    if unknown := [name for name in unknown if name != WANDB_PROXY]:
         print_line(f"Added keys that only custom classes can read: {', '.join(unknown)}", sys.stderr)
     return with_inputs_of_caller(config)
 
