@@ -85,7 +85,7 @@ def as_text(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend],
     lines += [f"  {MARKS[each.level]} {each.rule}: {each.sentence}" for each in worst_first]
     judged = {each.rule for each in findings}
     silent = [rule.name for rule in run.rules if run.stage in rule.stages and rule.name not in judged]
-    lines += [f"  {UNKNOWN} not enough data: {', '.join(silent)}"] if silent else []
+    lines += [f"  {UNKNOWN} not enough data, or not applicable: {', '.join(silent)}"] if silent else []
     return "\n".join(lines)
 
 
@@ -115,7 +115,7 @@ def as_json(run: RunDirectory, lists: Checklists, trends: Sequence[MetricTrend],
 
 def _line(item: ChecklistItem) -> str:
     if item.result is None:
-        return f"  {UNKNOWN} {item.text}: not enough data"
+        return f"  {UNKNOWN} {item.text}: not enough data, or not applicable"
     return f"  {MARKS[item.result.level]} {item.text}: {item.result.message}"
 
 

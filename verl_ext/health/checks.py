@@ -76,7 +76,7 @@ def loss_diverging(view: HealthView) -> CheckResult | None:
         return None
     later = recent[-len(recent) // 2 :]  # if the loss falls fast, the median of the whole window lags behind
     now, best = float(min(np.median(recent), np.median(later))), float(means.min())
-    message = f"the recent loss is {now:.4g}, the best was {best:.4g}"
+    message = f"the recent loss is {now:.4g}, the best earlier mean was {best:.4g}"
     rise = now - best
     if rise < view.limits.loss_min_change or rise < NOISES * noise(series.recent()) or now < 1.3 * best:
         return ok(message)
@@ -234,7 +234,7 @@ def reward_falling(view: HealthView) -> CheckResult | None:
     if not len(segments):
         return None
     now, best, start = float(recent.mean()), float(segments.max()), float(segments[0])
-    message = f"the recent reward is {now:.4g}, the best was {best:.4g}"
+    message = f"the recent reward is {now:.4g}, the best earlier mean was {best:.4g}"
     values = series.recent()
     # if rewards are rare, most steps are equal, so the robust noise is 0
     error = max(noise(values), float(np.std(np.diff(values))) / math.sqrt(2)) / math.sqrt(SEGMENT_VALUES)

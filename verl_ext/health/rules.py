@@ -45,7 +45,7 @@ RULES: tuple[Rule, ...] = (
          "The first loss is above initial_loss_max or, for untrained weights, that of random guessing.",
          "check the chat template, the tokenizer and that the weights were loaded", LANGUAGE),
     Rule("final_loss", checks.final_loss,
-         "Near the end, the loss is below final_loss_min.",
+         "Near the end, the loss is below final_loss_min, but the validation loss is not similarly low.",
          "compare val/loss, and use an earlier checkpoint or fewer epochs", LANGUAGE),
 
     # Validation and evaluation
@@ -61,7 +61,7 @@ RULES: tuple[Rule, ...] = (
     Rule("final_val_loss",
          bounds(checks.final_val_loss, "val/loss is {:.3g} near the end of the run",
                 above={NOTICE: "final_val_loss_max"}),
-         "Near the end, the validation loss is above final_val_loss_max.",
+         "Near the end, the validation loss is above final_val_loss_max; not for untrained weights.",
          "train longer, or check that the validation data resembles the training data", LANGUAGE),
     Rule("eval_reward_falling", past_best(EVAL_REWARD, REWARD, better=1, worse_by=checks.eval_reward_margin),
          "The evaluation reward falls by more than eval_drop_max while the training reward rises.",

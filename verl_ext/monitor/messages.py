@@ -99,7 +99,7 @@ MESSAGES = {
     "the loss was not finite in the last {} step": "最近 {} 步的损失不是有限数",
     "the loss was not finite in the last {} steps": "最近 {} 步的损失不是有限数",
     "the loss went from {} to {} over {} epochs": "损失在 {2} 轮内从 {0} 变为 {1}",
-    "the recent loss is {}, the best was {}": "最近的损失为 {}，最佳为 {}",
+    "the recent loss is {}, the best earlier mean was {}": "最近的损失为 {}，此前的最佳均值为 {}",
     "the loss started at {}, and its best value was {}": "损失最初为 {}，最佳为 {}",
     "val/loss fell from {} to {}": "val/loss 从 {} 降到 {}",
     "the loss jitters by {} around {}, and changed by {}": "损失在 {1} 附近波动，幅度为 {0}，总体变化 {2}",
@@ -131,7 +131,7 @@ MESSAGES = {
     # Rewards and advantages
     "the reward went from {} to {} over {} epochs": "奖励在 {2} 轮内从 {0} 变为 {1}",
     "the reward went from {} to {} over {} parts of the run": "奖励在训练的 {2} 个分段内从 {0} 变为 {1}",
-    "the recent reward is {}, the best was {}": "最近的奖励为 {}，最佳为 {}",
+    "the recent reward is {}, the best earlier mean was {}": "最近的奖励为 {}，此前的最佳均值为 {}",
     "the reward was between {} and {}": "奖励在 {} 与 {} 之间",
     "the reward was between {} and {}, and rises": "奖励在 {} 与 {} 之间，且在上升",
     "the mean reward of a step reached {}": "单步平均奖励的最大绝对值为 {}",
