@@ -127,7 +127,7 @@ def make_parser(stage: str) -> CommandParser:
             f"NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 {command} 8 --restarts 3",
         ],
         notes=f"recipes in {folder}/{stage}/ (default: {default_recipe(stage)}, set by {recipe_variable(stage)} or "
-        f"../default.yaml):\n{definitions(recipes)}",
+        f"{folder}/default.yaml):\n{definitions(recipes)}",
         exit_codes=EXIT_CODES,
         keys=partial(suggested_keys, stage),
     )

@@ -53,10 +53,13 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--port", type=IntArg(1, 65535), default=6007, help="TCP port")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; 127.0.0.1 is reachable from this machine only"
+        "--host",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="address to listen on; 127.0.0.1 is reachable from this machine only",
     )
     parser.add_argument(
-        "--token", metavar="WORD", help=f"word that visitors need; required with another host (or set {TOKEN})"
+        "--token", metavar="TOKEN", help=f"token that visitors need; required with another host (or set {TOKEN})"
     )
     parser.add_argument(
         "--database", type=Path, metavar="FILE", help="the monitor's own SQLite file (default: in the user's cache)"

@@ -23,8 +23,8 @@ EXAMPLES = (
     "--checkpoint controller --vlm models/molmoe --questions data/textvqa --num-budgets 4",
 )
 NOTES = """\
-Run it on an idle machine. It writes adaptive.json, adaptive.md, adaptive.npz and pareto.png to
-<run>/eval/adaptive_step_N/, or to adaptive/ for an export that belongs to no run."""
+Run it on an idle machine. It writes adaptive.json, adaptive.md, adaptive.npz, pareto.png and
+curves.png to <run>/eval/adaptive_step_N/, or to adaptive/ for an export that belongs to no run."""
 
 
 def add_adaptive(commands: Commands) -> None:
