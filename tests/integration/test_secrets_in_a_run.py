@@ -169,7 +169,7 @@ def test_no_secret_is_shown_or_stored(watched: Watched, quickstart: Path, tmp_pa
     ("key", "where"),
     [
         ("+engine.api_key={OPENAI_API_KEY}", "engine.api_key"),
-        ("+trainer.wandb_proxy='{HTTPS_PROXY}'", "trainer.wandb_proxy"),
+        ("trainer.wandb_proxy='{HTTPS_PROXY}'", "trainer.wandb_proxy"),
         ("trainer.experiment_name='${{oc.env:HF_TOKEN}}'", "trainer.experiment_name"),
     ],
 )

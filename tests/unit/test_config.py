@@ -378,6 +378,7 @@ def test_config_digest_ignores_ranks_device_and_monitoring() -> None:
     assert digest_of("trainer.n_gpus_per_node=2", "trainer.device=cpu") == base
     assert digest_of("optim.lr=1e-3") != base
     assert digest_of("trainer.log_sample_tokens=true", command="grpo") == digest_of(command="grpo")
+    assert digest_of("trainer.wandb_proxy=http://proxy") == base
 
 
 def save_contents(command: str, *words: str) -> set[str]:

@@ -20,10 +20,10 @@ from verl_ext.files import yaml_text
 NOT_IDENTITY = (
     "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device", "trainer.log_every", "data.num_workers",
     "trainer.preemption", "trainer.checkpoint.async_save", "trainer.checkpoint.verify", "eval", "health",
-    "trainer.log_sample_tokens",
+    "trainer.log_sample_tokens", "trainer.wandb_proxy",
 )  # fmt: skip
 """Keys that do not change a run's identity: where it runs, on how many processes, and how it is monitored."""
-ADDED_LATER = ("trainer.log_sample_tokens",)
+ADDED_LATER = ("trainer.log_sample_tokens", "trainer.wandb_proxy")
 """Keys of `NOT_IDENTITY` that runs of earlier versions lack; they are left out, so that digests stay the same."""
 
 

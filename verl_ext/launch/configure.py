@@ -46,8 +46,6 @@ from verl_ext.trainer.stages import (
 
 VERL = "verl"
 """The recipe of verl's defaults."""
-WANDB_PROXY = "trainer.wandb_proxy"
-"""A key of verl that is no setting, but that the connection to W&B reads."""
 RUN_DIR_KEYS = {
     f"trainer.{key}" for key in ("default_local_dir", "project_name", "experiment_name", "resume_from_path")
 }
@@ -120,7 +118,7 @@ def resolve_config(command: str, overrides: list[str]) -> RunConfig:
         composer = composer_of("sft")
         of_run_dir = [word for word in overrides if composer.keys_set_by([word]) & RUN_DIR_KEYS]
         trainer = with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *of_run_dir])).trainer
-        if was_begun_by_verl(trainer.run_dir, trainer.resume_from_path):
+        if was_started_by_verl(trainer.run_dir, trainer.resume_from_path):
             print_line(
                 f"No recipe= given, and {trainer.run_dir} was started by verl: using recipe={VERL} (verl's defaults).",
                 sys.stderr,
@@ -129,13 +127,12 @@ def resolve_config(command: str, overrides: list[str]) -> RunConfig:
     config = load_config(command, overrides)
     if names_recipe and config.recipe == VERL:
         return with_paths_of_caller(config)
-    unknown = composer_of(config.stage).unknown_keys_added_by(overrides)
-    if unknown := [name for name in unknown if name != WANDB_PROXY]:
+    if unknown := composer_of(config.stage).unknown_keys_added_by(overrides):
         print_line(f"Added keys that only custom classes can read: {', '.join(unknown)}", sys.stderr)
     return with_inputs_of_caller(config)
 
 
-def was_begun_by_verl(run_dir: Path, resume_from_path: str | None) -> bool:
+def was_started_by_verl(run_dir: Path, resume_from_path: str | None) -> bool:
     """Whether the run resumes from a checkpoint that verl wrote, or has done so before."""
     with suppress(UserError):  # the record is missing or damaged
         if RunRecord(run_dir).read()["recipe"] == VERL:

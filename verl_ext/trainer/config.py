@@ -308,6 +308,7 @@ class TrainerConfig:
     total_epochs: int = setting(4, "Passes over the data", ge=1)
     total_training_steps: int | None = setting(None, "Last step; does not change the schedule", ge=1, null="all epochs")
     logger: list[str] = setting(["console", "wandb"], "Backends of verl's Tracking, such as tensorboard")
+    wandb_proxy: str | None = setting(None, "HTTPS proxy for W&B", nonempty=True, null="HTTPS_PROXY, if it is set")
     seed: int = setting(42, "Seed of initialization, dropout and data order", ge=0, le=2**31 - 1)
     save_freq: int = setting(-1, "Steps between checkpoints; -1: only the last step. A stopped run also saves")
     test_freq: int = setting(-1, "Steps between validations; -1: only the last step")
