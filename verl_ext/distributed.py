@@ -78,6 +78,13 @@ def is_failure_of_peer(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
+def lost_connection(error: Exception) -> str | None:
+    """Why the connection to another rank was lost, if gloo's collective failed for this; that rank has ended."""
+    reasons = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
+    found = [reason for reason in reasons if "gloo/transport" in str(error) and reason in str(error)]
+    return found[0] if found else None
+
+
 # Reduction of metrics
 
 

@@ -119,6 +119,7 @@ def kill_at(name: str, victims: tuple[int, ...], run: SFTRun, directory: Path) -
     assert result.returncode == 1, result.stderr
     deaths = [f"rank {victim} (process {ranks[victim].pid}) was killed by SIGKILL" for victim in victims]
     assert any(death in result.stderr for death in deaths), result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
     # A rank 0 that outlives its sibling completes the commit.
     assert run.names() == (point.names if rank in victims else {"2", "4"})
     return result.stderr

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.grpo_reference import make_model
-from verl_ext.distributed import is_failure_of_peer
+from verl_ext.distributed import is_failure_of_peer, lost_connection
 from verl_ext.errors import Stop, UserError
 from verl_ext.grpo.guards import CHECKED_STEPS, FLOAT32_GAP, EngineGuard
 from verl_ext.grpo.hf_engine import HFEngine
@@ -161,3 +161,5 @@ def test_failure_of_peer_is_not_error_of_this_rank() -> None:
     gloo = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
     assert is_failure_of_peer(gloo) and is_failure_of_peer(dist.DistBackendError("NCCL error"))
     assert not is_failure_of_peer(RuntimeError("Engine core initialization failed"))
+    assert lost_connection(gloo) == "Connection closed by peer"
+    assert lost_connection(RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting")) is None

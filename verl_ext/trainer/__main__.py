@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program
+from verl_ext.console import print_line
 from verl_ext.console_log import recording_console
 from verl_ext.errors import STOP_SIGNALS, USER_ERROR_EXIT_CODE, Stop, UserError
 from verl_ext.metrics.timing import process_start, startup
@@ -28,14 +29,20 @@ def main() -> None:
     startup.load(Path(path).parent)
     startup.mark("torchrun", process_start())
     config = read_config(Path(path))
-    with recording_console(config.trainer.run_dir, f"rank {os.environ.get('RANK', '0')}"):
+    rank = os.environ.get("RANK", "0")
+    with recording_console(config.trainer.run_dir, f"rank {rank}"):
         try:
             exit_code = run_rank(config)
         except UserError as error:
             report_to_launcher(str(error))
             exit_code = USER_ERROR_EXIT_CODE
-        except Exception:
-            traceback.print_exc()  # within the block, so that it is recorded
+        except Exception as error:  # printed within the block, so that it is recorded
+            from verl_ext.distributed import lost_connection
+
+            if reason := lost_connection(error):
+                print_line(f"rank {rank}: lost the connection to another rank ({reason}); exiting", sys.stderr)
+            else:
+                traceback.print_exc()
             exit_code = 1
     leave(exit_code)
 
