@@ -46,7 +46,7 @@ KEYS = _by_name(
             "max_seq_length max_seq_len max_length model_max_length cutoff_len max_completion_length "
             "max_new_tokens response_length"
         ),
-        "rollout.n sampling.n": "n",
+        "rollout.n sampling.num_samples": "n",
         "rollout.n": "num_generations group_size",
         "rollout.engine": "rollout.name use_vllm",
         "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization",

@@ -11,6 +11,7 @@ import verl_ext.checkpoint.__main__
 import verl_ext.health.__main__
 import verl_ext.monitor.__main__
 import verl_ext.plan.__main__
+from eval_pipeline.config import EvalConfig
 from eval_pipeline.recipe import load_eval_config
 from verl_ext.cli import CommandParser
 from verl_ext.config.schema import keys
@@ -79,7 +80,7 @@ def test_every_suggested_key_belongs_to_stage(stage: str) -> None:
 
 def test_every_suggested_key_exists() -> None:
     everywhere = {key for stage in STAGES.values() for key in keys(stage.root)} | keys(PlanOptions).keys()
-    everywhere |= {"sampling.n", "sampling.max_tokens"}  # of an evaluation
+    everywhere |= keys(EvalConfig).keys()
     assert {key for targets in KEYS.values() for key in targets} <= everywhere
 
 
@@ -182,5 +183,6 @@ def test_suggests_planner_setting(word: str, meant: str) -> None:
 
 
 def test_suggests_evaluation_key() -> None:
-    with pytest.raises(UserError, match="did you mean 'sampling.max_tokens'"):
-        load_eval_config("humaneval", ["max_new_tokens=5"])
+    for word, meant in {"max_new_tokens=5": "sampling.max_tokens", "n=4": "sampling.num_samples"}.items():
+        with pytest.raises(UserError, match=f"did you mean '{meant}'"):
+            load_eval_config("humaneval", [word])
