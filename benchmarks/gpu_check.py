@@ -27,7 +27,7 @@ from benchmarks.harness import ROOT, STACKS_AFTER_S, bench_parser, child_command
 from verl_ext.cli import FAILURES, CommandParser, FloatArg, IntArg, clean_exit
 from verl_ext.console import print_line
 from verl_ext.errors import UserError
-from verl_ext.processes import DEVICES, visible_gpus
+from verl_ext.hardware import DEVICES, visible_gpus
 
 EXIT_CODES = {"0": "every check that ran passed", "1": "a check or a part failed", **FAILURES}
 MIN_SHARE = 0.5

@@ -30,9 +30,9 @@ from verl_ext.grpo.algorithm import group_advantages
 from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.sampling import Completion
 from verl_ext.grpo.token_policy import TokenBatcher
+from verl_ext.hardware import DEVICES
 from verl_ext.metrics.jsonl import METRICS_FILE, read_metrics
 from verl_ext.model_files import save_tokenizer
-from verl_ext.processes import DEVICES
 from verl_ext.trainer.grpo import GRPOTrainer, prompts_of
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import RunConfig, load_config

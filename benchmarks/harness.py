@@ -29,7 +29,7 @@ import psutil
 from verl_ext.cli import CommandParser, clean_exit, output_file
 from verl_ext.console import print_line, progress_bar
 from verl_ext.errors import UserError
-from verl_ext.processes import cpu_name
+from verl_ext.hardware import cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
 STACKS_AFTER_S = "VERL_EXT_STACKS_AFTER_S"

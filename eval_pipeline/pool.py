@@ -20,7 +20,7 @@ from eval_pipeline.worker import MAX_LOSSES, Batch, BatchFailed, BatchFinished, 
 from verl_ext.commands import require_package
 from verl_ext.console import warn
 from verl_ext.errors import UserError
-from verl_ext.processes import DEVICES, visible_gpus
+from verl_ext.hardware import DEVICES, visible_gpus
 
 BATCHES_PER_WORKER = 2
 """One whose answers the engine generates, and one whose last answers are being judged."""

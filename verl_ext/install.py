@@ -19,8 +19,8 @@ from verl_ext.cli import FAILURES, CommandParser, clean_exit
 from verl_ext.commands import program, typed_command
 from verl_ext.console import print_line, print_summary
 from verl_ext.errors import UserError
+from verl_ext.hardware import listed_gpus
 from verl_ext.paths import REQUIREMENTS
-from verl_ext.processes import listed_gpus
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -1,4 +1,4 @@
-"""Process management: stop signals, ending with the parent, liveness checks, memory limits, and a quiet start.
+"""Process management: stop signals, ending with the parent, liveness checks, and a quiet start.
 
 Imports only the standard library and modules that do the same.
 """
@@ -9,10 +9,7 @@ import ctypes
 import gc
 import math
 import os
-import re
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -286,87 +283,3 @@ def quiet_stdout() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
-
-
-# Hardware, without torch, which imports slowly
-
-DEVICES = "CUDA_VISIBLE_DEVICES"
-CPUINFO = Path("/proc/cpuinfo")
-
-
-def cpu_name() -> str:
-    """The CPU's model name; empty if unknown."""
-    return _from_cpuinfo("model name")
-
-
-def cpu_flags() -> set[str]:
-    """The CPU's instruction set extensions, with Linux's names; empty if unknown."""
-    return set(_from_cpuinfo("flags|Features").split())  # on x86 and on Arm
-
-
-def _from_cpuinfo(field: str) -> str:
-    try:
-        found = re.search(rf"^(?:{field})\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE)
-    except OSError:
-        return ""
-    return "" if found is None else found[1].strip()
-
-
-def listed_gpus() -> list[str]:
-    """UUIDs of all NVIDIA GPUs of this machine, by index; empty without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    output = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    return re.findall(r"^GPU \d+: .*\(UUID: ([^)]+)\)", output, re.MULTILINE)
-
-
-def visible_gpus(listed: Sequence[str] | None = None) -> list[str]:
-    """Indices or ids of the GPUs that child processes can use, in CUDA's order; `listed` comes from `listed_gpus`."""
-    visible = os.environ.get(DEVICES)
-    if visible is None:
-        return [str(index) for index in range(len(listed_gpus() if listed is None else listed))]
-    return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
-
-
-# Memory
-
-_CGROUP_FILES = {
-    "unified": ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-}
-"""Limit, usage, and the names of the page cache in `memory.stat`, in version 2 and in the controller of version 1."""
-
-
-def cgroup_headroom(membership: str, root: Path) -> float:
-    """Return the bytes that the memory limits of a process's cgroups leave; infinite without a limit.
-
-    Page cache does not count as used, because the kernel drops it before it refuses memory.
-
-    Args:
-        membership: content of the process's `/proc/PID/cgroup`.
-        root: the mounted hierarchy, `/sys/fs/cgroup`.
-    """
-    least = math.inf
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = root / "memory" if controllers else root
-        group = base / path.lstrip("/")
-        # a container may see only its own group, at the base, but the path from the host
-        for each in (group, *group.parents[: len(group.parts) - len(base.parts)]):
-            least = min(least, _headroom_of(each, "memory" if controllers else "unified"))
-    return least
-
-
-def _headroom_of(group: Path, kind: str) -> float:
-    limit_file, usage_file, cache_names = _CGROUP_FILES[kind]
-    try:
-        limit = (group / limit_file).read_text().strip()
-        usage = int((group / usage_file).read_text())
-        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:  # the root of the hierarchy has no limit
-        return math.inf
-    if limit == "max":
-        return math.inf
-    return max(int(limit) - usage + sum(int(counts.get(name, 0)) for name in cache_names), 0)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import UserError
 from verl_ext.files import GIB
+from verl_ext.hardware import has_bf16_units
 from verl_ext.model_files import config_entries, config_of, require_no_remote_code_in
-from verl_ext.processes import cpu_flags
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,6 @@ CACHE_BLOCK_TOKENS = 32
 """At least the tokens of a block of vLLM's cache; a sequence fills its last block in part."""
 MIN_CACHE_BYTES, MAX_CACHE_BYTES = 1 << 28, 1 << 32
 """Limits of a small model's cache; if it needs more, vLLM chooses the size, which must fit into the GPU."""
-_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""CPU flags for bfloat16 instructions, on x86 and on Arm."""
 
 
 def prepare_vllm_environment() -> str:
@@ -106,7 +104,7 @@ def pick_vllm_dtype(wanted: str, on_gpu: bool, stored: torch.dtype | None) -> st
     if stored == torch.float32 and not on_gpu:
         return "float32"
     # a CPU without bfloat16 units takes 2.4 times as long in bfloat16 (a batch of 16, 100M parameters)
-    return "bfloat16" if on_gpu or _BF16_FLAGS & cpu_flags() else "float32"
+    return "bfloat16" if on_gpu or has_bf16_units() else "float32"
 
 
 def is_memory_error(error: Exception) -> bool:

@@ -26,7 +26,7 @@ from tests.helpers.commands import environment, python
 from tests.helpers.engines import GREEDY, MAX_MODEL_LEN, REQUESTS, answer_all, make_export, owner_of, vllm_processes
 from tests.helpers.evaluation import evaluate, slow_problems, write_recipe
 from tests.helpers.processes import alive, family_of, free_port, wait_gone, wait_until
-from verl_ext.processes import visible_gpus
+from verl_ext.hardware import visible_gpus
 
 SETTINGS = EngineConfig(dtype="float32")
 SAMPLED = SamplingConfig(max_tokens=24, temperature=1.0, top_p=0.95, seed=3)

@@ -16,10 +16,10 @@ from verl_ext.data.batching import attention_share
 from verl_ext.data.dataset import TokenDataset
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.files import GIB
+from verl_ext.hardware import cgroup_headroom
 from verl_ext.plan import cpu_memory
 from verl_ext.plan.cpu_memory import check_memory, largest_of_samples, plan_with_data
 from verl_ext.plan.workload import packs
-from verl_ext.processes import cgroup_headroom
 from verl_ext.trainer.sft import micro_batch_plan
 from verl_ext.trainer.stages import RunConfig, SFTConfig, load_config
 

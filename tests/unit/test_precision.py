@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.trainer import make_trainer, small_config
-from verl_ext import processes
+from verl_ext import hardware
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer import device
 from verl_ext.trainer.device import has_bf16_units, resolve_precision
@@ -22,7 +22,7 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A `/proc/cpuinfo` of a CPU without bf16 units."""
     path = tmp_path / "cpuinfo"
     path.write_text(WITHOUT)
-    monkeypatch.setattr(processes, "CPUINFO", path)
+    monkeypatch.setattr(hardware, "CPUINFO", path)
     return path
 
 
@@ -37,7 +37,13 @@ def record(tmp_path: Path, value: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("text", "has_units"),
-    [(WITH_UNITS, True), ("processor : 0\nflags : amx_bf16\n", True), (WITHOUT, False), ("Features : bf16\n", False)],
+    [
+        (WITH_UNITS, True),
+        ("processor : 0\nflags : amx_bf16\n", True),
+        (WITHOUT, False),
+        ("Features : asimd bf16\n", True),
+        ("Features : asimd\n", False),
+    ],
 )
 def test_detects_bf16_units_in_cpu_flags(cpuinfo: Path, text: str, has_units: bool) -> None:
     cpuinfo.write_text(text)

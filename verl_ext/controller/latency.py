@@ -27,7 +27,7 @@ from verl_ext.controller.vlm import fingerprint, matches_fingerprint
 from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json, replace_file, write_errors
-from verl_ext.processes import cpu_name
+from verl_ext.hardware import cpu_name
 
 LATENCY_FILE = "latency_model.json"
 """File in a run directory with the latency model that the run fitted."""

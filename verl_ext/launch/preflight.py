@@ -26,6 +26,7 @@ from verl_ext.data.dataset import check_parquet
 from verl_ext.data.prepare.recipe_commands import is_within, missing_commands, output_of, run_commands, used_commands
 from verl_ext.data.training_templates import parse_chat_template, read_chat_template
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError, first_line_of
+from verl_ext.hardware import listed_gpus, visible_gpus
 from verl_ext.health.rules import load_rules
 from verl_ext.launch.configure import has_custom_class, resolve_model
 from verl_ext.launch.report import WRITTEN
@@ -34,7 +35,7 @@ from verl_ext.metrics.recorder import require_known_backends
 from verl_ext.metrics.registry import lookup_metric
 from verl_ext.model_files import check_model_files, require_chat_template
 from verl_ext.plugins import Plugin, is_module
-from verl_ext.processes import defer_gc, hold_stop_signals, listed_gpus, visible_gpus
+from verl_ext.processes import defer_gc, hold_stop_signals
 from verl_ext.trainer.config import OptimConfig, TrainerConfig
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, SFTConfig, VLMSFTConfig
 
@@ -42,10 +43,14 @@ from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, SFTConf
 def prepare_inputs(config: RunConfig) -> None:
     """Check what can already be checked, then run the recipe's `prepare` commands whose output is needed but missing.
 
+    Sets the model that a stage after SFT starts from.
+
     Raises:
         UserError: for the first problem, with the fix.
     """
     check_config(config)
+    if isinstance(config, GRPOConfig | BudgetConfig):
+        resolve_model(config)
     commands = missing_commands(needed_commands(config))
     if commands:
         check_inputs(config, awaited=[output_of(command) for command in commands])
@@ -63,7 +68,7 @@ def preflight(config: RunConfig) -> None:
 
 
 def check_config(config: RunConfig) -> None:
-    """Check what does not depend on prepared inputs, and set the model that a stage after SFT starts from.
+    """Check what does not depend on prepared inputs.
 
     Raises:
         UserError: for the first problem, with the fix.
@@ -71,8 +76,6 @@ def check_config(config: RunConfig) -> None:
     check_settings(config)
     check_components(config)
     check_run_directory(config.trainer.run_dir)
-    if isinstance(config, GRPOConfig | BudgetConfig):
-        resolve_model(config)
 
 
 def needed_commands(config: RunConfig) -> list[str]:

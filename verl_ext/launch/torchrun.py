@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from verl_ext.processes import visible_gpus
+from verl_ext.hardware import visible_gpus
 from verl_ext.trainer.stages import STAGES, RunConfig
 
 LOOPBACK = "loopback"

@@ -19,10 +19,11 @@ from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_next, typed_path, warn
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.files import write_errors
+from verl_ext.hardware import DEVICES
 from verl_ext.launch.outcome import FIRST_PAUSE_S, run_with_restarts
 from verl_ext.launch.report import next_after_evaluation, with_recipe
 from verl_ext.metrics.run_record import RUN_FILE, load_run
-from verl_ext.processes import DEVICES, StopRequest, StopSignals, end_with_parent
+from verl_ext.processes import StopRequest, StopSignals, end_with_parent
 from verl_ext.trainer.stages import RunConfig
 
 LOG = Path("eval", "watch.log")

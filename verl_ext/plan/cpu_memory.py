@@ -27,6 +27,7 @@ from verl_ext.files import GIB
 from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.sampling import Completion
 from verl_ext.grpo.token_policy import TokenBatcher, forward_flops
+from verl_ext.hardware import cgroup_headroom
 from verl_ext.plan.model_shape import empty_model, find_model, shape_of
 from verl_ext.plan.planner import RunPlan, make_plan
 from verl_ext.plan.step_time import HARDWARE, Cluster
@@ -40,7 +41,6 @@ from verl_ext.plan.workload import (
     require_formulas,
     samples_per_update,
 )
-from verl_ext.processes import cgroup_headroom
 from verl_ext.trainer.device import has_bf16_units
 from verl_ext.trainer.fsdp import keeps_gathered
 from verl_ext.trainer.sft import micro_batch_plan

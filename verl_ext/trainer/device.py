@@ -16,14 +16,12 @@ from verl_ext.console import print_line
 from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.files import GIB
+from verl_ext.hardware import cpu_name, has_bf16_units
 from verl_ext.metrics.run_record import RunRecord
-from verl_ext.processes import cpu_flags, cpu_name
 from verl_ext.trainer.config import Device
 from verl_ext.trainer.stages import RunConfig, SFTConfig
 from verl_ext.verl_api import PrecisionType, get_device_name
 
-BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
-"""Flags of processors with bf16 units; others emulate bf16, which is slower than fp32."""
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from <malloc.h>
 TOP_PAD_BYTES = 64 << 20
 LARGEST_INT = 2**31 - 1
@@ -104,11 +102,6 @@ def resolve_precision(config: RunConfig, device_name: str) -> torch.dtype:
         )
         on_rank_zero(lambda: print_line(message, sys.stderr))
     return PrecisionType.to_dtype(recorded)
-
-
-def has_bf16_units() -> bool:
-    """Whether this machine's processor has one of `BF16_FLAGS`."""
-    return not BF16_FLAGS.isdisjoint(cpu_flags())
 
 
 def autocast(precision: torch.dtype, device_name: str) -> Any:
