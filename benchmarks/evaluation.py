@@ -180,10 +180,10 @@ class WorkerRounds:
         part, _, variant = kind.partition(" ")
         self._worker.texts = self._canonical if variant == "canonical" else {}
         batch, events = self.batch_for(part, variant), RoundEvents()
-        cpu, begun = self._clock.seconds(), time.perf_counter()
+        cpu, started = self._clock.seconds(), time.perf_counter()
         self._worker.run(batch, events.add)
         end = time.perf_counter()
-        seconds = {"wall_s": end - begun, "cpu_s": self._clock.seconds() - cpu}
+        seconds = {"wall_s": end - started, "cpu_s": self._clock.seconds() - cpu}
         if events.failure is not None:
             raise UserError(f"{kind}: {events.failure}")
         if part == "generation":
@@ -228,17 +228,17 @@ def command_parts(model: Path, overrides: list[str]) -> dict[str, float]:
     """
     with tempfile.TemporaryDirectory(prefix="benchmark_evaluation_") as directory:
         words = ["run", "--checkpoint", str(model), "--recipe", "humaneval", "--no-wandb", "--output", directory]
-        begun = time.time()
+        started = time.time()
         run([sys.executable, "-m", "eval_pipeline", *words, *overrides])
-        return parts_of(Path(directory), begun, time.time())
+        return parts_of(Path(directory), started, time.time())
 
 
-def parts_of(directory: Path, begun: float, ended: float) -> dict[str, float]:
+def parts_of(directory: Path, started: float, ended: float) -> dict[str, float]:
     """The parts, from the modification times of files; they add up to `total_s`, and `exit_s` follows.
 
     Args:
         directory: directory of the evaluation.
-        begun: when the process started, in seconds since 1970.
+        started: when the process started, in seconds since 1970.
         ended: when the process ended, in seconds since 1970.
     """
     [protocol] = directory.glob("work/humaneval/protocol-*.json")
@@ -249,14 +249,14 @@ def parts_of(directory: Path, begun: float, ended: float) -> dict[str, float]:
     num_problems = result.metrics["num_problems"]
     assert num_problems is not None
     return {
-        "start_s": ready - begun,
+        "start_s": ready - started,
         "answering_s": judged - ready,
         "writing_s": published - judged,
-        "total_s": published - begun,
+        "total_s": published - started,
         "exit_s": ended - published,
         "engine_import_s": result.seconds["import_s"],
         "engine_load_s": result.seconds["load_s"],
-        "problems_per_s": num_problems / (published - begun),
+        "problems_per_s": num_problems / (published - started),
     }
 
 

@@ -157,9 +157,9 @@ def measure(config_file: str) -> None:
     forget_peak()
     steps_s, peak_resident = [], 0
     for _ in range(TIMED_STEPS):
-        batch, begun = next(batches), time.perf_counter()
+        batch, started = next(batches), time.perf_counter()
         trainer.training_step(batch)
-        steps_s.append(time.perf_counter() - begun)
+        steps_s.append(time.perf_counter() - started)
         peak_resident = peak_resident or resident_bytes("VmHWM")
     found = {
         "resident_bytes": peak_resident - baseline,

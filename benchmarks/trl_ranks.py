@@ -34,19 +34,19 @@ class SFTStepLogger(TrainerCallback):
     """Logs every step with its tokens. TRL counts them over all ranks, without padding."""
 
     trainer: SFTTrainer
-    begun = 0.0
+    started = 0.0
     tokens = 0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Data is loaded before a step, so its time counts from the end of the previous step."""
-        self.begun = self.begun or time.perf_counter()
+        self.started = self.started or time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Log the step."""
         now, tokens = time.perf_counter(), self.trainer._total_train_tokens
         if self.trainer.accelerator.is_main_process:
-            log_row(tokens=tokens - self.tokens, seconds=now - self.begun)
-        self.begun, self.tokens = now, tokens
+            log_row(tokens=tokens - self.tokens, seconds=now - self.started)
+        self.started, self.tokens = now, tokens
 
 
 def sft(scratch: str, variant: str, num_steps: str) -> None:
@@ -103,11 +103,11 @@ class PartClock:
         @wraps(function)
         def call(*arguments: P.args, **named: P.kwargs) -> R:
             self._inner.append(0.0)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             try:
                 return function(*arguments, **named)
             finally:
-                seconds = time.perf_counter() - begun
+                seconds = time.perf_counter() - started
                 self._seconds[name] += seconds - self._inner.pop()
                 self._inner[-1] += seconds
 

@@ -163,9 +163,9 @@ def open_engine(config: EngineConfig, export: Path | None) -> Engine:
         raise UserError(
             "engine.kind=vllm needs a model; specify a checkpoint, or set engine.kind=openai to use a running server"
         )
-    from eval_pipeline.engines.vllm_engine import VllmEngine
+    from eval_pipeline.engines.vllm_engine import VLLMEngine
 
-    return VllmEngine(config, export)
+    return VLLMEngine(config, export)
 
 
 class EvalWorker:

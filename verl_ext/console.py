@@ -168,14 +168,14 @@ def staged_progress(expected_s: Mapping[str, float]) -> Iterator[Callable[[str],
         A function to call with the name of each stage when it begins.
     """
     form = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    begun: list[str] = []
+    started: list[str] = []
     total, desc = sum(expected_s.values()), f"{next(iter(expected_s))}: "
     with progress_bar(total=total, desc=desc, unit="s", lines=False, bar_format=form) as bar:
 
         def begin(name: str) -> None:
-            bar.update(sum(expected_s[done] for done in begun[-1:]))
+            bar.update(sum(expected_s[done] for done in started[-1:]))
             bar.set_description(name)
-            begun.append(name)
+            started.append(name)
 
         yield begin
         bar.update(bar.total - bar.n)

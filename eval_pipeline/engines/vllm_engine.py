@@ -98,7 +98,7 @@ class VllmFailed:
     """Type of the exception and first line of its message."""
 
 
-class VllmEngine(Engine):
+class VLLMEngine(Engine):
     """A model in a child process, which stays loaded between calls of `answers`.
 
     Greedy answers to the same list of requests are identical bit for bit on one machine with the same settings: all
@@ -114,7 +114,7 @@ class VllmEngine(Engine):
         self._config, self._export = config, export
         self._child: VllmChild  # set by `__enter__`
 
-    def __enter__(self) -> VllmEngine:
+    def __enter__(self) -> VLLMEngine:
         self._child = VllmChild(self._config.timeout_s)
         try:
             self._child.send(LoadModel(self._config, str(self._export)))

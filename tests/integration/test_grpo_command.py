@@ -283,7 +283,7 @@ def test_engine_with_stale_weights_stops_run(quickstart: Path, tmp_path: Path) -
     words = (f"model.partial_pretrain={model}", f"reward.functions=[{tmp_path}/mine.py:length]", "optim.lr=0.01")
     steps = ("trainer.save_freq=1", "trainer.total_training_steps=2", "data.eval_every_steps=0")
     run = GRPORun(quickstart, tmp_path / "run", *words, *steps)
-    fault = Hold("verl_ext.grpo.vllm_engine", "VLLMEngine.load_weights", rank=1, when="never", call=2)
+    fault = Hold("verl_ext.grpo.vllm_engine", "VLLMRolloutEngine.load_weights", rank=1, when="never", call=2)
     with run.started(**fault.variables(tmp_path)) as process:
         done = end_of(process)
     assert done.returncode == 2, done.stderr

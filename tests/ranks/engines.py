@@ -23,7 +23,7 @@ from verl_ext.errors import UserError
 from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.hf_engine import HFEngine
 from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs
-from verl_ext.grpo.vllm_engine import TensorParallelGroup, VLLMEngine, WeightSync
+from verl_ext.grpo.vllm_engine import TensorParallelGroup, VLLMRolloutEngine, WeightSync
 
 LENGTHS = (150, 20, 7, 133)
 """Of prompts, with two samples each; a block of vLLM's cache has 32 tokens."""
@@ -69,7 +69,7 @@ def main(directory: Path, kinds: str, output: Path) -> None:
 def results_of(directory: Path, kind: str) -> list[dict[str, Any]]:
     """For each step the largest error of each engine and temperature, and whether samples repeat."""
     model = build(directory, kind)
-    vllm = VLLMEngine(ROLLOUT, str(directory), max_model_len=256, end_tokens=[END])
+    vllm = VLLMRolloutEngine(ROLLOUT, str(directory), max_model_len=256, end_tokens=[END])
     vllm.weight_sync = WeightSync(model, torch.float32, "cpu", BUCKET_BYTES)
     hf = HFEngine(model, 0, [END], 3, nullcontext)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -110,7 +110,7 @@ def results_of(directory: Path, kind: str) -> list[dict[str, Any]]:
     return results
 
 
-def finds_non_finite_logits(engine: VLLMEngine, requests: list[SampleRequest]) -> bool:
+def finds_non_finite_logits(engine: VLLMRolloutEngine, requests: list[SampleRequest]) -> bool:
     """Whether the engine reports weights that are not finite."""
     for bucket in engine.weight_sync.buckets():
         engine.load_weights([(name, torch.full_like(tensor, float("nan"))) for name, tensor in bucket])

@@ -63,7 +63,7 @@ def test_ls_json_reports_retention_and_size(run_dir: Path) -> None:
     (run_dir / "global_step_50").mkdir()
     entries = {entry["step"]: entry for entry in json.loads(checkpoint_command("ls", run_dir, "--json"))}
     assert entries[20]["kept_because"] == ["the best by val/loss"]
-    assert {step for step, entry in entries.items() if entry["goes_next"]} == {10, 30}
+    assert {step for step, entry in entries.items() if entry["will_be_removed"]} == {10, 30}
     assert (entries[20]["world_size"], entries[20]["metrics"]) == (2, {"val/loss": 1.5, "train/loss": 0.75})
     files = [path for path in (run_dir / "global_step_20").rglob("*") if path.is_file()]
     assert entries[20]["bytes"] == sum(path.stat().st_size for path in files)
@@ -80,7 +80,7 @@ def test_ls_after_restart_from_earlier_step_follows_tracker(run_dir: Path) -> No
     save(run_dir, 15)
     entries = {entry["step"]: entry for entry in json.loads(checkpoint_command("ls", run_dir, "--json"))}
     assert entries[15]["kept_because"] == ["the newest"]
-    assert entries[40]["goes_next"]
+    assert entries[40]["will_be_removed"]
 
 
 def test_verify_lists_damage_and_exits_1(run_dir: Path) -> None:

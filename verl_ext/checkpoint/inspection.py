@@ -137,8 +137,8 @@ class CheckpointInfo:
     problem: str | None
     manifest: Manifest | None
     kept_because: list[str]
-    goes_next: bool
-    loses_optimizer: bool = False
+    will_be_removed: bool
+    will_lose_optimizer: bool = False
     by_verl: bool = False
 
     @property
@@ -158,10 +158,10 @@ class CheckpointInfo:
     @property
     def retention(self) -> str:
         """Text for the column "kept because": what rotation does with the checkpoint, and why."""
-        stripped = ["rotation would drop its optimizer"] if self.loses_optimizer else []
-        if self.goes_next and self.manifest is None:
+        stripped = ["rotation would drop its optimizer"] if self.will_lose_optimizer else []
+        if self.will_be_removed and self.manifest is None:
             return "the next start, save or prune removes it"
-        return "rotation would remove it" if self.goes_next else "; ".join(self.kept_because + stripped)
+        return "rotation would remove it" if self.will_be_removed else "; ".join(self.kept_because + stripped)
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -193,16 +193,16 @@ def _checkpoint(path: Path, plan: RotationPlan) -> CheckpointInfo | None:
         if not path.exists():
             return None
         why = ["not complete, so rotation leaves it alone"]
-        return CheckpointInfo(path, step, num_bytes, str(error), None, why, goes_next=False, by_verl=by_verl)
-    reasons, goes_next = plan.reasons.get(path, []), path in plan.remove
-    return CheckpointInfo(path, step, num_bytes, None, manifest, reasons, goes_next, path in plan.strip, by_verl)
+        return CheckpointInfo(path, step, num_bytes, str(error), None, why, will_be_removed=False, by_verl=by_verl)
+    reasons, will_be_removed = plan.reasons.get(path, []), path in plan.remove
+    return CheckpointInfo(path, step, num_bytes, None, manifest, reasons, will_be_removed, path in plan.strip, by_verl)
 
 
 def _leftover(path: Path) -> CheckpointInfo:
     what = "save" if path.suffix == TEMPORARY else "removal"
     problem = f"a {what} that is in progress or was interrupted"
     step = step_of(Path(path.name.partition(".")[0])) or 0
-    return CheckpointInfo(path, step, size_on_disk(path), problem, None, [], goes_next=True)
+    return CheckpointInfo(path, step, size_on_disk(path), problem, None, [], will_be_removed=True)
 
 
 def _as_json(info: CheckpointInfo) -> dict[str, Any]:
@@ -220,8 +220,8 @@ def _as_json(info: CheckpointInfo) -> dict[str, Any]:
         "dropped": manifest.dropped if manifest else [],
         "deferred": manifest.deferred if manifest else [],
         "kept_because": info.kept_because,
-        "goes_next": info.goes_next,
-        "loses_optimizer": info.loses_optimizer,
+        "will_be_removed": info.will_be_removed,
+        "will_lose_optimizer": info.will_lose_optimizer,
     }
 
 

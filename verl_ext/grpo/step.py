@@ -167,15 +167,15 @@ class GRPOStep:
         """
         size, num_replaced = self.group_size, 0
         for round_number in range(1, self.algorithm.dynamic_sampling.max_rounds + 1):
-            flat = self._groups_without_signal(trajectories)
-            if not self._largest(len(flat)):
+            without_signal = self._groups_without_signal(trajectories)
+            if not self._largest(len(without_signal)):
                 break
-            fresh = self.rollout(self.replacement_prompts(round_number, len(flat)), step, size)
-            flat_of_fresh = self._groups_without_signal(fresh)
-            useful = [start for start in range(0, len(fresh), size) if start not in flat_of_fresh]
-            for place, start in zip(flat, useful):
+            fresh = self.rollout(self.replacement_prompts(round_number, len(without_signal)), step, size)
+            unusable = self._groups_without_signal(fresh)
+            useful = [start for start in range(0, len(fresh), size) if start not in unusable]
+            for place, start in zip(without_signal, useful):
                 trajectories[place : place + size] = fresh[start : start + size]
-            num_replaced += min(len(flat), len(useful))
+            num_replaced += min(len(without_signal), len(useful))
         return num_replaced
 
     def _groups_without_signal(self, trajectories: Sequence[Trajectory]) -> list[int]:
@@ -200,28 +200,28 @@ class GRPOStep:
             self._add_old_and_reference_log_probs(mini_batches)
             for epoch in range(self.actor.ppo_epochs):
                 for number, mini_batch in enumerate(mini_batches):
-                    self._update(mini_batch, metrics, epoch, is_first=epoch == number == 0)
+                    self._run_update(mini_batch, metrics, epoch, is_first=epoch == number == 0)
         return metrics.reduced()
 
     def _mini_batch(self, trajectories: Sequence[Trajectory]) -> MiniBatch:
-        flat, trained = self._split_by_gradient(trajectories)
-        return MiniBatch(self._micro_batches(flat), self._micro_batches(trained))
+        without_gradient, trained = self._split_by_gradient(trajectories)
+        return MiniBatch(self._micro_batches(without_gradient), self._micro_batches(trained))
 
     def _split_by_gradient(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
         """Split off groups whose advantages are 0, in whole micro-batches and equally many on each rank.
 
         With FSDP, all ranks must run the same sequence of forward and backward passes.
         """
-        flat: list[Trajectory] = []
+        without_gradient: list[Trajectory] = []
         trained: list[Trajectory] = []
         for start in range(0, len(trajectories), self.group_size):
             group = trajectories[start : start + self.group_size]
             has_gradient = not self.actor.has_only_policy_gradient or any(each.advantage for each in group)
-            (trained if has_gradient else flat).extend(group)
+            (trained if has_gradient else without_gradient).extend(group)
         size = self.micro_batch_size
-        possible = min(len(flat), len(trajectories) - 1) // size  # at least one sample is trained
-        num_flat = int(-self._largest(-possible)) * size
-        return flat[:num_flat], trained + flat[num_flat:]
+        possible = min(len(without_gradient), len(trajectories) - 1) // size  # at least one sample is trained
+        num_split = int(-self._largest(-possible)) * size
+        return without_gradient[:num_split], trained + without_gradient[num_split:]
 
     def _micro_batches(self, trajectories: Sequence[Trajectory]) -> list[MicroBatch]:
         ordered = self.policy.sort_by_cost(trajectories) if trajectories else []
@@ -247,7 +247,7 @@ class GRPOStep:
             if self.actor.use_kl_loss:
                 micro_batch["reference_log_probs"] = self.policy.reference_log_probs(micro_batch).cpu()
 
-    def _update(self, mini_batch: MiniBatch, metrics: UpdateMetrics, epoch: int, is_first: bool) -> None:
+    def _run_update(self, mini_batch: MiniBatch, metrics: UpdateMetrics, epoch: int, is_first: bool) -> None:
         batch, total = self._global_batch(mini_batch.micro_batches), 0.0
         with torch.no_grad():
             for micro_batch in mini_batch.without_gradient:

@@ -58,7 +58,7 @@ class TensorParallelGroup:
         return [request for share in everyone for request in share], range(start, start + len(requests))
 
 
-class VLLMEngine(RolloutEngine):
+class VLLMRolloutEngine(RolloutEngine):
     """A vLLM engine in this rank's process.
 
     Attributes:

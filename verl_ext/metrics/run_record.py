@@ -199,8 +199,8 @@ class RunRecord:
         if former is None or former["status"] not in ("finished", "stopped") or run["status"] == "finished":
             self.end_if_running("failed", reason)
             return
-        begun = {attempt["attempt"] for attempt in run["attempts"][len(former["attempts"]) :]}
-        if begun and any(row["attempt"] in begun for row in self._rows()):
+        started = {attempt["attempt"] for attempt in run["attempts"][len(former["attempts"]) :]}
+        if started and any(row["attempt"] in started for row in self._rows()):
             self.end_if_running("failed", reason)
         else:
             self._write(former)

@@ -46,10 +46,10 @@ class SharedResults:
         return entry.future.result()
 
     def _compute(self, key: Hashable, entry: _Entry, compute: Callable[[], Any]) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             entry.future.set_result(compute())
-            entry.rests_until = time.monotonic() + entry.rest * (time.monotonic() - begun)
+            entry.rests_until = time.monotonic() + entry.rest * (time.monotonic() - started)
         except BaseException as error:
             with self._lock:
                 if self._entries.get(key) is entry:

@@ -32,7 +32,7 @@ from verl_ext.grpo.rewards.text_environment import TextEnvironment
 from verl_ext.grpo.sampling import RolloutEngine, SamplingArgs, sample_seed
 from verl_ext.grpo.step import GRPOStep
 from verl_ext.grpo.token_policy import ReferenceModel, TokenBatcher, TokenPolicy, forward_flops
-from verl_ext.grpo.vllm_engine import VLLMEngine, WeightSync
+from verl_ext.grpo.vllm_engine import VLLMRolloutEngine, WeightSync
 from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.device import autocast, peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy, keeps_gathered
@@ -175,7 +175,7 @@ class RewardTrainer(PipelineTrainer):
         trajectories: list[Trajectory] = []
         with self.policy.sampling(self.global_step):  # a stop inside the block frees the GPU for the save
             for prompts in batches:
-                self.stop_vote.check()
+                self.stop_vote.raise_if_stopping()
                 batch_start = time.perf_counter()
                 trajectories += self.step.rollout(prompts, self.global_step, group_size=1, greedy=True)
                 # a batch may take longer than a step; before the first step, no deadline stops a run
@@ -333,7 +333,7 @@ class GRPOTrainer(RewardTrainer):
             pad_token_id = self.tokenizer.pad_token_id
             return HFEngine(self.model, pad_token_id, ends, rollout.max_num_seqs, self.autocast, self.device_name)
         with quiet_stdout():
-            engine = VLLMEngine(
+            engine = VLLMRolloutEngine(
                 rollout,
                 path,
                 max_model_len=data.max_prompt_length + data.max_response_length,

@@ -70,7 +70,7 @@ class StopVote:
         """Seconds that the longest step so far and a save take; until a step has ended, only the expected save."""
         return self.longest_step_s + (self.longest_save_s or self.expected_save_s)
 
-    def check(self, is_writing: bool = False) -> bool:
+    def raise_if_stopping(self, is_writing: bool = False) -> bool:
         """Stop all ranks if any rank must stop; collective.
 
         Args:

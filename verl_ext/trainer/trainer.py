@@ -147,7 +147,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def validate(self) -> Metrics:
         """Return metrics of the model on the validation set; empty without one.
 
-        Calls `stop_vote.check` regularly, so that a long validation does not delay a stop.
+        Calls `stop_vote.raise_if_stopping` regularly, so that a long validation does not delay a stop.
         """
 
     def micro_batch_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
@@ -276,7 +276,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def train(self) -> None:
         """Run the remaining steps, each followed by validation and saving if due."""
         trainer = self.config.trainer
-        self.stop_vote.check()
+        self.stop_vote.raise_if_stopping()
         if self.owes_validation or (self.global_step == 0 and trainer.val_before_train):
             self.run_validation()
             self.add_metrics_to_checkpoint()
@@ -320,8 +320,10 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             Stop: on every rank.
         """
         self.stop_vote.failed_rule = self.logger.stop_rule
-        if self.steps_left and not self.stop_vote.check(self.checkpoint_manager.is_writing):
-            self.wait_for_save()
+        if self.steps_left:
+            any_rank_writes = self.stop_vote.raise_if_stopping(self.checkpoint_manager.is_writing)
+            if not any_rank_writes:
+                self.wait_for_save()
 
     def run_validation(self) -> None:
         """Validate; if a stop interrupts the validation, the next start runs it."""
