@@ -349,6 +349,8 @@ class TrainingRun:
     """`trainer.experiment_name`: groups the evaluations of one run in W&B."""
     base: str | None = None
     """`model.partial_pretrain`: the initial model."""
+    wandb_proxy: str | None = None
+    """`trainer.wandb_proxy`: the HTTPS proxy for W&B."""
 
 
 def read_training_run(run_dir: Path | None) -> TrainingRun:
@@ -374,6 +376,7 @@ def read_training_run(run_dir: Path | None) -> TrainingRun:
         project=_run_setting(config, "trainer", "project_name", path) or DEFAULT_PROJECT,
         experiment=_run_setting(config, "trainer", "experiment_name", path) or run_dir.name,
         base=_run_setting(config, "model", "partial_pretrain", path),
+        wandb_proxy=_run_setting(config, "trainer", "wandb_proxy", path),
     )
 
 

@@ -209,6 +209,7 @@ def log_to_wandb(directory: EvalDir, model: EvaluatedModel) -> None:
         run_id=run_id,
         group=training.experiment,
         job_type="eval",
+        proxy=training.wandb_proxy,
     )
     fill_wandb_run(run, lambda run: _log(run, model, qa_rows), results_in=METRICS_FILE)
 

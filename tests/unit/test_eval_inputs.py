@@ -264,9 +264,9 @@ def test_run_config_is_read_with_defaults(tmp_path: Path) -> None:
     assert read_training_run(None) == TrainingRun()
     assert read_training_run(run_dir) == TrainingRun(experiment="first")
     (run_dir / "config.yaml").write_text(
-        "eval: {recipe: phase1}\ntrainer: {project_name: demo, experiment_name: sft}\n"
+        "eval: {recipe: phase1}\ntrainer: {project_name: demo, experiment_name: sft, wandb_proxy: 'http://proxy'}\n"
     )
-    assert read_training_run(run_dir) == TrainingRun("phase1", "demo", "sft")
+    assert read_training_run(run_dir) == TrainingRun("phase1", "demo", "sft", wandb_proxy="http://proxy")
     (run_dir / "config.yaml").write_text(json.dumps({"eval": {"recipe": None}}))
     assert read_training_run(run_dir) == TrainingRun(experiment="first")
 

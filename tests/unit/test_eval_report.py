@@ -8,11 +8,13 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import wandb
 from PIL import Image
 
+from eval_pipeline import publish
 from eval_pipeline.checkpoints import EvalDir
 from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.judge import ReferenceAnswer, Verdict
@@ -213,14 +215,18 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     wandb.teardown()
 
 
-def test_wandb_gets_metrics_intervals_and_table(tmp_path: Path, offline: None) -> None:
+def test_wandb_gets_metrics_intervals_and_table(tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = evaluate(tmp_path, 30, 0.5, "x", "y", problems=4)
     directory = EvalDir(tmp_path / "eval", tmp_path)
     for dataset, answers in {"x": answer_all("x", 0.5, 4, 1), "y": []}.items():
         write_qa_log(directory.results_of("step_30"), dataset, answers)
-    (tmp_path / "config.yaml").write_text("trainer: {project_name: p, experiment_name: sft}\n")
+    trainer = {"project_name": "p", "experiment_name": "sft", "wandb_proxy": "http://127.0.0.1:9"}
+    (tmp_path / "config.yaml").write_text(json.dumps({"trainer": trainer}))
     (tmp_path / "wandb_run_id.txt").write_text("abc\n")
+    opened = Mock(wraps=publish.open_wandb_run)
+    monkeypatch.setattr(publish, "open_wandb_run", opened)
     log_to_wandb(directory, model)
+    assert opened.call_args.kwargs["proxy"] == "http://127.0.0.1:9"
 
     [path] = tmp_path.glob("wandb/offline-run-*/run-abc-step_30.wandb")
     records = read_records(path)

@@ -34,7 +34,7 @@ def make_recorder(run_dir, attempt):
         backends=["wandb"],
         project="p",
         experiment="e",
-        config={"trainer": {"wandb_proxy": None}},
+        config={},
         total_steps=10,
     )
 
@@ -98,8 +98,11 @@ def test_long_curves_of_dashboard_are_thinned_evenly(monkeypatch):
     assert max(points.steps) > 80 and min(points.steps) < 20
 
 
-def test_every_metric_uses_global_step_as_axis(tmp_path):
-    run = open_wandb_run(project="p", name="n", directory=tmp_path, config={}, group="g", job_type="eval")
+def test_run_has_group_proxy_and_global_step_as_axis(tmp_path):
+    run = open_wandb_run(
+        project="p", name="n", directory=tmp_path, config={}, group="g", job_type="eval", proxy="http://127.0.0.1:9"
+    )
+    assert run.settings.https_proxy == "http://127.0.0.1:9"
     run.log({"global_step": 5, "eval/humaneval/accepted_at_1": 0.5})
     run.finish()
     [path] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")

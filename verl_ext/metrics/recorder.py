@@ -47,6 +47,7 @@ class MetricsRecorder:
         log_every: steps between two console lines.
         by_epoch: whether the CSV tables have one row per epoch, from `log_epoch`, instead of one per step.
         log_file: whether to write the console's lines also to `train.log`.
+        wandb_proxy: see `open_wandb_run`.
 
     Raises:
         UserError: a backend is unknown, or `metrics.jsonl` cannot be written.
@@ -65,6 +66,7 @@ class MetricsRecorder:
         log_every: int = 10,
         by_epoch: bool = False,
         log_file: bool = False,
+        wandb_proxy: str | None = None,
     ) -> None:
         require_known_backends(backends)
         run_dir = Path(run_dir)
@@ -82,7 +84,7 @@ class MetricsRecorder:
         if "tensorboard" in backends:
             self._add("tensorboard", partial(TensorBoardSink, run_dir / "tensorboard"))
         if "wandb" in backends:
-            self._add("wandb", partial(_open_wandb, run_dir, project, experiment, config))
+            self._add("wandb", partial(_open_wandb, run_dir, project, experiment, config, wandb_proxy))
         others = [name for name in dict.fromkeys(backends) if name not in OUR_BACKENDS]
         for name in others:  # one sink each, so that a failure drops only one
             self._add(name, partial(VerlTrackerSink, name, project, experiment, config, run_dir))
@@ -170,7 +172,9 @@ def _warn_dropped(name: str, error: Exception) -> None:
     warn(f"metrics no longer go to {name}: {one_line(error)}; {METRICS_FILE} still has every row")
 
 
-def _open_wandb(run_dir: Path, project: str, experiment: str, config: Mapping[str, Any]) -> WandbSink | None:
+def _open_wandb(
+    run_dir: Path, project: str, experiment: str, config: Mapping[str, Any], proxy: str | None
+) -> WandbSink | None:
     run = open_wandb_run(
         project=project,
         name=experiment,
@@ -179,6 +183,7 @@ def _open_wandb(run_dir: Path, project: str, experiment: str, config: Mapping[st
         run_id=persistent_run_id(run_dir),
         group=experiment,
         job_type="train",
+        proxy=proxy,
     )
     return None if run is None else WandbSink(run, iter_metrics(run_dir / METRICS_FILE))
 

@@ -88,6 +88,7 @@ def open_wandb_run(
     run_id: str | None = None,
     group: str | None = None,
     job_type: str | None = None,
+    proxy: str | None = None,
 ) -> Run | None:
     """Start or continue a W&B run: online if a key is configured, otherwise offline.
 
@@ -96,17 +97,16 @@ def open_wandb_run(
 
     Args:
         directory: parent of the directory `wandb` for W&B's files, which is created if it is missing.
-        config: the run's configuration; `trainer.wandb_proxy` is the HTTPS proxy, as in verl.
+        config: the run's configuration.
         run_id: id of the run to continue, if it exists; None starts a new run.
         group: group of the run in W&B.
         job_type: type of the run, such as `train` or `eval`.
+        proxy: address of the HTTPS proxy; None for `HTTPS_PROXY`.
 
     Returns:
         The run. If it cannot start online, it starts offline, with a warning. None, with a warning, if W&B is not
         installed or cannot start at all.
     """
-    trainer = config.get("trainer")
-    proxy = trainer.get("wandb_proxy") if isinstance(trainer, Mapping) else None
     settings = {"root_dir": str(directory), "run_group": group, "run_job_type": job_type, "https_proxy": proxy}
     arguments = {"project": project, "name": name, "config": dict(config), "id": run_id, "resume": "allow"}
     try:

@@ -89,6 +89,7 @@ class RunLogger:
             log_every=self.config.trainer.log_every,
             by_epoch=self.config.stage == "budget",
             log_file=self.config.stage in REWARDED,
+            wandb_proxy=self.config.trainer.wandb_proxy,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

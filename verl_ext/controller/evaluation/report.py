@@ -401,6 +401,7 @@ def log_to_wandb(
         config=info,
         group=training.experiment,
         job_type="eval",
+        proxy=training.wandb_proxy,
     )
     fill_wandb_run(run, lambda run: _log(run, comparison, source.step, directory), results_in=directory)
 
