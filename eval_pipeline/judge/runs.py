@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import dis
 import functools
@@ -293,16 +294,44 @@ class CompiledTest(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def compile_test(preamble: str, test: str) -> CompiledTest:
-    """Compile a test with its preamble."""
+    """Compile a test with its preamble; a comparison that it asserts says what was compared if it fails."""
     try:
+        shown = ExplainedAssertions().visit(ast.parse(test, "<test>"))
         # optimize=0: the flags of the server must not remove the assertions
         codes = [
             compile(text, name, "exec", dont_inherit=True, optimize=0)
-            for text, name in ((preamble, "<preamble>"), (test, "<test>"))
+            for text, name in ((preamble, "<preamble>"), (ast.fix_missing_locations(shown), "<test>"))
         ]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return CompiledTest()
     return CompiledTest(marshal.dumps(tuple(codes)), all(map(leaves_no_trace, codes)))
+
+
+class ExplainedAssertions(ast.NodeTransformer):
+    """Turns `assert a < b` into `assert (left := a) < (right := b), explain(left, "<", right)`.
+
+    Both sides are still evaluated once, in the same order, and the message only after a failure. Programs cannot use
+    the names of the variables and of the function, which `inside/tester.py` defines.
+    """
+
+    _SYMBOLS = {
+        ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
+        ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in",
+    }  # fmt: skip
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Assert:
+        """Add the message, unless there is one or the assertion is no single comparison."""
+        match node:
+            case ast.Assert(ast.Compare(left, [kind], [right]), None):
+                names = ("@left", "@right")
+                left, right = (
+                    ast.NamedExpr(ast.Name(name, ast.Store()), side) for name, side in zip(names, (left, right))
+                )
+                compared = [ast.Name(name, ast.Load()) for name in names]
+                symbol = ast.Constant(self._SYMBOLS[type(kind)])
+                message = ast.Call(ast.Name("@explain", ast.Load()), [compared[0], symbol, compared[1]], [])
+                return ast.copy_location(ast.Assert(ast.Compare(left, [kind], [right]), message), node)
+        return node
 
 
 _LOADED_MODULES = frozenset((*PRELOADED["tester"], "__future__"))

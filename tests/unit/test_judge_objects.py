@@ -436,11 +436,41 @@ CASES = {
 }
 
 
+ENDLESS = "class A:\n    def __eq__(self, other): return False\n    def __repr__(self):\n        while True: pass\n"
+MESSAGES = {
+    "equal": ("def f(x): return x + 2", "assert f(1) == 2", "3 == 2 is false in `assert f(1) == 2`"),
+    "in a function": (
+        "def f(x): return [x]",
+        "def check(f):\n    for n in (1, 2):\n        assert f(n) in ([1], [3])\ncheck(f)",
+        "[2] in ([1], [3]) is false in `assert f(n) in ([1], [3])`",
+    ),
+    "NaN": ("def f(x): return float('nan')", "assert abs(f(1) - 2) < 1e-6", "nan < 1e-06 is false in"),
+    "long": ("def f(x): return 'a' * 10**6", "assert f(1) == 2", "aaa' == 2 is false in `assert f(1) == 2`"),
+    "large": ("def f(x): return 10**6000", "assert f(1) <= 2", "<int of 19932 bits> <= 2 is false in"),
+    "an object": (f"{ENDLESS}def f(x): return A()", "assert f(1) == 2", "<object> == 2 is false in"),
+    "objects": (f"{ENDLESS}def f(x): return [A()]", "assert f(1) == [2]", "[<object>] == [2] is false in"),
+    "own message": ("def f(x): return 3", "assert f(1) == 2, 'too large'", "AssertionError: too large in"),
+    "evaluated once": (
+        "n = 0\ndef f(x):\n    global n\n    n += 1\n    return n",
+        "assert f(1) == 2",
+        "1 == 2 is false in",
+    ),
+}
+"""For each case a program, its test, and a part of the message."""
+
+
 @pytest.fixture(scope="module")
 def judged() -> Iterator[Callable[[str], Verdict]]:
     """The verdict on a case, from a server at any isolation level."""
     with JudgeClient(judge_config(num_workers=2)) as server:
-        yield submit_all(server, {name: (function(*case[:2]), LIMITS) for name, case in CASES.items()})
+        cases = {**CASES, **MESSAGES}
+        yield submit_all(server, {name: (function(*case[:2]), LIMITS) for name, case in cases.items()})
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_failed_comparison_shows_both_values(judged: Callable[[str], Verdict], name: str) -> None:
+    verdict = judged(name)
+    assert verdict.error_type == "wrong_answer" and MESSAGES[name][2] in verdict.message, verdict.message
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -108,9 +108,9 @@ def test_forks_do_not_inherit_captures() -> None:
 def test_compiled_test_keeps_assertions_and_line_numbers() -> None:
     """Tests with syntax errors are left to the tester."""
     codes = marshal.loads(compile_test("import math\n", "\n\nassert math.pi < 3\n").code)
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"@explain": lambda left, symbol, right: f"{left:.2f} {symbol} {right}"}
     exec(codes[0], names)
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(AssertionError, match="^3.14 < 3$") as caught:
         exec(codes[1], names)
     frame = caught.traceback[-1]
     assert (str(frame.path), frame.lineno + 1) == ("<test>", 3)

@@ -6,6 +6,7 @@ import builtins
 import io
 import marshal
 import random
+import reprlib
 import resource
 import signal
 import socket
@@ -21,6 +22,7 @@ from rpc import ConversationError, GoneError, Peer, describe
 
 _TEST_FILE, _PREAMBLE_FILE = "<test>", "<preamble>"
 _MESSAGE_CHARS = 500
+_SHOWN_BITS = 4096
 _MB = 1 << 20
 _EXTRA_MEMORY_MB = 256
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
@@ -94,6 +96,7 @@ def run_test(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[st
         "passed", "failed" (by an assertion of the test) or "error", and a message.
     """
     names = TestNamespace(peer)
+    names["@explain"] = explain_comparison
     peer.sources = {_TEST_FILE: job["test"], _PREAMBLE_FILE: job.get("preamble", "")}
     try:
         preamble, test = marshal.loads(compiled) if compiled else (None, None)
@@ -105,6 +108,32 @@ def run_test(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[st
     except BaseException as error:
         return "failed" if remote.is_of_test(error) else "error", _message(error, job["test"])
     return "passed", ""
+
+
+class _PlainRepr(reprlib.Repr):
+    """Abbreviates plain values; shows only the type of other objects, because their `__repr__` may run the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 10
+        self.maxstring = self.maxother = 100
+
+    def repr1(self, value: Any, level: int) -> str:
+        """One value at a level of nesting."""
+        if type(value) is int and value.bit_length() > _SHOWN_BITS:  # Python refuses to print very long numbers
+            return f"<int of {value.bit_length()} bits>"
+        if type(value) in values.UNCHANGEABLE or type(value) in (list, tuple, dict, set, frozenset):
+            return super().repr1(value, level)
+        return "<object>" if isinstance(value, remote.RemoteProxy) else f"<{type(value).__name__}>"
+
+
+_REPR = _PlainRepr()
+
+
+def explain_comparison(left: Any, symbol: str, right: Any) -> str:
+    """The message of an assertion whose comparison failed, with the values of both sides."""
+    return f"{_REPR.repr(left)} {symbol} {_REPR.repr(right)} is false"
 
 
 def _message(error: BaseException, test: str) -> str:
