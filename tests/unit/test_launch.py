@@ -28,7 +28,14 @@ from verl_ext.files import hold_run_lock
 from verl_ext.launch.__main__ import launch, parse_arguments
 from verl_ext.launch.configure import configure
 from verl_ext.launch.outcome import first_failure
-from verl_ext.launch.preflight import check_components, check_config, check_inputs, check_run_directory, needed_commands
+from verl_ext.launch.preflight import (
+    check_components,
+    check_config,
+    check_inputs,
+    check_run_directory,
+    needed_commands,
+    prepare_inputs,
+)
 from verl_ext.launch.run import former_start, is_finished, may_be_longer, print_changes
 from verl_ext.launch.show_samples import show_samples
 from verl_ext.launch.torchrun import set_rank_environment, torchrun_options
@@ -266,7 +273,7 @@ def test_rejects_wrong_value_of_nullable_key(mistake: str, quickstart: Path, tmp
     words += [] if recipe in ("sft", "grpo") else [f"recipe={recipe}"]
     key = re.escape(mistake.partition("=")[0])
     with pytest.raises(UserError, match=key):
-        check_config(configure(parse_arguments([*words, mistake])))
+        prepare_inputs(configure(parse_arguments([*words, mistake])))
 
 
 def test_prepared_model_is_checked_after_preparation(
@@ -438,7 +445,10 @@ def test_resumed_run_names_changed_settings(
     assert printed("optim.lr=0.25", "trainer.preemption.grace_s=9") == ""
     assert printed("optim.lr=0.5") == "Resuming with changed settings: optim.lr: 0.25 -> 0.5.\n"
     others = "optim.clip_grad=2", "data.train_batch_size=2", "optim.weight_decay=0.5"
-    assert "and 1 more" in printed("optim.lr=0.5", *others)
+    assert printed("optim.lr=0.5", "trainer.experiment_name=renamed", *others) == (
+        "Resuming with changed settings:\n  data.train_batch_size: 32 -> 2\n  optim.clip_grad: 1.0 -> 2\n"
+        "  optim.lr: 0.25 -> 0.5\n  optim.weight_decay: 0.01 -> 0.5\n"
+    )
     (run_dir / "config.yaml").write_text("[damaged")
     assert printed("optim.lr=0.5") == ""
     (run_dir / "config.yaml").unlink()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -245,6 +245,12 @@ def plain_name(source: str) -> str | None:
     head, trained, tail = source.removeprefix("base_model.model.").partition(".modules_to_save.")
     name = f"{head}.{tail.partition('.')[2]}" if trained else head  # without the adapter's name
     return re.sub(r"(\.base_layer)+\.", ".", name)  # nested once per adapter of a module
+
+
+def adapters_of(layers: Mapping[str, Any], sources: Iterable[str]) -> dict[str, LoraMerge]:
+    """The active adapters by the names of the weights that they change, given peft's layers by name."""
+    found = {source: _adapter_of(source, layers) for source in sources}
+    return {source: adapter for source, adapter in found.items() if adapter is not None}
 
 
 def _adapter_of(source: str, layers: Mapping[str, Any]) -> LoraMerge | None:

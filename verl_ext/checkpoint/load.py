@@ -11,20 +11,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, set_seed
 
-from verl_ext.checkpoint.hf_tensors import exported_tensors, plan_to_json
+from verl_ext.checkpoint.hf_tensors import adapters_of, exported_tensors, plan_to_json, read_plan, unwrap_peft
 from verl_ext.checkpoint.manifest import DATA_STATE, EXPORT, MODEL, OPTIMIZER, PLAN, is_verl_checkpoint
 from verl_ext.checkpoint.resume import another_optimizer
 from verl_ext.checkpoint.shards import SavedTensor, ShardFiles
 from verl_ext.distributed import local_rows, to_local
 from verl_ext.errors import UserError
+from verl_ext.files import parse_json
 
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 """Matches the name of a tensor that belongs to a single expert of a mixture-of-experts layer."""
 OWN_HYPERPARAMETERS = ("betas", "weight_decay", "fused", "foreach", "capturable", "differentiable")
 """Hyperparameters whose values in this run apply, not the saved ones: keys of `optim`, and choices of a kernel."""
+ARCHITECTURE = (
+    "model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation",
+    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_parameters", "partial_rotary_factor",
+    "sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
+    "num_experts_per_tok", "norm_topk_prob",
+)  # fmt: skip
+"""Keys of a text model's configuration that change its function, but not the shapes of its tensors."""
 OptimizerState = dict[int, dict[str, SavedTensor]]
 """Saved state by the parameter's index in the optimizer, then by name."""
 
@@ -65,14 +74,57 @@ def load_model(model: torch.nn.Module, checkpoint: Path) -> None:
     files = ShardFiles(checkpoint, MODEL)
     state = model.state_dict()
     _require_same_names(set(files.content(0)), set(state), checkpoint)
+    _require_same_architecture(model, checkpoint)
+    _require_same_scaling(model, files)
     for name, tensor in state.items():
         saved = files.tensor(name)
         if saved.shape != tensor.shape:
+            raise another_model(checkpoint, name, tuple(saved.shape), tuple(tensor.shape))
+        if saved.dtype.itemsize > tensor.dtype.itemsize:
             raise UserError(
-                f"{checkpoint} belongs to another model: its {name} is {tuple(saved.shape)}, this run's is "
-                f"{tuple(tensor.shape)}; restore the model's configuration or set another trainer.experiment_name"
+                f"{checkpoint} holds {name} in {saved.dtype}, but this run's weights are {tensor.dtype}, which would "
+                "round them; restore model.fsdp_config.model_dtype"
             )
         saved.copy_rows(*local_rows(tensor), to_local(tensor))
+
+
+def another_model(checkpoint: Path, what: str, saved: object, own: object) -> UserError:
+    """The error for a checkpoint of a model that differs in `what`."""
+    return UserError(
+        f"{checkpoint} belongs to another model: its {what} is {saved}, this run's is {own}; restore the model's "
+        "configuration or set another trainer.experiment_name"
+    )
+
+
+def _require_same_architecture(model: torch.nn.Module, checkpoint: Path) -> None:
+    """Refuse another model whose tensors have the same names and shapes."""
+    path = checkpoint / EXPORT / "config.json"
+    if not isinstance(model, PreTrainedModel | PeftModel) or not path.is_file():
+        return
+    own = unwrap_peft(model).config
+    try:
+        saved = type(own).from_dict(parse_json(path.read_bytes()))
+    except (OSError, ValueError, TypeError):  # the export is damaged, and does not matter for resuming
+        return
+    texts = [config.get_text_config().to_dict() for config in (saved, own)]
+    for name in ARCHITECTURE:
+        if (values := [each.get(name) for each in texts])[0] != values[1]:
+            raise another_model(checkpoint, name, *values)
+
+
+def _require_same_scaling(model: torch.nn.Module, files: ShardFiles) -> None:
+    """Refuse another scaling of LoRA adapters: the same weights would be another model."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    if not layers or not (files.directory / PLAN).is_file():
+        return
+    own = adapters_of(layers, model.state_dict())
+    for tensor in read_plan(files.directory, files.content(0)):
+        saved = tensor.adapter
+        if saved is not None and tensor.source in own and saved.scaling != own[tensor.source].scaling:
+            raise another_model(
+                files.directory, "LoRA scaling (model.lora_alpha / model.lora_rank)", saved.scaling,
+                own[tensor.source].scaling,
+            )  # fmt: skip
 
 
 def _require_same_names(saved: set[str], expected: set[str], checkpoint: Path) -> None:

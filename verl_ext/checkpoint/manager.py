@@ -47,6 +47,7 @@ class CheckpointManager(FSDPCheckpointManager):
         last_step: int,
         seed: int,
         stream: int,
+        updates_per_step: int = 1,
         config_digest: str = "",
         optimizer_name: str = "",
         **kwargs: Any,
@@ -58,6 +59,7 @@ class CheckpointManager(FSDPCheckpointManager):
             last_step: last step of the run, which is always exported.
             seed: the run's `trainer.seed`.
             stream: identifies this rank's random numbers; ranks that share a sequence have the same stream.
+            updates_per_step: optimizer updates per step, each of which advances the schedule.
             optimizer_name: qualified class name of the optimizer, for the manifest.
             kwargs: `model`, `optimizer`, `lr_scheduler` and `processing_class`, as in verl's manager.
 
@@ -67,6 +69,7 @@ class CheckpointManager(FSDPCheckpointManager):
         contents = {"save_contents": list(config.save_contents), "load_contents": list(config.load_contents)}
         super().__init__(checkpoint_config=OmegaConf.create(contents), **kwargs)
         self.config, self.seed, self.stream = config, seed, stream
+        self.updates_per_step = updates_per_step
         self.config_digest, self.optimizer_name = config_digest, optimizer_name
         self.data_state: dict[str, Any] = {}
         self.step_metrics: dict[str, float] = {}
@@ -166,7 +169,11 @@ class CheckpointManager(FSDPCheckpointManager):
         if self.should_save_optimizer:
             state[OPTIMIZER] = self.optimizer.state_dict()
         if self.should_save_extra:
-            state[EXTRA] = {"lr_scheduler": self.lr_scheduler.state_dict(), "rng": self.get_rng_state()}
+            state[EXTRA] = {
+                "lr_scheduler": self.lr_scheduler.state_dict(),
+                "updates_per_step": self.updates_per_step,
+                "rng": self.get_rng_state(),
+            }
         return state
 
     def _shared_files(self, weights: ExportedWeights | None) -> dict[str, Any]:
@@ -208,21 +215,26 @@ class CheckpointManager(FSDPCheckpointManager):
         files = ShardFiles(checkpoint, EXTRA)
         same_ranks = files.world_size == self.world_size
         extra = files.content(self.rank if same_ranks else 0)
-        self._load_schedule(extra["lr_scheduler"])
+        self._load_schedule(extra["lr_scheduler"], extra.get("updates_per_step", self.updates_per_step))
         if same_ranks and get_device_name() in extra["rng"]:  # states of a GPU include that of the CPU
             self.load_rng_state(extra["rng"])
         else:
             reseed(self.seed, Manifest.read(checkpoint).step, self.stream)
 
-    def _load_schedule(self, state: dict[str, Any]) -> None:
+    def _load_schedule(self, state: dict[str, Any], updates_per_step: int) -> None:
         """Load the position in the schedule, and set the learning rate of the next step.
 
         The peak and the length may differ from the saved ones, so this run's schedule determines the learning rate.
+
+        Args:
+            state: the saved state of the schedule.
+            updates_per_step: that of the saved state; the position counts updates, and keeps its step.
         """
         scheduler = self.lr_scheduler
         if isinstance(scheduler, LambdaLR):
             own_peaks = scheduler.base_lrs
-            scheduler.load_state_dict(state)
+            position = state["last_epoch"] * self.updates_per_step // updates_per_step
+            scheduler.load_state_dict({**state, "last_epoch": position})
             scheduler.base_lrs = own_peaks
             factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
             scheduler._last_lr = [peak * factor for peak, factor in zip(own_peaks, factors)]

@@ -33,8 +33,10 @@ from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, read_co
 
 MAY_DIFFER = (*NOT_IDENTITY, "trainer.default_local_dir", "trainer.resume_", "trainer.trace", "recipe", "prepare")
 """Keys that may differ from the settings of a finished run."""
+NAMES = ("trainer.project_name", "trainer.experiment_name")
+"""Keys without an effect on training."""
 MAX_SHOWN = 3
-"""Maximum number of changed keys in a message."""
+"""Maximum number of changed keys in one line."""
 
 
 def run_until_finished(
@@ -243,7 +245,7 @@ def print_start(config: RunConfig) -> None:
 
 
 def print_changes(config: RunConfig) -> None:
-    """Name the settings that a resumed run changes; a forgotten override would change one silently."""
+    """Name every setting that a resumed run changes; a forgotten override would change one silently."""
     checkpoint = resume_candidate(config)
     if checkpoint is None or checkpoint.parent != config.trainer.run_dir:
         return
@@ -251,7 +253,10 @@ def print_changes(config: RunConfig) -> None:
         changes = changed_settings(config)
     except UserError:  # a damaged config.yaml is replaced
         return
-    if changes:
+    changes = {key: change for key, change in changes.items() if key not in NAMES}
+    if len(changes) > MAX_SHOWN:
+        print_line("\n  ".join(["Resuming with changed settings:", *_as_text(changes)]))
+    elif changes:
         print_line(f"Resuming with changed settings: {list_changes(changes)}.")
 
 
@@ -271,9 +276,12 @@ def changed_settings(config: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 def list_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Return the first changes as text."""
-    shown = [f"{key}: {former} -> {now}" for key, (former, now) in [*changes.items()][:MAX_SHOWN]]
-    rest = len(changes) - len(shown)
-    return ", ".join(shown) + (f", and {rest} more" if rest else "")
+    rest = len(changes) - MAX_SHOWN
+    return ", ".join(_as_text(changes)[:MAX_SHOWN]) + (f", and {rest} more" if rest > 0 else "")
+
+
+def _as_text(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    return [f"{key}: {former} -> {now}" for key, (former, now) in changes.items()]
 
 
 # A run that is already finished

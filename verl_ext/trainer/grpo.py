@@ -12,6 +12,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from verl_ext.checkpoint.hf_tensors import unwrap_peft
 from verl_ext.console import print_line
 from verl_ext.data.chat_template import stop_token_ids
+from verl_ext.data.dataset import files_digest
 from verl_ext.data.prompts import PromptBatch
-from verl_ext.distributed import gather_results, on_every_rank, reduce_over_ranks
+from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero, reduce_over_ranks
+from verl_ext.errors import UserError
 from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.guards import FLOAT32_GAP
 from verl_ext.grpo.hf_engine import HFEngine
@@ -263,6 +266,8 @@ class GRPOTrainer(RewardTrainer):
 
     config: GRPOConfig
     policy: TokenPolicy
+    reference_digest = former_reference = ""
+    """Identifies the model of a KL term, now and in the checkpoint to resume from; empty without one."""
 
     def build_model(self) -> PreTrainedModel:
         """See `PipelineTrainer.build_model`; disables dropout, whose noise would change the ratios."""
@@ -357,11 +362,36 @@ class GRPOTrainer(RewardTrainer):
                     yield model
 
             return without_adapters
+        self.require_same_reference()
         frozen = build_model(config, self.device_mesh, self.precision).eval()
         frozen.requires_grad_(False)
         if self.packs:
             attend_within_samples(frozen)
         return lambda: nullcontext(frozen)
+
+    def require_same_reference(self) -> None:
+        """Refuse to resume with another reference; records a digest of its files in checkpoints; collective.
+
+        Raises:
+            UserError: the files of `model.partial_pretrain` differ from those of the run's first start.
+        """
+        path = Path(local_model_path(self.config))
+        files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
+        self.reference_digest = on_rank_zero(lambda: files_digest(files) if files[0].is_file() else "")
+        if self.former_reference and self.reference_digest not in ("", self.former_reference):
+            raise UserError(
+                f"model.partial_pretrain={self.config.model.partial_pretrain} is not the reference model of the run so "
+                "far; restore that model, or set another trainer.experiment_name"
+            )
+
+    def data_state(self) -> dict[str, Any]:
+        """See `PipelineTrainer.data_state`."""
+        return {**super().data_state(), "reference_digest": self.reference_digest}
+
+    def load_data_state(self, state: dict[str, Any]) -> None:
+        """See `PipelineTrainer.load_data_state`."""
+        super().load_data_state(state)
+        self.former_reference = state.get("reference_digest", "")  # older checkpoints do not have it
 
     def build_reshard_policy(self) -> FSDPReshardPolicy:
         """See `RewardTrainer.build_reshard_policy`."""
