@@ -162,11 +162,11 @@ class CheckpointScanner:
         except ValueError as error:
             self._warn(path, str(error))
             return None
+        if EXPORT in manifest.deferred:
+            self._warn(path, "its export is damaged or was skipped; the next start of the run writes it")
+            return None
         if not (path / EXPORT / "config.json").is_file():
             return None  # with `export.every`, not every checkpoint is exported
-        if EXPORT in manifest.deferred:
-            self._warn(path, "its export is deferred to the next start of the run")
-            return None
         if path not in self._found:
             try:
                 self._found[path] = find_checkpoint(path)

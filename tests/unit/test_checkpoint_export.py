@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint import lease
-from verl_ext.checkpoint.manifest import OURS, Manifest
+from verl_ext.checkpoint.manifest import EXPORT, OURS, Manifest, damaged_files, read_complete
 from verl_ext.checkpoint.rebuild import evaluation_command, export, export_dtype_of
 from verl_ext.checkpoint.save import write_manifest
 
@@ -61,6 +63,61 @@ def test_export_suggests_evaluation_of_its_model(
     (export / "config.json").write_text(json.dumps(config))
     words = [] if expected is None else ["bash", "eval_pipeline/run.sh", *expected.format(export).split()]
     assert evaluation_command(export) == words
+
+
+def remove_export(export: Path) -> None:
+    shutil.rmtree(export)
+
+
+def cut_weights(export: Path) -> None:
+    os.truncate(export / "model.safetensors", 1000)
+
+
+def remove_tokenizer(export: Path) -> None:
+    (export / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [remove_export, cut_weights, remove_tokenizer])
+def test_resumed_run_writes_damaged_export_again(
+    damage: Callable[[Path], None], quickstart: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The shards contain everything to resume from, and the export can be derived from them."""
+    config = small_config(quickstart, tmp_path, EVERYTHING)
+    trainer = make_trainer(config)
+    trainer.save_checkpoint(1)
+    trainer.checkpoint_manager.wait()
+    checkpoint = tmp_path / "global_step_1"
+    before, manifest = contents(checkpoint / EXPORT), Manifest.read(checkpoint)
+    damage(checkpoint / EXPORT)
+    assert read_complete(checkpoint).deferred == (EXPORT,)
+    resumed = make_trainer(config)
+    assert resumed.global_step == 1
+    assert "Writing global_step_1/huggingface/, which is damaged" in capfd.readouterr().out
+    assert contents(checkpoint / EXPORT) == before
+    assert read_complete(checkpoint) == Manifest.read(checkpoint) == manifest and not damaged_files(checkpoint)
+
+
+def test_missing_configuration_is_taken_from_other_export_of_run(quickstart: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(small_config(quickstart, tmp_path, EVERYTHING))
+    for step, batch in zip((1, 2), trainer.batches(), strict=False):
+        trainer.training_step(batch)
+        trainer.save_checkpoint(step)
+    trainer.checkpoint_manager.wait()
+    checkpoint = tmp_path / "global_step_2"
+    before = contents(checkpoint / EXPORT)
+    remove_export(checkpoint / EXPORT)
+    options: dict[str, Any] = {"step": None, "dtype": None, "max_shard_gib": 1.0}
+    assert export(Namespace(run_dir=tmp_path, output=None, **options)) == 0
+    assert contents(checkpoint / EXPORT) == before and not damaged_files(checkpoint)
+    remove_export(checkpoint / EXPORT)
+    assert export(Namespace(run_dir=tmp_path, output=tmp_path / "model", **options)) == 0
+    assert contents(tmp_path / "model") == before
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """The content of each file, by relative path."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 def test_export_has_all_model_files(quickstart: Path, tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_scanner_finds_complete_checkpoints_and_warns_once(tmp_path: Path, capsy
         assert [checkpoint.step for checkpoint in discovery.checkpoints()] == [9, 10, 100]
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 3
-    assert [line for line in told if "global_step_60: its export is deferred to the next start" in line]
+    assert [line for line in told if "global_step_60: its export is damaged or was skipped; the next start" in line]
     (tmp_path / "weights").rename(stopped / "huggingface/model.safetensors")
     (stopped / "manifest.json").write_text(complete.to_json())
     assert [checkpoint.step for checkpoint in discovery.checkpoints()] == [9, 10, 60, 100]

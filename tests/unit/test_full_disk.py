@@ -115,11 +115,11 @@ def test_deferred_export_without_space_is_only_a_warning(
     before = sorted(checkpoint.rglob("*"))
     filler = fill(disk)
     os.truncate(filler, filler.stat().st_size - num_free)
-    write_deferred_export(checkpoint, ExportConfig(dtype="fp32"))
+    write_deferred_export(checkpoint, ExportConfig(dtype="fp32"), {})
     assert "global_step_1 has no export yet" in capsys.readouterr().err
     assert sorted(checkpoint.rglob("*")) == before
     filler.unlink()
-    write_deferred_export(checkpoint, ExportConfig(dtype="fp32"))
+    write_deferred_export(checkpoint, ExportConfig(dtype="fp32"), {})
     assert Manifest.read(checkpoint).deferred == () and why_incomplete(checkpoint) is None
 
 

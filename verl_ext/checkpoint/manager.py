@@ -161,6 +161,12 @@ class CheckpointManager(FSDPCheckpointManager):
         own_bytes = bytes_of(self.model.state_dict())
         return 3.5 * own_bytes * self.world_size / EXPECTED_BYTES_PER_S
 
+    @property
+    def export_files(self) -> dict[str, bytes]:
+        """Configuration, tokenizer and similar files of an export, by path relative to it; empty except on rank 0."""
+        files = self._export.small_files(None)
+        return {name.removeprefix(f"{EXPORT}/"): files[name] for name in files if name.startswith(f"{EXPORT}/")}
+
     def _state(self) -> dict[str, Any]:
         """The state that this rank saves, by kind of shard; the tensors are not copied."""
         state: dict[str, Any] = {}

@@ -112,6 +112,11 @@ class Manifest:
         """Size of the checkpoint in bytes."""
         return sum(entry["bytes"] for entry in self.files.values())
 
+    @property
+    def exported_files(self) -> list[str]:
+        """Paths of the weights in the export; empty if the checkpoint has none."""
+        return [name for name in self.files if name.startswith(f"{EXPORT}/") and name.endswith(".safetensors")]
+
     def with_files(self, files: dict[str, FileEntry]) -> Manifest:
         """A copy that lists other files."""
         return replace(self, files=files)
@@ -206,6 +211,9 @@ def has_export(checkpoint: Path) -> bool:
 def read_complete(directory: Path) -> Manifest:
     """Read the manifest of a complete checkpoint. Reads it only once, because rotation may remove it at any time.
 
+    A checkpoint whose export is damaged is complete, because the shards contain everything to resume from. Its export
+    counts as deferred, so that the next start of the run writes it again.
+
     Raises:
         ValueError: the checkpoint is not complete; the message gives the reason.
     """
@@ -217,14 +225,23 @@ def read_complete(directory: Path) -> Manifest:
     manifest = Manifest.read(directory)
     if manifest.step != step_of(directory):
         raise ValueError(f"its manifest belongs to step {manifest.step}")
-    for name, entry in {} if by_verl else manifest.files.items():
-        try:
-            size = (directory / name).stat().st_size
-        except OSError as error:
-            raise ValueError(f"its file {name} is missing ({error.strerror})") from error
-        if size != entry["bytes"]:
-            raise ValueError(f"its file {name} has {size} bytes instead of {entry['bytes']}")
-    return manifest
+    if by_verl:
+        return manifest
+    problems = {name: problem for name in manifest.files if (problem := _why_not_whole(directory, manifest, name))}
+    for name, problem in problems.items():
+        if not name.startswith(f"{EXPORT}/"):
+            raise ValueError(problem)
+    return replace(manifest, deferred=(EXPORT,)) if problems and manifest.exported_files else manifest
+
+
+def _why_not_whole(directory: Path, manifest: Manifest, name: str) -> str | None:
+    """Why a file of a checkpoint is missing or has another size; None if it does not."""
+    try:
+        size = (directory / name).stat().st_size
+    except OSError as error:
+        return f"its file {name} is missing ({error.strerror})"
+    expected = manifest.files[name]["bytes"]
+    return None if size == expected else f"its file {name} has {size} bytes instead of {expected}"
 
 
 def complete_checkpoints(run_dir: Path) -> dict[Path, Manifest]:

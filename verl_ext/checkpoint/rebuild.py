@@ -7,10 +7,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -23,10 +24,12 @@ from verl_ext.checkpoint.manifest import (
     EXPORT,
     MANIFEST,
     MODEL,
+    FileEntry,
     Manifest,
     damaged_files,
     is_verl_checkpoint,
     list_checkpoints,
+    read_complete,
     shards_of,
     step_of,
     why_incomplete,
@@ -115,7 +118,12 @@ def export_dtype_of(checkpoint: Path) -> str:
 
 
 def rebuild_export(
-    checkpoint: Path, output: Path | None, dtype: str, max_shard_gib: float, progress: Progress = ignore_progress
+    checkpoint: Path,
+    output: Path | None,
+    dtype: str,
+    max_shard_gib: float,
+    progress: Progress = ignore_progress,
+    small_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Path:
     """Write the Hugging Face model of a checkpoint, and return its directory.
 
@@ -124,6 +132,8 @@ def rebuild_export(
         dtype: bf16, fp16 or fp32.
         max_shard_gib: maximum size of a file, in GiB.
         progress: see `Progress`.
+        small_files: content of the configuration, tokenizer and similar files, by path relative to the export; empty to
+            use those of the checkpoint, or of another checkpoint of the run if they are missing.
 
     Raises:
         UserError: the shards are damaged or incomplete, or a file cannot be written.
@@ -137,6 +147,9 @@ def rebuild_export(
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
+            for name, content in (small_files or _small_files_of_sibling(checkpoint)).items():
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                (partial / name).write_bytes(content)
             write_weights(checkpoint, partial, dtype, max_shard_gib, progress)
             if output is not None:
                 copy_small_files(checkpoint / EXPORT, partial)
@@ -149,15 +162,36 @@ def rebuild_export(
     return target
 
 
-def write_deferred_export(checkpoint: Path, config: ExportConfig) -> None:
-    """Write the export that a save with little time has skipped, if any; a failure is only a warning."""
-    if EXPORT not in Manifest.read(checkpoint).deferred:
+def write_deferred_export(checkpoint: Path, config: ExportConfig, small_files: Mapping[str, bytes]) -> None:
+    """Write an export that the last save skipped, or that is damaged; a failure is only a warning.
+
+    Args:
+        small_files: see `rebuild_export`.
+    """
+    if EXPORT not in read_complete(checkpoint).deferred:
         return
-    print_line(f"Writing {checkpoint.name}/{EXPORT}/, which the last save skipped", sys.__stdout__)
+    why = "the last save skipped" if EXPORT in Manifest.read(checkpoint).deferred else "is damaged"
+    print_line(f"Writing {checkpoint.name}/{EXPORT}/, which {why}", sys.__stdout__)
     try:
-        rebuild_export(checkpoint, None, export_dtype_of(checkpoint), config.max_shard_gib)
+        rebuild_export(checkpoint, None, export_dtype_of(checkpoint), config.max_shard_gib, small_files=small_files)
     except UserError as error:
         warn(f"{checkpoint.name} has no export yet: {error}")
+
+
+def _small_files_of_sibling(checkpoint: Path) -> dict[str, bytes]:
+    """The small files of another export of the run, if the checkpoint has none; all exports of a run share them."""
+    if (checkpoint / EXPORT / "config.json").exists():
+        return {}
+    for sibling in list_checkpoints(checkpoint.parent):
+        source = sibling / EXPORT
+        if (source / "config.json").is_file():
+            print_line(f"{checkpoint.name} has no {EXPORT}/config.json; using that of {sibling.name}", sys.stderr)
+            return {
+                str(path.relative_to(source)): path.read_bytes()
+                for path in source.rglob("*")
+                if path.is_file() and not _is_weights(path.name) and not _leads_out(path, sibling)
+            }
+    return {}
 
 
 def _can_be_checked(checkpoint: Path) -> bool:
@@ -181,11 +215,11 @@ def require_undamaged_shards(checkpoint: Path, progress: Progress) -> None:
 def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: float, progress: Progress) -> None:
     """Write the safetensors files, their index, and the configuration with the new dtype."""
     torch_dtype = PrecisionType.to_dtype(dtype)
-    own = checkpoint / EXPORT / "config.json"
-    if _leads_out(own, checkpoint):
+    new, own = directory / "config.json", checkpoint / EXPORT / "config.json"
+    if not new.exists() and _leads_out(own, checkpoint):
         raise UserError(f"{own} is a link that leaves the checkpoint; replace it with a copy of the file")
     try:
-        config = parse_json(own.read_bytes())
+        config = parse_json((new if new.exists() else own).read_bytes())
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
     except FileNotFoundError:
@@ -249,24 +283,32 @@ def _leads_out(path: Path, checkpoint: Path) -> bool:
 def _move_into_checkpoint(checkpoint: Path, partial: Path) -> None:
     """Move new weights into `huggingface/`; a crash in between leaves a complete checkpoint without an export."""
     target = checkpoint / EXPORT
-    entries = {f"{EXPORT}/{path.name}": sync_and_digest(path) for path in sorted(partial.iterdir())}
+    target.mkdir(exist_ok=True)
+    written = sorted(path.relative_to(partial) for path in partial.rglob("*") if path.is_file())
+    entries = {f"{EXPORT}/{path}": sync_and_digest(partial / path) for path in written}
     manifest = Manifest.read(checkpoint) if (checkpoint / MANIFEST).exists() else None
     if manifest is not None:
         rest = {
             name: entry
             for name, entry in manifest.files.items()
-            if name not in entries and not (name.startswith(f"{EXPORT}/") and _is_weights(Path(name).name))
+            if not name.startswith(f"{EXPORT}/") or (name not in entries and _remains(checkpoint / name, entry))
         }
         replace_file(checkpoint / MANIFEST, [manifest.with_files(rest).to_json()])
     for path in target.iterdir():
         if _is_weights(path.name):
             path.unlink()
-    for path in partial.iterdir():
-        os.replace(path, target / path.name)
-    partial.rmdir()
+    for path in written:
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(partial / path, target / path)
+    shutil.rmtree(partial)
     sync_directory(target)
     if manifest is not None:
         replace_file(checkpoint / MANIFEST, [replace(manifest, files={**rest, **entries}, deferred=()).to_json()])
+
+
+def _remains(path: Path, entry: FileEntry) -> bool:
+    """Whether a file of an export is whole, and stays when its weights are replaced."""
+    return not _is_weights(path.name) and path.is_file() and path.stat().st_size == entry["bytes"]
 
 
 def _is_weights(name: str) -> bool:

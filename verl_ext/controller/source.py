@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.manifest import EXPORT, list_checkpoints, step_of, why_incomplete
+from verl_ext.checkpoint.manifest import EXPORT, complete_checkpoints, step_of
 from verl_ext.config.run_config import read_config_file
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
@@ -68,8 +68,9 @@ def find_controller(path: Path) -> ControllerSource:
         UserError: the path has no controller.
     """
     path = path.resolve()
-    if step_of(path) is None and path.name != EXPORT and (checkpoints := list_checkpoints(path)):
-        exported = (each for each in checkpoints if (each / EXPORT).is_dir() and why_incomplete(each) is None)
+    if step_of(path) is None and path.name != EXPORT:
+        complete = complete_checkpoints(path).items()
+        exported = (each for each, saved in complete if (each / EXPORT).is_dir() and EXPORT not in saved.deferred)
         path = next(exported, path)
     export = path / EXPORT if step_of(path) is not None else path
     if not _is_controller(export):

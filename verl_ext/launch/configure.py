@@ -323,13 +323,13 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
     """
     complete = complete_checkpoints(run_dir)
     for checkpoint, manifest in complete.items():
-        if has_export(checkpoint):
-            return checkpoint / EXPORT
         if EXPORT in manifest.deferred:
             raise UserError(
-                f"{checkpoint} has no {EXPORT}/ yet, because its run was stopped; write it with "
-                f"`{program('checkpoint')} export {shlex.quote(str(checkpoint))}`, or finish the run"
+                f"{checkpoint} has no complete {EXPORT}/, because its run was stopped or a file is damaged; write it "
+                f"with `{program('checkpoint')} export {shlex.quote(str(checkpoint))}`, or finish the run"
             )
+        if has_export(checkpoint):
+            return checkpoint / EXPORT
     if complete:
         raise UserError(
             f"no checkpoint of model.sft_run={run_dir} has model weights in {EXPORT}/; write them with "

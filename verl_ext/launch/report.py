@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from signal import Signals
 
-from verl_ext.checkpoint.manifest import EXPORT, Manifest, has_export, read_tracker, step_of
+from verl_ext.checkpoint.manifest import EXPORT, has_export, read_complete, read_tracker, step_of
 from verl_ext.commands import typed_command
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import default_recipe
@@ -127,7 +127,7 @@ def next_start(config: RunConfig, last_step: int | None = None) -> str:
     if checkpoint is None:
         return "the same command starts at step 0"
     where = "there" if step_of(checkpoint) == last_step else checkpoint.name
-    then = f", and writes its {EXPORT}/ first" if EXPORT in Manifest.read(checkpoint).deferred else ""
+    then = f", and writes its {EXPORT}/ first" if EXPORT in read_complete(checkpoint).deferred else ""
     return f"the same command resumes from {where}{then}"
 
 

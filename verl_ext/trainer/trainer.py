@@ -490,7 +490,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.checkpoint_manager.checkpoint_load_contents = self.load_contents
         self.checkpoint_manager.load_checkpoint(str(path))
         if path.parent == self.run_dir:
-            on_rank_zero(lambda: write_deferred_export(path, self.config.trainer.checkpoint.export))
+            export, small_files = self.config.trainer.checkpoint.export, self.checkpoint_manager.export_files
+            on_rank_zero(lambda: write_deferred_export(path, export, small_files))
         return self.global_step
 
     def saved_data_state(self, checkpoint: Path) -> dict[str, Any]:
