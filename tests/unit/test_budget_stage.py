@@ -62,7 +62,7 @@ def test_recipe_names_its_stage(recipe: Path, tmp_path: Path) -> None:
         "source": str(tmp_path / "questions"),
         "val": 1,
     }
-    with pytest.raises(UserError, match=r"has the stage 'budget'; run_sft.sh has sft, vlm_sft"):
+    with pytest.raises(UserError, match="for the stage budget; start it with `bash run_grpo.sh NUM_RANKS recipe="):
         load_config("sft", [f"recipe={recipe}"])
     with pytest.raises(UserError, match="stage=grpo cannot be set on the command line"):
         config_of(recipe, "stage=grpo")

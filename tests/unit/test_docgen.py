@@ -59,7 +59,7 @@ def test_key_without_effect_rejects_other_values(stage: str) -> None:
 
 def test_keys_of_another_stage_are_accepted_at_default() -> None:
     load_config("grpo", ["recipe=quickstart", "data.truncation=error", "data.multiturn.enable=false"])
-    with pytest.raises(UserError, match="data.truncation has no effect in this stage"):
+    with pytest.raises(UserError, match="the command line sets data.truncation, which has no effect in the stage grpo"):
         load_config("grpo", ["recipe=quickstart", "data.truncation=left"])
     config = load_config("grpo", ["recipe=quickstart"])
     with pytest.raises(AssertionError, match="is not a key"):

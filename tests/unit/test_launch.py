@@ -52,10 +52,47 @@ def test_parses_process_count_and_overrides() -> None:
     assert parse_arguments(["sft", "--print-config"]).num_processes is None
 
 
-@pytest.mark.parametrize("words", [["0"], ["two"], ["-1"], ["2", "3"], ["2", "--resume"], ["²"]])
-def test_rejects_other_arguments(words: list[str]) -> None:
-    with pytest.raises(UserError, match=f"{words[-1]}.*(; see|\\? See) `bash run_sft.sh --help`"):
+@pytest.mark.parametrize("words", [["0"], ["two"], ["-1"], ["2", "3"], ["²"]])
+def test_rejects_other_numbers_of_ranks(words: list[str]) -> None:
+    says = f"'{words[-1]}' is neither the number of ranks nor key=value; start with .* such as `bash run_sft.sh 2`$"
+    with pytest.raises(UserError, match=says):
         parse_arguments(["sft", *words])
+
+
+@pytest.mark.parametrize("word", ["--resume", "quickstart"])
+def test_rejects_other_arguments(word: str) -> None:
+    with pytest.raises(UserError, match=f"{word}.*(; see|\\? See) `bash run_sft.sh --help`"):
+        parse_arguments(["sft", "2", word])
+
+
+@pytest.mark.parametrize("option", [["--show-samples", "3"], ["--show-samples=3"], ["--show-samples"]])
+def test_show_samples_is_option_of_sft_only(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="^--show-samples is an option of `bash run_sft.sh` only; look at .*samples.j"):
+        parse_arguments(["grpo", "2", *option])
+    for stage in ("sft", "grpo"):
+        with pytest.raises(SystemExit):
+            parse_arguments([stage, "--help"])
+        assert ("--show-samples" in capsys.readouterr().out) == (stage == "sft")
+
+
+@pytest.mark.parametrize("command", ["sft", "grpo"])
+def test_recipe_of_other_command_names_it(command: str) -> None:
+    other = {"sft": "grpo", "grpo": "sft"}[command]
+    recipe = f"recipe={ROOT}/recipes/{other}/quickstart.yaml"
+    says = f"quickstart.yaml is a recipe for the stage {other}; start it with `bash run_{other}.sh NUM_RANKS {recipe}`"
+    with pytest.raises(UserError, match=says):
+        load_config(command, [recipe])
+
+
+def test_recipe_with_key_of_other_stage_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("data: {max_prompt_length: 8}\n")
+    says = f"{path} sets data.max_prompt_length, which has no effect in the stage sft; remove it"
+    with pytest.raises(UserError, match=says):
+        load_config("sft", [f"recipe={path}"])
+    path.write_text("stage: rlhf\n")
+    with pytest.raises(UserError, match=f"{path} has the stage 'rlhf'; the stages are sft, vlm_sft, grpo, budget"):
+        load_config("sft", [f"recipe={path}"])
 
 
 @pytest.mark.parametrize(("word", "heavy"), [("--help", "omegaconf"), ("--print-config", "torch")])
@@ -166,7 +203,7 @@ MISTAKES = {
     "optim.optimizer_impl=torch.optm": "'torch.optm', which cannot be imported",
     "optim.override_optimizer_config={epz: 1}": "'epz'",
     "optim.override_optimizer_config={eps: -1}": "Invalid epsilon value",
-    "optim.override_optimizer_config={fused: true, foreach: true}": "refuses its arguments .*cannot be `True` together",
+    "optim.override_optimizer_config={fused: true, foreach: true}": "rejects its arguments .*cannot be `True` together",
     "data.chat_template=nowhere.jinja": "nowhere.jinja, which does not exist",
     "data.chat_template='{% generation %}'": "line 1: .*endgeneration",
     "data.max_length=9223372036854775808": "data.max_length is 9223372036854775808; .*at most 2147483647",
@@ -349,7 +386,7 @@ def test_checks_write_nothing(quickstart: Path, tmp_path: Path) -> None:
         ({"tokenizer_config.json": {}}, "has no chat template"),
         ({"tokenizer_config.json": []}, "is not a JSON object"),
         ({"model.safetensors.index.json": {"weight_map": {"a": "model-1.safetensors"}}}, "lacks model-1.safetensors"),
-        ({"config.json": {"trust_remote_code": True}}, "requests to run custom code"),
+        ({"config.json": {"trust_remote_code": True}}, "requires custom code"),
     ],
 )
 def test_model_is_checked_before_torchrun(damage: dict[str, Any], says: str, quickstart: Path, tmp_path: Path) -> None:
@@ -534,5 +571,5 @@ def test_show_samples_checks_data_like_training(name: str, says: str, quickstart
 
 
 def test_show_samples_refuses_stage_without_chats() -> None:
-    with pytest.raises(UserError, match="--show-samples shows chats, but the recipe's stage is budget; omit"):
-        show_samples(load_config("grpo", ["recipe=budget_controller"]), 1)
+    with pytest.raises(UserError, match="--show-samples shows chats, but the recipe's stage is vlm_sft; omit"):
+        show_samples(load_config("sft", ["recipe=budget_vlm"]), 1)

@@ -9,9 +9,10 @@ import torch
 
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext import hardware
+from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer import device
-from verl_ext.trainer.device import has_bf16_units, resolve_precision
+from verl_ext.trainer.device import has_bf16_units, resolve_device, resolve_precision
 from verl_ext.trainer.stages import load_config
 
 WITH_UNITS, WITHOUT = "flags\t\t: fpu avx512f avx512_bf16 amx_tile\n", "flags\t\t: fpu avx2\n"
@@ -62,6 +63,18 @@ def test_auto_uses_bf16_for_sft_on_cpus_with_bf16_units(cpuinfo: Path, tmp_path:
     assert settled(tmp_path) == torch.bfloat16
     assert settled(tmp_path, setting="fp32") == torch.float32
     assert settled(tmp_path, command="grpo") == torch.float32
+    assert resolve_precision(load_config("sft", ["recipe=budget_vlm"]), "cpu") == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("available", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
+)
+def test_training_on_cpus_requires_hidden_accelerators(
+    available: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "get_device_name", lambda: available)
+    with pytest.raises(UserError, match=f"on a machine with {available}; hide that instead, with {variable}=''$"):
+        resolve_device(load_config("sft", ["trainer.device=cpu"]))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -105,7 +105,7 @@ def test_template_gets_given_date(monkeypatch: pytest.MonkeyPatch) -> None:
     ("template", "names"),
     [
         ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "does not end"),
-        ("{{ raise_exception('no questions') }}", "refuses mine/1 .*no questions"),
+        ("{{ raise_exception('no questions') }}", "cannot render mine/1 .*no questions"),
     ],
 )
 def test_rejects_failing_or_endless_template(template: str, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +196,14 @@ def config_of(recipe: Path, *overrides: str) -> VLMSFTConfig:
     return config
 
 
+def test_model_is_required(recipe: Path) -> None:
+    """verl's default is a language model."""
+    with pytest.raises(UserError, match="^no model to train is given; set model.partial_pretrain to a vision-"):
+        check_settings(config_of(recipe))
+
+
 def test_accepts_recipe_without_validation(recipe: Path) -> None:
-    config = config_of(recipe)
+    config = config_of(recipe, "model.partial_pretrain=vlm")
     check_settings(config)
     check_questions(config, ("train",))
     assert config.stage == "vlm_sft"

@@ -103,7 +103,8 @@ class Composer:
             if other is None:
                 raise UserError(f"{source} sets '{name}', which is not a configuration key; {self._suggestion(name)}")
             if value != other.default:
-                raise UserError(f"{name} has no effect in this stage; remove it")
+                stage = self._keys["stage"].default  # only stages have `others`
+                raise UserError(f"{source} sets {name}, which has no effect in the stage {stage}; remove it")
             return
         if key.is_list and isinstance(value, str) and "${" not in value:
             value = [value]  # as in verl's common trainer.logger=console

@@ -98,7 +98,7 @@ class ChatDataConfig(TextDataConfig):
     prompt_dict_keys: list[str] | None = setting(None, "Keys to the prompt in a nested column")
     response_dict_keys: list[str] | None = setting(None, "The same for the response")
     multiturn: MultiturnConfig = section(MultiturnConfig)
-    truncation: Literal["error", "left", "right"] = setting("error", "Refuse longer samples, or truncate one side")
+    truncation: Literal["error", "left", "right"] = setting("error", "Reject longer samples, or truncate one side")
     balance_dp_token: bool = setting(False, "No effect: the loss is always the global token mean")
     custom_cls: CustomClassConfig = section(CustomClassConfig)
     packing: Literal["auto"] | bool = setting(

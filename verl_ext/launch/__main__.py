@@ -15,7 +15,7 @@ from verl_ext.cli import CommandParser, IntArg, definitions
 from verl_ext.commands import program, require_package
 from verl_ext.config.recipes import default_recipe, recipe_summaries, recipe_variable
 from verl_ext.console import print_line
-from verl_ext.errors import exit_on_user_error
+from verl_ext.errors import UserError, exit_on_user_error
 from verl_ext.metrics.timing import process_start, startup
 from verl_ext.paths import CHECKOUT, RECIPES
 from verl_ext.processes import StopRequest, StopSignals
@@ -23,6 +23,7 @@ from verl_ext.processes import StopRequest, StopSignals
 STAGES = {"sft": "Supervised fine-tuning", "grpo": "Group Relative Policy Optimization"}
 EXAMPLES = {"sft": "qwen2.5_coder_7b", "grpo": "qwen2.5_coder_7b_code"}
 """A recipe of each stage that needs several GPUs."""
+SHOW_SAMPLES = "--show-samples"
 EXIT_CODES = {
     "0": "the run is finished",
     "1": "a rank crashed (see its traceback); the same command resumes from the last checkpoint",
@@ -103,7 +104,13 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     Raises:
         UserError: a word is unknown or malformed.
     """
-    parser = make_parser(words[0] if words and words[0] in STAGES else "sft")
+    stage = words[0] if words and words[0] in STAGES else "sft"
+    if stage != "sft" and any(word.partition("=")[0] == SHOW_SAMPLES for word in words):
+        raise UserError(
+            f"{SHOW_SAMPLES} is an option of `{program('sft')}` only; look at a GRPO run's samples in samples.jsonl in "
+            "its run directory, or in the monitor"
+        )
+    parser = make_parser(stage)
     known = parser.parse_intermixed_args(words)
     known.typed = words[1:]
     known.overrides = known.words
@@ -115,12 +122,12 @@ def make_parser(stage: str) -> CommandParser:
     """Return the parser of a stage, with the text of --help."""
     command, recipes = program(stage), recipe_summaries(stage)
     folder = "recipes" if CHECKOUT else RECIPES
+    of_sft = " [--show-samples N]" if stage == "sft" else ""
     parser = CommandParser(
         prog=command,
-        usage=f"{command} NUM_RANKS [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config] "
-        "[--show-samples N]",
-        description=f"{STAGES[stage]} on NUM_RANKS ranks of this machine, one per GPU. The same command resumes a "
-        "stopped run from its last checkpoint.",
+        usage=f"{command} NUM_RANKS [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config]{of_sft}",
+        description=f"{STAGES[stage]} on NUM_RANKS ranks of this machine (one per GPU, if it has GPUs). The same "
+        "command resumes a stopped run from its last checkpoint.",
         examples=[
             f"{command} 2",
             f"{command} 8 recipe={EXAMPLES[stage]} optim.lr=1e-5 trainer.experiment_name=low",
@@ -147,13 +154,16 @@ def make_parser(stage: str) -> CommandParser:
         "--trace", action="store_true", help="write a timeline of each rank to trace/, as JSON for Perfetto"
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
-    parser.add_argument(
-        "--show-samples",
-        metavar="N",
-        type=IntArg(1),
-        help="SFT: print the first N training samples as the model sees them, with the tokens in the loss marked, and "
-        "exit",
-    )
+    if stage == "sft":
+        parser.add_argument(
+            SHOW_SAMPLES,
+            metavar="N",
+            type=IntArg(1),
+            help="print the first N training samples as the model sees them, with the tokens in the loss marked, and "
+            "exit",
+        )
+    else:
+        parser.set_defaults(show_samples=None)
     return parser
 
 
@@ -165,8 +175,10 @@ def take_num_processes(words: list[str], parser: CommandParser, stage: str) -> i
     if len(plain) > 1 or not plain[0].isdecimal() or int(plain[0]) < 1:
         wrong = next((word for word in plain if not word.isdecimal()), plain[-1])
         recipe = wrong.endswith((".yaml", ".yml")) or wrong in recipe_summaries(stage)
-        hint = f"; did you mean recipe={wrong}?" if recipe else ""
-        parser.error(f"'{wrong}' is neither a number of processes (1 or more, given once) nor key=value{hint}")
+        problem = f"'{wrong}' is neither the number of ranks nor key=value"
+        if recipe:
+            parser.error(f"{problem}; did you mean recipe={wrong}?")
+        raise UserError(f"{problem}; start with one number of ranks, such as `{program(stage)} 2`")
     words.remove(plain[0])
     return int(plain[0])
 

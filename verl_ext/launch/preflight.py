@@ -110,6 +110,8 @@ def check_settings(config: RunConfig) -> None:
             raise UserError(f"rollout.engine=vllm: {missing_package('vllm')}, or set rollout.engine=hf")
     elif isinstance(config, BudgetConfig) and config.model.adapter is not None:
         Plugin.parse(config.model.adapter, "model.adapter")
+    elif isinstance(config, VLMSFTConfig) and config.model.partial_pretrain is None:
+        raise UserError("no model to train is given; set model.partial_pretrain to a vision-language model")
 
 
 def check_best_metric(name: str) -> None:
@@ -219,7 +221,7 @@ def check_optimizer(optim: OptimConfig) -> None:
         if isinstance(error, RuntimeError) and place != "torch.optim" and torch.cuda.is_available():
             return  # other packages may have kernels for GPUs only, which the ranks use
         raise UserError(
-            f"optim.optimizer={name} refuses its arguments ({first_line_of(error)}); correct "
+            f"optim.optimizer={name} rejects its arguments ({first_line_of(error)}); correct "
             "optim.override_optimizer_config, or use another optimizer"
         ) from error
 

@@ -92,7 +92,7 @@ class ModelConfig:
         "auto", "Attention kernel; auto: flash-attention if installed, in bf16 on GPUs; else sdpa"
     )
     mixed_precision: Literal["auto", "bf16", "fp32"] = setting(
-        "auto", "dtype of the forward pass; auto: bf16 where supported (grpo on CPUs: fp32)"
+        "auto", "dtype of the forward pass; auto: bf16 where supported, but on CPUs fp32 except in the stage sft"
     )
 
     @property
@@ -147,7 +147,6 @@ class VLMConfig(ModelConfig):
 class VLMSFTModelConfig(VLMConfig):
     """`model` of SFT of a vision-language model."""
 
-    partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Initial model: directory or Hub name")
     fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
     fused_loss: bool = setting(True, "Compute the loss in chunks, without all logits")
 
@@ -173,7 +172,7 @@ class BudgetModelConfig(VLMConfig):
     external_lib: str | None = unused(None, "set model.adapter for a custom architecture")
     adapter: str | None = setting(None, "VLMAdapter, path.py:CLASS or package.module:CLASS; null: by model type")
     mixed_precision: Literal["auto", "bf16", "fp32"] = setting(
-        "fp32", "dtype of the forward pass; auto: bf16 where supported (grpo on CPUs: fp32)"
+        "fp32", "dtype of the forward pass; auto: bf16 where supported, but on CPUs fp32 except in the stage sft"
     )
 
 
@@ -342,9 +341,11 @@ class TrainerConfig:
         """Refuse contradictory settings of saves, exports and resuming."""
         every = self.checkpoint.export.every
         if every is not None and (self.save_freq < 1 or every % self.save_freq):
+            multiple = f"set it to a multiple, such as {self.save_freq}"
+            fix = f"set trainer.save_freq={every}" if self.save_freq < 1 else multiple
             raise UserError(
                 f"trainer.checkpoint.export.every is {every}, which is not a multiple of trainer.save_freq="
-                f"{self.save_freq}; an export is written with a save"
+                f"{self.save_freq}; {fix}"
             )
         if self.resume_mode == "resume_path" and self.resume_from_path is None:
             raise UserError(

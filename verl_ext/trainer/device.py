@@ -22,6 +22,8 @@ from verl_ext.trainer.config import Device
 from verl_ext.trainer.stages import RunConfig, SFTConfig
 from verl_ext.verl_api import PrecisionType, get_device_name
 
+VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""The environment variable that hides accelerators, by device."""
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from <malloc.h>
 TOP_PAD_BYTES = 64 << 20
 LARGEST_INT = 2**31 - 1
@@ -46,7 +48,8 @@ def resolve_device(config: RunConfig) -> str:
         raise UserError(f"trainer.device is {wanted}, but this machine has {available}; set trainer.device=auto")
     if wanted == "cpu" and available != "cpu":
         raise UserError(
-            f"trainer.device is cpu on a machine with {available}; hide that instead, with CUDA_VISIBLE_DEVICES=''"
+            f"trainer.device is cpu on a machine with {available}; hide that instead, with "
+            f"{VISIBLE_DEVICES[available]}=''"
         )
     device = cast("Device", available)
     config.trainer.device = device

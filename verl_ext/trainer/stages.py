@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.commands import program
 from verl_ext.config.compose import Composer, load_yaml
 from verl_ext.config.recipes import RECIPES, find_recipe
 from verl_ext.config.run_config import read_config_file
@@ -178,7 +179,11 @@ class RewardStageConfig(RunConfig):
         """See `RunConfig`."""
         super().check()
         if self.trainer.test_freq != self.data.eval_every_steps:
-            raise UserError("trainer.test_freq equals data.eval_every_steps in this stage; set that instead")
+            raise UserError(
+                f"trainer.test_freq={self.trainer.test_freq} differs from data.eval_every_steps="
+                f"{self.data.eval_every_steps}, which sets the validation interval in this stage; set "
+                "data.eval_every_steps and omit trainer.test_freq"
+            )
 
     @property
     def num_mini_batches(self) -> int:
@@ -244,13 +249,13 @@ class BudgetConfig(RewardStageConfig):
         is_one_update = self.actor.ppo_mini_batch_size in (None, self.data.train_batch_size)
         if self.controller.dropout and not (is_one_update and self.actor.ppo_epochs == 1):
             raise UserError(
-                "with several updates in a step, ratios would show dropout before they show an update; set "
+                "with several updates per step, dropout alone would move the probability ratios away from 1; set "
                 "controller.dropout=0, or actor.ppo_epochs=1 with actor.ppo_mini_batch_size=null"
             )
         if self.controller.budgets_of_full is not None and self.latency.source != "model":
             raise UserError(
-                "controller.budgets_of_full is a share of the full configuration's latency; set latency.source=model, "
-                "which predicts it"
+                "controller.budgets_of_full needs the latency model; set latency.source=model, or replace it with "
+                "controller.budgets_ms"
             )
 
     def check_ranks(self, world_size: int) -> None:
@@ -454,9 +459,14 @@ def chosen_recipe(command: str, words: Iterable[str]) -> tuple[Path, dict[str, A
     names = [text.removeprefix("recipe=") for text in words if text.startswith("recipe=")]
     recipe = find_recipe(command, names[-1] if names else None)
     content = load_yaml(recipe)
-    stage = content.get("stage", stages_of(command)[0])
+    folder = recipe.resolve().parent
+    owner = folder.name if folder.parent == RECIPES.resolve() and stages_of(folder.name) else command
+    stage = content.get("stage", stages_of(owner)[0])
+    if stage not in [*STAGES]:
+        raise UserError(f"{recipe} has the stage {stage!r}; the stages are {', '.join(STAGES)}")
     if stage not in stages_of(command):
-        raise UserError(f"{recipe} has the stage '{stage}'; run_{command}.sh has {', '.join(stages_of(command))}")
+        start = f"{program(STAGES[stage].command)} NUM_RANKS recipe={names[-1] if names else recipe}"
+        raise UserError(f"{recipe} is a recipe for the stage {stage}; start it with `{start}`")
     return recipe, content, stage
 
 
