@@ -16,6 +16,7 @@ from tqdm import tqdm
 from verl_ext.console import progress_bar
 from verl_ext.files import LineWriter
 from verl_ext.metrics.jsonl import HealthEvent, MetricsRow, SampleRow
+from verl_ext.metrics.registry import CONSOLE_FORMATS
 
 LOG_FILE = "train.log"
 _EVAL_REWARD = "eval/reward_total_mean"
@@ -240,36 +241,25 @@ def epoch_line(split: str, row: Mapping[str, float]) -> str:
 
 def _training_parts(row: MetricsRow) -> list[str]:
     if f"train/{_LATENCY}" in row.metrics:  # the stage budget
-        middle = [_part(row, "train/accuracy_mean", "acc {:.3f}"), _part(row, f"train/{_LATENCY}", "latency {:.1f} ms")]
+        middle = ["train/accuracy_mean", f"train/{_LATENCY}"]
+    elif "train/kl" not in row.metrics and row.metrics.get("train/update_kl"):  # 0 with one update per step
+        middle = [f"train/{_LENGTH}", "train/update_kl"]
     else:
-        middle = [_part(row, f"train/{_LENGTH}", "length {:.0f}"), _part(row, "train/kl", "KL {:z.4f}")]
-        if "train/kl" not in row.metrics and row.metrics.get("train/update_kl"):  # 0 with one update per step
-            middle.append(_part(row, "train/update_kl", "step KL {:.4f}"))
-    return [
-        _part(row, "train/loss", "loss {:.4f}"),
-        _part(row, "train/reward_total_mean", "reward {:.3f}"),
-        *middle,
-        _part(row, "train/lr(1e-3)", "lr {:.2e}", scale=1e-3),
-        _part(row, "train/grad_norm", "grad norm {:.3f}"),
-        _part(row, "throughput/train/tokens_per_s", "{:,.0f} tokens/s"),
-    ]
+        middle = [f"train/{_LENGTH}", "train/kl"]
+    last = ["train/lr(1e-3)", "train/grad_norm", "throughput/train/tokens_per_s"]
+    return [_part(row, name) for name in ("train/loss", "train/reward_total_mean", *middle, *last)]
 
 
 def _loss_validation_parts(row: MetricsRow) -> list[str]:
-    return [
-        _part(row, "val/loss", "val loss {:.4f}"),
-        _part(row, "val/perplexity", "val perplexity {:.3f}"),
-        _part(row, "time/val/step_s", "{:.1f} s"),
-    ]
+    return [_part(row, name) for name in ("val/loss", "val/perplexity", "time/val/step_s")]
 
 
 def _reward_validation_parts(row: MetricsRow) -> list[str]:
-    total, seconds = _part(row, _EVAL_REWARD, "eval reward {:.3f}"), _part(row, "time/eval/step_s", "{:.1f} s")
+    total, seconds = _part(row, _EVAL_REWARD), _part(row, "time/eval/step_s")
     if f"eval/{_LATENCY}" in row.metrics:  # the stage budget
-        accuracy = _part(row, "eval/accuracy_mean", "acc {:.3f}")
-        latency = _part(row, f"eval/{_LATENCY}", "latency {:.1f} ms")
-        return [total, accuracy, latency, _part(row, "eval/budget_violation_mean", "over budget {:.1%}"), seconds]
-    length = _part(row, f"eval/{_LENGTH}", "length {:.0f}")
+        of_budget = ("eval/accuracy_mean", f"eval/{_LATENCY}", "eval/budget_violation_mean")
+        return [total, *(_part(row, name) for name in of_budget), seconds]
+    length = _part(row, f"eval/{_LENGTH}")
     reward_name = re.compile(r"eval/(?!reward_total_|seq_)(\w+)_mean")
     found = {name[1]: value for key, value in row.metrics.items() if (name := reward_name.fullmatch(key))}
     rewards = [f"{name} {value:.3f}" for name, value in found.items()] if len(found) > 1 else []
@@ -278,5 +268,7 @@ def _reward_validation_parts(row: MetricsRow) -> list[str]:
     return [total, *rewards, length, seconds]
 
 
-def _part(row: MetricsRow, name: str, form: str, scale: float = 1.0) -> str:
-    return form.format(row.metrics[name] * scale) if name in row.metrics else ""
+def _part(row: MetricsRow, name: str) -> str:
+    if name not in row.metrics:
+        return ""
+    return CONSOLE_FORMATS[name].format(row.metrics[name] * (1e-3 if name.endswith("(1e-3)") else 1.0))

@@ -6,7 +6,7 @@ CHINESE_MEANINGS = {
     "Tokens that contribute to the loss.": "计入损失的词元数。",
     "Passes over the training data since the run began, such as 1.5.": "从任务开始遍历训练数据的轮数，例如 1.5。",
     "Updates skipped so far because of a non-finite loss or gradient.": "因损失或梯度不是有限数而跳过的更新次数。",
-    "Model FLOPs utilization by verl's count: six operations per token and weight, even with LoRA; GPUs only.": (
+    "Model FLOPs utilization by verl's count: six FLOPs per token and weight, even with LoRA; GPUs only.": (
         "按 verl 的算法计算的模型算力利用率（MFU）：每个词元、每个参数 6 次运算，LoRA 也一样；仅 GPU。"
     ),
     "The whole save until its commit, including background work.": "保存检查点直到提交的全部时间，包括后台工作。",
