@@ -6,7 +6,7 @@
 #
 #   unit         tests of single parts, in one process
 #   integration  tests of the commands that users run: real ranks, vLLM, sandbox and browser
-#   campaigns    long tests: random kills, hundreds of hostile answers, model matrices; one file at a time
+#   campaigns    slow tests: random kills, hundreds of hostile answers, model matrices; one file at a time
 #   all          lint, unit, integration, campaigns
 #   coverage     unit, integration and campaigns, or only SUITE, with coverage of every process, started from scratch;
 #                adds to .coverage/ and prints the total

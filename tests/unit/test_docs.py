@@ -55,7 +55,7 @@ def cells_of(table: str) -> list[list[str]]:
 
 
 def test_names_of_product_in_document_tables_exist() -> None:
-    """On the page that maps the five source documents: metrics, keys, charts, rules and limits."""
+    """On the page that maps the five requirements documents: metrics, keys, charts, rules and limits."""
     text = (ROOT / "docs/reference/from_documents.md").read_text()
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     rows = [row for table in tables for row in cells_of(table)[2:]]
