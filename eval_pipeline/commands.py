@@ -241,8 +241,8 @@ def add_report(commands: Commands) -> None:
     parser = add_action(
         commands,
         "report",
-        "Compare the base model of a training run, or another of its checkpoints, with its best checkpoint. The base "
-        "model is evaluated first on the same datasets, unless it has already been evaluated.",
+        "Compare a run's best checkpoint with its base model, or with another of its checkpoints. The base model is "
+        "evaluated first on the same datasets, unless it has already been evaluated.",
         report,
         examples=[f"{RUN_EXAMPLE} --baseline data/quickstart/model"],
         notes="Writes comparison_table.md, comparison_data.json and plots to <run>/eval/report/.",
@@ -303,7 +303,7 @@ def add_status(commands: Commands) -> None:
     parser = add_action(
         commands,
         "status",
-        "Show every evaluation of a run. Prints its state, failures, duration and worker, and the error if it failed.",
+        "Show the state, failures, duration, worker and error of every evaluation of a run.",
         status,
         examples=[RUN_EXAMPLE],
         exit_codes={"0": "no evaluation has failed", "1": "an evaluation has failed", **FAILURES},
@@ -430,7 +430,9 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_line(json.dumps({"problems": problems, "isolation": isolation, "gpus": num_gpus}))
         return 0
-    counts = (f"{name} ({'from the Hub' if count is None else count})" for name, count in problems.items())
-    sandbox = "answers judged on the Ray cluster" if isolation is None else f"isolation {isolation}"
-    print_line(f"The recipe is valid: problems of {', '.join(counts)}; {sandbox}; {num_gpus} GPUs on this machine")
+    counts = (
+        f"{name} ({'from the Hub' if count is None else f'{count} problems'})" for name, count in problems.items()
+    )
+    sandbox = "answers are judged on the Ray cluster" if isolation is None else f"isolation: {isolation}"
+    print_line(f"The recipe is valid: {', '.join(counts)}; {sandbox}; GPUs on this machine: {num_gpus}")
     return 0

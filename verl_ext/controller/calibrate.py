@@ -41,7 +41,7 @@ def model_parser(name: str, text: str, example: str) -> CommandParser:
     parser.add_argument(
         "--adapter",
         type=partial(Plugin.parse, key="--adapter"),
-        metavar="PLACE:CLASS",
+        metavar="PATH_OR_MODULE:CLASS",
         help=f"your adapter for the model: {PLUGIN_FORM}",
     )
     parser.add_argument(

@@ -29,7 +29,8 @@ def build_parser() -> CommandParser:
     """Return the parser of the command line."""
     parser = CommandParser(
         prog=program("health"),
-        description="Print the three checklists, the trends and all health rules of a run, from its files alone.",
+        description="Print the three checklists, the trends and the findings of all health rules for a run, from its "
+        "files alone.",
         examples=[
             f"{program('health')} checkpoints/rlvr_coding_model/sft_quickstart",
             f"{program('health')} --rules",
@@ -45,7 +46,11 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
-        "--extra-rules", action="append", default=[], metavar="PLACE:LIST", help=f"add your own rules: {PLUGIN_FORM}"
+        "--extra-rules",
+        action="append",
+        default=[],
+        metavar="PATH_OR_MODULE:LIST",
+        help=f"add your own rules: {PLUGIN_FORM}",
     )
     parser.add_argument("--rules", action="store_true", help="list the rules")
     return parser
@@ -62,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_line(json.dumps(described, indent=1) if arguments.json else lines)
             return 0
         if arguments.run_dir is None:
-            raise UserError("specify a run directory, checkpoints/<project>/<experiment>")
+            raise UserError("no run directory is given; specify one, such as checkpoints/<project>/<experiment>")
         run = RunDirectory.read(arguments.run_dir, rules)
         if relies_on_heartbeat(run.run):
             await_heartbeat(run.path)

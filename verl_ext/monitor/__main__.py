@@ -59,7 +59,9 @@ def build_parser() -> CommandParser:
         help="address to listen on; 127.0.0.1 is reachable from this machine only",
     )
     parser.add_argument(
-        "--token", metavar="TOKEN", help=f"token that visitors need; required with another host (or set {TOKEN})"
+        "--token",
+        metavar="TOKEN",
+        help=f"access token; required if --host is not a loopback address (default: {TOKEN} from the environment)",
     )
     parser.add_argument(
         "--database", type=Path, metavar="FILE", help="the monitor's own SQLite file (default: in the user's cache)"
@@ -135,7 +137,7 @@ def serve_runs(arguments: argparse.Namespace) -> None:
     # a token from the environment is not printed, because the output may end up in a log
     shown = "..." if arguments.token is None else quote(arguments.token, safe="")
     query = "" if token is None else f"?token={shown}"
-    print_line(f"Training monitor of {arguments.root} on {address}{query} (press Ctrl-C to stop)")
+    print_line(f"Showing the runs in {arguments.root}/ at {address}{query} (press Ctrl-C to stop)")
     database = arguments.database or database_for(arguments.root)
     try:
         serve(arguments.root.resolve(), database, arguments.host, arguments.port, token)

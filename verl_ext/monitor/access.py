@@ -49,7 +49,7 @@ def check_token(host: str, token: str | None) -> None:
         return
     if not token:
         raise UserError(
-            f"--host {host} lets other machines in, so visitors need a token; add --token WORD, or set "
+            f"--host {host} lets other machines in, so visitors need a token; add --token TOKEN, or set "
             "VERL_EXT_MONITOR_TOKEN"
         )
     if len(token) < MIN_TOKEN_LENGTH:

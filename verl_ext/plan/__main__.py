@@ -35,11 +35,11 @@ class PlanOptions:
     gpus_per_node: int = setting(8, "GPUs that share a node (default: 8)", ge=1, le=1_000_000)
     stage: Literal["sft", "grpo"] | None = setting(None, "sft or grpo (default: sft, unless only grpo has the recipe)")
     mfu: float | None = setting(
-        None, "Share of the GPU's peak that compute reaches (default: assumed per hardware)", gt=0, le=1
+        None, "fraction of peak FLOP/s that compute reaches (default: assumed per hardware)", gt=0, le=1
     )
-    mean_length: float | None = setting(None, "Mean tokens per sample (default: the longest possible)", gt=0)
+    mean_length: float | None = setting(None, "mean tokens per sample (default: the longest possible)", gt=0)
     loss_token_fraction: float = setting(
-        1.0, "Share of a sample's tokens that are in the loss (default: 1)", gt=0, le=1
+        1.0, "fraction of a sample's tokens that are in the loss (default: 1)", gt=0, le=1
     )
     disk_gbps: float | None = setting(
         None,
@@ -253,7 +253,7 @@ def build_parser() -> CommandParser:
     own = {name: key.setting.doc for name, key in keys(PlanOptions).items()}
     parser = CommandParser(
         prog=program("plan"),
-        description="Predict memory, speed and disk use of a recipe on a number of GPUs; nothing is started.",
+        description="Predict memory, speed and disk use of a recipe for given GPU counts, without starting training.",
         examples=[
             f"{program('plan')} recipe=qwen2.5_coder_7b gpus=8 hardware=h100",
             f"{program('plan')} recipe=qwen2.5_coder_7b gpus=8,64,512 --markdown",

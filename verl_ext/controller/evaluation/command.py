@@ -66,7 +66,7 @@ def add_adaptive(commands: Commands) -> None:
     )
     parser.add_argument("--vlm", metavar="PATH", help="the vision-language model (default: its path in training)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model (Molmo needs it)")
-    parser.add_argument("--adapter", metavar="PLACE:CLASS", help="your adapter, if training used one")
+    parser.add_argument("--adapter", metavar="PATH_OR_MODULE:CLASS", help="your adapter, if training used one")
     parser.add_argument("--output", type=output_path, metavar="DIR", help="output directory (default: see below)")
     parser.add_argument("--no-wandb", action="store_true", help="do not log to W&B")
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--id-key", default="problem_id", metavar="COLUMN", help="column of ids")
     parser.add_argument("--exclude", metavar="FILE", help="ids to exclude: one per line, or JSONL with --id-key")
-    parser.add_argument("--skip-bad", action="store_true", help="count malformed rows instead of stopping")
+    parser.add_argument("--skip-bad", action="store_true", help="skip and count malformed rows instead of stopping")
     parser.add_argument("--tokenizer", metavar="DIR", help="measure lengths in tokens of this tokenizer")
     add_split_arguments(parser)
 
@@ -216,7 +216,7 @@ def token_counter(directory: str) -> Callable[[Row], int]:
             raise
         except (UserError, *TEMPLATE_ERRORS) as error:
             raise RowError(
-                f"the chat template in {directory} refuses it ({first_line_of(error)})",
+                f"the chat template in {directory} cannot render it ({first_line_of(error)})",
                 "correct it, skip such rows with the option --skip-bad, or drop --tokenizer",
             ) from error
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])

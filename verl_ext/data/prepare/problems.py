@@ -75,7 +75,7 @@ def _to_rl_row(problem: Problem, data_source: str, max_tests: int) -> Row:
 
 COMMAND = PrepareCommand(
     name="problems",
-    help="Turn problems in a format of the evaluation (MBPP, CodeContests, HumanEval, GSM8K, MATH) into GRPO prompts.",
+    help="Convert problems in an evaluation format (MBPP, CodeContests, HumanEval, GSM8K, MATH) to GRPO prompts.",
     example=(
         "problems --format mbpp --source google-research-datasets/mbpp --subset full --split train --output data/mbpp"
     ),

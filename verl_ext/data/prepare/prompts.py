@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `prompts`."""
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=INPUT_HELP)
     parser.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="column of the prompt")
-    parser.add_argument("--skip-bad", action="store_true", help="count malformed rows instead of stopping")
+    parser.add_argument("--skip-bad", action="store_true", help="skip and count malformed rows instead of stopping")
     add_split_arguments(parser)
 
 

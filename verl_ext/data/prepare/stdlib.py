@@ -149,7 +149,7 @@ def _means_the_same(code: str, node: FunctionNode) -> bool:
 
 COMMAND = PrepareCommand(
     name="stdlib",
-    help="Create (signature and docstring -> function) samples from the installed Python's standard library.",
+    help="Create samples that map a signature and docstring to the function, from the installed standard library.",
     example="stdlib --output data/stdlib",
     next_command=f"sft 2 recipe=smollm2_135m {RUN_FILES}",
     version=1,

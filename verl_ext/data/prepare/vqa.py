@@ -293,7 +293,7 @@ def _weight_std(width: int) -> float:
 
 COMMAND = PrepareCommand(
     name="vqa",
-    help="Create cards with questions about them, and a 1.7M-parameter vision-language model to answer them.",
+    help="Create images of digit cards with questions about them, and a 1.7M-parameter vision-language model.",
     example="vqa --output data/vqa",
     next_command="sft 2 recipe=budget_vlm",
     version=2,
