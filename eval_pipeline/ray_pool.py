@@ -98,7 +98,9 @@ class RayPool(WorkerPool):
             return events
         self._num_failed_starts += 1
         if self._num_failed_starts >= MAX_FAILED_STARTS and not any(other.is_ready for other in self._workers):
-            raise UserError(f"no worker can start on the Ray cluster ({worker.death}); fix its nodes")
+            raise UserError(
+                f"no worker can start on the Ray cluster ({worker.death}); see `ray status` and the nodes' logs"
+            )
         return events
 
     def _scale(self) -> None:
@@ -122,7 +124,11 @@ class RayPool(WorkerPool):
             self._has_warned = True
             who = f"{num_waiting} of {len(self._workers)} workers" if self._workers else "workers"
             need = f"{self._gpus} free GPUs on one node" if self._gpus else "a free CPU"
-            warn(f"{who} have waited {PATIENCE_S:.0f} s for resources of the Ray cluster; each needs {need}")
+            or_fewer = " or lower executor.num_workers" if (self._config.executor.num_workers or 1) > 1 else ""
+            warn(
+                f"{who} have waited {PATIENCE_S:.0f} s for resources of the Ray cluster, each needs {need}; add nodes"
+                f"{or_fewer}"
+            )
 
 
 class RayWorker(PoolWorker):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from eval_pipeline.publish import Publisher
 from eval_pipeline.report.selection import read_best_checkpoint
 from eval_pipeline.run import EvalContext, Task, run_jobs
 from verl_ext.checkpoint.manifest import BEST
-from verl_ext.commands import typed_command
+from verl_ext.commands import program, typed_command
 from verl_ext.console import print_line, print_next, print_summary, typed_path, warn
 from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RUN_FILE, load_run
@@ -49,11 +50,18 @@ def watch_run(context: EvalContext, recipe: Sequence[str] = ()) -> int:
     watcher = RunWatcher(context, publisher)
     run_jobs(context, watcher, publisher.publish)
     if not watcher.wanted:
-        warn("the run has finished without a checkpoint that can be evaluated; set trainer.save_freq and export.every")
+        export = f"{program('checkpoint')} export {shlex.quote(run_dir)}"
+        warn(
+            "the run has finished without a checkpoint that can be evaluated; add hf_model to trainer.checkpoint."
+            f"save_contents, or run `{export}`"
+        )
     elif not (context.directory.of_run / BEST).exists():
         selection = context.config.selection
         on = "the datasets of tiers.tier1" if selection.dataset is None else selection.dataset
-        warn(f"no best checkpoint was selected, because none has results for {selection.metric} on {on}")
+        warn(
+            f"no best checkpoint was selected, because none has results for {selection.metric} on {on}; check "
+            "selection.metric and selection.dataset"
+        )
     failed = [job for job in context.jobs.jobs() if job.state == "failed" and job.key in watcher.wanted]
     _print_summary(context, failed, len(watcher.wanted), recipe)
     return int(not watcher.wanted or bool(failed))

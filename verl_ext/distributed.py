@@ -185,7 +185,10 @@ def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     if not isinstance(tensor, DTensor) or tensor.placements == (Replicate(),):
         return False
     if tensor.placements != (Shard(0),):
-        raise UserError(f"a tensor has placements {tensor.placements}; only sharding of the first axis is supported")
+        raise UserError(
+            f"a tensor of shape {tuple(tensor.shape)} has the unsupported placements {tensor.placements}; shard it "
+            "with FSDP2 (Shard(0))"
+        )
     return True
 
 

@@ -79,7 +79,7 @@ def write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write {error.filename or path} ({error.strerror}); make room or make the directory writable"
+            f"cannot write {error.filename or path} ({error.strerror}); free disk space or make the directory writable"
         ) from error
 
 
@@ -286,7 +286,10 @@ def hold_run_lock(run_dir: Path) -> Iterator[bool]:
         if error.errno not in NO_SPACE:
             raise _refused(path, error) from error
         # without the file, no launch can hold the lock
-        warn(f"{path} cannot be created ({error.strerror}), so the run is not locked; start no launch there")
+        warn(
+            f"{path} cannot be created ({error.strerror}), so the run directory is not locked; do not start another "
+            "launch in it"
+        )
         yield True
         return
     with opened as file:

@@ -305,9 +305,9 @@ def require_no_remote_code_in(name: str, content: Mapping[str, Any]) -> None:
     """
     for key, value in config_entries(content):
         if key == "trust_remote_code" and value:
-            raise UserError(f"{name} requests to run custom code (trust_remote_code in its config.json); {_FIX}")
+            raise UserError(f"{name} requires custom code (trust_remote_code in its config.json); {_FIX}")
         if key in _ATTENTION and "/" in str(value):
-            raise UserError(f"{name} requests attention code from the Hub ({key} in its config.json); {_FIX}")
+            raise UserError(f"{name} requires attention code from the Hub ({key} in its config.json); {_FIX}")
 
 
 def config_of(name: str, local_files_only: bool = False) -> dict[str, Any]:

@@ -244,7 +244,7 @@ class VllmModel:
         try:
             self._llm.llm_engine.add_request(str(index), {"prompt_token_ids": tokens}, params)
         except ValueError as error:
-            return GeneratedAnswer.failed(f"vLLM refuses the prompt: {first_line_of(error)}")
+            return GeneratedAnswer.failed(f"vLLM rejects the prompt: {first_line_of(error)}")
         return None
 
     def _tokenize(self, messages: list[dict[str, str]]) -> list[int]:

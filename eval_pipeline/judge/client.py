@@ -309,7 +309,7 @@ class JudgeClient:
             # counted, not measured: a client that was itself suspended has hardly waited
             self._silent_s += _CHECK_S
             if self._pending and self._silent_s > self._longest_s:
-                warn(f"the judge server returned nothing for {self._silent_s:.0f} s, so it hangs and is replaced")
+                warn(f"the judge server returned nothing for {self._silent_s:.0f} s; restarting it")
                 self._silent_s = 0.0
                 process.kill()
 

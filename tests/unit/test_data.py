@@ -334,7 +334,13 @@ def test_sampler_resumes_at_any_position_and_epoch_end() -> None:
         assert next(iter(resumed)) == seen[step]
 
 
-@pytest.mark.parametrize(("change", "names"), [({"num_samples": 31}, "num_samples"), ({"seed": 4}, "seed")])
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"num_samples": 31}, "saved with 31 training samples, but this run has 30, .*; restore the training data, or"),
+        ({"seed": 4}, "saved with trainer.seed=4, but this run has 3, .*; set trainer.seed=4, or start a new run"),
+    ],
+)
 def test_sampler_rejects_state_of_another_dataset(change: dict[str, int], names: str) -> None:
     sampler = GlobalBatchSampler(30, 10, 0, 1, seed=3)
     with pytest.raises(UserError, match=names):

@@ -83,7 +83,7 @@ def test_resume_with_other_data_of_same_size_warns(
     def warned(*overrides: str) -> bool:
         resumed = make_trainer(small_config(quickstart, tmp_path / "run", *overrides))
         assert resumed.global_step == 1 and resumed.train_sampler.batches_done == 1
-        return "training data differ from those of global_step_1" in capsys.readouterr().err
+        return "training data has changed since global_step_1" in capsys.readouterr().err
 
     assert not warned()
     copy = tmp_path / "copy.parquet"

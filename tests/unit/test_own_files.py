@@ -191,7 +191,7 @@ def test_inputs_of_caller_directory_are_found(repository: Path, monkeypatch: pyt
 
 def test_added_keys_without_effect_are_printed(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     launched("+foo.bar=1", "+optim.lrr=3", "+optim.lr=1e-3")
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Added keys")]
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Keys added")]
     assert line.endswith(": foo.bar, optim.lrr (did you mean optim.lr?)")
 
 

@@ -295,7 +295,7 @@ def test_rejects_unsupported_model_type(tmp_path: Path, capsys: pytest.CaptureFi
     GPT2Config(n_layer=1, n_embd=8, n_head=1).save_pretrained(tmp_path)
     with pytest.raises(SystemExit) as left:
         main(["recipe=quickstart", "gpus=2", f"model.partial_pretrain={tmp_path}"])
-    assert left.value.code == 2 and "not gpt2; there is no plan" in capsys.readouterr().err
+    assert left.value.code == 2 and "the planner does not support gpt2, only" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("[1, 2]")
     with pytest.raises(SystemExit) as left:
         main(["recipe=quickstart", "gpus=2", f"model.partial_pretrain={tmp_path}"])

@@ -119,7 +119,7 @@ def test_rejects_unsupported_settings(overrides: list[str], gpus: int, says: str
 
 
 def test_rejects_other_stages_and_impossible_lengths() -> None:
-    with pytest.raises(UserError, match="covers the stages sft and grpo, not vlm_sft"):
+    with pytest.raises(UserError, match="the planner does not support the stage vlm_sft; see docs"):
         require_formulas(load_config("sft", ["recipe=budget_vlm"]))
     with pytest.raises(UserError, match="mean_length=5000 is more than the longest sample of 4096"):
         workload(lengths=DataLengths(mean=5000))

@@ -166,7 +166,7 @@ def test_backward_pass_leaves_out_gradients_of_frozen_weights() -> None:
     "settings", [{"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["embed_tokens", "v_proj"]}]
 )
 def test_adapters_outside_decoder_layers_have_no_plan(settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="covers plain LoRA adapters of down_proj, .*; there is no plan"):
+    with pytest.raises(UserError, match="supports only plain LoRA adapters of down_proj, .*; see docs/guides/plan"):
         lora_shape(**settings)
 
 
@@ -181,7 +181,7 @@ def test_adapters_with_dropout_have_no_plan(tmp_path: Path) -> None:
 
 
 def test_adapters_of_some_layers_have_no_plan() -> None:
-    with pytest.raises(UserError, match="LoRA adapters that are the same in every layer; there is no plan"):
+    with pytest.raises(UserError, match="does not support LoRA adapters that differ between layers; see"):
         lora_shape(target_modules=r".*layers\.1\..*_proj")
 
 
@@ -189,7 +189,7 @@ def test_adapters_of_whole_parameters_have_no_plan(tmp_path: Path) -> None:
     adapters = LoraConfig(r=4, target_modules=[], target_parameters=["self_attn.q_proj.weight"], task_type="CAUSAL_LM")
     model = AutoModelForCausalLM.from_config(Qwen2Config(**DIMENSIONS))
     get_peft_model(model, adapters).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="covers plain LoRA adapters"):
+    with pytest.raises(UserError, match="supports only plain LoRA adapters"):
         lora_shape(lora_adapter_path=str(tmp_path))
 
 

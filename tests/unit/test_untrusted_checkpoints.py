@@ -169,14 +169,14 @@ def test_rejects_code_requested_by_model_config(tmp_path: Path, marker: Path) ->
     (model / "config.json").write_text(json.dumps(asking))
     config = load_config("sft", [f"model.partial_pretrain={model}"])
     for load in (load_model_config, load_tokenizer):
-        with pytest.raises(UserError, match=r"requests to run custom code \(trust_remote_code"):
+        with pytest.raises(UserError, match=r"requires custom code \(trust_remote_code"):
             load(config)
     assert not marker.exists()
     AutoConfig.from_pretrained(code, trust_remote_code=True)
     assert marker.exists()  # what the configuration asks for
     nested = {"model_type": "llama", "vision_config": {"_attn_implementation_internal": "someone/kernel"}}
     (model / "config.json").write_text(json.dumps(nested))
-    with pytest.raises(UserError, match="requests attention code from the Hub"):
+    with pytest.raises(UserError, match="requires attention code from the Hub"):
         load_model_config(config)
     require_no_remote_code(str(model), trusted=True)
 

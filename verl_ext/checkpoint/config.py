@@ -49,5 +49,6 @@ class CheckpointConfig:
         """Refuse checkpoints without weights."""
         if "model" not in self.save_contents:
             raise UserError(
-                "trainer.checkpoint.save_contents lacks 'model'; a checkpoint without weights cannot be resumed"
+                "trainer.checkpoint.save_contents lacks 'model', and a checkpoint without weights cannot be resumed; "
+                "add model to the list"
             )

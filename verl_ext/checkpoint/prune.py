@@ -114,7 +114,7 @@ def _remove(plan: RotationPlan, leftovers: list[Path], run_dir: Path) -> int:
     removed = apply_plan(plan, problems.append)
     for problem in problems:
         warn(problem)
-    remaining = ", ".join(path.name for path in list_checkpoints(run_dir))
+    remaining = ", ".join(path.name for path in list_checkpoints(run_dir)) or "none"
     also = f" and {len(leftovers)} leftover{'s' * (len(leftovers) > 1)}" if leftovers else ""
-    print_summary(f"Removed: {len(removed)} of {len(plan.remove)} checkpoints{also}", {"left": remaining or "none"})
+    print_summary(f"Removed: {len(removed)} of {len(plan.remove)} checkpoints{also}", {"remaining": remaining})
     return 1 if problems else 0

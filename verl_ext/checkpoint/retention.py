@@ -218,7 +218,7 @@ def _attempt(action: Callable[[Path], None], path: Path, warn: Warn) -> bool:
     try:
         action(path)
     except (OSError, ValueError) as error:
-        warn(f"{path} could not be cleaned up ({error}); it stays on the disk")
+        warn(f"{path} could not be cleaned up ({error}); check its permissions, and the next rotation retries")
         return False
     return True
 

@@ -136,7 +136,10 @@ class CheckpointWriter:
             rotate(run_dir, self.max_to_keep, self.config, self.manifest.step, warn)
             warn_if_next_will_not_fit(run_dir, self.num_bytes)
         except (OSError, ValueError) as error:  # the checkpoint is safe, and the next rotation tries again
-            warn(f"old checkpoints in {run_dir} could not be removed ({error}); they stay on the disk")
+            warn(
+                f"old checkpoints in {run_dir} could not be removed ({error}); check the permissions, and the next "
+                "rotation retries"
+            )
 
     def _num_own_bytes(self, state: dict[str, Any]) -> int:
         """Expected size on disk of this rank's files, in bytes; rank 0 counts the export and the manifest."""

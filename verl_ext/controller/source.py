@@ -49,7 +49,7 @@ class ControllerSource:
         if missing:
             raise UserError(
                 f"{path} has no section {missing[0]}, so it is not a configuration of the stage budget; "
-                "name a controller's checkpoint"
+                "specify a controller's checkpoint"
             )
         return config
 

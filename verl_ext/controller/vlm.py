@@ -213,7 +213,9 @@ class ControlledModel:
             custom_adapter=custom_adapter,
         )
         if not matches_fingerprint(self.fingerprint, adapter, "the controller's export", self.num_blocks, self.topk):
-            raise UserError(f"the controller was trained for a model other than {self.path}; give that model")
+            raise UserError(
+                f"the controller was trained for a model other than {self.path}; pass the path of its model with --vlm"
+            )
         return VLMRunner(adapter, self.max_new_tokens, **sizes)
 
 

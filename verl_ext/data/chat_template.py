@@ -218,7 +218,9 @@ class ChatTemplate:
         try:
             return self._text_and_spans(messages, **columns)
         except TEMPLATE_ERRORS as error:
-            return UserError(f"the chat template refuses it ({error}); fix the row, or set another data.chat_template")
+            return UserError(
+                f"the chat template cannot render it ({error}); fix the row, or set another data.chat_template"
+            )
         except UserError as error:
             return error
 

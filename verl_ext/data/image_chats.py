@@ -208,7 +208,8 @@ class ImageChatCollator:
                     )
             except TemplateError as error:
                 raise UserError(
-                    f"the chat template refuses {question.sample_id} ({error}); fix the row, or the model's template"
+                    f"the chat template cannot render {question.sample_id} ({error}); fix the row, or the model's "
+                    "template"
                 ) from error
             if not text.startswith(written):
                 raise UserError(

@@ -95,11 +95,16 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         Raises:
             UserError: the size of the dataset or the seed differs, or the batch size does not divide the position.
         """
-        for name in ("num_samples", "seed"):
+        seed = f"trainer.seed={state['seed']}"
+        required = {
+            "num_samples": (f"{state['num_samples']} training samples", "restore the training data"),
+            "seed": (seed, f"set {seed}"),
+        }
+        for name, (saved, fix) in required.items():
             if state[name] != getattr(self, name):
                 raise UserError(
-                    f"the checkpoint was saved with {name}={state[name]}, but this run has {getattr(self, name)}, so "
-                    "the data order would change; restore it, or start a new run with another trainer.experiment_name"
+                    f"the checkpoint was saved with {saved}, but this run has {getattr(self, name)}, so the data order "
+                    f"would change; {fix}, or start a new run with another trainer.experiment_name"
                 )
         if state["samples_seen"] % self.global_batch_size:
             raise UserError(

@@ -160,7 +160,7 @@ RULES: tuple[Rule, ...] = (
          bounds(share_of_limit("train/seq_prompt_len_max", np.max, lambda run: run.max_prompt_length, at_least=1),
                 "the longest prompt has {1:.0f} of at most {2} tokens", above={NOTICE: 0.9999}),
          "The longest prompts reach the maximum length.",
-         "raise data.max_prompt_length, because longer prompts are refused or dropped", GRPO),
+         "raise data.max_prompt_length, because longer prompts are rejected or dropped", GRPO),
     Rule("logprob_gap",
          bounds(median("train/rollout_logprob_diff_mean", at_least=3),
                 "rollout engine and trainer differ by {:.3g} nat/token",

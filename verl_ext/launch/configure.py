@@ -128,7 +128,7 @@ def resolve_config(command: str, overrides: list[str]) -> RunConfig:
     if names_recipe and config.recipe == VERL:
         return with_paths_of_caller(config)
     if unknown := composer_of(config.stage).unknown_keys_added_by(overrides):
-        print_line(f"Added keys that only custom classes can read: {', '.join(unknown)}", sys.stderr)
+        print_line(f"Keys added with + have no effect unless custom code reads them: {', '.join(unknown)}", sys.stderr)
     return with_inputs_of_caller(config)
 
 

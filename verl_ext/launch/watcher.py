@@ -144,7 +144,7 @@ class EvalWatcher:
                     preexec_fn=partial(end_with_parent, signal.SIGTERM),
                 )
             except OSError as error:
-                warn(f"the evaluation cannot start ({error.strerror})")
+                warn(f"the evaluation cannot start ({error.strerror}); training continues")
                 return 1
         return self._process.wait()
 

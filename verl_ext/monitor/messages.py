@@ -68,7 +68,7 @@ MESSAGES = {
     ),
     "read samples.jsonl: short answers may exploit the reward": "查看 samples.jsonl：过短的回答可能在钻奖励的空子",
     "raise data.max_response_length, because answers are truncated": "提高 data.max_response_length，因为回答被截断",
-    "raise data.max_prompt_length, because longer prompts are refused or dropped": (
+    "raise data.max_prompt_length, because longer prompts are rejected or dropped": (
         "提高 data.max_prompt_length，因为更长的提示会被拒绝或丢弃"
     ),
     "use the same dtype in both, or set algorithm.rollout_correction.rollout_is": (

@@ -77,7 +77,10 @@ def check_memory(config: RunConfig, dataset: Any, num_ranks: int, num_ranks_here
     except UserError:  # no formulas
         return
     except Exception as error:  # formulas that fail for an unusual model must not end its run
-        warn(f"the memory of this run cannot be predicted ({first_line_of(error)})")
+        warn(
+            f"the memory of this run cannot be predicted ({first_line_of(error)}); training continues without the "
+            "memory check"
+        )
         return
     if not plan.fits:
         warn(

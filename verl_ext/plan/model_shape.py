@@ -20,7 +20,7 @@ from verl_ext.config.compose import load_yaml
 from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_files import hub_answers, is_hub_name, read_json, require_no_remote_code
-from verl_ext.plan.workload import PlannedConfig
+from verl_ext.plan.workload import SEE_SUPPORTED, PlannedConfig
 from verl_ext.trainer.config import ModelConfig
 from verl_ext.trainer.stages import sft_recipe_of
 
@@ -267,14 +267,16 @@ def shape_of(config: PretrainedConfig, model: PreTrainedModel | PeftModel | None
     layers = [each for each in model.modules() if type(each).__name__ in (model._no_split_modules or ())]
     is_equal = len({group_of(each) for each in layers}) == 1
     if isinstance(model, PeftModel) and not is_equal and shape_of(config):  # without adapters, all layers are equal
-        raise UserError("the plan covers LoRA adapters that are the same in every layer; there is no plan")
+        raise UserError(f"the planner does not support LoRA adapters that differ between layers; {SEE_SUPPORTED}")
     if any("expert" in name for name, _ in layers[0].named_modules()) or not is_equal:
-        raise UserError(f"the plan covers dense decoders with equal layers, not {config.model_type}; there is no plan")
+        raise UserError(
+            f"the planner does not support {config.model_type}, only dense decoders with equal layers; {SEE_SUPPORTED}"
+        )
     missing = [name for name in DIMENSIONS if not hasattr(config, name)]
     if missing or not hasattr(layers[0], "self_attn"):
         raise UserError(
-            f"the plan covers decoders like Llama, whose configuration has {', '.join(DIMENSIONS)}, not "
-            f"{config.model_type}; there is no plan"
+            f"the planner does not support {config.model_type}, only decoders like Llama, whose configuration has "
+            f"{', '.join(DIMENSIONS)}; {SEE_SUPPORTED}"
         )
     tied = config.tie_word_embeddings
     return ModelShape(
@@ -317,8 +319,8 @@ def lora_ranks(model: PreTrainedModel | PeftModel, layers: list[torch.nn.Module]
     )
     if not is_plain or in_layers != len(trained) or ranks.keys() - LINEAR_LAYERS:
         raise UserError(
-            f"the plan covers plain LoRA adapters of {', '.join(sorted(LINEAR_LAYERS))}, without dropout, biases or "
-            "other trained parameters; there is no plan"
+            f"the planner supports only plain LoRA adapters of {', '.join(sorted(LINEAR_LAYERS))}, without dropout, "
+            f"biases or other trained parameters; {SEE_SUPPORTED}"
         )
     return ranks
 

@@ -17,6 +17,7 @@ PlannedConfig = SFTConfig | GRPOConfig
 DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 UNSUPPORTED = {"model.fsdp_config.cpu_offload": False, "ulysses_sequence_parallel_size": 1}
 """Keys without formulas, and their only supported values."""
+SEE_SUPPORTED = "see docs/guides/planning.md#accuracy"
 Attention = Literal["flash", "causal", "masked", "packed", "eager"]
 """flash-attention; sdpa with its causal kernel; sdpa with a full mask, for rows of unequal length; sdpa per sample over
 packed rows; or eager, which keeps the attention scores."""
@@ -184,9 +185,7 @@ def require_formulas(config: RunConfig) -> PlannedConfig:
         UserError: the plan has no formulas for its stage or for a setting.
     """
     if not isinstance(config, SFTConfig | GRPOConfig):
-        raise UserError(
-            f"the plan covers the stages sft and grpo, not {config.stage}; there is no plan for {config.recipe}"
-        )
+        raise UserError(f"the planner does not support the stage {config.stage}; {SEE_SUPPORTED}")
     for key, supported in UNSUPPORTED.items():
         if value_at(config, key) not in (None, supported):
             raise UserError(f"the plan has no formulas for {key}; plan with {key}={str(supported).lower()}")

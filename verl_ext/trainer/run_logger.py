@@ -116,16 +116,16 @@ class RunLogger:
             steps = self.first_step, self.total_steps, self.steps_per_epoch
             return HealthMonitor.for_run(self.config.health, as_dict(self.config), run_dir, *steps)
         except Exception as error:  # a broken file or rule must not stop training
-            warn(f"the health rules are off: {one_line(error)}")
+            warn(f"health rules are disabled for this run: {_reason_and_fix(error)}")
             return None
 
     def _findings(self, step: int, metrics: Mapping[str, float]) -> Sequence[Finding]:
-        """Findings of the health rules; a rule that raises disables the rules, and the run continues."""
+        """Findings of the health rules; an error in the history or the records disables the rules, not the run."""
         try:
             return [] if self.health is None else self.health.check(step, metrics)
         except Exception as error:  # a broken rule must not stop training
             self.health = None
-            warn(f"the health rules are off from step {step} on: {one_line(error)}")
+            warn(f"health rules are disabled from step {step} on: {_reason_and_fix(error)}")
             return []
 
     @property
@@ -170,3 +170,10 @@ class RunLogger:
         if isinstance(error, UserError):
             return "failed", str(error), USER_ERROR_EXIT_CODE
         return "failed", one_line(error), 1
+
+
+def _reason_and_fix(error: Exception) -> str:
+    """Why the health rules cannot be checked, and what to do; a `UserError` already says it."""
+    if isinstance(error, UserError):
+        return str(error)
+    return f"{one_line(error)}; fix the rule or file, or set health.enabled=false"

@@ -154,7 +154,10 @@ class SFTTrainer(PipelineTrainer):
             if not error < LOSS_TOLERANCE[loss.precision]:
                 loss.head = None
                 if self.is_main:
-                    warn(f"model.fused_loss is off: it differs by {error:.2g} from the loss of this model's logits")
+                    warn(
+                        f"model.fused_loss is disabled because it differs by {error:.2g} from the unfused loss on this "
+                        "model, so all logits are materialized; set model.fused_loss=false to silence this warning"
+                    )
         self.reshard_policy.reshard()
 
     def pack_if_possible(self, model: PreTrainedModel, recorded: Mapping[str, Any] | None) -> None:

@@ -473,8 +473,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         former = state.get("data_digest", "")  # older checkpoints do not have it
         if self.is_main and former and self.data_digest and former != self.data_digest:
             warn(
-                f"the training data differ from those of {path.name}, although the number of samples is the same; the "
-                "run continues at the same position in the new data. Restore the previous data to resume exactly"
+                f"the training data has changed since {path.name}, although the number of samples is the same; the run "
+                "continues at the same position in the new data. Restore the previous data to resume exactly"
             )
         return step_of(path) or 0
 
