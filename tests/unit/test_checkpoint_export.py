@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from verl.utils.torch_dtypes import PrecisionType
 
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint import lease
-from verl_ext.checkpoint.manifest import EXPORT, OURS, Manifest, damaged_files, read_complete
+from verl_ext.checkpoint.manifest import ADAPTER, EXPORT, OURS, Manifest, damaged_files, read_complete
 from verl_ext.checkpoint.rebuild import evaluation_command, export, export_dtype_of
 from verl_ext.checkpoint.save import write_manifest
+from verl_ext.distributed import to_full
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 EVERYTHING = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
@@ -45,6 +48,31 @@ def test_export_from_shards_merges_adapters(
     changed = {name for name in base if not torch.equal(merged[name], base[name].float())}
     assert any("q_proj.weight" in name for name in changed)
     assert not any("norm" in name or "embed" in name for name in changed)
+
+
+def test_checkpoint_has_adapters_for_peft_and_next_run(quickstart: Path, tmp_path: Path) -> None:
+    words = (
+        EVERYTHING,
+        "model.lora_rank=4",
+        "model.target_modules=[q_proj,v_proj]",
+        "trainer.checkpoint.export.dtype=fp32",
+    )
+    trainer = make_trainer(small_config(quickstart, tmp_path / "run", *words, "optim.lr=1e-2"))
+    for _, batch in zip(range(2), trainer.batches(), strict=False):
+        trainer.training_step(batch)
+    trainer.save_checkpoint(2)
+    trainer.checkpoint_manager.wait()
+    checkpoint = tmp_path / "run/global_step_2"
+    base = AutoModelForCausalLM.from_pretrained(quickstart / "model", dtype=torch.float32)
+    model: Any = PeftModel.from_pretrained(base, checkpoint / ADAPTER)
+    merged, exported = model.merge_and_unload().state_dict(), load_file(checkpoint / EXPORT / "model.safetensors")
+    assert all(torch.equal(merged[name], tensor) for name, tensor in exported.items())
+    words = (f"model.lora_adapter_path={checkpoint / ADAPTER}", SHARDS)
+    next_run = make_trainer(small_config(quickstart, tmp_path / "next", *words))
+    state = trainer.model.state_dict()
+    assert all(torch.equal(to_full(state[name]), to_full(own)) for name, own in next_run.model.state_dict().items())
+    (checkpoint / ADAPTER / "adapter_model.safetensors").unlink()
+    assert read_complete(checkpoint).deferred == ()
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,6 @@ def test_initial_model_is_best_or_else_newest_checkpoint(
     for step in (10, 20):
         write_checkpoint(sft_run / f"global_step_{step}")
     write_checkpoint(sft_run / "global_step_30", "huggingface/config.json")  # without weights
-    write_checkpoint(sft_run / "global_step_40")
-    (sft_run / "global_step_40" / "huggingface" / "model.safetensors").unlink()
     config = settled(quickstart, tmp_path)
     assert config.model.partial_pretrain == str(sft_run / "global_step_20" / "huggingface")
     [line] = capsys.readouterr().out.splitlines()
@@ -179,12 +177,18 @@ def test_initial_model_is_best_or_else_newest_checkpoint(
     assert capsys.readouterr().out == ""
 
 
-def test_stopped_sft_run_without_export_names_command(quickstart: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_deferred", [True, False])
+def test_sft_run_with_deferred_or_damaged_export_names_command(
+    is_deferred: bool, quickstart: Path, tmp_path: Path
+) -> None:
     """An older checkpoint would be used silently otherwise."""
     write_checkpoint(tmp_path / "sft/global_step_10")
-    newest = write_checkpoint(tmp_path / "sft/global_step_20", "huggingface/config.json")
-    manifest = replace(Manifest.read(newest), deferred=("huggingface",))
-    (newest / "manifest.json").write_text(manifest.to_json())
+    newest = write_checkpoint(tmp_path / "sft/global_step_20", *(["huggingface/config.json"] if is_deferred else []))
+    if is_deferred:
+        manifest = replace(Manifest.read(newest), deferred=("huggingface",))
+        (newest / "manifest.json").write_text(manifest.to_json())
+    else:
+        (newest / "huggingface/model.safetensors").unlink()
     with pytest.raises(UserError, match=f"checkpoint export {newest}`, or finish the run"):
         settled(quickstart, tmp_path)
 

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from verl_ext.checkpoint.config import ExportConfig
 from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, merge_rows, plan_to_json, unwrap_peft
-from verl_ext.checkpoint.manifest import EXPORT, PLAN
+from verl_ext.checkpoint.manifest import ADAPTER, EXPORT, PLAN
 from verl_ext.distributed import is_sharded, local_rows, on_every_rank, on_rank_zero, to_full, to_local
 from verl_ext.errors import UserError
 from verl_ext.files import GIB, write_errors
@@ -268,6 +269,38 @@ class HuggingFaceExport:
         if weights is not None and weights.layout.index is not None:
             files[f"{EXPORT}/{INDEX}"] = weights.layout.index
         return files
+
+
+def adapter_files(
+    model: PreTrainedModel | PeftModel, state: Mapping[str, torch.Tensor], is_main: bool
+) -> dict[str, bytes]:
+    """LoRA adapters in peft's format, for `PeftModel.from_pretrained` and `model.lora_adapter_path`; collective.
+
+    Args:
+        state: the state of the sharded model.
+        is_main: whether this is rank 0.
+
+    Returns:
+        Content of the files by path relative to the checkpoint; empty without adapters, and except on rank 0.
+    """
+    if not isinstance(model, PeftModel):
+        return {}
+    tensors = {}
+    for name, tensor in state.items():
+        if "lora_" in name or ".modules_to_save." in name:
+            full = to_full(tensor)
+            if is_main:
+                tensors[name] = full.cpu().contiguous()
+    if not is_main:
+        return {}
+    adapter = model.active_adapters[0]
+    own = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)
+    settings = {**model.peft_config[adapter].to_dict(), "inference_mode": True}
+    lists = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+    return {
+        f"{ADAPTER}/adapter_model.safetensors": save(own, metadata={"format": "pt"}),
+        f"{ADAPTER}/adapter_config.json": (json.dumps(lists, indent=2, sort_keys=True) + "\n").encode(),
+    }
 
 
 def config_and_tokenizer_files(

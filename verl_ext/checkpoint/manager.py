@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torch.optim.lr_scheduler import LambdaLR
 
 from verl_ext.checkpoint.config import CheckpointConfig
-from verl_ext.checkpoint.hf_export import ExportedWeights, HuggingFaceExport
+from verl_ext.checkpoint.hf_export import ExportedWeights, HuggingFaceExport, adapter_files
 from verl_ext.checkpoint.load import load_model, load_optimizer, reseed
 from verl_ext.checkpoint.manifest import DATA_STATE, EXPORT, EXTRA, FSDP_CONFIG, MODEL, OPTIMIZER, Manifest
 from verl_ext.checkpoint.save import CheckpointWriter, bytes_of
@@ -110,6 +110,7 @@ class CheckpointManager(FSDPCheckpointManager):
         state = self._state()
         is_deferred = self.defers_export and self._export.is_due(global_step)
         weights = None if is_deferred else self._export.at(global_step, state[MODEL])
+        adapters = adapter_files(self.model, state[MODEL], self.rank == 0) if MODEL in state else {}
         writer = CheckpointWriter(
             final=Path(local_path),
             rank=self.rank,
@@ -125,7 +126,7 @@ class CheckpointManager(FSDPCheckpointManager):
                 deferred=(EXPORT,) if is_deferred else (),
             ),
             weights=weights,
-            shared_files=self._shared_files(weights) if self.rank == 0 else {},
+            shared_files={**self._shared_files(weights), **adapters} if self.rank == 0 else {},
             max_to_keep=max_ckpt_to_keep,
             config=self.config,
             group=self._group,

@@ -30,6 +30,10 @@ OURS = (MANIFEST, PLAN)
 """Files that this pipeline writes into a checkpoint and verl does not."""
 TRACKER = "latest_checkpointed_iteration.txt"
 EXPORT = "huggingface"
+ADAPTER = "lora_adapter"
+"""Directory of LoRA adapters in a checkpoint, with verl's name."""
+DERIVED = (f"{EXPORT}/", f"{ADAPTER}/")
+"""Directories of files that are derived from the shards, so that a run resumes without them."""
 BEST = "best_checkpoint.json"
 KEEP = "keep"
 DATA_STATE = "data.pt"
@@ -211,7 +215,7 @@ def has_export(checkpoint: Path) -> bool:
 def read_complete(directory: Path) -> Manifest:
     """Read the manifest of a complete checkpoint. Reads it only once, because rotation may remove it at any time.
 
-    A checkpoint whose export is damaged is complete, because the shards contain everything to resume from. Its export
+    A checkpoint whose export is damaged is complete, because the shards contain everything to resume from. The export
     counts as deferred, so that the next start of the run writes it again.
 
     Raises:
@@ -229,9 +233,10 @@ def read_complete(directory: Path) -> Manifest:
         return manifest
     problems = {name: problem for name in manifest.files if (problem := _why_not_whole(directory, manifest, name))}
     for name, problem in problems.items():
-        if not name.startswith(f"{EXPORT}/"):
+        if not name.startswith(DERIVED):
             raise ValueError(problem)
-    return replace(manifest, deferred=(EXPORT,)) if problems and manifest.exported_files else manifest
+    is_damaged = bool(manifest.exported_files) and any(name.startswith(f"{EXPORT}/") for name in problems)
+    return replace(manifest, deferred=(EXPORT,)) if is_damaged else manifest
 
 
 def _why_not_whole(directory: Path, manifest: Manifest, name: str) -> str | None:

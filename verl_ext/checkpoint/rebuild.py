@@ -281,7 +281,7 @@ def _leads_out(path: Path, checkpoint: Path) -> bool:
 
 
 def _move_into_checkpoint(checkpoint: Path, partial: Path) -> None:
-    """Move new weights into `huggingface/`; a crash in between leaves a complete checkpoint without an export."""
+    """Move new weights into `huggingface/`; a crash in between leaves a checkpoint with a deferred export."""
     target = checkpoint / EXPORT
     target.mkdir(exist_ok=True)
     written = sorted(path.relative_to(partial) for path in partial.rglob("*") if path.is_file())
@@ -293,7 +293,7 @@ def _move_into_checkpoint(checkpoint: Path, partial: Path) -> None:
             for name, entry in manifest.files.items()
             if not name.startswith(f"{EXPORT}/") or (name not in entries and _remains(checkpoint / name, entry))
         }
-        replace_file(checkpoint / MANIFEST, [manifest.with_files(rest).to_json()])
+        replace_file(checkpoint / MANIFEST, [replace(manifest, files=rest, deferred=(EXPORT,)).to_json()])
     for path in target.iterdir():
         if _is_weights(path.name):
             path.unlink()

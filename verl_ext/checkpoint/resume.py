@@ -14,8 +14,8 @@ from typing import Protocol
 
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.manifest import (
+    DERIVED,
     DROPPED_OPTIMIZER,
-    EXPORT,
     KINDS,
     TRACKER,
     Manifest,
@@ -123,7 +123,7 @@ def verify_on_all_ranks(checkpoint: Path) -> dict[str, str]:
 
     def own_damaged_files() -> dict[str, str]:
         files = Manifest.read(checkpoint).files
-        names = [name for name in files if not name.startswith(f"{EXPORT}/")]
+        names = [name for name in files if not name.startswith(DERIVED)]
         names.sort(key=lambda name: -files[name]["bytes"])
         return damaged_files(checkpoint, names[dist.get_rank() :: dist.get_world_size()])
 

@@ -102,6 +102,8 @@ class CheckpointWriter:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 require_space(run_dir, self.num_bytes)
                 (self.temporary / EXPORT).mkdir(parents=True)  # fails if the leftovers could not be removed
+                for name in self.shared_files:
+                    (self.temporary / name).parent.mkdir(parents=True, exist_ok=True)
             if self.weights is not None:
                 create_files(self.temporary / EXPORT, self.weights.layout)
 
