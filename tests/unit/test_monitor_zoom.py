@@ -238,12 +238,12 @@ def test_results_are_recomputed_for_new_stamps_and_dropped_beyond_size() -> None
     shared = SharedResults(2)
     calls: list[tuple[str, int]] = []
 
-    def get(key: str, stamp: int, rest: float = 0.0) -> None:
+    def get(key: str, stamp: int, reuse: float = 0.0) -> None:
         def compute() -> None:
             threading.Event().wait(0.01)
             calls.append((key, stamp))
 
-        shared.get(key, stamp, compute, rest)
+        shared.get(key, stamp, compute, reuse)
 
     for stamp in (1, 1, 2):
         get("a", stamp)
@@ -252,8 +252,8 @@ def test_results_are_recomputed_for_new_stamps_and_dropped_beyond_size() -> None
     get("a", 2)
     assert calls == [("a", 1), ("a", 2), ("b", 1), ("c", 1), ("a", 2)]
     calls.clear()
-    get("d", 1, rest=1000.0)
-    get("d", 2, rest=1000.0)
+    get("d", 1, reuse=1000.0)
+    get("d", 2, reuse=1000.0)
     assert calls == [("d", 1)]
 
 

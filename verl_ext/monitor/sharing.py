@@ -24,20 +24,20 @@ class SharedResults:
         self._lock = threading.Lock()
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
-    def get(self, key: Hashable, stamp: object, compute: Callable[[], Result], rest: float = 0.0) -> Result:
+    def get(self, key: Hashable, stamp: object, compute: Callable[[], Result], reuse: float = 0.0) -> Result:
         """Return the result for a stamp; one thread computes it, and others wait for it.
 
         Args:
             key: what is computed.
             stamp: state of what it is computed from.
             compute: the function.
-            rest: for how many times its duration a result is returned for newer stamps, too.
+            reuse: for how many times the duration of its computation a result is returned for newer stamps, too.
         """
         with self._lock:
             entry = self._entries.get(key)
-            is_new = entry is None or (entry.stamp != stamp and not entry.is_resting())
+            is_new = entry is None or (entry.stamp != stamp and not entry.is_reusable())
             if entry is None or is_new:
-                entry = self._entries[key] = _Entry(stamp, rest)
+                entry = self._entries[key] = _Entry(stamp, reuse)
             self._entries.move_to_end(key)
             if len(self._entries) > self._size:
                 self._entries.popitem(last=False)
@@ -49,7 +49,7 @@ class SharedResults:
         started = time.monotonic()
         try:
             entry.future.set_result(compute())
-            entry.rests_until = time.monotonic() + entry.rest * (time.monotonic() - started)
+            entry.reused_until = time.monotonic() + entry.reuse * (time.monotonic() - started)
         except BaseException as error:
             with self._lock:
                 if self._entries.get(key) is entry:
@@ -60,11 +60,11 @@ class SharedResults:
 class _Entry:
     """A result that is there or is being computed."""
 
-    def __init__(self, stamp: object, rest: float) -> None:
-        self.stamp, self.rest = stamp, rest
+    def __init__(self, stamp: object, reuse: float) -> None:
+        self.stamp, self.reuse = stamp, reuse
         self.future: Future[Any] = Future()
-        self.rests_until = 0.0
+        self.reused_until = 0.0
 
-    def is_resting(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether to return this result for another stamp."""
-        return self.rest > 0 and (not self.future.done() or time.monotonic() < self.rests_until)
+        return self.reuse > 0 and (not self.future.done() or time.monotonic() < self.reused_until)
