@@ -312,14 +312,14 @@ def _unit_state(
 # Random numbers
 
 
-def derived_seed(seed: int, step: int, stream: int) -> int:
+def derived_seed(seed: int, step: int, dp_rank: int) -> int:
     """Random seed of a rank after the number of ranks changed, since the saved states belong to the old ranks.
 
     It depends only on the run's seed, the step and the data-parallel rank, so the same change is reproducible.
     """
-    return int(np.random.SeedSequence([seed, step, stream]).generate_state(1)[0])
+    return int(np.random.SeedSequence([seed, step, dp_rank]).generate_state(1)[0])
 
 
-def reseed(seed: int, step: int, stream: int) -> None:
+def reseed(seed: int, step: int, dp_rank: int) -> None:
     """Seed Python, NumPy and torch with `derived_seed`."""
-    set_seed(derived_seed(seed, step, stream))
+    set_seed(derived_seed(seed, step, dp_rank))

@@ -46,7 +46,7 @@ class CheckpointManager(FSDPCheckpointManager):
         compute_dtype: torch.dtype,
         last_step: int,
         seed: int,
-        stream: int,
+        dp_rank: int,
         updates_per_step: int = 1,
         config_digest: str = "",
         optimizer_name: str = "",
@@ -58,7 +58,7 @@ class CheckpointManager(FSDPCheckpointManager):
             compute_dtype: dtype of the forward pass, for exports with `export.dtype=auto`.
             last_step: last step of the run, which is always exported.
             seed: the run's `trainer.seed`.
-            stream: identifies this rank's random numbers; ranks that share a sequence have the same stream.
+            dp_rank: data-parallel rank, which seeds random numbers; ranks that share a sequence have the same.
             updates_per_step: optimizer updates per step, each of which advances the schedule.
             optimizer_name: qualified class name of the optimizer, for the manifest.
             kwargs: `model`, `optimizer`, `lr_scheduler` and `processing_class`, as in verl's manager.
@@ -68,7 +68,7 @@ class CheckpointManager(FSDPCheckpointManager):
         """
         contents = {"save_contents": list(config.save_contents), "load_contents": list(config.load_contents)}
         super().__init__(checkpoint_config=OmegaConf.create(contents), **kwargs)
-        self.config, self.seed, self.stream = config, seed, stream
+        self.config, self.seed, self.dp_rank = config, seed, dp_rank
         self.updates_per_step = updates_per_step
         self.config_digest, self.optimizer_name = config_digest, optimizer_name
         self.data_state: dict[str, Any] = {}
@@ -226,7 +226,7 @@ class CheckpointManager(FSDPCheckpointManager):
         if same_ranks and get_device_name() in extra["rng"]:  # states of a GPU include that of the CPU
             self.load_rng_state(extra["rng"])
         else:
-            reseed(self.seed, Manifest.read(checkpoint).step, self.stream)
+            reseed(self.seed, Manifest.read(checkpoint).step, self.dp_rank)
 
     def _load_schedule(self, state: dict[str, Any], updates_per_step: int) -> None:
         """Load the position in the schedule, and set the learning rate of the next step.

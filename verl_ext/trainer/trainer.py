@@ -230,7 +230,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             compute_dtype=self.precision,
             last_step=self.total_training_steps,
             seed=trainer.seed,
-            stream=self.dp_rank,
+            dp_rank=self.dp_rank,
             updates_per_step=self.updates_per_step,
             config_digest=config_digest(as_dict(self.config)),
             optimizer_name=self.config.optim.class_name,
