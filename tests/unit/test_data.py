@@ -265,6 +265,45 @@ def test_padding_of_custom_dataset_class_is_removed(tokenizer: PreTrainedTokeniz
     assert dataset.describe([0]) == "Own rows 0"
 
 
+def test_truncated_samples_are_counted_from_cache_too(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long_prompt, long_answer = (
+        [{**CHAT[0], "content": "x " * 400}, CHAT[1]],
+        [CHAT[0], {**CHAT[1], "content": "x " * 400}],
+    )
+    names = [str(tmp_path / "one.parquet"), str(tmp_path / "two.parquet")]
+    for name, rows in zip(names, [[CHAT[:2], long_answer], [CHAT[:2], long_prompt, long_prompt]]):
+        pd.DataFrame({"messages": rows}).to_parquet(name)
+    words = ["data.max_length=60", "data.truncation=right", f"data.token_cache={tmp_path / 'cache'}"]
+    config = small_config(tmp_path, tmp_path, *words).data
+    expected = (
+        f"warning: 3 of 5 samples of {', '.join(names)} are truncated at data.max_length=60, and 2 have no token to "
+        f"train on (first: row 1 of {names[1]}); raise data.max_length\n"
+    )
+    for _ in range(2):
+        assert len(load_chat_files(names, config, tokenizer, progress=True)) == 5
+        assert capsys.readouterr().err == expected
+    load_chat_files(names, config, tokenizer)  # as other ranks do
+    load_chat_files(names[0], config, tokenizer, max_samples=1, progress=True)
+    assert capsys.readouterr().err == ""
+    load_chat_files(names[0], config, tokenizer, progress=True)
+    assert capsys.readouterr().err.endswith("one.parquet are truncated at data.max_length=60; raise data.max_length\n")
+
+
+def test_unmarked_answers_are_counted(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    pd.DataFrame({"messages": [CHAT, [CHAT[0], {**CHAT[1], "content": ""}]]}).to_parquet(tmp_path / "rows.parquet")
+    config = small_config(tmp_path, tmp_path, f"data.token_cache={tmp_path / 'cache'}").data
+    load_chat_files(str(tmp_path / "rows.parquet"), config, tokenizer, progress=True)
+    assert "1 of 2 samples of" in (said := capsys.readouterr().err) and "no token to train on (first: row 1)" in said
+
+
 def test_file_without_loss_tokens_is_rejected(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rows\.parquet has a token to train on"):
         dataset_of([{"messages": CHAT}], tokenizer, tmp_path, "data.max_length=1", "data.truncation=left")

@@ -31,8 +31,8 @@ Message = Mapping[str, Any]
 Rendered = tuple[str, list[tuple[int, int]]]
 """The text of a chat, and the spans that the assistant writes."""
 Encoded = tuple[list[int], list[int]] | UserError
-Tokens = tuple[np.ndarray, np.ndarray]
-"""Token ids (seq,) int32, and the loss mask (seq,) uint8."""
+Tokens = tuple[np.ndarray, np.ndarray, bool]
+"""Token ids (seq,) int32, the loss mask (seq,) uint8, and whether the sample is truncated."""
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, IndexError)
 """Errors that rendering can raise: templates refuse some rows, and fail on rows that they do not expect."""
 ASSISTANT_TEXT_KEYS = ("tool_calls", "reasoning_content", "thinking")
@@ -361,7 +361,10 @@ class ChatEncoder:
         columns = [self._at(place, self._columns, record) for place, record in zip(places, records)]
         encoded = zip(places, self.template.encode(chats, columns))
         samples = [self._at(place, self._truncate, item) for place, item in encoded]
-        return [(np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=np.uint8)) for tokens, mask in samples]
+        return [
+            (np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=np.uint8), truncated)
+            for tokens, mask, truncated in samples
+        ]
 
     def _at(self, place: str, function: Callable[[Any], Any], argument: Any) -> Any:
         """Call a function on a row, and add the row's file and number to errors."""
@@ -396,18 +399,19 @@ class ChatEncoder:
                 raise UserError(f"its column '{keys['tools']}' is not JSON ({error}); write a list of tools") from error
         return {name: value for name, value in found.items() if value is not None}
 
-    def _truncate(self, encoded: Encoded) -> tuple[list[int], list[int]]:
+    def _truncate(self, encoded: Encoded) -> tuple[list[int], list[int], bool]:
         if isinstance(encoded, UserError):
             raise encoded
         (tokens, mask), limit = encoded, self.config.max_length
         if len(tokens) <= limit:
-            return tokens, mask
+            return tokens, mask, False
         if self.config.truncation == "error":
             raise UserError(
                 f"it has {len(tokens)} tokens, more than data.max_length={limit}; "
                 "raise it, set data.truncation=right, or drop the row"
             )
-        return (tokens[:limit], mask[:limit]) if self.config.truncation == "right" else (tokens[-limit:], mask[-limit:])
+        kept = slice(limit) if self.config.truncation == "right" else slice(-limit, None)
+        return tokens[kept], mask[kept], True
 
 
 def pick(value: Any, keys: Sequence[str] | None) -> Any:

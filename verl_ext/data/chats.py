@@ -33,7 +33,7 @@ from verl_ext.data.dataset import SampleDataset, TokenDataset, count_parquet_row
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import file_digest, user_cache_dir
 
-VERSION = 4
+VERSION = 5
 """Version of the tokenization and of the cache key; increasing it invalidates all cached files."""
 CHUNK = 1000
 """Chats per tokenizer call; the tokenizer is fast only in large batches."""
@@ -109,7 +109,7 @@ class ChatDataset(TokenDataset):
         tokenizer: a fast tokenizer with a chat template.
         config: the `data` section.
         max_samples: read only the first rows; -1 reads all.
-        progress: show a progress bar on a terminal.
+        progress: whether this process shows a progress bar and warns of truncated samples.
         token_cache: directory of cached tokens; None disables the cache.
         now: see `ChatEncoder`.
 
@@ -134,12 +134,40 @@ class ChatDataset(TokenDataset):
         self.tokens = load_tokens(self.names, encoder, max_samples, token_cache, processes, progress)
         self.lengths = self.tokens.lengths
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        # The first token of a sample has no prediction, so it has no loss.
-        first = self.tokens.loss_mask[self.offsets[:-1][self.lengths > 0]]
-        if np.count_nonzero(self.tokens.loss_mask) == np.count_nonzero(first):
+        num_trained = self._num_loss_tokens()
+        if not num_trained.any():
             raise UserError(
                 f"no row of {', '.join(self.names)} has a token to train on within data.max_length; raise it"
             )
+        if progress:
+            self._warn_of_lost_tokens(num_trained == 0, config.max_length)
+
+    def _num_loss_tokens(self) -> np.ndarray:
+        """Number of tokens with loss of each sample (num_samples,), without its first token, which nothing predicts."""
+        counts, mask, is_filled = np.zeros(len(self.lengths), np.int64), self.tokens.loss_mask, self.lengths > 0
+        first = self.offsets[:-1][is_filled]
+        counts[is_filled] = np.add.reduceat(mask, first, dtype=np.int64) - mask[first]
+        return counts
+
+    def _warn_of_lost_tokens(self, is_lost: np.ndarray, max_length: int) -> None:
+        """Warn of truncated samples, and of samples that the loss skips altogether.
+
+        Args:
+            is_lost: whether a sample has no token to train on (num_samples,).
+        """
+        num_truncated, num_lost = int(self.tokens.truncated.sum()), int(is_lost.sum())
+        if not num_truncated and not num_lost:
+            return
+        samples, lost = f"{len(self)} samples of {', '.join(self.names)}", ""
+        if num_lost:
+            first = int(is_lost.argmax())
+            where = f" of {self.names[self.tokens.files[first]]}" if len(self.names) > 1 else ""
+            lost = f"have no token to train on (first: row {self.tokens.rows[first]}{where})"
+        if not num_truncated:
+            warn(f"{num_lost} of {samples} {lost}; drop them, or correct the {{% generation %}} marks of the template")
+            return
+        cut = f"{num_truncated} of {samples} are truncated at data.max_length={max_length}"
+        warn(f"{cut}{f', and {num_lost} {lost}' if num_lost else ''}; raise data.max_length")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -221,6 +249,7 @@ class TokenTable:
         lengths: number of tokens of each sample (num_samples,).
         files: index of each sample's file (num_samples,).
         rows: row of each sample in its file (num_samples,).
+        truncated: whether each sample is truncated (num_samples,).
     """
 
     input_ids: np.ndarray
@@ -228,17 +257,19 @@ class TokenTable:
     lengths: np.ndarray
     files: np.ndarray
     rows: np.ndarray
+    truncated: np.ndarray
 
     @classmethod
     def concatenate(cls, samples: Sequence[Tokens], sources: Sequence[tuple[int, int]]) -> TokenTable:
         """Concatenate samples; `sources` holds the file and row of each sample."""
         files, rows = zip(*sources) if sources else ((), ())
         return cls(
-            np.concatenate([tokens for tokens, _ in samples]) if samples else np.zeros(0, np.int32),
-            np.concatenate([mask for _, mask in samples]) if samples else np.zeros(0, np.uint8),
-            np.array([len(tokens) for tokens, _ in samples], dtype=np.int64),
+            np.concatenate([tokens for tokens, _, _ in samples]) if samples else np.zeros(0, np.int32),
+            np.concatenate([mask for _, mask, _ in samples]) if samples else np.zeros(0, np.uint8),
+            np.array([len(tokens) for tokens, _, _ in samples], dtype=np.int64),
             np.array(files, dtype=np.int32),
             np.array(rows, dtype=np.int64),
+            np.array([truncated for _, _, truncated in samples], dtype=np.uint8),
         )
 
     def write(self, path: Path) -> None:
@@ -254,6 +285,7 @@ class TokenTable:
                 "loss_mask": pa.LargeListArray.from_arrays(offsets, pa.array(self.loss_mask)),
                 "file": pa.array(self.files),
                 "row": pa.array(self.rows),
+                "truncated": pa.array(self.truncated),
             }
         )
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # several runs may share the directory
@@ -284,6 +316,7 @@ class TokenTable:
             np.diff(ids.offsets.to_numpy()),
             batch.column("file").to_numpy(),
             batch.column("row").to_numpy(),
+            batch.column("truncated").to_numpy(),
         )
 
 
