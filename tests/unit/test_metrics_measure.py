@@ -75,6 +75,11 @@ def test_console_prints_every_log_every_steps(capsys):
     ]
 
 
+def test_step_without_loss_tokens_is_printed() -> None:
+    metrics = {"train/lr(1e-3)": 0.02, "train/num_loss_tokens": 0.0, "time/train/step_s": 1.0}
+    assert shown(MetricsRow(3, 1, 0.0, metrics)) == ["step 3/2000 | no token to train on | lr 2.00e-05"]
+
+
 GRPO_ROW = {
     "train/loss": -0.0105, "train/reward_total_mean": -0.4, "train/seq_completion_len_mean": 1234.4,
     "train/update_kl": -0.0, "train/lr(1e-3)": 0.02, "train/grad_norm": 1.363,

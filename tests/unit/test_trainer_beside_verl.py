@@ -79,6 +79,20 @@ def test_skipped_update_does_not_advance_learning_rate(ours: SFTTrainer, stock: 
     assert torch.equal(before, ours.fsdp_model.lm_head.weight.full_tensor())
 
 
+@pytest.mark.filterwarnings("error:Detected call of")
+def test_step_without_loss_tokens_only_advances_schedule(ours: SFTTrainer) -> None:
+    """AdamW would move the weights by momentum and weight decay, and the loss curve would have a 0."""
+    whole = first_batch(ours)
+    empty = TokenBatch([{**each, "loss_mask": each["loss_mask"] * 0} for each in whole.micro_batches], whole.rows)
+    for number, batch in enumerate([empty, whole, whole, empty], start=1):
+        before = ours.fsdp_model.lm_head.weight.full_tensor().clone()
+        metrics = ours.training_step(batch)
+        is_same = torch.equal(before, ours.fsdp_model.lm_head.weight.full_tensor())
+        assert ours.lr_scheduler.last_epoch == number
+    assert is_same and metrics["train/num_loss_tokens"] == metrics["train/skipped_steps"] == 0
+    assert not metrics.keys() & {"train/loss", "train/grad_norm", "train/perplexity"}
+
+
 def test_three_non_finite_losses_stop_run(ours: SFTTrainer) -> None:
     poison(ours.fsdp_model)
     with pytest.raises(UserError, match=r"3 steps in a row, the last at step 3; .*train.parquet rows \d+, \d+") as stop:
@@ -96,9 +110,10 @@ def test_step_with_several_skipped_updates_counts_once() -> None:
         for is_finite in updates:
             guard.count(is_finite)
         guard.check(step, [])
+    guard.check(4, [])  # without loss tokens, no update was attempted
     guard.count(False)
-    with pytest.raises(UserError, match="2 steps in a row, the last at step 4"):
-        guard.check(4, [])
+    with pytest.raises(UserError, match="2 steps in a row, the last at step 5"):
+        guard.check(5, [])
     assert guard.num_skipped == 11
 
 

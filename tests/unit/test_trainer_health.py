@@ -48,6 +48,14 @@ def test_failing_rule_disables_rules_but_not_run(
     assert capsys.readouterr().err.count(warning) == 1
 
 
+def test_step_without_loss_counts_as_step(tmp_path: Path) -> None:
+    with attempt_in(tmp_path, "health.every=6", "health.stop_on=[initial_loss]") as attempt:
+        for step in range(1, 6):
+            attempt.log(step, {"train/loss": 9.0})
+        attempt.log(6, {"train/num_loss_tokens": 0.0})
+        assert attempt.stop_rule == "initial_loss" and attempt.last_step == 6
+
+
 def test_disabled_rules_record_nothing(tmp_path: Path) -> None:
     with attempt_in(tmp_path, "health.enabled=false") as attempt:
         for step in range(1, 9):

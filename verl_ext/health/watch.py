@@ -13,7 +13,7 @@ from verl_ext.health.context import RunContext
 from verl_ext.health.history import read_history
 from verl_ext.health.rule import EVAL_REWARD, LOSS, VAL_LOSS, Finding, HealthView, Level, Rule
 from verl_ext.health.rules import RULES, load_rules
-from verl_ext.metrics.jsonl import EVENTS_FILE
+from verl_ext.metrics.jsonl import EVENTS_FILE, is_training_row
 from verl_ext.metrics.run_record import RunRecord
 
 CLEAR_CHECKS = 3
@@ -90,7 +90,7 @@ class HealthMonitor:
         return [each for each in found if each is not None]
 
     def _is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
-        is_turn = LOSS in metrics and (step % self._every == 0 or step == self._view.context.total_steps)
+        is_turn = is_training_row(metrics) and (step % self._every == 0 or step == self._view.context.total_steps)
         return is_turn or not VALIDATED.isdisjoint(metrics) or not math.isfinite(metrics.get(LOSS, 0.0))
 
     def _is_news(self, finding: Finding) -> bool:

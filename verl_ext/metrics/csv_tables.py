@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from verl_ext.files import LineWriter, replace_file
-from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow
+from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow, is_training_row
 from verl_ext.metrics.sinks import MetricsSink
 
 TRAINING_FILE = "training_history.csv"
@@ -49,7 +49,7 @@ class StepTables(MetricsSink):
         Raises:
             OSError: a table cannot be written.
         """
-        has_training = any(name.startswith("train/") for name in row.metrics)
+        has_training = is_training_row(row.metrics)
         has_validation = any(name.startswith(_VALIDATION) for name in row.metrics)
         if has_training:
             self._training.append(_fields(row, [name for name in row.metrics if not _is_of_validation(name)]))

@@ -6,7 +6,7 @@ import json
 import math
 import numbers
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +42,11 @@ class MetricsRow(NamedTuple):
     attempt: int
     time: float
     metrics: dict[str, Any]
+
+
+def is_training_row(metrics: Iterable[str]) -> bool:
+    """Whether metrics are those of a training step, not of a validation or a save."""
+    return any(name.startswith("train/") for name in metrics)
 
 
 @dataclass(frozen=True)

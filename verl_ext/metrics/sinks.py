@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from verl_ext.console import progress_bar
 from verl_ext.files import LineWriter
-from verl_ext.metrics.jsonl import HealthEvent, MetricsRow, SampleRow
+from verl_ext.metrics.jsonl import HealthEvent, MetricsRow, SampleRow, is_training_row
 from verl_ext.metrics.registry import CONSOLE_FORMATS
 
 LOG_FILE = "train.log"
@@ -156,7 +156,7 @@ class ConsoleSink(MetricsSink):
 
     def log_row(self, row: MetricsRow) -> None:
         """Print the row if it is due."""
-        if "train/loss" in row.metrics:
+        if is_training_row(row.metrics):
             self._first = self._first or row
             if row.step % self._log_every == 0 or row.step == self._total_steps:
                 self._show(self._line([*_training_parts(row), self._eta(row)], row))
@@ -247,7 +247,8 @@ def _training_parts(row: MetricsRow) -> list[str]:
     else:
         middle = [f"train/{_LENGTH}", "train/kl"]
     last = ["train/lr(1e-3)", "train/grad_norm", "throughput/train/tokens_per_s"]
-    return [_part(row, name) for name in ("train/loss", "train/reward_total_mean", *middle, *last)]
+    loss = _part(row, "train/loss") or "no token to train on"
+    return [loss, *(_part(row, name) for name in ("train/reward_total_mean", *middle, *last))]
 
 
 def _loss_validation_parts(row: MetricsRow) -> list[str]:

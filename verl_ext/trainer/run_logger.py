@@ -16,7 +16,7 @@ from verl_ext.files import replace_file
 from verl_ext.health.context import REWARDED
 from verl_ext.health.rule import Finding
 from verl_ext.health.watch import HealthMonitor
-from verl_ext.metrics.jsonl import HealthEvent, SampleRow
+from verl_ext.metrics.jsonl import HealthEvent, SampleRow, is_training_row
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.run_record import EndStatus, RunRecord
 from verl_ext.metrics.sinks import ProgressBar
@@ -97,7 +97,7 @@ class RunLogger:
         if not self.is_main or not metrics:
             return
         self.recorder.log(step, metrics)
-        if "train/loss" in metrics:
+        if is_training_row(metrics):
             self.last_step = step
             self.bar.update(metrics)
             startup.mark("first_step")

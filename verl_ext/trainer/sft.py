@@ -188,18 +188,24 @@ class SFTTrainer(PipelineTrainer):
     # One step
 
     def training_step(self, batch: Any) -> Metrics:
-        """Run one optimizer step; see `PipelineTrainer.training_step`."""
+        """Run one optimizer step; see `PipelineTrainer.training_step`.
+
+        Without any loss token, it makes no update and has no loss, perplexity or gradient norm.
+        """
         lr, micro_batches = self.lr_scheduler.get_last_lr()[0], self.to_micro_batches(batch)
         self.model.train()
         with self.timer.measure("forward_backward"):
             mean, num_loss_tokens = self.forward_backward(micro_batches)
+        metrics: Metrics = {"train/lr(1e-3)": lr * 1e3}
         with self.timer.measure("optimizer"):
-            loss, grad_norm = self.optimizer_step(mean)
+            if num_loss_tokens:
+                loss, grad_norm = self.optimizer_step(mean)
+                metrics = {"train/loss": loss, **metrics, "train/grad_norm": grad_norm}
+                metrics["train/perplexity"] = perplexity(loss)
+            else:
+                self.skip_update()
         return {
-            "train/loss": loss,
-            "train/lr(1e-3)": lr * 1e3,
-            "train/grad_norm": grad_norm,
-            "train/perplexity": perplexity(loss),
+            **metrics,
             "train/num_loss_tokens": num_loss_tokens,
             "train/epoch": self.epoch_of_step,
             "train/skipped_steps": self.guard.num_skipped,
@@ -219,7 +225,8 @@ class SFTTrainer(PipelineTrainer):
             The mean loss, a scalar that a GPU may still be computing, and the number of loss tokens in the global
             batch; both are the same on every rank.
         """
-        num_tokens = max(self.sum_over_data_ranks(batch.num_loss_tokens), 1.0)
+        num_loss_tokens = self.sum_over_data_ranks(batch.num_loss_tokens)
+        num_tokens = max(num_loss_tokens, 1.0)
         total = torch.zeros((), dtype=torch.float64, device=self.device_name)
         with self.sequence_parallelism():  # also around the backward pass, where checkpointed layers run forward again
             for number, micro_batch in enumerate(batch.micro_batches):
@@ -229,7 +236,7 @@ class SFTTrainer(PipelineTrainer):
                     (loss * (self.dp_size / num_tokens)).backward()
                 total += loss.detach()
         dist.all_reduce(total)
-        return total / (num_tokens * self.config.sequence_parallel_size), num_tokens
+        return total / (num_tokens * self.config.sequence_parallel_size), num_loss_tokens
 
     def partial_model(self, number: int) -> AbstractContextManager[None]:
         """Return a context that selects the part of the model to run for micro-batch `number`; here the full model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -379,6 +380,13 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.guard.count(finite)
         return both[0], both[1]
 
+    def skip_update(self) -> None:
+        """Only advance the schedule: without any loss, momentum and weight decay would still move the weights."""
+        self.optimizer.zero_grad()
+        with warnings.catch_warnings():  # torch warns if the schedule advances before the first update
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.lr_scheduler.step()
+
     # Saving
 
     def save(self, defers_export: bool = False) -> None:
@@ -550,15 +558,17 @@ class NonFiniteGuard:
         self.limit, self.describe = limit, describe
         self.streak = 0
         self.num_skipped = 0
-        self._has_update = False
+        self._has_update: bool | None = None
 
     def count(self, finite: bool) -> None:
         """Count an update; `finite` says whether its loss and gradient norm are, and is the same on every rank."""
-        self._has_update |= finite
+        self._has_update = bool(self._has_update) or finite
         self.num_skipped += not finite
 
     def check(self, step: int, rows: Sequence[int]) -> None:
         """End a step, and stop the run if the limit is reached; collective in that case.
+
+        A step that attempted no update, for lack of loss tokens, does not change the streak.
 
         Args:
             rows: this rank's samples of the step.
@@ -566,7 +576,9 @@ class NonFiniteGuard:
         Raises:
             UserError: with the step and the rows of all ranks.
         """
-        self.streak, self._has_update = 0 if self._has_update else self.streak + 1, False
+        if self._has_update is None:
+            return
+        self.streak, self._has_update = 0 if self._has_update else self.streak + 1, None
         if self.streak < self.limit:
             return
         all_rows = sorted({row for rows_of_rank in gather_results(lambda: list(rows)) for row in rows_of_rank})
