@@ -184,7 +184,7 @@ class OptimConfig:
     optimizer_impl: str = setting("torch.optim", "Module of the optimizer class")
     lr: float = setting(1e-5, "Peak learning rate (budget: initial)", ge=0)
     betas: list[float] = setting([0.9, 0.95], "Adam betas", ge=0, lt=1)
-    weight_decay: float = setting(0.01, "Weight decay", ge=0)
+    weight_decay: float = setting(0.01, "Weight decay of all trainable parameters, norms and biases too", ge=0)
     clip_grad: float = setting(1.0, "Maximum gradient norm; inf disables clipping", ge=1e-12, finite=False)
     lr_scheduler: Schedule = setting("cosine", "Schedule after warmup")
     lr_warmup_steps_ratio: float = setting(0.1, "Warmup, as a fraction of the schedule", ge=0, le=1)
@@ -223,7 +223,7 @@ class PlateauOptimConfig(OptimConfig):
 
     lr: float = setting(1e-4, "Peak learning rate (budget: initial)", ge=0)
     betas: list[float] = setting([0.9, 0.999], "Adam betas", ge=0, lt=1)
-    weight_decay: float = setting(1e-5, "Weight decay", ge=0)
+    weight_decay: float = setting(1e-5, "Weight decay of all trainable parameters, norms and biases too", ge=0)
     lr_scheduler: Schedule = unused("constant", "set optim.plateau_factor and optim.plateau_patience")
     lr_warmup_steps_ratio: float = unused(0.0, "the learning rate falls on a plateau")
     lr_warmup_steps: int = unused(-1, "the learning rate falls on a plateau")
