@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,17 @@ def test_answers_to_one_problem_stay_in_one_split(tmp_path: Path) -> None:
     train, val, _ = run_chat(tmp_path, rows, "--val-fraction", "0.1")
     assert len(val) == 10
     assert not {row["problem_id"] for row in train} & {row["problem_id"] for row in val}
+
+
+def test_few_ids_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"messages": chat(f"q{index}"), "problem_id": index % 2} for index in range(40)]
+    _, val, _ = run_chat(tmp_path, rows)
+    assert len(val) == 20
+    assert re.search(r"20 of 40 rows are held out .*requested 2%.* same problem_id", capsys.readouterr().out)
+    run_chat(tmp_path, rows[:9], "--id-key", "other")
+    assert "held out" not in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"all 20 rows have the same problem_id \(--id-key\)"):
+        run_chat(tmp_path, rows[::2])
 
 
 @pytest.mark.parametrize(

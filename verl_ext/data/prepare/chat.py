@@ -70,7 +70,8 @@ def prepare_chats(arguments: argparse.Namespace) -> PrepareResult:
     ids = [row.get(arguments.id_key) for row in rows]
     groups = [f"row {index}" if each is None else f"id {each}" for index, each in enumerate(ids)]
     rows = encode_mixed_columns(rows, keep="messages")
-    written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed)
+    grouped_by = f"{arguments.id_key} (--id-key)"
+    written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed, grouped_by)
     percentiles = length_percentiles(lengths, "chars" if measures_chars else "tokens")
     return PrepareResult([f"{name}.parquet" for name in written], {**counts, **written, **percentiles})
 

@@ -54,7 +54,9 @@ def prepare_prompts(arguments: argparse.Namespace) -> PrepareResult:
         rows += converter.convert(path, read_rows(path), to_row)
     # With the same prompt on both sides of the split, validation would measure memorization.
     groups = [json.dumps(row["prompt"], sort_keys=True) for row in rows]
-    written = write_split(Path(arguments.output), _with_one_type(rows), groups, arguments.val_fraction, arguments.seed)
+    written = write_split(
+        Path(arguments.output), _with_one_type(rows), groups, arguments.val_fraction, arguments.seed, "prompt"
+    )
     reward = _fitting_reward([row.get("reward_model", {}).get("ground_truth") for row in rows])
     return PrepareResult([f"{name}.parquet" for name in written], {**counts, **written}, {"reward": reward})
 

@@ -45,7 +45,7 @@ def prepare_stdlib(arguments: argparse.Namespace) -> PrepareResult:
     counts: Counter[str] = Counter(files=0, files_not_parsed=0, functions=0, duplicate=0)
     rows = _collect_rows(root, counts)
     groups = [row["source"] for row in rows]
-    written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed)
+    written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed, "source file")
     return PrepareResult([f"{name}.parquet" for name in written], {**counts, **written})
 
 

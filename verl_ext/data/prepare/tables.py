@@ -379,20 +379,24 @@ def add_split_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=IntArg(0), default=0, help="seed of the split")
 
 
-def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> set[str]:
+def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int, grouped_by: str = "group") -> set[str]:
     """Choose groups at random until they hold `val_fraction` of the rows; each side gets at least one group.
 
     Args:
         val_fraction: share of the rows for validation, between 0 and 1.
+        grouped_by: what the rows of a group have in common, for the message.
 
     Raises:
         UserError: there are fewer than two groups.
     """
     sizes = Counter(groups)
     if len(sizes) < 2:
+        problem = f"all {len(groups)} rows have the same {grouped_by} and stay on one side of the split"
+        if len(groups) == 1:
+            problem = "there is only 1 row"
         raise UserError(
-            f"found {len(sizes)} separate sample(s), but a split needs 2; add more data, or disable validation "
-            "(data.val_files=null; --val-fraction 0)"
+            f"{problem}, but a split needs 2 sides; add other rows, or disable validation (data.val_files=null; "
+            "--val-fraction 0)"
         )
     order = sorted(sizes)
     random.Random(seed).shuffle(order)
@@ -406,12 +410,17 @@ def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int) -> 
     return chosen
 
 
-def write_split(output: Path, rows: list[Row], groups: Sequence[str], val_fraction: float, seed: int) -> dict[str, int]:
+def write_split(
+    output: Path, rows: list[Row], groups: Sequence[str], val_fraction: float, seed: int, grouped_by: str
+) -> dict[str, int]:
     """Write `train.parquet` and `val.parquet`; the rows of a group stay on one side, and rows stay in order.
+
+    Prints a notice if the groups are so large that validation gets more than twice its share.
 
     Args:
         groups: the group of each row, with the length of `rows`.
         val_fraction: share of the rows for validation; 0 or 1 writes only one file.
+        grouped_by: what the rows of a group have in common, for messages.
 
     Returns:
         The number of rows in each written file, by `train` and `val`.
@@ -424,10 +433,16 @@ def write_split(output: Path, rows: list[Row], groups: Sequence[str], val_fracti
     if val_fraction in (0, 1):
         val_groups = set(groups) if val_fraction else set()
     else:
-        val_groups = choose_val_groups(groups, val_fraction, seed)
+        val_groups = choose_val_groups(groups, val_fraction, seed, grouped_by)
     parts: dict[str, list[Row]] = {"train": [], "val": []}
     for row, group in zip(rows, groups, strict=True):
         parts["val" if group in val_groups else "train"].append(row)
+    num_val = len(parts["val"])
+    if num_val > max(1, 2 * val_fraction * len(rows)):
+        print_line(
+            f"{num_val} of {len(rows)} rows are held out for validation, more than the requested "
+            f"{100 * val_fraction:g}%, because rows with the same {grouped_by} stay on one side of the split"
+        )
     for name, part in parts.items():
         path = output / f"{name}.parquet"
         if part:
