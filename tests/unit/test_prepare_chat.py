@@ -245,6 +245,39 @@ def test_few_ids_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         run_chat(tmp_path, rows[::2])
 
 
+UNPREFERRED = {"chosen": "yes", "rejected": "no"}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "option"),
+    [
+        ({"prompt": "q", **UNPREFERRED}, "data.response_key=chosen", "--response-key"),
+        ({"prompt": chat("q")[:1], "chosen": [ANSWER], "rejected": [ANSWER]}, "response_key=chosen", "--response-key"),
+        ({"prompt": "q", "chosen": chat("q"), "rejected": chat("q")}, "messages_key=chosen", "--messages-key"),
+        ({"chosen": chat("q"), "rejected": chat("q")}, "messages_key=chosen", "--messages-key"),
+    ],
+)
+def test_preference_data_train_on_chosen_answers(tmp_path: Path, row: Row, reason: str, option: str) -> None:
+    with pytest.raises(UserError, match=f"preferences is not supported; .*{option} chosen .*{reason}"):
+        run_chat(tmp_path, [row])
+    write_jsonl(tmp_path / "in.jsonl", [row])
+    output = ["--output", str(tmp_path), "--val-fraction", "0"]
+    prepare(["chat", "--input", str(tmp_path / "in.jsonl"), *output, option, "chosen"])
+    [(_, converted_row)] = read_parquet(tmp_path / "train.parquet")
+    assert converted_row["messages"] == chat("q")
+
+
+@pytest.mark.parametrize("column", ["label", "kto_tag"])
+def test_rejected_answers_are_refused(tmp_path: Path, column: str) -> None:
+    rows = [{"prompt": f"q{index}", "completion": "yes", column: index % 2 == 0} for index in range(6)]
+    with pytest.raises(UserError, match=f"row 2: its column '{column}' is false.*--skip-bad.*--metadata {column}"):
+        run_chat(tmp_path, rows)
+    train, val, counts = run_chat(tmp_path, rows, "--skip-bad")
+    assert counts["bad"] == 3 and all(row[column] for row in train + val)
+    train, val, _ = run_chat(tmp_path, rows, "--metadata", column)
+    assert len(train + val) == 6
+
+
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [

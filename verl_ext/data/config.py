@@ -13,6 +13,12 @@ ALL = (-1, "all")
 VQA_METRICS = ("vqa", "cider")
 """Metrics that compare answers with references: VQA soft accuracy, or CIDEr for captions."""
 RAW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+MESSAGES_KEYS = ("messages", "conversation", "conversations")
+PROMPT_KEYS = ("prompt", "instruction", "question", "query", "input")
+RESPONSE_KEYS = ("response", "completion", "answer", "output")
+"""Columns in which the conversion of chats looks for turns, prompts and answers, in this order."""
+PREFERENCE_KEYS = ("chosen", "rejected")
+"""Columns of the two answers of preference data."""
 
 
 @dataclass(kw_only=True)

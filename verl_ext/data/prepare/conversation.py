@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.commands import program
+from verl_ext.data.config import MESSAGES_KEYS, PREFERENCE_KEYS, PROMPT_KEYS, RESPONSE_KEYS
 from verl_ext.data.dataset import ORIGIN_KEY
 from verl_ext.data.prepare.tables import Row, RowError
 from verl_ext.errors import UserError
 
-MESSAGES_KEYS = ("messages", "conversation", "conversations")
-PROMPT_KEYS = ("prompt", "instruction", "question", "query", "input")
 INPUT_KEYS = ("input", "context")
 """Columns that continue an `instruction`."""
-RESPONSE_KEYS = ("response", "completion", "answer", "output")
 SYSTEM_KEYS = ("system", "system_prompt")
 HISTORY_KEY = "history"
 TOOLS_KEY = "tools"
@@ -36,6 +34,8 @@ METADATA_KEYS = re.compile(
     re.IGNORECASE,
 )
 """Text columns that describe a conversation without being part of it."""
+VERDICT_KEYS = ("label", "kto_tag")
+"""Columns that are false for a rejected answer, in data for KTO."""
 ROLES = ("system", "user", "assistant", "tool")
 DEVELOPER = "developer"
 FUNCTION_CALL = "function_call"
@@ -112,6 +112,13 @@ def detect_layout(row: Row, keys: ChatColumns) -> ChatLayout:
     if prompt == "prompt" and keys.prompt is None and row.get("instruction") is not None:
         raise RowError("it has both 'prompt' and 'instruction'", "specify the one to use with --prompt-key")
     response = _find_column(row, keys.response, [key for key in RESPONSE_KEYS if key != prompt])
+    if response is None and {*PREFERENCE_KEYS} <= row.keys():
+        is_chat = _is_whole_chat(from_json_text(row["chosen"]))
+        option, key = ("--messages-key", "multiturn.messages_key") if is_chat else ("--response-key", "response_key")
+        raise RowError(
+            "it has a chosen and a rejected answer, but training on preferences is not supported",
+            f"train on the chosen answers with the option {option} chosen (for SFT data.{key}=chosen)",
+        )
     if prompt is None or response is None:
         raise RowError(
             f"its columns {', '.join(sorted(row))} contain no known conversation layout",
@@ -155,7 +162,9 @@ def to_conversation(
     rest = {name: value for name, value in row.items() if name not in used}
     rest.pop(ORIGIN_KEY, None)
     is_pair = layout.messages is None and all(isinstance(row[name], str) for name in layout.columns)
-    _refuse_lost_text(rest, [row.get(name) for name in used] if is_pair else [], messages, keys.metadata)
+    metadata = (*keys.metadata, "rejected") if "chosen" in layout.columns else keys.metadata
+    _refuse_lost_text(rest, [row.get(name) for name in used] if is_pair else [], messages, metadata)
+    _refuse_rejected_answer(rest, metadata)
     tools = _tools(row.get(TOOLS_KEY))
     rest.pop("messages", None)  # a metadata column that the conversation replaces
     return {"messages": messages, **rest, **({} if tools is None else {TOOLS_KEY: tools})}
@@ -260,6 +269,16 @@ def _refuse_lost_text(rest: Row, used: list[Any], messages: list[Row], metadata:
         )
 
 
+def _refuse_rejected_answer(rest: Row, metadata: Collection[str]) -> None:
+    for name in VERDICT_KEYS:
+        if rest.get(name) is False and name not in metadata:
+            raise RowError(
+                f"its column {name!r} is false, which marks a rejected answer, and SFT would train on it",
+                f"drop such rows with the option --skip-bad of `{program('prepare')} chat`, or keep them with "
+                f"--metadata {name}",
+            )
+
+
 def _has_text(value: Any) -> bool:
     if isinstance(value, (str, bytes)):
         return bool(value.strip())
@@ -340,7 +359,15 @@ def _is_sharegpt(turns: Any) -> bool:
     return isinstance(first, dict) and {"from", "value"} <= first.keys()
 
 
+def _is_whole_chat(turns: Any) -> bool:
+    """Whether a value is a list of turns that does not begin with the assistant."""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, dict) and SHAREGPT_ROLES.get(str(first.get("role", first.get("from")))) != "assistant"
+
+
 def _to_turn(turn: Any, where: str) -> Row:
+    if isinstance(turn, list) and all(isinstance(pair, tuple) for pair in turn):
+        turn = dict(turn)  # pyarrow returns a map as a list of pairs
     if not isinstance(turn, dict):
         raise RowError(f"{where} is not an object with role and content")
     turn = {name: value for name, value in turn.items() if value is not None or name == "content"}
