@@ -25,7 +25,7 @@ from verl_ext.config.schema import as_dict
 from verl_ext.data import chats
 from verl_ext.data.batching import MicroBatchCollator, MicroBatchPlan, validation_micro_batches
 from verl_ext.data.chat_template import ChatTemplate, check_messages
-from verl_ext.data.chats import ChatDataset, load_chat_files
+from verl_ext.data.chats import ChatDataset, load_chat_files, load_chats
 from verl_ext.data.dataset import count_parquet_rows, drop_nulls, iter_parquet_rows, unique_sample_ids
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError
@@ -263,6 +263,31 @@ def test_padding_of_custom_dataset_class_is_removed(tokenizer: PreTrainedTokeniz
     dataset = load_chat_files(str(tmp_path / "own.parquet"), config, tokenizer)
     assert dataset.lengths[0] == len(dataset[0]["input_ids"]) < config.max_length
     assert dataset.describe([0]) == "Own rows 0"
+
+
+@pytest.mark.parametrize(
+    ("template", "header"),
+    [
+        (NO_END_TEMPLATE, "assistant:"),
+        (DEEPSEEK_CODER_TEMPLATE.rpartition("{{")[0], "### Response:"),
+        ("{{ raise_exception('') if messages[0].role != 'system' }}" + NO_END_TEMPLATE, "assistant:"),
+        *((each, "") for each in (QWEN25_TEMPLATE, FORGETFUL_TEMPLATE, MARKED_TEMPLATE, LLAMA3_TEMPLATE)),
+        *((each, "") for each in (DEEPSEEK_CODER_TEMPLATE, MISTRAL_TEMPLATE, PROMPTED_NO_END_TEMPLATE, "{% raw")),
+    ],
+)
+def test_trained_header_is_warned_of_once(
+    template: str, header: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer.chat_template = template
+    assert ChatTemplate(tokenizer, {}).trained_header == header
+    system = {"role": "system", "content": "s"}
+    pd.DataFrame({"messages": [[system, *CHAT[:2]]] * 2}).to_parquet(tmp_path / "rows.parquet")
+    data = [f"data.{key}_files={tmp_path}/rows.parquet" for key in ("train", "val")]
+    config = small_config(tmp_path, tmp_path, *data, f"data.token_cache={tmp_path}").data
+    if header:
+        for _ in range(2):  # the second time from the cache
+            load_chats(config, tokenizer, progress=True)
+            assert capsys.readouterr().err.count(f"so {header!r} before each answer is trained on") == 1
 
 
 def test_truncated_samples_are_counted_from_cache_too(

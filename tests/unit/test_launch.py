@@ -570,6 +570,22 @@ def test_show_samples_checks_data_like_training(name: str, says: str, quickstart
             launch(parse_arguments([*words, *option]), StopSignals())
 
 
+FLAGLESS_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def test_show_samples_warns_of_template(quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "flagless.jinja").write_text(FLAGLESS_TEMPLATE)
+    words = [*launch_arguments(quickstart, tmp_path / "run"), f"data.token_cache={tmp_path}", "--show-samples", "1"]
+    assert launch(parse_arguments(words), StopSignals()) == 0
+    assert "warning" not in capsys.readouterr().err
+    launch(parse_arguments([*words, f"data.chat_template={tmp_path / 'flagless.jinja'}"]), StopSignals())
+    said = capsys.readouterr().err
+    assert "ignores add_generation_prompt, so '<|im_start|>assistant:' before each answer" in said
+    assert said.count("warning: no turn ends with a stop token of the model") == 1
+    launch(parse_arguments([*words, "data.max_length=9", "data.truncation=left"]), StopSignals())
+    assert "1 of 1 samples of" in capsys.readouterr().err
+
+
 def test_show_samples_refuses_stage_without_chats() -> None:
     with pytest.raises(UserError, match="--show-samples shows chats, but the recipe's stage is vlm_sft; omit"):
         show_samples(load_config("sft", ["recipe=budget_vlm"]), 1)

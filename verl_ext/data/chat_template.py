@@ -185,6 +185,20 @@ class ChatTemplate:
             )
         return text[start:].lstrip()
 
+    @property
+    def trained_header(self) -> str:
+        """The text before each answer that is trained on, because the template ignores `add_generation_prompt`.
+
+        Empty for templates that follow it or mark answers, and for templates whose prompt ends where an answer begins.
+        """
+        if not marks_generation(self.tokenizer.get_chat_template()):
+            for chat in (PROBE, [SYSTEM, *PROBE]):  # some templates require a system turn
+                with suppress(UserError, *TEMPLATE_ERRORS):  # reported for the first row, which it affects, too
+                    prompt, text = self.render(chat[:-1], prompt=True), self.render(chat)
+                    header = text.removeprefix(prompt).partition(ANSWER)[0]
+                    return header.strip() if prompt == self.render(chat[:-1]) and text.startswith(prompt) else ""
+        return ""
+
     def _apply(self, messages: Sequence[Message], prompt: bool, columns: Mapping[str, Any]) -> str:
         with rendering():
             return self.tokenizer.apply_chat_template(

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_ext.config.schema import as_dict
 from verl_ext.console import progress_bar, warn
-from verl_ext.data.chat_template import ChatEncoder, Tokens
+from verl_ext.data.chat_template import ADVICE, ChatEncoder, ChatTemplate, Tokens
 from verl_ext.data.config import ChatDataConfig, file_list
 from verl_ext.data.dataset import SampleDataset, TokenDataset, count_parquet_rows, iter_parquet_rows
 from verl_ext.errors import UserError, first_line_of
@@ -53,10 +53,21 @@ def load_chats(
     data: ChatDataConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = False, now: datetime | None = None
 ) -> tuple[TokenDataset, TokenDataset | None]:
     """Load training and validation set; the latter is None if `data.val_files` is null. `ChatEncoder` defines `now`."""
+    if progress and data.custom_cls.path is None:
+        warn_of_trained_header(tokenizer, data)
     train = load_chat_files(data.train_files, data, tokenizer, data.train_max_samples, progress, now)
     if not file_list(data.val_files):
         return train, None
     return train, load_chat_files(data.val_files, data, tokenizer, data.val_max_samples, progress, now)
+
+
+def warn_of_trained_header(tokenizer: PreTrainedTokenizerBase, data: ChatDataConfig) -> None:
+    """Warn if the chat template puts the start of the assistant's turn, such as its role, into the loss."""
+    header = ChatTemplate(tokenizer, data.apply_chat_template_kwargs).trained_header
+    if header:
+        warn(
+            f"the chat template ignores add_generation_prompt, so {header!r} before each answer is trained on; {ADVICE}"
+        )
 
 
 def load_chat_files(

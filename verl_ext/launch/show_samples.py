@@ -8,11 +8,12 @@ from itertools import groupby
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.console import print_line, print_marked
-from verl_ext.data.chats import load_chat_files
+from verl_ext.data.chats import load_chat_files, warn_of_trained_header
 from verl_ext.errors import UserError
+from verl_ext.launch.configure import has_custom_class
 from verl_ext.launch.preflight import check_inputs
 from verl_ext.trainer.stages import RunConfig, SFTConfig
-from verl_ext.trainer.tokenizer import load_tokenizer
+from verl_ext.trainer.tokenizer import check_turn_ends, load_tokenizer
 
 
 def show_samples(config: RunConfig, num_samples: int) -> None:
@@ -30,12 +31,15 @@ def show_samples(config: RunConfig, num_samples: int) -> None:
         raise UserError(f"--show-samples shows chats, but the recipe's stage is {config.stage}; omit the option")
     check_inputs(config, fills_batch=False)  # a few rows are enough to look at
     tokenizer = load_tokenizer(config)
-    samples = load_chat_files(config.data.train_files, config.data, tokenizer, num_samples)
+    if not has_custom_class(config):
+        warn_of_trained_header(tokenizer, config.data)
+    samples = load_chat_files(config.data.train_files, config.data, tokenizer, num_samples, progress=True)
     for row in range(len(samples)):
         sample = samples[row]
         token_ids, is_trained = sample["input_ids"].tolist(), sample["loss_mask"].bool().tolist()
         print_line(f"--- sample {row}: {len(token_ids)} tokens, {sum(is_trained)} in the loss")
         print_marked(decode_segments(token_ids, is_trained, tokenizer))
+    check_turn_ends(config, tokenizer, samples.final_tokens())
 
 
 def decode_segments(

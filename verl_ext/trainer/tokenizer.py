@@ -15,7 +15,7 @@ from verl_ext.data.config import TextDataConfig
 from verl_ext.data.training_templates import TEMPLATE_NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_files import require_no_remote_code
-from verl_ext.trainer.model import local_model_path
+from verl_ext.trainer.model import generation_config_of, local_model_path
 from verl_ext.trainer.stages import RunConfig
 from verl_ext.verl_api import hf_tokenizer
 
@@ -107,7 +107,20 @@ def sync_eos_token(
             name = tokenizer.convert_ids_to_tokens(found)
             sentence = f"Turns end with {name}, which is not a stop token of this model; exports add it"
             print_line(sentence, sys.stderr)
-    elif is_main and not turn_ends.keys() & set(known):
+    elif is_main:
+        warn_if_endless(turn_ends, known)
+
+
+def check_turn_ends(config: RunConfig, tokenizer: PreTrainedTokenizerBase, turn_ends: Counter[int]) -> None:
+    """Warn of turns without an end as `sync_eos_token` does, without loading the model."""
+    known = stop_token_ids(generation_config_of(local_model_path(config)), tokenizer)
+    if missing_eos_token(turn_ends, known, tokenizer) is None:  # exports add a missing one
+        warn_if_endless(turn_ends, known)
+
+
+def warn_if_endless(turn_ends: Counter[int], known: list[int]) -> None:
+    """Warn if no sample ends with one of the `known` stop tokens; see `sync_eos_token`."""
+    if not turn_ends.keys() & set(known):
         warn(
             "no turn ends with a stop token of the model, so its answers will run to the length limit; "
             "end turns with the tokenizer's eos_token in data.chat_template, or raise data.max_length"
