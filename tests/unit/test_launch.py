@@ -557,13 +557,17 @@ def test_show_samples_marks_tokens_in_loss(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("saved", "data.train_files names the directory .*saved; specify the files in it"),
-        ("pairs.parquet", r"no column 'messages' .*columns are prompt, response; set data.*=false, data.prompt_key"),
+        ("saved", r"the directory .*saved; .*'data.train_files=\[.*/saved/a b.parquet,.*/saved/b.parquet\]'"),
+        ("saved/*.parquet", r"which is not a file; .*'data.train_files=\[.*/saved/a b.parquet,.*/saved/b.parquet\]'"),
+        ("saved/b*.parquet", r"such as data.train_files=[^\[]*/saved/b.parquet$"),
+        ("saved/*.csv", r"no data file .*\*.csv; list the files"),
+        ("pairs.parquet", r"no column 'messages' .*columns are ask, say; set data.*=false, data.prompt_key"),
     ],
 )
 def test_show_samples_checks_data_like_training(name: str, says: str, quickstart: Path, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
-    pd.DataFrame({"prompt": ["q"] * 64, "response": ["a"] * 64}).to_parquet(tmp_path / "pairs.parquet")
+    for each in ("saved/a b.parquet", "saved/b.parquet", "pairs.parquet"):
+        pd.DataFrame({"ask": ["q"] * 64, "say": ["a"] * 64}).to_parquet(tmp_path / each)
     words = [*launch_arguments(quickstart, tmp_path / "run"), f"data.train_files={tmp_path / name}"]
     for option in ([], ["--show-samples", "1"]):
         with pytest.raises(UserError, match=says):

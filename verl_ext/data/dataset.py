@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.paths import caller_directory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -158,15 +161,25 @@ def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
     if re.match(r"[A-Za-z0-9]+:/", str(path)):  # Path collapses the two slashes of a URL
         raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
     if path.is_dir():
-        raise UserError(f"data.{key} names the directory {path.absolute()}; specify the files in it")
-    if not path.is_file():
         raise UserError(
-            f"data.{key} names {path.absolute()}, which is not a file; create it, or set data.{key} to your data "
-            "(docs/start/your_data.md)"
+            f"data.{key} names the directory {path.absolute()}; {_listing_advice(key, f'{path}/*.parquet')}"
         )
+    if not path.is_file():
+        fix = f"create it, or set data.{key} to your data (docs/start/your_data.md)"
+        if any(mark in str(path) for mark in "*?["):
+            fix = _listing_advice(key, str(path))
+        raise UserError(f"data.{key} names {path.absolute()}, which is not a file; {fix}")
     metadata = _read_metadata(path)
     require_columns(str(path), metadata.schema.to_arrow_schema().names, columns)
     return int(metadata.num_rows)
+
+
+def _listing_advice(key: str, pattern: str) -> str:
+    """How to name several files; with the first of them, if there are any."""
+    places = dict.fromkeys((pattern, str(caller_directory() / pattern)))  # the scripts change to the repository
+    found = next(filter(None, (sorted(glob(place)) for place in places)), ["a.parquet", "b.parquet"])
+    setting = f"data.{key}={found[0]}" if len(found) == 1 else f"data.{key}=[{found[0]},{found[1]}]"
+    return f"list its files, such as {shlex.quote(setting)}"
 
 
 def require_columns(what: str, known: Collection[str], columns: Mapping[str, str]) -> None:

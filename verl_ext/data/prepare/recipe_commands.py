@@ -183,7 +183,8 @@ def existing_file(name: str) -> Path:
         if (folder / path).is_file():
             return path if folder == Path.cwd() else folder / path
     tried = " or ".join(str(folder / path) for folder in (folders[:1] if path.is_absolute() else folders))
-    raise UserError(f"there is no data file {tried}; correct its path")
+    fix = "list the files, such as [a.jsonl,b.jsonl]" if "*" in name else "correct its path"
+    raise UserError(f"there is no data file {tried}; {fix}")
 
 
 def column_options(data: ChatDataConfig | PromptDataConfig) -> list[str]:
