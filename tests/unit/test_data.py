@@ -187,9 +187,11 @@ def test_too_long_and_invalid_rows_are_named(tokenizer: PreTrainedTokenizerBase,
         dataset_of([{"messages": CHAT[:1]}], tokenizer, tmp_path)
     for names, chat in {
         "begins with the assistant": [CHAT[1]],
-        "turn 0 has no role": [{"content": "x"}, CHAT[1]],
+        "turn 0 has no role; set it": [{"content": "x"}, CHAT[1]],
+        "turn 0 has no role; convert .*prepare chat --input": [{"from": "human", "value": "x"}],
+        "is null; drop the row, or convert .*--skip-bad": None,
         "turn 0 has content that is not text": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, CHAT[1]],
-        "not a list of turns": "not a chat",
+        "not a list of turns .*prepare chat --input FILE --output DIR": "not a chat",
     }.items():
         with pytest.raises(UserError, match=f"row 0 cannot be used: .*{names}"):
             write_and_read([{"messages": chat}], tokenizer, tmp_path)

@@ -344,7 +344,7 @@ def test_gsm8k_prompts_match_verl_format(tmp_path: Path, tokenizer: PreTrainedTo
         ([{"role": "user", "content": "word " * 300}], "max_prompt_length"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "last turn"),
         ([], "not a list of turns"),
-        (None, "not a list of turns"),
+        (None, "is null; drop the row, or convert .*prepare prompts"),
     ],
 )
 def test_invalid_prompts_are_rejected_with_row(

@@ -149,6 +149,50 @@ def test_parquet_next_to_json_is_used_directly_or_converted(repository: Path) ->
         launched(*words, "data.multiturn.enable=false", "data.prompt_dict_keys=[a]")
 
 
+TURNS = [[{"role": "user", "content": f"q{index}"}, {"role": "assistant", "content": "r"}] for index in range(3)]
+SHAREGPT = [[{"from": "human", "value": f"q{index}"}, {"from": "gpt", "value": "r"}] for index in range(3)]
+MAPS = pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.string()))
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"conversations": SHAREGPT}, []),
+        ({"conversations": SHAREGPT}, ["data.multiturn.messages_key=conversations"]),
+        ({"messages": SHAREGPT}, []),
+        ({"messages": [json.dumps(turns) for turns in TURNS]}, []),
+        ({"messages": pyarrow.array([[list(turn.items()) for turn in turns] for turns in TURNS], MAPS)}, []),
+        ({"instruction": ["q0", "q1", "q2"], "output": ["r"] * 3}, []),
+        ({"ask": ["q0", "q1", "q2"], "say": ["r"] * 3}, ["data.prompt_key=ask", "data.response_key=say"]),
+        ({"prompt": ["q0", "q1", "q2"], "chosen": ["r"] * 3, "rejected": ["s"] * 3}, ["data.response_key=chosen"]),
+    ],
+)
+def test_converts_parquet_of_other_layouts(repository: Path, columns: dict[str, object], words: list[str]) -> None:
+    parquet.write_table(pyarrow.table(columns), "mine.parquet")
+    config = launched("data.train_files=mine.parquet", "data.val_files=null", *words)
+    [command] = conversions(config)
+    prepare(command)
+    assert parquet.read_table(config.data.train_files).column("messages").to_pylist() == TURNS
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"messages": TURNS, "prompt": ["p"] * 3, "response": ["r"] * 3}, []),
+        ({"messages": [None, *TURNS[1:]]}, []),
+        ({"talk": TURNS, "prompt": ["p"] * 3, "response": ["r"] * 3}, ["data.multiturn.messages_key=talk"]),
+        ({"prompt": ["p"] * 3, "response": ["r"] * 3}, ["data.multiturn.enable=false"]),
+        ({"conversations": SHAREGPT}, ["data.custom_cls.path=own.py", "data.custom_cls.name=Own"]),
+        ({"text": ["t"] * 3}, []),
+        ({"messages": [1, 2, 3]}, []),
+    ],
+)
+def test_other_parquet_is_used_directly(repository: Path, columns: dict[str, object], words: list[str]) -> None:
+    parquet.write_table(pyarrow.table(columns), "mine.parquet")
+    config = launched("data.train_files=mine.parquet", "data.val_files=null", *words)
+    assert config.data.train_files == "mine.parquet" and not conversions(config)
+
+
 def test_converts_prompts_for_grpo(repository: Path) -> None:
     path = write(repository / "mine.jsonl", [{"ask": row["prompt"], "answer": row["answer"]} for row in PROMPTS])
     config = launched(f"data.train_files={path}", "data.prompt_key=ask", stage="grpo")

@@ -19,7 +19,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from verl_ext.data.config import ChatDataConfig
-from verl_ext.data.dataset import drop_nulls, place_of, require_columns
+from verl_ext.data.dataset import conversion_advice, drop_nulls, place_of, require_columns
 from verl_ext.data.training_templates import TEMPLATE_NAMES, marks_generation, read_chat_template, without_date
 from verl_ext.errors import UserError
 from verl_ext.rendering import EndlessTemplate, rendering
@@ -57,9 +57,14 @@ def check_messages(messages: Any, column: str = "messages", *, is_prompt: bool =
     Raises:
         UserError: the chat cannot be rendered, or has no turn to train on or to answer.
     """
+    command = "prompts" if is_prompt else "chat"
+    if messages is None:
+        fix = f"drop the row, or {conversion_advice(command, '--skip-bad ')}"
+        raise UserError(f"its column '{column}' is null; {fix}")
     is_chat = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
     if not is_chat or not messages:
-        raise UserError(f"its column '{column}' is not a list of turns with role and content; prepare the file again")
+        fix = conversion_advice(command)
+        raise UserError(f"its column '{column}' is not a list of turns with role and content; {fix}")
     turns = [_check_turn(message, turn) for turn, message in enumerate(messages)]
     if is_prompt:
         if turns[-1]["role"] == "assistant":
@@ -82,7 +87,8 @@ def check_messages(messages: Any, column: str = "messages", *, is_prompt: bool =
 
 def _check_turn(message: dict[str, Any], turn: int) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
-        raise UserError(f"turn {turn} has no role; set it to user, assistant, system or tool")
+        fix = conversion_advice("chat") if "from" in message else "set it to user, assistant, system or tool"
+        raise UserError(f"turn {turn} has no role; {fix}")
     checked = {**message, "content": _join_text_parts(message.get("content"), turn)}
     if message.get("tool_calls"):
         checked["tool_calls"] = [_decode_arguments(call, turn) for call in message["tool_calls"]]

@@ -126,6 +126,32 @@ class ChatDataConfig(TextDataConfig):
             return {"data.multiturn.messages_key": self.multiturn.messages_key}
         return {"data.prompt_key": self.prompt_key, "data.response_key": self.response_key}
 
+    def is_raw(self, name: str) -> bool:
+        """Whether a data file must be converted: JSON, CSV, and parquet with chats in another layout than OpenAI's."""
+        return super().is_raw(name) or (self.multiturn.enable and self._has_other_layout(Path(name).expanduser()))
+
+    def _has_other_layout(self, path: Path) -> bool:
+        """Whether a parquet file cannot be trained on, but has the columns or the types of a layout to convert."""
+        from pyarrow import types
+
+        schema = read_schema(path)
+        if schema is None:
+            return False
+        names, key = {*schema.names}, self.multiturn.messages_key
+        if key not in names:
+            has_prompt = not names.isdisjoint((*PROMPT_KEYS, self.prompt_key))
+            has_pair = has_prompt and not names.isdisjoint((*RESPONSE_KEYS, self.response_key))
+            is_known = has_pair or {*PREFERENCE_KEYS} <= names or not names.isdisjoint(MESSAGES_KEYS)
+            return key == "messages" and is_known
+        kind = schema.field(key).type
+        if types.is_string(kind) or types.is_large_string(kind):  # JSON text
+            return True
+        if not (types.is_list(kind) or types.is_large_list(kind)):
+            return False
+        turn = kind.value_type
+        fields = {turn.field(index).name for index in range(turn.num_fields)}
+        return types.is_map(turn) or (types.is_struct(turn) and "role" not in fields and {"from", "value"} <= fields)
+
 
 @dataclass(kw_only=True)
 class EvaluatedDataConfig(DataConfig):
@@ -281,12 +307,18 @@ def file_list(files: str | list[str] | None) -> list[str]:
 
 def has_flat_columns(path: Path, prompt_key: str) -> bool:
     """Whether a parquet file has columns for rewards that verl's RL format keeps in `reward_model` or `extra_info`."""
+    schema = read_schema(path)
+    if schema is None:
+        return False
+    columns = {*schema.names}
+    return not columns & {"reward_model", "extra_info"} and not columns <= {prompt_key, "data_source", "ability"}
+
+
+def read_schema(path: Path) -> Any:
+    """The schema of a parquet file; None if the file cannot be read, which the checks of the inputs report."""
     from pyarrow import ArrowException, parquet
 
-    if not path.is_file():
-        return False
     try:
-        columns = {*parquet.read_schema(path).names}
-    except (ArrowException, OSError):  # reported by the checks of the inputs
-        return False
-    return not columns & {"reward_model", "extra_info"} and not columns <= {prompt_key, "data_source", "ability"}
+        return parquet.read_schema(path) if path.is_file() else None
+    except (ArrowException, OSError):
+        return None

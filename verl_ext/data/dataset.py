@@ -16,6 +16,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.commands import program
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.paths import caller_directory
 
@@ -180,6 +181,11 @@ def _listing_advice(key: str, pattern: str) -> str:
     found = next(filter(None, (sorted(glob(place)) for place in places)), ["a.parquet", "b.parquet"])
     setting = f"data.{key}={found[0]}" if len(found) == 1 else f"data.{key}=[{found[0]},{found[1]}]"
     return f"list its files, such as {shlex.quote(setting)}"
+
+
+def conversion_advice(command: str, options: str = "") -> str:
+    """How to convert a file of another layout, for messages."""
+    return f"convert the file with `{program('prepare')} {command} --input FILE {options}--output DIR`"
 
 
 def require_columns(what: str, known: Collection[str], columns: Mapping[str, str]) -> None:

@@ -179,7 +179,7 @@ def with_paths(config: RunConfig, keys: Iterable[str], is_of_caller: Callable[[s
 
 
 def convert_data_files(config: RunConfig, overrides: Sequence[str]) -> list[str]:
-    """Replace JSON and CSV data files with parquet files, and prepend their conversion to `prepare`.
+    """Replace data files that must be converted (`is_raw`), and prepend their conversion to `prepare`.
 
     Returns:
         A sentence for each key whose files are converted.
