@@ -261,7 +261,7 @@ def test_hung_judge_is_replaced(opened: TextEnvironment) -> None:
 def test_failing_custom_reward_affects_only_its_sample(
     opened: TextEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other samples keep their rewards. A call that times out is repeated once."""
+    """The other samples keep their rewards. A call that times out or ends its process is repeated once."""
     texts = ("good", "raise", "hang", "die", "none", "nan", "text", "mapping", "again")
     limits, called, call = set(), [], process_pool._Process.call
 
@@ -274,7 +274,7 @@ def test_failing_custom_reward_affects_only_its_sample(
     monkeypatch.setattr(process_pool._Process, "call", call_patiently)
     answers = [sample(text, "0.5", data_source="here", extra_info={"index": 3}) for text in texts]
     rewards = dict(zip(texts, rewards_of(opened, answers)))
-    assert limits == {REWARD.time_limit_s} and sorted(called) == sorted([*texts, "hang"])
+    assert limits == {REWARD.time_limit_s} and sorted(called) == sorted([*texts, "hang", "die"])
     assert {text: reward.total for text, reward in rewards.items()} == {
         **dict.fromkeys(texts),
         "good": 17.0,
@@ -289,6 +289,24 @@ def test_failing_custom_reward_affects_only_its_sample(
     assert "custom_process.py" not in failures["raise"].traceback  # its frames are of no use to the user
     assert "nan" in failures["nan"].reason and "None" in failures["none"].reason and "'0.5'" in failures["text"].reason
     assert not failures["nan"].traceback and "ended its process" in failures["die"].reason
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_killed_idle_process_costs_no_reward(tmp_path: Path, is_noticed: bool) -> None:
+    """It is replaced, whether it ends before the next call or during the call."""
+    (tmp_path / "mine.py").write_text(CUSTOM)
+    pool = RewardProcessPool(Plugin("reward.functions", f"{tmp_path}/mine.py", "score"), 300.0, 1)
+    process = pool._idle.get()
+    assert process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
+    wait_until(process.has_ended)
+    if not is_noticed:
+        process.has_ended = lambda: False  # type: ignore[method-assign]
+    pool._idle.put(process)
+    try:
+        assert pool.score(answer("good", ground_truth="0.5", extra_info={"index": 3})) == 7.5
+    finally:
+        pool.close()
 
 
 def test_unloadable_reward_function_is_rejected(tmp_path: Path) -> None:

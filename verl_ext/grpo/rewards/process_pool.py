@@ -22,6 +22,7 @@ from verl_ext.paths import python_path
 from verl_ext.plugins import Plugin
 
 _KILL_GROUP_AT_END_OF_INPUT = ("/bin/sh", "-c", 'read -r line; kill -KILL "-$1"', "sh")
+ENDED = RewardFailure("it ended its process")
 START_S = 120.0
 """Time limit for importing the user's file; imports do not count toward the function's time limit."""
 
@@ -51,7 +52,7 @@ class RewardProcessPool:
         return self._threads.submit(self.score, answer)
 
     def score(self, answer: RewardedAnswer) -> float:
-        """Score an answer; retry once if the call times out.
+        """Score an answer; retry once if the call times out or its process ends.
 
         Raises:
             RewardError: the function failed.
@@ -59,9 +60,9 @@ class RewardProcessPool:
         try:
             return self._score_once(answer)
         except RewardError as error:
-            if not error.failure.timed_out:
+            if not error.failure.timed_out and error.failure != ENDED:
                 raise
-        # the machine, or a service that the function calls, may have been busy
+        # the machine, or a service that the function calls, may have been busy, or the kernel killed the process
         return self._score_once(answer)
 
     def close(self) -> None:
@@ -74,6 +75,9 @@ class RewardProcessPool:
     def _score_once(self, answer: RewardedAnswer) -> float:
         process = self._idle.get()
         try:
+            if process is not None and process.has_ended():  # killed while it was idle
+                process.kill()
+                process = None
             process = process or _Process(self._plugin)
             return process.call(answer, self._time_limit_s)
         finally:
@@ -127,12 +131,16 @@ class _Process:
             self._calls.send(answer)
         except OSError as error:
             self.kill()
-            raise RewardError(RewardFailure("its process has ended")) from error
+            raise RewardError(ENDED) from error
         reply = self._reply(time_limit_s)
         if isinstance(reply, RewardFailure):
             raise RewardError(reply)
         assert reply is not None  # only the first reply is None
         return reply
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended; it stays a zombie, so that its number is not reused before `kill`."""
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def kill(self) -> None:
         """Kill the process and all processes that it started."""
@@ -153,7 +161,7 @@ class _Process:
         except TimeoutError:
             failure = RewardFailure(f"it took more than {time_limit_s:g} s", timed_out=True)
         except EOFError:
-            failure = RewardFailure("it ended its process")
+            failure = ENDED
         self.kill()
         raise RewardError(failure)
 
