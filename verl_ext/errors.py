@@ -46,7 +46,11 @@ def first_line_of(error: Exception) -> str:
 
 def one_line(error: BaseException) -> str:
     """Type and message of any exception, such as one raised by user code."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # its `__str__` fails
+        message = ""
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 @contextmanager

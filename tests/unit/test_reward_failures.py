@@ -38,6 +38,10 @@ def slow_at_first(**rest):
     return 1.0
 def reads_input(**rest): return len(sys.stdin.read())
 def leaves(**rest): os._exit(1)
+def interrupts(**rest): raise KeyboardInterrupt
+def raises_wordless(**rest): raise Wordless
+class Wordless(Exception):
+    def __str__(self): raise RuntimeError
 def wrong_names(solution, answer): return 1.0
 def one_more(data_source, solution_str, ground_truth, extra_info, more): return 1.0
 def by_position(data_source, solution_str, ground_truth, extra_info, /): return 1.0
@@ -142,6 +146,8 @@ def test_accepts_working_functions(mine: Path, rows: Path) -> None:
         ("text", "it returned '0.5'"),
         ("slow", "more than 0.5 s.*reward.time_limit_s"),
         ("leaves", "it ended its process"),
+        ("interrupts", ": KeyboardInterrupt;"),
+        ("raises_wordless", ": Wordless;"),
         ("wrong_names", "has the parameters"),
     ],
 )

@@ -68,7 +68,7 @@ class UserFunction:
         """
         try:
             value = self._function(**_keywords(answer)) if self._by_keywords else self._function(answer)
-        except (Exception, SystemExit) as error:  # only this sample loses its reward
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt: only this sample loses its reward
             raise RewardError(RewardFailure(one_line(error)[:_MAX_CHARACTERS], _traceback_of(error))) from error
         return score_of(value)
 
