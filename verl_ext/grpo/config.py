@@ -48,8 +48,12 @@ class TokenAlgorithmConfig(AlgorithmConfig):
 
 LossMode = Literal["vanilla", "gspo", "sapo", "gpg", "cispo", "geo_mean", "clip_cov", "kl_cov"]
 MEAN_OF_MEANS = "seq-mean-token-mean"
-LOSSES_OF_MEANS = ("gspo", "sapo")
-"""Policy losses that verl averages in the mode `MEAN_OF_MEANS`, whatever `loss_agg_mode` is."""
+LOSSES_OF_MEANS = {
+    "gspo": "averages over each completion's tokens, then over completions",
+    "sapo": "averages over each completion's tokens, then over completions",
+    "geo_mean": "takes the geometric mean of each completion's ratios, then averages over completions",
+}
+"""Policy losses that verl averages in the mode `MEAN_OF_MEANS`, whatever `loss_agg_mode` is, and how."""
 LOSSES_OF_COVARIANCES = ("clip_cov", "kl_cov")
 """Policy losses that pick tokens by covariances over the micro-batch."""
 
@@ -114,8 +118,8 @@ class TokenActorConfig(ActorConfig):
         mode, loss = self.loss_agg_mode, self.policy_loss
         if loss.loss_mode in LOSSES_OF_MEANS and mode != MEAN_OF_MEANS:
             raise UserError(
-                f"actor.policy_loss.loss_mode={loss.loss_mode} averages over each completion's tokens, then over "
-                f"completions, but actor.loss_agg_mode is {mode}; set actor.loss_agg_mode={MEAN_OF_MEANS}"
+                f"actor.policy_loss.loss_mode={loss.loss_mode} {LOSSES_OF_MEANS[loss.loss_mode]}, but "
+                f"actor.loss_agg_mode is {mode}; set actor.loss_agg_mode={MEAN_OF_MEANS}"
             )
         if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
             raise UserError(
