@@ -384,6 +384,21 @@ def test_split_changes_gradient_of_covariance_losses(loss: str) -> None:
     assert (gradient(split, inputs) - gradient(expected, inputs)).norm() > 0.01 * gradient(expected, inputs).norm()
 
 
+@pytest.mark.parametrize("loss", [*REFERENCES, *COVARIANCES])
+def test_update_kl_is_same_for_every_loss(loss: str) -> None:
+    inputs = plain_inputs(3)
+    _, sums = micro_batch_loss(inputs, with_loss(loss), whole(inputs))
+    difference = (inputs.old_log_probs - inputs.log_probs.detach()) * inputs.mask
+    assert sums["update_kl"] == pytest.approx(float(difference.sum()), rel=1e-5)
+
+
+def test_clip_fraction_of_geo_mean_counts_tokens_without_gradient() -> None:
+    inputs = plain_inputs(1)
+    loss, sums = micro_batch_loss(inputs, with_loss("geo_mean"), whole(inputs))
+    has_no_gradient = (gradient(loss, inputs) == 0) & (inputs.mask > 0)
+    assert sums["clip_fraction"] == float(has_no_gradient.sum()) > 5 and sums["dual_clip_fraction"] == 0
+
+
 def test_verl_geo_mean_depends_on_micro_batch_size() -> None:
     """Summed over two micro-batches, verl's loss is twice as large, so this pipeline uses a factor."""
     inputs = plain_inputs(1)

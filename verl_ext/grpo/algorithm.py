@@ -159,19 +159,21 @@ def _policy_loss(
         config=_verl_config(actor, normalization),
         rollout_is_weights=inputs.rollout_is_weights,
     )
-    if mode == "geo_mean":
-        # verl averages over all rows of the micro-batch, including rows without decisions, which contribute 0
-        value = value * len(mask) * batch.num_ranks / batch.num_samples
-    if "actor/ppo_kl" not in metrics:  # gpg has no old policy, so verl reports no KL
-        difference = inputs.old_log_probs - inputs.log_probs.detach()
-        metrics["actor/ppo_kl"] = float((difference * mask).sum() / mask.sum().clamp(min=1))
-    num_decisions = float(mask.sum())
-    return value, {
+    num_decisions, log_ratio = float(mask.sum()), inputs.log_probs.detach() - inputs.old_log_probs
+    sums = {
         # kl_cov and gpg clip nothing
         "clip_fraction": metrics.get("actor/pg_clipfrac", 0.0) * num_decisions,
         "dual_clip_fraction": metrics.get("actor/pg_clipfrac_lower", 0.0) * num_decisions,
-        "update_kl": metrics["actor/ppo_kl"] * num_decisions,
+        # verl averages absolute values for kl_cov, and reports no KL for gpg
+        "update_kl": float((-log_ratio * mask).sum()),
     }
+    if mode == "geo_mean":
+        # verl averages over all rows of the micro-batch, including rows without decisions, which contribute 0
+        value = value * len(mask) * batch.num_ranks / batch.num_samples
+        # verl counts all tokens beyond a bound, as clipped or dual-clipped by the sign of the advantage
+        excess = log_ratio - log_ratio.clamp(-actor.clip_ratio_low, actor.clip_ratio_high)
+        sums |= {"clip_fraction": float((mask * (inputs.advantages * excess > 0)).sum()), "dual_clip_fraction": 0.0}
+    return value, sums
 
 
 def kl_estimate(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind: str) -> torch.Tensor:

@@ -186,8 +186,12 @@ _GRPO = Section(
         ),
         "train/kl": Metric("nat/token", "KL divergence from the reference, by `actor.kl_loss_type`.", TOKENS),
         "train/update_kl": Metric("nat/token", "KL divergence of the updated policy from the sampling policy.", TOKENS),
-        "train/clip_fraction": Metric("1", "Fraction of tokens with a clipped ratio.", TOKENS),
-        "train/dual_clip_fraction": Metric("1", "Fraction of tokens with a ratio beyond `clip_ratio_c`.", TOKENS),
+        "train/clip_fraction": Metric(
+            "1", "Fraction of tokens with a clipped ratio; of excluded tokens with `clip_cov`.", TOKENS
+        ),
+        "train/dual_clip_fraction": Metric(
+            "1", "Fraction of tokens with a ratio beyond `clip_ratio_c`; only with `vanilla`.", TOKENS
+        ),
         "train/rollout_logprob_diff_mean": Metric(
             "nat", "Log-probability difference of a token between engine and trainer, before the update.", TOKENS
         ),

@@ -36,8 +36,12 @@ CHINESE_MEANINGS = {
     ),
     "KL divergence from the reference, by `actor.kl_loss_type`.": "与参考模型的 KL 散度，按 `actor.kl_loss_type`。",
     "KL divergence of the updated policy from the sampling policy.": "更新后的策略与采样策略的 KL 散度。",
-    "Fraction of tokens with a clipped ratio.": "概率比被裁剪的词元比例。",
-    "Fraction of tokens with a ratio beyond `clip_ratio_c`.": "概率比超过 `clip_ratio_c` 的词元比例。",
+    "Fraction of tokens with a clipped ratio; of excluded tokens with `clip_cov`.": (
+        "概率比被裁剪的词元比例；使用 `clip_cov` 时为被排除的词元比例。"
+    ),
+    "Fraction of tokens with a ratio beyond `clip_ratio_c`; only with `vanilla`.": (
+        "概率比超过 `clip_ratio_c` 的词元比例；仅用于 `vanilla`。"
+    ),
     "Largest deviation of a probability ratio from 1 at the step's first update. With one update per step, the ratio "
     "is relative to the engine's probability.": (
         "该步第一次更新时概率比与 1 的最大偏差。每步只更新一次时，概率比相对于推理引擎的概率。"
