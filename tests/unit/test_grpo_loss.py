@@ -10,7 +10,7 @@ import torch
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla, get_policy_loss_fn, kl_penalty
 from verl.workers.config import ActorConfig as VerlActorConfig
 
-from verl_ext.grpo.algorithm import GlobalBatch, LossInputs, micro_batch_loss
+from verl_ext.grpo.algorithm import GlobalBatch, LossInputs, kl_estimate, micro_batch_loss
 from verl_ext.grpo.config import KLType, LossMode, TokenActorConfig, TokenLossConfig
 
 ACTOR = TokenActorConfig(
@@ -192,6 +192,16 @@ def test_kl_estimators_equal_verl(kind: str) -> None:
     of_loss = gradient(value, inputs)
     torch.testing.assert_close(of_loss, gradient((with_gradient * inputs.mask).sum() / num, inputs))
     assert of_loss.count_nonzero() > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"), [("low_var_kl", 10, 0), ("k3", 10, 0), ("low_var_kl+", 10, -3.5), ("k2", 6.125, -3.5)]
+)
+def test_only_low_var_kl_and_k3_lose_their_gradient_at_ten(kind: str, value: float, slope: float) -> None:
+    """The descriptions of `actor.kl_loss_type` and `train/kl` say so."""
+    log_prob = torch.tensor(-4.0, requires_grad=True)
+    kl = kl_estimate(log_prob, torch.tensor(-0.5), kind)
+    assert (float(kl.detach()), float(torch.autograd.grad(kl, log_prob)[0])) == (value, slope)
 
 
 # Other policy losses of verl, each by its paper

@@ -111,7 +111,11 @@ class TokenActorConfig(ActorConfig):
     share_prompts: bool = setting(True, "Compute a group's prompt once if possible")
     use_kl_loss: bool = setting(False, "KL penalty toward the initial model")
     kl_loss_coef: float = setting(0.001, "Weight of that penalty", ge=0)
-    kl_loss_type: KLType = setting("low_var_kl", "KL estimator; with a trailing +, its value with the gradient of k2")
+    kl_loss_type: KLType = setting(
+        "low_var_kl",
+        "KL estimator; with a trailing +, its value with the gradient of k2. low_var_kl and k3 are at most 10 per "
+        "token, without gradient there; low_var_kl+ and k2 have one",
+    )
 
     def check(self) -> None:
         """Refuse an aggregation mode that the policy loss does not support, and bounds that exclude nothing."""

@@ -184,7 +184,12 @@ _GRPO = Section(
         "train/policy_gradient_loss": Metric(
             "nat", "-log-probability times advantage; its gradient equals that of the step's first update.", TOKENS
         ),
-        "train/kl": Metric("nat/token", "KL divergence from the reference, by `actor.kl_loss_type`.", TOKENS),
+        "train/kl": Metric(
+            "nat/token",
+            "KL divergence from the reference, by `actor.kl_loss_type`; with `low_var_kl` and `k3`, at most 10 per "
+            "token, without gradient there (`low_var_kl+` and `k2` have one).",
+            TOKENS,
+        ),
         "train/update_kl": Metric("nat/token", "KL divergence of the updated policy from the sampling policy.", TOKENS),
         "train/clip_fraction": Metric(
             "1", "Fraction of tokens with a clipped ratio; of excluded tokens with `clip_cov`.", TOKENS

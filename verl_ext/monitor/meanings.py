@@ -34,7 +34,13 @@ CHINESE_MEANINGS = {
     "-log-probability times advantage; its gradient equals that of the step's first update.": (
         "负对数概率乘以优势；其梯度等于该步第一次更新的梯度。"
     ),
-    "KL divergence from the reference, by `actor.kl_loss_type`.": "与参考模型的 KL 散度，按 `actor.kl_loss_type`。",
+    (
+        "KL divergence from the reference, by `actor.kl_loss_type`; with `low_var_kl` and `k3`, at most 10 per "
+        "token, without gradient there (`low_var_kl+` and `k2` have one)."
+    ): (
+        "与参考模型的 KL 散度，按 `actor.kl_loss_type`；`low_var_kl` 和 `k3` 每个词元最多为 10，且达到后没有梯度，"
+        "`low_var_kl+` 和 `k2` 则有。"
+    ),
     "KL divergence of the updated policy from the sampling policy.": "更新后的策略与采样策略的 KL 散度。",
     "Fraction of tokens with a clipped ratio; of excluded tokens with `clip_cov`.": (
         "概率比被裁剪的词元比例；使用 `clip_cov` 时为被排除的词元比例。"
