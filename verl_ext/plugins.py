@@ -53,7 +53,11 @@ class Plugin:
         if location.endswith(".py"):
             location = str(find_file(location, key))
         elif not is_module(location):
-            raise UserError(f"{key} names the module {location!r}, which is not found; write {PLUGIN_FORM}")
+            path = f"{location.replace('.', '/') if _DOTTED.fullmatch(location) else location}.py"
+            raise UserError(
+                f"{key} names the module {location!r}, which is not found; install it, put its directory on "
+                f"PYTHONPATH, or write {path}:{name}"
+            )
         return cls(key, location, name)
 
     def __str__(self) -> str:

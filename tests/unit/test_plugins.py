@@ -87,9 +87,12 @@ def test_repository_file_is_found_from_other_directory(mine: Path) -> None:
         ("mine.py", "the.key is 'mine.py'; write path.py:NAME or package.module:NAME"),
         ("mine.py:not a name", "write path.py:NAME"),
         ("nowhere.py:Thing", "the.key names the file .*nowhere.py, which does not exist"),
-        ("package.nowhere:Thing", "the.key names the module 'package.nowhere', which is not found"),
+        (
+            "package.nowhere:Thing",
+            "the module 'package.nowhere', which is not found; install it, put .* or write package/nowhere.py:Thing",
+        ),
         ("no_package.mine:Thing", "is not found"),
-        ("../mine:Thing", "is not found"),
+        ("../mine:Thing", r"is not found; .* or write \.\./mine\.py:Thing"),
     ],
 )
 def test_rejects_missing_plugin_on_parse(mine: Path, text: str, says: str) -> None:
