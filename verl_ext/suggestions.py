@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 RANKS = "trainer.n_gpus_per_node"
 """Key of the number of ranks, which is the first argument of a command instead."""
@@ -21,7 +21,7 @@ KEYS = _by_name(
         "optim.lr_scheduler": "lr_scheduler_type scheduler",
         "optim.lr_warmup_steps_ratio": "warmup warmup_ratio",
         "optim.lr_warmup_steps": "warmup_steps",
-        "optim.clip_grad": "max_grad_norm gradient_clipping",
+        "optim.clip_grad": "max_grad_norm gradient_clipping grad_clip",
         "optim.betas": "adam_beta1 adam_beta2",
         "optim.optimizer": "optim",
         "data.train_batch_size": "batch_size global_batch_size gradient_accumulation_steps",
@@ -50,6 +50,8 @@ KEYS = _by_name(
         "rollout.n": "num_generations group_size",
         "rollout.engine": "rollout.name use_vllm",
         "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+        "algorithm.norm_adv_by_std_in_grpo": "scale_rewards",
+        "algorithm.dynamic_sampling.max_rounds": "filter_groups.enable filter_groups.max_num_gen_batches",
         "actor.kl_loss_coef": "beta kl_coef",
         "actor.clip_ratio_low": "epsilon cliprange clip_ratio",
         "actor.clip_ratio_high": "epsilon_high",
@@ -115,21 +117,31 @@ def meant_key(typed: str, known: Collection[str]) -> str | None:
     if typed in _SHORT_NUM_RANKS and RANKS in known:
         return RANKS
     parts = name.split(".")
-    for first in range(len(parts)):  # actor_rollout_ref.rollout.n is rollout.n
+    section, _, last = name.rpartition(".")
+    sections = {key.rpartition(".")[0] for key in known}
+    is_unknown_subsection = _is_unknown_subsection(parts[:-1], sections)
+    for first in range(len(parts) - is_unknown_subsection):  # actor_rollout_ref.rollout.n is rollout.n
         rest = ".".join(parts[first:])
         found = next((key for key in (*KEYS.get(rest, ()), rest) if key in known), None)
         if found is not None and found != typed:
             return found
-    same_end = [key for key in known if key.rpartition(".")[2] == parts[-1]]
+    if is_unknown_subsection:  # rollout.val_kwargs.n is not rollout.n
+        near = difflib.get_close_matches(section, sections, n=1, cutoff=CUTOFF)
+        known = [key for key in known if key.rpartition(".")[0] in near]
+    siblings = {key.rpartition(".")[2]: key for key in known if section and key.rpartition(".")[0] == section}
+    if (sibling := _nearest(last, siblings)) is not None:
+        return sibling
+    same_end = [key for key in known if key.rpartition(".")[2] == last]
     if same_end:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=CUTOFF)
-        return max([*near, *same_end], key=lambda key: difflib.SequenceMatcher(None, key, name).ratio())
+        return max(same_end, key=lambda key: difflib.SequenceMatcher(None, key, name).ratio())
     names = {key: key for key in known}
     if len(parts) == 1:
         names = {key.rpartition(".")[2]: key for key in known} | names
         names |= {other: key for other in KEYS if (key := _first(KEYS[other], known)) is not None}
     with_prefix = {names[each] for each in names if each.startswith(name) and len(name) > 2}
-    return with_prefix.pop() if len(with_prefix) == 1 else _nearest(name, names)
+    if len(with_prefix) == 1:
+        return with_prefix.pop()
+    return None if siblings else _nearest(name, names)  # the section makes the full names of its keys similar
 
 
 def meant_option(typed: str, known: Iterable[str]) -> str | None:
@@ -147,6 +159,12 @@ def meant_command(typed: str, known: Collection[str]) -> str | None:
 def _plain(word: str) -> str:
     """Convert to lowercase with underscores, without leading dashes."""
     return word.lstrip("-").replace("-", "_").lower()
+
+
+def _is_unknown_subsection(path: Sequence[str], sections: Collection[str]) -> bool:
+    """Whether the last part of a section's path is no section, but the part before it is one."""
+    parts = {part for section in sections for part in section.split(".")}
+    return len(path) > 1 and path[-1] not in parts and path[-2] in parts
 
 
 def _first(wanted: Iterable[str], known: Collection[str]) -> str | None:
