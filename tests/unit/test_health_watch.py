@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -162,6 +163,26 @@ def test_overfitting_reports_best_value_of_latest_validation_once() -> None:
     for step, val in ((10, 1.2), (20, 1.0)):
         history.add(step, {"val/loss": val})
     assert found_by("overfitting", history).message == "val/loss is at its best, 1, at step 20"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "level", "says"),
+    [
+        ([0.2, 0.3, 0.4, 0.5, 0.1, 0.12], Level.NOTICE, "was 0.5 at step 4 and is 0.12 at step 6"),
+        ([5.2, 3.0, 9.3, 8.6, 9.7, 8.0, 6.4, 5.9, 5.8], Level.NOTICE, "and is 5.8 at step 9"),
+        ([5.2, 3.0, 9.3, 8.6, 9.7, 8.0, 6.4, 5.9, 6.8], Level.OK, r"6\.8 at step 9, not significantly worse \(thresh"),
+        ([0.2, 0.5, 0.49, 0.48, 0.47, 0.46], Level.OK, r"not significantly worse \(threshold: 0\.05\)"),
+    ],
+)
+def test_fall_of_evaluation_reward_is_a_notice_if_training_reward_falls(
+    rewards: list[float], level: Level, says: str
+) -> None:
+    """It is significant if it exceeds the noise of single values, or continues."""
+    history = MetricHistory()
+    for step, reward in enumerate(rewards, 1):
+        history.add(step, {"train/reward_total_mean": -step, "eval/reward_total_mean": reward})
+    found = found_by("eval_reward_falling", history, RunContext("grpo", 100))
+    assert found.level == level and re.search(says, found.message)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from verl_ext.health.trend import Array, trend
 
 AFTER_BEST = 2
 """Number of consecutive worse measurements after which the best one counts as passed."""
+MIN_TREND = 4
+"""Minimum number of measurements with a trend."""
 MIN_EARLY_STEPS = 30
 """Minimum number of steps before values are compared with the start of the run."""
 Measure = Callable[[HealthView], tuple[float, ...] | None]
@@ -156,6 +158,8 @@ def shrunk(metric: str, share: str, text: str) -> Check:
 def past_best(measured: str, trained: str, better: int, worse_by: Callable[[HealthView, Array, float], float]) -> Check:
     """Warn if a validation metric becomes worse than its best while the training metric improves.
 
+    If the training metric does not improve, or the fall may be temporary, the result is a notice.
+
     Args:
         measured: metric of validations or evaluations.
         trained: its counterpart in training.
@@ -173,12 +177,15 @@ def past_best(measured: str, trained: str, better: int, worse_by: Callable[[Heal
         if not len(later):
             return ok(f"{measured} is at its best, {best:.4g}, at step {step}")
         message = f"{measured} was {best:.4g} at step {step} and is {values[-1]:.4g} at step {points[-1][0]}"
-        is_worse = better * (best - later) > worse_by(view, values, best)
+        margin, worse = worse_by(view, values, best), better * (best - later)
+        is_worse = worse > margin
         num_worse = len(later) if is_worse.all() else int(is_worse[::-1].argmin())
-        if not num_worse or not _improves_after(view, trained, better, step):
-            return ok(message)
+        # a trend is significant even if the difference of two values is within their noise
+        moves_away = len(later) >= MIN_TREND and trend(later).goes(-better, view.limits.trend_p)
+        if not num_worse and not (moves_away and worse[-1] > worse_by(view, later[-1:], best)):
+            return ok(f"{message}, not significantly worse (threshold: {margin:.3g})")
         recovers = better * (later[-1] - later[-num_worse]) > 0
-        if num_worse < AFTER_BEST or recovers:
+        if num_worse < AFTER_BEST or recovers or not _improves_after(view, trained, better, step):
             return notice(message)
         change = "rises" if better > 0 else "falls"
         return warning(f"{message}, while {trained} {change}{_checkpoint_near(view, step)}")

@@ -53,7 +53,7 @@ RULES: tuple[Rule, ...] = (
          "The last validation loss is NaN or infinite.",
          "check the validation data and the dtype of the model", LANGUAGE),
     Rule("overfitting", past_best(VAL_LOSS, LOSS, better=-1, worse_by=checks.val_loss_margin),
-         "The validation loss rises by more than val_margin while the training loss falls.",
+         "The validation loss rises by more than val_margin while the training loss falls; otherwise a notice.",
          "stop and use the best checkpoint", LANGUAGE),
     Rule("val_loss_rising", checks.val_loss_rising,
          "The validation loss has risen three times in a row.",
@@ -64,7 +64,7 @@ RULES: tuple[Rule, ...] = (
          "Near the end, the validation loss is above final_val_loss_max; not for untrained weights.",
          "train longer, or check that the validation data resembles the training data", LANGUAGE),
     Rule("eval_reward_falling", past_best(EVAL_REWARD, REWARD, better=1, worse_by=checks.eval_reward_margin),
-         "The evaluation reward falls by more than eval_drop_max while the training reward rises.",
+         "The evaluation reward falls by more than eval_drop_max while the training reward rises; otherwise a notice.",
          "stop and use the best checkpoint, or train on more prompts", REWARDED),
 
     # Gradient and learning rate

@@ -114,6 +114,9 @@ MESSAGES = {
     "the last val/loss was not finite": "最近一次的 val/loss 不是有限数",
     "{} is at its best, {}, at step {}": "{0} 在第 {2} 步达到最佳值 {1}",
     "{} was {} at step {} and is {} at step {}": "{0} 在第 {2} 步为 {1}，在第 {4} 步为 {3}",
+    "{} was {} at step {} and is {} at step {}, not significantly worse (threshold: {})": (
+        "{0} 在第 {2} 步为 {1}，在第 {4} 步为 {3}，没有显著变差（阈值：{5}）"
+    ),
     "{} was {} at step {} and is {} at step {}, while {} falls": (
         "{0} 在第 {2} 步为 {1}，在第 {4} 步为 {3}，而 {5} 在下降"
     ),
