@@ -22,7 +22,8 @@ from tests.helpers.grpo import MAX_TOKENS, rewards_of, sample
 from tests.helpers.grpo import REWARD as DEFAULT_REWARD
 from tests.helpers.processes import wait_gone, wait_until
 from verl_ext.errors import UserError
-from verl_ext.grpo.protocols import RewardError
+from verl_ext.grpo.metrics import sample_metrics
+from verl_ext.grpo.protocols import RewardError, Trajectory
 from verl_ext.grpo.rewards import process_pool
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.functions import LengthPenalty, parse_reward_functions, reward_format, tag_count_reward
@@ -47,6 +48,18 @@ def score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "mapping": return {"score": 0.25, "more": 1}
     return len(solution_str) + extra_info["index"] + (data_source == "here") + float(ground_truth)
 """
+
+
+class TextlessPolicy:
+    """A policy without metrics of its own."""
+
+    metric_names, count_name = (), "count"
+
+    def sample_metrics(self, trajectory: Trajectory) -> dict[str, float]:
+        return {}
+
+    def num_decisions(self, trajectory: Trajectory) -> int:
+        return 0
 
 
 def answer(text: str, **changes: Any) -> RewardedAnswer:
@@ -173,6 +186,28 @@ def test_gsm8k_rewards_are_weighted_and_ordered(opened: TextEnvironment) -> None
         (0, 0, 0),
     ]
     assert [reward.total for reward in rewards] == [2, 1, 1, 0]
+
+
+@pytest.mark.parametrize("opened", [["reward_correct", "code_tests", "TMP/mine.py:score"]], indirect=True)
+def test_reward_that_does_not_apply_adds_nothing(opened: TextEnvironment, one_rank: None) -> None:
+    """`code_tests` applies to rows with tests, and the user's function returns None."""
+    answers = [("none", "none"), ("none", TESTS), ("7", "7")]
+    trajectories = [sample(text, truth, extra_info={"index": 3}) for text, truth in answers]
+    maths, code, both = rewards_of(opened, trajectories)
+    assert maths.components == {"reward_correct": 1} and maths.total == 1
+    assert code.components == {"reward_correct": 0, "code_tests": 0}
+    assert both.components == {"reward_correct": 1, "score": 11} and not maths.failures | code.failures | both.failures
+    for trajectory, reward in zip(trajectories, (maths, code, both)):
+        trajectory.reward = reward
+    metrics = sample_metrics("train", trajectories, TextlessPolicy(), opened, "cpu")  # type: ignore[arg-type]
+    assert [metrics[f"train/{name}_mean"] for name in opened.reward_names] == [2 / 3, 0, 11]
+    assert metrics["train/reward_failures"] == metrics["train/samples_without_reward"] == 0
+
+
+@pytest.mark.parametrize("opened", [["code_tests", "TMP/mine.py:score"]], indirect=True)
+def test_sample_to_which_no_reward_applies_has_none(opened: TextEnvironment) -> None:
+    [reward] = rewards_of(opened, [sample("none", "7")])
+    assert reward.total is None and {*reward.failures} == {"code_tests", "score"}
 
 
 @pytest.mark.parametrize("opened", [["big=TMP/mine.py:score*1e15", "reward_format"]], indirect=True)

@@ -38,6 +38,7 @@ def slow_at_first(**rest):
     return 1.0
 def reads_input(**rest): return len(sys.stdin.read())
 def leaves(**rest): os._exit(1)
+def elsewhere(**rest): return None
 def interrupts(**rest): raise KeyboardInterrupt
 def raises_wordless(**rest): raise Wordless
 class Wordless(Exception):
@@ -65,9 +66,11 @@ def mine(tmp_path: Path) -> Path:
         (torch.tensor(2.0), 2.0),
         (decimal.Decimal("0.5"), 0.5),
         ({"score": 3, "accuracy": 1}, 3.0),
+        (None, None),  # as in TRL, it does not apply
+        ({"score": None}, None),
     ],
 )
-def test_accepts_numeric_score(value: Any, score: float) -> None:
+def test_accepts_numeric_score(value: Any, score: float | None) -> None:
     assert score_of(value) == score
 
 
@@ -76,7 +79,6 @@ def test_accepts_numeric_score(value: Any, score: float) -> None:
     [
         ("0.5", "'0.5'"),
         (b"1", "b'1'"),
-        (None, "None"),
         ([1.0], "a list"),
         (1j, "a complex"),
         (float("nan"), "nan"),
@@ -91,6 +93,7 @@ def test_rejects_non_numeric_score(value: Any, shown: str) -> None:
     assert shown in failed.value.failure.reason and not failed.value.failure.traceback
 
 
+TESTS = '{"entry_point": "f", "tests": ["assert f(1) == 2"]}'
 ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
 
 
@@ -159,6 +162,30 @@ def test_rejects_functions_that_fail_on_a_row(
     assert "\n" not in str(refused.value)
     shown = capfd.readouterr().err
     assert ('helper(text): raise LookupError("no good")' in shown) == (name == "raises")
+
+
+def test_one_function_must_apply_to_first_row(mine: Path, rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="elsewhere returned None for .*row 0.*no other function"):
+        check_rewards_of(config_of(rows, f"{mine}:elsewhere"))
+    check_rewards_of(config_of(rows, f"{mine}:elsewhere", f"{mine}:good"))
+    assert "elsewhere returned None" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("functions", "truths", "refused"),
+    [
+        (["reward_correct", "code_tests"], ["72", TESTS], None),
+        (["code_tests", "MINE:open_ended"], [TESTS, "72"], None),
+        (["code_tests", "length_penalty"], [TESTS, "72"], "code_tests runs tests, .*row 1 is '72'"),
+        (["reward_correct", "code_tests"], ["72", "73"], "code_tests runs tests, .*row 0 is '72'"),
+    ],
+)
+def test_rewards_that_run_tests_need_another_reward_for_other_rows(
+    mine: Path, rows: Path, functions: list[str], truths: list[str], refused: str | None
+) -> None:
+    pd.read_parquet(rows).assign(reward_model=[{"ground_truth": truth} for truth in truths]).to_parquet(rows)
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        check_rewards_of(config_of(rows, *(each.replace("MINE", str(mine)) for each in functions)))
 
 
 @pytest.mark.parametrize(("code", "says"), [("import sys; sys.exit(4)", "exits"), ("import os; os._exit(4)", "ended")])

@@ -55,7 +55,7 @@ def sample_metrics(
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     measured = [policy.sample_metrics(trajectory) for trajectory in trajectories]
     components = {
-        name: [reward.components[name] for reward in rewards if not reward.failures]
+        name: [reward.components[name] for reward in rewards if not reward.failures and name in reward.components]
         for name in environment.reward_names
     }
     totals = {"reward_total": [reward.total for reward in rewards if reward.total is not None]}

@@ -82,7 +82,7 @@ class Reward:
     """The reward of one trajectory.
 
     Attributes:
-        components: weighted contribution of each reward function, by name.
+        components: weighted contribution of each reward function that applies, by name.
         failures: failed reward functions, by name. A trajectory with a failure has no total reward.
         metrics: other measurements, by the environment's `metric_names`.
         texts: texts of the sample table by column, such as reference and verdict; every reward has the same columns.

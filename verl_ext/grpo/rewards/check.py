@@ -21,7 +21,7 @@ from verl_ext.errors import UserError
 from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.protocols import RewardError
 from verl_ext.grpo.rewards.answer import RewardedAnswer
-from verl_ext.grpo.rewards.functions import LENGTH_PENALTY, PROGRAM_REWARDS, parse_reward_functions
+from verl_ext.grpo.rewards.functions import LENGTH_PENALTY, PROGRAM_REWARDS, has_tests, parse_reward_functions
 from verl_ext.grpo.rewards.process_pool import START_S, RewardProcessPool
 from verl_ext.plugins import Plugin
 
@@ -59,15 +59,17 @@ def check_reward_functions(reward: RewardConfig, data: PromptDataConfig) -> None
         [Path(name).expanduser() for name in file_list(files)] for files in (data.train_files, data.val_files)
     )
     is_measured = data.eval_every_steps and data.eval_split == "test"
-    for path in train:
-        check_columns(path, judged)
+    need_tests = [name for name in judged if name in PROGRAM_REWARDS]
+    # rewards that can score the rows without tests
+    has_others = any(spec.plugin is not None or spec.name == "reward_correct" for spec in specs)
+    runs_tests = [check_columns(path, judged, [] if has_others else need_tests) for path in train]
     for path in val:  # read even if it is not measured
-        check_columns(path, judged if is_measured else [])
+        check_columns(path, judged if is_measured else [], [] if has_others else need_tests)
     answer = trial_answer(train)
+    if need_tests and not any(runs_tests):
+        refuse_without_tests(need_tests, read_tests(answer.ground_truth, answer.sample_id), answer.sample_id)
     check_ground_truth(judged, answer)
-    for spec in specs:
-        if spec.plugin is not None:
-            try_on_row(spec.plugin, answer, reward.time_limit_s)
+    try_plugins([spec.plugin for spec in specs if spec.plugin is not None], answer, reward.time_limit_s, len(specs))
 
 
 def check_judge(reward: RewardConfig) -> None:
@@ -83,12 +85,16 @@ def check_judge(reward: RewardConfig) -> None:
             pass  # the ranks warn of a weaker isolation
 
 
-def check_columns(path: Path, judged: list[str]) -> None:
+def check_columns(path: Path, judged: list[str], need_tests: list[str]) -> bool:
     """Refuse a file whose columns `reward_model` and `extra_info` are not structs, or whose rows lack a ground truth.
 
     Args:
         path: a parquet file.
         judged: the rewards that need the ground truth.
+        need_tests: those of them that need tests in every row.
+
+    Returns:
+        Whether a row that was checked has tests.
 
     Raises:
         UserError: a column or a ground truth is missing, or a ground truth cannot be read or has no tests for a reward
@@ -104,7 +110,7 @@ def check_columns(path: Path, judged: list[str]) -> None:
         if not pyarrow.types.is_struct(kind) and not pyarrow.types.is_null(kind):
             raise UserError(f"the column '{name}' of {path} is a {kind}; write a struct, as in verl's RL format")
     if not judged:
-        return
+        return False
     needs = f"which the reward {judged[0]} needs; add it, or set reward.functions to rewards that do not need it"
     if "reward_model" not in schema.names or pyarrow.types.is_null(schema.field("reward_model").type):
         if ORIGIN_KEY in schema.names:  # converted from a file of the user
@@ -114,13 +120,17 @@ def check_columns(path: Path, judged: list[str]) -> None:
     if schema.field("reward_model").type.get_field_index("ground_truth") < 0:
         raise UserError(f"the column 'reward_model' of {path} has no field 'ground_truth', {needs}")
     columns = ["reward_model.ground_truth", *({ORIGIN_KEY} & {*schema.names})]
-    rows = iter_parquet_rows(path, columns, batch_size=64)  # tests may be megabytes
+    rows, runs_tests = iter_parquet_rows(path, columns, batch_size=64), False  # tests may be megabytes
     for row, record in enumerate(map(drop_nulls, rows)):
         where = place_of(str(path), row, record)
         truth = (record.get("reward_model") or {}).get("ground_truth")
         if truth is None:
             raise UserError(f"{where} has no reward_model.ground_truth, {needs}")
-        check_tests(judged, read_tests(truth, where), where)
+        tests = read_tests(truth, where)
+        check_tests(tests, where)
+        runs_tests = runs_tests or has_tests(tests)
+        refuse_without_tests(need_tests, tests, where)
+    return runs_tests
 
 
 def trial_answer(paths: list[Path]) -> RewardedAnswer:
@@ -135,11 +145,11 @@ def trial_answer(paths: list[Path]) -> RewardedAnswer:
     return replace(unanswered, text=text, num_tokens=len(text.split()))
 
 
-def check_tests(judged: list[str], tests: Tests, where: str) -> None:
-    """Refuse a damaged reference answer, idle tests, and a ground truth without tests for a reward that runs tests.
+def check_tests(tests: Tests, where: str) -> None:
+    """Refuse a damaged reference answer and idle tests.
 
     Raises:
-        UserError: the answer cannot be right, every answer passes a test, or another reward fits the ground truth.
+        UserError: the answer cannot be right, or every answer passes a test.
     """
     refuse_idle_tests(tests, where)
     if isinstance(tests, ReferenceAnswer) and has_decoded_escape(tests.answer):
@@ -147,19 +157,28 @@ def check_tests(judged: list[str], tests: Tests, where: str) -> None:
             f"the ground truth of {where}, {abbreviated(tests.answer)}, has a control character where LaTeX has a "
             "backslash; write \\\\frac in JSON"
         )
-    by_tests = [name for name in judged if name in PROGRAM_REWARDS]
-    if not by_tests or not isinstance(tests, ReferenceAnswer | ScoredAnswer):
+
+
+def refuse_without_tests(need_tests: list[str], tests: Tests, where: str) -> None:
+    """Refuse a ground truth without tests for rewards that run tests.
+
+    Raises:
+        UserError: another reward fits the ground truth.
+    """
+    if not need_tests:
         return
     if isinstance(tests, ScoredAnswer):
         raise UserError(
-            f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is an entry of reasoning_gym; set "
+            f"the reward {need_tests[0]} runs tests, but the ground truth of {where} is an entry of reasoning_gym; set "
             "reward.functions=[reward_correct]"
         )
-    raise UserError(
-        f"the reward {by_tests[0]} runs tests, but the ground truth of {where} is {abbreviated(tests.answer)}, which "
-        'has none; give tests such as {"entry_point": "f", "tests": ["assert f(1) == 2"]}, or score answers with '
-        "reward.functions=[reward_correct] or 'reward.functions=[path.py:function]'"
-    )
+    if isinstance(tests, ReferenceAnswer):
+        raise UserError(
+            f"the reward {need_tests[0]} runs tests, but the ground truth of {where} is {abbreviated(tests.answer)}, "
+            'which has none; give tests such as {"entry_point": "f", "tests": ["assert f(1) == 2"]}, or score answers '
+            f"with reward.functions=[reward_correct] or 'reward.functions=[path.py:function]'; if other rows have "
+            f"tests, set reward.functions=[reward_correct,{need_tests[0]}]"
+        )
 
 
 def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
@@ -173,7 +192,7 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
         UserError: the ground truth cannot be read, or is a text that `reward_correct` never finds in a completion.
     """
     where = answer.sample_id
-    if not judged:
+    if "reward_correct" not in judged:
         return
     tests = read_tests(answer.ground_truth, where)
     if isinstance(tests, ScoredAnswer):
@@ -194,7 +213,31 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
         )
 
 
-def try_on_row(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) -> None:
+def try_plugins(plugins: list[Plugin], answer: RewardedAnswer, time_limit_s: float, num_functions: int) -> None:
+    """Score an answer with the user's functions; warn of each that does not apply to it.
+
+    Args:
+        plugins: the user's functions.
+        answer: an answer to the row to try.
+        time_limit_s: time limit of one call.
+        num_functions: number of all reward functions.
+
+    Raises:
+        UserError: a function cannot be loaded or called, or fails, or none of several functions applies.
+    """
+    inapplicable = [plugin for plugin in plugins if try_on_row(plugin, answer, time_limit_s) is None]
+    for plugin in inapplicable:
+        said = f"the reward function {plugin} returned None for {answer.sample_id}, tried with the completion "
+        said += abbreviated(answer.text)
+        if len(inapplicable) == num_functions:
+            raise UserError(
+                f"{said}, and no other function scores it; return a number from one of them, such as 0 for a "
+                "completion that it cannot parse"
+            )
+        warn(f"{said}, so it adds nothing to the reward; for a wrong completion, return 0 instead")
+
+
+def try_on_row(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) -> float | None:
     """Score an answer with a user's function within a time limit; print the traceback of a failure.
 
     Raises:
@@ -206,11 +249,11 @@ def try_on_row(plugin: Plugin, answer: RewardedAnswer, time_limit_s: float) -> N
     waiting.start()
     try:
         with closing(RewardProcessPool(plugin, time_limit_s, num_workers=1)) as pool:
-            pool.score(answer)
+            return pool.score(answer)
     except RewardError as error:
         if error.failure.traceback:
             print_line(error.failure.traceback.rstrip(), sys.stderr)
-        fix = "it must return a finite number for every completion, such as 0 for one that it cannot parse"
+        fix = "return a finite number, such as 0 for a completion that it cannot parse, or None if it does not apply"
         if error.failure.timed_out:
             fix = "make it faster or raise reward.time_limit_s"
         raise UserError(

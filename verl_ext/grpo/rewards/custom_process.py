@@ -1,8 +1,9 @@
 """A user's reward function: how it is loaded and called, what counts as a score, and the process that calls it.
 
 The process, `python -m verl_ext.grpo.rewards.custom_process PLACE FUNCTION`, receives `RewardedAnswer`s on standard
-input and sends replies on standard output; what the function prints goes to standard error. A reply is a score or a
-`RewardFailure`. The first reply is None if the function can be called, or a failure.
+input and sends replies on standard output; what the function prints goes to standard error. A reply is a score, None
+if the function does not apply to the answer, or a `RewardFailure`. The first reply is None if the function can be
+called, or a failure.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ class UserFunction:
             raise UserError(f"{plugin.key} names {plugin}, which is not a function")
         check_signature(self._function, plugin)
 
-    def __call__(self, answer: RewardedAnswer) -> float:
-        """The score of one answer.
+    def __call__(self, answer: RewardedAnswer) -> float | None:
+        """The score of one answer; None if the function does not apply to it.
 
         Raises:
-            RewardError: the function raised, or returned something other than a finite number.
+            RewardError: the function raised, or returned something other than a finite number or None.
         """
         try:
             value = self._function(**_keywords(answer)) if self._by_keywords else self._function(answer)
@@ -73,10 +74,11 @@ class UserFunction:
         return score_of(value)
 
 
-def score_of(value: Any) -> float:
+def score_of(value: Any) -> float | None:
     """Convert a function's return value to a number; from a mapping, take `score`, as verl does.
 
-    Accepts numbers of Python, numpy and torch, and True and False as 1 and 0.
+    Accepts numbers of Python, numpy and torch, and True and False as 1 and 0. As in TRL, None means that the function
+    does not apply to the answer.
 
     Raises:
         RewardError: it is not a finite number.
@@ -85,12 +87,14 @@ def score_of(value: Any) -> float:
         if "score" not in value:
             raise RewardError(RewardFailure("it returned a mapping without the key 'score'"))
         value = value["score"]
+    if value is None:
+        return None
     try:
         if isinstance(value, str | bytes | bytearray):  # float() would read some of them
             raise TypeError
         score = float(value)
     except Exception:  # a user's class may raise anything
-        shown = f"{value!r:.100}" if isinstance(value, str | bytes | int | None) else f"a {type(value).__name__}"
+        shown = f"{value!r:.100}" if isinstance(value, str | bytes | int) else f"a {type(value).__name__}"
         raise RewardError(RewardFailure(f"it returned {shown}, which is not a number")) from None
     if not math.isfinite(score):
         raise RewardError(RewardFailure(f"it returned {score}, which is not a finite number"))

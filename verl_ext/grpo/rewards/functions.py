@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eval_pipeline.judge import Verdict
+from eval_pipeline.judge import ReferenceAnswer, ScoredAnswer, Tests, Verdict
 from verl_ext.errors import UserError
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.plugins import Plugin
@@ -58,7 +58,7 @@ VERDICT_REWARDS: dict[str, Callable[[Verdict], float]] = {
 }
 """Rewards from the judge's verdict: the answer is correct; fraction of tests passed; the program ran."""
 PROGRAM_REWARDS = ("code_tests", "exec_success")
-"""Rewards that run a program, and therefore need a ground truth with tests."""
+"""Rewards that run a program, and therefore apply only to rows whose ground truth has tests."""
 TEXT_REWARDS: dict[str, Callable[[RewardedAnswer], float]] = {
     "reward_format": reward_format,
     "tag_count_reward": tag_count_reward,
@@ -71,6 +71,11 @@ RESERVED = (
     "error_type", "message",
 )  # fmt: skip
 """Names of other metrics or columns; a user's function may not have them."""
+
+
+def has_tests(tests: Tests) -> bool:
+    """Whether a ground truth runs programs, so that `PROGRAM_REWARDS` apply."""
+    return not isinstance(tests, ReferenceAnswer | ScoredAnswer)
 
 
 # reward.functions

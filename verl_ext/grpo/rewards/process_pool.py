@@ -47,12 +47,15 @@ class RewardProcessPool:
         self._idle.put(_Process(plugin))
         self._threads = ThreadPoolExecutor(num_workers)
 
-    def submit(self, answer: RewardedAnswer) -> Future[float]:
+    def submit(self, answer: RewardedAnswer) -> Future[float | None]:
         """Start to score an answer; see `score`."""
         return self._threads.submit(self.score, answer)
 
-    def score(self, answer: RewardedAnswer) -> float:
+    def score(self, answer: RewardedAnswer) -> float | None:
         """Score an answer; retry once if the call times out or its process ends.
+
+        Returns:
+            The score; None if the function does not apply to the answer.
 
         Raises:
             RewardError: the function failed.
@@ -72,7 +75,7 @@ class RewardProcessPool:
             if (process := self._idle.get()) is not None:
                 process.kill()
 
-    def _score_once(self, answer: RewardedAnswer) -> float:
+    def _score_once(self, answer: RewardedAnswer) -> float | None:
         process = self._idle.get()
         try:
             if process is not None and process.has_ended():  # killed while it was idle
@@ -121,11 +124,12 @@ class _Process:
             self.kill()
             raise UserError(reply.reason)
 
-    def call(self, answer: RewardedAnswer, time_limit_s: float) -> float:
-        """Score an answer.
+    def call(self, answer: RewardedAnswer, time_limit_s: float) -> float | None:
+        """Score an answer; None if the function does not apply to it.
 
         Raises:
-            RewardError: the function raised, returned no finite number, took too long, or ended its process.
+            RewardError: the function raised, returned neither a finite number nor None, took too long, or ended its
+                process.
         """
         try:
             self._calls.send(answer)
@@ -135,7 +139,6 @@ class _Process:
         reply = self._reply(time_limit_s)
         if isinstance(reply, RewardFailure):
             raise RewardError(reply)
-        assert reply is not None  # only the first reply is None
         return reply
 
     def has_ended(self) -> bool:

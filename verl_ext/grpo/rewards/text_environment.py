@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -21,10 +21,12 @@ from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom_process import UserFunction
 from verl_ext.grpo.rewards.functions import (
     LENGTH_PENALTY,
+    PROGRAM_REWARDS,
     TEXT_REWARDS,
     VERDICT_REWARDS,
     LengthPenalty,
     RewardSpec,
+    has_tests,
     parse_reward_functions,
 )
 from verl_ext.grpo.rewards.process_pool import RewardProcessPool
@@ -33,6 +35,8 @@ MAX_REWARD = 1e15
 """Largest absolute value of a weighted reward; advantages are computed in float32, and contain its square."""
 MAX_REFERENCE_CHARACTERS = 2000
 """Maximum length of a reference in the sample table; the tests of a program can be much longer."""
+INAPPLICABLE = RewardFailure("it does not apply (None), and neither does another reward function")
+"""Failure of every reward function if none of them applies to a sample."""
 VERDICT = "verdict"
 """Key of the future that all rewards from the judge's verdict share."""
 
@@ -58,7 +62,7 @@ class TextEnvironment(Environment):
             self._judge: JudgeReward | None = None
             if any(spec.needs_verdict for spec in self._specs):
                 self._judge = JudgeReward(started.enter_context(_judge_client(reward, num_workers)))
-            self._submit: dict[str, Callable[[RewardedAnswer], Future[float]]] = {
+            self._submit: dict[str, Callable[[RewardedAnswer], Future[float | None]]] = {
                 spec.name: _submitter(spec, reward, max_tokens, num_workers, started)
                 for spec in self._specs
                 if not spec.needs_verdict
@@ -71,12 +75,15 @@ class TextEnvironment(Environment):
         answer = RewardedAnswer.to_prompt(
             prompt.sample_id, prompt.fields, completion.text, len(completion.token_ids), completion.truncated
         )
-        futures: dict[str, Future[Any]] = {} if self._judge is None else {VERDICT: self._judge.submit(answer)}
-        futures |= {name: submit(answer) for name, submit in self._submit.items()}
+        futures: dict[str, Future[Any]] = {name: submit(answer) for name, submit in self._submit.items()}
+        specs = self._specs
+        if self._judge is not None:
+            futures[VERDICT], runs_tests = self._judge.submit(answer)
+            specs = [spec for spec in specs if runs_tests or spec.name not in PROGRAM_REWARDS]
         finished_at: list[float] = []
         for future in futures.values():
             future.add_done_callback(lambda _: finished_at.append(time.perf_counter()))
-        return partial(self._wait, futures, finished_at, _texts(answer))
+        return partial(self._wait, specs, futures, finished_at, _texts(answer))
 
     def end_batch(self) -> None:
         """See `Environment.end_batch`."""
@@ -87,20 +94,29 @@ class TextEnvironment(Environment):
         """See `Environment.close`."""
         self._started.close()
 
-    def _wait(self, futures: dict[str, Future[Any]], finished_at: list[float], texts: dict[str, str]) -> StepResult:
+    def _wait(
+        self,
+        specs: Sequence[RewardSpec],
+        futures: dict[str, Future[Any]],
+        finished_at: list[float],
+        texts: dict[str, str],
+    ) -> StepResult:
         components: dict[str, float] = {}
         failures: dict[str, RewardFailure] = {}
-        for spec in self._specs:
+        for spec in specs:
             try:
                 if spec.needs_verdict:
                     value = VERDICT_REWARDS[spec.name](verdict_of(futures[VERDICT]))
                 else:
                     value = futures[spec.name].result()
-                components[spec.name] = _weighted(spec.weight, value)
+                if value is not None:
+                    components[spec.name] = _weighted(spec.weight, value)
             except RewardError as error:
                 failures[spec.name] = error.failure
             except Exception as error:  # the sample has no reward, and the failure is reported
                 failures[spec.name] = RewardFailure(f"{error}" or type(error).__name__)
+        if not components and not failures:
+            failures = dict.fromkeys(self.reward_names, INAPPLICABLE)
         if VERDICT in futures:
             texts = texts | _verdict_texts(futures[VERDICT])
         done = max(finished_at, default=0.0)
@@ -135,7 +151,7 @@ def _judge_client(reward: RewardConfig, num_workers: int) -> JudgeClient:
 
 def _submitter(
     spec: RewardSpec, reward: RewardConfig, max_tokens: int, num_workers: int, started: ExitStack
-) -> Callable[[RewardedAnswer], Future[float]]:
+) -> Callable[[RewardedAnswer], Future[float | None]]:
     """Return a function that scores answers without the judge, in other processes or at once."""
     if spec.plugin is not None and spec.plugin.is_file:
         pool = RewardProcessPool(spec.plugin, reward.time_limit_s, num_workers)
@@ -148,8 +164,8 @@ def _submitter(
     return partial(_score_now, TEXT_REWARDS[spec.name])
 
 
-def _score_now(function: Callable[[RewardedAnswer], float], answer: RewardedAnswer) -> Future[float]:
-    done: Future[float] = Future()
+def _score_now(function: Callable[[RewardedAnswer], float | None], answer: RewardedAnswer) -> Future[float | None]:
+    done: Future[float | None] = Future()
     try:
         done.set_result(function(answer))
     except RewardError as error:
@@ -164,18 +180,18 @@ class JudgeReward:
         self.client = client
         self._futures: dict[Submission, Future[Verdict]] = {}
 
-    def submit(self, answer: RewardedAnswer) -> Future[Verdict]:
-        """Start to judge an answer; see `verdict_of`."""
+    def submit(self, answer: RewardedAnswer) -> tuple[Future[Verdict], bool]:
+        """Start to judge an answer; see `verdict_of`. Also return False if the row has no tests that run programs."""
         try:
             problem = Problem(answer.sample_id, "", read_tests(answer.ground_truth, answer.sample_id))
             submission = Submission(extract_program(problem, answer.text), problem.tests)
         except Exception as error:  # a model may write anything
             failed: Future[Verdict] = Future()
             failed.set_exception(error)
-            return failed
+            return failed, True
         if submission not in self._futures:
             self._futures[submission] = self.client.submit(submission)
-        return self._futures[submission]
+        return self._futures[submission], has_tests(problem.tests)
 
     def forget(self) -> None:
         """Forget the answers of a batch after all of its verdicts have arrived."""
