@@ -354,11 +354,13 @@ def write_run(run_dir: Path, curve_name: str, status: str = "finished", reason: 
 
 
 def write_checkpoint(run_dir: Path, step: int) -> None:
-    """Add a checkpoint of one small file, with a manifest that has no digest."""
+    """Add a checkpoint of two small files, with a manifest that has no digest."""
     directory = run_dir / f"global_step_{step}"
     (directory / "huggingface").mkdir(parents=True)
-    (directory / "huggingface/model.safetensors").write_bytes(b"x" * 64)
-    manifest = Manifest(step, 1, "", {"huggingface/model.safetensors": {"bytes": 64}})
+    names = ("data.pt", "huggingface/model.safetensors")
+    for name in names:
+        (directory / name).write_bytes(b"x" * 64)
+    manifest = Manifest(step, 1, "", {name: {"bytes": 64} for name in names})
     (directory / "manifest.json").write_text(manifest.to_json())
 
 

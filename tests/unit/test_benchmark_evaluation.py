@@ -93,7 +93,7 @@ def test_command_timing_uses_file_times(tmp_path):
     for path, moment in times.items():
         path.write_text(json.dumps(model.to_json()))
         os.utime(path, (moment, moment))
-    parts = parts_of(tmp_path, begun=100.0, ended=113.0)
+    parts = parts_of(tmp_path, started=100.0, ended=113.0)
     assert parts["start_s"] + parts["answering_s"] + parts["writing_s"] == parts["total_s"] == 12.5
     assert (parts["start_s"], parts["exit_s"]) == (8.0, 0.5)
     assert parts["problems_per_s"] == 164 / 12.5

@@ -67,6 +67,10 @@ def test_file_problems_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     (run_dir / "latest_checkpointed_iteration.txt").write_text("200")
     write_checkpoint(run_dir, 200)
     (run_dir / "global_step_300/huggingface/model.safetensors").write_bytes(b"x")
+    _, levels = run_health(run_dir, capsys)
+    assert levels["every checkpoint is complete, including huggingface/"] == "warning"  # the next start writes it
+    assert levels["the expected checkpoints exist"] == "ok"
+    (run_dir / "global_step_300/data.pt").write_bytes(b"x")
     code, levels = run_health(run_dir, capsys)
     assert code == 1
     assert levels["every checkpoint is complete, including huggingface/"] == "alarm"

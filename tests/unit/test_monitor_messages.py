@@ -138,9 +138,11 @@ def checkpoint_messages(run: Path) -> Iterator[str]:
     yield from listed(run)
     manifest = run / "global_step_300/manifest.json"
     text = manifest.read_text()
-    for damaged in (text.replace("64", "65"), text.replace("model.", "x."), text.replace("300", "30"), "x", None):
+    others = [text.replace(*words) for words in (("64", "65"), ("data.", "x."), ("model.", "x."), ("300", "30"))]
+    for damaged in (*others, "x", None):
         manifest.write_text(damaged) if damaged else manifest.unlink()
         yield from listed(run)
+        yield from (each.state for each in list_all(run, None, CheckpointConfig()))
     shutil.rmtree(run / "global_step_100")
     yield from listed(run)
 

@@ -153,7 +153,8 @@ class CheckpointInfo:
         if self.manifest is None:
             return f"incomplete{writer}"
         missing = [f", without {part}" for part in self.manifest.dropped]
-        return "".join([f"complete{writer}", *missing, ", export deferred" if self.manifest.deferred else ""])
+        export = ", export damaged" if self.manifest.has_damaged_export else ", export deferred"
+        return "".join([f"complete{writer}", *missing, export if self.manifest.deferred else ""])
 
     @property
     def retention(self) -> str:

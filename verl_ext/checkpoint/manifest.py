@@ -117,6 +117,11 @@ class Manifest:
         return sum(entry["bytes"] for entry in self.files.values())
 
     @property
+    def has_damaged_export(self) -> bool:
+        """Whether `read_complete` found that files of the export are missing or have another size."""
+        return EXPORT in self.deferred and bool(self.exported_files)
+
+    @property
     def exported_files(self) -> list[str]:
         """Paths of the weights in the export; empty if the checkpoint has none."""
         return [name for name in self.files if name.startswith(f"{EXPORT}/") and name.endswith(".safetensors")]

@@ -168,9 +168,10 @@ def write_deferred_export(checkpoint: Path, config: ExportConfig, small_files: M
     Args:
         small_files: see `rebuild_export`.
     """
-    if EXPORT not in read_complete(checkpoint).deferred:
+    manifest = read_complete(checkpoint)
+    if EXPORT not in manifest.deferred:
         return
-    why = "the last save skipped" if EXPORT in Manifest.read(checkpoint).deferred else "is damaged"
+    why = "is damaged" if manifest.has_damaged_export else "the last save skipped"
     print_line(f"Writing {checkpoint.name}/{EXPORT}/, which {why}", sys.__stdout__)
     try:
         rebuild_export(checkpoint, None, export_dtype_of(checkpoint), config.max_shard_gib, small_files=small_files)

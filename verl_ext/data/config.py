@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -86,10 +87,15 @@ class TextDataConfig(DataConfig):
         """The required columns of a data file, by the key that names them."""
         return {"data.prompt_key": self.prompt_key}
 
-    @property
-    def raw_files(self) -> list[str]:
-        """The data files that must be converted before they can be read."""
-        return [name for name in file_list(self.train_files) + file_list(self.val_files) if self.is_raw(name)]
+    def raw_files(self, commands: Iterable[str]) -> list[str]:
+        """The data files that must be converted before they can be read.
+
+        Args:
+            commands: the recipe's preparation commands, whose outputs need no conversion and may not exist yet.
+        """
+        written = {word for command in commands for word in command.split()}
+        names = file_list(self.train_files) + file_list(self.val_files)
+        return [name for name in names if str(Path(name).parent) not in written and self.is_raw(name)]
 
     def is_raw(self, name: str) -> bool:
         """Whether a data file must be converted: JSON and CSV."""

@@ -187,6 +187,8 @@ def checkpoints_are_complete(run: RunDirectory) -> CheckResult | None:
     deferred = [each.step for each in run.checkpoints if EXPORT in each.deferred]
     if deferred:
         message += f"; the next start exports step {', '.join(map(str, deferred))}"
+    if damaged := [f"global_step_{each.step}" for each in run.checkpoints if each.has_damaged_export]:
+        return warning(f"{message}; {', '.join(damaged)}: {EXPORT}/ is damaged")
     steps = {step_of(path) or 0: path.name for path in paths if path not in exported}
     missing = [name for step, name in steps.items() if step not in deferred and _export_is_due(run, step)]
     advice = f"{', '.join(missing)} should have one, too; run {program('checkpoint')} export"

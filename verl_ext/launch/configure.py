@@ -187,7 +187,9 @@ def convert_data_files(config: RunConfig, overrides: Sequence[str]) -> list[str]
     Raises:
         UserError: a file cannot be read, or a setting does not apply to such files.
     """
-    if not isinstance(config, SFTConfig | GRPOConfig) or has_custom_class(config) or not config.data.raw_files:
+    if not isinstance(config, SFTConfig | GRPOConfig) or has_custom_class(config):
+        return []
+    if not config.data.raw_files(config.prepare):
         return []
     from verl_ext.data.prepare.recipe_commands import convert_raw_files
 
