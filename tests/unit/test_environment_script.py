@@ -30,12 +30,59 @@ def test_symlinked_environment_is_rejected_and_unchanged(tmp_path: Path, stamp: 
     assert {path: path.read_text() for path in shared.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_directory_of_another_user_is_used_if_its_environment_is_ready(tmp_path: Path, is_ready: bool) -> None:
+    (tmp_path / "requirements").symlink_to(ROOT / "requirements")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv.lock").mkdir()  # cannot be opened for writing, even by root
+    script = f"set -euo pipefail; source {ROOT}/scripts/environment.sh; "
+    if is_ready:
+        script += "stamp_of gpu > .venv/requirements.stamp; "
+    environment = {name: value for name, value in os.environ.items() if name != "VERL_EXT_PYTHON"}
+    run = subprocess.run(
+        ["bash", "-c", script + "choose_python; echo $PYTHON"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if is_ready:
+        assert (run.stdout, run.stderr) == (f"{tmp_path}/.venv/bin/python\n", "")
+    else:
+        reason = f"error: .venv cannot be created in {tmp_path} (Is a directory); make it writable or"
+        assert run.returncode == 2 and run.stderr == f"{reason} set VERL_EXT_PYTHON\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("echo 3 9", "is Python 3.9; it must be 3.11 to 3.13"),
+        ("echo 4 12", "is Python 4.12; it must be 3.11 to 3.13"),
+        ("exit 1", "is '{}', which does not run as Python; correct or unset it"),
+    ],
+)
+def test_unsupported_interpreter_is_refused(tmp_path: Path, code: str, problem: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{code}\n")
+    python.chmod(0o755)
+    environment = {**os.environ, "VERL_EXT_PYTHON": str(python)}
+    run = subprocess.run(["bash", "run_sft.sh", "2"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr == f"error: VERL_EXT_PYTHON {problem.format(python)}\n"
+
+
+def test_variables_that_break_python_are_unset() -> None:
+    environment = {**os.environ, "VERL_EXT_PYTHON": sys.executable, "PYTHONHOME": "/nowhere", "PYTHONOPTIMIZE": "2"}
+    script = "source scripts/environment.sh; choose_python; $PYTHON -c 'import sys; print(sys.flags.optimize)'"
+    run = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == ("0\n", "")
+
+
 def test_only_a_whole_argument_asks_for_help() -> None:
-    environment = {**os.environ, "VERL_EXT_PYTHON": "/bin/sh"}
+    environment = {**os.environ, "VERL_EXT_PYTHON": sys.executable}
     for argument, is_help in (("name=my -h run", False), ("-h", True), ("--help", True)):
         script = f"source scripts/environment.sh; choose_python_for 2 '{argument}'; echo $PYTHON"
         run = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert (run.stdout != "/bin/sh\n") == is_help, argument
+        assert (run.stdout != f"{sys.executable}\n") == is_help, argument
 
 
 def test_python_versions_match_pyproject(tmp_path: Path) -> None:
