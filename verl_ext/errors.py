@@ -63,6 +63,7 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         if sys.stdout is None:  # the next opened file would receive the output of libraries
             raise UserError("standard output is closed; redirect it to a file or to /dev/null")
+        _require_usable_interpreter()
         make_streams_blocking()
         yield
     except UserError as error:
@@ -74,6 +75,16 @@ def exit_on_user_error() -> Iterator[None]:
         _require_output()
         raise
     _require_output()
+
+
+def _require_usable_interpreter() -> None:
+    if sys.flags.optimize > 1:
+        raise UserError(
+            "Python runs without docstrings, which transformers needs; unset PYTHONOPTIMIZE, or omit the option -OO"
+        )
+    has_undecoded_bytes = any("\udc80" <= character <= "\udcff" for character in "".join(sys.argv))
+    if has_undecoded_bytes and sys.getfilesystemencoding() != "utf-8":
+        raise UserError("the arguments contain characters that the locale cannot decode; set LC_ALL=C.UTF-8")
 
 
 def _require_output() -> None:

@@ -203,7 +203,7 @@ OURS = ("verl_ext", "eval_pipeline", "benchmarks", "tests")
 
 
 def suppress_startup_tracebacks() -> None:
-    """Suppress tracebacks of Ctrl-C and missing packages while `python -m` starts a command.
+    """Suppress tracebacks of Ctrl-C and of failed imports while `python -m` starts a command.
 
     Imports take time, with torch several seconds, and a Ctrl-C during imports simply ends the process. Ranks of
     torchrun keep their tracebacks, because no user types their command.
@@ -211,18 +211,37 @@ def suppress_startup_tracebacks() -> None:
     is_typed = sys.argv[:1] == ["-m"]  # set by Python while it looks for the module to run
     if not is_typed or "TORCHELASTIC_RUN_ID" in os.environ:
         return
+    open_closed_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.excepthook = _report_missing_package
+    sys.excepthook = _report_failed_import
 
 
-def _report_missing_package(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def open_closed_streams() -> None:
+    """Open /dev/null as standard input and error if they are closed, for this process and its children.
+
+    Otherwise, the next opened file would become their input or receive their messages.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, number)
+            if opened != number:
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode))
+
+
+def _report_failed_import(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     package = "" if name is None else name.partition(".")[0]
-    if name is None or package in OURS:
+    has_no_address_space = isinstance(error, ImportError) and "failed to map segment" in str(error)
+    if not has_no_address_space and (name is None or package in OURS):
         sys.__excepthook__(kind, error, traceback)
         return
-    if package in SET_UP_SEPARATELY:
+    if has_no_address_space:
+        message = f"not enough address space for the packages ({error}); raise `ulimit -v`, or set it to unlimited"
+    elif package in SET_UP_SEPARATELY:
         message = missing_package(package)
     elif CHECKOUT is None:
         message = f"{sys.executable} has no package {name}; install verl-ext again, with its dependencies"

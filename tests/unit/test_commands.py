@@ -222,6 +222,39 @@ def test_closed_stdout_is_rejected() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+def run_in_bash(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run code in which `python` is this interpreter."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **variables}
+    return subprocess.run(["bash", "-c", code], cwd=ROOT, env=environment, input="", capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
+def test_closed_stdin_and_stderr_become_dev_null(closed: str) -> None:
+    code = "import sys; sys.argv = ['-m']; import verl_ext, subprocess; print('to stderr', file=sys.stderr, flush=True)"
+    code += "; subprocess.run(['readlink', '/proc/self/fd/0', '/proc/self/fd/2'])"
+    done = run_in_bash(f'python -c "{code}" {closed}')
+    assert (done.returncode, done.stdout.count("/dev/null")) == (0, len(closed.split()))
+
+
+@pytest.mark.parametrize(
+    ("code", "variables", "sentence"),
+    [
+        (
+            "python -m verl_ext.health no_é",
+            {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+            "the arguments contain characters that the locale cannot decode; set LC_ALL=C.UTF-8",
+        ),
+        ("python -m verl_ext.health --rules", {"PYTHONOPTIMIZE": "2"}, "Python runs without docstrings"),
+        ("ulimit -v 900000; python -m verl_ext.data.prepare quickstart --output $OUT", {}, "not enough address space"),
+    ],
+)
+def test_unusable_process_is_refused_in_one_sentence(
+    code: str, variables: dict[str, str], sentence: str, tmp_path: Path
+) -> None:
+    done = run_in_bash(code, **variables, OUT=str(tmp_path))
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {sentence}") and done.stderr.count("\n") == 1
+
+
 def start(words: list[str], cwd: Path) -> subprocess.Popen[str]:
     """Start a process that prints `ready` and waits. It reacts to Ctrl-C even if pytest ignores it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
