@@ -8,13 +8,14 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from verl_ext.console import warn
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 
 TEMPORARY = ".tmp"
 """Suffix of a file or directory that is not complete yet."""
@@ -78,8 +79,55 @@ def write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        raise UserError(f"cannot write {error.filename or path} ({error.strerror}); {write_remedy(error)}") from error
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space, or raise the quota",
+    errno.EFBIG: "raise the limit on file sizes (`ulimit -f`)",
+    errno.EROFS: "choose a directory on another file system",
+    errno.EACCES: "make the directory and the file writable",
+    errno.EPERM: "make the directory and the file writable",
+}
+
+
+def write_remedy(error: OSError) -> str:
+    """How to fix an error of writing, for a message."""
+    return _REMEDIES.get(error.errno or 0, "free disk space or make the directory writable")
+
+
+@contextmanager
+def temporary_directory(prefix: str = "verl_ext_") -> Iterator[Path]:
+    """Yield a directory in TMPDIR (by default, `/tmp`) that is removed at the end of the block.
+
+    An abandoned thread may still write into it.
+
+    Raises:
+        UserError: it cannot be created.
+    """
+    with temporary_errors():
+        directory = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    with directory as name:
+        yield Path(name)
+
+
+@contextmanager
+def temporary_errors() -> Iterator[None]:
+    """Turn an error of writing to a temporary file into a `UserError` that names TMPDIR.
+
+    Raises:
+        UserError: a file could not be written.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error) is not Exception:  # tokenizers raises the latter
+            raise
+        place = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
         raise UserError(
-            f"cannot write {error.filename or path} ({error.strerror}); free disk space or make the directory writable"
+            f"cannot write temporary files in {place} ({first_line_of(error)}); free space there, or set TMPDIR to a "
+            "writable directory with free space"
         ) from error
 
 
@@ -318,7 +366,7 @@ def _write_holder(file: TextIO, name: str) -> None:
 
 
 def _refused(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path} cannot be written ({error.strerror}); make its directory writable")
+    return UserError(f"{path} cannot be written ({error.strerror}); {write_remedy(error)}")
 
 
 # Sizes, digests and places

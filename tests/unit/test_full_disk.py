@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.checkpoints import checkpoint_command, kept, save
 from tests.helpers.faults import fill, small_disk
 from verl_ext.checkpoint.config import ExportConfig
+from verl_ext.checkpoint.hf_export import config_and_tokenizer_files
 from verl_ext.checkpoint.manifest import EXPORT, MODEL, Manifest, shard_name, why_incomplete
 from verl_ext.checkpoint.rebuild import write_deferred_export
 from verl_ext.checkpoint.retention import find_leftovers
 from verl_ext.checkpoint.save import sync_and_digest, write_manifest
 from verl_ext.controller.latency import FEATURES, LatencyModel
 from verl_ext.errors import UserError
-from verl_ext.files import RUN_LOCK, hold_run_lock, replace_file, replacing
+from verl_ext.files import RUN_LOCK, hold_run_lock, replace_file, replacing, write_errors
 from verl_ext.launch.__main__ import parse_arguments
 from verl_ext.launch.configure import configure
+from verl_ext.launch.ranks import run_ranks
 from verl_ext.launch.run import Launch, clean_up_finished_run, run_until_finished
 from verl_ext.processes import StopSignals
+from verl_ext.trainer.__main__ import report_to_launcher
 
 
 @pytest.fixture
@@ -183,3 +188,36 @@ def test_leftovers_of_finished_run_are_removed_unless_locked(tmp_path: Path) -> 
     os.utime(file, (0, 0))
     clean_up_finished_run(tmp_path)
     assert not file.exists()
+
+
+def test_full_temporary_directory_is_named(
+    disk: Path, quickstart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    model = AutoModelForCausalLM.from_pretrained(quickstart / "model")
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    fill(disk)
+    with pytest.raises(UserError, match=f"cannot write temporary files in {disk} .No space left.*set TMPDIR"):
+        config_and_tokenizer_files(model, tokenizer, torch.float32)
+    with pytest.raises(UserError, match=f"cannot write temporary files in {disk} .No space left.*set TMPDIR"):
+        run_ranks(configure(parse_arguments(["sft", "1"])), StopSignals())
+    reply = disk / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
+    report_to_launcher("the data is empty")
+    assert capsys.readouterr().err == "error: the data is empty\n" and not reply.exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free disk space"),
+        (errno.EFBIG, "raise the limit on file sizes (`ulimit -f`)"),
+        (errno.EROFS, "choose a directory on another file system"),
+        (errno.EACCES, "make the directory and the file writable"),
+        (errno.EIO, "free disk space or make the directory writable"),
+    ],
+)
+def test_failed_write_names_suitable_remedy(number: int, remedy: str) -> None:
+    with pytest.raises(UserError) as told, write_errors(Path("file")):
+        raise OSError(number, "reason")
+    assert str(told.value) == f"cannot write file (reason); {remedy}"

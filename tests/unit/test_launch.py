@@ -177,6 +177,7 @@ class FakeFailure:
     message: str
     timestamp: int
     pid: int = 7
+    error_file: str = "error.json"
 
     def signal_name(self) -> str:
         return "SIGKILL"
@@ -186,6 +187,8 @@ def test_rank_with_user_error_is_reported_as_cause() -> None:
     failures = {0: FakeFailure(1, "connection closed", 1), 1: FakeFailure(2, "the file is empty", 2)}
     failure = first_failure(failures)
     assert (failure.message, failure.is_user_error) == ("the file is empty", True)
+    no_reply = FakeFailure(2, "To enable traceback see: https://pytorch.org/", 2, error_file="<N/A>")
+    assert first_failure({1: no_reply}).message == "rank 1 refused its input; see its message above"
     killed = first_failure({1: FakeFailure(-9, "", 5), 0: FakeFailure(1, "", 6)})
     assert (killed.message, killed.is_user_error) == ("rank 1 (process 7) was killed by SIGKILL", False)
 

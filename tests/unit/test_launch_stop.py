@@ -196,6 +196,7 @@ class Ended:
     message: str | dict = ""
     timestamp: int = 1
     pid: int = 7
+    error_file: str = "error.json"
 
     def signal_name(self) -> str:
         return signal.Signals(-self.exitcode).name

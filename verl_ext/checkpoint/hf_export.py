@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,7 +26,7 @@ from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, mer
 from verl_ext.checkpoint.manifest import ADAPTER, EXPORT, PLAN
 from verl_ext.distributed import is_sharded, local_rows, on_every_rank, on_rank_zero, to_full, to_local
 from verl_ext.errors import UserError
-from verl_ext.files import GIB, write_errors
+from verl_ext.files import GIB, temporary_directory, temporary_errors, write_errors
 from verl_ext.model_files import save_config, save_tokenizer
 
 DTYPE_NAMES = {
@@ -310,8 +309,7 @@ def config_and_tokenizer_files(
     base = unwrap_peft(model)
     config = copy.deepcopy(base.config)
     config.dtype = dtype
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
+    with temporary_directory() as root, temporary_errors():
         save_config(config, root)
         if getattr(config, "auto_map", None):
             custom_object_save(base, root, config=config)

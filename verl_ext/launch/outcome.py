@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 EXIT_CODES_OF_A_STOP = {STOPPED_EXIT_CODE, UNHEALTHY_EXIT_CODE, *(-number for number in STOP_SIGNALS)}
 """Exit codes of a rank that saved on request (75) or for a health rule (3), or had no signal handler yet (-N)."""
+NO_REPLY = "<N/A>"
+"""torch's name for the file of a rank that wrote none; its message then refers to torch's documentation."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 
@@ -111,6 +113,8 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
         for rank, failure in (refused or failures).items()
     )
     first = failures[rank]
+    if refused and first.error_file == NO_REPLY:
+        return Failure(f"rank {rank} refused its input; see its message above", first.exitcode)
     if refused and isinstance(first.message, str):
         return Failure(first.message, first.exitcode)
     how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"failed with exit code {first.exitcode}"

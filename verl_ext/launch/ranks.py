@@ -6,12 +6,10 @@ import contextlib
 import math
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -19,6 +17,7 @@ import psutil
 from verl_ext.config.schema import to_yaml
 from verl_ext.console import print_line
 from verl_ext.errors import first_line_of
+from verl_ext.files import temporary_directory, temporary_errors
 from verl_ext.launch.outcome import Failure, HandledStop, Outcome, Stopped, classify_outcome
 from verl_ext.metrics.timing import startup
 from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc, hold_stop_signals
@@ -41,18 +40,20 @@ def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE
         module: module that every rank runs with `python -m`, with the file as its argument.
 
     Raises:
+        UserError: the temporary directory cannot be written.
         StopRequest: a stop signal came before the ranks were started.
     """
-    # An abandoned thread may still write into the directory.
-    with tempfile.TemporaryDirectory(prefix="verl_ext_", ignore_cleanup_errors=True) as directory:
-        path = Path(directory) / "config.yaml"
+    with temporary_directory() as directory:
+        path = directory / "config.yaml"
         with signals.raising():
-            path.write_text(to_yaml(config))
+            with temporary_errors():
+                path.write_text(to_yaml(config))
             startup.mark("launcher")
             with defer_gc(), hold_stop_signals():
                 from verl_ext.launch.torchrun import torchrun
-            thread = RankThread(torchrun(config, module, Path(directory), [str(path)]))
-            startup.save(Path(directory))
+            thread = RankThread(torchrun(config, module, directory, [str(path)]))
+            with temporary_errors():
+                startup.save(directory)
         supervisor = RankSupervisor(module, signals, config.trainer.preemption.grace_s)
         os.environ[LAUNCHER_PID] = str(os.getpid())
         thread.start()

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ from verl_ext.commands import program
 from verl_ext.console import print_line
 from verl_ext.console_log import recording_console
 from verl_ext.errors import STOP_SIGNALS, USER_ERROR_EXIT_CODE, Stop, UserError
+from verl_ext.files import replace_file
 from verl_ext.metrics.timing import process_start, startup
 from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc, end_with_parent, quiet_stdout
 from verl_ext.trainer.stages import STAGES, RunConfig, read_config
@@ -78,12 +80,12 @@ def end_at_first_signal() -> None:
 
 
 def report_to_launcher(message: str) -> None:
-    """Write a message to the file that torchrun reads after a rank has failed."""
+    """Write a message to the file that torchrun reads after a rank has failed; if it cannot be written, print it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        print(f"error: {message}", file=sys.stderr)
-    else:
-        Path(path).write_text(json.dumps({"message": message}))
+    with suppress(OSError):  # the disk of the temporary directory is full
+        if path is not None:
+            return replace_file(Path(path), [json.dumps({"message": message})])
+    print_line(f"error: {message}", sys.stderr)
 
 
 def run_rank(config: RunConfig) -> int:
