@@ -44,6 +44,19 @@ def first_line_of(error: Exception) -> str:
     return (said.strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+_LACKING = ("start new thread", "launch worker thread", "allocate memory", "Resource temporarily unavailable")
+
+
+def remedy_for(error: Exception, otherwise: str) -> str:
+    """How to fix an error of reading a file: `otherwise`, unless this process lacks memory or threads.
+
+    Libraries report such a lack as errors of many types, whose message names it.
+    """
+    if isinstance(error, MemoryError) or any(text in str(error) for text in _LACKING):
+        return "raise the limits of this process, which `ulimit -a` shows"
+    return otherwise
+
+
 def one_line(error: BaseException) -> str:
     """Type and message of any exception, such as one raised by user code."""
     try:

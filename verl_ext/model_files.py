@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -150,9 +151,17 @@ def check_model_files(model: str, trusted: bool) -> None:
             f"{path.absolute()} has no config.json, so it is not a Hugging Face model; correct model.partial_pretrain"
         )
     content = read_json(path / "config.json")
+    require_readable(path)
     require_all_weights(path)
     if not trusted:
         require_no_remote_code_in(str(path), content)
+
+
+def require_readable(model: Path) -> None:
+    """Refuse a model's directory with a file that this user may not read; transformers reports it as missing."""
+    for path in sorted(model.iterdir()):
+        if not os.access(path, os.R_OK) and path.exists():
+            raise UserError(f"cannot read {path.absolute()} (no permission); ask its owner to make it readable")
 
 
 def is_hub_name(model: str) -> bool:

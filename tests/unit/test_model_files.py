@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,14 @@ from transformers import (
 )
 
 from tests.helpers.models import CHATML
-from verl_ext.errors import UserError
-from verl_ext.model_files import earlier_rope_keys, load_pretrained_strict, save_config, save_tokenizer
+from verl_ext.errors import UserError, remedy_for
+from verl_ext.model_files import (
+    check_model_files,
+    earlier_rope_keys,
+    load_pretrained_strict,
+    save_config,
+    save_tokenizer,
+)
 
 TEXT = "def f(x):\n    return x + 12  # naïve<|im_end|>\n"
 LETTERS = sorted({*pre_tokenizers.ByteLevel.alphabet()})
@@ -135,3 +142,27 @@ def test_rejects_model_with_missing_weights(is_tied: bool, tmp_path: Path) -> No
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="lacks 1 of the model's weights, model.layers.1.mlp.up_proj.weight among them"):
         load_pretrained_strict(AutoModelForCausalLM, str(tmp_path))
+
+
+def test_model_file_without_read_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_config(Qwen2Config(num_hidden_layers=2), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.touch()
+    check_model_files(str(tmp_path), trusted=False)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != weights)  # root may read every file
+    with pytest.raises(UserError, match=f"cannot read {weights} .no permission.; ask its owner"):
+        check_model_files(str(tmp_path), trusted=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lack"),
+    [
+        (RuntimeError("can't start new thread"), True),
+        (OSError("Failed to launch worker thread: Resource temporarily unavailable"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError(), True),
+        (OSError("Error no file named model.safetensors"), False),
+    ],
+)
+def test_lack_of_threads_or_memory_is_not_blamed_on_file(error: Exception, is_lack: bool) -> None:
+    assert remedy_for(error, "restore it").startswith("raise the limits" if is_lack else "restore it")

@@ -163,6 +163,16 @@ def test_interrupted_write_keeps_old_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_staged_file_is_readable_as_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with staged_file(tmp_path / "model.safetensors") as temporary:
+            temporary.touch(mode=0o600)
+    finally:
+        assert os.umask(before) == 0o027
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
 def test_output_below_file_raises_user_error(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(UserError, match="cannot create the directory"):

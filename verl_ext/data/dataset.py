@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.commands import program
-from verl_ext.errors import UserError, first_line_of
+from verl_ext.errors import UserError, first_line_of, remedy_for
 from verl_ext.paths import caller_directory
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def reading_parquet(path: Path) -> Iterator[None]:
         fix = "prepare it again"
         if path.suffix.lower() != ".parquet":
             fix = "specify a file that ends in .parquet, .jsonl, .json, .csv or .tsv"
+        fix = remedy_for(error, fix)
         raise UserError(f"{path} is not a readable parquet file ({first_line_of(error)}); {fix}") from error
 
 

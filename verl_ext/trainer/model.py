@@ -24,7 +24,7 @@ from verl_ext.checkpoint.load import holds_model, read_data_state
 from verl_ext.config.provenance import package_versions
 from verl_ext.config.schema import as_dict
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
-from verl_ext.errors import UserError, first_line_of
+from verl_ext.errors import UserError, first_line_of, remedy_for
 from verl_ext.model_files import load_pretrained_strict, require_no_remote_code
 from verl_ext.trainer.config import ModelConfig
 from verl_ext.trainer.device import pick_attention
@@ -166,10 +166,9 @@ def load_model(
     except UserError:
         raise
     except Exception as error:  # damaged models may raise anything
-        first_line = first_line_of(error)
+        first_line, remedy = first_line_of(error), remedy_for(error, "restore it, or specify another model")
         raise UserError(
-            f"model.partial_pretrain={config.model.partial_pretrain} cannot be loaded ({first_line}); restore it, "
-            "or specify another model"
+            f"model.partial_pretrain={config.model.partial_pretrain} cannot be loaded ({first_line}); {remedy}"
         ) from error
 
 

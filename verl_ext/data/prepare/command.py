@@ -95,7 +95,8 @@ def make_directory(path: Path) -> None:
 def staged_directory(target: Path) -> Iterator[Path]:
     """Yield an empty directory, whose files are flushed to disk and moved to `target` at the end of the block.
 
-    The directory is inside `target`, because a rename is atomic only within a file system.
+    The directory is inside `target`, because a rename is atomic only within a file system. The files get the mode that
+    the umask gives, because safetensors creates files that only their owner can read.
 
     Raises:
         UserError: `target` cannot be created or written to, or its disk is full.
@@ -104,8 +105,10 @@ def staged_directory(target: Path) -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(dir=target, prefix=".preparing-") as name:
             yield Path(name)
+            os.umask(umask := os.umask(0))
             for path in sorted(Path(name).iterdir()):
                 with path.open("rb") as file:
+                    os.fchmod(file.fileno(), 0o666 & ~umask)
                     os.fsync(file.fileno())
                 os.replace(path, target / path.name)
     except OSError as error:
