@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -406,5 +407,27 @@ def file_digest(path: Path, progress: Callable[[int], None] = ignore_progress) -
 
 
 def user_cache_dir() -> Path:
-    """Cache directory, in `XDG_CACHE_HOME` or `~/.cache`; its files can be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_ext"
+    """Cache directory, in `XDG_CACHE_HOME` or `~/.cache`; its files can be deleted at any time.
+
+    Without a home directory, as in a container with a user ID that it does not know, it is in TMPDIR.
+
+    Raises:
+        UserError: there is no home directory, and another user could write to the one in TMPDIR.
+    """
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"], "verl_ext")
+    try:
+        return Path.home() / ".cache/verl_ext"
+    except RuntimeError:  # neither HOME nor an entry in the password file
+        return _private_temporary_directory()
+
+
+def _private_temporary_directory() -> Path:
+    with temporary_errors():
+        path = Path(tempfile.gettempdir(), f"verl_ext_{os.getuid()}")
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UserError(f"HOME is not set, and other users can write to {path}; set HOME or XDG_CACHE_HOME")
+    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,11 @@ def test_nested_columns_are_read_as_in_verl() -> None:
     one_turn = [{"content": "2 + 2?", "role": "user"}]
     assert pick(one_turn, ["content"]) == "2 + 2?"
     assert pick({"question": "2 + 2?"}, ["question"]) == "2 + 2?"
+
+
+def test_user_without_home_directory_needs_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # no entry in the password file
+    assert resolve_config("sft", [f"trainer.default_local_dir={tmp_path}"]).recipe == "quickstart"
+    with pytest.raises(UserError, match="data.train_files is '~/x.parquet', but HOME is not set; set it, or write"):
+        resolve_config("sft", ["data.train_files='~/x.parquet'"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import pwd
 import resource
 import signal
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +25,7 @@ from verl_ext.data import chats
 from verl_ext.data.chat_template import ChatEncoder
 from verl_ext.data.chats import ChatDataset
 from verl_ext.errors import UserError
+from verl_ext.files import user_cache_dir
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.stages import STAGES
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -176,3 +179,21 @@ def test_several_tokenizer_processes_give_same_result(
     )
     with pytest.raises(UserError, match="row 130 cannot be used: it has no assistant turn"):
         dataset(quickstart, None, "data.num_tokenizers=2", file=tmp_path / "bad.parquet")
+
+
+def test_cache_without_home_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # no entry in the password file
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache = user_cache_dir()
+    assert user_cache_dir() == cache == tmp_path / f"verl_ext_{os.getuid()}"
+    assert cache.stat().st_mode & 0o777 == 0o700
+    cache.chmod(0o777)
+    with pytest.raises(UserError, match="HOME is not set, and other users can write to .*; set HOME or XDG_CACHE_HOME"):
+        user_cache_dir()
+    cache.rename(tmp_path / "elsewhere")
+    cache.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").chmod(0o700)
+    with pytest.raises(UserError, match="HOME is not set"):
+        user_cache_dir()

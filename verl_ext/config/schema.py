@@ -364,7 +364,7 @@ def expand_home(name: str, value: Any) -> Any:
     """Replace `~` with the home directory in a path or a list of paths; return other values unchanged.
 
     Raises:
-        UserError: a path begins with `~NAME/`, and this machine has no user of that name.
+        UserError: a path begins with `~NAME/`, and this machine has no user of that name; or with `~/` without HOME.
     """
     if isinstance(value, list):
         return [expand_home(name, item) for item in value]
@@ -373,6 +373,8 @@ def expand_home(name: str, value: Any) -> Any:
     expanded = os.path.expanduser(value)
     if expanded.startswith("~"):
         user, _, rest = value.partition("/")
+        if user == "~":
+            raise UserError(f"{name} is '{value}', but HOME is not set; set it, or write the absolute path")
         raise UserError(f"{name} is '{value}', but there is no user {user[1:]}; write ~/{rest} or the absolute path")
     return expanded
 

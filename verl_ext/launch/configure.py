@@ -46,6 +46,8 @@ from verl_ext.trainer.stages import (
 
 VERL = "verl"
 """The recipe of verl's defaults."""
+NO_INPUTS = ("data.train_files=none", "data.val_files=null", "model.partial_pretrain=none")
+"""Replaces the paths in `~` among verl's defaults, for a user without a home directory."""
 RUN_DIR_KEYS = {
     f"trainer.{key}" for key in ("default_local_dir", "project_name", "experiment_name", "resume_from_path")
 }
@@ -117,7 +119,7 @@ def resolve_config(command: str, overrides: list[str]) -> RunConfig:
     if command == "sft" and overrides and not names_recipe:
         composer = composer_of("sft")
         of_run_dir = [word for word in overrides if composer.keys_set_by([word]) & RUN_DIR_KEYS]
-        trainer = with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *of_run_dir])).trainer
+        trainer = with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *NO_INPUTS, *of_run_dir])).trainer
         if was_started_by_verl(trainer.run_dir, trainer.resume_from_path):
             print_line(
                 f"No recipe= given, and {trainer.run_dir} was started by verl: using recipe={VERL} (verl's defaults).",
