@@ -1,17 +1,23 @@
 """Real W&B runs, all of them offline."""
 
 import json
+import logging
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 import wandb
 
+from tests.helpers.faults import fill, small_disk
 from tests.helpers.wandb_files import read_history, read_records, values_of
+from verl_ext.errors import UserError
 from verl_ext.metrics import wandb_dashboard
 from verl_ext.metrics.jsonl import HealthEvent
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.registry import lookup_metric
-from verl_ext.metrics.wandb_sink import RUN_ID_FILE, open_wandb_run, persistent_run_id
+from verl_ext.metrics.sinks import drop_tensorboard_errors
+from verl_ext.metrics.wandb_sink import RUN_ID_FILE, WandbSink, open_wandb_run, persistent_run_id
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +33,11 @@ def no_key(monkeypatch, tmp_path):
     wandb.teardown()
 
 
-def make_recorder(run_dir, attempt):
+def make_recorder(run_dir, attempt, backends=("wandb",)):
     return MetricsRecorder(
         run_dir=run_dir,
         attempt=attempt,
-        backends=["wandb"],
+        backends=backends,
         project="p",
         experiment="e",
         config={},
@@ -164,3 +170,36 @@ def test_warnings_and_alarms_become_alerts(tmp_path, capsys):
         (level, 3, 1) for level in ("ok", "notice", "warning", "alarm")
     ]
     assert "step 3/10 | alarm: rule_alarm: what was seen" in capsys.readouterr().out
+
+
+def test_full_disk_prints_only_warnings(tmp_path, capsys, monkeypatch):
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    drop_tensorboard_errors()
+    with small_disk(tmp_path / "disk") as disk:
+        recorder = make_recorder(disk / "run", 1, ["wandb", "tensorboard"])
+        recorder.log(1, {"train/loss": 1.0})
+        fill(disk)
+        with pytest.raises(UserError, match="metrics.jsonl"):
+            for step in range(2, 500):
+                recorder.log(step, {"train/loss": 1.0})
+        recorder.close(2)
+        wandb.teardown()
+    printed = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("warning: metrics no longer go to") for line in printed) and 1 <= len(printed) <= 3
+    assert reported == []
+    thread = threading.Thread(target=open, args=("/nowhere",))
+    thread.start()
+    thread.join()
+    assert [failure.thread for failure in reported] == [thread]
+
+
+def test_run_finishes_although_its_charts_cannot_be_written(monkeypatch):
+    finished = []
+    run = SimpleNamespace(finish=lambda exit_code: finished.append(exit_code))
+    sink = WandbSink(run)
+    monkeypatch.setattr(sink._dashboard, "log", lambda now: open("/nowhere"))
+    with pytest.raises(FileNotFoundError):
+        sink.close(1)
+    assert finished == [1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -94,6 +95,18 @@ class TensorBoardSink(MetricsSink):
     def close(self, exit_code: int = 0) -> None:
         """Close the event file."""
         self._writer.close()
+
+
+def drop_tensorboard_errors() -> None:
+    """Keep an `OSError` in TensorBoard's thread, such as a full disk, from printing; the next `flush` raises it."""
+    former = threading.excepthook
+
+    def report(failure: threading.ExceptHookArgs) -> None:
+        is_tensorboard = type(failure.thread).__module__.startswith("tensorboard.")
+        if not (is_tensorboard and isinstance(failure.exc_value, OSError)):
+            former(failure)
+
+    threading.excepthook = report
 
 
 class VerlTrackerSink(MetricsSink):

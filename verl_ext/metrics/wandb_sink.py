@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,10 +74,12 @@ class WandbSink(MetricsSink):
 
     def close(self, exit_code: int = 0) -> None:
         """Finish the run: as finished for 0, as preempted for `STOPPED_EXIT_CODE`, otherwise as failed."""
-        self._dashboard.log(now=True)
-        if exit_code == STOPPED_EXIT_CODE:
-            self._run.mark_preempting()
-        self._run.finish(exit_code=exit_code)
+        try:
+            self._dashboard.log(now=True)
+        finally:  # also if the charts cannot be written to a full disk
+            if exit_code == STOPPED_EXIT_CODE:
+                self._run.mark_preempting()
+            self._run.finish(exit_code=exit_code)
 
 
 def open_wandb_run(
@@ -109,6 +112,7 @@ def open_wandb_run(
     """
     settings = {"root_dir": str(directory), "run_group": group, "run_job_type": job_type, "https_proxy": proxy}
     arguments = {"project": project, "name": name, "config": dict(config), "id": run_id, "resume": "allow"}
+    logging.raiseExceptions = False  # on a full disk, each line of W&B's debug.log would print a traceback
     try:
         Path(directory, "wandb").mkdir(parents=True, exist_ok=True)  # W&B writes to a temporary folder if it is missing
         run = _start(settings, arguments)

@@ -18,6 +18,7 @@ from verl_ext.console import print_line
 from verl_ext.console_log import recording_console
 from verl_ext.errors import STOP_SIGNALS, USER_ERROR_EXIT_CODE, Stop, UserError
 from verl_ext.files import replace_file
+from verl_ext.metrics.sinks import drop_tensorboard_errors
 from verl_ext.metrics.timing import process_start, startup
 from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc, end_with_parent, quiet_stdout
 from verl_ext.trainer.stages import STAGES, RunConfig, read_config
@@ -98,6 +99,7 @@ def run_rank(config: RunConfig) -> int:
         UserError: the input cannot be used.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)
+    drop_tensorboard_errors()
     stage = STAGES[config.stage]
     with defer_gc():  # here, because they take seconds, and `end_with_launcher` must run first
         import torch.distributed as dist
