@@ -66,7 +66,8 @@ def test_unsupported_interpreter_is_refused(tmp_path: Path, code: str, problem: 
     python.write_text(f"#!/bin/sh\n{code}\n")
     python.chmod(0o755)
     environment = {**os.environ, "VERL_EXT_PYTHON": str(python)}
-    run = subprocess.run(["bash", "run_sft.sh", "2"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    script = "source scripts/environment.sh; choose_python"
+    run = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 2 and run.stderr == f"error: VERL_EXT_PYTHON {problem.format(python)}\n"
 
 
