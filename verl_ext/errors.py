@@ -14,8 +14,10 @@ STOPPED_EXIT_CODE = 75
 """EX_TEMPFAIL of <sysexits.h>: the run was asked to stop, and a scheduler may start the same command again."""
 UNHEALTHY_EXIT_CODE = 3
 """A health rule stopped the run; look at it before you start the same command again."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Signals that make a launcher or a rank save and stop."""
+STOP_SIGNALS = (
+    signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT, signal.SIGHUP
+)  # fmt: skip
+"""Signals that make a launcher or a rank save and stop; LSF and Grid Engine send SIGUSR2, the kernel SIGXCPU."""
 SAME_REQUEST_S = 1.0
 """A SIGINT requests an immediate stop if an earlier SIGINT arrived more than this ago; other repeats do nothing."""
 

@@ -47,8 +47,8 @@ class StopRequest(BaseException):
 class StopSignals:
     """Stop signals that this process received, in order.
 
-    Schedulers and wrapper scripts signal a process and then its process group, or signal twice. Repeats of SIGTERM,
-    SIGUSR1 and SIGHUP are therefore the same request. Only SIGQUIT and a second Ctrl-C ask to stop immediately.
+    Schedulers and wrapper scripts signal a process and then its process group, or signal twice. Repeats of
+    `STOP_SIGNALS` are therefore the same request. Only SIGQUIT and a second Ctrl-C ask to stop immediately.
 
     Args:
         listened: the signals to handle.

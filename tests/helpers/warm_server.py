@@ -260,7 +260,7 @@ def _overwrite(begin: int, end: int, parts: Iterable[str]) -> int:
 
 def _reset_signals() -> None:
     """The handlers that a new interpreter has; what was ignored stays ignored."""
-    asked = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+    asked = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT)
     for number in (*asked, signal.SIGCHLD, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

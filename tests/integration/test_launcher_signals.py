@@ -27,7 +27,7 @@ def launches(tmp_path: Path) -> Iterator[SmallLaunches]:
         yield launches
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT])
 def test_signal_to_launcher_reaches_every_rank(number: signal.Signals, launches: SmallLaunches) -> None:
     launcher = launches.start("stop_when_one_is_asked")
     launches.wait_until_ready(launcher)
@@ -64,12 +64,12 @@ def test_ranks_that_take_too_long_are_killed(launches: SmallLaunches) -> None:
 
 
 def test_repeated_signals_are_one_request(launches: SmallLaunches) -> None:
-    launcher = launches.start("stop_when_one_is_asked", environment={"SMALL_SAVE_S": "3"})
+    launcher = launches.start("stop_when_one_is_asked", environment={"SMALL_SAVE_S": "4.5"})
     launches.wait_until_ready(launcher)
     launcher.note_children()
     launcher.process.send_signal(signal.SIGTERM)
     launcher.wait_for(lambda: "SIGTERM: " in launcher.output())
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP):
         launcher.wait_while_running(0.6)
         for process in (launcher.process, *launcher.seen):  # as a scheduler does
             process.send_signal(number)

@@ -126,7 +126,7 @@ with handle_stop_signals():
 """
 
 
-@pytest.mark.parametrize("number", [QUIT, INT, TERM_, USR1, HUP])
+@pytest.mark.parametrize("number", [QUIT, *STOP_SIGNALS])
 def test_signal_during_interpreter_exit_keeps_exit_code(number: signal.Signals, tmp_path: Path) -> None:
     code = LAST_MOMENT.format(number=int(number))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers import ROOT
+from verl_ext.errors import STOP_SIGNALS
 
 PROGRAM = """
     import hashlib, sys, time
@@ -55,7 +56,7 @@ def ask(process: subprocess.Popen[str], word: str) -> str:
     return process.stdout.readline().strip()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_signal_before_training_ends_rank(number: signal.Signals, start: object) -> None:
     process = start("start", ENDLESS)
     assert ask(process, "busy") == "busy"
@@ -79,7 +80,7 @@ def test_repeated_signals_to_rank_are_one_request(start: object) -> None:
     assert ask(process, "wait") == "SIGTERM"
     assert ask(process, "busy") == "busy"
     for _ in range(3):
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        for number in STOP_SIGNALS:
             process.send_signal(number)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=0.5)  # more than a second in all

@@ -29,7 +29,8 @@ EXIT_CODES = {
     "1": "a rank crashed (see its traceback); the same command resumes from the last checkpoint",
     "2": "bad input; the message says how to fix it",
     "3": "stopped by a health rule in health.stop_on after saving a checkpoint; the same command resumes from it",
-    "75": "stopped by SIGTERM, SIGUSR1, SIGINT or SIGHUP, or before trainer.preemption.deadline; rerun to resume",
+    "75": "stopped by SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, SIGINT or SIGHUP, or before trainer.preemption.deadline; "
+    "rerun to resume",
     "130, 131": "stopped immediately, without saving, by a second Ctrl-C or by SIGQUIT",
 }
 
