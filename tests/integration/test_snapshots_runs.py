@@ -41,6 +41,7 @@ POSITION_KEYS = {
     *("epoch", "samples_seen", "num_samples", "seed", "order_seed", "skipped_steps", "owes_validation", "data_digest"),
     "forward_check",
 }
+EXTRA_KEYS = {"lr_scheduler", "updates_per_step", "rng"}
 EXPORTED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 """Some of the files of an export; releases of transformers write others besides."""
 ROW_KEYS = {"step", "attempt", "time"}
@@ -138,7 +139,7 @@ def check_checkpoint(checkpoint: Path, num_ranks: int, *, further: Iterable[str]
     position = torch.load(checkpoint / "data.pt", weights_only=True)
     assert position.keys() == {*POSITION_KEYS, *further}
     extra = torch.load(checkpoint / f"extra_state_{ranks[0]}", weights_only=False)
-    assert (extra.keys(), extra["rng"].keys()) == ({"lr_scheduler", "rng"}, {"cpu", "numpy", "random"})
+    assert (extra.keys(), extra["rng"].keys()) == (EXTRA_KEYS, {"cpu", "numpy", "random"})
 
 
 def check_pickled_names(run: TrainingRun) -> None:
@@ -167,7 +168,7 @@ def test_grpo_run_has_recorded_names(grpo_run: GRPORun) -> None:
     }
     check_record(grpo_run, "grpo")
     check_config(grpo_run, "grpo")
-    check_checkpoint(grpo_run.run_dir / "global_step_4", 2)
+    check_checkpoint(grpo_run.run_dir / "global_step_4", 2, further=("reference_digest",))
     check_pickled_names(grpo_run)
     assert keys_of(json_rows(grpo_run.run_dir / "events.jsonl")) == EVENT_KEYS
     samples = keys_of(json_rows(grpo_run.run_dir / "samples.jsonl"))
