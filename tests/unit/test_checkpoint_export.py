@@ -21,8 +21,9 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint import lease
+from verl_ext.checkpoint.config import ExportConfig
 from verl_ext.checkpoint.manifest import ADAPTER, EXPORT, OURS, Manifest, damaged_files, read_complete
-from verl_ext.checkpoint.rebuild import evaluation_command, export, export_dtype_of
+from verl_ext.checkpoint.rebuild import evaluation_command, export, export_dtype_of, write_deferred_export
 from verl_ext.checkpoint.save import write_manifest
 from verl_ext.distributed import to_full
 
@@ -123,6 +124,17 @@ def test_resumed_run_writes_damaged_export_again(
     assert "Writing global_step_1/huggingface/, which is damaged" in capfd.readouterr().out
     assert contents(checkpoint / EXPORT) == before
     assert read_complete(checkpoint) == Manifest.read(checkpoint) == manifest and not damaged_files(checkpoint)
+
+
+def test_skipped_export_keeps_configuration_of_its_save(quickstart: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(small_config(quickstart, tmp_path, EVERYTHING))
+    trainer.save_checkpoint(1)
+    trainer.checkpoint_manager.defers_export = True
+    trainer.save_checkpoint(2)
+    trainer.checkpoint_manager.wait()
+    exports = [tmp_path / f"global_step_{step}" / EXPORT for step in (1, 2)]
+    write_deferred_export(exports[1].parent, ExportConfig(), {"config.json": b"{}"})
+    assert contents(exports[0]) == contents(exports[1])
 
 
 def test_missing_configuration_is_taken_from_other_export_of_run(quickstart: Path, tmp_path: Path) -> None:

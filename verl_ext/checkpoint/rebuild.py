@@ -166,15 +166,22 @@ def write_deferred_export(checkpoint: Path, config: ExportConfig, small_files: M
     """Write an export that the last save skipped, or that is damaged; a failure is only a warning.
 
     Args:
-        small_files: see `rebuild_export`.
+        small_files: see `rebuild_export`; used for a damaged export, because a skipped one has those of its save.
     """
     manifest = read_complete(checkpoint)
     if EXPORT not in manifest.deferred:
         return
     why = "is damaged" if manifest.has_damaged_export else "the last save skipped"
+    has_own = not manifest.has_damaged_export and (checkpoint / EXPORT / "config.json").is_file()
     print_line(f"Writing {checkpoint.name}/{EXPORT}/, which {why}", sys.__stdout__)
     try:
-        rebuild_export(checkpoint, None, export_dtype_of(checkpoint), config.max_shard_gib, small_files=small_files)
+        rebuild_export(
+            checkpoint,
+            None,
+            export_dtype_of(checkpoint),
+            config.max_shard_gib,
+            small_files={} if has_own else small_files,
+        )
     except UserError as error:
         warn(f"{checkpoint.name} has no export yet: {error}")
 
