@@ -289,7 +289,8 @@ def adapter_files(
         if "lora_" in name or ".modules_to_save." in name:
             full = to_full(tensor)
             if is_main:
-                tensors[name] = full.cpu().contiguous()
+                # safetensors refuses tensors that share memory
+                tensors[name] = full.cpu().clone(memory_format=torch.contiguous_format)
     if not is_main:
         return {}
     adapter = model.active_adapters[0]
