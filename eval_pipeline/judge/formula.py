@@ -30,6 +30,7 @@ from eval_pipeline.judge.formula_values import (
     apply,
     constant,
     is_infinite,
+    reals_without,
     subtract,
 )
 
@@ -42,7 +43,7 @@ def equal_formulas(one: str, other: str) -> bool:
 
     `a/bc` may mean `(a/b)c` and `a/(bc)`, and is equal to both; `1,234` may be a number and a list. Units behind a
     number are ignored if the other formula has none, and percent and degree signs always. A formula equals
-    `x = formula`, `1 \\pm 2` equals the list of both values, and `x < 3` equals `(-\\infty, 3)`.
+    `x = formula`, `1 \\pm 2` equals the list of both values, and `x < 3` equals `(-\\infty, 3)`. `0.1666...` is 1/6.
     """
     texts = [normalize(text) for text in (one, other)]
     if any(len(text) > MAX_FORMULA_CHARS or PROSE.search(text) for text in texts):
@@ -50,6 +51,19 @@ def equal_formulas(one: str, other: str) -> bool:
     is_complex = any(IMAGINARY.search(text) for text in texts)
     lefts, rights = (_readings(text, is_complex) for text in texts)
     return any(_equal_readings(left, right) for left, right in product(lefts, rights))
+
+
+def is_rounded(exact: str, decimal: str) -> bool:
+    """Whether a decimal is the rounded or cut off value of a formula without variables: `1.41` of `\\sqrt{2}`."""
+    text = normalize(exact)
+    if not decimal.strip("-.") or len(text) > MAX_FORMULA_CHARS:
+        return False
+    unit = Fraction(1, 10 ** len(decimal.partition(".")[2]))
+    for formula in (reading.formula for reading in _readings(text, is_complex=False)):
+        values = set(formula.values) if isinstance(formula, Expression) and not formula.is_word else set()
+        if len(values) == 1 and isinstance(value := values.pop(), Fraction | float) and math.isfinite(value):
+            return abs(Fraction(value) - Fraction(decimal)) < unit
+    return False
 
 
 # Readings
@@ -147,16 +161,18 @@ def _is_close(one: Number, other: Number) -> bool:
 
 
 def _result(relation: Relation) -> Formula | None:
-    """The last side of equations, or the interval of `x < 3` or `1 \\le x < 3`; None for another form."""
+    """The last side of equations, or the set of `x < 3`, `1 \\le x < 3` or `x \\ne 3`; None for another form."""
     operators, sides = relation.operators, relation.sides
     if set(operators) == {"="}:
         return sides[-1]
     if set(operators) <= {">", "ge"}:
         operators = tuple({">": "<", "ge": "le"}[each] for each in reversed(operators))
         sides = tuple(reversed(sides))
+    names = [isinstance(side, Expression) and bool(side.name) for side in sides]
+    if operators == ("ne",) and names == [True, False]:
+        return reals_without(sides[1:])
     if not set(operators) <= {"<", "le"}:
         return None
-    names = [isinstance(side, Expression) and bool(side.name) for side in sides]
     opening = {"<": "(", "le": "["}[operators[0]]
     closing = {"<": ")", "le": "]"}[operators[-1]]
     if names == [True, False]:

@@ -26,6 +26,7 @@ from eval_pipeline.judge.formula_values import (
     factorial,
     log,
     power,
+    reals_without,
     root,
     rounded,
     subtract,
@@ -61,8 +62,13 @@ _SIGNS = str.maketrans(
         "\u221e": "\\infty ", "\u222a": "\\cup ", "\u2208": "\\in ", "\u2205": "\\emptyset ", "\u03c0": "\\pi ",
         "\u221a": "\\sqrt ", "\u211d": "\\R ", "\u00b0": "\\degree ", "\u00b2": "^2", "\u00b3": "^3", "\u2074": "^4",
         "\u2075": "^5", "\u2076": "^6", "\u2077": "^7", "\u2078": "^8", "\u2079": "^9", '"': " ", "~": " ", "$": " ",
+        "\u2124": "Z",
     }
 )  # fmt: skip
+# 0.1666..., with a period of at most six digits
+PERIODIC = re.compile(
+    r"(?<![0-9.])([0-9]{0,9}\.[0-9]{0,6}?)([0-9]{1,6}?)\2{1,20}(?:\.\.\.|\u2026|\\[lc]?dots(?![A-Za-z]))"
+)
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s?\{([^{}]*)\}")
 _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     (
@@ -73,6 +79,8 @@ _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     ),
     (re.compile(r"(?<!\\)(?:\\[,:]|\{,\})(?:\\!)?(?=[0-9]{3}(?![0-9]))|,\\!(?=[0-9]{3})"), ""),
     (re.compile(r"(?<!\\)\\[,;:! ]"), " "),
+    (PERIODIC, r"\1\\overline{\2}"),
+    (re.compile(r"(?<=\S) ?[,;(]? ?[kmn] ?\\in ?(?:Z|\\mathbb ?\{?Z\}?)\)?$"), ""),
     (re.compile(r"\\mathbb\s?\{?R\}?"), r"\\R "),
     (re.compile(r"\\(mathbb|vec|hat|dot|bar|overline)\s?(?:\{([A-Za-z]{1,3})\}|([A-Za-z]))"), r" \2\3_{\1}"),
     (re.compile(r"\\(?:dfrac|tfrac|cfrac)"), r"\\frac"),
@@ -88,6 +96,7 @@ _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z])"), "*"),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"\\div(?![A-Za-z])"), "/"),
+    (re.compile(r"\\(?:smallsetminus|backslash)(?![A-Za-z])"), r"\\setminus "),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
     (re.compile(r"\\[lr]?vert(?![A-Za-z])"), "|"),
     (re.compile(r"\\l?brace(?![A-Za-z])"), r"\\{"),
@@ -121,19 +130,22 @@ _BEFORE_WORD = re.compile(r"(?:^|[=,;:(\[{<>]|\\(?:or|and|in|le|ge|ne))\s*$")
 _AFTER_WORD = re.compile(r"\s*(?:$|[=,;:)\]}<>]|\\(?:or|and|in|le|ge|ne)(?![A-Za-z]))")
 _APPLIED = re.compile(r"\s*[fghpqFGHPQ]'*(?:_\S+)? ?\([A-Za-z0-9., ]*\)")
 _LETTER = re.compile(r"([A-Za-z])")
+_LETTER_LIST = re.compile(r"[A-Z](?:(?:, | and | or |, and |, or )[A-Z])+")
 _SUFFIX = re.compile(r" ?(?:_ ?(?:\{([^{}]*)\}|([A-Za-z0-9]))|('+))")
-IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
+IMAGINARY = re.compile(r"(?<![A-Za-z\\])(?:i|cis)(?![A-Za-z])")
 _RELATION = re.compile(r"([=<>])|\\(le|ge|ne|in)(?![A-Za-z])")
 _SEPARATOR = re.compile(r"[,;]|\\(?:or|and)(?![A-Za-z])")
 _CUP = re.compile(r"\\cup(?![A-Za-z])")
+_SETMINUS = re.compile(r"\\setminus(?![A-Za-z])|-")
 _PLUS_MINUS = re.compile(r"([-+])|\\(pm|mp)(?![A-Za-z])")
 _CLOSING = re.compile(r"\\?[\])}]|\\rangle(?![A-Za-z])")
 _FACTOR = re.compile(
-    r'[0-9A-Za-z({".]|\\\{|\\(?!(?:le|ge|ne|in|or|and|cup|pm|mp|end|rangle|rfloor|rceil|degree)(?![A-Za-z]))[A-Za-z]'
+    r'[0-9A-Za-z({".]|\\\{|\\(?!(?:le|ge|ne|in|or|and|cup|setminus|pm|mp|end|rangle|rfloor|rceil|degree)(?![A-Za-z]))[A-Za-z]'
 )
 _NO_FACTOR = re.compile(r"(?:[0-9]|(?<![A-Za-z\\])[A-Za-z]+)\s*$")
 _END = re.compile(r"\\end")
 _BRACKET = re.compile(r"[({]")
+_REALS = Collection("()", (constant(-math.inf), constant(math.inf)))
 _UNIT = re.compile(r' ?(/?) ?(?:"([^"]*)"|(?<![A-Za-z0-9])([A-Za-z]+)(?![A-Za-z(_]))(?: ?\^ ?(?:[23]|\{ ?[23] ?\}))?')
 _NOUN = re.compile(r"[a-z]+(?: [a-z]+)*")
 _OPENING = {"(": "(", "[": "[", "{": "", "\\{": "{", "\\langle": "("}
@@ -152,7 +164,8 @@ def normalize(text: str) -> str:
 
 def _quote(words: re.Match[str]) -> str:
     text = words[1].strip()
-    if len(text) < 2 or text[0] in ".0123456789" or text in ("or", "and") or _FUNCTION.fullmatch(text):
+    is_formula = text[0:1] in "0123456789." or _FUNCTION.fullmatch(text) or _LETTER_LIST.fullmatch(text)
+    if len(text) < 2 or is_formula or text in ("or", "and"):
         return f" {text} "
     return f' "{text.casefold()}" '
 
@@ -250,6 +263,13 @@ class Parser:
 
     def _union(self) -> Formula:
         parts = [self._sum()]
+        if parts[0] == _REALS and self._take(_SETMINUS):
+            removed = self._sum()
+            points = removed.items if isinstance(removed, Collection) and removed.kind == "set" else (removed,)
+            remaining = reals_without(points)
+            if remaining is None:
+                raise NotAFormula("the real numbers without something else than numbers")
+            return remaining
         while self._take(_CUP):
             parts.append(self._sum())
         if len(parts) == 1:
@@ -261,7 +281,7 @@ class Parser:
 
     def _sum(self) -> Formula:
         total = self._signed(self._term)
-        while found := self._take(_PLUS_MINUS):
+        while total != _REALS and (found := self._take(_PLUS_MINUS)):
             total = self._add(total, found[0], self._term())
         return total
 
@@ -471,7 +491,7 @@ class Parser:
         if name == "emptyset":
             return Collection("set", ())
         if name == "R":
-            return Collection("()", (constant(-math.inf), constant(math.inf)))
+            return _REALS
         if name in ("lfloor", "lceil"):
             inside = self._sum()
             self._require("\\rfloor" if name == "lfloor" else "\\rceil")

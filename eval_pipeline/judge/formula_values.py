@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 MAX_BITS = 1 << 15
@@ -65,6 +66,17 @@ Formula: TypeAlias = "Expression | Collection | Relation"
 def constant(value: Number) -> Expression:
     """The same value at all points."""
     return Expression((value,) * (2 * NUM_POINTS))
+
+
+def reals_without(points: tuple[Formula, ...]) -> Collection | None:
+    """The intervals between real points; None if a point is no real number."""
+    ends: set[Fraction | float] = {-math.inf, math.inf}
+    for point in points:
+        value = point.values[0] if isinstance(point, Expression) and len(set(point.values)) == 1 else None
+        if not isinstance(value, (Fraction, float)):
+            return None
+        ends.add(value)
+    return Collection("union", tuple(Collection("()", (constant(a), constant(b))) for a, b in pairwise(sorted(ends))))
 
 
 @lru_cache(maxsize=256)
@@ -207,4 +219,5 @@ FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "tanh": cmath.tanh,
     "ln": cmath.log,
     "exp": cmath.exp,
+    "cis": lambda x: cmath.exp(1j * x),
 }

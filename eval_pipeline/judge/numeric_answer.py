@@ -4,11 +4,13 @@ The first of these tags that occurs is compared, at its last occurrence: `<answe
 `answer is …` or `answer: …`. Without a tag, the last number of the text is compared. In a tagged answer, the part after
 its last `=` counts: the last number inside `<answer>` and `\\boxed`, the first one after `####` and `answer is`. Those
 two end with their sentence, or before a reason: `42 because 6 * 7 = 42`. A formula is compared by `judge/formula.py`.
+`\\sqrt{2} \\approx 1.41` equals both, and `50%` equals 50 and 0.5. `\\boxed{1} and \\boxed{2}` is a list.
 Several numbers and algebra (`3, 4`, `2x`, `x > 5`) equal no number. `3 million` equals 3000000, and also 3, for
 questions that ask for millions. Reasoning up to `</think>` counts only if no answer follows it.
 
 A reference that is no number is a formula, the letter of a choice, or words. Such an answer has one of the tags, or is
-a single line. The letter of a choice may also be the last of several lines, if no other line is another letter.
+a single line, or ends with a formula between math delimiters. The letter of a choice may also be the last of several
+lines, if no other line is another letter.
 
 Answers may be hostile: every pattern takes time linear in the text, and numbers that are too big are not computed. Only
 the standard library is imported, because small server processes use this module.
@@ -24,7 +26,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
-from eval_pipeline.judge.formula import equal_formulas
+from eval_pipeline.judge.formula import equal_formulas, is_rounded
+from eval_pipeline.judge.formula_parser import PERIODIC
 
 # not if a string, or code in prose, contains the tag
 _REASONING_END = re.compile(r"(?:</think(?:ing)?>|\[/THINK\])(?![\"'\\]|`(?!``))")
@@ -32,6 +35,9 @@ _OPENING_TAG = re.compile(r"<answer>", re.IGNORECASE)
 _CLOSING_TAG = re.compile(r"</answer>", re.IGNORECASE)
 _BOXED = re.compile(r"\\f?box(?:ed)?(?:\s{0,3}(\{)|\s{1,3}(?=[^\s{]))")
 _BRACE = re.compile(r"[{}]")
+_BETWEEN_BOXES = re.compile(
+    r"[$ \n]{0,4}(?:,|,? ?(?:\\text\{)? ?(?:and|or) ?\}?)[$ \n]{0,4}(?:[A-Za-z](?:_[0-9])? ?= ?)?", re.IGNORECASE
+)
 # "#### 1. First" and "#### Step 1" are headings
 _HASHES = re.compile(r"(?<!#)####(?!#|[ \t]{0,4}[0-9]+[.):][ \t]{0,4}[A-Za-z])([^A-Za-z0-9\n]{0,20}[0-9\\][^\n]*)")
 _ANSWER = (
@@ -41,6 +47,7 @@ _ANSWER = (
 _ANSWER_IS = re.compile(rf"{_ANSWER}([^.!?0-9\n]{{0,48}}\.?[0-9][^\n]*)", re.IGNORECASE)
 _TEXT_TAGS = (re.compile(r"(?<!#)####(?!#)"), re.compile(_ANSWER, re.IGNORECASE))
 _MATH = re.compile(r"\s*\$\$?([^$]+)\$")
+_LAST_MATH = re.compile(r"\$([^$]+)\$\$?[.\s]*$")
 _SENTENCE_END = r"[.!?;](?:[ \t]|$)|[ \t](?:because|since|as|where|when|with|if|given|so|which|due|assuming|but)\b"
 _STATEMENT_END = re.compile(rf"{_SENTENCE_END}|,[ \t]", re.IGNORECASE)
 _TEXT_END = re.compile(_SENTENCE_END, re.IGNORECASE)
@@ -143,11 +150,17 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
         return _value(_last(_NUMBER, _plain_text(text, scaled))) == wanted
     stated = _joined_thousands(_plain_text(tagged.text, scaled))
     candidate = _result(stated, tagged.enclosed)
-    if _FORMULA.search(_without_numbers(candidate)):
+    if any(equal_formulas(exact, reference) for exact in _before_rounding(tagged.text, tagged.enclosed)):
+        return True
+    if PERIODIC.search(candidate) or _FORMULA.search(_without_numbers(candidate)):
         return equal_formulas(_result(tagged.text, tagged.enclosed), reference)
     if _is_no_number(stated, candidate, tagged.enclosed):
         return False
-    return _value(_last(_NUMBER, candidate) if tagged.enclosed else _NUMBER.search(candidate)) == wanted
+    value = _value(_last(_NUMBER, candidate) if tagged.enclosed else _NUMBER.search(candidate))
+    if value is None or value == wanted:
+        return value is not None
+    is_percentage, wants_percentage = (_PERCENT.search(each) is not None for each in (tagged.text, reference))
+    return is_percentage != wants_percentage and value == wanted * (100 if is_percentage else Fraction(1, 100))
 
 
 def _is_text_or_formula(text: str, reference: str) -> bool:
@@ -162,15 +175,18 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
             return is_only_one and (chosen[1] or chosen[2]).casefold() == choice[1].casefold()
     if _same_text(stated, reference):
         return True
-    are_words = _LETTERS.fullmatch(reference) is not None and _LETTERS.fullmatch(stated) is not None
-    return not are_words and equal_formulas(_joined_thousands(stated), _joined_thousands(reference))
+    if _LETTERS.fullmatch(reference) and _LETTERS.fullmatch(stated):
+        return False
+    candidates = [stated, *_before_rounding(stated, enclosed=True)]
+    return any(equal_formulas(_joined_thousands(each), _joined_thousands(reference)) for each in candidates)
 
 
 def _stated_text(text: str, reference: str) -> str | None:
     """The part of an answer that states a formula, a choice or words.
 
     Returns:
-        None if the answer has no tag and several lines, unless the last one is a choice, and so is the reference.
+        None if the answer has no tag and several lines, unless they end with a formula between math delimiters, or the
+        last line and the reference are choices.
     """
     if (enclosed := _enclosed(text)) is not None:
         return enclosed
@@ -178,6 +194,8 @@ def _stated_text(text: str, reference: str) -> str | None:
     line = text[tag.end() :].partition("\n")[0] if tag else text.strip()
     if "\n" in line and _CHOICE.match(_replaced(reference, _TEXT_COMMANDS).strip()):
         return _last_choice(_replaced(line, _TEXT_COMMANDS).strip())
+    if tag is None and (math := _LAST_MATH.search(line[-MAX_LINE_CHARS:])):
+        return math[1]
     return None if len(line) > MAX_LINE_CHARS or "\n" in line else _math_or_sentence(line)
 
 
@@ -200,6 +218,13 @@ def _math_or_sentence(text: str) -> str:
 def _result(stated: str, enclosed: bool) -> str:
     """The part of a statement that is its value: `42` of `6 * 7 = 42 apples`."""
     return _after_equals(stated) if enclosed else _before_prose(_after_equals(stated))
+
+
+def _before_rounding(stated: str, enclosed: bool) -> list[str]:
+    """The values before the result, if it is these values rounded: `\\sqrt{2}` of `x = \\sqrt{2} = 1.41`."""
+    *exact, last = stated.rsplit("=", 3)
+    result = _ROUNDED.fullmatch(_plain_text(last if enclosed else _before_prose(last)).strip())
+    return [each for each in exact if is_rounded(each, result[0])] if result else []
 
 
 def _is_no_number(stated: str, candidate: str, enclosed: bool) -> bool:
@@ -237,18 +262,35 @@ def _in_answer_tags(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` or `\\boxed 5`, up to the end if it is cut off; None without one."""
-    opening = _last(_BOXED, text)
-    if opening is None:
+    """The content of the last `\\boxed{…}` or `\\boxed 5`, up to the end if it is cut off; None without one.
+
+    Boxes joined by a comma, `and` or `or` are a list: `1, 2` of `x = \\boxed{1}` or `x = \\boxed{2}`.
+    """
+    openings = [*_BOXED.finditer(text)]
+    if not openings:
         return None
+    start = openings[-1].start()
+    contents = [_box_content(text, openings[-1], len(text))[0]]  # the last one first
+    for opening in reversed(openings[:-1]):
+        content, end = _box_content(text, opening, start)
+        if not _BETWEEN_BOXES.fullmatch(text, end, start):
+            break
+        contents.append(content)
+        start = opening.start()
+    return ", ".join(reversed(contents))
+
+
+def _box_content(text: str, opening: re.Match[str], limit: int) -> tuple[str, int]:
+    """The content of a box that ends before `limit`, and the position behind the box."""
     if opening[1] is None:
-        return text[opening.end() :].split(maxsplit=1)[0].partition("$")[0]
+        content = text[opening.end() : limit].partition(" ")[0].partition("\n")[0].partition("$")[0]
+        return content, opening.end() + len(content)
     depth = 1
-    for brace in _BRACE.finditer(text, opening.end()):
+    for brace in _BRACE.finditer(text, opening.end(), limit):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[opening.end() : brace.start()]
-    return text[opening.end() :]
+            return text[opening.end() : brace.start()], brace.end()
+    return text[opening.end() : limit], limit
 
 
 def _statement(text: str) -> str:
@@ -315,7 +357,9 @@ _TYPOGRAPHY: _Replacements = [
     (re.compile("(?<=[0-9])\u2044(?=[0-9])"), "/"),
     (re.compile(r"(?<!\\)\\[,!;: ]"), ""),
     (re.compile(r"\{,\}(?=[0-9]{3})|(?<=[0-9])['_](?=[0-9]{3}(?![0-9]))"), ","),
-    (re.compile(r"(?<!\\)\\[()\[\]]|\\(?:left|right|q?quad|displaystyle|[lL]arge)(?![a-z])"), " "),
+    (re.compile("\u2248|\\\\(?:approx|simeq)(?![A-Za-z])"), "="),
+    (re.compile(r"(?<!\\)\\[()\[\]]"), "$"),
+    (re.compile(r"\\(?:left|right|q?quad|displaystyle|[lL]arge)(?![a-z])"), " "),
     (re.compile(r"\\(?:phantom|color)\{[^{}]*\}"), ""),
     (re.compile(r"\\underline\{([^{}]*)\}"), r"\1"),
     # emphasis, and not the power of 2**3 and the product of 2*3
@@ -360,6 +404,8 @@ _NUMBER_NOTATIONS: _Replacements = [
     *_TEXT_COMMANDS[1:],
     (re.compile(r" ?(?:\u00d7|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-+]?[0-9]{1,4})\}?"), r"e\1"),
 ]
+_PERCENT = re.compile(r"[0-9] ?\\?%")
+_ROUNDED = re.compile(r"-?[0-9]{0,300}(?:\.[0-9]{1,300})?")
 _POWERS = {"hundred": "e2", "thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
 _SCALE = re.compile(rf"(?<=[0-9]) {{0,4}}({'|'.join(_POWERS)})s?\b", re.IGNORECASE)
 
