@@ -311,7 +311,7 @@ def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
         UserError: the file cannot be created.
     """
     with write_errors(path):
-        file = open(path, "a")
+        file = open(path, "a", encoding="utf-8")
     with file:
         yield lock_file(file, wait=wait) is not False
 

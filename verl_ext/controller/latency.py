@@ -126,7 +126,7 @@ class LatencyModel:
             UserError: the file is missing, or is not a latency model.
         """
         try:
-            model = cls(**parse_json(path.read_text()))
+            model = cls(**parse_json(path.read_text(encoding="utf-8")))
             if {part: tuple(names) for part, names in model.coefficients.items()} != FEATURES:
                 raise ValueError("its coefficients have other names")
             if not isinstance(model.machine, str):

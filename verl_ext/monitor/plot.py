@@ -136,7 +136,8 @@ def _write_page(path: Path, run: str, status: str, charts: Mapping[Chart, Mappin
             options=json.dumps([*charts.values()]).replace("</", "<\\/"),
             library=library,
             name=name,
-        )
+        ),
+        encoding="utf-8",
     )
 
 

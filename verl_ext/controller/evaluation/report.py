@@ -377,7 +377,7 @@ def plot_curves(directory: Path, source: ControllerSource) -> Path | None:
 
 def _read_table(path: Path) -> list[Mapping[str, str]]:
     """The rows of a CSV table; empty if the file does not exist."""
-    return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.is_file() else []
 
 
 # W&B
