@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable that limits CUDA to some GPUs."""
@@ -65,8 +66,25 @@ _CGROUP_FILES = {
 """Limit, usage, and the names of the page cache in `memory.stat`, in version 2 and in the controller of version 1."""
 
 
-def cgroup_headroom(membership: str, root: Path) -> float:
-    """Return the bytes that the memory limits of a process's cgroups leave; infinite without a limit.
+class Memory(NamedTuple):
+    """Bytes of memory; infinite for cgroups without a limit."""
+
+    total: float
+    available: float
+
+
+def process_memory() -> Memory:
+    """The memory that this machine and the cgroups of this process can provide to it."""
+    import psutil  # not installed yet when install.py uses this module
+
+    membership = Path("/proc/self/cgroup")  # missing in a kernel without cgroups
+    limits = cgroup_memory(membership.read_text() if membership.exists() else "", Path("/sys/fs/cgroup"))
+    machine = psutil.virtual_memory()
+    return Memory(min(machine.total, limits.total), min(machine.available, limits.available))
+
+
+def cgroup_memory(membership: str, root: Path) -> Memory:
+    """The smallest memory limit of a process's cgroups, and the least that they leave.
 
     Page cache does not count as used, because the kernel drops it before it refuses memory.
 
@@ -74,7 +92,7 @@ def cgroup_headroom(membership: str, root: Path) -> float:
         membership: content of the process's `/proc/PID/cgroup`.
         root: the mounted hierarchy, `/sys/fs/cgroup`.
     """
-    least = math.inf
+    least = Memory(math.inf, math.inf)
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -83,18 +101,19 @@ def cgroup_headroom(membership: str, root: Path) -> float:
         group = base / path.lstrip("/")
         # a container may see only its own group, at the base, but the path from the host
         for each in (group, *group.parents[: len(group.parts) - len(base.parts)]):
-            least = min(least, _headroom_of(each, "memory" if controllers else "unified"))
+            found = _memory_of_group(each, "memory" if controllers else "unified")
+            least = Memory(min(least.total, found.total), min(least.available, found.available))
     return least
 
 
-def _headroom_of(group: Path, kind: str) -> float:
+def _memory_of_group(group: Path, kind: str) -> Memory:
     limit_file, usage_file, cache_names = _CGROUP_FILES[kind]
     try:
         limit = (group / limit_file).read_text().strip()
         usage = int((group / usage_file).read_text())
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:  # the root of the hierarchy has no limit
-        return math.inf
+        limit = "max"
     if limit == "max":
-        return math.inf
-    return max(int(limit) - usage + sum(int(counts.get(name, 0)) for name in cache_names), 0)
+        return Memory(math.inf, math.inf)
+    return Memory(int(limit), max(int(limit) - usage + sum(int(counts.get(name, 0)) for name in cache_names), 0))

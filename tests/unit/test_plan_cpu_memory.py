@@ -12,14 +12,17 @@ import psutil
 import pytest
 import torch
 
+from verl_ext import hardware
 from verl_ext.data.batching import attention_share
 from verl_ext.data.dataset import TokenDataset
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.files import GIB
-from verl_ext.hardware import cgroup_headroom
+from verl_ext.hardware import Memory, cgroup_memory
 from verl_ext.plan import cpu_memory
 from verl_ext.plan.cpu_memory import check_memory, largest_of_samples, plan_with_data
 from verl_ext.plan.workload import packs
+from verl_ext.trainer.config import GatheringFSDPConfig
+from verl_ext.trainer.fsdp import keeps_gathered
 from verl_ext.trainer.sft import micro_batch_plan
 from verl_ext.trainer.stages import RunConfig, SFTConfig, load_config
 
@@ -52,22 +55,22 @@ def test_smallest_headroom_of_a_group_and_its_parents_counts(tmp_path: Path) -> 
     write_group(tmp_path / "slice/job", **memory_v2("1000", 400))
     write_group(tmp_path / "slice", **memory_v2("1500", 1200, cache=100))
     write_group(tmp_path.parent, **memory_v2("1", 0))  # outside the hierarchy
-    assert cgroup_headroom("0::/slice/job\n", tmp_path) == 1500 - 1200 + 100
+    assert cgroup_memory("0::/slice/job\n", tmp_path) == Memory(total=1000, available=1500 - 1200 + 100)
     write_group(tmp_path / "slice", **memory_v2("max", 1200))
-    assert cgroup_headroom("0::/slice/job\n", tmp_path) == 600
+    assert cgroup_memory("0::/slice/job\n", tmp_path) == Memory(total=1000, available=600)
 
 
 def test_container_that_sees_only_its_own_group_is_limited(tmp_path: Path) -> None:
     write_group(tmp_path, **memory_v2("1000", 1200, cache=50))
-    assert cgroup_headroom("0::/", tmp_path) == 0  # it is over its limit
+    assert cgroup_memory("0::/", tmp_path) == Memory(total=1000, available=0)  # it is over its limit
     write_group(tmp_path / "memory", **memory_v1(1000, 700, cache=20))
-    assert cgroup_headroom("5:cpu:/\n4:memory:/docker/0123\n", tmp_path) == 1000 - 700 + 2 * 20
+    assert cgroup_memory("5:cpu:/\n4:memory:/docker/0123\n", tmp_path).available == 1000 - 700 + 2 * 20
 
 
 def test_groups_without_limit_leave_everything(tmp_path: Path) -> None:
     write_group(tmp_path / "job", **memory_v2("max", 400))
-    assert cgroup_headroom("0::/job", tmp_path) == cgroup_headroom("3:cpuset:/", tmp_path) == math.inf
-    assert cgroup_headroom("", tmp_path) == math.inf
+    assert cgroup_memory("0::/job", tmp_path) == cgroup_memory("3:cpuset:/", tmp_path) == (math.inf, math.inf)
+    assert cgroup_memory("", tmp_path) == (math.inf, math.inf)
 
 
 class Samples(TokenDataset):
@@ -98,7 +101,7 @@ def prompts(*lengths: int) -> list[dict[str, Any]]:
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A machine with 24 GiB; call it with the free GiB."""
-    monkeypatch.setattr(cpu_memory, "cgroup_headroom", lambda *_: math.inf)
+    monkeypatch.setattr(hardware, "cgroup_memory", lambda *_: Memory(math.inf, math.inf))
 
     def set_free(gib: float) -> None:
         status = SimpleNamespace(total=24 * GIB, available=gib * GIB)
@@ -106,6 +109,14 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     set_free(20)
     return set_free
+
+
+def test_limited_process_does_not_keep_weights_gathered(free: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    model = torch.nn.Linear(10_000, 10_000)  # 0.75 GiB with gradients
+    assert keeps_gathered(GatheringFSDPConfig(), model, torch.float32, "cpu")
+    monkeypatch.setattr(hardware, "cgroup_memory", lambda *_: Memory(total=4 * GIB, available=4 * GIB))
+    assert not keeps_gathered(GatheringFSDPConfig(), model, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize(

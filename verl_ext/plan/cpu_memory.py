@@ -10,11 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -27,7 +25,7 @@ from verl_ext.files import GIB
 from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.sampling import Completion
 from verl_ext.grpo.token_policy import TokenBatcher, forward_flops
-from verl_ext.hardware import cgroup_headroom
+from verl_ext.hardware import process_memory
 from verl_ext.plan.model_shape import empty_model, find_model, shape_of
 from verl_ext.plan.planner import RunPlan, make_plan
 from verl_ext.plan.step_time import HARDWARE, Cluster
@@ -72,7 +70,7 @@ def check_memory(config: RunConfig, dataset: Any, num_ranks: int, num_ranks_here
     if (config.optim.optimizer_impl, config.optim.optimizer) not in PLANNED_OPTIMIZERS:
         return
     try:
-        free = available_bytes() / num_ranks_here
+        free = process_memory().available / num_ranks_here
         plan = plan_with_data(config, dataset, num_ranks, num_ranks_here, free)
     except UserError:  # no formulas
         return
@@ -87,13 +85,6 @@ def check_memory(config: RunConfig, dataset: Any, num_ranks: int, num_ranks_here
             f"training may take {plan.memory.peak_bytes / GIB:.1f} GiB on each of {num_ranks_here} ranks, but only "
             f"{free / GIB:.1f} GiB of memory is free for each; {plan.fix.removesuffix('.')}"
         )
-
-
-def available_bytes() -> float:
-    """Return the memory that this machine and the cgroups of this process can still provide."""
-    membership = Path("/proc/self/cgroup")  # missing in a kernel without cgroups
-    of_cgroups = cgroup_headroom(membership.read_text() if membership.exists() else "", Path("/sys/fs/cgroup"))
-    return min(psutil.virtual_memory().available, of_cgroups)
 
 
 def plan_with_data(

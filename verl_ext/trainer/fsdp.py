@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any, cast
 
-import psutil
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from verl_ext.errors import UserError
+from verl_ext.hardware import process_memory
 from verl_ext.trainer.config import BYTES_OF_GRADIENT, GATHERED_SHARE, FSDPConfig, GatheringFSDPConfig
 from verl_ext.verl_api import apply_fsdp2, fsdp2_load_full_state_dict
 
@@ -133,7 +133,7 @@ def keeps_gathered(
 
 
 def _memory_of_rank(device_name: str) -> float:
-    """Return the memory of this rank in bytes, the same on all ranks of equal machines."""
+    """The memory of this rank in bytes, the same on all ranks of equal machines."""
     if device_name == "cpu":
-        return psutil.virtual_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return process_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return float(getattr(torch, device_name).get_device_properties(0).total_memory)
