@@ -58,6 +58,8 @@ def test_image_is_encoded_once_per_needed_tier(tier: int, monkeypatch: pytest.Mo
     assert seen == Counter({0: 1, tier: 1}) and found.configuration.tier == tier
     assert found.answer == adaptive.runner.run(sample, found.configuration).answer
     assert found.total_ms == found.decision_ms + found.latency.total_ms and 0 < found.network_ms < found.decision_ms
+    with pytest.raises(ValueError, match="budget_ms is nan; it must be a positive number"):
+        adaptive.answer(sample.load_image(), sample.question, float("nan"))
 
 
 def test_chosen_configuration_is_the_mode() -> None:

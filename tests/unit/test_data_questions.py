@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pytest
 from PIL import Image
@@ -14,7 +15,7 @@ from pyarrow import parquet
 
 from tests.helpers.data import noise
 from verl_ext.data.config import QuestionSource
-from verl_ext.data.image_questions import PUBLIC_DATASETS, ImageQuestionDataset
+from verl_ext.data.image_questions import PUBLIC_DATASETS, ImageQuestion, ImageQuestionDataset
 from verl_ext.errors import UserError
 
 
@@ -98,6 +99,40 @@ def test_images_may_be_separate_files(tmp_path: Path) -> None:
     folder = write(tmp_path / "mine", [{"image": str(path), "question": "?", "answers": "red"}])
     sample = ImageQuestionDataset({"mine": QuestionSource(source=folder, images=str(tmp_path))}, "train")[0]["sample"]
     assert sample.load_image().size == (8, 6) and sample.references == ("red",) and sample.sample_id == "train/mine/0"
+
+
+def decoded(image: Image.Image, kind: str, **options: Any) -> Image.Image:
+    """The image that a file of the given kind becomes."""
+    image.save(file := io.BytesIO(), kind, **options)
+    return ImageQuestion("one", file.getvalue(), "?", ("red",)).load_image()
+
+
+def test_photo_is_turned_as_its_exif_data_say() -> None:
+    image = Image.new("RGB", (64, 32))
+    (exif := image.getexif())[0x0112] = 6  # turn clockwise
+    image.paste("white", (0, 0, 8, 32))  # at the left of the file, and at the top of the picture
+    found = decoded(image, "JPEG", exif=exif)
+    assert found.size == (32, 64) and found.getpixel((16, 3)) == (255, 255, 255) and found.getpixel((2, 60))[0] < 9
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_brightness_of_16_bit_images_is_kept(kind: str) -> None:
+    found = np.asarray(decoded(Image.fromarray(np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32)), kind))
+    assert found.shape == (32, 32, 3) and np.abs(found[..., 0].ravel() - np.arange(0, 65536, 64) / 257).max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_transparent_background_is_white(mode: str) -> None:
+    image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    image.putpixel((3, 3), (0, 0, 0, 255))
+    found = decoded(image.convert(mode), "PNG")
+    assert sorted(found.getcolors() or []) == [(1, (0, 0, 0)), (63, (255, 255, 255))]
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_brightness_without_known_range_is_rejected(mode: str) -> None:
+    with pytest.raises(UserError, match=f"pixels of {mode} images have no known range"):
+        decoded(Image.new(mode, (8, 8)), "TIFF")
 
 
 def test_sample_ids_of_questions_are_unique(tmp_path: Path) -> None:

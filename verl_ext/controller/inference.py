@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from verl_ext.controller.network import BudgetController, Logits
 from verl_ext.controller.source import ControllerSource
 from verl_ext.controller.space import Configuration
 from verl_ext.controller.vlm import ControlledModel, default_device, load_controller
+from verl_ext.data.image_questions import to_rgb
 from verl_ext.plugins import Plugin
 
 MAX_CACHED_BUDGETS = 256
@@ -141,10 +143,16 @@ class AdaptiveModel:
         """Choose a configuration and answer a question with it.
 
         Args:
-            image: RGB image.
+            image: an image that `to_rgb` accepts.
             question: the full text of the question, including the controller's `question_suffix`.
-            budget_ms: latency budget of the answer.
+            budget_ms: latency budget of the answer; outside `trained_ms`, the choice may be poor.
+
+        Raises:
+            ValueError: the budget is not positive and finite.
         """
+        if not 0 < budget_ms < math.inf:
+            raise ValueError(f"budget_ms is {budget_ms}; it must be a positive number of milliseconds")
+        image = to_rgb(image)
         low = self.runner.encode(image, question, 0)
         decision = self.decide(low, question, budget_ms)
         configuration = decision.configuration

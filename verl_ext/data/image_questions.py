@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from PIL import Image
+from PIL import Image, ImageOps
 
 from verl_ext.console import progress_bar, warn
 from verl_ext.data.config import VQA_METRICS, ImageDataConfig, QuestionSource
@@ -60,6 +60,23 @@ VAL_SHARE = 5
 """If train and val share a split, one image of five belongs to val."""
 
 
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image as a viewer shows it: turned as its EXIF data say, and on white where it is transparent.
+
+    Raises:
+        ValueError: the brightness of its pixels has no known range.
+    """
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        return image.convert("I").point(lambda value: value * (255 / 65535)).convert("RGB")
+    if image.mode in ("I", "F"):  # Pillow would cut off the values above 255
+        raise ValueError(f"pixels of {image.mode} images have no known range; convert it to 8 or 16 bits per channel")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
 @dataclass(frozen=True)
 class ImageQuestion:
     """A sample.
@@ -79,7 +96,7 @@ class ImageQuestion:
     metric: str = "vqa"
 
     def load_image(self) -> Image.Image:
-        """Decode the image to RGB.
+        """Decode the image with `to_rgb`.
 
         Raises:
             UserError: the image cannot be read, or is too narrow.
@@ -89,7 +106,7 @@ class ImageQuestion:
             if isinstance(source, Path) and not source.is_file():
                 raise OSError(f"{source} is not a file")  # reading a pipe or a device may block forever
             with Image.open(source, formats=FORMATS) as opened:
-                image = opened.convert("RGB")
+                image = to_rgb(opened)
         except Exception as error:  # decoders raise anything on damaged files, such as SyntaxError (PNG)
             raise UserError(f"the image of {self.sample_id} cannot be read: {error}") from error
         ratio = max(image.size) / min(image.size)

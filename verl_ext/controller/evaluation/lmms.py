@@ -123,7 +123,7 @@ def _only_image(visuals: Any, name: str) -> Image.Image:
             f"{name} has {len(images)} visuals ({kinds}), but budget_controller answers questions about a single "
             "image; choose another task"
         )
-    return images[0].convert("RGB")
+    return images[0]
 
 
 class LmmsResponder:
