@@ -121,6 +121,25 @@ def test_incompatible_loss_and_aggregation_are_rejected(words: list[str], says: 
         config_with(*words)
 
 
+def test_kl_cov_needs_several_updates_per_step() -> None:
+    config_with(f"{LOSS}=kl_cov", "actor.ppo_epochs=2")
+    with pytest.raises(UserError, match="set actor.ppo_epochs or actor.ppo_mini_batch_size for several updates"):
+        config_with(f"{LOSS}=kl_cov")
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("algorithm.adv_estimator=rloo", "leave it at grpo: GRPO is the only one"),
+        ("algorithm.use_kl_in_reward=true", "set actor.use_kl_loss"),
+    ],
+)
+def test_keys_of_verl_for_other_advantages_are_rejected(word: str, says: str) -> None:
+    config_with("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
+    with pytest.raises(UserError, match=says):
+        config_with(word)
+
+
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", "vanilla"])
 @pytest.mark.parametrize(("num_ranks", "size"), [(1, 48), (2, 24), (4, 12)])
 def test_covariance_losses_need_one_micro_batch_per_update(loss: str, num_ranks: int, size: int) -> None:

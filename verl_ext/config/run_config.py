@@ -20,10 +20,12 @@ from verl_ext.files import yaml_text
 NOT_IDENTITY = (
     "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device", "trainer.log_every", "data.num_workers",
     "trainer.preemption", "trainer.checkpoint.async_save", "trainer.checkpoint.verify", "eval", "health",
-    "trainer.log_sample_tokens", "trainer.wandb_proxy",
+    "trainer.log_sample_tokens", "trainer.wandb_proxy", "algorithm.adv_estimator", "algorithm.use_kl_in_reward",
 )  # fmt: skip
 """Keys that do not change a run's identity: where it runs, on how many processes, and how it is monitored."""
-ADDED_LATER = ("trainer.log_sample_tokens", "trainer.wandb_proxy")
+ADDED_LATER = (
+    "trainer.log_sample_tokens", "trainer.wandb_proxy", "algorithm.adv_estimator", "algorithm.use_kl_in_reward",
+)  # fmt: skip
 """Keys of `NOT_IDENTITY` that runs of earlier versions lack; they are left out, so that digests stay the same."""
 
 
@@ -67,7 +69,7 @@ def config_digest(values: Mapping[str, Any]) -> str:
     for key in NOT_IDENTITY:
         section, _, name = key.rpartition(".")
         if key in ADDED_LATER:
-            OmegaConf.select(copy, section).pop(name, None)
+            OmegaConf.select(copy, section, default=OmegaConf.create()).pop(name, None)
         else:
             OmegaConf.update(copy, key, None)
     return hashlib.sha256(OmegaConf.to_yaml(copy, sort_keys=True).encode()).hexdigest()[:16]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl_ext.config.schema import section, setting
+from verl_ext.config.schema import section, setting, unused
 from verl_ext.errors import UserError
 
 KLType = Literal[
@@ -32,6 +32,10 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     """`algorithm`: from rewards to advantages."""
 
+    adv_estimator: str = unused(
+        "grpo", "GRPO is the only one; set algorithm.norm_adv_by_std_in_grpo=false for Dr. GRPO"
+    )
+    use_kl_in_reward: bool = unused(False, "set actor.use_kl_loss")
     norm_adv_by_std_in_grpo: bool = setting(True, "Normalize advantages by group; false is Dr. GRPO")
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
 

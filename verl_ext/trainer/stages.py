@@ -213,6 +213,12 @@ class GRPOConfig(RewardStageConfig):
                 f"data.eval_every_steps is {data.eval_every_steps}, but data.val_files is empty; set it, set "
                 "data.eval_split=train to evaluate on training prompts, or set data.eval_every_steps=0"
             )
+        if self.actor.policy_loss.loss_mode == "kl_cov" and self.num_mini_batches * self.actor.ppo_epochs == 1:
+            raise UserError(
+                "actor.policy_loss.loss_mode=kl_cov penalizes the change of the policy within a step, which is 0 with "
+                "one update per step; set actor.ppo_epochs or actor.ppo_mini_batch_size for several updates, or choose "
+                "another loss"
+            )
 
     def check_ranks(self, world_size: int) -> None:
         """See `RunConfig`."""
