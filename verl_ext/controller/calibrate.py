@@ -94,7 +94,7 @@ def build_parser() -> CommandParser:
 def main() -> None:
     """Measure, print the quality of the fit, and write the latency model."""
     arguments = build_parser().parse_args()
-    from verl_ext.controller.latency import calibrate, r2_warning  # here, as torch takes seconds to import
+    from verl_ext.controller.latency import calibrate, warn_of_bad_fit  # here, as torch takes seconds to import
 
     adapter, questions = load_inputs(arguments)
     space = adapter.space(arguments.min_active, None, arguments.topk_choices)
@@ -102,7 +102,7 @@ def main() -> None:
     model = calibrate(adapter, space, questions, *sizes)
     for part, weights in model.coefficients.items():
         print_line(f"{part}: " + ", ".join(f"{weight:.3g} * {name}" for name, weight in weights.items() if weight))
-    print_line(f"R squared on held-out configurations: {model.r2:.4f}{r2_warning(model.r2)}")
+    print_line(f"R squared on held-out configurations: {model.r2:.4f}")
     ratios = ", ".join(f"{percentile}% within {ratio:.2f}" for percentile, ratio in model.scatter.items())
     print_line(
         f"ratio of single runs to the prediction: {ratios}; a decision of a controller of this width takes "
@@ -110,6 +110,7 @@ def main() -> None:
     )
     model.save(arguments.output)
     path = arguments.output.absolute()
+    warn_of_bad_fit(model, path)
     then = (*typed_command("grpo"), 2, "recipe=budget_controller", f"latency.file={path}")
     print_summary(f"Calibrated: {arguments.model}", {"latency model": path}, then)
 

@@ -372,9 +372,13 @@ def measure_deciding_ms(
     return statistics.median(model.decide(*each, 1.0).own_ms for each in low)
 
 
-def r2_warning(r2: float) -> str:
-    """Text to print after a low R squared; empty for a good one."""
-    return "" if r2 >= GOOD_R2 else f", below {GOOD_R2}: the machine was busy, or more measurements are needed"
+def warn_of_bad_fit(model: LatencyModel, path: Path) -> None:
+    """Warn if the predictions of a latency model are poor."""
+    if model.r2 < GOOD_R2:
+        warn(
+            f"the R squared of {path} is {model.r2:.3f}, below {GOOD_R2}: the machine was busy, or there are too few "
+            "measurements. Remove the file, and fit it again on an idle machine or with more configurations"
+        )
 
 
 def machine_name(adapter: VLMAdapter) -> str:

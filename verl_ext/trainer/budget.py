@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from verl_ext.checkpoint.save import FileWriter
-from verl_ext.console import print_line
+from verl_ext.console import print_line, warn
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.grpo import ControllerEnvironment, ControllerPolicy
 from verl_ext.controller.importance import load_importance
@@ -26,8 +26,8 @@ from verl_ext.controller.latency import (
     ModeledLatency,
     calibrate,
     measure_deciding_ms,
-    r2_warning,
     require_reachable,
+    warn_of_bad_fit,
     warn_of_other_machine,
 )
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
@@ -65,6 +65,7 @@ class BudgetTrainer(RewardTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See `PipelineTrainer`."""
         self.epoch_sums, self.best_reward = EpochSums(), float("-inf")  # `load_position` restores them
+        self.saved_reward_terms: dict[str, Any] | None = None
         super().__init__(*args, **kwargs)
 
     # The controller and the model that it controls
@@ -208,10 +209,11 @@ class BudgetTrainer(RewardTrainer):
     def build_environment(self) -> ControllerEnvironment:
         """See `RewardTrainer.build_environment`: the frozen model, if its cheapest configuration meets the budgets."""
         if isinstance(self.latency, ModeledLatency):
-            r2 = self.latency.model.r2
-            on_rank_zero(lambda: print_line(f"latency model: R squared {r2:.3f} on held-out runs{r2_warning(r2)}"))
             if self.is_main:
-                warn_of_other_machine(self.latency.model, self.runner.adapter)
+                model, file = self.latency.model, self.config.latency.file
+                print_line(f"latency model: R squared {model.r2:.3f} on held-out runs")
+                warn_of_bad_fit(model, self.run_dir / LATENCY_FILE if file is None else Path(file))
+                warn_of_other_machine(model, self.runner.adapter)
         on_every_rank(self.require_reachable_budgets)
         scorer = AnswerScorer([*self.train_dataset.samples, *self.val_dataset.samples])
         return ControllerEnvironment(self.runner, self.space, self.config.reward, scorer, self.latency)
@@ -283,13 +285,36 @@ class BudgetTrainer(RewardTrainer):
 
     def data_state(self) -> dict[str, Any]:
         """See `PipelineTrainer.data_state`."""
-        return {**super().data_state(), "epoch_sums": asdict(self.epoch_sums), "best_reward": self.best_reward}
+        state = {"epoch_sums": asdict(self.epoch_sums), "best_reward": self.best_reward}
+        return {**super().data_state(), **state, "reward_terms": self.reward_terms()}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
         """See `PipelineTrainer.load_data_state`."""
         super().load_data_state(state)
         self.epoch_sums = EpochSums(**state["epoch_sums"])
-        self.best_reward = state["best_reward"]
+        self.best_reward, self.saved_reward_terms = state["best_reward"], state.get("reward_terms")
+
+    def reward_terms(self) -> dict[str, Any]:
+        """What a validation's reward depends on besides the controller."""
+        latency = self.config.latency
+        return {
+            "budgets_ms": self.budgets_ms,
+            "reward": asdict(self.config.reward),
+            "latency": (latency.source, latency.percentile, latency.validation),
+        }
+
+    def load_checkpoint(self) -> int:
+        """See `PipelineTrainer.load_checkpoint`; rewards with other budgets are not compared."""
+        step = super().load_checkpoint()
+        if self.saved_reward_terms not in (None, self.reward_terms()):  # older checkpoints do not have them
+            self.best_reward = float("-inf")
+            self.lr_scheduler.forget_best()
+            if self.is_main:
+                warn(
+                    "the budgets, the latency's percentile or the reward have changed, so rewards before and after "
+                    f"step {step} do not compare; {BEST_MODEL} and the plateau of the learning rate start anew"
+                )
+        return step
 
 
 def epoch_metrics(metrics: Metrics, kind: str) -> dict[str, float]:

@@ -102,3 +102,7 @@ class PlateauScheduler(ReduceLROnPlateau):
         """Process the reward of a validation; without one, do nothing."""
         if metrics is not None:
             super().step(metrics)
+
+    def forget_best(self) -> None:
+        """Compare the next rewards with each other only."""
+        self.best, self.num_bad_epochs = self.mode_worse, 0
