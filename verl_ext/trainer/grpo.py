@@ -7,7 +7,6 @@ actions are completions.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,6 @@ import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 
-from verl_ext.checkpoint.hf_tensors import unwrap_peft
-from verl_ext.console import print_line
 from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.data.dataset import files_digest
 from verl_ext.data.prompts import PromptBatch
@@ -39,13 +36,7 @@ from verl_ext.grpo.vllm_engine import VLLMRolloutEngine, WeightSync
 from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.device import autocast, peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy, keeps_gathered
-from verl_ext.trainer.model import (
-    build_model,
-    disable_dropout,
-    forward_settings,
-    local_model_path,
-    recorded_check,
-)
+from verl_ext.trainer.model import build_model, disable_dropout, local_model_path
 from verl_ext.trainer.packed_attention import attend_within_samples, enable_packing
 from verl_ext.trainer.sft import TokenLoss
 from verl_ext.trainer.stages import GRPOConfig, RewardStageConfig
@@ -271,18 +262,12 @@ class GRPOTrainer(RewardTrainer):
 
     def build_model(self) -> PreTrainedModel:
         """See `PipelineTrainer.build_model`; disables dropout, whose noise would change the ratios."""
-        settings = forward_settings(self.config, self.device_name, self.precision)
-        recorded = recorded_check(self.own_checkpoint, settings)
-        checkpoint = None if recorded is None else self.own_checkpoint  # without weights, nothing can be tested
-        model: Any = build_model(self.config, self.device_mesh, self.precision, checkpoint=checkpoint)
+        built, recorded = self.build_model_to_check()
+        model: Any = built
         disable_dropout(model)
         logits_of = TokenLoss(model.eval(), None, self.precision, self.device_name).logits
-        reason = enable_packing(model, logits_of, self.precision, recorded)
+        self.forward_check["why_not_packed"] = enable_packing(model, logits_of, self.precision, recorded)
         FSDPReshardPolicy(model, keeps_gathered=False).reshard()
-        if reason is not None and self.is_main:
-            name = type(unwrap_peft(model)).__name__.removeprefix("FSDP")
-            print_line(f"Samples are padded instead of packed: {name} {reason}.", sys.stderr)
-        self.forward_check = {"settings": settings, "why_not_packed": reason}
         return model
 
     @property

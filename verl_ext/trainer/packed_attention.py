@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +16,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from verl_ext.checkpoint.hf_tensors import unwrap_peft
+from verl_ext.console import print_line
 from verl_ext.data.batching import MicroBatch, Sample, SampleLengths, pack
-from verl_ext.distributed import gather_results
+from verl_ext.distributed import gather_results, on_rank_zero
+from verl_ext.errors import UserError
 
 PACKED_SDPA = "packed_sdpa"
 """Name of `packed_sdpa` among the attention functions of transformers."""
@@ -150,17 +153,22 @@ def enable_packing(
     logits_of: Callable[[MicroBatch], torch.Tensor],
     precision: torch.dtype,
     recorded: Mapping[str, Any] | None,
+    required: bool = False,
 ) -> str | None:
-    """Let a model attend within each sample of a packed row, if it can; collective.
+    """Let a model attend within each sample of a packed row, or report that samples are padded; collective.
 
     Args:
         model: the sharded model, in evaluation mode.
         logits_of: see `why_not_packed`.
         precision: dtype of the forward pass.
         recorded: the result of an earlier start as `why_not_packed`; None tests the model's weights.
+        required: whether `data.packing` is true.
 
     Returns:
         None, or why the model cannot, the same on every rank; it then keeps its attention function.
+
+    Raises:
+        UserError: packing is required, but the model does not support it.
     """
     base = unwrap_peft(model)
     attention = base.config._attn_implementation
@@ -168,13 +176,17 @@ def enable_packing(
         reason: str | None = recorded["why_not_packed"]
         attend_within_samples(model)
     elif attention == "eager":
-        reason = "does not support sdpa, which packing needs here"
+        reason = "runs with eager attention, but packing needs sdpa or flash-attention"
     else:
         attend_within_samples(model)
         reason = why_not_packed(logits_of, base.config.get_text_config().vocab_size, precision)
     reason = next(filter(None, gather_results(lambda: reason)), None)
     if reason is not None:
         base.config._attn_implementation = attention
+        sentence = f"{type(base).__name__.removeprefix('FSDP')} {reason}"
+        if required:
+            raise UserError(f"data.packing=true does not work: {sentence}; set data.packing=auto")
+        on_rank_zero(lambda: print_line(f"Samples are padded instead of packed: {sentence}.", sys.stderr))
     return reason
 
 

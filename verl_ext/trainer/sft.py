@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from verl_ext.checkpoint.hf_tensors import unwrap_peft
-from verl_ext.console import print_line, warn
+from verl_ext.console import warn
 from verl_ext.data.batching import (
     Collator,
     MicroBatch,
@@ -29,7 +28,6 @@ from verl_ext.data.batching import (
 )
 from verl_ext.data.dataset import SampleDataset, TokenDataset
 from verl_ext.distributed import on_every_rank, reduce_over_ranks
-from verl_ext.errors import UserError
 from verl_ext.trainer.device import autocast, peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy, keeps_gathered
 from verl_ext.trainer.fused_cross_entropy import (
@@ -38,13 +36,7 @@ from verl_ext.trainer.fused_cross_entropy import (
     fused_loss_error,
     install_fused_loss,
 )
-from verl_ext.trainer.model import (
-    build_model,
-    compile_blocks,
-    forward_settings,
-    load_model_config,
-    recorded_check,
-)
+from verl_ext.trainer.model import compile_blocks, load_model_config
 from verl_ext.trainer.packed_attention import enable_packing, trial_samples
 from verl_ext.trainer.stages import SFTConfig, VLMSFTConfig
 from verl_ext.trainer.tokenizer import sync_eos_token
@@ -106,15 +98,12 @@ class SFTTrainer(PipelineTrainer):
 
     def build_model(self) -> PreTrainedModel:
         """See `PipelineTrainer.build_model`; also tests whether the model supports packing and the fused loss."""
-        settings = forward_settings(self.config, self.device_name, self.precision)
-        recorded = recorded_check(self.own_checkpoint, settings)
-        checkpoint = None if recorded is None else self.own_checkpoint  # without weights, nothing can be tested
-        model = self.model = build_model(self.config, self.device_mesh, self.precision, self.prepare_loss, checkpoint)
+        model, recorded = self.build_model_to_check(self.prepare_loss)
+        self.model = model
         assert isinstance(self.train_dataset, TokenDataset)
         sync_eos_token(model, self.tokenizer, self.train_dataset.final_tokens(), self.is_main)
         self.reshard_policy = self.build_reshard_policy(model)
         with torch.compiler.set_stance("force_eager"):  # compiled graphs for these few samples would not be reused
-            self.forward_check = {"settings": settings}
             self.check_forward(model, recorded)
         return model
 
@@ -167,23 +156,15 @@ class SFTTrainer(PipelineTrainer):
         pretrained weights, so it packs if it packed before. The order of the data does not depend on it.
 
         Raises:
-            UserError: the model does not support packing, but the configuration requires it.
+            UserError: see `enable_packing`.
         """
-        if recorded is None and self.config.model.attn_implementation == "eager":
-            reason: str | None = "runs with eager attention, which takes padded samples only"
-        else:
-            reason = enable_packing(model, self.token_loss.logits, self.precision, recorded)
+        required = isinstance(self.config, SFTConfig) and self.config.data.packing is True
+        reason = enable_packing(model, self.token_loss.logits, self.precision, recorded, required)
         self.forward_check["why_not_packed"] = reason
-        if reason is None:
-            return
-        name = type(unwrap_peft(model)).__name__.removeprefix("FSDP")
-        if isinstance(self.config, SFTConfig) and self.config.data.packing is True:
-            raise UserError(f"data.packing=true does not work: {name} {reason}; set data.packing=auto")
-        if self.is_main:
-            print_line(f"Samples are padded instead of packed: {name} {reason}.", sys.stderr)
-        self.packs, position = False, self.train_sampler.state_dict()
-        self.build_batches()
-        self.train_sampler.load_state_dict(position)
+        if reason is not None:
+            self.packs, position = False, self.train_sampler.state_dict()
+            self.build_batches()
+            self.train_sampler.load_state_dict(position)
 
     # One step
 

@@ -40,7 +40,7 @@ from verl_ext.files import GIB, free_bytes
 from verl_ext.metrics.timing import StepTimer, TraceFile, startup
 from verl_ext.processes import StopSignals
 from verl_ext.trainer.device import resolve_device, resolve_precision
-from verl_ext.trainer.model import build_model
+from verl_ext.trainer.model import build_model, forward_settings, recorded_check
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
 from verl_ext.trainer.preemption import StopVote, ignore_stop_signals, known_deadline
 from verl_ext.trainer.run_logger import RunLogger
@@ -158,6 +158,16 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def build_model(self) -> PreTrainedModel:
         """Build the sharded model to train, without reading weights that `own_checkpoint` replaces."""
         return build_model(self.config, self.device_mesh, self.precision, checkpoint=self.own_checkpoint)
+
+    def build_model_to_check(
+        self, before_sharding: Callable[[PreTrainedModel], None] = lambda model: None
+    ) -> tuple[PreTrainedModel, dict[str, Any] | None]:
+        """Build a language model, and read the `forward_check` of an earlier start; None requires a new check."""
+        settings = forward_settings(self.config, self.device_name, self.precision)
+        self.forward_check = {"settings": settings}
+        recorded = recorded_check(self.own_checkpoint, settings)
+        checkpoint = None if recorded is None else self.own_checkpoint  # without weights, nothing can be checked
+        return build_model(self.config, self.device_mesh, self.precision, before_sharding, checkpoint), recorded
 
     @property
     def num_mini_batches(self) -> int:
