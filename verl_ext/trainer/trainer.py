@@ -56,7 +56,8 @@ KEPT_METRICS = ("train/", "val/", "eval/")
 class PipelineTrainer(FSDPSFTTrainer, ABC):
     """verl's SFT trainer as the base of all stages: exact resume, committed checkpoints, and a loop that can stop.
 
-    A stage defines `build_collator`, `training_step` and `validate`, and overrides other methods as needed.
+    A stage defines `build_collator`, `build_model`, `training_step` and `validate`, and overrides other methods as
+    needed.
 
     verl's constructor does not run, because it refuses `data.chat_template` and changes the batch size in the
     configuration, which is recorded here. This constructor has the same arguments. Of verl's methods, only
@@ -137,6 +138,10 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         """Return a function that builds a rank's batch from its samples, or from groups of `micro_batch_plan`."""
 
     @abstractmethod
+    def build_model(self) -> PreTrainedModel:
+        """Build the sharded model to train; collective."""
+
+    @abstractmethod
     def training_step(self, batch: Any) -> Metrics:
         """Update the model once and return metrics that are reduced over all ranks.
 
@@ -155,14 +160,14 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         """Return which samples share a micro-batch and on which rank; None leaves this to the collator."""
         return None
 
-    def build_model(self) -> PreTrainedModel:
-        """Build the sharded model to train, without reading weights that `own_checkpoint` replaces."""
-        return build_model(self.config, self.device_mesh, self.precision, checkpoint=self.own_checkpoint)
-
     def build_model_to_check(
         self, before_sharding: Callable[[PreTrainedModel], None] = lambda model: None
     ) -> tuple[PreTrainedModel, dict[str, Any] | None]:
-        """Build a language model, and read the `forward_check` of an earlier start; None requires a new check."""
+        """Build a language model without reading weights that `own_checkpoint` replaces.
+
+        Returns:
+            The sharded model, and the `forward_check` of an earlier start; None requires a new check.
+        """
         settings = forward_settings(self.config, self.device_name, self.precision)
         self.forward_check = {"settings": settings}
         recorded = recorded_check(self.own_checkpoint, settings)
