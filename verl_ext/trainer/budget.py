@@ -41,7 +41,7 @@ from verl_ext.files import replacing, write_errors
 from verl_ext.metrics.csv_tables import EpochSums
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.device import pick_precision
-from verl_ext.trainer.fsdp import FSDPReshardPolicy, shard
+from verl_ext.trainer.fsdp import shard
 from verl_ext.trainer.grpo import RewardTrainer
 from verl_ext.trainer.model import local_model_path
 from verl_ext.trainer.optimizer import PlateauScheduler
@@ -222,11 +222,6 @@ class BudgetTrainer(RewardTrainer):
         """See `RewardTrainer.build_policy`: the controller."""
         weight, seed = self.config.actor.tier_entropy_weight, self.config.trainer.seed
         return ControllerPolicy(self.model, self.runner, self.budgets_ms, seed, self.device_name, weight)
-
-    def build_reshard_policy(self) -> FSDPReshardPolicy:
-        """See `RewardTrainer.build_reshard_policy`; the controller is too small for it to matter."""
-        model: Any = self.model
-        return FSDPReshardPolicy(model, keeps_gathered=False)
 
     @property
     def max_decisions(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -95,9 +95,17 @@ class FSDPReshardPolicy:
         keeps_gathered: whether weights and gradients stay unsharded between micro-batches.
     """
 
-    def __init__(self, model: FSDPModule, keeps_gathered: bool) -> None:
+    def __init__(self, model: Any, keeps_gathered: bool) -> None:
         self._model, self.keeps_gathered = model, keeps_gathered
         model.set_reshard_after_forward(not keeps_gathered)
+
+    @classmethod
+    def of_config(
+        cls, config: FSDPConfig, model: torch.nn.Module, precision: torch.dtype, device_name: str
+    ) -> FSDPReshardPolicy:
+        """Create the policy of `model.fsdp_config`; models without `keep_gathered` are too small for it to matter."""
+        keeps = isinstance(config, GatheringFSDPConfig) and keeps_gathered(config, model, precision, device_name)
+        return cls(model, keeps)
 
     def before_micro_batch(self, is_last: bool) -> None:
         """Configure resharding and reduction for the next forward and backward pass.
@@ -111,7 +119,7 @@ class FSDPReshardPolicy:
 
     def reshard(self) -> None:
         """Shard weights that are still gathered after forward passes without a backward pass."""
-        for module in cast("torch.nn.Module", self._model).modules():
+        for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 

@@ -35,7 +35,7 @@ from verl_ext.grpo.token_policy import ReferenceModel, TokenBatcher, TokenPolicy
 from verl_ext.grpo.vllm_engine import VLLMRolloutEngine, WeightSync
 from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.device import autocast, peak_memory
-from verl_ext.trainer.fsdp import FSDPReshardPolicy, keeps_gathered
+from verl_ext.trainer.fsdp import FSDPReshardPolicy
 from verl_ext.trainer.model import build_model, disable_dropout, local_model_path
 from verl_ext.trainer.packed_attention import attend_within_samples, enable_packing
 from verl_ext.trainer.sft import TokenLoss
@@ -50,7 +50,7 @@ CPU_BUCKET_MB = 4
 class RewardTrainer(PipelineTrainer):
     """Trains on a batch of prompts per step, with a group of actions for each prompt and one or more updates.
 
-    A stage defines `build_environment`, `build_policy`, `build_reshard_policy` and `max_decisions`.
+    A stage defines `build_environment`, `build_policy` and `max_decisions`.
 
     Attributes:
         environment: rewards actions.
@@ -67,6 +67,8 @@ class RewardTrainer(PipelineTrainer):
         self.environment = self.build_environment()
         with torch.random.fork_rng(devices=[]):  # building an engine must not change a resumed run's random numbers
             self.policy = self.build_policy()
+        fsdp = config.model.fsdp_config
+        reshard_policy = FSDPReshardPolicy.of_config(fsdp, self.model, self.precision, self.device_name)
         self.step = GRPOStep(
             self.policy,
             self.environment,
@@ -80,7 +82,7 @@ class RewardTrainer(PipelineTrainer):
             optimizer_step=lambda loss: self.optimizer_step(loss)[1],
             timer=self.timer,
             device=self.device_name,
-            before_micro_batch=self.build_reshard_policy().before_micro_batch,
+            before_micro_batch=reshard_policy.before_micro_batch,
             replacement_prompts=self.replacement_prompts,
             before_update=self.before_update,
             max_engine_gap=self.max_engine_gap(),
@@ -96,10 +98,6 @@ class RewardTrainer(PipelineTrainer):
     @abstractmethod
     def build_policy(self) -> Policy:
         """Build the policy, which generates actions and evaluates them; collective."""
-
-    @abstractmethod
-    def build_reshard_policy(self) -> FSDPReshardPolicy:
-        """Decide whether weights stay gathered between the micro-batches of an update."""
 
     @property
     @abstractmethod
@@ -262,8 +260,7 @@ class GRPOTrainer(RewardTrainer):
 
     def build_model(self) -> PreTrainedModel:
         """See `PipelineTrainer.build_model`; disables dropout, whose noise would change the ratios."""
-        built, recorded = self.build_model_to_check()
-        model: Any = built
+        model, recorded = self.build_model_to_check()
         disable_dropout(model)
         logits_of = TokenLoss(model.eval(), None, self.precision, self.device_name).logits
         self.forward_check["why_not_packed"] = enable_packing(model, logits_of, self.precision, recorded)
@@ -377,12 +374,6 @@ class GRPOTrainer(RewardTrainer):
         """See `PipelineTrainer.load_data_state`."""
         super().load_data_state(state)
         self.former_reference = state.get("reference_digest", "")  # older checkpoints do not have it
-
-    def build_reshard_policy(self) -> FSDPReshardPolicy:
-        """See `RewardTrainer.build_reshard_policy`."""
-        model: Any = self.model
-        keeps = keeps_gathered(self.config.model.fsdp_config, model, self.precision, self.device_name)
-        return FSDPReshardPolicy(model, keeps)
 
     def before_update(self, trajectories: Sequence[Trajectory]) -> None:
         """See `RewardTrainer.before_update`: writes the tokens of the samples that `log_samples` writes."""

@@ -29,7 +29,7 @@ from verl_ext.data.batching import (
 from verl_ext.data.dataset import SampleDataset, TokenDataset
 from verl_ext.distributed import on_every_rank, reduce_over_ranks
 from verl_ext.trainer.device import autocast, peak_memory
-from verl_ext.trainer.fsdp import FSDPReshardPolicy, keeps_gathered
+from verl_ext.trainer.fsdp import FSDPReshardPolicy
 from verl_ext.trainer.fused_cross_entropy import (
     LOSS_TOLERANCE,
     FusedLinearCrossEntropy,
@@ -102,7 +102,9 @@ class SFTTrainer(PipelineTrainer):
         self.model = model
         assert isinstance(self.train_dataset, TokenDataset)
         sync_eos_token(model, self.tokenizer, self.train_dataset.final_tokens(), self.is_main)
-        self.reshard_policy = self.build_reshard_policy(model)
+        self.reshard_policy = FSDPReshardPolicy.of_config(
+            self.config.model.fsdp_config, model, self.precision, self.device_name
+        )
         with torch.compiler.set_stance("force_eager"):  # compiled graphs for these few samples would not be reused
             self.check_forward(model, recorded)
         return model
@@ -117,11 +119,6 @@ class SFTTrainer(PipelineTrainer):
         if compiles:
             compile_blocks(model)
         self.token_loss = TokenLoss(model, head, self.precision, self.device_name)
-
-    def build_reshard_policy(self, model: Any) -> FSDPReshardPolicy:
-        """Decide from configuration and memory whether weights stay gathered between micro-batches."""
-        keeps = keeps_gathered(self.config.model.fsdp_config, model, self.precision, self.device_name)
-        return FSDPReshardPolicy(model, keeps)
 
     def check_forward(self, model: PreTrainedModel, recorded: Mapping[str, Any] | None) -> None:
         """Fall back to padding or to the loss of the logits if the model needs it; collective.

@@ -18,7 +18,7 @@ from verl_ext.distributed import on_every_rank
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.model_files import require_no_remote_code
-from verl_ext.trainer.fsdp import shard
+from verl_ext.trainer.fsdp import FSDPReshardPolicy, shard
 from verl_ext.trainer.model import load_model, local_model_path
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import VLMSFTConfig
@@ -73,8 +73,9 @@ class VLMSFTTrainer(SFTTrainer):
         self.adapter = adapter_for(model, self.processor, tuple(section.tier_sizes), section="configurations")
         self.space = self.adapter.space(section.min_active, None, list(section.topk_choices), "configurations")
         self.prepare_loss(model)
-        model = shard(model, config.model.fsdp_config, self.device_mesh, self.precision)
-        self.reshard_policy = self.build_reshard_policy(model)
+        fsdp = config.model.fsdp_config
+        model = shard(model, fsdp, self.device_mesh, self.precision)
+        self.reshard_policy = FSDPReshardPolicy.of_config(fsdp, model, self.precision, self.device_name)
         return model
 
     def micro_batch_plan(self, dataset: SampleDataset) -> None:
