@@ -14,6 +14,7 @@ from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.errors import UserError
 from verl_ext.trainer.grpo import GRPOTrainer
 from verl_ext.trainer.sft import SFTTrainer
+from verl_ext.trainer.stages import SFTConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -88,7 +89,7 @@ def test_changed_number_of_updates_keeps_place_in_schedule(
     """The place counts updates, of which a step of GRPO may have several."""
 
     def trainer_with(num_updates: int, name: str) -> SFTTrainer:
-        monkeypatch.setattr(SFTTrainer, "updates_per_step", num_updates)
+        monkeypatch.setattr(SFTConfig, "updates_per_step", num_updates)
         return make_trainer(small_config(quickstart, tmp_path / name))
 
     saved, undisturbed = trainer_with(before, "run"), trainer_with(after, "other")

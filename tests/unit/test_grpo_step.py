@@ -370,7 +370,7 @@ def test_old_log_probs_are_from_before_first_update() -> None:
     """The ratio is 1 at the first of several updates and changes afterwards."""
     step = step_of(Bandit(6), actor=replace(ACTOR, ppo_epochs=4), num_mini_batches=3, lr=3.0)
     _, metrics = step.run(prompts(0, 1, 2), 1)
-    assert step.num_updates == 12 and metrics["train/ratio_deviation_max"] < 1e-12
+    assert metrics["train/ratio_deviation_max"] < 1e-12
     assert metrics["train/clip_fraction"] > 0 and abs(metrics["train/update_kl"]) > 1e-3
 
 

@@ -92,11 +92,6 @@ class GRPOStep:
         self.reward_guard = RewardGuard(names, lambda each: describe(each, self.policy), device)
         self.engine_guard = EngineGuard(self.policy, self.max_engine_gap, self.micro_batch_size, device)
 
-    @property
-    def num_updates(self) -> int:
-        """Number of updates in a step."""
-        return self.num_mini_batches * self.actor.ppo_epochs
-
     def run(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Trajectory], Metrics]:
         """Run one step.
 
@@ -242,7 +237,7 @@ class GRPOStep:
         """Add log-probabilities under the model before several updates, and under the reference for a KL term."""
         for micro_batch in (each for mini_batch in mini_batches for each in mini_batch.micro_batches):
             self.before_micro_batch(False)
-            if self.num_updates > 1:
+            if len(mini_batches) * self.actor.ppo_epochs > 1:
                 micro_batch["old_log_probs"] = self.policy.log_probs(micro_batch).values.cpu()
             if self.actor.use_kl_loss:
                 micro_batch["reference_log_probs"] = self.policy.reference_log_probs(micro_batch).cpu()

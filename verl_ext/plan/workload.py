@@ -146,10 +146,9 @@ def workload_of(
     mean = lengths.mean or longest
     if mean > longest:
         raise UserError(f"mean_length={mean:g} is more than the longest sample of {longest} tokens; lower it")
-    samples, num_updates, engine_bytes, fused_loss = config.data.train_batch_size, 1, 0, False
+    samples, engine_bytes, fused_loss = config.data.train_batch_size, 0, False
     if isinstance(config, GRPOConfig):
         samples *= config.rollout.n
-        num_updates = config.num_mini_batches * config.actor.ppo_epochs
         engine_bytes = DTYPE_BYTES.get(config.rollout.dtype, 2 if device.is_gpu else 4)  # auto has no entry
     else:
         fused_loss = config.model.fused_loss
@@ -164,8 +163,8 @@ def workload_of(
         samples=samples,
         tokens_per_sample=mean,
         **vars(largest),
-        num_updates=num_updates,
-        forward_passes=int(num_updates > 1),  # SFT has one update
+        num_updates=config.updates_per_step,
+        forward_passes=int(config.updates_per_step > 1),  # SFT has one update
         master_bytes=master,
         compute_bytes=compute,
         reduce_bytes=reduce,

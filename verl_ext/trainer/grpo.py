@@ -110,16 +110,6 @@ class RewardTrainer(PipelineTrainer):
         """See `PipelineTrainer.build_collator`."""
         return PromptBatch
 
-    @property
-    def num_mini_batches(self) -> int:
-        """See `PipelineTrainer.num_mini_batches`."""
-        return self.config.num_mini_batches
-
-    @property
-    def updates_per_step(self) -> int:
-        """See `PipelineTrainer.updates_per_step`."""
-        return self.num_mini_batches * self.config.actor.ppo_epochs
-
     def max_engine_gap(self) -> float:
         """Return the largest accepted difference between log-probabilities of engine and trainer, in nats, by dtype."""
         trained = {parameter.dtype for parameter in self.model.parameters()}

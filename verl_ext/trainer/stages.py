@@ -89,6 +89,16 @@ class RunConfig:
         """Whether the configuration allows packing samples into rows."""
         return False
 
+    @property
+    def num_mini_batches(self) -> int:
+        """Number of mini-batches into which a step's samples are divided, each for one update."""
+        return 1
+
+    @property
+    def updates_per_step(self) -> int:
+        """Number of optimizer updates per step; each advances the learning-rate schedule."""
+        return 1
+
     def check(self) -> None:
         """Refuse contradictory settings of several components."""
         if self.eval.watch and "hf_model" not in self.trainer.checkpoint.save_contents:
@@ -187,8 +197,13 @@ class RewardStageConfig(RunConfig):
 
     @property
     def num_mini_batches(self) -> int:
-        """Number of updates in one pass over a step's samples."""
+        """See `RunConfig`."""
         return self.data.train_batch_size // (self.actor.ppo_mini_batch_size or self.data.train_batch_size)
+
+    @property
+    def updates_per_step(self) -> int:
+        """See `RunConfig`."""
+        return self.num_mini_batches * self.actor.ppo_epochs
 
 
 @dataclass(kw_only=True)

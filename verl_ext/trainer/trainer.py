@@ -174,16 +174,6 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         checkpoint = None if recorded is None else self.own_checkpoint  # without weights, nothing can be checked
         return build_model(self.config, self.device_mesh, self.precision, before_sharding, checkpoint), recorded
 
-    @property
-    def num_mini_batches(self) -> int:
-        """Number of mini-batches into which a step's samples are divided, each for one update."""
-        return 1
-
-    @property
-    def updates_per_step(self) -> int:
-        """Number of optimizer updates per step; each advances the learning-rate schedule."""
-        return 1
-
     # Building
 
     def build_batches(self) -> None:
@@ -198,7 +188,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             self.dp_size,
             self.config.trainer.seed,
             plan,
-            self.num_mini_batches,
+            self.config.num_mini_batches,
         )
         loader = DataLoader(
             self.train_dataset,
@@ -229,10 +219,10 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
         As in verl, it spans the epochs, so that a run that `total_training_steps` ends early can be extended.
         """
-        steps = self.config.optim.total_training_steps
+        steps, per_step = self.config.optim.total_training_steps, self.config.updates_per_step
         if steps <= 0:
             steps = max(self.steps_of_epochs, self.total_training_steps)
-        return build_scheduler(self.optimizer, self.config.optim, steps * self.updates_per_step, self.updates_per_step)
+        return build_scheduler(self.optimizer, self.config.optim, steps * per_step, per_step)
 
     def build_checkpoint_manager(self) -> CheckpointManager:
         """Build verl's checkpoint manager with this run's model, optimizer and schedule."""
@@ -247,7 +237,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             last_step=self.total_training_steps,
             seed=trainer.seed,
             dp_rank=self.dp_rank,
-            updates_per_step=self.updates_per_step,
+            updates_per_step=self.config.updates_per_step,
             config_digest=config_digest(as_dict(self.config)),
             optimizer_name=self.config.optim.class_name,
         )
