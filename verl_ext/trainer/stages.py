@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
+import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -357,14 +357,14 @@ class Stage:
 
     def trainer_class(self) -> Any:
         """Import the trainer."""
-        return _load_named(self.trainer)
+        return pkgutil.resolve_name(self.trainer)
 
     def load_datasets(self, config: RunConfig, tokenizer: Any, progress: bool = False) -> tuple[Any, Any]:
         """Load training and validation set.
 
         Chat templates that use the date get that of the run's first start, so that a resumed run has the same tokens.
         """
-        load = _load_named(self.datasets)
+        load = pkgutil.resolve_name(self.datasets)
         if not self.uses_chat_template:
             return load(config.data, progress)
         return load(config.data, tokenizer, progress, RunRecord(config.trainer.run_dir).first_start())
@@ -399,12 +399,6 @@ STAGES = {
         datasets="verl_ext.data.image_questions:load_image_questions",
     ),
 }
-
-
-def _load_named(text: str) -> Any:
-    """Import the object that `module:name` names."""
-    module, _, name = text.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def stages_of(command: str) -> list[str]:
