@@ -42,7 +42,7 @@ from verl_ext.launch.torchrun import set_rank_environment, torchrun_options
 from verl_ext.metrics.recorder import verl_backends
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.processes import StopSignals
-from verl_ext.trainer.stages import RunConfig, load_config
+from verl_ext.trainer.stages import RunConfig, load_config, read_config
 
 
 def test_parses_process_count_and_overrides() -> None:
@@ -93,6 +93,9 @@ def test_recipe_with_key_of_other_stage_is_named(tmp_path: Path) -> None:
     path.write_text("stage: rlhf\n")
     with pytest.raises(UserError, match=f"{path} has the stage 'rlhf'; the stages are sft, vlm_sft, grpo, budget"):
         load_config("sft", [f"recipe={path}"])
+    path.write_text("stage: [sft]\n")
+    with pytest.raises(UserError, match=rf"{path} has the stage \['sft'\]; the stages are sft"):
+        read_config(path)
 
 
 @pytest.mark.parametrize(("word", "heavy"), [("--help", "omegaconf"), ("--print-config", "torch")])

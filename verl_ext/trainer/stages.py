@@ -451,13 +451,17 @@ def config_of(config: DictConfig) -> RunConfig:
 
 
 def _config_of_values(values: dict[str, Any], source: str) -> RunConfig:
-    stage = values.get("stage", "sft")
-    if stage not in STAGES:
-        raise UserError(f"{source} has the stage {stage!r}; the stages are {', '.join(STAGES)}")
+    stage = _known_stage(values.get("stage", "sft"), source)
     composer = composer_of(stage)
     composer.add_recipe(values, source, adds=True)
     config: RunConfig = composer.build(source)
     return config
+
+
+def _known_stage(stage: Any, source: str | Path) -> str:
+    if stage not in [*STAGES]:  # a list, because a YAML value may not be hashable
+        raise UserError(f"{source} has the stage {stage!r}; the stages are {', '.join(STAGES)}")
+    return str(stage)
 
 
 def composer_of(stage: str) -> Composer:
@@ -476,9 +480,7 @@ def chosen_recipe(command: str, words: Iterable[str]) -> tuple[Path, dict[str, A
     content = load_yaml(recipe)
     folder = recipe.resolve().parent
     owner = folder.name if folder.parent == RECIPES.resolve() and stages_of(folder.name) else command
-    stage = content.get("stage", stages_of(owner)[0])
-    if stage not in [*STAGES]:
-        raise UserError(f"{recipe} has the stage {stage!r}; the stages are {', '.join(STAGES)}")
+    stage = _known_stage(content.get("stage", stages_of(owner)[0]), recipe)
     if stage not in stages_of(command):
         start = f"{program(STAGES[stage].command)} NUM_RANKS recipe={names[-1] if names else recipe}"
         raise UserError(f"{recipe} is a recipe for the stage {stage}; start it with `{start}`")
