@@ -1,4 +1,4 @@
-"""`python -m verl_ext.launch STAGE NUM_RANKS [recipe=NAME] [key=value ...]`; the run_*.sh scripts call it.
+"""`python -m verl_ext.launch COMMAND NUM_RANKS [recipe=NAME] [key=value ...]`; the run_*.sh scripts call it.
 
 Imports only the standard library until the arguments are parsed, so that --help works before anything is installed.
 """
@@ -20,9 +20,9 @@ from verl_ext.metrics.timing import process_start, startup
 from verl_ext.paths import CHECKOUT, RECIPES
 from verl_ext.processes import StopRequest, StopSignals
 
-STAGES = {"sft": "Supervised fine-tuning", "grpo": "Group Relative Policy Optimization"}
+COMMANDS = {"sft": "Supervised fine-tuning", "grpo": "Group Relative Policy Optimization"}
 EXAMPLES = {"sft": "qwen2.5_coder_7b", "grpo": "qwen2.5_coder_7b_code"}
-"""A recipe of each stage that needs several GPUs."""
+"""A recipe of each command that needs several GPUs."""
 SHOW_SAMPLES = "--show-samples"
 EXIT_CODES = {
     "0": "the run is finished",
@@ -69,7 +69,7 @@ def launch(arguments: argparse.Namespace, signals: StopSignals) -> int:
             show_samples(config, arguments.show_samples)
             return 0
         preflight(config)
-        provenance = launch_provenance(program(arguments.stage), arguments.typed)
+        provenance = launch_provenance(program(arguments.command), arguments.typed)
     return run_until_finished(config, signals, restarts=arguments.restarts, provenance=provenance)
 
 
@@ -99,47 +99,47 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     """Parse `STAGE NUM_RANKS [recipe=NAME] [key=value ...]`, with the options anywhere among the words.
 
     Returns:
-        `stage`, `num_processes` (None if it is not given), `overrides`, `restarts`, `trace`, `print_config`,
-        `show_samples`, and `typed`, all words after the stage.
+        `command`, `num_processes` (None if it is not given), `overrides`, `restarts`, `trace`, `print_config`,
+        `show_samples`, and `typed`, all words after the command.
 
     Raises:
         UserError: a word is unknown or malformed.
     """
-    stage = words[0] if words and words[0] in STAGES else "sft"
-    if stage != "sft" and any(word.partition("=")[0] == SHOW_SAMPLES for word in words):
+    command = words[0] if words and words[0] in COMMANDS else "sft"
+    if command != "sft" and any(word.partition("=")[0] == SHOW_SAMPLES for word in words):
         raise UserError(
             f"{SHOW_SAMPLES} is an option of `{program('sft')}` only; look at a GRPO run's samples in samples.jsonl in "
             "its run directory, or in the monitor"
         )
-    parser = make_parser(stage)
+    parser = make_parser(command)
     known = parser.parse_intermixed_args(words)
     known.typed = words[1:]
     known.overrides = known.words
-    known.num_processes = take_num_processes(known.overrides, parser, known.stage)
+    known.num_processes = take_num_processes(known.overrides, parser, known.command)
     return known
 
 
-def make_parser(stage: str) -> CommandParser:
-    """Return the parser of a stage, with the text of --help."""
-    command, recipes = program(stage), recipe_summaries(stage)
+def make_parser(command: str) -> CommandParser:
+    """Return the parser of a command, with the text of --help."""
+    script, recipes = program(command), recipe_summaries(command)
     folder = "recipes" if CHECKOUT else RECIPES
-    of_sft = " [--show-samples N]" if stage == "sft" else ""
+    of_sft = " [--show-samples N]" if command == "sft" else ""
     parser = CommandParser(
-        prog=command,
-        usage=f"{command} NUM_RANKS [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config]{of_sft}",
-        description=f"{STAGES[stage]} on NUM_RANKS ranks of this machine (one per GPU, if it has GPUs). The same "
+        prog=script,
+        usage=f"{script} NUM_RANKS [recipe=NAME] [key=value ...] [--restarts K] [--trace] [--print-config]{of_sft}",
+        description=f"{COMMANDS[command]} on NUM_RANKS ranks of this machine (one per GPU, if it has GPUs). The same "
         "command resumes a stopped run from its last checkpoint.",
         examples=[
-            f"{command} 2",
-            f"{command} 8 recipe={EXAMPLES[stage]} optim.lr=1e-5 trainer.experiment_name=low",
-            f"NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 {command} 8 --restarts 3",
+            f"{script} 2",
+            f"{script} 8 recipe={EXAMPLES[command]} optim.lr=1e-5 trainer.experiment_name=low",
+            f"NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 {script} 8 --restarts 3",
         ],
-        notes=f"recipes in {folder}/{stage}/ (default: {default_recipe(stage)}, set by {recipe_variable(stage)} or "
-        f"{folder}/default.yaml):\n{definitions(recipes)}",
+        notes=f"recipes in {folder}/{command}/ (default: {default_recipe(command)}, set by {recipe_variable(command)} "
+        f"or {folder}/default.yaml):\n{definitions(recipes)}",
         exit_codes=EXIT_CODES,
-        keys=partial(suggested_keys, stage),
+        keys=partial(suggested_keys, command),
     )
-    parser.add_argument("stage", choices=sorted(STAGES), help=argparse.SUPPRESS)
+    parser.add_argument("command", choices=sorted(COMMANDS), help=argparse.SUPPRESS)
     parser.add_argument(
         "words", nargs="*", metavar="NUM_RANKS [key=value ...]", help="number of ranks, then Hydra overrides"
     )
@@ -155,7 +155,7 @@ def make_parser(stage: str) -> CommandParser:
         "--trace", action="store_true", help="write a timeline of each rank to trace/, as JSON for Perfetto"
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
-    if stage == "sft":
+    if command == "sft":
         parser.add_argument(
             SHOW_SAMPLES,
             metavar="N",
@@ -168,27 +168,27 @@ def make_parser(stage: str) -> CommandParser:
     return parser
 
 
-def take_num_processes(words: list[str], parser: CommandParser, stage: str) -> int | None:
+def take_num_processes(words: list[str], parser: CommandParser, command: str) -> int | None:
     """Remove the one word without `=` (the number of ranks) from the overrides and return it as a number."""
     plain = [word for word in words if "=" not in word and not word.startswith("~")]
     if not plain:
         return None
     if len(plain) > 1 or not plain[0].isdecimal() or int(plain[0]) < 1:
         wrong = next((word for word in plain if not word.isdecimal()), plain[-1])
-        recipe = wrong.endswith((".yaml", ".yml")) or wrong in recipe_summaries(stage)
+        recipe = wrong.endswith((".yaml", ".yml")) or wrong in recipe_summaries(command)
         problem = f"'{wrong}' is neither the number of ranks nor key=value"
         if recipe:
             parser.error(f"{problem}; did you mean recipe={wrong}?")
-        raise UserError(f"{problem}; start with one number of ranks, such as `{program(stage)} 2`")
+        raise UserError(f"{problem}; start with one number of ranks, such as `{program(command)} 2`")
     words.remove(plain[0])
     return int(plain[0])
 
 
-def suggested_keys(stage: str, words: Sequence[str]) -> Collection[str]:
-    """The keys of the stage's configuration; imported only when a message needs a suggestion."""
+def suggested_keys(command: str, words: Sequence[str]) -> Collection[str]:
+    """The keys of the command's configurations; imported only when a message needs a suggestion."""
     from verl_ext.trainer.stages import known_keys
 
-    return known_keys(stage, words)
+    return known_keys(command, words)
 
 
 if __name__ == "__main__":

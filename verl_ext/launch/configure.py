@@ -64,7 +64,7 @@ def configure(arguments: argparse.Namespace) -> RunConfig:
     Raises:
         UserError: see `load_config`; or the number of ranks is missing, NNODES is malformed, or data cannot be read.
     """
-    config = resolve_config(arguments.stage, arguments.overrides)
+    config = resolve_config(arguments.command, arguments.overrides)
     set_num_ranks(config, arguments)
     config.trainer.trace |= arguments.trace
     for sentence in convert_data_files(config, arguments.overrides):
@@ -75,7 +75,7 @@ def configure(arguments: argparse.Namespace) -> RunConfig:
 def set_num_ranks(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Fill in the number of nodes and of ranks per node; refuse keys that contradict them."""
     if arguments.num_processes is None and not (arguments.print_config or arguments.show_samples):
-        raise UserError(f"the number of ranks is missing; for example: `{program(arguments.stage)} 2`")
+        raise UserError(f"the number of ranks is missing; for example: `{program(arguments.command)} 2`")
     ranks = {"nnodes": num_nodes(), "n_gpus_per_node": arguments.num_processes or config.trainer.n_gpus_per_node}
     typed = keys_set_by(config.stage, arguments.overrides)
     given_by = {"nnodes": "NNODES (the number of nodes)", "n_gpus_per_node": "the first argument (ranks per node)"}
