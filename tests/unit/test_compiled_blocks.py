@@ -8,9 +8,9 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from verl_ext.data.batching import pack
+from verl_ext.trainer.fused_cross_entropy import TokenLoss
 from verl_ext.trainer.model import compile_blocks
 from verl_ext.trainer.packed_attention import PACKED_SDPA
-from verl_ext.trainer.sft import TokenLoss
 
 LENGTHS = ((5, 9), (17, 3, 8), (31,), (12, 26), (7, 7, 7, 7), (40,))
 

@@ -17,8 +17,8 @@ from verl_ext.grpo.token_policy import (
     forward_flops,
     num_tokens,
 )
+from verl_ext.trainer.fused_cross_entropy import TokenLoss
 from verl_ext.trainer.packed_attention import PACKED_SDPA, attend_within_samples, enable_packing
-from verl_ext.trainer.sft import TokenLoss
 
 ALWAYS = TokenBatcher(0, lambda rows, length: rows)
 NEVER = TokenBatcher(0)

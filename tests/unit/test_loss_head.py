@@ -32,10 +32,14 @@ from verl_ext.errors import UserError
 from verl_ext.trainer import fused_cross_entropy, packed_attention
 from verl_ext.trainer.config import CHUNK_ELEMENTS, chunk_tokens
 from verl_ext.trainer.fsdp import layer_classes
-from verl_ext.trainer.fused_cross_entropy import FusedLinearCrossEntropy, fused_loss_error, install_fused_loss
+from verl_ext.trainer.fused_cross_entropy import (
+    FusedLinearCrossEntropy,
+    TokenLoss,
+    fused_loss_error,
+    install_fused_loss,
+)
 from verl_ext.trainer.model import attention_of
 from verl_ext.trainer.packed_attention import PACKED_SDPA, TRIAL_LENGTHS, trial_samples, why_not_packed
-from verl_ext.trainer.sft import TokenLoss
 
 SMALL = {
     **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from verl_ext import hardware
-from verl_ext.data.batching import attention_share
+from verl_ext.data.batching import attention_share, plan_micro_batches
 from verl_ext.data.dataset import TokenDataset
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.files import GIB
@@ -23,7 +23,6 @@ from verl_ext.plan.cpu_memory import check_memory, largest_of_samples, plan_with
 from verl_ext.plan.workload import packs
 from verl_ext.trainer.config import GatheringFSDPConfig
 from verl_ext.trainer.fsdp import keeps_gathered
-from verl_ext.trainer.sft import micro_batch_plan
 from verl_ext.trainer.stages import RunConfig, SFTConfig, load_config
 
 REASONING = ("recipe=smollm2_reasoning", "model.mixed_precision=fp32")
@@ -142,7 +141,7 @@ def test_largest_micro_batch_of_sft_is_that_of_the_epoch(changes: list[str]) -> 
     config, data = load_config("sft", ["recipe=smollm2_135m", *changes]), long_tailed(1600, 384)
     assert isinstance(config, SFTConfig)
     found = largest_of_samples(config, data, 576, 2)(config)
-    plan = micro_batch_plan(config, data, packs(config), attention_share(576))
+    plan = plan_micro_batches(config.data, data.lengths, packs(config), attention_share(576))
     epoch = [plan.assign(rows, 2) for rows in GlobalBatchSampler(1600, 8, 0, 1, config.trainer.seed)]
     groups = [data.lengths[group] for ranks in epoch for rank in ranks for group in rank]
     sizes = [int(group.sum() if packs(config) else len(group) * group.max()) for group in groups]

@@ -6,6 +6,7 @@ Samples are only rearranged within a global batch, so packing does not change wh
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from verl_ext.data.config import ChatDataConfig
 from verl_ext.data.dataset import SampleDataset
 
 T = TypeVar("T")
@@ -86,6 +88,13 @@ class MicroBatchPlan:
         of_bin = lengths[bin_]
         padded = of_bin if self.packs else np.full_like(of_bin, of_bin.max())
         return float((padded * (1 + self.quadratic * padded)).sum())
+
+
+def plan_micro_batches(data: ChatDataConfig, lengths: np.ndarray, packs: bool, quadratic: float) -> MicroBatchPlan:
+    """Return the plan of a configuration: up to `data.max_tokens_per_gpu` tokens, or a fixed number of samples."""
+    max_tokens = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
+    max_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
+    return MicroBatchPlan(lengths, packs, max_tokens, max_samples, quadratic)
 
 
 def attention_share(hidden_size: int) -> float:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl_ext.console import warn
-from verl_ext.data.batching import MicroBatchPlan, attention_share
+from verl_ext.data.batching import MicroBatchPlan, attention_share, plan_micro_batches
 from verl_ext.data.dataset import TokenDataset
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import UserError, first_line_of
@@ -41,7 +41,6 @@ from verl_ext.plan.workload import (
 )
 from verl_ext.trainer.device import has_bf16_units
 from verl_ext.trainer.fsdp import keeps_gathered
-from verl_ext.trainer.sft import micro_batch_plan
 from verl_ext.trainer.stages import GRPOConfig, RunConfig, SFTConfig
 from verl_ext.verl_api import PrecisionType
 
@@ -161,7 +160,7 @@ def largest_of_samples(
 
     def largest(config: PlannedConfig) -> LargestMicroBatch:
         assert isinstance(config, SFTConfig)
-        plan = micro_batch_plan(config, dataset, packs(config), attention_share(hidden))
+        plan = plan_micro_batches(config.data, lengths, packs(config), attention_share(hidden))
         per_micro_batch = totals / np.ceil(totals / plan.max_tokens / num_ranks)
         fullest = np.argsort(-per_micro_batch, kind="stable")[:NUM_CHECKED_BATCHES].tolist()
         chosen = [with_longest, int(totals.argmax()), *fullest]

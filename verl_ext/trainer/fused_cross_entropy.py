@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,54 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from verl_ext.data.batching import MicroBatch
+from verl_ext.data.batching import MicroBatch, packed_arguments
 from verl_ext.trainer.config import chunk_tokens
+from verl_ext.trainer.device import autocast
 
 LogitGradients = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """Given a chunk's logits and labels, returns the summed loss, the logits' gradients times sums, and these sums."""
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 """Largest accepted difference from the loss of the rounded logits, in nats per token."""
+
+
+class TokenLoss:
+    """Runs the forward pass and sums the cross-entropy over the loss tokens of a micro-batch.
+
+    Args:
+        model: the sharded model.
+        head: its output layer if that computes the loss; None computes the loss from logits.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, head: FusedLinearCrossEntropy | None, precision: torch.dtype, device_name: str
+    ) -> None:
+        self._model, self.head, self.precision, self._device = model, head, precision, device_name
+
+    def __call__(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the loss of a micro-batch, a scalar with gradient."""
+        predicts = F.pad(micro_batch["loss_mask"][:, 1:], (0, 1)).bool()  # (batch, seq): the next token counts
+        positions = self._moved(predicts.flatten().nonzero()[:, 0])  # computed on the CPU: nothing waits for a GPU
+        labels = self._moved(micro_batch["input_ids"].roll(-1, dims=1)[predicts])
+        if self.head is None:
+            logits = self.logits(micro_batch)
+            return F.cross_entropy(logits.flatten(0, 1)[positions].float(), labels, reduction="sum")
+        with self.head.computing_loss(positions, labels):
+            return self.logits(micro_batch)
+
+    def logits(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the model's output for each token, (batch, seq, vocab)."""
+        inputs: dict[str, Any] = {
+            name: self._moved(tensor)
+            for name, tensor in micro_batch.items()
+            if name not in ("loss_mask", "sample_lengths")
+        }
+        if "sample_lengths" in micro_batch:
+            inputs |= packed_arguments(micro_batch["sample_lengths"], self._device)
+        with autocast(self.precision, self._device):
+            return self._model(**inputs, use_cache=False).logits
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, non_blocking=True)
 
 
 class FusedLinearCrossEntropy(nn.Linear):

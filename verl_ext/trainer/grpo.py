@@ -36,9 +36,9 @@ from verl_ext.grpo.vllm_engine import VLLMRolloutEngine, WeightSync
 from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.device import autocast, peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy
+from verl_ext.trainer.fused_cross_entropy import TokenLoss
 from verl_ext.trainer.model import build_model, disable_dropout, local_model_path
 from verl_ext.trainer.packed_attention import attend_within_samples, enable_packing
-from verl_ext.trainer.sft import TokenLoss
 from verl_ext.trainer.stages import GRPOConfig, RewardStageConfig
 from verl_ext.trainer.trainer import Metrics, PipelineTrainer
 

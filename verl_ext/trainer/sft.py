@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from verl_ext.console import warn
@@ -23,16 +21,16 @@ from verl_ext.data.batching import (
     MicroBatchPlan,
     TokenBatch,
     attention_share,
-    packed_arguments,
+    plan_micro_batches,
     validation_micro_batches,
 )
 from verl_ext.data.dataset import SampleDataset, TokenDataset
 from verl_ext.distributed import on_every_rank, reduce_over_ranks
-from verl_ext.trainer.device import autocast, peak_memory
+from verl_ext.trainer.device import peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy
 from verl_ext.trainer.fused_cross_entropy import (
     LOSS_TOLERANCE,
-    FusedLinearCrossEntropy,
+    TokenLoss,
     fused_loss_error,
     install_fused_loss,
 )
@@ -77,14 +75,14 @@ class SFTTrainer(PipelineTrainer):
         """See `PipelineTrainer.build_collator`."""
         return MicroBatchCollator(self.tokenizer.pad_token_id, self.packs)
 
-    def micro_batch_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
-        """See `PipelineTrainer.micro_batch_plan`."""
+    def training_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
+        """See `PipelineTrainer.training_plan`."""
         return self.validation_plan(dataset)
 
     def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
-        """Return which samples share a forward pass: up to `data.max_tokens_per_gpu` tokens, or a fixed number."""
+        """Return which samples share a forward pass."""
         assert isinstance(self.config, SFTConfig) and isinstance(dataset, TokenDataset)
-        return micro_batch_plan(self.config, dataset, self.packs, self.attention_share)
+        return plan_micro_batches(self.config.data, dataset.lengths, self.packs, self.attention_share)
 
     @cached_property
     def attention_share(self) -> float:
@@ -327,54 +325,6 @@ class SFTTrainer(PipelineTrainer):
             loss = self.summed_loss(micro_batch)
         self.reshard_policy.reshard()
         return loss / micro_batch["loss_mask"][:, 1:].sum().clamp(min=1)
-
-
-def micro_batch_plan(config: SFTConfig, dataset: TokenDataset, packs: bool, attention_share: float) -> MicroBatchPlan:
-    """Return the plan of a dataset's micro-batches; see `MicroBatchPlan` for `packs` and `attention_share`."""
-    data = config.data
-    max_tokens = data.max_tokens_per_gpu or (data.micro_batch_size_per_gpu * data.max_length if packs else sys.maxsize)
-    max_samples = None if packs or data.max_tokens_per_gpu else data.micro_batch_size_per_gpu
-    return MicroBatchPlan(dataset.lengths, packs, max_tokens, max_samples, attention_share)
-
-
-class TokenLoss:
-    """Runs the forward pass and sums the cross-entropy over the loss tokens of a micro-batch.
-
-    Args:
-        model: the sharded model.
-        head: its output layer if that computes the loss; None computes the loss from logits.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, head: FusedLinearCrossEntropy | None, precision: torch.dtype, device_name: str
-    ) -> None:
-        self._model, self.head, self.precision, self._device = model, head, precision, device_name
-
-    def __call__(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the loss of a micro-batch, a scalar with gradient."""
-        predicts = F.pad(micro_batch["loss_mask"][:, 1:], (0, 1)).bool()  # (batch, seq): the next token counts
-        positions = self._moved(predicts.flatten().nonzero()[:, 0])  # computed on the CPU: nothing waits for a GPU
-        labels = self._moved(micro_batch["input_ids"].roll(-1, dims=1)[predicts])
-        if self.head is None:
-            logits = self.logits(micro_batch)
-            return F.cross_entropy(logits.flatten(0, 1)[positions].float(), labels, reduction="sum")
-        with self.head.computing_loss(positions, labels):
-            return self.logits(micro_batch)
-
-    def logits(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the model's output for each token, (batch, seq, vocab)."""
-        inputs: dict[str, Any] = {
-            name: self._moved(tensor)
-            for name, tensor in micro_batch.items()
-            if name not in ("loss_mask", "sample_lengths")
-        }
-        if "sample_lengths" in micro_batch:
-            inputs |= packed_arguments(micro_batch["sample_lengths"], self._device)
-        with autocast(self.precision, self._device):
-            return self._model(**inputs, use_cache=False).logits
-
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=True)
 
 
 def perplexity(loss: float) -> float:

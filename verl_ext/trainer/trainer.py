@@ -135,7 +135,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
     @abstractmethod
     def build_collator(self) -> Callable[[list[Any]], Any]:
-        """Return a function that builds a rank's batch from its samples, or from groups of `micro_batch_plan`."""
+        """Return a function that builds a rank's batch from its samples, or from groups of `training_plan`."""
 
     @abstractmethod
     def build_model(self) -> PreTrainedModel:
@@ -156,7 +156,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         Calls `stop_vote.raise_if_stopping` regularly, so that a long validation does not delay a stop.
         """
 
-    def micro_batch_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
+    def training_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
         """Return which samples share a micro-batch and on which rank; None leaves this to the collator."""
         return None
 
@@ -180,7 +180,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         """Build the sampler and the loader."""
         data = self.config.data
         self.collator = self.build_collator()
-        plan = self.micro_batch_plan(self.train_dataset)
+        plan = self.training_plan(self.train_dataset)
         self.train_sampler = GlobalBatchSampler(
             len(self.train_dataset),
             data.train_batch_size,

@@ -78,8 +78,8 @@ class VLMSFTTrainer(SFTTrainer):
         self.reshard_policy = FSDPReshardPolicy.of_config(fsdp, model, self.precision, self.device_name)
         return model
 
-    def micro_batch_plan(self, dataset: SampleDataset) -> None:
-        """See `PipelineTrainer.micro_batch_plan`: chats are grouped in the order of the data."""
+    def training_plan(self, dataset: SampleDataset) -> None:
+        """See `PipelineTrainer.training_plan`: chats are grouped in the order of the data."""
 
     def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
         """See `SFTTrainer.validation_plan`: chats with the same number of questions share a micro-batch."""
