@@ -120,10 +120,9 @@ class SFTModelConfig(ModelConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOModelConfig(ModelConfig):
-    """`model` of GRPO."""
+class RewardModelConfig(ModelConfig):
+    """`model` of stages that learn from rewards."""
 
-    fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
     sft_run: str | None = setting(
         None,
         "SFT run to start from: its best checkpoint, else its newest (budget: its newest export)",
@@ -131,10 +130,16 @@ class GRPOModelConfig(ModelConfig):
 
 
 @dataclass(kw_only=True)
+class GRPOModelConfig(RewardModelConfig):
+    """`model` of GRPO."""
+
+    fsdp_config: GatheringFSDPConfig = section(GatheringFSDPConfig)
+
+
+@dataclass(kw_only=True)
 class VLMConfig(ModelConfig):
     """`model` of stages with a vision-language model."""
 
-    partial_pretrain: str | None = setting(None, "Initial model: directory or Hub name")
     enable_gradient_checkpointing: bool = unused(False, "vision-language models keep their activations")
     lora_rank: int = unused(0, "vision-language models are trained in full")
     lora_alpha: int = unused(16, "vision-language models are trained in full")
@@ -160,13 +165,9 @@ class ControllerFSDPConfig(FSDPConfig):
 
 
 @dataclass(kw_only=True)
-class BudgetModelConfig(VLMConfig):
+class BudgetModelConfig(VLMConfig, RewardModelConfig):
     """`model` of the budget controller's GRPO: the frozen vision-language model."""
 
-    sft_run: str | None = setting(
-        None,
-        "SFT run to start from: its best checkpoint, else its newest (budget: its newest export)",
-    )
     fsdp_config: ControllerFSDPConfig = section(ControllerFSDPConfig)
     attn_implementation: Attention = unused("auto", "the vision-language model uses its own")
     external_lib: str | None = unused(None, "set model.adapter for a custom architecture")

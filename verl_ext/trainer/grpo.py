@@ -229,9 +229,7 @@ class RewardTrainer(PipelineTrainer):
         Args:
             num_samples: samples of this rank in the step.
         """
-        parts = {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
-        parts["time/train/step_s"] = time.perf_counter() - self.step_start
-        maxima = {**parts, **peak_memory(self.device_name)}
+        maxima = {**self.step_seconds(), **peak_memory(self.device_name)}
         costs = reduce_over_ranks(sums={"samples": num_samples}, maxima=maxima, device=self.device_name)
         costs["throughput/train/samples_per_s"] = costs.pop("samples") / costs["time/train/step_s"]
         decisions, rate = metrics[f"train/{self.policy.count_name}"], f"throughput/train/{self.policy.rate_name}"

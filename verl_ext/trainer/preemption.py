@@ -65,10 +65,9 @@ class StopVote:
         self.longest_step_s = max(self.longest_step_s, step_s)
         self.longest_save_s = max(self.longest_save_s, save_s)
 
-    @property
-    def needed_s(self) -> float:
-        """Seconds that the longest step so far and a save take; until a step has ended, only the expected save."""
-        return self.longest_step_s + (self.longest_save_s or self.expected_save_s)
+    def needed_s(self, num_saves: int = 1) -> float:
+        """Seconds that the longest step so far and saves take; until a step has ended, only the expected saves."""
+        return self.longest_step_s + num_saves * (self.longest_save_s or self.expected_save_s)
 
     def raise_if_stopping(self, is_writing: bool = False) -> bool:
         """Stop all ranks if any rank must stop; collective.
@@ -103,9 +102,8 @@ class StopVote:
         """
         if self.deadline is None or not self.longest_step_s:
             return False
-        save_s = self.longest_save_s or self.expected_save_s
-        needed = SLACK * (self.longest_step_s + (2 if is_writing else 1) * save_s) + SLACK_S
-        return time.time() + needed >= self.deadline
+        needed_s = SLACK * self.needed_s(2 if is_writing else 1) + SLACK_S
+        return time.time() + needed_s >= self.deadline
 
 
 def known_deadline(config: PreemptionConfig, warns: bool) -> float | None:

@@ -244,12 +244,12 @@ class SFTTrainer(PipelineTrainer):
 
     def step_costs(self, batch: TokenBatch) -> Metrics:
         """Return time and memory of the step: seconds of the slowest rank, throughput of all ranks."""
-        seconds = time.perf_counter() - self.step_start
-        parts = {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
-        compute = parts["time/train/forward_backward_s"] + parts["time/train/optimizer_s"]
+        seconds = self.step_seconds()
+        compute = seconds["time/train/forward_backward_s"] + seconds["time/train/optimizer_s"]
+        flops = self.flops(batch, seconds["time/train/step_s"])
         reduced = reduce_over_ranks(
-            sums={"tokens": sum(batch.lengths), "samples": len(batch.rows), **self.flops(batch, seconds)},
-            maxima={**parts, "time/train/step_s": seconds, "train/time(s)": compute, **peak_memory(self.device_name)},
+            sums={"tokens": sum(batch.lengths), "samples": len(batch.rows), **flops},
+            maxima={**seconds, "train/time(s)": compute, **peak_memory(self.device_name)},
         )
         copies = self.config.sequence_parallel_size  # of each sample
         step_s = reduced["time/train/step_s"]

@@ -344,6 +344,11 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.step_metrics.update(metrics)
         self.logger.log(self.global_step, metrics)
 
+    def step_seconds(self) -> Metrics:
+        """Return this rank's seconds in the step so far and in its parts; restarts the timer."""
+        seconds = {"time/train/step_s": time.perf_counter() - self.step_start}
+        return seconds | {f"time/train/{part}_s": value for part, value in self.timer.pop().items()}
+
     def end_step_timing(self) -> None:
         """Record the step in the trace, and its duration for the deadline."""
         end = time.perf_counter()
@@ -354,7 +359,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
     def warn_if_grace_is_short(self) -> None:
         """Warn once if a step and a save take longer than a stop may take."""
-        needed_s, grace_s = self.stop_vote.needed_s, self.config.trainer.preemption.grace_s
+        needed_s, grace_s = self.stop_vote.needed_s(), self.config.trainer.preemption.grace_s
         if self.is_main and needed_s > grace_s and not self.warned_of_grace:
             self.warned_of_grace = True
             warn(
