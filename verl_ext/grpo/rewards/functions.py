@@ -107,13 +107,9 @@ def parse_reward_functions(entries: Sequence[str]) -> list[RewardSpec]:
     A function in `path.py` runs in separate processes; a function in `package.module` runs in this one.
 
     Raises:
-        UserError: the list is empty, a function does not exist, a weight is invalid, or two metrics have one name.
+        UserError: a function does not exist, a weight is invalid, or two metrics have one name.
     """
     specs = [_parse_entry(str(entry)) for entry in entries]
-    if not specs:
-        raise UserError(
-            f"reward.functions is empty; set it to some of {', '.join(BUILTIN_REWARDS)}, or path.py:function"
-        )
     names = [spec.name for spec in specs]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(
