@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import UserError
@@ -86,6 +88,25 @@ def small_model_arguments(config: Mapping[str, Any], max_model_len: int, max_num
     needed = bytes_per_token * (length + CACHE_BLOCK_TOKENS) * max_num_seqs
     cache = {"kv_cache_memory_bytes": max(needed, MIN_CACHE_BYTES)} if needed <= MAX_CACHE_BYTES else {}
     return {"enforce_eager": True, **cache}
+
+
+def require_vllm_arguments(names: Iterable[str], section: str) -> None:
+    """Refuse names that are not arguments of vLLM's `EngineArgs`.
+
+    Args:
+        section: the key of which they are keys.
+
+    Raises:
+        UserError: with a similar argument, if there is one.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = [field.name for field in fields(EngineArgs)]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            fix = f"did you mean {section}.{near[0]}?" if near else "remove it"
+            raise UserError(f"vLLM has no argument {name} ({section}.{name}); {fix}")
 
 
 def pick_vllm_dtype(wanted: str, on_gpu: bool, stored: torch.dtype | None) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
 import signal
 import sys
@@ -29,6 +27,7 @@ from verl_ext.vllm_setup import (
     is_memory_error,
     pick_vllm_dtype,
     prepare_vllm_environment,
+    require_vllm_arguments,
     safe_vllm_arguments,
     small_model_arguments,
 )
@@ -285,12 +284,7 @@ def vllm_arguments(config: EngineConfig, model: str, on_gpu: bool) -> dict[str, 
     """
     from vllm import EngineArgs
 
-    known = [field.name for field in dataclasses.fields(EngineArgs)]
-    for name in config.vllm:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {near[0]}?" if near else "see the fields of vllm.EngineArgs"
-            raise UserError(f"engine.vllm.{name} is not an argument of vllm.LLM; {advice}")
+    require_vllm_arguments(config.vllm, "engine.vllm")
     num_seqs = config.vllm.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
     wanted = {
         "enforce_eager": not on_gpu,

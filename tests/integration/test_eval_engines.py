@@ -170,7 +170,7 @@ def misspell(export: Path) -> EngineConfig:
             "cannot run it (Unsupported CPU attention configuration: head_dim=16",
             marks=pytest.mark.skipif(bool(visible_gpus()), reason="only vLLM's CPU kernels refuse such heads"),
         ),
-        (misspell, "engine.vllm.max_num_seq is not an argument of vllm.LLM; did you mean max_num_seqs"),
+        (misspell, "no argument max_num_seq (engine.vllm.max_num_seq); did you mean engine.vllm.max_num_seqs"),
     ],
 )
 def test_rejects_unloadable_model(

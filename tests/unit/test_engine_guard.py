@@ -20,7 +20,8 @@ from verl_ext.grpo.hf_engine import HFEngine
 from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
 from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy
-from verl_ext.grpo.vllm_engine import leave_to_trainer, remedy_of, require_engine_arguments, require_free_memory
+from verl_ext.grpo.vllm_engine import leave_to_trainer, remedy_of, require_free_memory
+from verl_ext.vllm_setup import require_vllm_arguments
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 SAMPLING = SamplingArgs(0.9, 1.0, -1, 8)
@@ -152,9 +153,9 @@ def test_memory_error_of_vllm_does_not_advise_another_engine(
 
 
 def test_unknown_engine_argument_is_refused() -> None:
-    require_engine_arguments(["max_num_batched_tokens"])
+    require_vllm_arguments(["max_num_batched_tokens"], "rollout.vllm")
     with pytest.raises(UserError, match=r"no argument max_num_seq \(.*did you mean rollout.vllm.max_num_seqs\?"):
-        require_engine_arguments(["max_num_seq"])
+        require_vllm_arguments(["max_num_seq"], "rollout.vllm")
 
 
 def test_failure_of_peer_is_not_error_of_this_rank() -> None:

@@ -567,7 +567,7 @@ def test_model_that_loads_but_cannot_run_is_refused(
     ("error", "kind"),
     [
         (ValueError("Model architectures ['Mine'] are not supported for now.\nframes"), ModelRefused),
-        (UserError("engine.vllm.max_num_seq is not an argument of vllm.LLM"), ModelRefused),
+        (UserError("vLLM has no argument max_num_seq (engine.vllm.max_num_seq); remove it"), ModelRefused),
         (ValueError("Free memory on device cuda:0 is less than desired GPU memory utilization"), UserError),
         (ValueError("No available memory for the cache blocks"), UserError),
         (RuntimeError("Engine core initialization failed. See root cause above."), UserError),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +22,13 @@ from verl_ext.files import format_bytes
 from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
 from verl_ext.model_files import config_of
-from verl_ext.vllm_setup import is_memory_error, prepare_vllm_environment, safe_vllm_arguments, small_model_arguments
+from verl_ext.vllm_setup import (
+    is_memory_error,
+    prepare_vllm_environment,
+    require_vllm_arguments,
+    safe_vllm_arguments,
+    small_model_arguments,
+)
 
 Bucket = list[tuple[str, torch.Tensor]]
 SETUP_TIMEOUT_S = 600
@@ -112,7 +117,7 @@ class VLLMRolloutEngine(RolloutEngine):
             require_free_memory(rollout.gpu_memory_utilization)
         try:
             small = small_model_arguments(config_of(model), max_model_len, rollout.max_num_seqs) if on_gpu else {}
-            require_engine_arguments(rollout.vllm)
+            require_vllm_arguments(rollout.vllm, "rollout.vllm")
             arguments = _arguments(rollout, on_gpu, self._releases_memory, small)
             arguments |= {
                 "model": model,
@@ -236,22 +241,6 @@ def require_free_memory(utilization: float) -> None:
                 f"rollout.gpu_memory_utilization={utilization} needs {format_bytes(math.ceil(utilization * total))}; "
                 f"end other processes on the GPU, or set it to {fitting} or less"
             )
-
-
-def require_engine_arguments(names: Iterable[str]) -> None:
-    """Refuse keys of `rollout.vllm` that are not arguments of vLLM's `EngineArgs`.
-
-    Raises:
-        UserError: with a similar argument, if there is one.
-    """
-    from vllm.engine.arg_utils import EngineArgs
-
-    known = [field.name for field in fields(EngineArgs)]
-    for name in names:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            fix = f"did you mean rollout.vllm.{near[0]}?" if near else "remove it"
-            raise UserError(f"vLLM has no argument {name} (rollout.vllm.{name}); {fix}")
 
 
 def remedy_of(error: Exception) -> str:
