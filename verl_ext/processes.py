@@ -179,6 +179,11 @@ def is_alive(pid: int, started: int | None = None) -> bool:
     return True
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a child process has ended; it stays a zombie, so that its number is not reused."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def pid_namespace() -> int:
     """Identifier of the PID namespace; containers can share a host name and use the same process ids."""
     return os.stat("/proc/self/ns/pid").st_ino

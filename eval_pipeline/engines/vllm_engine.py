@@ -29,6 +29,7 @@ from eval_pipeline.engines import Engine, EngineDied, GeneratedAnswer, GenerateR
 from verl_ext.config.secrets import without_secrets
 from verl_ext.errors import UserError
 from verl_ext.paths import python_path
+from verl_ext.processes import has_ended
 
 POLL_S = 1.0
 """How often a silent child is checked."""
@@ -258,9 +259,7 @@ class VllmChild:
         return members
 
     def _has_exited(self) -> bool:
-        if self._process.returncode is not None:
-            return True
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return self._process.returncode is not None or has_ended(self._process.pid)
 
     def _died(self) -> EngineDied:
         self._end_within(DEATH_TIMEOUT_S)

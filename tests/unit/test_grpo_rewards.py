@@ -144,7 +144,6 @@ def test_reward_entries_are_parsed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
-        ([], "is empty"),
         (["reward_corect"], "did you mean reward_correct"),
         (["qqq"], "use one of"),
         (["code_tests*much"], "not a number"),

@@ -56,6 +56,11 @@ def test_length_buffer_must_fit_if_penalty_is_used(functions: str, buffer: int, 
         check_reward_settings(config.reward, config.data)
 
 
+def test_rejects_empty_list_of_reward_functions() -> None:
+    with pytest.raises(UserError, match="reward.functions is empty"):
+        config_with("reward.functions=[]")
+
+
 def test_vllm_gets_rollout_settings() -> None:
     memory: Any = {"gpu_memory_utilization": 0.3, "max_num_seqs": 11, "dtype": "float16"}
     rollout = RolloutConfig(**memory, tensor_model_parallel_size=2, vllm={"swap_space": 1})

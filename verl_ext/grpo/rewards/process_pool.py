@@ -20,6 +20,7 @@ from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.custom_process import SIZE, Reply
 from verl_ext.paths import python_path
 from verl_ext.plugins import Plugin
+from verl_ext.processes import has_ended
 
 _KILL_GROUP_AT_END_OF_INPUT = ("/bin/sh", "-c", 'read -r line; kill -KILL "-$1"', "sh")
 ENDED = RewardFailure("it ended its process")
@@ -143,7 +144,7 @@ class _Process:
 
     def has_ended(self) -> bool:
         """Whether the process has ended; it stays a zombie, so that its number is not reused before `kill`."""
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return has_ended(self._process.pid)
 
     def kill(self) -> None:
         """Kill the process and all processes that it started."""
