@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from verl_ext.errors import Stop
+from verl_ext.grpo.config import ActorConfig, AlgorithmConfig
 from verl_ext.grpo.protocols import (
     Environment,
     LogProbs,
@@ -19,6 +22,8 @@ from verl_ext.grpo.protocols import (
     StepResult,
     Trajectory,
 )
+from verl_ext.grpo.step import GRPOStep
+from verl_ext.metrics.timing import StepTimer
 
 NUM_ARMS = 4
 DECISIONS = 2
@@ -116,3 +121,19 @@ class Machine(Environment):
 def prompts(*indices: int) -> list[Prompt]:
     """Prompts by their indices."""
     return [Prompt(f"prompt_{index}", index, {}) for index in indices]
+
+
+def grpo_step(
+    policy: Policy, machine: Machine, algorithm: AlgorithmConfig, actor: ActorConfig, **more: Any
+) -> GRPOStep:
+    """A step on the CPU, without guards of the engine and without what only a trainer needs unless given."""
+    arguments = {
+        "timer": StepTimer(),
+        "device": "cpu",
+        "before_micro_batch": lambda is_last: None,
+        "replacement_prompts": lambda round_number, count: [],
+        "before_update": lambda trajectories: None,
+        "max_engine_gap": math.inf,
+        "trace": None,
+    }
+    return GRPOStep(policy, machine, algorithm, actor, **{**arguments, **more})  # type: ignore[arg-type]

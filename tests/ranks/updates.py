@@ -13,15 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.helpers.bandit import Machine
+from tests.helpers.bandit import Machine, grpo_step
 from tests.helpers.grpo_reference import GROUP_SIZE, REFERENCE, SAMPLING, Case, make_model, make_trajectories
 from tests.helpers.trainer import sharded
 from verl_ext.grpo.algorithm import group_advantages
 from verl_ext.grpo.config import TokenAlgorithmConfig
 from verl_ext.grpo.hf_engine import HFEngine
-from verl_ext.grpo.step import GRPOStep
 from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy, forward_flops
-from verl_ext.metrics.timing import StepTimer
 from verl_ext.trainer.fsdp import FSDPReshardPolicy
 from verl_ext.trainer.packed_attention import attend_within_samples
 
@@ -58,7 +56,7 @@ def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     advantages = group_advantages([trajectory.total_reward for trajectory in mine], GROUP_SIZE, divide_by_std=True)
     for trajectory, advantage in zip(mine, advantages):
         trajectory.advantage = advantage
-    step = GRPOStep(
+    step = grpo_step(
         policy,
         Machine(),
         TokenAlgorithmConfig(),
@@ -69,8 +67,6 @@ def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         max_decisions=SAMPLING.max_tokens,
         num_ranks=ranks,
         optimizer_step=descend,
-        timer=StepTimer(),
-        device="cpu",
         before_micro_batch=FSDPReshardPolicy(model, case.keeps_gathered).before_micro_batch,
     )
     metrics = step.update(mine)

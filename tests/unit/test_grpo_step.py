@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.bandit import DECISIONS, Bandit, Machine, prompts
+from tests.helpers.bandit import DECISIONS, Bandit, Machine, grpo_step, prompts
 from verl_ext.errors import STOP_SIGNALS, Stop
 from verl_ext.grpo.config import (
     AlgorithmConfig,
@@ -33,7 +33,6 @@ from verl_ext.grpo.protocols import (
     Trajectory,
 )
 from verl_ext.grpo.step import GRPOStep
-from verl_ext.metrics.timing import StepTimer
 from verl_ext.processes import StopSignals
 from verl_ext.trainer.grpo import GRPOTrainer
 from verl_ext.trainer.preemption import StopVote
@@ -79,7 +78,7 @@ def step_of(
             bandit.scores.grad = None
         return norm
 
-    return GRPOStep(
+    return grpo_step(
         bandit,
         machine or Machine(),
         algorithm or TokenAlgorithmConfig(),
@@ -90,8 +89,6 @@ def step_of(
         max_decisions=DECISIONS,
         num_ranks=1,
         optimizer_step=optimizer_step,
-        timer=StepTimer(),
-        device="cpu",
         replacement_prompts=replacement_prompts,
     )
 

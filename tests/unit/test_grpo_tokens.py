@@ -20,7 +20,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from tests.helpers.bandit import Machine
+from tests.helpers.bandit import Machine, grpo_step
 from tests.helpers.grpo_reference import GROUP_SIZE, make_model, make_trajectories
 from tests.helpers.grpo_reference import SAMPLING as REFERENCE_SAMPLING
 from tests.helpers.models import HEAD, PACKING_FAMILIES, PADDING_FAMILIES, SHAPE
@@ -29,9 +29,7 @@ from verl_ext.grpo.config import RolloutCorrectionConfig, TokenActorConfig, Toke
 from verl_ext.grpo.hf_engine import HFEngine, SeededHFLogitsProcessor
 from verl_ext.grpo.protocols import Prompt, Reward, RewardFailure, Trajectory
 from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs, sample_seed, sample_tokens
-from verl_ext.grpo.step import GRPOStep
 from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy, completion_log_probs
-from verl_ext.metrics.timing import StepTimer
 from verl_ext.trainer.model import disable_dropout
 from verl_ext.trainer.packed_attention import PACKED_SDPA, attend_within_samples
 
@@ -119,9 +117,9 @@ def test_micro_batch_without_rewards_keeps_gradient(size: int, rollout_is: Liter
         engine: Any = SimpleNamespace(dtype=None)
         policy = TokenPolicy(model, None, engine, TokenBatcher(0), REFERENCE_SAMPLING, seed=0, **context)  # type: ignore[arg-type]
         sizes = {"group_size": GROUP_SIZE, "num_mini_batches": 1, "max_decisions": 12, "num_ranks": 1}
-        step = GRPOStep(
+        step = grpo_step(
             policy, Machine(), algorithm, TokenActorConfig(), **sizes, micro_batch_size=micro_batch_size,
-            optimizer_step=lambda loss: 0.0, timer=StepTimer(), device="cpu",
+            optimizer_step=lambda loss: 0.0,
         )  # fmt: skip
         step.update(chosen)
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])

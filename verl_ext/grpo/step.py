@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -81,11 +80,11 @@ class GRPOStep:
     optimizer_step: Callable[[float], float]
     timer: StepTimer
     device: str
-    before_micro_batch: Callable[[bool], None] = lambda is_last: None
-    replacement_prompts: Callable[[int, int], Sequence[Prompt]] = lambda round_number, count: []
-    before_update: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None
-    max_engine_gap: float = math.inf
-    trace: TraceFile | None = None
+    before_micro_batch: Callable[[bool], None]
+    replacement_prompts: Callable[[int, int], Sequence[Prompt]]
+    before_update: Callable[[Sequence[Trajectory]], None]
+    max_engine_gap: float
+    trace: TraceFile | None
 
     def __post_init__(self) -> None:
         names, device = self.environment.reward_names, self.device
