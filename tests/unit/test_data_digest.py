@@ -16,7 +16,7 @@ from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.checkpoint.save import sync_and_digest
 from verl_ext.data import dataset
 from verl_ext.data.config import ChatDataConfig, QuestionDataConfig
-from verl_ext.data.dataset import files_digest, training_data_digest
+from verl_ext.data.dataset import sampled_digest, training_data_digest
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -24,16 +24,16 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def test_files_digest_depends_on_content_not_path(tmp_path: Path) -> None:
+def test_sampled_digest_depends_on_content_not_path(tmp_path: Path) -> None:
     one, other = write(tmp_path / "a", b"one"), write(tmp_path / "b", b"other")
-    digest = files_digest([one, other])
-    assert digest == files_digest([shutil.copy(one, tmp_path / "c"), other])
+    digest = sampled_digest([one, other])
+    assert digest == sampled_digest([shutil.copy(one, tmp_path / "c"), other])
     different = [
-        files_digest([other, one]),
-        files_digest([one]),
-        files_digest([write(tmp_path / "a", b"onf"), other]),
-        files_digest([write(tmp_path / "a", b"oneo"), write(tmp_path / "b", b"ther")]),
-        files_digest([write(tmp_path / "a", b""), other]),
+        sampled_digest([other, one]),
+        sampled_digest([one]),
+        sampled_digest([write(tmp_path / "a", b"onf"), other]),
+        sampled_digest([write(tmp_path / "a", b"oneo"), write(tmp_path / "b", b"ther")]),
+        sampled_digest([write(tmp_path / "a", b""), other]),
     ]
     assert len({digest, *different}) == 6
 
@@ -47,13 +47,13 @@ def test_digest_of_large_files_covers_ends_and_sampled_blocks(num_files: int, tm
         read = [start for start in starts if start + 1000 <= len(content)]
         assert len(read) == max(64_000 // num_files // 1000, 1) and read[-1] == len(content) - 1000
         assert read[0] == 0 or num_files == 100
-        digest = files_digest(paths)
+        digest = sampled_digest(paths)
         for place in (read[0], read[len(read) // 2], len(content) - 1):
             changed = bytearray(content)
             changed[place] ^= 1
-            assert files_digest([write(tmp_path / "0", bytes(changed)), *paths[1:]]) != digest
+            assert sampled_digest([write(tmp_path / "0", bytes(changed)), *paths[1:]]) != digest
         write(tmp_path / "0", bytes(content))
-        assert files_digest(paths) == digest
+        assert sampled_digest(paths) == digest
 
 
 def test_training_data_digest_excludes_validation_data(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def _check_turn(message: dict[str, Any], turn: int) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         fix = conversion_advice("chat") if "from" in message else "set it to user, assistant, system or tool"
         raise UserError(f"turn {turn} has no role; {fix}")
-    checked = {**message, "content": _join_text_parts(message.get("content"), turn)}
+    checked = {**message, "content": _content_text(message.get("content"), turn)}
     if message.get("tool_calls"):
         checked["tool_calls"] = [_decode_arguments(call, turn) for call in message["tool_calls"]]
     elif checked["content"] is None:
@@ -97,7 +97,7 @@ def _check_turn(message: dict[str, Any], turn: int) -> dict[str, Any]:
     return checked
 
 
-def _join_text_parts(content: Any, turn: int) -> str | None:
+def _content_text(content: Any, turn: int) -> str | None:
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):

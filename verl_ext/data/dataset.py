@@ -223,7 +223,7 @@ def unique_sample_ids(ids: Iterable[str]) -> Iterator[str]:
         yield unique
 
 
-def files_digest(paths: Sequence[Path]) -> str:
+def sampled_digest(paths: Sequence[Path]) -> str:
     """Digest of the contents of files in their order, independent of their names.
 
     Up to `MAX_BYTES`, the digest covers all bytes. For larger files, it covers the size and evenly spaced blocks,
@@ -250,7 +250,7 @@ def training_data_digest(data: DataConfig) -> str:
     """Digest of the training data of a configuration; empty if the data is not in local files."""
     paths = data.training_files()
     try:
-        return files_digest(paths) if paths else ""
+        return sampled_digest(paths) if paths else ""
     except OSError:  # a custom dataset class may read its files from elsewhere
         return ""
 

@@ -22,7 +22,7 @@ from verl_ext.data.batching import MicroBatch
 from verl_ext.data.chat_template import clock_arguments
 from verl_ext.data.config import ImageChatDataConfig
 from verl_ext.data.dataset import SampleDataset
-from verl_ext.data.image_questions import ImageQuestion, load_image_questions, require_no_placeholders
+from verl_ext.data.image_questions import ImageQuestion, image_size, load_image_questions, require_no_placeholders
 from verl_ext.errors import UserError
 from verl_ext.rendering import rendering
 
@@ -144,7 +144,9 @@ class ImageChatCollator:
         """
         chats = [sample["chat"] for sample in samples]
         images = self.processor.image_processor(
-            [chat.questions[0].load_image() for chat in chats], size=self.size(tier), return_tensors="pt"
+            [chat.questions[0].load_image() for chat in chats],
+            size=image_size(self.processor, self.tier_sizes[tier]),
+            return_tensors="pt",
         )
         merged = images["image_grid_thw"].prod(-1) // self.processor.image_processor.merge_size**2
         encoded = [self.tokens(chat, int(count)) for chat, count in zip(chats, merged, strict=True)]
@@ -182,11 +184,6 @@ class ImageChatCollator:
             ids += prompt_ids + answer_ids
             mask += [0] * len(prompt_ids) + [1] * len(answer_ids)
         return torch.tensor(ids), torch.tensor(mask)
-
-    def size(self, tier: int) -> dict[str, int]:
-        """The image processor's `size` at a tier; see `QwenVLAdapter.inputs`."""
-        least = self.processor.image_processor.size["shortest_edge"]
-        return {"shortest_edge": min(least, self.tier_sizes[tier]), "longest_edge": self.tier_sizes[tier]}
 
     def _turns(self, chat: ImageChat) -> list[tuple[str, str]]:
         """For each answer, the text since the previous answer, and the answer.

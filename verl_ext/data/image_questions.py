@@ -297,6 +297,15 @@ def image_of(column: Any, folder: Path | None) -> bytes | Path:
     return path
 
 
+def image_size(processor: Any, max_size: int) -> dict[str, int]:
+    """Return `size` of an image processor of the Qwen family at a tier, whose images keep their aspect ratio.
+
+    Args:
+        max_size: the tier's entry in `tier_sizes`.
+    """
+    return {"shortest_edge": min(processor.image_processor.size["shortest_edge"], max_size), "longest_edge": max_size}
+
+
 def metric_of(name: str, source: QuestionSource) -> str:
     """The metric of a dataset: from the recipe, or the dataset's default."""
     default = PUBLIC_DATASETS[name].metric if name in PUBLIC_DATASETS else VQA_METRICS[0]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 
 from verl_ext.data.chat_template import stop_token_ids
-from verl_ext.data.dataset import files_digest
+from verl_ext.data.dataset import sampled_digest
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero, reduce_over_ranks
 from verl_ext.errors import UserError
@@ -347,7 +347,7 @@ class GRPOTrainer(RewardTrainer):
         """
         path = Path(local_model_path(self.config))
         files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
-        self.reference_digest = on_rank_zero(lambda: files_digest(files) if files[0].is_file() else "")
+        self.reference_digest = on_rank_zero(lambda: sampled_digest(files) if files[0].is_file() else "")
         if self.former_reference and self.reference_digest not in ("", self.former_reference):
             raise UserError(
                 f"model.partial_pretrain={self.config.model.partial_pretrain} is not the reference model of the run so "

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, ProcessorMixin
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from verl_ext.controller.adapters.base import DecodeState, Inputs, SkippedBlock, VLMAdapter
+from verl_ext.data.image_questions import image_size
 from verl_ext.errors import UserError
 from verl_ext.rendering import rendering
 
@@ -71,8 +72,7 @@ class QwenVLAdapter(VLMAdapter):
         chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
         with rendering():
             text = self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        smallest = self.processor.image_processor.size["shortest_edge"]
-        size = {"shortest_edge": min(smallest, self.tier_sizes[tier]), "longest_edge": self.tier_sizes[tier]}
+        size = image_size(self.processor, self.tier_sizes[tier])
         inputs = self.processor(images=[image], text=[text], images_kwargs={"size": size}, return_tensors="pt")
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 

@@ -236,7 +236,7 @@ def _history(value: Any) -> Iterator[Row]:
 
 def _column_turns(value: Any, role: str) -> list[Any]:
     """Convert a column to turns; it holds a text, or in TRL's conversational format a list of turns."""
-    turns = from_json_text(value) if isinstance(value, str) and value.startswith("[{") else value
+    turns = decoded_turns(value)
     is_list = isinstance(turns, list) and any(isinstance(turn, dict) and "role" in turn for turn in turns)
     return turns if is_list else [{"role": role, "content": value}]
 
@@ -352,6 +352,11 @@ def from_json_text(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
+
+
+def decoded_turns(value: Any) -> Any:
+    """Decode a text that starts as a JSON list of turns; return anything else unchanged."""
+    return from_json_text(value) if isinstance(value, str) and value.startswith("[{") else value
 
 
 def _is_sharegpt(turns: Any) -> bool:

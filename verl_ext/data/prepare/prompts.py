@@ -11,7 +11,14 @@ from typing import Any
 
 from verl_ext.data.dataset import ANSWER_KEYS, ORIGIN_KEY
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.conversation import MEDIA_KEYS, SYSTEM_KEYS, check_turns, from_json_text, to_turns
+from verl_ext.data.prepare.conversation import (
+    MEDIA_KEYS,
+    SYSTEM_KEYS,
+    check_turns,
+    decoded_turns,
+    from_json_text,
+    to_turns,
+)
 from verl_ext.data.prepare.tables import (
     INPUT_HELP,
     RUN_FILES,
@@ -108,8 +115,7 @@ def _first_filled(row: Row, names: tuple[str, ...]) -> str | None:
 
 
 def _prompt_turns(prompt: Any, system: Any, notes: Counter[str]) -> list[Row]:
-    is_json = isinstance(prompt, str) and prompt.startswith("[{")
-    turns = from_json_text(prompt) if is_json else prompt
+    turns = decoded_turns(prompt)
     messages = to_turns(turns if isinstance(turns, list) else [{"role": "user", "content": prompt}], notes)
     check_turns(messages, is_prompt=True)
     if not any(message["content"].strip() for message in messages if message["role"] == "user"):
