@@ -287,6 +287,8 @@ def test_directory_that_is_no_run_is_rejected(tmp_path: Path, capsys: pytest.Cap
     assert "the run failed before its first step" in refused(run_dir, capsys)
     (run_dir / "metrics").rename(run_dir / "metrics.jsonl")
     (run_dir / "config.yaml").write_text("- a list")
+    assert "is not a YAML mapping" in refused(run_dir, capsys)
+    (run_dir / "config.yaml").write_text("stage: sft")
     assert "not the configuration of a run" in refused(run_dir, capsys)
     with pytest.raises(SystemExit) as left:
         main([])

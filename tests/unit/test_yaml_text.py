@@ -11,13 +11,13 @@ from eval_pipeline.recipe import load_eval_config
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.run_config import read_config_file
 from verl_ext.errors import UserError
-from verl_ext.health.context import read_config
+from verl_ext.health.context import read_run_config
 from verl_ext.trainer.stages import load_config
 
 READERS: dict[str, Callable[[Path], object]] = {
     "recipe": lambda path: load_config("sft", [f"recipe={path}"]),
     "config.yaml": read_config_file,
-    "health": read_config,
+    "health": read_run_config,
     "evaluation": lambda path: load_eval_config(str(path)),
 }
 NESTED = ["a: &a [x, x, x, x, x, x, x, x, x]"]

@@ -9,11 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from verl_ext.checkpoint.manifest import committed_steps
+from verl_ext.config.run_config import read_config_file
 from verl_ext.errors import UserError
-from verl_ext.files import yaml_text
 
 LANGUAGE = frozenset({"sft", "vlm_sft"})
 """Stages whose loss is a cross-entropy."""
@@ -173,19 +171,14 @@ def configured_at(attempts: Sequence[Mapping[str, Any]]) -> int:
     return changed[-1] if changed else 0
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_run_config(path: Path) -> dict[str, Any]:
     """Read the `config.yaml` of a run.
 
     Raises:
         UserError: the file is not the configuration of a run.
     """
-    try:
-        config = yaml.safe_load(yaml_text(path))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise UserError(f"{path} cannot be read ({why}); restore it") from error
-    sections = ("trainer", "optim", "data")
-    is_of_a_run = isinstance(config, dict) and all(isinstance(config.get(name), dict) for name in sections)
+    config = read_config_file(path)
+    is_of_a_run = all(isinstance(config.get(name), dict) for name in ("trainer", "optim", "data"))
     if not is_of_a_run or not isinstance(config.get("stage"), str) or not _READ_KEYS <= config["trainer"].keys():
         raise UserError(f"{path} is not the configuration of a run; the trainer writes it when a run starts")
     return config

@@ -15,7 +15,7 @@ import numpy as np
 from verl_ext.checkpoint.manifest import Manifest, complete_checkpoints
 from verl_ext.errors import UserError, one_line
 from verl_ext.health.config import HealthLimits
-from verl_ext.health.context import RunContext, read_config
+from verl_ext.health.context import RunContext, read_run_config
 from verl_ext.health.history import MetricHistory, read_history
 from verl_ext.health.rule import STEP_TIME, Finding, HealthView, Rule
 from verl_ext.health.rules import RULES
@@ -60,7 +60,7 @@ class RunDirectory:
             UserError: the path is not a run directory, or a file cannot be read.
         """
         require_run_files(path, METRICS_FILE, "config.yaml")
-        run, config = load_run(path / RUN_FILE), read_config(path / "config.yaml")
+        run, config = load_run(path / RUN_FILE), read_run_config(path / "config.yaml")
         history, early = read_history(path, run["attempts"], snapshot_at=EARLY_STEPS)
         try:
             context = RunContext.of(path, run, config, run["total_steps"], history.steps_per_epoch)

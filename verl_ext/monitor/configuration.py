@@ -11,7 +11,7 @@ from nicegui import ui
 from verl_ext.metrics.run_record import seconds_of
 from verl_ext.monitor.messages import translate_message
 from verl_ext.monitor.panels import GRID, Panel, clip, flatten, tag
-from verl_ext.monitor.run_files import config_error, read_config
+from verl_ext.monitor.run_files import config_error, config_or_empty
 from verl_ext.monitor.text import format_time
 
 COMMIT_CHARACTERS = 10
@@ -78,7 +78,7 @@ class ConfigurationPanel(Panel):
         if run is None:
             return
         directory = self.follower.directory(run)
-        config, error = flatten(read_config(directory)), config_error(directory)
+        config, error = flatten(config_or_empty(directory)), config_error(directory)
         if (run.id, run.record, config, error) == self._shown:
             return
         self._shown = run.id, run.record, config, error

@@ -29,12 +29,12 @@ from verl_ext.monitor.lineage import origin_of
 from verl_ext.monitor.run_files import (
     DEFAULT_LOG_EVERY,
     NewLines,
+    config_or_empty,
     events_of_attempt,
     events_of_row,
     is_count,
     parse_findings,
     parse_rows,
-    read_config,
     read_new_lines,
     run_directories,
     stamp_of,
@@ -346,7 +346,7 @@ class RunFollower(threading.Thread):
         except OSError:
             return
         if stamp != self._database.config_stamp(run):
-            self._database.save_origin(run, stamp, origin_of(read_config(directory)))
+            self._database.save_origin(run, stamp, origin_of(config_or_empty(directory)))
             self._runs_changed = True
 
     # Rows and events
@@ -429,7 +429,7 @@ class RunFollower(threading.Thread):
         return not is_live or time.time() - self._database.last_time(run) > IDLE_S
 
     def _events_of(self, directory: Path, rows: Iterable[MetricsRow]) -> Iterator[LogEvent]:
-        trainer = read_config(directory).get("trainer")
+        trainer = config_or_empty(directory).get("trainer")
         every = trainer.get("log_every") if isinstance(trainer, dict) else None
         log_every = every if type(every) is int and every > 0 else DEFAULT_LOG_EVERY
         return (event for row in rows for event in events_of_row(row, log_every))

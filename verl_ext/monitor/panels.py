@@ -44,7 +44,7 @@ from verl_ext.monitor.colors import ERRORS
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.follower import RunFollower
-from verl_ext.monitor.run_files import read_config
+from verl_ext.monitor.run_files import config_or_empty
 from verl_ext.monitor.state import MAX_COMPARED, MAX_SMOOTHING, PageState
 from verl_ext.monitor.text import format_number
 
@@ -290,7 +290,7 @@ class TrainingPanel(Panel):
     def _options(self, run: RunInfo, curves: RunCurves, chart: Chart, style: ChartStyle) -> dict[str, Any]:
         schedule: list[tuple[int, float]] = []
         if chart.with_schedule:
-            schedule = schedule_points(read_config(self.follower.directory(run)), run, curves)
+            schedule = schedule_points(config_or_empty(self.follower.directory(run)), run, curves)
         zoomed = None
         if style.window is not None:
             low, high = curves.to_steps(np.array(style.window), style.axis).tolist()
@@ -476,7 +476,7 @@ class ComparePanel(Panel):
     def _show_tables(self, runs: list[RunInfo], metrics: list[str]) -> None:
         latest = {run.path: self.follower.summary(run)[1] for run in runs}
         values = {name: [format_number(latest[run.path].get(name)) for run in runs] for name in metrics}
-        configs = [flatten(read_config(self.follower.directory(run))) for run in runs]
+        configs = [flatten(config_or_empty(self.follower.directory(run))) for run in runs]
         differences = differing_keys(configs)
         shown = [run.path for run in runs], values, differences
         if shown == self._tables:

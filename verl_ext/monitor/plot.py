@@ -22,7 +22,7 @@ from verl_ext.monitor.charts import Chart, charts_for, schedule_points
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.follower import RunFollower
-from verl_ext.monitor.run_files import read_config
+from verl_ext.monitor.run_files import config_or_empty
 
 PAGE_FILE = "charts.html"
 SIZE_INCHES = (8.0, 4.5)
@@ -66,7 +66,7 @@ def plot_run(run_dir: Path, output: Path, smoothing: float) -> list[Path]:
         OSError: a file cannot be written.
     """
     run, curves = read_run(run_dir)
-    schedule, style = schedule_points(read_config(run_dir), run, curves), ChartStyle(smoothing)
+    schedule, style = schedule_points(config_or_empty(run_dir), run, curves), ChartStyle(smoothing)
     charts = {each: chart_options(curves, each, style, schedule) for each in charts_for(curves.envelopes)}
     if not charts:
         raise UserError(f"{run_dir / METRICS_FILE} has no metrics to plot yet; the run has not logged a training step")

@@ -54,7 +54,7 @@ def stamp_of(path: Path) -> str:
     return f"{status.st_mtime_ns}:{status.st_size}"
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def config_or_empty(directory: Path) -> dict[str, Any]:
     """Return a run's `config.yaml`; empty if it is missing or cannot be read."""
     return _config_or_error(directory)[0]
 
