@@ -1,17 +1,17 @@
-"""`python -m verl_ext.docgen`: prints reference pages: all keys from the dataclasses, and all health rules."""
+"""`python -m verl_ext.docgen`: prints reference pages: all keys, all health rules, and all metrics."""
 
 from __future__ import annotations
 
 import json
 import re
-import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from verl_ext.cli import CommandParser, clean_exit
-from verl_ext.config.schema import Key, fits, keys
+from verl_ext.config.schema import Key, alternatives, fits, keys
 from verl_ext.console import markdown_table, print_line
+from verl_ext.metrics.registry import render_metrics_page
 
 GENERAL = "General"
 FIRST = (GENERAL, "`data`", "`model`", "`optim`", "`trainer`")
@@ -80,10 +80,11 @@ def main() -> None:
     """Print a page of `docs/reference/` as Markdown."""
     parser = CommandParser(
         prog="python -m verl_ext.docgen",
-        description="Print a reference page as Markdown: all recipe keys, or all health rules.",
+        description="Print a reference page as Markdown: all recipe keys, all health rules, or all metrics.",
         examples=[
             "python -m verl_ext.docgen > docs/reference/configuration.md",
             "python -m verl_ext.docgen health_rules > docs/reference/health_rules.md",
+            "python -m verl_ext.docgen metrics > docs/reference/metrics.md",
         ],
     )
     parser.add_argument("page", nargs="?", choices=PAGES, default="configuration", help="the page to print")
@@ -132,7 +133,7 @@ def in_code(text: str) -> str:
     return re.sub(r"\b[a-z]+_[a-z_]+\b", r"`\g<0>`", text.removesuffix("."))
 
 
-PAGES = {"configuration": render_recipes, "health_rules": render_health_rules}
+PAGES = {"configuration": render_recipes, "health_rules": render_health_rules, "metrics": render_metrics_page}
 """By the name of the file in `docs/reference/`."""
 
 
@@ -227,12 +228,6 @@ def word_of(hint: Any) -> str:
     if origin is list:
         return f"list of {' or '.join(map(word_of, alternatives(arguments[0])))}"
     return "dict" if origin is dict else str(hint.__name__)
-
-
-def alternatives(hint: Any) -> list[Any]:
-    """The types of a union, None left out."""
-    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return [each for each in members if each is not types.NoneType]
 
 
 def description_of(key: Key) -> str:

@@ -62,12 +62,11 @@ def refuse_names_of_this_machine(text: str) -> None:
         assert name not in text, f"the snapshot would have {name}"
 
 
-def flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(content: dict[str, Any]) -> dict[str, Any]:
     """Flatten nested mappings to dotted keys; an empty mapping is a value."""
-    found: dict[str, Any] = {}
-    for key, value in content.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
+    from verl_ext.config.run_config import flat_values
+
+    return flat_values(content)
 
 
 def run_modules(commands: Sequence[Sequence[str]]) -> list[str]:

@@ -138,7 +138,7 @@ class Key:
     @property
     def takes(self) -> str:
         """The allowed values as text, such as `an integer of at least 1, or null for all`."""
-        words = [word for each in _members(self.hint) if each is not types.NoneType for word in _words(each)]
+        words = [word for each in alternatives(self.hint) for word in _words(each)]
         if not words:
             return "null"
         text = f"{_listed(words)} {self.setting.limits}".rstrip()
@@ -229,6 +229,11 @@ def as_text(value: Any, hint: Any) -> Any:
 def _listed(words: list[str]) -> str:
     words = list(dict.fromkeys(words))
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def alternatives(hint: Any) -> list[Any]:
+    """The types of a union, None left out."""
+    return [each for each in _members(hint) if each is not types.NoneType]
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
