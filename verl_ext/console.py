@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 Item = TypeVar("Item")
+Warn = Callable[[str], None]
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters except tabs and newlines, and surrogates (from names that are not UTF-8), which no stream encodes.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel
 
 from verl_ext.checkpoint.hf_tensors import adapters_of, exported_tensors, plan_to_json, read_plan, unwrap_peft
 from verl_ext.checkpoint.manifest import DATA_STATE, EXPORT, MODEL, OPTIMIZER, PLAN, is_verl_checkpoint
@@ -318,8 +318,3 @@ def derived_seed(seed: int, step: int, dp_rank: int) -> int:
     It depends only on the run's seed, the step and the data-parallel rank, so the same change is reproducible.
     """
     return int(np.random.SeedSequence([seed, step, dp_rank]).generate_state(1)[0])
-
-
-def reseed(seed: int, step: int, dp_rank: int) -> None:
-    """Seed Python, NumPy and torch with `derived_seed`."""
-    set_seed(derived_seed(seed, step, dp_rank))

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import set_seed
 
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.hf_export import ExportedWeights, HuggingFaceExport, adapter_files
-from verl_ext.checkpoint.load import load_model, load_optimizer, reseed
+from verl_ext.checkpoint.load import derived_seed, load_model, load_optimizer
 from verl_ext.checkpoint.manifest import DATA_STATE, EXPORT, EXTRA, FSDP_CONFIG, MODEL, OPTIMIZER, Manifest
 from verl_ext.checkpoint.save import CheckpointWriter, bytes_of
 from verl_ext.checkpoint.shards import ShardFiles
@@ -218,7 +219,7 @@ class CheckpointManager(FSDPCheckpointManager):
             self._load_extra(checkpoint)
 
     def _load_extra(self, checkpoint: Path) -> None:
-        """Load the schedule, and the RNG states if ranks and device type are the same; otherwise `reseed`."""
+        """Load the schedule, and the RNG states if ranks and device type are the same; otherwise `derived_seed`."""
         files = ShardFiles(checkpoint, EXTRA)
         same_ranks = files.world_size == self.world_size
         extra = files.content(self.rank if same_ranks else 0)
@@ -226,7 +227,7 @@ class CheckpointManager(FSDPCheckpointManager):
         if same_ranks and get_device_name() in extra["rng"]:  # states of a GPU include that of the CPU
             self.load_rng_state(extra["rng"])
         else:
-            reseed(self.seed, Manifest.read(checkpoint).step, self.dp_rank)
+            set_seed(derived_seed(self.seed, Manifest.read(checkpoint).step, self.dp_rank))
 
     def _load_schedule(self, state: dict[str, Any], updates_per_step: int) -> None:
         """Load the position in the schedule, and set the learning rate of the next step.

@@ -28,12 +28,11 @@ from verl_ext.checkpoint.manifest import (
     why_incomplete,
     write_tracker,
 )
-from verl_ext.console import print_line, warn
+from verl_ext.console import Warn, print_line, warn
 from verl_ext.errors import UserError
 
 CONTENTS = ("model", "optimizer", "extra")
 """Names of the `KINDS` of shards in `load_contents`."""
-Warn = Callable[[str], None]
 
 
 class ResumeConfig(Protocol):

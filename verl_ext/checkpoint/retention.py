@@ -30,10 +30,10 @@ from verl_ext.checkpoint.manifest import (
     shards_of,
     step_of,
 )
+from verl_ext.console import Warn
 from verl_ext.errors import first_line_of
 from verl_ext.files import TEMPORARY, parse_json, replace_file
 
-Warn = Callable[[str], None]
 REMOVING = ".removing"
 """Suffix of a checkpoint that is being removed."""
 REPLACED = re.compile(
