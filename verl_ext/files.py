@@ -80,7 +80,12 @@ def write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {error.filename or path} ({error.strerror}); {write_remedy(error)}") from error
+        raise write_error(path, error) from error
+
+
+def write_error(path: Path, error: OSError) -> UserError:
+    """Return the error of `write_errors`."""
+    return UserError(f"cannot write {error.filename or path} ({error.strerror}); {write_remedy(error)}")
 
 
 _REMEDIES = {
@@ -99,7 +104,7 @@ def write_remedy(error: OSError) -> str:
 
 
 @contextmanager
-def temporary_directory(prefix: str = "verl_ext_") -> Iterator[Path]:
+def temporary_directory() -> Iterator[Path]:
     """Yield a directory in TMPDIR (by default, `/tmp`) that is removed at the end of the block.
 
     An abandoned thread may still write into it.
@@ -108,7 +113,7 @@ def temporary_directory(prefix: str = "verl_ext_") -> Iterator[Path]:
         UserError: it cannot be created.
     """
     with temporary_errors():
-        directory = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+        directory = tempfile.TemporaryDirectory(prefix="verl_ext_", ignore_cleanup_errors=True)
     with directory as name:
         yield Path(name)
 
@@ -333,7 +338,7 @@ def hold_run_lock(run_dir: Path) -> Iterator[bool]:
         opened = path.open("a+")  # "w" would empty a live holder's file
     except OSError as error:
         if error.errno not in NO_SPACE:
-            raise _refused(path, error) from error
+            raise write_error(path, error) from error
         # without the file, no launch can hold the lock
         warn(
             f"{path} cannot be created ({error.strerror}), so the run directory is not locked; do not start another "
@@ -363,11 +368,7 @@ def _write_holder(file: TextIO, name: str) -> None:
         os.write(file.fileno(), name.encode())
     except OSError as error:
         if error.errno not in NO_SPACE:
-            raise _refused(Path(file.name), error) from error
-
-
-def _refused(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path} cannot be written ({error.strerror}); {write_remedy(error)}")
+            raise write_error(Path(file.name), error) from error
 
 
 # Sizes, digests and places

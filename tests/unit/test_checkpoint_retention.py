@@ -340,7 +340,7 @@ def test_run_lock_names_holder_and_is_released_when_killed(tmp_path: Path) -> No
     with hold_run_lock(tmp_path):
         assert (tmp_path / "run.lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
     assert (tmp_path / "run.lock").read_text() == ""
-    with pytest.raises(UserError, match="run.lock cannot be written"):
+    with pytest.raises(UserError, match=r"cannot write .*run\.lock"):
         with hold_run_lock(tmp_path / "none"):
             pass
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.monitor import colors
-from verl_ext.monitor.colors import DARK, ERRORS, GRAY, GREEN, INK, LIGHT, RED, SERIES, TEXTS, THEME, WHITE
+from verl_ext.monitor.colors import DARK, ERRORS, GRAY, GREEN, INK, LIGHT, RED, SERIES, TEXTS, THEME
 
 TEXT, MARK = 4.5, 3.0
 """Minimum contrast of texts, and of lines and marks."""
@@ -36,7 +36,7 @@ def test_every_color_has_enough_contrast() -> None:
     wanted = [
         *((each, page, MARK) for each in (*SERIES, *ERRORS.values(), *THEME.values(), GRAY, RED, GREEN)
           for page in (*LIGHT, *DARK)),
-        *((each, WHITE, TEXT) for each in THEME.values()),
+        *((each, "#ffffff", TEXT) for each in THEME.values()),
         *((each[dark], page, TEXT) for each in TEXTS.values() for dark in (0, 1) for page in (LIGHT, DARK)[dark]),
         *((INK[is_dark], page, TEXT) for is_dark in (False, True) for page in (LIGHT, DARK)[is_dark]),
     ]  # fmt: skip

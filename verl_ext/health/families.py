@@ -116,8 +116,8 @@ def trend_level(view: HealthView, means: Array, wrong: int) -> Level:
     return Level.WARNING if found.goes(wrong, view.limits.trend_p) else Level.OK
 
 
-def plateau(metrics: Sequence[str], better: int, what: str) -> Check:
-    """Return a notice if the first logged metric does not improve over many epochs; it may have reached a plateau.
+def plateau(metrics: Sequence[str], what: str) -> Check:
+    """Return a notice if the first logged metric does not rise over many epochs; it may have reached a plateau.
 
     In runs with few epochs, segments of the whole run replace epochs.
     """
@@ -132,9 +132,9 @@ def plateau(metrics: Sequence[str], better: int, what: str) -> Check:
             means, unit = view.series(name).segment_means, "parts of the run"
         if len(means) < count:
             return None
-        improves = trend(means).goes(better, view.limits.improvement_p)
+        rises = trend(means).rises(view.limits.improvement_p)
         message = f"{what} went from {means[0]:.3g} to {means[-1]:.3g} over {len(means)} {unit}"
-        return ok(message) if improves else notice(message)
+        return ok(message) if rises else notice(message)
 
     return check
 

@@ -27,8 +27,6 @@ INK = {False: "#4b5563", True: "#d1d5db"}
 
 # Badges, buttons and icons
 
-WHITE = "#ffffff"
-"""Text on the colors below."""
 THEME = {
     "primary": "#2563eb",
     "positive": "#15803d",
