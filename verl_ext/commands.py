@@ -80,6 +80,12 @@ def require_package(module: str) -> None:
         raise UserError(missing_package(module))
 
 
+def require_optional_package(package: str, setting: str, instead: str) -> None:
+    """Refuse a setting whose package is not installed, and name an alternative."""
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
+        raise UserError(f"{setting} needs the package {package} (and a GPU); install it, or set {instead}")
+
+
 def missing_package(module: str) -> str:
     """The message about a missing package of `SET_UP_SEPARATELY`."""
     return f"{SET_UP_SEPARATELY[module]} is not installed for {sys.executable}; run `{program('setup')}`"

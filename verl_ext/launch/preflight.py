@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoint.manifest import TRACKER
-from verl_ext.commands import missing_package, program
+from verl_ext.commands import missing_package, program, require_optional_package
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.schema import as_dict
@@ -153,12 +153,6 @@ def check_components(config: RunConfig) -> None:
     path = config.data.custom_cls.path if isinstance(config, SFTConfig) else None
     if path is not None and not str(path).startswith("pkg://") and not Path(path).is_file():
         raise UserError(f"data.custom_cls.path={path} does not exist; correct the path")
-
-
-def require_optional_package(package: str, setting: str, instead: str) -> None:
-    """Refuse a setting whose package is not installed, and name an alternative."""
-    if importlib.util.find_spec(package.replace("-", "_")) is None:
-        raise UserError(f"{setting} needs the package {package} (and a GPU); install it, or set {instead}")
 
 
 def check_device(trainer: TrainerConfig) -> None:

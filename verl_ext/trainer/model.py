@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import stat
@@ -21,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from verl_ext.checkpoint.hf_tensors import unwrap_peft
 from verl_ext.checkpoint.load import holds_model, read_data_state
+from verl_ext.commands import require_optional_package
 from verl_ext.config.provenance import package_versions
 from verl_ext.config.schema import as_dict
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
@@ -226,8 +226,7 @@ def patch_model(model: PreTrainedModel, config: RunConfig) -> None:
     if config.sequence_parallel_size > 1 or (config.use_remove_padding and not config.packs_samples):
         apply_monkey_patch(model=model, ulysses_sp_size=config.sequence_parallel_size)
     if config.model.use_liger:
-        if importlib.util.find_spec("liger_kernel") is None:
-            raise UserError("model.use_liger=true needs the liger-kernel package; install it, or set it to false")
+        require_optional_package("liger-kernel", "model.use_liger=true", "model.use_liger=false")
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
