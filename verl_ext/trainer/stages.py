@@ -228,7 +228,7 @@ class GRPOConfig(RewardStageConfig):
                 f"data.eval_every_steps is {data.eval_every_steps}, but data.val_files is empty; set it, set "
                 "data.eval_split=train to evaluate on training prompts, or set data.eval_every_steps=0"
             )
-        if self.actor.policy_loss.loss_mode == "kl_cov" and self.num_mini_batches * self.actor.ppo_epochs == 1:
+        if self.actor.policy_loss.loss_mode == "kl_cov" and self.updates_per_step == 1:
             raise UserError(
                 "actor.policy_loss.loss_mode=kl_cov penalizes the change of the policy within a step, which is 0 with "
                 "one update per step; set actor.ppo_epochs or actor.ppo_mini_batch_size for several updates, or choose "
@@ -267,8 +267,7 @@ class BudgetConfig(RewardStageConfig):
     def check(self) -> None:
         """See `RunConfig`."""
         super().check()
-        is_one_update = self.actor.ppo_mini_batch_size in (None, self.data.train_batch_size)
-        if self.controller.dropout and not (is_one_update and self.actor.ppo_epochs == 1):
+        if self.controller.dropout and self.updates_per_step > 1:
             raise UserError(
                 "with several updates per step, dropout alone would move the probability ratios away from 1; set "
                 "controller.dropout=0, or actor.ppo_epochs=1 with actor.ppo_mini_batch_size=null"
