@@ -151,6 +151,43 @@ def test_restarts_continue_at_end_of_axis() -> None:
     assert again.envelopes["train/loss"].points()[0].tolist() == [*range(1, 59)] and again.step == 34
 
 
+def test_comparison_aligns_restarted_runs_by_step() -> None:
+    """Of a repeated step, the last attempt counts; steps behind that from which an attempt resumed are lost."""
+    first_steps = {1: 0, 2: 20, 3: 25}
+    restarted, straight = RunCurves(), RunCurves()
+    for attempt, first, last in ((1, 1, 50), (2, 21, 40), (3, 26, 60)):
+        restarted.add(
+            [row._replace(metrics={"train/loss": 100 * attempt + row.step}) for row in rows_of(attempt, first, last)],
+            first_steps,
+        )
+    straight.add(rows_of(1, 1, 60), {})
+    runs = {"restarted": restarted, "straight": straight}
+    for smoothing in (0.0, 0.6):
+        options = comparison_options(runs, "train/loss", ChartStyle(smoothing), {})
+        lines = options["series"]
+        assert [[step for step, _ in line["data"]] for line in lines] == [[*range(1, 61)]] * len(lines)
+        assert (options["xAxis"]["min"], options["xAxis"]["max"], options["xAxis"]["name"]) == (1, 60, "step")
+    raw = [value for _, value in comparison_options(runs, "train/loss", ChartStyle(0.0), {})["series"][0]["data"]]
+    assert raw == [*range(101, 121), *range(221, 226), *range(326, 361)]
+    steps = np.array([1.0, 20.0, 21.0, 25.0, 26.0, 60.0])
+    places = restarted.to_places(steps)
+    assert restarted.without_lost_steps(places, places)[0].tolist() == steps.tolist()
+    by_time = comparison_options(runs, "train/loss", ChartStyle(0.0, axis="time"), {})
+    assert len(by_time["series"][0]["data"]) == 50 + 20 + 35
+
+
+def test_tooltip_shows_step_and_attempt_of_restarted_run() -> None:
+    curves = RunCurves()
+    curves.add(rows_of(1, 1, 30), {1: 0, 2: 20})
+    loss = charts_for(curves.envelopes)[0]
+    assert ":formatter" not in chart_options(curves, loss, ChartStyle(0.0))["xAxis"]["axisPointer"]["label"]
+    curves.add(rows_of(2, 21, 25), {1: 0, 2: 20})
+    axis = chart_options(curves, loss, ChartStyle(0.0))["xAxis"]
+    assert '[[0,0,"attempt 1"],[30,10,"attempt 2"]]' in axis["axisPointer"]["label"][":formatter"]
+    assert axis["name"] == "step over all attempts"
+    assert chart_options(curves, loss, ChartStyle(0.0, axis="time"))["xAxis"]["name"] == "minutes"
+
+
 def test_axis_without_lost_steps_equals_steps() -> None:
     curves = RunCurves()
     curves.add(rows_of(1, 1, 30), {1: 0, 2: 30})

@@ -149,6 +149,23 @@ def test_zoomed_comparison_shows_points_of_each_run(root: Path, follower: RunFol
     on_client(check)
 
 
+def test_zoomed_comparison_shows_steps_of_restarted_run(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/again", a1=0, a2=20)
+    write_rows(root / "p/again", 1, range(1, 31))
+    write_rows(root / "p/again", 2, range(21, 41), loss=7.0)
+    look(follower)
+
+    async def check(client: Client) -> None:
+        panel = panel_of(ComparePanel, follower, PageState(runs=("p/again",), smoothing=0.0))
+        await panel.show()
+        panel._cards["train/loss"]._zoom(event(25, 27))
+        options = element(client, "chart comparison train/loss").options
+        assert list(options["series"][0]["data"]) == [(step, 7) for step in range(24, 29)]
+        assert (options["xAxis"]["min"], options["xAxis"]["max"]) == (1, 40)
+
+    on_client(check)
+
+
 # Axes
 
 
@@ -167,6 +184,15 @@ def test_axes_of_tokens_and_time_continue_over_attempts_and_restarts() -> None:
     curves.add([MetricsRow(5, 2, 2e4, {"train/total_valid_token_count": 7})], {})
     assert curves.to_axis(np.array([9.0]), "tokens").tolist() == [407]
     assert {*curves.envelopes} - {"train/total_valid_token_count"} == {"train/loss", "train/num_loss_tokens"}
+
+
+def test_validation_before_first_step_is_at_no_tokens() -> None:
+    curves = RunCurves()
+    curves.add([MetricsRow(0, 1, 1.0, {"val/loss": 2.0})], {1: 0})
+    curves.add([MetricsRow(step, 1, 1.0, {"train/num_loss_tokens": 100}) for step in (1, 2)], {1: 0})
+    curves = RunCurves.load(*curves.dump())
+    assert curves.to_axis(np.array([0.0, 1.0, 2.0]), "tokens").tolist() == [0, 100, 200]
+    assert curves.ends("tokens") == [0, 200]
 
 
 def test_chart_is_drawn_by_tokens_or_time() -> None:

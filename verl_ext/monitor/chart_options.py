@@ -27,6 +27,11 @@ MAX_LABEL_CHARACTERS = 38
 """Maximum length of the name of a run in a legend."""
 AXIS_NAMES = {"step": "step", "tokens": "trained tokens", "time": "minutes"}
 """Name of the x-axis for each of `AXES`."""
+STEP_OF_ATTEMPT = """({{value}}) => {{
+  const [start, offset, name] = {}.findLast(([start]) => start < value) ?? {}[0];
+  return `${{Math.round(value - offset)}} · ${{name}}`;
+}}"""
+"""Function in the browser that returns the run's own step at a place over all attempts."""
 RESET_ICON = "path://M12 5V1L7 6l5 5V7a6 6 0 1 1-6 6H4a8 8 0 1 0 8-8z"
 RESET = "(model, api) => api.dispatchAction({type: 'dataZoom', start: 0, end: 100})"
 """Function of the button in the browser that shows the whole x-axis."""
@@ -98,13 +103,22 @@ def chart_options(
         ends += places.tolist()
         series.append({**_line(name, GRAY), "lineStyle": dashed, "data": _pairs(places, values[known])})
     series[0]["markLine"] = {"silent": True, "symbol": "none", "data": _marks(curves, chart, style)}
-    return _curve_options(series, labels, chart.unit, style, ends)
+    options = _curve_options(series, labels, chart.unit, style, ends)
+    if style.axis == AXES[0] and any(curves.offsets.values()):
+        starts = [
+            (start, curves.offsets[attempt], style.say("attempt {}").format(attempt))
+            for attempt, start in curves.starts.items()
+        ]
+        attempts = orjson.dumps(starts).decode()
+        options["xAxis"]["name"] = style.say("step over all attempts")
+        options["xAxis"]["axisPointer"]["label"][":formatter"] = STEP_OF_ATTEMPT.format(attempts, attempts)
+    return options
 
 
 def comparison_options(
     runs: Mapping[str, RunCurves], metric: str, style: ChartStyle, zoomed: Mapping[str, CurveEnvelope]
 ) -> dict[str, Any]:
-    """Return a chart of one metric of several runs.
+    """Return a chart of one metric of several runs, on an axis of their own steps: repeated steps are drawn once.
 
     Args:
         runs: curves by name in the legend.
@@ -119,9 +133,10 @@ def comparison_options(
         with curves.lock:
             if metric in curves.envelopes:
                 envelope = zoomed.get(name, curves.envelopes[metric])
-                lines = _lines(envelope, curves, metric, color, style, style.smoothing)
+                by_step = style.axis == AXES[0]
+                lines = _lines(envelope, curves, metric, color, style, style.smoothing, by_step=by_step)
                 series += [{**line, "name": name} for line in lines]
-                ends += curves.ends(style.axis)
+                ends += curves.step_ends() if by_step else curves.ends(style.axis)
     return _curve_options(series, _shortened([*runs]), unit_of(metric), style, ends)
 
 
@@ -208,10 +223,18 @@ def _lines(
     style: ChartStyle,
     smoothing: float,
     scale: float = 1.0,
+    by_step: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the curve, or the smoothed curve and a faint raw curve behind it; validations have markers instead."""
+    """Return the curve, or the smoothed curve and a faint raw curve behind it; validations have markers instead.
+
+    With `by_step`, the x-axis counts the run's own steps, without those that a later attempt repeats.
+    """
     gaps = curves.gaps.get(metric, [])
-    x, values = envelope.points()
+    (x, values), (middles, means) = envelope.points(), envelope.means()
+    if by_step:
+        x, values = curves.without_lost_steps(x, values)
+        middles, means = curves.without_lost_steps(middles, means)
+        gaps = curves.without_lost_steps(np.array(gaps), np.array(gaps))[0].tolist()
     line = _line(metric, color)
     raw = {
         **line,
@@ -224,9 +247,8 @@ def _lines(
     if not is_worth_smoothing(len(values), smoothing):
         return [raw]
     faint = {"lineStyle": {"width": 1, "opacity": FAINT}, "tooltip": {"show": False}, "silent": True, "z": 1}
-    x, values = envelope.means()
-    values = smooth_parts(values, breaks_of(x, gaps), smoothing)
-    smoothed = _pairs_with_gaps(curves, x, values * scale, gaps, style.axis)
+    means = smooth_parts(means, breaks_of(middles, gaps), smoothing)
+    smoothed = _pairs_with_gaps(curves, middles, means * scale, gaps, style.axis)
     return [{**line, "data": smoothed, "lineStyle": {"width": 2}}, {**raw, **faint}]
 
 

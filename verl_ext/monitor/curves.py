@@ -197,9 +197,41 @@ class RunCurves:
         counted = next((name for name in NUM_TOKENS if name in columns), None)
         if counted is not None:
             places, values = columns[counted]
+            if not self.has_axis("tokens"):  # a validation before the first step is at 0 tokens
+                self.axes["tokens"].add(x[places[:1]] - 1, np.zeros(1))
             totals = self._num_tokens + np.cumsum(np.where(np.isfinite(values), values, 0.0))
             self.axes["tokens"].add(x[places], totals)
             self._num_tokens = float(totals[-1])
+
+    def without_lost_steps(self, x: Array, values: Array) -> tuple[Array, Array]:
+        """Convert positions to the run's own steps, and drop points of steps that a later attempt repeats.
+
+        Args:
+            x: (points,), ascending.
+            values: (points,).
+        """
+        if not len(x) or not self.offsets:
+            return x, values
+        offsets, firsts = self._offsets_and_first_steps()
+        attempts = np.searchsorted([*self.starts.values()][1:], x)  # a start belongs to the attempt before it
+        last_steps = np.append(np.minimum.accumulate(firsts[::-1])[::-1][1:], np.inf)
+        steps = x - offsets[attempts]
+        is_kept = steps <= last_steps[attempts]
+        return steps[is_kept], values[is_kept]
+
+    def to_places(self, steps: Array) -> Array:
+        """Convert the run's own steps to positions on the axis, in the last attempt that has them."""
+        if not self.offsets:
+            return steps
+        offsets, firsts = self._offsets_and_first_steps()
+        attempts = len(firsts) - 1 - np.argmax(firsts[::-1] < steps[:, None], axis=1)
+        attempts[steps <= firsts.min()] = 0
+        return steps + offsets[attempts]
+
+    def _offsets_and_first_steps(self) -> tuple[Array, Array]:
+        """Return the offset and the step before the first one of each attempt, in order."""
+        offsets = np.array([*self.offsets.values()], float)
+        return offsets, np.array([*self.starts.values()], float) - offsets
 
     def has_axis(self, axis: str) -> bool:
         """Whether positions in steps can be converted to one of `AXES`."""
@@ -214,6 +246,12 @@ class RunCurves:
         """Return the first and the last position of a row on one of `AXES`; empty before the first row."""
         x, _ = self.axes["time"].points()
         return self.to_axis(x[[0, -1]], axis).tolist() if len(x) else []
+
+    def step_ends(self) -> list[float]:
+        """Return the first and the last of the run's own steps; empty before the first row."""
+        x, _ = self.axes["time"].points()
+        steps, _ = self.without_lost_steps(x, x)
+        return steps[[0, -1]].tolist() if len(steps) else []
 
     def to_steps(self, positions: Array, axis: str) -> Array:
         """Convert positions on one of `AXES` to steps."""

@@ -41,7 +41,7 @@ from verl_ext.monitor.charts import (
     unit_of,
 )
 from verl_ext.monitor.colors import ERRORS
-from verl_ext.monitor.curves import RunCurves
+from verl_ext.monitor.curves import AXES, RunCurves
 from verl_ext.monitor.database import RunInfo
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.run_files import config_or_empty
@@ -467,7 +467,9 @@ class ComparePanel(Panel):
             run = self.follower.runs.get(path)
             if style.window is not None and run is not None:
                 with curves.lock:
-                    low, high = curves.to_steps(np.array(style.window), axis).tolist()
+                    window = np.array(style.window)
+                    places = curves.to_places(window) if axis == AXES[0] else curves.to_steps(window, axis)
+                    low, high = places.tolist()
                     part = self.follower.zoomed(run, curves, [metric], low, high).get(metric)
                 if part is not None:
                     zoomed[names[path]] = part

@@ -122,6 +122,7 @@ CHINESE = {
     "train": "训练",
     "validation": "验证",
     "step": "步",
+    "step over all attempts": "各次启动累计的步数",
     "no unit": "无单位",
     "token": "词元",
     "nat/token": "nat/词元",
