@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
         path = run_dir / "eval/eval_step_4/metrics.json"
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"datasets": {f"dataset_{LONG}": {"accepted_at_1": 0.5}}}))
+        rate = 0.25 if name == "one" else 0.5
+        path.write_text(json.dumps({"datasets": {f"dataset_{LONG}": {"accepted_at_1": rate}}}))
     with monitor(root, root.parent / "monitor.sqlite") as address:
         yield address
 
@@ -134,3 +136,38 @@ def test_runs_samples_and_help_are_reached_by_keyboard(chromium: Browser, addres
         wait_for_text(page, "shortcuts", f"1 – {len(TABS)}")
         page.keyboard.press("Escape")
         expect(page.get_by_test_id("shortcuts")).to_be_hidden()
+
+
+def test_tables_are_sorted_by_keyboard_with_missing_values_last(chromium: Browser, address: str) -> None:
+    with visit(chromium, address) as page:
+        wait_for_text(page, "runs", "p/one")
+        header = page.get_by_role("columnheader", name="Best")
+        rows = page.get_by_test_id("runs").locator("tbody tr")
+        expect(header).not_to_have_attribute("aria-sort", re.compile("."))
+        names = ["one", LONG]
+        for order, listed in (("ascending", names), ("descending", names[::-1])):
+            header.press("Enter")
+            expect(header).to_have_attribute("aria-sort", order)
+            for place, name in enumerate(listed):
+                expect(rows.nth(place)).to_contain_text(f"p/{name} · dataset_")
+            expect(rows.nth(2)).not_to_contain_text("dataset_")
+
+
+def test_focus_is_visible_and_elements_have_names(chromium: Browser, address: str) -> None:
+    with visit(chromium, address) as page:
+        open_run(page, address, "one")
+        for name in ("slider", "progressbar", "img"):
+            labels = {"slider": "Smoothing", "progressbar": "Progress", "img": "Loss"}
+            expect(page.get_by_role(name, name=labels[name])).to_be_visible()
+        for title in ("Training monitor", "p/one", "Loss"):
+            expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
+        page.keyboard.press("Tab")
+        for button in ("English", "Dark", "Keyboard shortcuts", "log"):
+            page.locator("button, [role=switch]").filter(has_text=re.compile(button)).or_(
+                page.get_by_role("button", name=button)
+            ).first.focus()
+            assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", button
+        page.get_by_test_id("dark").click()
+        for element in (page.get_by_test_id("log Loss"), page.get_by_test_id("help")):
+            wanted = "rgb({}, {}, {})".format(*(int(TEXTS["blue"][1][place : place + 2], 16) for place in (1, 3, 5)))
+            expect(element).to_have_css("color", wanted)

@@ -609,4 +609,16 @@ def test_run_table_shows_chains_progress_and_current_warnings(
         assert ["p%2Fgrpo" in each.props["href"] for each in warned] == [True, False], "newest first, running only"
         assert titles[-1] == "(1) Training monitor"
 
+    async def check_sorted(client: Client) -> None:
+        panel = panel_of(RunTable, follower, PageState())
+        event = ValueChangeEventArguments(
+            sender=panel._table, client=client, value={"sortBy": "best"}, previous_value={}
+        )
+        panel._sort(event)
+        rows = {row["path"]: row for row in element(client, "runs").rows}
+        assert panel.state.sort == "best" and {row["depth"] for row in rows.values()} == {0}
+        assert rows["p/new\0humaneval"]["label"] == "p/new · humaneval"
+        assert rows["p/grpo"]["from"] == "p/new from step 8" and rows["p/new"]["from"] == ""
+
     on_client(check)
+    on_client(check_sorted)

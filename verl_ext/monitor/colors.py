@@ -59,6 +59,11 @@ TEXTS = {
 """Colors of texts on light and on dark pages."""
 BLUE, ORANGE, MAX_OPACITY = "37, 99, 235", "217, 119, 6", 0.6
 """Backgrounds of tokens, red, green and blue; people with any color vision can tell them apart."""
+FIRST_LAYER = "theme"
+"""NiceGUI's first cascade layer: of important declarations, such as Quasar's, those in an earlier layer win."""
+PRIMARY_TEXT_STYLE = f"""@layer {FIRST_LAYER} {{
+  .body--dark :is(.q-btn--flat, .q-field__control).text-primary {{ color: {TEXTS["blue"][1]} !important }} }}
+"""
 LINK_STYLE = """a[href]:not(.text-inherit) {{ color: {} }} .body--dark a[href]:not(.text-inherit) {{ color: {} }}
 """.format(*TEXTS["blue"])
 

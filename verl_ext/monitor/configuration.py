@@ -10,7 +10,7 @@ from nicegui import ui
 
 from verl_ext.metrics.run_record import seconds_of
 from verl_ext.monitor.messages import translate_message
-from verl_ext.monitor.panels import GRID, Panel, clip, flatten, tag
+from verl_ext.monitor.panels import GRID, Panel, clip, columns_of, data_table, flatten, heading, tag
 from verl_ext.monitor.run_files import config_error, config_or_empty
 from verl_ext.monitor.text import format_time
 
@@ -31,13 +31,13 @@ class ConfigurationPanel(Panel):
         self._tables: dict[str, ui.table] = {}
         self._attempts: list[Attempt] = []
         self._config: dict[str, str] = {}
-        self._title("Attempts")
+        heading(self.say("Attempts"))
         self._table("attempts", ATTEMPT_COLUMNS, "Attempt")
         with ui.row().classes("w-full items-center gap-4"):
             self._select = tag(ui.select([], label=self.say("Attempt")).classes("w-full sm:w-48"), "attempt")
             self._select.on_value_change(self._draw)
         with ui.row().classes("w-full items-center gap-2"):
-            self._title("Command")
+            heading(self.say("Command"))
             copy = ui.button(icon="content_copy", on_click=self._copy)
             tag(copy.props("flat dense size=sm"), "copy command", **{"aria-label": self.say("Copy")})
         self._command = tag(ui.label().classes("w-full text-sm rounded p-2 bg-gray-100 dark:bg-gray-800"), "command")
@@ -45,9 +45,9 @@ class ConfigurationPanel(Panel):
         with ui.element("div").classes(GRID):
             for name in ("Packages", "Environment"):
                 with ui.column().classes("w-full"):
-                    self._title(name)
+                    heading(self.say(name))
                     self._table(name.lower(), ("Name", "Value"), "Name")
-        self._title("Settings")
+        heading(self.say("Settings"))
         with ui.row().classes("w-full items-center gap-4"):
             search = ui.input(self.say("Search")).props("clearable dense debounce=200").classes("w-full sm:w-80")
             tag(search, "setting search")
@@ -59,18 +59,10 @@ class ConfigurationPanel(Panel):
     def _copy(self) -> None:
         ui.clipboard.write(self._command.text)
 
-    def _title(self, text: str) -> None:
-        ui.label(self.say(text)).classes("text-base font-medium")
-
     def _table(self, name: str, columns: Sequence[str], key: str, pagination: int | None = None) -> ui.table:
-        listed = [
-            {"name": each, "field": each, "label": self.say(each), "align": "left", "sortable": True}
-            for each in columns
-        ]
-        table = ui.table(columns=listed, rows=[], row_key=key, pagination=pagination).classes("w-full")
-        table.props("flat bordered dense wrap-cells").props["no-data-label"] = self.say("Not recorded")
-        self._tables[name] = tag(table, name)
-        return table
+        listed = columns_of(columns, self.say)
+        self._tables[name] = data_table(name, listed, key, self.say, "Not recorded", pagination=pagination)
+        return self._tables[name]
 
     def redraw(self) -> None:
         """Read the record and the configuration, and draw them if they have changed."""

@@ -25,7 +25,7 @@ from verl_ext.metrics.run_record import RUN_FILE
 from verl_ext.monitor.colors import LEVELS, text_classes
 from verl_ext.monitor.database import LogEvent
 from verl_ext.monitor.messages import translate_event, translate_message
-from verl_ext.monitor.panels import Panel, tag
+from verl_ext.monitor.panels import Panel, columns_of, data_table, heading, tag
 from verl_ext.monitor.run_files import stamp_of
 from verl_ext.monitor.text import format_time
 
@@ -57,9 +57,8 @@ class CheckpointsPanel(Panel):
     def build(self) -> None:
         """Create the table."""
         names = ("Step", "Size", "Saved", "State", "Kept because")
-        columns = [{"name": name, "label": self.say(name), "field": name, "align": "left"} for name in names]
-        self._table = tag(ui.table(columns=columns, rows=[], row_key="Step").classes("w-full"), "checkpoints")
-        self._table.props("flat bordered dense wrap-cells").props["no-data-label"] = self.say("Nothing yet")
+        columns = [column | {"sortable": False} for column in columns_of(names, self.say)]
+        self._table = data_table("checkpoints", columns, "Step", self.say)
 
     async def show(self) -> None:
         """Read the disk in a thread, because it may be slow."""
@@ -133,11 +132,11 @@ class HealthPanel(Panel):
     def _draw(self, lists: dict[str, list[ChecklistItem]], findings: list[Finding]) -> None:
         say = partial(translate_message, self.state.language)
         for title, items in lists.items():
-            ui.label(say(title)).classes("text-lg mt-2")
+            heading(say(title), "text-lg mt-2")
             for item in items:
                 result = item.result
                 _line(result.level if result else None, say(item.text), say(result.message) if result else "-")
-        ui.label(self.say("Rules")).classes("text-lg mt-2")
+        heading(self.say("Rules"), "text-lg mt-2")
         for found in sorted(findings, key=lambda each: -each.level):
             _line(found.level, found.rule, say(found.sentence))
 
@@ -186,12 +185,8 @@ class LogPanel(Panel):
         self._search = tag(search, "search").on_value_change(self._choose)
         self._is_new = True
         self._log = tag(ui.log(max_lines=LAST_LINES).classes("w-full h-[32rem]"), "log")
-        columns = [
-            {"name": name, "label": self.say(name.capitalize()), "field": name, "align": "left", "sortable": True}
-            for name in ("time", "kind", "step", "text")
-        ]
-        table = ui.table(columns=columns, rows=[], row_key="id", pagination=50).classes("w-full")
-        self._table = tag(table.props("flat bordered dense wrap-cells"), "found")
+        columns = columns_of(("time", "kind", "step", "text"), lambda name: self.say(name.capitalize()))
+        self._table = data_table("found", columns, "id", self.say, "No matching rows", pagination=50)
         self._table.set_visibility(False)
 
     async def show(self) -> None:

@@ -18,7 +18,16 @@ from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from verl_ext.checkpoint.manifest import step_of
 from verl_ext.checkpoint.retention import read_best_file
-from verl_ext.monitor.panels import EvaluationPanel, Panel, differing_keys, flatten, tag
+from verl_ext.monitor.panels import (
+    EvaluationPanel,
+    Panel,
+    columns_of,
+    data_table,
+    differing_keys,
+    flatten,
+    heading,
+    tag,
+)
 from verl_ext.monitor.run_files import stamp_of
 from verl_ext.monitor.samples import text_box
 from verl_ext.significance import paired_test
@@ -217,7 +226,7 @@ class FlipsPanel(Panel):
         self._comparison: Comparison | None = None
         self._box = ui.column().classes("w-full")
         with self._box:
-            ui.label(self.say("Flipped problems")).classes("text-lg mt-2")
+            heading(self.say("Flipped problems"), "text-lg mt-2")
             with ui.row().classes("w-full items-center gap-4"):
                 self._selects = {
                     name: tag(
@@ -228,15 +237,8 @@ class FlipsPanel(Panel):
             for name, select in self._selects.items():
                 select.on_value_change(lambda event, name=name: self._choose(name, event))
             self._summary = tag(ui.row().classes("w-full items-center gap-x-6 gap-y-1"), "flips summary")
-            names = ("Problem", "A", "B", "Tests passed")
-            columns = [
-                {"name": name, "label": self.say(name), "field": name, "align": "left", "sortable": True}
-                for name in names
-            ]
-            self._table = tag(ui.table(columns=columns, rows=[], row_key="key", pagination=10), "flips")
-            self._table.classes("w-full").props("flat bordered dense wrap-cells")
-            self._table.props["no-data-label"] = self.say("No problem flipped")
-            self._table.props["rows-per-page-label"] = self.say("Rows per page")
+            columns = columns_of(("Problem", "A", "B", "Tests passed"), self.say)
+            self._table = data_table("flips", columns, "key", self.say, "No problem flipped", pagination=10)
             self._table.add_slot("body-cell-Problem", LINK)
             self._table.on("open", self._open)
             self._detail = tag(ui.column().classes("w-full"), "flip")
@@ -332,7 +334,7 @@ class FlipsPanel(Panel):
                 if flips:
                     ui.label(self.say("Select a problem to read both answers")).classes("text-sm opacity-70")
                 return
-            ui.label(str(key)).classes("text-base font-medium")
+            heading(str(key), level=4)
             prompt = next((row["prompt"] for row in rows if row is not None and row.get("prompt")), None)
             if prompt is not None:
                 text_box(self.say("Prompt"), str(prompt))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from nicegui import ui
 
-from verl_ext.monitor.colors import THEME
-from verl_ext.monitor.panels import tag
+from verl_ext.monitor.colors import FIRST_LAYER, THEME
+from verl_ext.monitor.panels import heading, tag
 from verl_ext.monitor.state import TABS
 
 SHORTCUTS = {
@@ -34,8 +34,10 @@ addEventListener('keydown', event => {
   } else if (/^[\\[\\]?1-9]$/.test(event.key)) emitEvent('shortcut', event.key);
 });
 """
-FOCUS_STYLE = f""":focus-visible:not(.q-field__native, .q-field__input) {{
-  outline: 2px solid {THEME["primary"]} !important; outline-offset: 2px }}"""
+FOCUS_STYLE = f"""@layer {FIRST_LAYER} {{
+  :focus-visible:not(.q-field__native, .q-field__input, .q-select__focus-target) {{
+    outline: 2px solid {THEME["primary"]} !important; outline-offset: 2px !important }}
+}}"""
 
 
 class ShortcutHelp:
@@ -43,7 +45,7 @@ class ShortcutHelp:
 
     def __init__(self, say: Callable[[str], str]) -> None:
         with ui.dialog() as self._dialog, tag(ui.card(), "shortcuts"):
-            ui.label(say("Keyboard shortcuts")).classes("text-lg font-medium")
+            heading(say("Keyboard shortcuts"), "text-lg font-medium", level=2)
             with ui.element("div").classes("grid grid-cols-[auto_1fr] gap-x-6 gap-y-2"):
                 for keys, text in SHORTCUTS.items():
                     ui.label(keys).classes("font-mono font-medium")

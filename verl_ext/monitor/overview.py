@@ -17,7 +17,7 @@ from verl_ext.monitor.colors import LEVELS, STATUSES
 from verl_ext.monitor.database import LogEvent, RunInfo
 from verl_ext.monitor.lineage import Parent, chains, parents_of
 from verl_ext.monitor.messages import translate_event
-from verl_ext.monitor.panels import Panel, tag
+from verl_ext.monitor.panels import Panel, columns_of, data_table, tag
 from verl_ext.monitor.state import MAX_COMPARED
 from verl_ext.monitor.text import format_seconds, format_time
 
@@ -83,15 +83,14 @@ class RunTable(Panel):
             self._compare = tag(ui.button(self.say("Compare selected"), on_click=self._compare_selected), "compare")
             self._compare.props("dense no-caps unelevated")
             self._advice = tag(ui.label().classes("text-xs opacity-70"), "advice")
+        labels = {name: label for name, label, *_ in COLUMNS}
         columns = [
-            {"name": name, "field": name, "label": self.say(label), "align": align, "sortable": True}
-            | ({":format": form.format(name)} if form else {})
-            for name, label, align, form in COLUMNS
+            column | {"align": align} | ({":format": form.format(name)} if form else {})
+            for column, (name, _, align, form) in zip(columns_of(labels, lambda name: self.say(labels[name])), COLUMNS)
         ]
-        pagination = self._pagination()
-        self._table = ui.table(columns=columns, rows=[], row_key="path", selection="multiple", pagination=pagination)
-        tag(self._table.classes("w-full"), "runs", **{"rows-per-page-label": self.say("Rows per page")})
-        self._table.props("flat bordered dense")
+        options: dict[str, Any] = {"selection": "multiple", "pagination": self._pagination()}
+        self._table = data_table("runs", columns, "path", self.say, **options)
+        self._table.props(remove="wrap-cells")
         self._table.on_select(self._count_selected)
         self._table.on_pagination_change(self._sort)
         self._table.on("open", self._open)
@@ -117,6 +116,8 @@ class RunTable(Panel):
         for path, depth in chains(parents):
             rows.append(self._row(runs[path], depth, parents[path]))
             rows += self._evaluations(runs[path], depth + 1)
+        if self.state.sort:  # another order separates rows from the run that they belong to
+            rows = [row | {"depth": 0} | row["sorted"] for row in rows]
         self._empty.set_visibility(not rows)
         self._table.set_visibility(bool(rows))
         if rows != self._table.rows:
@@ -133,13 +134,15 @@ class RunTable(Panel):
         start, duration = seconds_of(run.first_start), run_seconds(run)
         level = worst_level(run)
         left = self.follower.seconds_left(run)
+        origin = "" if parent is None or parent.step is None else f"{self.say('from step')} {parent.step}"
         return {
             "path": run.path,
             "run": run.path,
             "tab": "",
             "label": run.path,
             "depth": depth,
-            "from": "" if parent is None or parent.step is None else f"{self.say('from step')} {parent.step}",
+            "from": origin,
+            "sorted": {} if parent is None else {"from": f"{parent.path} {origin}".strip()},
             "href": f"?{urlencode({'run': run.path})}",
             "status": run.status,
             "statusLabel": self.say(run.status),
@@ -153,12 +156,12 @@ class RunTable(Panel):
             **{name: _as_json(latest.get(metric)) for name, metric in VALUES.items()},
             "best": None,
             "bestLabel": "",
-            "health": ["", *LEVELS].index(level),
+            "health": ["", *LEVELS].index(level) or None,
             "healthLabel": self.say(level),
             "healthColor": LEVELS.get(level, "neutral"),
-            "start": start or 0,
+            "start": start,
             "startLabel": "" if start is None else format_time(start),
-            "duration": duration or 0,
+            "duration": duration,
             "durationLabel": "" if duration is None else format_seconds(duration),
             "host": run.host or "",
         }
@@ -173,6 +176,7 @@ class RunTable(Panel):
                 "label": dataset,
                 "depth": depth,
                 "from": "",
+                "sorted": {"label": f"{run.path} · {dataset}"},
                 "href": f"?{urlencode({'run': run.path, 'tab': 'Evaluation'})}",
                 "stage": self.say("evaluation"),
                 "best": accuracy,
@@ -198,7 +202,7 @@ class RunTable(Panel):
         name = event.value.get("sortBy") or ""
         order = f"-{name}" if name and event.value.get("descending") else name
         if order != self.state.sort:
-            self.go(push=False, sort=order)
+            self.change(sort=order)
 
     def _count_selected(self) -> None:
         count = len(self._selected())

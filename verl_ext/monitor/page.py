@@ -9,7 +9,7 @@ from typing import Any
 from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
-from verl_ext.monitor.colors import LEVELS, LINK_STYLE, STATUSES, THEME
+from verl_ext.monitor.colors import LEVELS, LINK_STYLE, PRIMARY_TEXT_STYLE, STATUSES, THEME
 from verl_ext.monitor.configuration import ConfigurationPanel
 from verl_ext.monitor.curves import RunCurves
 from verl_ext.monitor.database import RunInfo
@@ -19,7 +19,7 @@ from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.keyboard import FOCUS_STYLE, SCRIPT, ShortcutHelp
 from verl_ext.monitor.messages import translate_message
 from verl_ext.monitor.overview import RunTable, num_alarms, worst_level
-from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, tag
+from verl_ext.monitor.panels import ComparePanel, Panel, TrainingPanel, heading, tag
 from verl_ext.monitor.samples import SamplesPanel
 from verl_ext.monitor.state import OF_RUN, TABS, PageState
 from verl_ext.monitor.text import LANGUAGES, format_number, format_seconds
@@ -69,7 +69,7 @@ class MonitorPage:
         self._title = ""
         self._shown: object = None  # what the panel showed at its last update
         ui.colors(**THEME)
-        ui.add_css(LINK_STYLE + FOCUS_STYLE + WRAP_STYLE)
+        ui.add_css(PRIMARY_TEXT_STYLE + LINK_STYLE + FOCUS_STYLE + WRAP_STYLE)
         self._dark = ui.dark_mode(state.dark)
         ui.add_head_html(f"<script>{ON_BACK}{SCRIPT}{SET_LANGUAGE.format(state.language)}</script>")
         ui.on("address", self._go_back)
@@ -172,7 +172,8 @@ class MonitorPage:
         say = self.state.translate
         self._head.clear()
         with self._head:
-            home = ui.link(say("Training monitor"), ".").classes("text-lg font-bold text-inherit no-underline")
+            with ui.element("div").props("role=heading aria-level=1"):
+                home = ui.link(say("Training monitor"), ".").classes("text-lg font-bold text-inherit no-underline")
             tag(home, "home").on("click.prevent", lambda: self.open_run(""))
             self._select = ui.select({}, label=say("Run"), with_input=True).classes("grow").props("dense outlined")
             tag(self._select, "run").on_value_change(self._choose_run)
@@ -258,12 +259,13 @@ class RunStatusBar:
     def __init__(self, state: PageState) -> None:
         self._state, self._say = state, state.translate
         with ui.row().classes("w-full items-center gap-2"):
-            self._path = tag(ui.label().classes("text-lg font-medium break-all"), "shown")
+            self._path = tag(heading("", "text-lg font-medium break-all", level=2), "shown")
             self._status = tag(ui.badge(), "status")
             self._mode = tag(ui.badge(color="neutral"), "mode")
             self._health = tag(ui.badge(), "worst")
             self._reason = tag(ui.label().classes("text-sm opacity-70"), "reason")
-        self._bar = tag(ui.linear_progress(show_value=False, size="6px").props("rounded instant-feedback"), "progress")
+        bar = ui.linear_progress(show_value=False, size="6px").props("rounded instant-feedback")
+        self._bar = tag(bar, "progress", **{"aria-label": self._say("Progress")})
         self._values: dict[str, ui.label] = {}
         with ui.element("div").classes("w-full grid grid-cols-2 sm:grid-cols-4 lg:grid-cols-7 gap-2"):
             for name, hint in STATUS_BAR.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -67,6 +67,21 @@ RAW = {"__v_skip": True}
 DEFAULT_METRICS = ("train/loss",)
 MAX_SHOWN_CHARACTERS = 80
 """Maximum length of a value in a table."""
+SORT = """(rows, name, descending) => {
+  const number = {__proto__: null, nan: NaN, inf: Infinity, '-inf': -Infinity};
+  const valued = rows.map(row => [number[row[name]] ?? row[name] ?? '', row]);
+  const missing = valued.filter(([value]) => value === '' || Number.isNaN(value));
+  const order = ([a], [b]) => typeof a === 'number' && typeof b === 'number' ? (a > b) - (a < b)
+    : String(a).localeCompare(String(b), undefined, {numeric: true});
+  const found = valued.filter(([value]) => value !== '' && !Number.isNaN(value));
+  found.sort((one, other) => descending ? order(other, one) : order(one, other));
+  return [...found, ...missing].map(([, row]) => row);
+}"""
+"""Function in the browser that sorts rows; missing values are last in both directions."""
+SORTABLE_HEADER = """<q-th :props="props" :tabindex="props.col.sortable ? 0 : null"
+  :aria-sort="{sorted: 'ascending', 'sort-desc': 'descending'}[props.col.__thClass.trim().split(' ').pop()]"
+  @keydown.enter.space.prevent="$event.currentTarget.click()">{{ props.col.label }}</q-th>"""
+"""Header of a column that the keyboard reaches, and whose order a screen reader announces."""
 Go = Callable[..., None]
 """Changes attributes of the page's state and the address; see `MonitorPage.go`."""
 Tagged = TypeVar("Tagged", bound=ui.element)
@@ -78,6 +93,49 @@ def tag(element: Tagged, name: str, **attributes: Any) -> Tagged:
     for attribute, value in attributes.items():
         element.props[attribute] = value
     return element
+
+
+def heading(text: str, classes: str = "text-base font-medium", level: int = 3) -> ui.label:
+    """Create the title of a section: 1 is the page's level, 2 that of a run, 3 that of a section, 4 that of a chart."""
+    return ui.label(text).classes(classes).props(f"role=heading aria-level={level}")
+
+
+def columns_of(names: Iterable[str], say: Callable[[str], str]) -> list[dict[str, Any]]:
+    """Return sortable columns of a table, with translated names as labels."""
+    return [{"name": name, "label": say(name), "field": name, "align": "left", "sortable": True} for name in names]
+
+
+def data_table(
+    name: str,
+    columns: list[dict[str, Any]],
+    key: str,
+    say: Callable[[str], str],
+    empty: str = "Nothing yet",
+    **more: Any,
+) -> ui.table:
+    """Create a table in the page's language that the keyboard can sort.
+
+    Args:
+        name: name in tests.
+        columns: see `columns_of`.
+        key: column that identifies a row.
+        say: translates a text of the page.
+        empty: text of a table without rows.
+        more: passed to `ui.table`.
+    """
+    table = tag(ui.table(columns=columns, rows=[], row_key=key, **more).classes("w-full"), name)
+    table.props("flat bordered dense wrap-cells").props.update(
+        {
+            "no-data-label": say(empty),
+            "no-results-label": say("No matching rows"),
+            "rows-per-page-label": say("Rows per page"),
+            ":pagination-label": "(first, last, all) => `${first}–${last} / ${all}`",
+            ":selected-rows-label": f"count => {json.dumps(say('{} selected'))}.replace('{{}}', count)",
+            ":sort-method": SORT,
+        }
+    )
+    table.add_slot("header-cell", SORTABLE_HEADER)
+    return table
 
 
 class Panel:
@@ -127,7 +185,7 @@ class Panel:
         """Create a slider for the smoothing and a selector of the x-axis; both call `redraw`."""
         ui.label(self.say("Smoothing")).classes("text-sm")
         slider = ui.slider(min=0, max=MAX_SMOOTHING, step=0.01, value=self.state.smoothing).classes("w-48")
-        tag(slider.props("label"), "smoothing").on_value_change(
+        tag(slider.props("label"), "smoothing", **{"aria-label": self.say("Smoothing")}).on_value_change(
             lambda event: self.change(smoothing=round(event.value, 2))
         )
         names = {axis: self.say(name) for axis, name in AXIS_NAMES.items()}
@@ -162,7 +220,7 @@ class ChartCard:
         self._panel = panel
         with ui.card().classes("w-full p-3 gap-1").props("flat bordered") as self.card:
             with ui.row().classes("w-full items-center gap-1 no-wrap"):
-                ui.label(title).classes("text-sm font-medium")
+                heading(title, "text-sm font-medium", level=4)
                 if hint:
                     icon = tag(
                         ui.icon("help_outline", size="16px"), f"hint {name}", **{"aria-label": hint, "tabindex": 0}
@@ -174,7 +232,7 @@ class ChartCard:
                     self._note = ui.label(panel.say("The log scale needs positive values")).classes("text-xs")
                     button = ui.button(panel.say("log"), on_click=lambda: panel.toggle_log(scale_name))
                     self._log = tag(button.props("dense flat unelevated no-caps size=sm"), f"log {name}")
-            self._chart = tag(ui.echart({}).classes("w-full"), f"chart {name}")
+            self._chart = tag(ui.echart({}).classes("w-full"), f"chart {name}", role="img", **{"aria-label": title})
         if panel is not None:
             reset = f"{self._model}.dispatchAction({{type: 'dataZoom', start: 0, end: 100}})"
             self._chart.on("dblclick", js_handler=f"() => {reset}")
@@ -347,7 +405,7 @@ class EvaluationPanel(Panel):
     ) -> None:
         style, steps = self.style(), sorted(metrics)
         suffix = f" ({self.say('best')}: {best})" if best is not None else ""
-        ui.label(f"{dataset}{suffix}").classes("text-lg").props('data-testid="dataset"')
+        tag(heading(f"{dataset}{suffix}", "text-lg"), "dataset")
         rates = rates_by_step(metrics, chosen)
         shares = {name: [_number(metrics[step].get(f"{name}_rate")) for step in steps] for name in ERRORS}
         meanings = [f"{name}: {metric_hint(EVAL_PREFIX + name, self.state.language)}" for name in rates]
@@ -486,27 +544,21 @@ class ComparePanel(Panel):
         self._tables = shown
         self._differences.clear()
         with self._differences:
-            ui.label(self.say("Latest values")).classes("text-base font-medium")
+            heading(self.say("Latest values"))
             self._table([run.path for run in runs], self.say("Metric"), values, "latest values")
             if len(runs) > 1:
                 title = "Keys that differ" if differences else "The configurations are the same"
-                ui.label(self.say(title)).classes("text-base font-medium").props('data-testid="configuration"')
+                tag(heading(self.say(title)), "configuration")
             if differences:
                 self._table([run.path for run in runs], self.say("Configuration"), differences, "differences")
 
-    @staticmethod
-    def _table(paths: list[str], label: str, rows: Mapping[str, list[str]], name: str) -> None:
-        columns = [{"name": "key", "label": label, "field": "key", "align": "left", "sortable": True}]
-        columns += [
-            {"name": f"run{place}", "label": path, "field": f"run{place}", "align": "left"}
-            for place, path in enumerate(paths)
-        ]
+    def _table(self, paths: list[str], label: str, rows: Mapping[str, list[str]], name: str) -> None:
+        labels = {"key": label, **{f"run{place}": path for place, path in enumerate(paths)}}
         found = [
             {"key": key, **{f"run{place}": clip(value) for place, value in enumerate(values)}}
             for key, values in rows.items()
         ]
-        table = ui.table(columns=columns, rows=found, row_key="key").classes("w-full")
-        tag(table.props("flat bordered dense wrap-cells"), name)
+        data_table(name, columns_of(labels, lambda each: labels[each]), "key", self.say).rows = found
 
 
 def clip(text: str, length: int = MAX_SHOWN_CHARACTERS) -> str:

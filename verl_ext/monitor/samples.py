@@ -12,7 +12,7 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from verl_ext.metrics.jsonl import SAMPLES_FILE
-from verl_ext.monitor.panels import Panel, tag
+from verl_ext.monitor.panels import Panel, columns_of, data_table, heading, tag
 from verl_ext.monitor.run_files import stamp_of
 from verl_ext.monitor.sample_rows import (
     Group,
@@ -61,12 +61,9 @@ class SamplesPanel(Panel):
             self._note.classes("text-xs opacity-70").set_visibility(False)
         columns = 1 if self.state.grouped else 5
         with ui.element("div").classes(f"w-full grid grid-cols-1 lg:grid-cols-{columns} gap-4 items-start"):
-            self._table = ui.table(columns=[], rows=[], row_key=ROW_KEY, selection="single", pagination=20)
-            self._table.classes("w-full [&_.q-table--col-auto-width]:hidden cursor-pointer")
-            self._table.props("flat bordered dense hide-selected-banner")
-            self._table.props["no-data-label"] = self.say("Nothing yet")
-            self._table.props["rows-per-page-label"] = self.say("Rows per page")
-            tag(self._table, "samples", tabindex=0).on("row-click", self._select)
+            self._table = data_table("samples", [], ROW_KEY, self.say, selection="single", pagination=20)
+            self._table.classes("[&_.q-table--col-auto-width]:hidden cursor-pointer")
+            self._table.props("hide-selected-banner tabindex=0", remove="wrap-cells").on("row-click", self._select)
             self._detail = tag(ui.card().classes("w-full p-3 gap-3").props("flat bordered"), "sample")
             if not self.state.grouped:
                 self._table.classes("lg:col-span-3")
@@ -141,9 +138,7 @@ class SamplesPanel(Panel):
                 {name: as_cell(row.get(name)) for name in names} | {ROW_KEY: number}
                 for number, row in listed[:MAX_SAMPLES]
             ]
-        self._table.columns = [
-            {"name": name, "label": self.say(name), "field": name, "align": "left", "sortable": True} for name in names
-        ]
+        self._table.columns = columns_of(names, self.say)
         self._table.rows = rows
 
     def _offer_values(self) -> None:
@@ -242,7 +237,7 @@ class SamplesPanel(Panel):
             return
         self._detail.clear()
         with self._detail:
-            ui.label(group.key).classes("text-base font-medium")
+            heading(group.key)
             shared = {name: group.rows[0].get(name) for name in ("prompt", "reference")}
             draw_fields(shared)
             with tag(ui.row().classes("w-full no-wrap overflow-x-auto items-start gap-3"), "group"):

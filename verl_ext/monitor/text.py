@@ -207,6 +207,7 @@ CHINESE = {
     "failure": "失败",
     "line {}": "第 {} 行",
     "Rows per page": "每页行数",
+    "No matching rows": "没有匹配的行",
     "Time": "时间",
     "Kind": "类型",
     "Text": "内容",
