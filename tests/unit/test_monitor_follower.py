@@ -390,6 +390,22 @@ def test_evaluations_are_read_and_replaced(root: Path, follower: RunFollower) ->
     assert follower.runs["p/e"].accuracies["gsm8k"] == (0.5, 80)  # the newest, as the evaluation chooses
 
 
+def test_best_evaluation_is_that_of_the_selected_checkpoint(root: Path, follower: RunFollower) -> None:
+    """It may be selected by another metric than the one that is shown."""
+    write_record(root / "p/e")
+    for step, rate in ((20, 0.5), (40, 0.25)):
+        write_evaluation(root / "p/e", step, gsm8k={"accepted_at_1": rate})
+    best = root / "p/e/best_checkpoint.json"
+    found = []
+    for text in ('{"step": 40}', '{"step": 20}', '{"step": 60}', '{"step": 1' + "0" * 30 + "}", '{"step": 40}', None):
+        best.unlink(missing_ok=True)
+        if text is not None:
+            best.write_text(text)
+        look(follower)
+        found.append(follower.runs["p/e"].accuracies.get("gsm8k"))
+    assert found == [(0.25, 40), (0.5, 20), None, (0.5, 20), (0.25, 40), (0.5, 20)] and follower.problems == {}
+
+
 def test_origin_of_run_is_read_from_its_configuration(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/sft")
     write_record(root / "p/grpo")

@@ -23,7 +23,7 @@ from verl_ext.health.trend import Array
 from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow, parse_object
 from verl_ext.monitor.curves import RunCurves
 
-VERSION = 12
+VERSION = 13
 SQLITE_HEADER = b"SQLite format 3\0"
 OWN_TABLES = {"runs", "events"}
 """Tables of all versions."""
@@ -37,6 +37,7 @@ CREATE TABLE runs (
     record TEXT NOT NULL DEFAULT '',       -- run.json as it was last read
     config_stamp TEXT NOT NULL DEFAULT '',      -- size and modification time of config.yaml as it was last read
     origin TEXT NOT NULL DEFAULT '',            -- model or run that the run started from, in config.yaml
+    best_step INTEGER,                          -- step in best_checkpoint.json
     metrics_offset INTEGER NOT NULL DEFAULT 0,  -- bytes of metrics.jsonl that are in training_logs
     metrics_head TEXT NOT NULL DEFAULT '',      -- digest of the file's beginning; another one is another file
     generation INTEGER NOT NULL DEFAULT 0,      -- how often another file took its place
@@ -126,7 +127,8 @@ class RunInfo:
         end: ISO time of the end of the last attempt; `host` and `exit_reason` are also of the last attempt.
         origin: model or run directory that the run started from, as in its configuration; empty if unknown.
         findings: current finding of each health rule that has reported something.
-        accuracies: highest `accepted_at_1` of the evaluated checkpoints and its step, by dataset.
+        accuracies: `accepted_at_1` and step of the best evaluated checkpoint, by dataset: the one that
+            `best_checkpoint.json` names; without this file, the one with the highest `accepted_at_1`.
     """
 
     id: int
@@ -226,7 +228,8 @@ class MonitorDatabase:
         accuracies: dict[int, dict[str, tuple[float, int]]] = {}
         rates = (  # the last one of a run counts: among equal rates, the newest checkpoint, as in the evaluation
             "SELECT run, json_extract(metrics, '$.accepted_at_1') AS rate, dataset, step FROM evaluations "
-            "WHERE typeof(rate) IN ('integer', 'real') ORDER BY rate, step"
+            "JOIN runs ON runs.id = run WHERE typeof(rate) IN ('integer', 'real') "
+            "AND step = coalesce(best_step, step) ORDER BY rate, step"
         )
         for run, rate, dataset, step in self._connection.execute(rates):
             accuracies.setdefault(run, {})[dataset] = rate, step
@@ -269,6 +272,11 @@ class MonitorDatabase:
     def save_origin(self, run: int, stamp: str, origin: str) -> None:
         """Save from which model or run a run started, according to the `config.yaml` with this stamp."""
         self._connection.execute("UPDATE runs SET config_stamp = ?, origin = ? WHERE id = ?", (stamp, origin, run))
+
+    def save_best_step(self, run: int, step: int | None) -> bool:
+        """Save the step in `best_checkpoint.json`; returns whether it is another one."""
+        query = "UPDATE runs SET best_step = ? WHERE id = ? AND best_step IS NOT ?"
+        return self._connection.execute(query, (step, run, step)).rowcount > 0
 
     def save_attempts(self, run: int, attempts: Sequence[Mapping[str, Any]]) -> None:
         """Replace a run's attempts with those of its `run.json`."""

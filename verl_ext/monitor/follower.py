@@ -18,6 +18,8 @@ from pathlib import Path, PurePath
 import numpy as np
 import orjson
 
+from verl_ext.checkpoint.manifest import step_of
+from verl_ext.checkpoint.retention import read_best_file
 from verl_ext.console import warn
 from verl_ext.errors import UserError, one_line
 from verl_ext.health.run_directory import KILLED, max_silence_s, silence_s, why_killed
@@ -338,6 +340,9 @@ class RunFollower(threading.Thread):
         for step in known.keys() - there:
             self._database.replace_evaluation(run, step, "", {})
             self._runs_changed = True
+        best = read_best_file(directory)[0] if there else None
+        best_step = None if best is None else step_of(best)
+        self._runs_changed |= self._database.save_best_step(run, best_step if is_count(best_step) else None)
 
     def _read_origin(self, run: int, directory: Path) -> None:
         """Read from which run a run started if `config.yaml` has changed."""
