@@ -441,6 +441,12 @@ def test_directories_with_invalid_records_are_ignored(root: Path, follower: RunF
         (root / name / "run.json").write_text(text)
     look(follower)
     assert follower.runs == {} and follower.problems == {"torn/run.json": "not JSON"}
+    for name in ("list", "other"):  # runs, because they have metrics
+        write_rows(root / name, 1, range(1, 3))
+    look(follower)
+    assert follower.runs == {} and follower.problems == {
+        "torn/run.json": "not JSON", "list/run.json": "not a run record", "other/run.json": "its status is unknown",
+    }  # fmt: skip
 
 
 def test_file_that_cannot_be_read_is_reported(root: Path, follower: RunFollower) -> None:

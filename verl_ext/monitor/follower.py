@@ -297,9 +297,11 @@ class RunFollower(threading.Thread):
         try:
             text = (directory / RUN_FILE).read_text()
             found = orjson.loads(text)
-            if isinstance(found, dict) and found.get("status") in STATUSES:  # otherwise it is another program's file
+            if isinstance(found, dict) and found.get("status") in STATUSES:
                 record = found if _are_attempts(found.get("attempts")) else {}
                 problem = None if record else "not a run record"
+            elif (directory / METRICS_FILE).exists():  # otherwise it is another program's file
+                problem = "its status is unknown" if isinstance(found, dict) else "not a run record"
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
