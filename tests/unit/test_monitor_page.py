@@ -23,8 +23,8 @@ from verl_ext.monitor.overview import RunTable
 from verl_ext.monitor.page import MonitorPage
 from verl_ext.monitor.panels import ComparePanel, TrainingPanel, differing_keys, flatten, rates_by_step
 from verl_ext.monitor.sample_rows import as_cell, groups_of, matches, read_samples, sample_columns, sample_sources
-from verl_ext.monitor.samples import SamplesPanel
-from verl_ext.monitor.state import TABS, PageState
+from verl_ext.monitor.samples import MAX_SAMPLES, SamplesPanel
+from verl_ext.monitor.state import MAX_COMPARED, TABS, PageState
 from verl_ext.trainer.stages import load_config
 
 
@@ -91,6 +91,11 @@ def test_invalid_url_shows_default_state(query: str) -> None:
 def test_smoothing_is_clamped_to_limits() -> None:
     assert PageState.from_query("smoothing=7").smoothing == 0.99
     assert PageState.from_query("smoothing=-7").smoothing == 0.0
+
+
+def test_url_with_too_many_runs_keeps_them() -> None:
+    runs = tuple(f"p/{number}" for number in range(MAX_COMPARED + 4))
+    assert PageState.from_query(PageState(runs=runs).to_query()).runs == runs
 
 
 # The page
@@ -342,6 +347,7 @@ def test_compare_shows_differing_configuration_keys(root: Path, follower: RunFol
         assert latest == {"key": "train/loss", "run0": "8", "run1": "5"}
         names = [line["name"] for line in element(client, "chart comparison train/loss").options["series"]]
         assert names == ["new", "old"]
+        assert element(client, "compared note").text.startswith("2 of the 3 runs in the address are shown")
 
     on_client(check)
 
@@ -492,6 +498,43 @@ def test_samples_of_a_prompt_are_grouped() -> None:
     assert groups == {"v": ["no", "yes"], "4 t": ["a", "b"]}
     answers = [{"problem_id": "p", "sample": sample, "answer": "x"} for sample in (1, 0)]
     assert [(group.key, [row["sample"] for row in group.rows]) for group in groups_of(answers)] == [("p", [0, 1])]
+
+
+def test_link_opens_sample_in_list(root: Path, follower: RunFollower) -> None:
+    (root / "p/old/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GROUPED))
+
+    async def check_selected(client: Client) -> None:
+        panel = panel_of(SamplesPanel, follower, PageState(run="p/old"))
+        await panel.show()
+        [row] = [each for each in element(client, "samples").rows if each["answer"] == "lost"]
+        await panel._select(GenericEventArguments(sender=panel._table, client=client, args=[None, row, 0]))
+        links.append(panel.state.to_query())
+
+    async def check_link(client: Client) -> None:
+        await panel_of(SamplesPanel, follower, PageState.from_query(links[0])).show()
+        assert "lost" in texts_of(element(client, "sample"))
+        assert [row["answer"] for row in element(client, "samples").selected] == ["lost"]
+
+    links: list[str] = []
+    on_client(check_selected)
+    on_client(check_link)
+
+
+def test_list_of_samples_says_how_many_there_are(root: Path, follower: RunFollower) -> None:
+    rows = [{"step": step, "sample_id": str(step), "answer": f"{step % 2}"} for step in range(2 * MAX_SAMPLES + 1)]
+    (root / "p/old/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    async def check(client: Client) -> None:
+        for state in (PageState(run="p/old"), PageState(run="p/old", grouped=True)):
+            client.content.clear()
+            with client.content:
+                panel = panel_of(SamplesPanel, follower, state)
+                await panel.show()
+                assert element(client, "sample note").text.startswith("The newest 1,000 of 2,001 are listed")
+                panel.change(step=7)
+                assert element(client, "sample note").text == ""
+
+    on_client(check)
 
 
 def test_samples_are_filtered_by_reward_and_error_type() -> None:

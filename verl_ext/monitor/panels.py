@@ -467,12 +467,16 @@ class ComparePanel(Panel):
             self._metrics = ui.select([], multiple=True, label=self.say("Metrics"), with_input=True)
             self._metrics.classes("grow").props('use-chips data-testid="compared metric"')
             self._metrics.on_value_change(self._choose_metrics)
+        self._note = tag(ui.label().classes("text-sm"), "compared note")
         self._grid = ui.element("div").classes(GRID)
         self._differences = ui.column().classes("w-full")
 
     def redraw(self) -> None:
         """Draw the runs and metrics of the address; by default the run of this page."""
         runs, compared = self.follower.runs, self._compared()
+        text = self.say("{0} of the {1} runs in the address are shown: at most {2}, and only runs that exist")
+        self._note.set_text(text.format(len(compared), len(self.state.runs), MAX_COMPARED))
+        self._note.set_visibility(len(compared) < len(self.state.runs))
         self._offer(self._runs, [*runs], compared)
         curves = {path: self.follower.curves(runs[path]) for path in compared}
         known = sorted({name for each in curves.values() for name in each.envelopes})

@@ -23,6 +23,8 @@ FIRST_TEXTS = ("prompt", "answer")
 SHORT_CHARACTERS = 24
 """Maximum length of values in a short column."""
 MAX_SHORT_COLUMNS, MAX_LONG_COLUMNS = 6, 2
+IDENTIFIERS = ("step", "attempt", "split", "sample_id", "problem_id", "number", "sample")
+"""Columns that together identify a sample within its file."""
 REWARDS = ("reward_total", "pass_ratio")
 """Columns with the reward of a sample; the first one that a row has counts."""
 MAX_CELL_CHARACTERS = 40
@@ -149,6 +151,11 @@ def sample_columns(rows: Sequence[Row]) -> list[str]:
     ordered += [name for name in short if name not in ordered and name not in ("attempt", "id")]
     long = sorted((name for name in filled if name not in short), key=lambda name: name not in FIRST_TEXTS)
     return ordered[:MAX_SHORT_COLUMNS] + long[:MAX_LONG_COLUMNS]
+
+
+def key_of_sample(row: Row) -> str:
+    """Return the name of a sample in the address; empty if it has no identifier."""
+    return " ".join(as_text(row[name]) for name in IDENTIFIERS if row.get(name) not in (None, ""))
 
 
 def is_short(value: Any) -> bool:

@@ -22,6 +22,7 @@ from verl_ext.monitor.sample_rows import (
     group_cells,
     groups_of,
     is_short,
+    key_of_sample,
     matches,
     read_samples,
     reward_of,
@@ -51,14 +52,15 @@ class SamplesPanel(Panel):
     def build(self) -> None:
         """Create the controls, the list and the card of the selected sample."""
         self._read: tuple[Path, str] | None = None
+        self._is_cut = False
+        self._shown_key = ""
         self._samples: list[Row] = []
         self._groups: list[Group] = []
         with ui.row().classes("w-full items-center gap-4"):
             self._build_filters()
             grouped = ui.switch(self.say("Side by side"), value=self.state.grouped)
             tag(grouped, "sample groups").on_value_change(lambda event: self.go(grouped=event.value, sample=""))
-            self._note = ui.label(self.say("Only the newest samples of the file are shown"))
-            self._note.classes("text-xs opacity-70").set_visibility(False)
+            self._note = tag(ui.label().classes("text-xs opacity-70"), "sample note")
         columns = 1 if self.state.grouped else 5
         with ui.element("div").classes(f"w-full grid grid-cols-1 lg:grid-cols-{columns} gap-4 items-start"):
             self._table = data_table("samples", [], ROW_KEY, self.say, selection="single", pagination=20)
@@ -113,10 +115,10 @@ class SamplesPanel(Panel):
         if read != self._read:
             found = ([], False) if read is None else await self._read_file(*read)
             if found is not None:
-                self._samples, is_cut = found
+                self._samples, self._is_cut = found
                 self._read = read
-                self._note.set_visibility(is_cut)
                 self.redraw()
+                await self._show_sample_of_address()
 
     async def _read_file(self, path: Path, stamp: str) -> tuple[list[dict[str, Any]], bool]:
         return await background.io_bound(self.follower.files.get, ("samples", path), stamp, partial(read_samples, path))
@@ -130,9 +132,11 @@ class SamplesPanel(Panel):
             cells = list(map(group_cells, self._groups[:MAX_SAMPLES]))
             names = [name for name in (cells[0] if cells else ()) if any(row[name] not in (None, "") for row in cells)]
             rows = [row | {ROW_KEY: number} for number, row in enumerate(cells)]
+            num_found = len(self._groups)
             self._show_group(next((each for each in self._groups if each.key == self.state.sample), None))
         else:
             listed = [(number, row) for number, row in enumerate(self._samples) if matches(row, self.state)]
+            num_found = len(listed)
             names = sample_columns([row for _, row in listed])
             rows = [
                 {name: as_cell(row.get(name)) for name in names} | {ROW_KEY: number}
@@ -140,6 +144,11 @@ class SamplesPanel(Panel):
             ]
         self._table.columns = columns_of(names, self.say)
         self._table.rows = rows
+        notes = [self.say("Only the newest samples of the file are shown")] if self._is_cut else []
+        if num_found > MAX_SAMPLES:
+            text = self.say("The newest {} of {} are listed; filter or search to find others")
+            notes.append(text.format(f"{MAX_SAMPLES:,}", f"{num_found:,}"))
+        self._note.set_text(" · ".join(notes))
 
     def _offer_values(self) -> None:
         """Offer the values of the samples in the selectors; a selector without a choice is hidden."""
@@ -188,8 +197,23 @@ class SamplesPanel(Panel):
                 self.go(sample=self._groups[number].key, push=False)
                 self._show_group(self._groups[number])
             else:
-                self._show_sample(self._samples[number])
-                await self._show_tokens(self._samples[number])
+                self.go(sample=key_of_sample(self._samples[number]), push=False)
+                await self._open(self._samples[number])
+
+    async def _show_sample_of_address(self) -> None:
+        """Show the selected sample of a link or of a reloaded page in the list."""
+        key = self.state.sample
+        if self.state.grouped or not key or key == self._shown_key:
+            return
+        number = next((number for number, row in enumerate(self._samples) if key_of_sample(row) == key), None)
+        if number is not None:
+            self._table.selected = [row for row in self._table.rows if row[ROW_KEY] == number]
+            await self._open(self._samples[number])
+
+    async def _open(self, row: Row) -> None:
+        self._shown_key = key_of_sample(row)
+        self._show_sample(row)
+        await self._show_tokens(row)
 
     def _show_sample(self, row: Row | None) -> None:
         """Show all fields of a sample as text."""

@@ -32,7 +32,7 @@ class PageState:
     Attributes:
         run: path of the shown run; empty for the run table, or for a comparison.
         tab: one of `TABS`.
-        runs: paths of compared runs.
+        runs: paths of compared runs, of which the first `MAX_COMPARED` that exist are shown.
         metrics: compared metrics.
         smoothing: weight of `curves.smooth`; 0 for none.
         rates: shown rates of evaluated checkpoints; empty for the default.
@@ -46,7 +46,7 @@ class PageState:
         reward_to: highest reward of the shown samples; None for no limit.
         search: text that the shown samples contain.
         grouped: whether the samples of a prompt are shown side by side.
-        sample: key of the shown group of samples; empty for none.
+        sample: key of the shown sample or group of samples; empty for none.
         colors: mask for tokens colored by the loss mask; empty for the difference of log-probabilities.
         dataset: dataset whose flipped problems are shown; empty for the first.
         a: label of the evaluation that is compared; empty for the base model, or the first.
@@ -96,7 +96,7 @@ class PageState:
         return cls(
             run=first.get("run", ""),
             tab=tab if tab in TABS else TABS[0],
-            runs=tuple(dict.fromkeys(values.get("runs", ())))[:MAX_COMPARED],
+            runs=tuple(dict.fromkeys(values.get("runs", ()))),
             metrics=tuple(dict.fromkeys(values.get("metric", ()))),
             smoothing=_smoothing(first.get("smoothing", "")),
             rates=tuple(dict.fromkeys(values.get("rate", ()))),

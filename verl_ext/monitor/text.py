@@ -82,6 +82,9 @@ CHINESE = {
     "Duration": "用时",
     "Host": "主机",
     "Runs to compare (at most {})": "要对比的任务（最多 {} 个）",
+    "{0} of the {1} runs in the address are shown: at most {2}, and only runs that exist": (
+        "地址中的 {1} 个任务只显示了 {0} 个：最多 {2} 个，且任务必须存在"
+    ),
     "Metrics": "指标",
     "Configuration": "配置",
     "Attempts": "启动记录",
@@ -178,6 +181,9 @@ CHINESE = {
     "training": "训练",
     "All steps": "所有步",
     "Only the newest samples of the file are shown": "仅显示文件中最新的样本",
+    "The newest {} of {} are listed; filter or search to find others": (
+        "仅列出最新的 {} 项，共 {} 项；筛选或搜索可找到其他项"
+    ),
     "Select a sample to read it": "选择一个样本以查看",
     "Side by side": "并排显示",
     "Log-probabilities": "对数概率",
