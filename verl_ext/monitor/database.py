@@ -362,12 +362,8 @@ class MonitorDatabase:
 
     def has_unsaved_rows(self, run: int) -> bool:
         """Whether a run has rows that are not in its saved curves."""
-        query = (
-            "SELECT EXISTS (SELECT 1 FROM training_logs WHERE run = runs.id "
-            "AND id > iif(curves = '', 0, json_extract(curves, '$.last_id'))) FROM runs WHERE id = ?"
-        )
-        row = self._connection.execute(query, (run,)).fetchone()
-        return row is not None and bool(row[0])
+        query = "SELECT EXISTS (SELECT 1 FROM training_logs WHERE run = ? AND id > ?)"
+        return bool(self._connection.execute(query, (run, self.saved_id(run))).fetchone()[0])
 
     def catch_up(self, run: int, curves: RunCurves) -> None:
         """Add missing rows to a run's curves; another process may have read them from the files."""

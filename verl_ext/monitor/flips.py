@@ -18,6 +18,7 @@ from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from verl_ext.checkpoint.manifest import step_of
 from verl_ext.checkpoint.retention import read_best_file
+from verl_ext.metrics.jsonl import parse_object
 from verl_ext.monitor.panels import (
     EvaluationPanel,
     Panel,
@@ -179,13 +180,7 @@ def json_rows(path: Path) -> Iterator[dict[str, Any]]:
         OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
-        for line in file:
-            try:
-                row = orjson.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
+        yield from (row for line in file if (row := parse_object(line)) is not None)
 
 
 def key_of(row: Row) -> AnswerKey:

@@ -9,10 +9,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import orjson
 from nicegui import ui
 
-from verl_ext.metrics.jsonl import SAMPLE_TOKENS_FILE
+from verl_ext.metrics.jsonl import SAMPLE_TOKENS_FILE, parse_object
 from verl_ext.monitor.colors import BLUE, MAX_OPACITY, ORANGE
 
 TOKENS_PER_PAGE = 2000
@@ -56,19 +55,15 @@ def read_tokens(run_dir: Path, sample: Mapping[str, Any]) -> list[Token]:
     try:
         with open(run_dir / SAMPLE_TOKENS_FILE, "rb") as file:
             for line in file:
-                if line.startswith(start) and (row := _parse(line)) and all(row.get(n) == sample[n] for n in keys):
+                if (
+                    line.startswith(start)
+                    and (row := parse_object(line))
+                    and all(row.get(n) == sample[n] for n in keys)
+                ):
                     return tokens_of(row)
     except OSError:  # nothing was logged, or the directory was removed
         return []
     return []
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = orjson.loads(line)
-    except ValueError:  # the last line may be incomplete
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def tokens_of(row: Mapping[str, Any]) -> list[Token]:
