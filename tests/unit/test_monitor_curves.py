@@ -188,6 +188,18 @@ def test_tooltip_shows_step_and_attempt_of_restarted_run() -> None:
     assert chart_options(curves, loss, ChartStyle(0.0, axis="time"))["xAxis"]["name"] == "minutes"
 
 
+@pytest.mark.parametrize("num_steps", [1, MAX_POINTS, MAX_POINTS + 3])
+def test_saved_curves_are_restored_and_small(num_steps: int) -> None:
+    curves = RunCurves()
+    curves.add(rows_of(1, 1, num_steps), {})
+    state, blobs = curves.dump()
+    again = RunCurves.load(state, blobs)
+    for name, envelope in curves.envelopes.items():
+        assert (again.envelopes[name].segments == envelope.segments).all()
+        assert (again.envelopes[name].pending == envelope.pending).all()
+    assert all(len(segments) + len(pending) <= 16 * num_steps for _, _, segments, pending in blobs)
+
+
 def test_axis_without_lost_steps_equals_steps() -> None:
     curves = RunCurves()
     curves.add(rows_of(1, 1, 30), {1: 0, 2: 30})

@@ -283,7 +283,10 @@ class RunCurves:
         return None if total_steps is None or step_seconds is None else max(0, total_steps - self.step) * step_seconds
 
     def dump(self) -> tuple[bytes, list[tuple[str, int, bytes, bytes]]]:
-        """Return the state as JSON, and name, segment size, segments and pending points of each metric."""
+        """Return the state as JSON, and name, segment size, segments and pending points of each metric.
+
+        Segments of one point are saved as points (points, 2), a third of the size.
+        """
         state = {
             "last_id": self.last_id,
             "gaps": [*self.gaps.items()],
@@ -300,7 +303,10 @@ class RunCurves:
         }
         self.num_unsaved, self.saved_id, self.unsaved = 0, self.last_id, {}
         named = {**self.envelopes, **{_AXIS_PREFIX + name: each for name, each in self.axes.items()}}
-        blobs = [(name, each.size, each.segments.tobytes(), each.pending.tobytes()) for name, each in named.items()]
+        blobs = [
+            (name, each.size, each.segments[:, : 2 if each.size == 1 else 6].tobytes(), each.pending.tobytes())
+            for name, each in named.items()
+        ]
         return orjson.dumps(state), blobs
 
     @classmethod
@@ -315,7 +321,9 @@ class RunCurves:
         curves._end, curves._begin_s, curves._num_tokens = found["end"], found["begin_s"], found["num_tokens"]
         curves._recent.extend(map(tuple, found["recent"]))
         for name, size, segments, pending in blobs:
-            arrays = np.frombuffer(segments).reshape(-1, 6), size, np.frombuffer(pending).reshape(-1, 2)
+            saved = np.frombuffer(segments)
+            whole = _summarize(saved.reshape(-1, 1, 2)) if size == 1 else saved.reshape(-1, 6)
+            arrays = whole, size, np.frombuffer(pending).reshape(-1, 2)
             is_axis = name.startswith(_AXIS_PREFIX)
             (curves.axes if is_axis else curves.envelopes)[name.removeprefix(_AXIS_PREFIX)] = CurveEnvelope(*arrays)
         return curves

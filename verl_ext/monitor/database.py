@@ -23,7 +23,7 @@ from verl_ext.health.trend import Array
 from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow, parse_object
 from verl_ext.monitor.curves import RunCurves
 
-VERSION = 13
+VERSION = 14
 SQLITE_HEADER = b"SQLite format 3\0"
 OWN_TABLES = {"runs", "events"}
 """Tables of all versions."""
