@@ -267,9 +267,8 @@ LINES = {
     "step_of_5000_digits": f'{{"step": {HUGE}, "attempt": 1, "time": 1}}',
     "time_infinite": '{"step": 1, "attempt": 1, "time": 1e400}',
     "time_far": '{"step": 1, "attempt": 1, "time": 1e300}',
-    "value_huge": f'{{"step": 1, "attempt": 1, "time": 1, "train/loss": {"1" * 400}}}',
-    "value_mapping": '{"step": 1, "attempt": 1, "time": 1, "train/loss": {}}',
 }
+VALUES = {"huge": "1" * 400, "mapping": "{}", "text": '"x"', "list": "[1]"}
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
@@ -278,12 +277,20 @@ def test_damaged_metrics_line_is_skipped(line: str, run_dir: Path, capsys: pytes
     rows = path.read_text()
     path.write_text(f"{line}\n{rows}")
     assert health([str(run_dir)]) == 0
-    assert "line 1 of" in capsys.readouterr().err
+    assert "the first is line 1: " in capsys.readouterr().err
     path.write_text(f"{rows}{line}\n")
     assert read_metrics(path)[-1]["step"] == 300
     RunRecord(run_dir).start_attempt(first_step=300, world_size=1, total_steps=400)
     MetricsFile(path, attempt=2).close()
     assert path.read_text() == rows
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
+def test_value_that_is_no_number_is_left_out(value: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_dir / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "attempt": 1, "time": 1, "train/loss": {value}, "a": 2}}\n{path.read_text()}')
+    assert read_metrics(path)[0] == {"step": 1, "attempt": 1, "time": 1, "a": 2}
+    assert health([str(run_dir)]) == 0 and capsys.readouterr().err == ""
 
 
 def test_damaged_events_line_is_skipped(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from verl_ext.health.checklist import metric_trends
 from verl_ext.health.run_directory import why_killed
 from verl_ext.metrics import heartbeat
 from verl_ext.metrics.run_record import RunRecord
+from verl_ext.monitor.run_files import parse_rows
 from verl_ext.processes import pid_namespace, start_ticks
 
 
@@ -242,6 +243,20 @@ def test_controller_trends_are_over_epochs() -> None:
     assert found["train/budget_violation_mean"].sentence.startswith("train/budget_violation_mean rises (bad)")
     [flat] = [each for each in CURVES if each.name == "a controller learns nothing"]
     assert {each.sign for each in metric_trends(view_of(flat, 0))} == {0}
+
+
+def test_unreadable_rows_are_one_warning_and_one_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "note": "text"}) + "\n" for row in rows))
+    assert "metrics.jsonl can be read" not in run_health(run_dir, capsys)[1]
+    path.write_text("".join(json.dumps({**row, "step": row["step"] + 0.5}) + "\n" for row in rows))
+    assert main([str(run_dir)]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and f"skipped {len(rows) - 1} of {len(rows)} lines" in shown.err
+    assert "line 1: its step" in shown.err and "WARNING metrics.jsonl can be read" in shown.out
+    assert parse_rows(path.read_bytes().splitlines())[2] == len(rows)
 
 
 def test_missing_or_uneven_checkpoints_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,6 +114,8 @@ def checklist_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     yield from listed(run)
     make_silent(run, 3600)
     yield from listed(run)
+    (run / "metrics.jsonl").write_text("x\n")
+    yield from listed(run)
     monkeypatch.setattr(run_directory, "seconds_since_heartbeat", lambda path: 60.0)
     here = {"host": socket.gethostname(), "pid_namespace": pid_namespace(), "pid": 2**22 + 1}
     for attempt in (here, {"host": "elsewhere", "heartbeat_s": 10.0}):

@@ -19,6 +19,7 @@ from verl_ext.health.context import LANGUAGE
 from verl_ext.health.rule import LOSS, VAL_LOSS, CheckResult, Finding, HealthView, alarm, notice, ok, warning
 from verl_ext.health.run_directory import EARLY_STEPS, KILLED, RunDirectory, silence_s
 from verl_ext.health.trend import trend
+from verl_ext.metrics.jsonl import METRICS_FILE
 
 BUSY_SHARE = 0.8
 """Fraction of time for which GPUs should be busy."""
@@ -52,6 +53,8 @@ def checklists(run: RunDirectory) -> dict[str, list[ChecklistItem]]:
 def first_steps(run: RunDirectory) -> Iterable[ChecklistItem]:
     """Check the start of a run."""
     early = run.findings(early=True)
+    if not run.history.time and (run.path / METRICS_FILE).stat().st_size:
+        yield ChecklistItem(f"{METRICS_FILE} can be read", warning("none of its lines is a row of metrics"))
     if run.stage in LANGUAGE:
         yield ChecklistItem("train/loss falls", _of_rules(early, "loss_not_falling"))
     else:

@@ -22,6 +22,8 @@ EVENTS_FILE = "events.jsonl"
 KEY_COLUMNS = ("step", "attempt", "time")
 READ_BYTES = 1 << 20
 """Size of the reads from `metrics.jsonl`."""
+MAX_STEP = 1 << 53
+"""Larger numbers are not steps."""
 SampleRow = Mapping[str, str | float | None]
 
 # JSON has no non-finite numbers. Every parser reads these strings, and so does `float` in Python and in JavaScript.
@@ -102,7 +104,7 @@ class MetricsFile:
         self._path, self._attempt = Path(path), attempt
         with write_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._writer = LineWriter.reopen(self._path, lambda line: _parse(line) is not None)
+            self._writer = LineWriter.reopen(self._path, lambda line: isinstance(parse_row(line), MetricsRow))
 
     def append(self, step: int, metrics: Mapping[str, float]) -> MetricsRow:
         """Write one row, with the attempt and the current time, and return it.
@@ -127,9 +129,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read all rows of a `metrics.jsonl`, even while a run writes it.
 
     Returns:
-        One dictionary per row, oldest first, with `step`, `attempt`, `time` (seconds since 1970) and the metrics. A
-        torn last line is skipped silently, because its writer may not have finished it. Any other unreadable line is
-        skipped with a warning.
+        One dictionary per row, oldest first, with `step`, `attempt`, `time` (seconds since 1970) and the metrics,
+        without values that are not numbers. A torn last line is skipped silently, because its writer may not have
+        finished it. Other lines that are not rows are skipped with one warning.
 
     Raises:
         UserError: the file is missing or cannot be read.
@@ -139,17 +141,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of `read_metrics` one at a time, without holding them all in memory."""
-    unreadable = None
+    num_skipped, first, reason, number = 0, "", "", 0
     try:
         # few reads, because each lets another thread of the monitor run first
         with open(path, "rb", buffering=READ_BYTES) as file:
             for number, line in enumerate(file, start=1):
-                if unreadable is not None:
-                    warn(f"skipped line {unreadable} of {path}, which is not a row of metrics")
-                row = _parse(line)
-                unreadable = number if row is None else None
-                if row is not None:
-                    yield row
+                if reason:  # of the line before, which is not the last one
+                    num_skipped, first = num_skipped + 1, first or f"line {number - 1}: {reason}"
+                row = parse_row(line)
+                reason = row if isinstance(row, str) else ""
+                if isinstance(row, MetricsRow):
+                    keys = {"step": row.step, "attempt": row.attempt, "time": row.time}
+                    yield {**keys, **_numbers_of(row.metrics)}
+        if num_skipped:
+            warn(
+                f"skipped {num_skipped} of {number} lines of {path} that are not rows of metrics; the first is {first}"
+            )
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}); make it readable") from error
 
@@ -176,26 +183,34 @@ def _encode(row: MetricsRow) -> str:
     return json.dumps({"step": row.step, "attempt": row.attempt, "time": row.time, **metrics}, allow_nan=False)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the row of a line; None if the line is not a row."""
-    row = parse_object(line)
-    if row is None or not _has_key_columns(row):
-        return None
-    for name, value in row.items():
+def parse_row(line: bytes) -> MetricsRow | str:
+    """Return the row of a line, whose metrics may have any type; a reason if the line is not a row."""
+    metrics = parse_object(line)
+    if metrics is None:
+        return "it is not a JSON object"
+    step, attempt, time = metrics.pop("step", None), metrics.pop("attempt", None), metrics.pop("time", None)
+    if not is_count(step) or not is_count(attempt):
+        return f"its {'attempt' if is_count(step) else 'step'} is missing or is not an integer of at least 0"
+    if not (type(time) is float or type(time) is int) or not 0 <= time < LATEST:
+        return "its time is missing or is not a number of seconds since 1970"
+    return MetricsRow(step, attempt, time, metrics)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value can be a step or an attempt."""
+    return type(value) is int and 0 <= value < MAX_STEP
+
+
+def _numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics that are numbers; those of our own files all are."""
+    for name, value in list(metrics.items()):
         if type(value) is float:
             continue
         if not is_number(value):
-            return None
-        if isinstance(value, str):
-            row[name] = float(value)
-    return row
-
-
-def _has_key_columns(row: dict[str, Any]) -> bool:
-    step, attempt, time = map(row.get, KEY_COLUMNS)
-    if type(step) is not int or type(attempt) is not int or not (type(time) is float or type(time) is int):
-        return False
-    return 0 <= step < 2**63 and 0 <= attempt < 2**63 and 0 <= time < LATEST
+            del metrics[name]
+        elif isinstance(value, str):
+            metrics[name] = float(value)
+    return metrics
 
 
 def is_number(value: Any) -> bool:

@@ -23,7 +23,7 @@ from verl_ext.checkpoint.retention import read_best_file
 from verl_ext.console import warn
 from verl_ext.errors import UserError, one_line
 from verl_ext.health.run_directory import KILLED, max_silence_s, silence_s, why_killed
-from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE, MetricsRow
+from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE, MetricsRow, is_count
 from verl_ext.metrics.run_record import RUN_FILE, STATUSES
 from verl_ext.monitor.curves import CurveEnvelope, RunCurves
 from verl_ext.monitor.database import FilePositions, LogEvent, MonitorDatabase, RunInfo
@@ -34,7 +34,6 @@ from verl_ext.monitor.run_files import (
     config_or_empty,
     events_of_attempt,
     events_of_row,
-    is_count,
     parse_findings,
     parse_rows,
     read_new_lines,

@@ -187,6 +187,8 @@ MESSAGES = {
     # Checklist of the start
     "After {} steps": "{} 步之后",
     "After {} steps (at step {} so far)": "{} 步之后（目前在第 {} 步）",
+    "metrics.jsonl can be read": "metrics.jsonl 可以读取",
+    "none of its lines is a row of metrics": "其中没有任何一行是指标记录",
     "train/loss falls": "train/loss 下降",
     "train/loss is not 0 throughout, and not extreme": "train/loss 不恒为 0，也没有极端值",
     "train/lr(1e-3) follows its schedule": "train/lr(1e-3) 符合调度",

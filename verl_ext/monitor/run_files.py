@@ -16,7 +16,7 @@ import orjson
 from verl_ext.config.run_config import read_config_file
 from verl_ext.errors import UserError
 from verl_ext.health.rule import LOSS
-from verl_ext.metrics.jsonl import MetricsRow, is_number, parse_object
+from verl_ext.metrics.jsonl import MetricsRow, is_count, is_number, parse_row
 from verl_ext.metrics.run_record import RUN_FILE, seconds_of
 from verl_ext.monitor.database import LogEvent
 
@@ -24,8 +24,6 @@ BLOCK_BYTES = 8 << 20
 """Number of bytes to read from a file at a time."""
 HEAD_BYTES = 128
 """Number of bytes at the start of a file that identify it."""
-MAX_STEP = 1 << 53
-"""Larger numbers are not steps."""
 MAX_CACHED_CONFIGS = 32
 DEFAULT_LOG_EVERY = 10
 
@@ -144,11 +142,6 @@ def _digest(start: bytes) -> str:
     return hashlib.sha256(start).hexdigest()[:16]
 
 
-def is_count(value: Any) -> bool:
-    """Whether a value can be a step or an attempt."""
-    return isinstance(value, int) and abs(value) < MAX_STEP
-
-
 def with_counts(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return a record with None in place of named values that are not counts, because the pages calculate with them."""
     return {**record, **{name: None for name in names if not is_count(record.get(name))}}
@@ -160,16 +153,12 @@ def parse_rows(lines: Sequence[bytes]) -> tuple[list[MetricsRow], list[bytes], i
     kept: list[bytes] = []
     unreadable = 0
     for line in lines:
-        try:
-            metrics = parse_object(line) or {}
-            step, attempt, logged = metrics.pop("step"), metrics.pop("attempt"), float(metrics.pop("time"))
-            if not (is_count(step) and is_count(attempt) and math.isfinite(logged)):
-                raise ValueError("not the number of a step or an attempt, or not a time")
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        row = parse_row(line)
+        if isinstance(row, MetricsRow):
+            rows.append(row)
+            kept.append(line)
+        else:
             unreadable += bool(line.strip())
-            continue
-        rows.append(MetricsRow(step, attempt, logged, metrics))
-        kept.append(line)
     return rows, kept, unreadable
 
 
