@@ -222,7 +222,9 @@ add("few configurations are over budget", "budget", epochs=30, budget_violation_
 # Loss and validation
 add("divergence", "sft", "loss_diverging", loss=from_(0.6, falling(2.4, 1.1), line(-3.0, 4.0)))
 add("divergence to nothing", "sft", "loss_not_finite", loss=from_(0.9, falling(2.4, 1.1), NAN))
-add("a rise over every epoch", "sft", "loss_rising", "loss_diverging", "loss_not_falling", epochs=15,
+add("divergence whose noise grows with the loss", "sft", "loss_diverging", "loss_jitter", "final_loss",
+    loss=from_(0.8, falling(2.4, 1.1), lambda share, rng: 50 * math.exp(0.7 * rng.standard_normal())))  # fmt: skip
+add("a rise over every epoch", "sft", "loss_rising", "loss_diverging", epochs=15,
     loss=line(1.5, 3.5, 0.02), val=flat(1.6, 0.002))  # fmt: skip
 add("a noisy rise over every epoch", "sft", "loss_rising", "loss_not_falling", epochs=15,
     loss=lambda share, rng: 1.5 + 0.4 * share + 0.12 * rng.standard_normal(), val=flat(1.6, 0.002))  # fmt: skip

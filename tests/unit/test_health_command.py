@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.helpers.health_curves import (
     CURVES,
     change_attempt,
     change_config,
+    history_of,
     make_silent,
     view_of,
     write_checkpoint,
@@ -30,6 +32,10 @@ from tests.helpers.health_curves import (
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.health.__main__ import main
 from verl_ext.health.checklist import metric_trends
+from verl_ext.health.config import HealthLimits
+from verl_ext.health.context import RunContext
+from verl_ext.health.rule import HealthView, Level
+from verl_ext.health.rules import RULES
 from verl_ext.health.run_directory import why_killed
 from verl_ext.metrics import heartbeat
 from verl_ext.metrics.run_record import RunRecord
@@ -243,6 +249,41 @@ def test_controller_trends_are_over_epochs() -> None:
     assert found["train/budget_violation_mean"].sentence.startswith("train/budget_violation_mean rises (bad)")
     [flat] = [each for each in CURVES if each.name == "a controller learns nothing"]
     assert {each.sign for each in metric_trends(view_of(flat, 0))} == {0}
+
+
+def test_trend_does_not_contradict_its_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    falling = [3.0 - 0.004 * step for step in range(1, 541)]
+    rows = [(step, {"train/loss": loss}) for step, loss in enumerate([*falling, *[1000.0] * 60], start=1)]
+    [loss] = metric_trends(HealthView(history_of(rows), RunContext("sft", 600), HealthLimits()))
+    assert (loss.sign, loss.last) == (0, 1000.0) and loss.p_value < 0.001
+    assert "falls" not in loss.sentence and "rises" not in loss.sentence
+
+
+@pytest.mark.parametrize(
+    ("loss", "rule"), [(2e6, "loss_diverging"), (1e302, "loss_not_finite"), (-1.7e308, "loss_not_finite")]
+)
+def test_final_loss_of_exploded_run_is_not_in_range(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: float, rule: str
+) -> None:
+    run_dir = write_run(tmp_path, "a textbook run")
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    late = {"train/loss": loss, "train/grad_norm": 1e200}
+    rows = [{**row, **(late if row["step"] > 200 and "train/loss" in row else {})} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        code, levels = run_health(run_dir, capsys)
+    assert (code, levels["the final train/loss is in range"], levels[rule]) == (1, "alarm", "alarm")
+    assert levels["train/loss falls"] == "ok"  # in its first hundred steps
+
+
+def test_loss_far_above_the_start_is_no_final_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [(step, {"train/loss": 40.0}) for step in range(1, 301)]
+    found = {
+        each.name: each.run(HealthView(history_of(rows), RunContext("sft", 300), HealthLimits())) for each in RULES
+    }
+    assert found["final_loss"] is not None and found["final_loss"].level == Level.WARNING
 
 
 def test_unreadable_rows_are_one_warning_and_one_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

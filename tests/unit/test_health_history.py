@@ -21,6 +21,7 @@ from verl_ext.health.history import (
     SEGMENT_VALUES,
     MetricHistory,
     MetricSeries,
+    columns_of,
     effective_rows,
     read_history,
 )
@@ -46,6 +47,14 @@ def test_series_keeps_ends_and_means_in_bounded_memory(at_once: int) -> None:
     assert size % SEGMENT_VALUES == 0 and np.allclose(
         segments, values[: size * len(segments)].reshape(-1, size).mean(1)
     )
+
+
+def test_huge_values_count_as_infinite() -> None:
+    values = [1e302, -1.7e308, 1e31, 1e29, math.nan]
+    _, found = columns_of([{"a": value} for value in values])["a"]
+    assert found.tolist()[:4] == [math.inf, -math.inf, math.inf, 1e29] and math.isnan(found[4])
+    _, found = columns_of([{"a": "text"}, {"a": 1e302}])["a"]
+    assert found.tolist() == [math.inf]
 
 
 def test_epoch_values_are_means_of_complete_epochs() -> None:

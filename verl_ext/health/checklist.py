@@ -6,7 +6,7 @@ import importlib.util
 import re
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from verl_ext.commands import program
 from verl_ext.files import format_bytes
 from verl_ext.health.checks import learning_metrics
 from verl_ext.health.context import LANGUAGE
-from verl_ext.health.rule import LOSS, VAL_LOSS, CheckResult, Finding, HealthView, alarm, notice, ok, warning
+from verl_ext.health.rule import LOSS, VAL_LOSS, CheckResult, Finding, HealthView, Level, alarm, notice, ok, warning
 from verl_ext.health.run_directory import EARLY_STEPS, KILLED, RunDirectory, silence_s
 from verl_ext.health.trend import trend
 from verl_ext.metrics.jsonl import METRICS_FILE
@@ -56,7 +56,7 @@ def first_steps(run: RunDirectory) -> Iterable[ChecklistItem]:
     if not run.history.time and (run.path / METRICS_FILE).stat().st_size:
         yield ChecklistItem(f"{METRICS_FILE} can be read", warning("none of its lines is a row of metrics"))
     if run.stage in LANGUAGE:
-        yield ChecklistItem("train/loss falls", _of_rules(early, "loss_not_falling"))
+        yield ChecklistItem("train/loss falls", _of_rules(early, "loss_not_falling", problems=("loss_diverging",)))
     else:
         found = _of_rules(early, "loss_zero", "loss_jitter")
         yield ChecklistItem("train/loss is not 0 throughout, and not extreme", found)
@@ -88,14 +88,21 @@ def end_of_run(run: RunDirectory) -> Iterable[ChecklistItem]:
         is_done = status == "finished" and last == total
         result = ok(message) if is_done else alarm(message) if status == "failed" else notice(message)
         yield ChecklistItem("all steps completed", result)
-    yield ChecklistItem("the final train/loss is in range", _of_rules(run.findings(), "final_loss"))
-    yield ChecklistItem("the final val/loss is in range", _of_rules(run.findings(), "final_val_loss"))
+    findings = run.findings()
+    found = _of_rules(findings, "final_loss", problems=("loss_not_finite", "loss_diverging"))
+    yield ChecklistItem("the final train/loss is in range", found if run.view.is_near_end else None)
+    yield ChecklistItem("the final val/loss is in range", _of_rules(findings, "final_val_loss"))
     yield ChecklistItem("the expected checkpoints exist", expected_checkpoints(run))
     yield ChecklistItem("the W&B run is closed", wandb_is_closed(run))
 
 
-def _of_rules(findings: Mapping[str, Finding], *names: str) -> CheckResult | None:
-    """Return the most serious result of some rules; None if none of them has enough data."""
+def _of_rules(findings: Mapping[str, Finding], *names: str, problems: Sequence[str] = ()) -> CheckResult | None:
+    """Return the most serious result of some rules; None if none of them has enough data.
+
+    Args:
+        problems: rules that count only if they report a problem.
+    """
+    names += tuple(name for name in problems if name in findings and findings[name].level > Level.OK)
     found = [CheckResult(findings[name].level, findings[name].sentence) for name in names if name in findings]
     return max(found, key=lambda each: each.level, default=None)
 
@@ -268,7 +275,7 @@ class MetricTrend:
         last: the last mean.
         count: number of means.
         unit: unit of the means: epochs, parts of the run or validations.
-        sign: 1 if the metric rises, -1 if it falls, 0 if neither is significant.
+        sign: 1 if the metric rises, -1 if it falls, 0 if neither is significant or if the last mean contradicts it.
         p_value: one-sided p-value of the direction (Mann-Kendall).
     """
 
@@ -284,7 +291,7 @@ class MetricTrend:
     @property
     def sentence(self) -> str:
         """The trend in words."""
-        word = {1: "rises", -1: "falls", 0: "shows no trend"}[self.sign]
+        word = {1: "rises", -1: "falls", 0: "shows no steady trend"}[self.sign]
         verdict = "" if not self.sign else " (good)" if self.sign == self.better else " (bad)"
         message = f"{self.metric} {word}{verdict}: {self.first:.4g} to {self.last:.4g}"
         return f"{message} over {self.count} {self.unit}, p = {self.p_value:.2g}"
@@ -301,8 +308,9 @@ def metric_trends(view: HealthView) -> list[MetricTrend]:
             values = view.series(name).recent() if is_rare else view.series(name).segment_means
             unit = "validations" if is_rare else "parts of the run"
         if len(values) >= 3:
-            moved = trend(values)
-            sign = moved.sign if moved.goes(moved.sign, view.limits.improvement_p) else 0
-            ends = float(values[0]), float(values[-1])
+            moved, ends = trend(values), (float(values[0]), float(values[-1]))
+            # ranks ignore sizes: a loss can fall for most of the run, and then explode
+            is_steady = moved.goes(moved.sign, view.limits.improvement_p) and moved.sign * (ends[1] - ends[0]) > 0
+            sign = moved.sign if is_steady else 0
             found.append(MetricTrend(name, better, *ends, len(values), unit, sign, moved.p_value))
     return found

@@ -22,6 +22,7 @@ from verl_ext.health.rule import (
     VIOLATION,
     CheckResult,
     HealthView,
+    Level,
     alarm,
     notice,
     ok,
@@ -34,6 +35,8 @@ MANY_STEPS = 100
 """Number of steps that replace epochs in short runs, and over which jitter is measured."""
 BEST_NOISES = 1.5 * NOISES
 """Standard errors by which the best of many segments must differ from their mean to be significant."""
+EXPLODED = 1.5
+"""Ratio to the initial loss above which the noise of a loss is taken relative to its level."""
 NUM_INITIAL = 5
 """Number of steps whose mean is the initial loss."""
 GUESSING_MARGIN = 1.1
@@ -77,8 +80,10 @@ def loss_diverging(view: HealthView) -> CheckResult | None:
     later = recent[-len(recent) // 2 :]  # if the loss falls fast, the median of the whole window lags behind
     now, best = float(min(np.median(recent), np.median(later))), float(means.min())
     message = f"the recent loss is {now:.4g}, the best earlier mean was {best:.4g}"
-    rise = now - best
-    if rise < view.limits.loss_min_change or rise < NOISES * noise(series.recent()) or now < 1.3 * best:
+    rise, start, spread = now - best, float(series.first.mean()), noise(series.recent())
+    if now > EXPLODED * start > 0:  # the noise grows with the loss, and would hide that it explodes
+        spread *= start / now
+    if rise < view.limits.loss_min_change or rise < NOISES * spread or now < 1.3 * best:
         return ok(message)
     return alarm(message) if now > 2 * best or now > series.first[:NUM_INITIAL].mean() else warning(message)
 
@@ -86,9 +91,13 @@ def loss_diverging(view: HealthView) -> CheckResult | None:
 def loss_not_falling(view: HealthView) -> CheckResult | None:
     """A warning if no segment of the run has a clearly lower loss than its start, and validations do not show one.
 
+    A loss that diverges has its own rule, because its causes differ and its noise hides a fall before that.
     Batches of different texts vary more than a fine-tuned model's loss falls; a validation set stays the same.
     """
     series = view.series(LOSS)
+    diverging = loss_diverging(view)
+    if diverging is not None and diverging.level > Level.OK:
+        return None
     if series.num_points < MANY_STEPS or series.first.mean() < view.limits.loss_min_change:
         return None
     best, start = float(series.segment_means[1:].min()), float(series.first[:SEGMENT_VALUES].mean())
@@ -123,20 +132,27 @@ def initial_loss(view: HealthView) -> CheckResult | None:
     first = view.series(LOSS).first[:NUM_INITIAL]
     if len(first) < NUM_INITIAL:
         return None
-    message, highest = f"the loss started at {first.mean():.3g}", view.limits.initial_loss_max
+    message = f"the loss started at {first.mean():.3g}"
     if view.context.untrained_loss is not None:
         message += f"; the loss of random guessing is {view.context.untrained_loss:.3g}"
-        highest = max(highest, GUESSING_MARGIN * view.context.untrained_loss)
-    return ok(message) if first.mean() <= highest else warning(message)
+    return ok(message) if first.mean() <= highest_loss(view) else warning(message)
+
+
+def highest_loss(view: HealthView) -> float:
+    """The highest usual loss at the start of a run, which the end must not exceed either."""
+    untrained, highest = view.context.untrained_loss, view.limits.initial_loss_max
+    return highest if untrained is None else max(highest, GUESSING_MARGIN * untrained)
 
 
 def final_loss(view: HealthView) -> CheckResult | None:
-    """A low loss is fine if the validation loss is low, too."""
+    """A low loss is fine if the validation loss is low, too; a loss that is too high for the start is never fine."""
     recent = view.recent(LOSS)
     if not view.is_near_end or recent is None:
         return None
     last, lowest = float(np.median(recent)), view.limits.final_loss_min
     message = f"the loss is {last:.3g} near the end of the run"
+    if last > highest_loss(view):
+        return CheckResult(Level.WARNING, message, "stop, lower optim.lr and resume from an earlier checkpoint")
     if last >= lowest:
         return ok(message)
     validated = view.series(VAL_LOSS).last_value

@@ -25,6 +25,8 @@ SEGMENT_VALUES = 10
 MAX_EPOCHS = 256
 MAX_BUFFERED = 4096
 """Number of rows that are added together, because NumPy takes about as long for one value as for a thousand."""
+MAX_VALUE = 1e30
+"""Larger absolute values count as infinite; sums of their squares would overflow."""
 EPOCH = "train/epoch"
 Columns = dict[str, tuple[NDArray[np.int64], Array]]
 """Indices of the rows that have a metric, and its values, by metric."""
@@ -236,7 +238,7 @@ def read_history(
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Group the values of some rows by metric; skip values that are not numbers."""
+    """Group the values of some rows by metric; skip others than numbers. Beyond `MAX_VALUE`, they are infinite."""
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for place, row in enumerate(rows):  # rows with the same metrics become columns together
         groups[tuple(row)].append(place)
@@ -248,9 +250,9 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
             numbers = _as_numbers(values)
             if numbers is None:
                 kept = [index for index, value in enumerate(values) if is_number(value)]
-                parts[name].append((places[kept], np.array([values[index] for index in kept], np.float64)))
+                parts[name].append((places[kept], _limited(np.array([values[index] for index in kept], np.float64))))
             else:
-                parts[name].append((places, numbers))
+                parts[name].append((places, _limited(numbers)))
     return {name: joined for name, found in parts.items() if len((joined := _in_order(found))[0])}
 
 
@@ -268,3 +270,8 @@ def _in_order(parts: Sequence[tuple[NDArray[np.int64], Array]]) -> tuple[NDArray
     places, values = (np.concatenate(each) for each in zip(*parts))
     order = np.argsort(places, kind="stable")
     return places[order], values[order]
+
+
+def _limited(values: Array) -> Array:
+    is_huge = np.abs(values) > MAX_VALUE  # False for NaN
+    return np.where(is_huge, np.copysign(np.inf, values), values) if is_huge.any() else values

@@ -21,7 +21,7 @@ ADV_STD, COMPLETION_LENGTH = "train/adv_std", "train/seq_completion_len_mean"
 RULES: tuple[Rule, ...] = (
     # Loss
     Rule("loss_not_finite", checks.loss_not_finite,
-         "The loss is NaN or infinite; alarm after nonfinite_steps in a row.",
+         "The loss is NaN, infinite or beyond 1e30; alarm after nonfinite_steps in a row.",
          "lower optim.lr, or look at the batches of those steps"),
     Rule("loss_rising",
          epoch_trend(LOSS, 1, "the loss went from {:.4g} to {:.4g} over {} epochs", worst=ALARM),
@@ -31,7 +31,7 @@ RULES: tuple[Rule, ...] = (
          "The recent loss is far above the lowest loss; alarm if it exceeds the initial loss or twice the lowest loss.",
          "stop, lower optim.lr and resume from an earlier checkpoint", LANGUAGE),
     Rule("loss_not_falling", checks.loss_not_falling,
-         "After 100 steps, neither the loss nor `val/loss` is below its start.",
+         "After 100 steps, neither the loss nor `val/loss` is below its start; not if the loss diverges.",
          "check the learning rate, that answers have loss tokens, and that labels belong to their prompts", LANGUAGE),
     Rule("loss_jitter", checks.loss_jitter,
          "The loss fluctuates by more than loss_jitter_max of its level, or a policy loss exceeds policy_loss_max.",
@@ -45,12 +45,12 @@ RULES: tuple[Rule, ...] = (
          "The first loss is above initial_loss_max or, for untrained weights, that of random guessing.",
          "check the chat template, the tokenizer and that the weights were loaded", LANGUAGE),
     Rule("final_loss", checks.final_loss,
-         "Near the end, the loss is below final_loss_min, but the validation loss is not similarly low.",
+         "Near the end, the loss exceeds the limit of initial_loss, or is below final_loss_min unlike `val/loss`.",
          "compare val/loss, and use an earlier checkpoint or fewer epochs", LANGUAGE),
 
     # Validation and evaluation
     Rule("val_loss_not_finite", checks.val_loss_not_finite,
-         "The last validation loss is NaN or infinite.",
+         "The last validation loss is NaN, infinite or beyond 1e30.",
          "check the validation data and the dtype of the model", LANGUAGE),
     Rule("overfitting", past_best(VAL_LOSS, LOSS, better=-1, worse_by=checks.val_loss_margin),
          "The validation loss rises by more than val_margin while the training loss falls; otherwise a notice.",
