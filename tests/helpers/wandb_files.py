@@ -21,14 +21,14 @@ def read_records(path: Path) -> list[Record]:
     """The records of a .wandb file; waits for the end of the run, which W&B's service writes in the background."""
 
     def complete() -> list[Record]:
-        records = list(_records(path.read_bytes()))
+        records = list(parse_records(path.read_bytes()))
         has_ended = any(record.WhichOneof("record_type") == "exit" for record in records)
         return records if has_ended else []
 
     return wait_until(complete, pause_s=0.05)
 
 
-def _records(data: bytes) -> Iterator[Record]:
+def parse_records(data: bytes) -> Iterator[Record]:
     """A 7-byte header, then LevelDB log blocks of 32 KiB with records in one or more parts."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -57,3 +57,9 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     """The rows that were logged."""
     records = (record for record in read_records(path) if record.WhichOneof("record_type") == "history")
     return [values_of(record.history.item) for record in records]
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics that a file has now."""
+    records = [values_of(record.history.item) for record in parse_records(path.read_bytes())]
+    return [row for row in records if "attempt" in row]

@@ -2,18 +2,20 @@
 
 import json
 import logging
+import os
 import sys
 import threading
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import wandb
 
 from tests.helpers.faults import fill, small_disk
-from tests.helpers.wandb_files import read_history, read_records, values_of
+from tests.helpers.wandb_files import read_history, read_records, rows_of, values_of
 from verl_ext.errors import UserError
-from verl_ext.metrics import wandb_dashboard
-from verl_ext.metrics.jsonl import HealthEvent
+from verl_ext.metrics import wandb_dashboard, wandb_sink
+from verl_ext.metrics.jsonl import HealthEvent, read_metrics
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.registry import lookup_metric
 from verl_ext.metrics.sinks import drop_tensorboard_errors
@@ -68,6 +70,73 @@ def test_two_attempts_without_key_share_one_offline_run(tmp_path, capsys):
     assert rows == [(1, 1, 1.0), (2, 1, 0.5), (3, 1, 1 / 3), (2, 2, 0.5), (3, 2, 1 / 3)]
     shown = capsys.readouterr()
     assert shown.err == "" and shown.out.count("wandb sync") == 2
+
+
+def age(path):
+    """Make a file one that W&B's service no longer writes."""
+    os.utime(path, (1e9, 1e9))
+
+
+def test_next_attempt_repairs_files_of_killed_ones(tmp_path, monkeypatch):
+    """`wandb sync` would stop at a torn file, and at one without the run; see W&B's `core/internal/runsync`."""
+    monkeypatch.setattr(wandb_sink, "_TAIL_BYTES", wandb_sink._BLOCK_BYTES)
+    run_dir = tmp_path / "run"
+    recorder = make_recorder(run_dir, 1)
+    for step in range(1, 101):
+        recorder.log(step, {"train/loss": 1.0 / step, **{f"train/reward_{each}": 1.0 for each in range(20)}})
+        recorder.log(step, {"val/loss": 1.0})
+    recorder.close()
+    run_id = persistent_run_id(run_dir)
+    [path] = run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
+    read_records(path)
+    written = rows_of(path)
+    os.truncate(path, path.stat().st_size // wandb_sink._BLOCK_BYTES // 2 * wandb_sink._BLOCK_BYTES)  # as a kill does
+    age(path)
+    flushed = rows_of(path)
+    assert 20 < len(flushed) < 180
+    empty = run_dir / f"wandb/offline-run-29991231_235959-{run_id}/run-{run_id}.wandb"
+    empty.parent.mkdir()
+    empty.write_bytes(path.read_bytes()[: wandb_sink._FILE_HEADER_BYTES])
+    age(empty)
+    log_attempt(run_dir, 2, [101, 102])
+    assert not empty.exists() and rows_of(path) == flushed
+    size = path.stat().st_size
+    assert size % wandb_sink._BLOCK_BYTES and wandb_sink._read_records(path, 0)[1] == size
+    [new] = {*run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb")} - {path}
+    later = [row for row in read_history(new) if "attempt" in row]
+    keys = ("attempt", "global_step", "train/loss", "val/loss")
+    rows = [[row.get(key) for key in keys] for row in (*flushed, *later)]
+    assert rows[:-2] == [[row.get(key) for key in keys] for row in written] and [row[:2] for row in rows[-2:]] == [
+        [2, 101],
+        [2, 102],
+    ]
+    steps = [row["_step"] for row in (*flushed, *later)]
+    assert all(first < second for first, second in pairwise(steps))
+
+
+def test_complete_file_of_last_attempt_stays_as_it_is(tmp_path):
+    log_attempt(tmp_path, 1, [1, 2, 3])
+    run_id = persistent_run_id(tmp_path)
+    [path] = tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
+    read_records(path)
+    before = path.read_bytes()
+    assert wandb_sink.repair_offline_files(tmp_path, run_id) == wandb_sink.LoggedRows()  # W&B may still write it
+    age(path)
+    logged = wandb_sink.repair_offline_files(tmp_path, run_id)
+    assert path.read_bytes() == before and logged.last["global_step"] == 3 and logged.num_steps >= 3
+    assert wandb_sink.rows_after(logged.last, read_metrics(tmp_path / "metrics.jsonl")) == []
+    path.parent.rename(path.parent.with_name("run-29991231_235959-" + run_id))  # an online attempt
+    assert wandb_sink.repair_offline_files(tmp_path, run_id) == wandb_sink.LoggedRows()
+
+
+def test_damaged_old_file_does_not_stop_wandb(tmp_path, capsys):
+    run_id = persistent_run_id(tmp_path)
+    path = tmp_path / f"wandb/offline-run-20260101_000000-{run_id}/run-{run_id}.wandb"
+    path.mkdir(parents=True)
+    age(path)
+    log_attempt(tmp_path, 1, [1])
+    assert capsys.readouterr().err.count("warning: cannot repair") == 1
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
 
 
 def test_dashboard_compares_metrics_of_all_attempts(tmp_path):

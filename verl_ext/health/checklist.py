@@ -13,6 +13,7 @@ import numpy as np
 
 from verl_ext.checkpoint.manifest import EXPORT, has_export, list_checkpoints, read_tracker, step_of, why_incomplete
 from verl_ext.commands import program
+from verl_ext.console import typed_path
 from verl_ext.files import format_bytes
 from verl_ext.health.checks import learning_metrics
 from verl_ext.health.context import LANGUAGE
@@ -177,7 +178,9 @@ def wandb_is_closed(run: RunDirectory) -> CheckResult | None:
         return None
     if "wandb" in (closed or ()):
         return ok("closed")
-    return warning("it was not closed; upload its rows with python -m wandb sync")
+    runs = run.path / "wandb"
+    what = "offline-run-*" if any(runs.glob("offline-run-*")) else "run-* --include-online"
+    return warning(f"it was not closed; upload its rows with python -m wandb sync {typed_path(runs)}/{what}")
 
 
 # The checkpoints

@@ -25,7 +25,7 @@ from verl_ext.metrics.jsonl import (
     iter_metrics,
 )
 from verl_ext.metrics.sinks import LOG_FILE, ConsoleSink, LogFileSink, MetricsSink, TensorBoardSink, VerlTrackerSink
-from verl_ext.metrics.wandb_sink import WandbSink, open_wandb_run, persistent_run_id
+from verl_ext.metrics.wandb_sink import WandbSink, open_wandb_run, persistent_run_id, repair_offline_files
 
 OUR_BACKENDS = ("console", "tensorboard", "wandb")
 
@@ -175,17 +175,23 @@ def _warn_dropped(name: str, error: Exception) -> None:
 def _open_wandb(
     run_dir: Path, project: str, experiment: str, config: Mapping[str, Any], proxy: str | None
 ) -> WandbSink | None:
+    run_id = persistent_run_id(run_dir)
+    logged = repair_offline_files(run_dir, run_id)
     run = open_wandb_run(
         project=project,
         name=experiment,
         directory=run_dir,
         config=config,
-        run_id=persistent_run_id(run_dir),
+        run_id=run_id,
         group=experiment,
         job_type="train",
         proxy=proxy,
     )
-    return None if run is None else WandbSink(run, iter_metrics(run_dir / METRICS_FILE))
+    if run is None:
+        return None
+    sink = WandbSink(run, iter_metrics(run_dir / METRICS_FILE))
+    sink.resume(logged, iter_metrics(run_dir / METRICS_FILE))
+    return sink
 
 
 def require_known_backends(backends: Sequence[str]) -> None:
