@@ -14,7 +14,7 @@ import wandb
 from tests.helpers.faults import fill, small_disk
 from tests.helpers.wandb_files import read_history, read_records, rows_of, values_of
 from verl_ext.errors import UserError
-from verl_ext.metrics import wandb_dashboard, wandb_sink
+from verl_ext.metrics import wandb_dashboard, wandb_files
 from verl_ext.metrics.jsonl import HealthEvent, read_metrics
 from verl_ext.metrics.recorder import MetricsRecorder
 from verl_ext.metrics.registry import lookup_metric
@@ -79,7 +79,7 @@ def age(path):
 
 def test_next_attempt_repairs_files_of_killed_ones(tmp_path, monkeypatch):
     """`wandb sync` would stop at a torn file, and at one without the run; see W&B's `core/internal/runsync`."""
-    monkeypatch.setattr(wandb_sink, "_TAIL_BYTES", wandb_sink._BLOCK_BYTES)
+    monkeypatch.setattr(wandb_files, "_TAIL_BYTES", wandb_files._BLOCK_BYTES)
     run_dir = tmp_path / "run"
     recorder = make_recorder(run_dir, 1)
     for step in range(1, 101):
@@ -90,18 +90,18 @@ def test_next_attempt_repairs_files_of_killed_ones(tmp_path, monkeypatch):
     [path] = run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
     read_records(path)
     written = rows_of(path)
-    os.truncate(path, path.stat().st_size // wandb_sink._BLOCK_BYTES // 2 * wandb_sink._BLOCK_BYTES)  # as a kill does
+    os.truncate(path, path.stat().st_size // wandb_files._BLOCK_BYTES // 2 * wandb_files._BLOCK_BYTES)  # as a kill does
     age(path)
     flushed = rows_of(path)
     assert 20 < len(flushed) < 180
     empty = run_dir / f"wandb/offline-run-29991231_235959-{run_id}/run-{run_id}.wandb"
     empty.parent.mkdir()
-    empty.write_bytes(path.read_bytes()[: wandb_sink._FILE_HEADER_BYTES])
+    empty.write_bytes(path.read_bytes()[: wandb_files._FILE_HEADER_BYTES])
     age(empty)
     log_attempt(run_dir, 2, [101, 102])
     assert not empty.exists() and rows_of(path) == flushed
     size = path.stat().st_size
-    assert size % wandb_sink._BLOCK_BYTES and wandb_sink._read_records(path, 0)[1] == size
+    assert size % wandb_files._BLOCK_BYTES and wandb_files._read_records(path, 0)[1] == size
     [new] = {*run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb")} - {path}
     later = [row for row in read_history(new) if "attempt" in row]
     keys = ("attempt", "global_step", "train/loss", "val/loss")
@@ -120,13 +120,13 @@ def test_complete_file_of_last_attempt_stays_as_it_is(tmp_path):
     [path] = tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
     read_records(path)
     before = path.read_bytes()
-    assert wandb_sink.repair_offline_files(tmp_path, run_id) == wandb_sink.LoggedRows()  # W&B may still write it
+    assert wandb_files.repair_offline_files(tmp_path, run_id) == wandb_files.LoggedRows()  # W&B may still write it
     age(path)
-    logged = wandb_sink.repair_offline_files(tmp_path, run_id)
+    logged = wandb_files.repair_offline_files(tmp_path, run_id)
     assert path.read_bytes() == before and logged.last["global_step"] == 3 and logged.num_steps >= 3
-    assert wandb_sink.rows_after(logged.last, read_metrics(tmp_path / "metrics.jsonl")) == []
+    assert wandb_files.rows_after(logged.last, read_metrics(tmp_path / "metrics.jsonl")) == []
     path.parent.rename(path.parent.with_name("run-29991231_235959-" + run_id))  # an online attempt
-    assert wandb_sink.repair_offline_files(tmp_path, run_id) == wandb_sink.LoggedRows()
+    assert wandb_files.repair_offline_files(tmp_path, run_id) == wandb_files.LoggedRows()
 
 
 def test_damaged_old_file_does_not_stop_wandb(tmp_path, capsys):

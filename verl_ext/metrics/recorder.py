@@ -25,7 +25,8 @@ from verl_ext.metrics.jsonl import (
     iter_metrics,
 )
 from verl_ext.metrics.sinks import LOG_FILE, ConsoleSink, LogFileSink, MetricsSink, TensorBoardSink, VerlTrackerSink
-from verl_ext.metrics.wandb_sink import WandbSink, open_wandb_run, persistent_run_id, repair_offline_files
+from verl_ext.metrics.wandb_files import repair_offline_files
+from verl_ext.metrics.wandb_sink import WandbSink, open_wandb_run, persistent_run_id
 
 OUR_BACKENDS = ("console", "tensorboard", "wandb")
 
