@@ -441,11 +441,12 @@ def test_directories_with_invalid_records_are_ignored(root: Path, follower: RunF
         (root / name / "run.json").write_text(text)
     look(follower)
     assert follower.runs == {} and follower.problems == {"torn/run.json": "not JSON"}
-    for name in ("list", "other"):  # runs, because they have metrics
+    for name in ("list", "other", "none"):  # runs, because they have metrics
         write_rows(root / name, 1, range(1, 3))
     look(follower)
     assert follower.runs == {} and follower.problems == {
         "torn/run.json": "not JSON", "list/run.json": "not a run record", "other/run.json": "its status is unknown",
+        "none/run.json": "it is missing",
     }  # fmt: skip
 
 

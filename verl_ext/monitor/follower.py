@@ -302,7 +302,7 @@ class RunFollower(threading.Thread):
             elif (directory / METRICS_FILE).exists():  # otherwise it is another program's file
                 problem = "its status is unknown" if isinstance(found, dict) else "not a run record"
         except FileNotFoundError:
-            pass
+            problem = "it is missing" if (directory / METRICS_FILE).exists() else None
         except (OSError, ValueError) as error:
             problem = error.strerror if isinstance(error, OSError) else "not JSON"
         self._set_problem(directory / RUN_FILE, problem)

@@ -16,7 +16,7 @@ import orjson
 from verl_ext.config.run_config import read_config_file
 from verl_ext.errors import UserError
 from verl_ext.health.rule import LOSS
-from verl_ext.metrics.jsonl import MetricsRow, is_count, is_number, parse_row
+from verl_ext.metrics.jsonl import METRICS_FILE, MetricsRow, is_count, is_number, parse_row
 from verl_ext.metrics.run_record import RUN_FILE, seconds_of
 from verl_ext.monitor.database import LogEvent
 
@@ -29,7 +29,7 @@ DEFAULT_LOG_EVERY = 10
 
 
 def run_directories(root: Path) -> tuple[list[Path], list[OSError]]:
-    """Return the directories below a root that have a `run.json`, and errors for those that cannot be listed.
+    """Return the directories below a root with a `run.json` or metrics, and errors for those that cannot be listed.
 
     Checkpoints are not searched: they contain many files and no runs.
     """
@@ -37,7 +37,7 @@ def run_directories(root: Path) -> tuple[list[Path], list[OSError]]:
     errors: list[OSError] = []
     for directory, below, names in os.walk(root, onerror=errors.append):
         below[:] = [name for name in below if not name.startswith(("global_step_", "wandb"))]
-        if RUN_FILE in names:
+        if RUN_FILE in names or METRICS_FILE in names:
             found.append(Path(directory))
     return sorted(found), errors
 
