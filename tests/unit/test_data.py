@@ -233,6 +233,13 @@ def test_tool_call_arguments_are_rendered_as_object(
     assert trained_text(dataset_of(rows, tokenizer, tmp_path), tokenizer) == 'f({"x": "a"})<|im_end|>'
 
 
+@pytest.mark.parametrize("tools", [[{"type": "function", "function": {"name": "f"}}], '[{"name": "f"}]'])
+def test_tools_that_template_omits_are_rejected(tools: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    dataset_of([{"messages": CHAT, "tools": "[]", "enable_thinking": True}], tokenizer, tmp_path)
+    with pytest.raises(UserError, match="row 0 cannot be used: it has tools.*data.chat_template"):
+        dataset_of([{"messages": CHAT, "tools": tools}], tokenizer, tmp_path)
+
+
 def test_converted_row_is_named_by_its_origin(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     rows = [{"messages": CHAT, "converted_from": "mine.jsonl row 7"}]
     with pytest.raises(UserError, match=r"mine\.jsonl row 7 \(.*rows\.parquet row 0\) cannot be used"):

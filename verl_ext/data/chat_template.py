@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, time
@@ -362,7 +362,7 @@ class ChatEncoder:
         self.date = date if clock else None
         self.template = ChatTemplate(tokenizer, {**clock, **config.apply_chat_template_kwargs})
         source = str(tokenizer.chat_template)
-        self.not_rendered = [key for key in ASSISTANT_TEXT_KEYS if not re.search(rf"\b{key}\b", source)]
+        self.not_rendered = [key for key in (*ASSISTANT_TEXT_KEYS, "tools") if not re.search(rf"\b{key}\b", source)]
 
     def encode(self, name: str, first: int, records: list[dict[str, Any]]) -> list[Tokens]:
         """Tokenize consecutive rows of a file.
@@ -402,12 +402,15 @@ class ChatEncoder:
             prompt = pick(record[self.config.prompt_key], self.config.prompt_dict_keys)
             response = pick(record[self.config.response_key], self.config.response_dict_keys)
             chat = check_messages([{"role": "user", "content": prompt}, {"role": "assistant", "content": response}])
-        lost = next((key for key in self.not_rendered if any(turn.get(key) for turn in chat)), None)
+        self._require_rendered(key for turn in chat for key in ASSISTANT_TEXT_KEYS if turn.get(key))
+        return chat
+
+    def _require_rendered(self, keys: Iterable[str]) -> None:
+        lost = next((key for key in keys if key in self.not_rendered), None)
         if lost is not None:
             raise UserError(
-                f"it has {lost}, which the chat template omits; set data.chat_template to one that renders it"
+                f"it has {lost}, which the chat template omits; set data.chat_template to one that renders {lost}"
             )
-        return chat
 
     def _columns(self, record: dict[str, Any]) -> dict[str, Any]:
         keys = {"tools": self.config.multiturn.tools_key, "enable_thinking": self.config.multiturn.enable_thinking_key}
@@ -417,6 +420,7 @@ class ChatEncoder:
                 found["tools"] = json.loads(found["tools"])
             except (ValueError, RecursionError) as error:
                 raise UserError(f"its column '{keys['tools']}' is not JSON ({error}); write a list of tools") from error
+        self._require_rendered(["tools"] if found.get("tools") else [])
         return {name: value for name, value in found.items() if value is not None}
 
     def _truncate(self, encoded: Encoded) -> tuple[list[int], list[int], bool]:
