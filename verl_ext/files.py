@@ -88,11 +88,14 @@ def write_error(path: Path, error: OSError) -> UserError:
     return UserError(f"cannot write {error.filename or path} ({error.strerror}); {write_remedy(error)}")
 
 
+_MOVED = "its directory was moved or removed; move it back before you resume"
 _REMEDIES = {
     errno.ENOSPC: "free disk space",
     errno.EDQUOT: "free disk space, or raise the quota",
     errno.EFBIG: "raise the limit on file sizes (`ulimit -f`)",
-    errno.EROFS: "choose a directory on another file system",
+    errno.EROFS: "mount its file system writable before you resume",
+    errno.ENOENT: _MOVED,
+    errno.ESTALE: _MOVED,
     errno.EACCES: "make the directory and the file writable",
     errno.EPERM: "make the directory and the file writable",
 }
@@ -358,7 +361,8 @@ def hold_run_lock(run_dir: Path) -> Iterator[bool]:
         try:
             yield locked is True
         finally:
-            _write_holder(file, "")  # before the release, so that the next holder's name is not lost
+            with suppress(UserError):  # an error of the block is more important
+                _write_holder(file, "")  # before the release, so that the next holder's name is not lost
 
 
 def _write_holder(file: TextIO, name: str) -> None:

@@ -63,6 +63,17 @@ def test_run_lock_works_on_full_disk(run_dir: Path) -> None:
                 pass
 
 
+def test_error_of_run_is_reported_although_lock_file_is_not_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, size: int) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with pytest.raises(UserError, match="the run's error"), hold_run_lock(tmp_path):
+        monkeypatch.setattr(os, "ftruncate", refuse)
+        raise UserError("the run's error")
+
+
 def test_prune_works_without_room_for_lock_file(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,7 +223,9 @@ def test_full_temporary_directory_is_named(
     [
         (errno.ENOSPC, "free disk space"),
         (errno.EFBIG, "raise the limit on file sizes (`ulimit -f`)"),
-        (errno.EROFS, "choose a directory on another file system"),
+        (errno.EROFS, "mount its file system writable before you resume"),
+        (errno.ENOENT, "its directory was moved or removed; move it back before you resume"),
+        (errno.ESTALE, "its directory was moved or removed; move it back before you resume"),
         (errno.EACCES, "make the directory and the file writable"),
         (errno.EIO, "free disk space or make the directory writable"),
     ],

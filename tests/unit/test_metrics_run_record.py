@@ -52,6 +52,18 @@ def test_record_follows_attempts_of_run(tmp_path):
     assert datetime.fromisoformat(run["attempts"][1]["end"]).tzinfo is not None
 
 
+def test_end_does_not_recreate_moved_directory(tmp_path):
+    record = RunRecord(tmp_path / "run")
+    start(record)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match="no open attempt"):
+        record.end_attempt("finished", 10, "done")
+    for end in (lambda: record.end_if_running("failed", "lost"), lambda: record.end_refused("lost")):
+        with pytest.raises(UserError, match="moved or removed; move it back"):
+            end()
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(("status", "ends"), [("finished", "finished"), ("stopped", "stopped"), ("failed", "failed")])
 def test_rejected_launch_restores_previous_record(tmp_path, status, ends):
     RunRecord(tmp_path).mark_waiting(config_digest="old")

@@ -98,6 +98,7 @@ class RunRecord:
         run = self._load()
         if self._before is None and self._path.exists():
             self._before = self._path.read_text(encoding="utf-8")
+        self._create_directory()
         self._write({**run, **identity, "status": "waiting", "launch": dict(launch or {})})
 
     def start_attempt(
@@ -126,6 +127,7 @@ class RunRecord:
         launch = run.pop("launch", {})
         attempt = _attempt(number, first_step=first_step, world_size=world_size)
         run["attempts"].append({**attempt, **launch, **(provenance or {})})
+        self._create_directory()
         self._write({**run, "status": "running", "total_steps": total_steps, "precision": precision})
         return number
 
@@ -216,9 +218,12 @@ class RunRecord:
             warn(f"{error}; it was renamed to {aside.name} and replaced with a new record")
             return _new_run()
 
+    def _create_directory(self) -> None:
+        with write_errors(self._run_dir):
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+
     def _write(self, run: dict[str, Any]) -> None:
         with write_errors(self._path):
-            self._run_dir.mkdir(parents=True, exist_ok=True)
             replace_file(self._path, [json.dumps(run, indent=2) + "\n"])
 
     def _close_lost_attempt(self, run: dict[str, Any]) -> None:
