@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from verl_ext.console import print_line
 from verl_ext.errors import STOP_SIGNALS, STOPPED_EXIT_CODE, UserError, exit_on_user_error
+from verl_ext.paths import caller_directory
 from verl_ext.processes import StopRequest, StopSignals
 from verl_ext.suggestions import RANKS, meant_command, meant_key, meant_option
 
@@ -92,7 +93,8 @@ class CommandParser(argparse.ArgumentParser):
         (name, equals, value), following = words[place].partition("="), words[place + 1 :]
         if not equals:
             value = following[0] if following and not _OPTION.match(following[0]) else "VALUE"
-        meant = meant_option(name, self._option_string_actions)
+        is_path = os.path.exists(caller_directory() / words[place])
+        meant = f"./{words[place]}" if is_path else meant_option(name, self._option_string_actions)
         if meant is None and self.keys is not None:
             key = meant_key(name, self.keys(words))
             ranks = value if value.isdecimal() else "2"

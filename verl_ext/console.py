@@ -237,7 +237,8 @@ def typed_path(path: str | Path) -> str:
     """
     absolute, here = Path(path).absolute(), Path.cwd()
     if caller_directory().resolve() == here and absolute.is_relative_to(here):
-        return str(absolute.relative_to(here))
+        relative = str(absolute.relative_to(here))
+        return f"./{relative}" if relative.startswith("-") else relative  # it would be an option
     return str(absolute)
 
 

@@ -104,6 +104,14 @@ def test_bad_argument_prints_one_sentence_with_help_hint(module: str, words: lis
     assert re.fullmatch(r"error: .*(; see|\? See) `.* --help`\n", done.stderr)
 
 
+def test_path_that_looks_like_option_is_suggested_with_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "-dash").mkdir()
+    command = [sys.executable, "-m", "verl_ext.checkpoint", "ls", "-dash"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "did you mean ./-dash?" in done.stderr
+
+
 def test_interpreter_without_packages_gets_hint() -> None:
     command = [sys.executable, "-S", "-m", "verl_ext.plan", "recipe=quickstart"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
