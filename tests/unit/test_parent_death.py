@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -42,3 +43,11 @@ def test_rank_exits_if_launcher_died_during_its_start() -> None:
     command = [sys.executable, "-m", "verl_ext.trainer", "missing.yaml"]
     rank = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (rank.returncode, rank.stdout, rank.stderr) == (1, "", "")
+
+
+def test_rank_reports_unreadable_configuration_in_one_sentence() -> None:
+    environment = {**os.environ, LAUNCHER_PID: str(os.getpid())}
+    command = [sys.executable, "-m", "verl_ext.trainer", "missing.yaml"]
+    rank = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert rank.returncode == 2
+    assert re.fullmatch(r"error: missing\.yaml cannot be read .*\n", rank.stderr)

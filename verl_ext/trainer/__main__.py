@@ -31,7 +31,11 @@ def main() -> None:
     end_at_first_signal()
     startup.load(Path(path).parent)
     startup.mark("torchrun", process_start())
-    config = read_config(Path(path))
+    try:
+        config = read_config(Path(path))
+    except UserError as error:
+        report_to_launcher(str(error))
+        leave(USER_ERROR_EXIT_CODE)
     rank = os.environ.get("RANK", "0")
     with recording_console(config.trainer.run_dir, f"rank {rank}"):
         try:
