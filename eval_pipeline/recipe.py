@@ -17,7 +17,7 @@ from eval_pipeline.config import TIERS, EvalConfig, TiersConfig
 from eval_pipeline.judge.isolation import find_packages
 from eval_pipeline.problems.datasets import parser_of
 from eval_pipeline.report.metrics import wanted_k
-from verl_ext.config.compose import Composer, load_yaml
+from verl_ext.config.compose import Composer
 from verl_ext.config.recipes import find_recipe
 from verl_ext.errors import UserError
 from verl_ext.metrics.registry import EVALUATION
@@ -37,9 +37,9 @@ def load_eval_config(name: str | None, overrides: Sequence[str] = ()) -> EvalCon
     """
     path = find_recipe("eval", name)
     composer = Composer(EvalConfig, extensible=False)
-    composer.add_recipe(load_yaml(path), str(path))
+    composer.add_recipe_file(path)
     composer.add_overrides(overrides)
-    config: EvalConfig = composer.build(str(path))
+    config: EvalConfig = composer.build()
     for dataset, source in config.sources.items():
         parser_of(source.format, f"datasets.{dataset}.format")
     find_packages(config.judge.packages)

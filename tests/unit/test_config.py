@@ -15,10 +15,10 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.models import cache_as_hub
-from verl_ext.config.compose import parse_override, value_set_by
+from verl_ext.config.compose import override_of, parse_override, value_set_by
 from verl_ext.config.recipes import RECIPES, recipe_summaries
 from verl_ext.config.run_config import config_digest
-from verl_ext.config.schema import as_dict, to_yaml
+from verl_ext.config.schema import as_dict, keys, to_yaml
 from verl_ext.data.training_templates import read_chat_template
 from verl_ext.errors import UserError
 from verl_ext.launch.__main__ import parse_arguments
@@ -71,7 +71,11 @@ def test_7b_recipe_has_specified_hyperparameters() -> None:
         ("+trainer.seed.x=1", "not a configuration key"),
         ("recipe=quickstrt", "did you mean recipe=quickstart"),
         ("a b=", "not an override of the form key=value"),
-        ("data.train_files=~/it's/a b", "'data.train_files=.*quote the value inside shell quotes"),
+        (
+            "data.train_files=~/it's/a b",
+            "'data.train_files=.*quote the value inside shell quotes, as in 'key=\"value\"'",
+        ),
+        ('data.train_files=a b"', "'data.train_files=.*quote the value inside shell quotes, as in \"key='value'\""),
         ("data.train_files=glob(*)", "'data.train_files=.* is a sweep"),
     ],
 )
@@ -354,13 +358,75 @@ def test_paths_need_only_shell_quoting(path: str) -> None:
         "data.train_files=['/a, /b=/c',{}]": ["/a, /b=/c", path],
     }.items():
         text = form.format(path)
-        assert value_set_by(parse_override(text), text) == value
+        assert value_set_by(parse_override(text, keys(SFTConfig)), text) == value
 
 
 def test_named_items_of_list_need_only_shell_quoting() -> None:
     text = "reward.functions=[near=/my dir/mine.py:near*0.5, reward_correct, 'a=b','c,d=e']"
     expected = ["near=/my dir/mine.py:near*0.5", "reward_correct", "a=b", "c,d=e"]
-    assert value_set_by(parse_override(text), text) == expected
+    assert value_set_by(parse_override(text, keys(GRPOConfig)), text) == expected
+
+
+AS_TYPED = ("12e4567", "2026_11_27", "1e-5", ".5", "0x1f", "007", "a,b", "h#1", "é (1)", "it's", '[a]{b}"c=')
+WITHOUT_SYNTAX = str.maketrans(dict.fromkeys("'[]{}\""))
+
+
+@pytest.mark.parametrize("text", AS_TYPED)
+def test_text_is_kept_as_typed(text: str) -> None:
+    plain = text.translate(WITHOUT_SYNTAX)
+    config = load_config("sft", [f"trainer.experiment_name={text}", f"+data.val_files=[{plain}, x]"])
+    assert isinstance(config, SFTConfig)
+    assert (config.trainer.experiment_name, config.trainer.run_dir.name) == (text, text)
+    assert config.data.val_files == [*plain.split(","), "x"]
+
+
+@pytest.mark.parametrize("text", [*AS_TYPED, "null", "true", "[a,b]", "{a: 1}", "'a'", '"', "a\\,b\\"])
+def test_suggested_commands_keep_text(text: str) -> None:
+    override = override_of("trainer.default_local_dir", text)
+    assert load_config("sft", [override]).trainer.default_local_dir == text
+
+
+@pytest.mark.parametrize(("typed", "value"), [("a\\,b", "a,b"), ("'1 '", "1 "), ("${stage}_1e5", "sft_1e5")])
+def test_text_may_have_quotes_escapes_and_interpolations(typed: str, value: str) -> None:
+    assert load_config("sft", [f"trainer.experiment_name={typed}"]).trainer.experiment_name == value
+
+
+def test_recipe_keeps_text_of_numbers(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "trainer: {experiment_name: 2026_11_27, project_name: 1e-5}\ndata: {train_files: [007, a, 1.0]}\n"
+    )
+    config = load_config("sft", [f"recipe={recipe}", "optim.lr=1e-5"])
+    assert config.trainer.default_local_dir == "checkpoints/1e-5/2026_11_27"
+    assert (config.data.train_files, config.optim.lr) == (["007", "a", "1.0"], 1e-5)
+    recipe.write_text("")
+    assert load_config("sft", [f"recipe={recipe}"]).stage == "sft"
+
+
+def test_unresolved_interpolation_is_blamed_on_its_source(tmp_path: Path) -> None:
+    def refused(*words: str) -> str:
+        with pytest.raises(UserError) as told:
+            configure(parse_arguments(["sft", "1", *words]))
+        return str(told.value)
+
+    for text in ("run_${y}", "run_${y"):
+        said = refused(f"trainer.experiment_name={text}")
+        assert said.startswith("the command line sets 'trainer.experiment_name'")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("trainer: {project_name: '${nowhere}', experiment_name: '${trainer.project_name}_1'}\n")
+    for words in ([], ["trainer.default_local_dir=x/${trainer.experiment_name}"]):
+        assert refused(f"recipe={recipe}", *words).startswith(f"{recipe} sets 'trainer.project_name'")
+
+
+def test_run_directory_may_refer_to_added_key() -> None:
+    words = ["+mine.number=7", "trainer.experiment_name=run_${mine.number}"]
+    assert configure(parse_arguments(["sft", "1", *words])).trainer.experiment_name == "run_7"
+
+
+@pytest.mark.parametrize("key", ["trainer.default_local_dir", "data.val_files", "+mine.note"])
+def test_literal_interpolation_is_rejected(key: str) -> None:
+    with pytest.raises(UserError, match=rf"{key.lstrip('+')} is .*remove them"):
+        configure(parse_arguments(["sft", "1", f"{key}=/tmp/a\\${{x}}"]))
 
 
 @pytest.mark.parametrize("key", ["trainer.default_local_dir", "data.train_files", "model.partial_pretrain"])

@@ -10,7 +10,9 @@ import pytest
 
 from tests.helpers import ROOT
 from verl_ext.console import print_next, print_summary, text_table, typed_path
+from verl_ext.launch.configure import sft_command
 from verl_ext.launch.report import next_after_evaluation, next_commands, print_run_summary
+from verl_ext.trainer.config import GRPOModelConfig
 from verl_ext.trainer.stages import RunConfig, load_config
 
 
@@ -35,6 +37,7 @@ def test_typed_path_is_relative_to_caller_directory(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(ROOT))
     assert typed_path(ROOT / "checkpoints/a/b") == "checkpoints/a/b"
     assert typed_path(tmp_path) == str(tmp_path)
+    assert typed_path("-dash/a") == "./-dash/a"
     monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(tmp_path))
     assert typed_path(ROOT / "run_sft.sh") == str(ROOT / "run_sft.sh")
 
@@ -83,6 +86,20 @@ RUN = "checkpoints/rlvr_coding_model"
 def test_next_commands_are_evaluation_and_following_stage(words: list[str], commands: list[str]) -> None:
     commands = [f"bash eval_pipeline/run.sh {text}" if text.startswith("watch") else text for text in commands]
     assert shown(next_commands(finished(*words))) == commands
+
+
+@pytest.mark.parametrize("name", ["it's", 'a"b', "[a]", "{a}", "{a", "a,b", "a b", "-dash", "null", "1e5", "é#"])
+@pytest.mark.usefixtures("caller_in_repository")
+def test_next_commands_can_be_typed(name: str) -> None:
+    config = finished()
+    config.trainer.default_local_dir = name
+    *_, override = shlex.split(shown(next_commands(config))[1])
+    model = load_config("grpo", [override]).model
+    assert isinstance(model, GRPOModelConfig) and Path(str(model.sft_run)) == Path(name)
+    command = sft_command(Path(name, "rlvr_coding_model", "sft_quickstart"), 2)
+    assert command is not None
+    *_, override = shlex.split(command)
+    assert load_config("sft", [override]).trainer.run_dir.parts[0] == name
 
 
 @pytest.mark.usefixtures("caller_in_repository")

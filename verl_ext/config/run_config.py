@@ -52,6 +52,17 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", values)
 
 
+def refuse_interpolations(values: Mapping[str, Any]) -> None:
+    """Refuse a configuration that `read_config_file` would refuse, because a name or a resolved value has `${`.
+
+    Raises:
+        UserError: the message names the key.
+    """
+    for name, value in leaves(values):
+        if "${" in name or (isinstance(value, str) and "${" in value):
+            raise UserError(f"{name} is {value!r}, which has the characters '${{' of an interpolation; remove them")
+
+
 def flat_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested values by dotted key; empty mappings and lists are values."""
     found: dict[str, Any] = {}

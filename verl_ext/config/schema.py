@@ -136,6 +136,17 @@ class Key:
         return get_origin(self.hint) is list
 
     @property
+    def is_text(self) -> bool:
+        """Whether the key takes one text, and a number only as its text."""
+        return not self.setting.quoted and set(_members(self.hint)) <= {str, types.NoneType}
+
+    @property
+    def is_list_of_text(self) -> bool:
+        """Whether the key takes a list of texts, and numbers only as their text."""
+        members = set(_members(self.hint))
+        return not self.setting.quoted and list[str] in members and members <= {list[str], str, types.NoneType}
+
+    @property
     def takes(self) -> str:
         """The allowed values as text, such as `an integer of at least 1, or null for all`."""
         words = [word for each in alternatives(self.hint) for word in _words(each)]
@@ -214,16 +225,21 @@ def fits(value: Any, hint: Any, quoted: bool = False) -> bool:
     return isinstance(value, hint)
 
 
-def as_text(value: Any, hint: Any) -> Any:
-    """Convert numbers to text where the hint expects text, as in `experiment_name=2024`."""
+def as_text(value: Any, hint: Any, written: Any = None) -> Any:
+    """Convert numbers to text where the hint expects text, as in `experiment_name=2024`.
+
+    Args:
+        written: the value with its text in the file instead of each number, if it is known: `2026_11_27`.
+    """
     members = _members(hint)
     if isinstance(value, list):
         items = [get_args(each)[0] for each in members if get_origin(each) is list]
-        return [as_text(item, items[0]) for item in value] if items else value
+        texts = written if isinstance(written, list) else [written] * len(value)
+        return [as_text(item, items[0], text) for item, text in zip(value, texts)] if items else value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or str not in members or any(fits(value, each) for each in members if each is not str):
         return value
-    return str(value)
+    return written if isinstance(written, str) else str(value)
 
 
 def _listed(words: list[str]) -> str:

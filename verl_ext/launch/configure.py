@@ -21,9 +21,10 @@ from verl_ext.checkpoint.manifest import (
 )
 from verl_ext.checkpoint.resume import find_checkpoint, require_same_optimizer
 from verl_ext.commands import program
+from verl_ext.config.compose import override_of
 from verl_ext.config.recipes import default_recipe
-from verl_ext.config.run_config import read_config_file
-from verl_ext.config.schema import set_at, value_at
+from verl_ext.config.run_config import read_config_file, refuse_interpolations
+from verl_ext.config.schema import as_dict, set_at, value_at
 from verl_ext.console import print_line
 from verl_ext.data.config import file_list
 from verl_ext.errors import UserError, first_line_of
@@ -62,13 +63,15 @@ def configure(arguments: argparse.Namespace) -> RunConfig:
     """Return the configuration, with the number of ranks and the paths of converted data filled in.
 
     Raises:
-        UserError: see `load_config`; or the number of ranks is missing, NNODES is malformed, or data cannot be read.
+        UserError: see `load_config`; or the number of ranks is missing, NNODES is malformed, data cannot be read, or a
+            resolved value has `${`.
     """
     config = resolve_config(arguments.command, arguments.overrides)
     set_num_ranks(config, arguments)
     config.trainer.trace |= arguments.trace
     for sentence in convert_data_files(config, arguments.overrides):
         print_line(sentence, sys.stderr if arguments.print_config else None)
+    refuse_interpolations(as_dict(config))
     return config
 
 
@@ -116,22 +119,28 @@ def resolve_config(command: str, overrides: list[str]) -> RunConfig:
         UserError: see `load_config`.
     """
     names_recipe = any(word.startswith("recipe=") for word in overrides)
-    if command == "sft" and overrides and not names_recipe:
-        composer = composer_of("sft")
-        of_run_dir = [word for word in overrides if composer.keys_set_by([word]) & RUN_DIR_KEYS]
-        trainer = with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *NO_INPUTS, *of_run_dir])).trainer
-        if was_started_by_verl(trainer.run_dir, trainer.resume_from_path):
-            print_line(
-                f"No recipe= given, and {trainer.run_dir} was started by verl: using recipe={VERL} (verl's defaults).",
-                sys.stderr,
-            )
-            return with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *overrides]))
+    if command == "sft" and overrides and not names_recipe and (run_dir := run_dir_of_verl(overrides)) is not None:
+        print_line(
+            f"No recipe= given, and {run_dir} was started by verl: using recipe={VERL} (verl's defaults).", sys.stderr
+        )
+        return with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *overrides]))
     config = load_config(command, overrides)
     if names_recipe and config.recipe == VERL:
         return with_paths_of_caller(config)
     if unknown := composer_of(config.stage).unknown_keys_added_by(overrides):
         print_line(f"Keys added with + have no effect unless custom code reads them: {', '.join(unknown)}", sys.stderr)
     return with_inputs_of_caller(config)
+
+
+def run_dir_of_verl(overrides: list[str]) -> Path | None:
+    """Return the run directory of a command without `recipe=` if verl itself started that run."""
+    composer = composer_of("sft")
+    try:
+        of_run_dir = [word for word in overrides if composer.keys_set_by([word]) & RUN_DIR_KEYS]
+        trainer = with_paths_of_caller(load_config("sft", [f"recipe={VERL}", *NO_INPUTS, *of_run_dir])).trainer
+    except UserError:  # the overrides are invalid, or refer to keys of the recipe that applies, which is loaded next
+        return None
+    return trainer.run_dir if was_started_by_verl(trainer.run_dir, trainer.resume_from_path) else None
 
 
 def was_started_by_verl(run_dir: Path, resume_from_path: str | None) -> bool:
@@ -354,5 +363,5 @@ def sft_command(run_dir: Path, num_ranks: int) -> str | None:
     if recipe.stem != default_recipe("sft"):
         words.append(f"recipe={recipe.stem}")
     if run_dir.resolve() != Path("checkpoints", *run_dir.parts[-2:]).resolve():
-        words.append(f"trainer.default_local_dir={run_dir}")
+        words.append(override_of("trainer.default_local_dir", str(run_dir)))
     return f"{program('sft')} {shlex.join(words)}"

@@ -9,7 +9,7 @@ from signal import Signals
 
 from verl_ext.checkpoint.manifest import EXPORT, has_export, read_complete, read_tracker, step_of
 from verl_ext.commands import typed_command
-from verl_ext.config.compose import load_yaml
+from verl_ext.config.compose import load_yaml, override_of
 from verl_ext.config.recipes import default_recipe
 from verl_ext.console import print_line, print_next, print_summary, typed_path, warn
 from verl_ext.errors import UserError
@@ -238,4 +238,4 @@ def grpo_with(config: RunConfig, recipe: str, *, names_run: bool = True) -> list
     """Return the GRPO command with a recipe, on the same number of ranks."""
     words = [*typed_command("grpo"), str(config.trainer.n_gpus_per_node)]
     words += [f"recipe={recipe}"] * (recipe != default_recipe("grpo"))
-    return words + [f"model.sft_run={typed_path(config.trainer.run_dir)}"] * names_run
+    return words + [override_of("model.sft_run", typed_path(config.trainer.run_dir))] * names_run

@@ -60,7 +60,7 @@ class PlanOptions:
         Raises:
             UserError: an option has an invalid value or is misspelled.
         """
-        from verl_ext.config.compose import COMMAND_LINE, Composer  # here, because it imports hydra
+        from verl_ext.config.compose import Composer  # here, because it imports hydra
 
         known = keys(cls)
         pairs = [word.partition("=") for word in words]
@@ -75,7 +75,7 @@ class PlanOptions:
             own["gpus"] = f"[{own['gpus'].strip('[]')}]"
         composer = Composer(cls, extensible=False)
         composer.add_overrides(f"{key}={value}" for key, value in own.items())
-        return composer.build(COMMAND_LINE), [word for word, (key, _, _) in zip(words, pairs) if key not in own]
+        return composer.build(), [word for word, (key, _, _) in zip(words, pairs) if key not in own]
 
 
 def known_words(words: Sequence[str]) -> list[str]:

@@ -417,15 +417,15 @@ def load_config(command: str, words: Iterable[str]) -> RunConfig:
             that the command does not have.
     """
     overrides = list(words)
-    recipe, content, stage = chosen_recipe(command, overrides)
+    recipe, _, stage = chosen_recipe(command, overrides)
     composer = composer_of(stage)
-    composer.add_recipe(content, str(recipe))
+    composer.add_recipe_file(recipe)
     composer.add_overrides(word for word in overrides if not word.startswith("recipe="))
     values = composer.values
     if values["stage"] != stage:
         raise UserError(f"stage={values['stage']} cannot be set on the command line; set recipe to one of that stage")
     composer.set_key("recipe", recipe.stem)
-    config: RunConfig = composer.build(str(recipe))
+    config: RunConfig = composer.build()
     return config
 
 
@@ -452,8 +452,8 @@ def config_of(config: DictConfig) -> RunConfig:
 def _config_of_values(values: dict[str, Any], source: str) -> RunConfig:
     stage = _known_stage(values.get("stage", "sft"), source)
     composer = composer_of(stage)
-    composer.add_recipe(values, source, adds=True)
-    config: RunConfig = composer.build(source)
+    composer.add_config(values, source)
+    config: RunConfig = composer.build()
     return config
 
 
