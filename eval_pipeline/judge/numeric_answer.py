@@ -239,8 +239,8 @@ def _is_no_number(stated: str, candidate: str, enclosed: bool) -> bool:
 def _enclosed(text: str) -> str | None:
     """The content of `<answer>…</answer>` or `\\boxed{…}`; None without these tags."""
     answer = _in_answer_tags(text)
-    boxed = last_boxed(text if answer is None else answer)
-    return answer if boxed is None else boxed
+    boxes = _last_boxes(text if answer is None else answer)
+    return ", ".join(boxes) if boxes else answer
 
 
 def _find_tagged(text: str) -> _Tagged | None:
@@ -262,22 +262,22 @@ def _in_answer_tags(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` or `\\boxed 5`, up to the end if it is cut off; None without one.
+    """The content of the last `\\boxed{…}` or `\\boxed 5`, up to the end if it is cut off; None without one."""
+    boxes = _last_boxes(text)
+    return boxes[-1] if boxes else None
 
-    Boxes joined by a comma, `and` or `or` are a list: `1, 2` of `x = \\boxed{1}` or `x = \\boxed{2}`.
-    """
-    openings = [*_BOXED.finditer(text)]
-    if not openings:
-        return None
-    start = openings[-1].start()
-    contents = [_box_content(text, openings[-1], len(text))[0]]  # the last one first
-    for opening in reversed(openings[:-1]):
+
+def _last_boxes(text: str) -> list[str]:
+    """The contents of the last box, and of those before it that a comma, `and` or `or` joins to it."""
+    contents: list[str] = []
+    start = len(text)
+    for opening in reversed([*_BOXED.finditer(text)]):
         content, end = _box_content(text, opening, start)
-        if not _BETWEEN_BOXES.fullmatch(text, end, start):
+        if contents and not _BETWEEN_BOXES.fullmatch(text, end, start):
             break
         contents.append(content)
         start = opening.start()
-    return ", ".join(reversed(contents))
+    return contents[::-1]
 
 
 def _box_content(text: str, opening: re.Match[str], limit: int) -> tuple[str, int]:
