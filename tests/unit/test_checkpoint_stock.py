@@ -111,7 +111,9 @@ def test_newer_verl_save_precedes_stale_tracker(tmp_path: Path) -> None:
 def test_verl_checkpoint_without_optimizer_needs_model_only_load(tmp_path: Path) -> None:
     checkpoint = save_as_verl(tmp_path, 20, kinds=("model",))
     assert find(tmp_path, with_optimizer=False) == (checkpoint, [])
-    with pytest.raises(UserError, match=r"verl saved it without the optimizer; remove it from .*load_contents"):
+    with pytest.raises(
+        UserError, match=r"verl saved it without optimizer state; remove optimizer from .*load_contents"
+    ):
         find(tmp_path)
 
 

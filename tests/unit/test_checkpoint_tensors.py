@@ -332,12 +332,12 @@ def test_digest_while_writing_equals_digest_of_file(state: dict, tmp_path: Path)
 def test_disk_space_is_checked_before_saving(state: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bytes_of({"a": [state["wide"], "text"], "b": shard(state["wide"], 2, 1)}) == 84 + 36
     require_space(tmp_path, 1)
-    with pytest.raises(UserError, match=r"it needs 1048576.0 TiB"):
+    with pytest.raises(UserError, match=r"it needs 1048576.0 TiB.* prune \S+ --max-to-keep 1`"):
         require_space(tmp_path, 2**60)
     warn_if_next_will_not_fit(tmp_path, 1)
     assert capsys.readouterr().err == ""
     warn_if_next_will_not_fit(tmp_path, 2**60)
-    assert "next checkpoint will fail" in capsys.readouterr().err
+    assert "next save will fail" in capsys.readouterr().err
 
 
 def test_sizes_on_small_disk_are_not_zero(

@@ -114,10 +114,10 @@ def test_export_copies_no_file_from_outside(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "out").mkdir()
     copy_small_files(source, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"merges.txt", "vocab.json"}
-    assert "tokenizer.json, a link that leaves the checkpoint" in capsys.readouterr().err
+    assert "tokenizer.json, a link that points outside the checkpoint" in capsys.readouterr().err
     (source / "config.json").symlink_to(secret)
     torch.save({"w": torch.zeros(2)}, source.parent / shard_name(MODEL, 1, 0))
-    with pytest.raises(UserError, match="is a link that leaves the checkpoint"):
+    with pytest.raises(UserError, match="is a link that points outside the checkpoint"):
         write_weights(source.parent, tmp_path / "out", "bf16", 1.0, lambda num_bytes: None)
 
 

@@ -108,7 +108,9 @@ def read_retention(run_dir: Path) -> tuple[int | None, CheckpointConfig]:
 def _section(path: Path, values: dict[str, Any], name: str) -> dict[str, Any]:
     found = values.get(name) or {}
     if not isinstance(found, dict):
-        raise UserError(f"{path} cannot be used ({name} is {found!r}); correct it, or move it away to keep all")
+        raise UserError(
+            f"{path} cannot be used ({name} is {found!r}); correct it, or move it away to keep all checkpoints"
+        )
     return found
 
 

@@ -80,7 +80,10 @@ def _renew(path: Path, seconds: float, ended: threading.Event) -> None:
         try:
             _write(path, seconds)
         except OSError as error:
-            warn(f"{path} could not be renewed ({error.strerror}); without it the checkpoint may be removed")
+            warn(
+                f"the lease {path} could not be renewed ({error.strerror}); rotation may remove the checkpoint while "
+                "it is being read"
+            )
 
 
 def _release(path: Path) -> None:

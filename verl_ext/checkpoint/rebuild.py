@@ -106,7 +106,7 @@ def export_dtype_of(checkpoint: Path) -> str:
     if recorded in DTYPES.values():
         return recorded
     path = checkpoint / EXPORT / "config.json"
-    if _leads_out(path, checkpoint):
+    if _points_outside(path, checkpoint):
         return "bf16"
     try:
         return DTYPES[parse_json(path.read_bytes())["dtype"]]
@@ -197,7 +197,7 @@ def _small_files_of_sibling(checkpoint: Path) -> dict[str, bytes]:
             return {
                 str(path.relative_to(source)): path.read_bytes()
                 for path in source.rglob("*")
-                if path.is_file() and not _is_weights(path.name) and not _leads_out(path, sibling)
+                if path.is_file() and not _is_weights(path.name) and not _points_outside(path, sibling)
             }
     return {}
 
@@ -224,8 +224,8 @@ def write_weights(checkpoint: Path, directory: Path, dtype: str, max_shard_gib: 
     """Write the safetensors files, their index, and the configuration with the new dtype."""
     torch_dtype = PrecisionType.to_dtype(dtype)
     new, own = directory / "config.json", checkpoint / EXPORT / "config.json"
-    if not new.exists() and _leads_out(own, checkpoint):
-        raise UserError(f"{own} is a link that leaves the checkpoint; replace it with a copy of the file")
+    if not new.exists() and _points_outside(own, checkpoint):
+        raise UserError(f"{own} is a link that points outside the checkpoint; replace it with a copy of the file")
     try:
         config = parse_json((new if new.exists() else own).read_bytes())
         if not isinstance(config, dict):
@@ -274,8 +274,8 @@ def copy_small_files(source: Path, target: Path) -> None:
     Skips links that leave the checkpoint: exports are often shared, and the linked file may be private.
     """
     for path in source.rglob("*"):
-        if _leads_out(path, source.parent):
-            warn(f"skipping {path}, a link that leaves the checkpoint")
+        if _points_outside(path, source.parent):
+            warn(f"skipping {path}, a link that points outside the checkpoint")
             continue
         copy = target / path.relative_to(source)
         if path.is_file() and not copy.exists() and not _is_weights(path.name):
@@ -283,8 +283,8 @@ def copy_small_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, copy)
 
 
-def _leads_out(path: Path, checkpoint: Path) -> bool:
-    """Whether a path in a checkpoint is a link that leaves the checkpoint."""
+def _points_outside(path: Path, checkpoint: Path) -> bool:
+    """Whether a path in a checkpoint is a link that points outside the checkpoint."""
     return not path.resolve().is_relative_to(checkpoint.resolve())
 
 

@@ -191,7 +191,10 @@ def _why_no_optimizer(path: Path, manifest: Manifest) -> str | None:
     if DROPPED_OPTIMIZER not in manifest.dropped:
         return None
     if is_verl_checkpoint(path):
-        return "verl saved it without the optimizer; remove it from trainer.checkpoint.load_contents to start a new one"
+        return (
+            "verl saved it without optimizer state; remove optimizer from trainer.checkpoint.load_contents to start a "
+            "new optimizer"
+        )
     return "its optimizer shards were dropped when it was kept as best (trainer.checkpoint.drop_optimizer_of_best)"
 
 

@@ -15,6 +15,7 @@ A failure before the commit leaves all earlier checkpoints unchanged, and is rai
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,7 +43,8 @@ from verl_ext.checkpoint.manifest import (
     write_tracker,
 )
 from verl_ext.checkpoint.retention import read_best_file, removal_name, remove_leftovers, remove_tree, rotate, why_held
-from verl_ext.console import warn
+from verl_ext.commands import typed_command
+from verl_ext.console import typed_path, warn
 from verl_ext.distributed import gather_results, on_rank_zero, to_local
 from verl_ext.errors import UserError
 from verl_ext.files import TEMPORARY, file_digest, format_bytes, free_bytes, replace_file, sync_directory, write_errors
@@ -130,7 +132,7 @@ class CheckpointWriter:
         return time.perf_counter() - start
 
     def rotate(self) -> None:  # step 7
-        """Remove old checkpoints, and warn if the next checkpoint will not fit on the disk."""
+        """Remove old checkpoints, and warn if the next save will not fit on the disk."""
         if self.rank > 0:
             return
         run_dir = self.final.parent
@@ -272,10 +274,11 @@ def local_tensors(state: Any) -> Iterator[torch.Tensor]:
 def require_space(directory: Path, num_bytes: int) -> None:
     """Refuse a save that does not fit on the disk."""
     free = free_bytes(directory)
-    if free < num_bytes:
+    if free < num_bytes:  # rotation cannot help, because it runs only after a commit
+        prune = shlex.join([*typed_command("checkpoint"), "prune", typed_path(directory), "--max-to-keep", "1"])
         raise UserError(
-            f"it needs {format_bytes(num_bytes)}, but {directory} has {format_bytes(free)} free; free some space or "
-            "lower trainer.max_ckpt_to_keep"
+            f"it needs {format_bytes(num_bytes)}, but {directory} has {format_bytes(free)} free; free disk space, for "
+            f"example with `{prune}`"
         )
 
 
@@ -284,7 +287,7 @@ def warn_if_next_will_not_fit(directory: Path, num_bytes: int) -> None:
     free, needed = free_bytes(directory), num_bytes * MARGIN
     if free < needed:
         warn(
-            f"the next checkpoint will fail: it needs about {format_bytes(needed)}, but {directory} has "
+            f"the next save will fail: it needs about {format_bytes(needed)}, but {directory} has "
             f"{format_bytes(free)} free; free some space before it is due"
         )
 
