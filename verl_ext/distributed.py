@@ -140,10 +140,10 @@ def init_process_group(device_name: str) -> None:
     backends = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
     if device_name != "cpu":
         devices, index = getattr(torch, device_name), int(os.environ["LOCAL_RANK"])
-        if index >= devices.device_count():
+        if index >= (num_devices := devices.device_count()):
             raise UserError(
-                f"there are more than {devices.device_count()} ranks on this node, but torch finds only "
-                f"{devices.device_count()} devices; start as many ranks as devices"
+                f"torch finds only {num_devices} devices on this node, which has more ranks; start at most "
+                f"{num_devices} ranks per node"
             )
         devices.set_device(index)
     dist.init_process_group(backends[device_name], timeout=COLLECTIVE_TIMEOUT)

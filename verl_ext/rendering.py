@@ -46,7 +46,7 @@ class rendering:  # noqa: N801 - reads like a function, as contextlib's do; a ge
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if isinstance(error, _TimeUp):
             raise EndlessTemplate(
-                f"the chat template does not end: rendering took more than {RENDER_S:g} s; correct the template"
+                f"the chat template does not terminate: rendering took more than {RENDER_S:g} s; correct the template"
             ) from None
         if isinstance(error, Exception) and not isinstance(error, (TemplateError, UserError)):
             raise TemplateError(one_line(error)) from error

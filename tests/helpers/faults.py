@@ -235,7 +235,7 @@ def assert_stop_loses_no_step(
     assert record["attempts"][0]["exit_reason"] == f"stopped by {number.name} after step {last}"
     assert run.names() == {str(last)}
     assert run.tracker() == str(last)
-    says = "the same command resumes from there, and writes its huggingface/ first"
+    says = "the same command resumes from there, after writing the checkpoint's huggingface/"
     assert f"Stopped by {number.name} after step {last}; {says}" in stopped.stdout
     checkpoint = run.run_dir / f"global_step_{last}"
     assert Manifest.read(checkpoint).deferred == ("huggingface",) and not has_export(checkpoint)

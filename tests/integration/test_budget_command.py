@@ -128,13 +128,16 @@ def test_run_starts_from_controller_of_another_run(budget_inputs: Path, budget_r
     assert max(float((tensor - expected[name]).abs().max()) for name, tensor in found.items()) < 1e-8
 
 
-def test_rewards_with_another_budget_do_not_compare(budget_inputs: Path, budget_run: RecipeRun, tmp_path: Path) -> None:
+def test_rewards_with_another_budget_are_not_comparable(
+    budget_inputs: Path, budget_run: RecipeRun, tmp_path: Path
+) -> None:
     import torch
 
     shutil.copytree(budget_run.run_dir, tmp_path / "run")
     epochs = f"trainer.total_epochs={NUM_EPOCHS + 1}"
     done = budget_run_of(budget_inputs, tmp_path / "run", epochs, "controller.budgets_ms=[55.0,60.0]").finish()
-    assert f"rewards before and after step {NUM_EPOCHS * STEPS_PER_EPOCH} do not compare" in done.stdout + done.stderr
+    says = f"rewards before and after step {NUM_EPOCHS * STEPS_PER_EPOCH} are not comparable"
+    assert says in done.stdout + done.stderr
     former, last = (torch.load(each / "best_model.pt") for each in (budget_run.run_dir, tmp_path / "run"))
     assert last["val_reward"] < former["val_reward"] and last["epoch"] == NUM_EPOCHS + 1
 

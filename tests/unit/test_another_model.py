@@ -77,7 +77,7 @@ def test_rejects_another_reference_model(quickstart: Path, tmp_path: Path) -> No
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(UserError, match="moved is not the reference model of the run so far; restore that model"):
+    with pytest.raises(UserError, match="moved differs from the reference model .* so far; restore the original"):
         GRPOTrainer.require_same_reference(trainer(first.reference_digest))
 
 

@@ -92,8 +92,8 @@ def test_valid_settings_are_accepted(quickstart: Path, tmp_path: Path) -> None:
         ("data.truncation=left", "the command line sets data.truncation, which has no effect in the stage grpo"),
         ("trainer.test_freq=3", "trainer.test_freq=3 differs from data.eval_every_steps=.*omit trainer.test_freq"),
         ("data.eval_every_steps=99999999999", "at most 2147483647, or 0 for never"),
-        ("data.val_files=null", "data.val_files is empty"),
-        ("data.val_files=[]", "data.val_files is empty"),
+        ("data.val_files=null", "data.val_files is not set"),
+        ("data.val_files=[]", "data.val_files is not set"),
     ],
 )
 def test_invalid_settings_are_rejected(quickstart: Path, tmp_path: Path, override: str, says: str) -> None:
@@ -362,7 +362,7 @@ def test_text_in_mapping_column_is_rejected(
 ) -> None:
     path = tmp_path / "prompts.parquet"
     pd.DataFrame({"prompt": ["What is 6 * 12?"], column: ['{"ground_truth": "72"}']}).to_parquet(path)
-    with pytest.raises(UserError, match=f"prompts.parquet row 0 .*'{column}' is a str"):
+    with pytest.raises(UserError, match=f"prompts.parquet row 0 .*'{column}' has type str"):
         PromptDataset(str(path), tokenizer, config_with(quickstart, tmp_path).data)
 
 

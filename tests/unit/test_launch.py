@@ -191,7 +191,7 @@ def test_rank_with_user_error_is_reported_as_cause() -> None:
     failure = first_failure(failures)
     assert (failure.message, failure.is_user_error) == ("the file is empty", True)
     no_reply = FakeFailure(2, "To enable traceback see: https://pytorch.org/", 2, error_file="<N/A>")
-    assert first_failure({1: no_reply}).message == "rank 1 refused its input; see its message above"
+    assert first_failure({1: no_reply}).message == "rank 1 rejected its input; see its message above"
     killed = first_failure({1: FakeFailure(-9, "", 5), 0: FakeFailure(1, "", 6)})
     assert (killed.message, killed.is_user_error) == ("rank 1 (process 7) was killed by SIGKILL", False)
 
@@ -255,7 +255,7 @@ def test_rejects_mistakes_before_preparing_or_writing(
         ("sft", "model.partial_pretrain=/nowhere", "no model at /nowhere"),
         ("sft", "data.train_files=/nowhere.parquet", "data.train_files names /nowhere.parquet"),
         ("grpo", "optim.lr=-1", "optim.lr is -1"),
-        ("grpo", "data.val_files=null", "data.val_files is empty"),
+        ("grpo", "data.val_files=null", "data.val_files is not set"),
         ("grpo", "model.partial_pretrain=/nowhere", "no model at /nowhere"),
         ("grpo", "data.max_response_length=100000", "more than the model's context"),
         ("grpo", "reward.packages=[numpyy]", "'numpyy', which is not installed"),
@@ -439,7 +439,7 @@ def test_rank_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match="torch finds only 2 devices; start as many ranks as devices"):
+    with pytest.raises(UserError, match="torch finds only 2 devices on this node, .* start at most 2 ranks per node"):
         init_process_group("cuda")
 
 

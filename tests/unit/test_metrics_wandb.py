@@ -206,7 +206,7 @@ def test_respects_wandb_mode(tmp_path, monkeypatch):
 def test_missing_package_warns_once_and_opens_no_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert open_wandb_run(project="p", name="n", directory=tmp_path, config={}) is None
-    assert capsys.readouterr().err.count("warning: W&B is off") == 1
+    assert capsys.readouterr().err.count("warning: W&B is disabled") == 1
 
 
 def test_run_id_is_persistent_and_replaces_empty_file(tmp_path):

@@ -67,13 +67,14 @@ def test_auto_uses_bf16_for_sft_on_cpus_with_bf16_units(cpuinfo: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("available", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
+    ("available", "name", "variable"),
+    [("cuda", "GPUs", "CUDA_VISIBLE_DEVICES"), ("npu", "NPUs", "ASCEND_RT_VISIBLE_DEVICES")],
 )
 def test_training_on_cpus_requires_hidden_accelerators(
-    available: str, variable: str, monkeypatch: pytest.MonkeyPatch
+    available: str, name: str, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "get_device_name", lambda: available)
-    with pytest.raises(UserError, match=f"on a machine with {available}; hide that instead, with {variable}=''$"):
+    with pytest.raises(UserError, match=f"on a machine with {name}; to train .*, hide them with {variable}=''$"):
         resolve_device(load_config("sft", ["trainer.device=cpu"]))
 
 

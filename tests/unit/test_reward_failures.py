@@ -209,8 +209,8 @@ def test_rejects_file_that_hangs(rows: Path, tmp_path: Path, monkeypatch: pytest
         ("reward_model", [{"style": "rule"}] * 2, "no field 'ground_truth'"),
         ("reward_model", [{"ground_truth": "72"}, None], "row 1 has no reward_model.ground_truth"),
         ("reward_model", [{"ground_truth": "72"}, {"ground_truth": None}], "row 1 has no"),
-        ("reward_model", ['{"ground_truth": "72"}'] * 2, r"'reward_model' .* is a \w*string"),
-        ("extra_info", ["{}"] * 2, r"'extra_info' .* is a \w*string"),
+        ("reward_model", ['{"ground_truth": "72"}'] * 2, r"'reward_model' .* has type \w*string"),
+        ("extra_info", ["{}"] * 2, r"'extra_info' .* has type \w*string"),
         ("reward_model", [{"ground_truth": '{"tests": 3}'}] * 2, "cannot read the tests .*row 0"),
         ("reward_model", [{"ground_truth": "72"}, {"ground_truth": '{"tests": ["a'}], "row 1 .*not valid JSON"),
     ],
@@ -233,7 +233,7 @@ def test_rejects_text_column_in_files_that_are_only_read(rows: Path, column: str
     pd.read_parquet(rows).assign(**{column: ["{}"] * 2}).to_parquet(text)
     config = config_of(rows, "reward_correct")
     config.data.val_files, config.data.eval_every_steps = str(text), 0
-    with pytest.raises(UserError, match=rf"'{column}' of .*text.parquet is a \w*string"):
+    with pytest.raises(UserError, match=rf"'{column}' of .*text.parquet has type \w*string"):
         check_rewards_of(config)
     pd.read_parquet(rows).drop(columns="reward_model").to_parquet(text)
     check_rewards_of(config)  # what is not measured needs no ground truth

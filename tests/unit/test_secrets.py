@@ -45,8 +45,8 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("+engine.api_key=" + KEY, "engine.api_key would hold a secret, by its name"),
-        ("+data.apply_chat_template_kwargs.password=" + KEY, "password would hold a secret"),
+        ("+engine.api_key=" + KEY, "engine.api_key seems to hold a secret, judging by its name"),
+        ("+data.apply_chat_template_kwargs.password=" + KEY, "password seems to hold a secret"),
         ("trainer.wandb_proxy='" + PROXY + "'", "trainer.wandb_proxy holds an address with a password"),
         ("trainer.logger=[console,'" + PROXY + "']", "trainer.logger holds an address with a password"),
         ("trainer.experiment_name=run_" + KEY, "holds the value of the variable OPENAI_API_KEY"),

@@ -104,7 +104,7 @@ def test_template_gets_given_date(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("template", "names"),
     [
-        ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "does not end"),
+        ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "does not terminate"),
         ("{{ raise_exception('no questions') }}", "cannot render mine/1 .*no questions"),
     ],
 )

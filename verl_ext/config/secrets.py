@@ -35,7 +35,7 @@ def require_no_secrets(settings: Mapping[str, Any]) -> None:
         if not isinstance(value, str):
             continue
         if _OF_SETTINGS.search(key) and value:
-            why = "would hold a secret, by its name"
+            why = "seems to hold a secret, judging by its name"
         elif _PASSWORD.search(value):
             why = "holds an address with a password"
         elif name := next((name for name, secret in _secrets() if secret in value), None):

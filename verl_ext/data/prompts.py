@@ -129,5 +129,6 @@ def _struct(record: dict[str, Any], column: str) -> dict[str, Any]:
     """
     value = record.get(column)
     if value is not None and not isinstance(value, dict):
-        raise UserError(f"its column '{column}' is a {type(value).__name__}; write a struct, as in verl's RL format")
+        kind = type(value).__name__
+        raise UserError(f"its column '{column}' has type {kind}; write a struct, as in verl's RL format")
     return value or {}

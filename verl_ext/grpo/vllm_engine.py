@@ -239,7 +239,7 @@ def require_free_memory(utilization: float) -> None:
             raise UserError(
                 f"the GPU of rank {rank} has {format_bytes(free)} of {format_bytes(total)} free, but "
                 f"rollout.gpu_memory_utilization={utilization} needs {format_bytes(math.ceil(utilization * total))}; "
-                f"end other processes on the GPU, or set it to {fitting} or less"
+                f"end other processes on the GPU, or set rollout.gpu_memory_utilization to {fitting} or less"
             )
 
 
@@ -248,7 +248,8 @@ def remedy_of(error: Exception) -> str:
     if not is_memory_error(error):
         return "set rollout.engine=hf"
     return (
-        "change rollout.gpu_memory_utilization, or lower rollout.max_num_seqs or data.max_response_length"
+        "raise rollout.gpu_memory_utilization if vLLM needs more memory, lower it if the GPU has none left, or lower "
+        "rollout.max_num_seqs or data.max_response_length"
         if torch.cuda.is_available()
         else "end other processes, or use fewer ranks"
     )

@@ -40,7 +40,7 @@ class HandledStop:
 
 @dataclass(frozen=True)
 class Failure:
-    """A crash of a rank, or input that a rank refused.
+    """A crash of a rank, or input that a rank rejected.
 
     Attributes:
         message: what happened, for the user.
@@ -52,7 +52,7 @@ class Failure:
 
     @property
     def is_user_error(self) -> bool:
-        """Whether a rank refused its input."""
+        """Whether a rank rejected its input."""
         return self.exit_code == USER_ERROR_EXIT_CODE
 
 
@@ -102,7 +102,7 @@ def classify_outcome(failures: Mapping[int, ProcessFailure], request: HandledSto
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
-    """Find the cause: a rank that refused its input, else one that was killed, else the first to fail.
+    """Find the cause: a rank that rejected its input, else one that was killed, else the first to fail.
 
     torchrun polls its ranks ten times a second and records whole seconds, so a rank that fails because its peer was
     killed can have the same timestamp. torchrun's own SIGKILL comes later and is not among the failures.
@@ -114,7 +114,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
     )
     first = failures[rank]
     if refused and first.error_file == NO_REPLY:
-        return Failure(f"rank {rank} refused its input; see its message above", first.exitcode)
+        return Failure(f"rank {rank} rejected its input; see its message above", first.exitcode)
     if refused and isinstance(first.message, str):
         return Failure(first.message, first.exitcode)
     how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"failed with exit code {first.exitcode}"

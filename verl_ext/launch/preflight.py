@@ -118,7 +118,10 @@ def check_best_metric(name: str) -> None:
     """Refuse a metric that checkpoints do not record."""
     lookup_metric(name)
     if not name.startswith(("train/", "val/")) and (not name.startswith("eval/") or name.count("/") > 1):
-        raise UserError(f"trainer.checkpoint.best_metric is {name}; set it to a metric that training logs")
+        raise UserError(
+            f"trainer.checkpoint.best_metric is {name}, which checkpoints do not record; set it to a metric train/..., "
+            "val/... or eval/NAME"
+        )
 
 
 def check_health(config: RunConfig) -> None:
@@ -173,7 +176,10 @@ def check_device(trainer: TrainerConfig) -> None:
     if wanted == "cuda" and available == "cpu":
         raise UserError("trainer.device is cuda, but torch finds no GPU here; set trainer.device=auto")
     if wanted == "cpu" and available == "cuda":
-        raise UserError("trainer.device is cpu on a machine with GPUs; hide them instead, with CUDA_VISIBLE_DEVICES=''")
+        raise UserError(
+            "trainer.device=cpu is not supported on a machine with GPUs; to train on the CPU, hide them with "
+            "CUDA_VISIBLE_DEVICES=''"
+        )
     if has_too_few and available == "cuda":
         raise UserError(
             f"{ranks} ranks need {ranks} GPUs, but only {num_gpus} can be used here; start {num_gpus} ranks, or train "

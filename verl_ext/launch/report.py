@@ -39,7 +39,7 @@ def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int
         record: record of the run; None on nodes other than the first, which writes it for all.
 
     Raises:
-        UserError: a rank refused its input. The caller closes `run.json`, as for errors of the launcher itself.
+        UserError: a rank rejected its input. The caller closes `run.json`, as for errors of the launcher itself.
     """
     if isinstance(outcome, Stopped) and record is not None:
         outcome = unless_ended_before(outcome, record)
@@ -127,7 +127,7 @@ def next_start(config: RunConfig, last_step: int | None = None) -> str:
     if checkpoint is None:
         return "the same command starts at step 0"
     where = "there" if step_of(checkpoint) == last_step else checkpoint.name
-    then = f", and writes its {EXPORT}/ first" if EXPORT in read_complete(checkpoint).deferred else ""
+    then = f", after writing the checkpoint's {EXPORT}/" if EXPORT in read_complete(checkpoint).deferred else ""
     return f"the same command resumes from {where}{then}"
 
 

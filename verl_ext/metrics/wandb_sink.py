@@ -136,7 +136,7 @@ def open_wandb_run(
         run.define_metric("*", step_metric="global_step")
         _announce(run, Path(directory))
     except Exception as error:  # a failing tracker must not stop training
-        warn(f"W&B is off, because it cannot start: {one_line(error)}")
+        warn(f"W&B is disabled, because it could not start: {one_line(error)}")
         return None
     return run
 

@@ -307,7 +307,7 @@ class BudgetTrainer(RewardTrainer):
             if self.is_main:
                 warn(
                     "the budgets, the latency's percentile or the reward have changed, so rewards before and after "
-                    f"step {step} do not compare; {BEST_MODEL} and the plateau of the learning rate start anew"
+                    f"step {step} are not comparable; {BEST_MODEL} and the learning-rate plateau are reset"
                 )
         return step
 

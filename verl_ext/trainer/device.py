@@ -48,8 +48,8 @@ def resolve_device(config: RunConfig) -> str:
         raise UserError(f"trainer.device is {wanted}, but this machine has {available}; set trainer.device=auto")
     if wanted == "cpu" and available != "cpu":
         raise UserError(
-            f"trainer.device is cpu on a machine with {available}; hide that instead, with "
-            f"{VISIBLE_DEVICES[available]}=''"
+            f"trainer.device=cpu is not supported on a machine with {'NPUs' if available == 'npu' else 'GPUs'}; to "
+            f"train on the CPU, hide them with {VISIBLE_DEVICES[available]}=''"
         )
     device = cast("Device", available)
     config.trainer.device = device

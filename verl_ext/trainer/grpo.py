@@ -350,8 +350,8 @@ class GRPOTrainer(RewardTrainer):
         self.reference_digest = on_rank_zero(lambda: sampled_digest(files) if files[0].is_file() else "")
         if self.former_reference and self.reference_digest not in ("", self.former_reference):
             raise UserError(
-                f"model.partial_pretrain={self.config.model.partial_pretrain} is not the reference model of the run so "
-                "far; restore that model, or set another trainer.experiment_name"
+                f"model.partial_pretrain={self.config.model.partial_pretrain} differs from the reference model that "
+                "this run has used so far; restore the original model, or set another trainer.experiment_name"
             )
 
     def data_state(self) -> dict[str, Any]:

@@ -157,7 +157,8 @@ class SFTConfig(RunConfig):
         size = self.ulysses_sequence_parallel_size
         if world_size % size:
             raise UserError(
-                f"ulysses_sequence_parallel_size {size} does not divide the {world_size} ranks; choose a divisor"
+                f"ulysses_sequence_parallel_size {size} does not divide the {world_size} ranks; choose a divisor of "
+                f"{world_size}"
             )
         if size > 1 and importlib.util.find_spec("flash_attn") is None:
             raise UserError("ulysses_sequence_parallel_size above 1 needs GPUs and the flash-attn package; install it")
@@ -225,8 +226,8 @@ class GRPOConfig(RewardStageConfig):
         data = self.data
         if data.eval_every_steps and data.eval_split == "test" and not data.val_files:
             raise UserError(
-                f"data.eval_every_steps is {data.eval_every_steps}, but data.val_files is empty; set it, set "
-                "data.eval_split=train to evaluate on training prompts, or set data.eval_every_steps=0"
+                f"data.eval_every_steps is {data.eval_every_steps}, but data.val_files is not set; set data.val_files, "
+                "set data.eval_split=train to evaluate on training prompts, or set data.eval_every_steps=0"
             )
         if self.actor.policy_loss.loss_mode == "kl_cov" and self.updates_per_step == 1:
             raise UserError(
@@ -240,8 +241,8 @@ class GRPOConfig(RewardStageConfig):
         size = self.rollout.tensor_model_parallel_size
         if world_size % size:
             raise UserError(
-                f"rollout.tensor_model_parallel_size is {size}, which does not divide the {world_size} ranks; choose "
-                "a divisor"
+                f"rollout.tensor_model_parallel_size is {size}, which does not divide the {world_size} ranks; choose a "
+                f"divisor of {world_size}"
             )
         require_divisible(self, world_size, self.actor.ppo_mini_batch_size, unit=size)
         num_prompts = self.actor.ppo_mini_batch_size or self.data.train_batch_size
@@ -274,8 +275,8 @@ class BudgetConfig(RewardStageConfig):
             )
         if self.controller.budgets_of_full is not None and self.latency.source != "model":
             raise UserError(
-                "controller.budgets_of_full needs the latency model; set latency.source=model, or replace it with "
-                "controller.budgets_ms"
+                "controller.budgets_of_full needs the latency model; set latency.source=model, or use "
+                "controller.budgets_ms instead of controller.budgets_of_full"
             )
 
     def check_ranks(self, world_size: int) -> None:
@@ -423,7 +424,9 @@ def load_config(command: str, words: Iterable[str]) -> RunConfig:
     composer.add_overrides(word for word in overrides if not word.startswith("recipe="))
     values = composer.values
     if values["stage"] != stage:
-        raise UserError(f"stage={values['stage']} cannot be set on the command line; set recipe to one of that stage")
+        raise UserError(
+            f"stage={values['stage']} cannot be set on the command line; select a recipe of that stage with recipe=NAME"
+        )
     composer.set_key("recipe", recipe.stem)
     config: RunConfig = composer.build()
     return config

@@ -106,7 +106,7 @@ def require_object(value: Any) -> Row:
     if isinstance(value, ValueError):
         raise RowError(str(value))
     if not isinstance(value, dict):
-        raise RowError(f"it is a {type(value).__name__}, not an object")
+        raise RowError(f"it has type {type(value).__name__}, not object")
     return value
 
 

@@ -108,14 +108,18 @@ def check_columns(path: Path, judged: list[str], need_tests: list[str]) -> bool:
     for name in {"reward_model", "extra_info"} & {*schema.names}:
         kind = schema.field(name).type
         if not pyarrow.types.is_struct(kind) and not pyarrow.types.is_null(kind):
-            raise UserError(f"the column '{name}' of {path} is a {kind}; write a struct, as in verl's RL format")
+            raise UserError(f"the column '{name}' of {path} has type {kind}; write a struct, as in verl's RL format")
     if not judged:
         return False
-    needs = f"which the reward {judged[0]} needs; add it, or set reward.functions to rewards that do not need it"
+    else_set = "or set reward.functions to rewards that do not need it"
+    needs = f"which the reward {judged[0]} needs; add it, {else_set}"
     if "reward_model" not in schema.names or pyarrow.types.is_null(schema.field("reward_model").type):
         if ORIGIN_KEY in schema.names:  # converted from a file of the user
             origin = place_of(str(path), 0, next(iter_parquet_rows(path, [ORIGIN_KEY], batch_size=1)))
-            raise UserError(f"{origin} has none of the columns {', '.join(ANSWER_KEYS)} and reward_model, {needs}")
+            raise UserError(
+                f"{origin} has none of the columns {', '.join(ANSWER_KEYS)} and reward_model, one of which the reward "
+                f"{judged[0]} needs; add one of them, {else_set}"
+            )
         raise UserError(f"{path} has no column 'reward_model' with a ground_truth, {needs}")
     if schema.field("reward_model").type.get_field_index("ground_truth") < 0:
         raise UserError(f"the column 'reward_model' of {path} has no field 'ground_truth', {needs}")

@@ -35,7 +35,7 @@ MAX_REWARD = 1e15
 """Largest absolute value of a weighted reward; advantages are computed in float32, and contain its square."""
 MAX_REFERENCE_CHARACTERS = 2000
 """Maximum length of a reference in the sample table; the tests of a program can be much longer."""
-INAPPLICABLE = RewardFailure("it does not apply (None), and neither does another reward function")
+INAPPLICABLE = RewardFailure("it does not apply (None), and neither does any other reward function")
 """Failure of every reward function if none of them applies to a sample."""
 VERDICT = "verdict"
 """Key of the future that all rewards from the judge's verdict share."""
