@@ -110,8 +110,8 @@ class EngineConfig:
         """
         if self.kind == "openai":
             raise UserError(
-                f"`{command}` loads every model itself, but engine.kind=openai has one model only; remove it or use "
-                "`run engine.kind=openai engine.base_url=...` to evaluate the server's model"
+                f"`{command}` loads every model itself, but engine.kind=openai serves only one model; remove "
+                "engine.kind=openai, or use `run engine.kind=openai engine.base_url=...` to evaluate the server's model"
             )
 
 

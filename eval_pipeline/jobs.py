@@ -180,8 +180,8 @@ class JobQueue:
         if missing:
             self._connection.close()
             raise UserError(
-                f"another version wrote the ledger {self.path}, which lacks {missing[0]}; delete the file, because "
-                "answers and verdicts are stored elsewhere and are reused"
+                f"another version wrote the ledger {self.path}, which lacks {missing[0]}; delete the file (answers "
+                "and verdicts are stored elsewhere and are reused)"
             )
 
     def close(self) -> None:

@@ -126,7 +126,7 @@ class RayPool(WorkerPool):
             need = f"{self._gpus} free GPUs on one node" if self._gpus else "a free CPU"
             or_fewer = " or lower executor.num_workers" if (self._config.executor.num_workers or 1) > 1 else ""
             warn(
-                f"{who} have waited {PATIENCE_S:.0f} s for resources of the Ray cluster, each needs {need}; add nodes"
+                f"{who} have waited {PATIENCE_S:.0f} s for resources of the Ray cluster (each needs {need}); add nodes"
                 f"{or_fewer}"
             )
 

@@ -243,9 +243,9 @@ class JobRunner:
             has_same_settings = wanted[job.key] == job.digest
             if job.state == "running":
                 how = "" if has_same_settings else " with other settings"
-                warn(f"{job.worker} is evaluating {job}{how}; waiting for it")
+                warn(f"{job.worker} is evaluating {job}{how}; waiting for that worker")
             elif not has_same_settings:
-                warn(f"another process has queued {job} with other settings; waiting until it ends")
+                warn(f"another process has queued {job} with other settings; waiting for that process to end")
             else:
                 continue
             self._warned.add(note)

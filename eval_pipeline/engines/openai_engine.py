@@ -174,7 +174,7 @@ class ServerSession:
                 async with asyncio.timeout(min(timeout_s, CONTROL_TIMEOUT_S)):
                     await self._request(client.with_options(max_retries=0), CONTROL_PROMPT, sampling)
             except (TimeoutError, openai.APIError, ValueError):
-                raise EngineDied(f"{url} does not answer ({late}); raise it for slow models") from error
+                raise EngineDied(f"{url} does not answer ({late}); raise engine.timeout_s for slow models") from error
             return GeneratedAnswer.failed(late)
         except (openai.APIError, ValueError) as error:
             fault = "sends malformed replies" if _is_malformed(error) else "does not answer"

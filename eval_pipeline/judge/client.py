@@ -276,7 +276,7 @@ class JudgeClient:
         best, why = ISOLATION_LEVELS[0], reasons[0] if reasons else "bubblewrap is not installed"
         _warn_once(
             f"answers run with isolation={self.isolation}, because {best} does not work here ({why}); set "
-            f"{self._section}.isolation={best} to refuse the fallback"
+            f"{self._section}.isolation={best} to disable the fallback"
         )
 
     def _end_process(self) -> None:

@@ -38,7 +38,9 @@ def require_scorer(task: str) -> None:
     if task not in known:
         raise UserError(f"reasoning_gym has no dataset {task!r}; use one of {', '.join(sorted(known))}")
     if task in RUNS_ANSWERS:
-        raise UserError(f"the scorer of {task} runs answers or entries as Python, unprotected; use another task")
+        raise UserError(
+            f"the scorer of {task} executes answers or entries as Python code outside the sandbox; use another task"
+        )
     if task in NEEDS and not hasattr(sys.modules.get(NEEDS[task]), "__file__"):
         raise UserError(f"{task} needs the package {NEEDS[task]}; install it with `pip install {NEEDS[task]}`")
 

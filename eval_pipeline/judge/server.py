@@ -203,7 +203,7 @@ class Output:
         self._lock = threading.Lock()
 
     def write(self, message: dict[str, Any], blob: bytes = b"") -> None:
-        """Write one whole message. If nobody reads any more, the process ends."""
+        """Write one whole message. If the reader is gone, the process ends."""
         with self._lock:
             try:
                 protocol.write(self._fd, message, blob)

@@ -83,8 +83,8 @@ def _refuse(source: DatasetSource, *options: str) -> None:
     if used := [option for option in options if given[option] is not None]:
         keys = " ".join(f"~datasets.{source.name}.{option}" for option in used)
         raise UserError(
-            f"dataset {source.name}: {source.path} has no {' or '.join(used)}; add {keys} to the command, or remove "
-            "it from the recipe"
+            f"dataset {source.name}: {source.path} does not support {' or '.join(used)}; remove {' and '.join(used)} "
+            f"from the recipe, or add {keys} to the command"
         )
 
 

@@ -53,7 +53,7 @@ def check_snapshot(name: str, found: Any) -> None:
     )
     difference = "\n".join(lines)
     if difference:
-        pytest.fail(f"{path.relative_to(ROOT)} does not hold any more:\n{difference}", pytrace=False)
+        pytest.fail(f"{path.relative_to(ROOT)} no longer holds:\n{difference}", pytrace=False)
 
 
 def refuse_names_of_this_machine(text: str) -> None:

@@ -122,10 +122,10 @@ def test_scores_of_another_model_are_rejected(saved: Path, tmp_path: Path) -> No
         other.model.model.language_model.embed_tokens.weight[0, 0] += 1
     save_importance(path, measure_importance(other, [question(0)]), other)
     assert set(load_importance(path, other)) == {1, 2, 3}
-    with pytest.raises(UserError, match="belongs to another model"):
+    with pytest.raises(UserError, match="belongs to another model: the weights differ; create"):
         load_importance(path, adapter)
     path.write_text(json.dumps({str(block): 1.0 for block in range(1, 7)}))
-    with pytest.raises(UserError, match="scores of 6 blocks, and this model has 4"):
+    with pytest.raises(UserError, match="scores for 6 blocks, but this model has 4; create"):
         load_importance(path, adapter)
     path.write_text('{"importance_scores": [1, 2]}')
     with pytest.raises(UserError, match="has no block importance"):
@@ -172,7 +172,7 @@ def test_version_1_fingerprints_are_accepted_with_one_warning(
     told = [line for line in capsys.readouterr().err.splitlines() if "warning: " in line]
     sources = (str(scores), str(times), "the controller's export")
     assert len(told) == len(sources)
-    assert all(f"warning: {each} was written by an earlier" in line for each, line in zip(sources, told))
+    assert all(f"warning: {each} has a fingerprint of the first format" in line for each, line in zip(sources, told))
     for folder in ("blocks", "experts"):
         with pytest.raises(UserError, match="the controller was trained for a model other than"):
             load_controller(tmp_path / folder)[1].runner("cpu", torch.float32)
@@ -186,7 +186,7 @@ def test_calibration_records_its_quality(run: Run, saved: Path, tmp_path: Path) 
     assert found.model == fingerprint(load_adapter(str(saved / "model"), SIZES).model)
     assert f"held-out configurations: {found.r2:.4f}" in done.stdout
     assert (
-        f"a decision of a controller of this width takes {found.deciding_ms:.2f} ms" in done.stdout
+        f"a decision by a controller of this width takes {found.deciding_ms:.2f} ms" in done.stdout
         and found.deciding_ms > 0
     )
     assert list(found.scatter) == list(map(str, PERCENTILES))

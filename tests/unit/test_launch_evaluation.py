@@ -183,7 +183,7 @@ def test_accepts_valid_recipe(recipe: Path) -> None:
         ("batch_sizes: 3", "batch_size"),
         (
             "engine: {kind: openai, base_url: 'http://localhost:1/v1'}",
-            "engine.kind=openai has one model only; remove it",
+            "engine.kind=openai serves only one model; remove engine.kind=openai",
         ),
     ],
 )

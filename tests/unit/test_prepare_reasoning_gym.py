@@ -87,7 +87,7 @@ def test_failing_scorer_gives_no_full_score() -> None:
     ("words", "says"),
     [
         (["--task", "needle"], "has no dataset 'needle'; use one of ab, "),
-        (["--task", "countdown"], "runs answers or entries as Python"),
+        (["--task", "countdown"], "executes answers or entries as Python code"),
         (["--task", "gcd", "--set", "min_numbers"], "--set has 'min_numbers'; write KEY=VALUE"),
         (["--task", "gcd", "--set", "numbers=3"], "cannot create gcd with these settings .*numbers.*correct --set"),
         (["--task", "gcd", "--set", "min_numbers=9", "max_numbers=3"], "cannot create gcd with these settings"),
@@ -103,7 +103,7 @@ def test_evaluation_rejects_scorer_that_would_run_answers(tmp_path: Path) -> Non
     truth = json.dumps({"reasoning_gym": "countdown", "entry": {"question": "q", "answer": "1", "metadata": {}}})
     row = {"prompt": "q", "reward_model": {"ground_truth": truth}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    with pytest.raises(UserError, match="rows.jsonl, line 1: .*countdown runs answers or entries as Python"):
+    with pytest.raises(UserError, match="rows.jsonl, line 1: .*countdown executes answers or entries as Python code"):
         load_problems(DatasetSource("mine", "verl", str(tmp_path / "rows.jsonl")))
 
 

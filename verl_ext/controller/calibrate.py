@@ -105,7 +105,7 @@ def main() -> None:
     print_line(f"R squared on held-out configurations: {model.r2:.4f}")
     ratios = ", ".join(f"{percentile}% within {ratio:.2f}" for percentile, ratio in model.scatter.items())
     print_line(
-        f"ratio of single runs to the prediction: {ratios}; a decision of a controller of this width takes "
+        f"ratio of single runs to the prediction: {ratios}; a decision by a controller of this width takes "
         f"{model.deciding_ms:.2f} ms"
     )
     model.save(arguments.output)

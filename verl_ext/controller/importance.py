@@ -84,11 +84,14 @@ def load_importance(file: str | Path, adapter: VLMAdapter) -> dict[int, float]:
             f"{path} has no block importance ({error}); create it with `python -m verl_ext.controller.importance`"
         ) from error
     blocks, model = len(adapter.blocks), content.get("model")
-    is_complete = set(range(1, blocks)) <= set(scores) <= set(range(blocks))
-    if not is_complete or not matches_fingerprint(model, adapter, str(path), blocks):
+    why = None
+    if not set(range(1, blocks)) <= set(scores) <= set(range(blocks)):
+        why = f"it has scores for {len(scores)} blocks, but this model has {blocks}"
+    elif not matches_fingerprint(model, adapter, str(path), blocks):
+        why = "the weights differ"
+    if why is not None:
         raise UserError(
-            f"{path} belongs to another model: it has scores of {len(scores)} blocks, and this model has {blocks}, or "
-            "the weights differ; create it again with `python -m verl_ext.controller.importance`"
+            f"{path} belongs to another model: {why}; create it again with `python -m verl_ext.controller.importance`"
         )
     return scores
 

@@ -149,8 +149,8 @@ def matches_fingerprint(
 def _warn_of_first_fingerprint(source: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         warn(
-            f"{source} was written by an earlier version, whose fingerprints can no longer be compared; assuming that "
-            "it belongs to this model, because the numbers of blocks and experts match"
+            f"{source} has a fingerprint of the first format, which cannot be compared; assuming that it belongs to "
+            "this model, because the numbers of blocks and experts match"
         )
 
 

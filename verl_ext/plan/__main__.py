@@ -118,7 +118,7 @@ def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tup
     model_config, notes = find_model(config)
     shape = shape_of(model_config, empty_model(model_config, config.model))
     if config.model.use_liger:
-        notes.append("the plan ignores that model.use_liger saves fewer activations, so it is an upper bound")
+        notes.append("the plan does not count the activations that model.use_liger saves, so it is an upper bound")
     hardware = HARDWARE[options.hardware]
     if options.mfu is not None:
         hardware = replace(hardware, compute_share=options.mfu)

@@ -186,10 +186,12 @@ def require_formulas(config: RunConfig) -> PlannedConfig:
     if not isinstance(config, SFTConfig | GRPOConfig):
         raise UserError(f"the planner does not support the stage {config.stage}; {SEE_SUPPORTED}")
     for key, supported in UNSUPPORTED.items():
-        if value_at(config, key) not in (None, supported):
-            raise UserError(f"the plan has no formulas for {key}; plan with {key}={str(supported).lower()}")
+        value = value_at(config, key)
+        if value not in (None, supported):
+            given, fixed = (str(each).lower() for each in (value, supported))
+            raise UserError(f"the planner does not support {key}={given}; plan with {key}={fixed}")
     if isinstance(config, GRPOConfig) and config.actor.use_kl_loss:
-        raise UserError("the plan has no formulas for actor.use_kl_loss; plan with actor.use_kl_loss=false")
+        raise UserError("the planner does not support actor.use_kl_loss=true; plan with actor.use_kl_loss=false")
     return config
 
 

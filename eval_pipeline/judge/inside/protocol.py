@@ -50,7 +50,7 @@ def write(fd: int, message: dict[str, Any], blob: bytes = b"") -> None:
     """Write one message to a pipe.
 
     Raises:
-        OSError: nobody reads it any more.
+        OSError: the reader has closed it.
     """
     data = memoryview(pack(message, blob))
     while data:

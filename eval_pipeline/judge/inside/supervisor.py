@@ -228,7 +228,7 @@ class PipeCapture:
         return count > 0
 
     def finish(self) -> None:
-        """Read the rest, once no process can write any more."""
+        """Read the rest, once no process can write."""
         while self.read():
             pass
         os.close(self.fd)

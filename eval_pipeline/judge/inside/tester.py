@@ -167,7 +167,7 @@ class TesterPeer(Peer):
     """The test's end of the conversation.
 
     Attributes:
-        lost: why the answer cannot be reached any more.
+        lost: why the answer can no longer be reached.
         sources: test and preamble, by file name.
     """
 

@@ -226,20 +226,20 @@ def summary_lines(comparison: ControllerComparison) -> list[str]:
     if summary.interval is not None:
         low, high = (f"{100 * bound:+.2f}" for bound in summary.interval)
         gain += f", 95% interval [{low}, {high}]"
-    gap = "for no budget is the oracle a point better than the lookup table, so there is no gap to close"
+    gap = "at no budget is the oracle at least one point better than the lookup table, so there is no gap to close"
     if summary.gap_closed is not None:
         gap = (
-            f"closed share of the gap from the lookup table to the oracle: {100 * summary.gap_closed:.1f}% "
-            f"({summary.num_gap_budgets} of {len(comparison.budgets_ms)} budgets have one)"
+            f"share closed of the gap between lookup table and oracle: {100 * summary.gap_closed:.1f}% "
+            f"({summary.num_gap_budgets} of {len(comparison.budgets_ms)} budgets have a gap)"
         )
     late = f"{100 * summary.worst_violation_rate:.1f}% at {summary.worst_violation_budget_ms:.1f} ms"
     parts = f"features {summary.features_ms:.2f}, network {summary.network_ms:.2f}, choice {summary.choice_ms:.2f}"
     share = f"the network takes {100 * summary.network_share:.2f}% of the full model's {summary.full_ms:.1f} ms"
-    deciding = f"deciding: {summary.decision_ms:.2f} ms ({parts}); {share}"
+    decision = f"decision: {summary.decision_ms:.2f} ms ({parts}); {share}"
     if not comparison.measured.is_measured:
-        deciding = f"deciding: {summary.decision_ms:.2f} ms by the latency model; measured: {parts} ms; {share}"
-    lines = [gain, gap, f"worst violation rate: {late}", deciding]
-    again = f"measured again because of other load on the processor: {100 * summary.retries_per_run:.1f}% of the runs"
+        decision = f"decision: {summary.decision_ms:.2f} ms by the latency model; measured: {parts} ms; {share}"
+    lines = [gain, gap, f"worst violation rate: {late}", decision]
+    again = f"repeated because of other CPU load: {100 * summary.retries_per_run:.1f}% of the runs"
     return [*lines, again] if summary.retries_per_run else lines
 
 
