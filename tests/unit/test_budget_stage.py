@@ -73,7 +73,7 @@ def test_recipe_names_its_stage(recipe: Path, tmp_path: Path) -> None:
     [
         ("controller.budgets_ms=[90,10]", "two ascending numbers of milliseconds"),
         ("controller.budgets_ms=[10]", "two ascending numbers of milliseconds"),
-        ("controller.budgets_of_full=[0.6,0.3]", "two ascending shares of the full latency"),
+        ("controller.budgets_of_full=[0.6,0.3]", "two ascending fractions of the full model's latency"),
         ("latency.percentile=80", "must be 50, 75, 90 or 95"),
         ("rollout.n=1", "rollout.n is 1"),
         ("latency.source=guessed", "must be model or measured"),

@@ -51,7 +51,7 @@ class ControllerConfig:
         require_ascending("controller.topk_choices", self.topk_choices, may_be_empty=True)
         require_budgets("controller.budgets_ms", self.budgets_ms, "numbers of milliseconds")
         if self.budgets_of_full is not None:
-            require_budgets("controller.budgets_of_full", self.budgets_of_full, "shares of the full latency")
+            require_budgets("controller.budgets_of_full", self.budgets_of_full, "fractions of the full model's latency")
 
 
 @dataclass(kw_only=True)

@@ -68,8 +68,8 @@ class TextDataConfig(DataConfig):
     val_files: str | list[str] | None = setting(
         "~/data/gsm8k/test.parquet", "The same for validation; null disables it"
     )
-    train_max_samples: int = setting(-1, "Training rows to read, from the first", ge=1, also=ALL)
-    val_max_samples: int = setting(-1, "Validation rows to read, from the first", ge=1, also=ALL)
+    train_max_samples: int = setting(-1, "Number of training rows to read, from the start of the data", ge=1, also=ALL)
+    val_max_samples: int = setting(-1, "Number of validation rows to read, from the start of the data", ge=1, also=ALL)
     prompt_key: str = setting("question", "Prompt column (grpo: a list of messages)")
     chat_template: str | None = setting(
         None,

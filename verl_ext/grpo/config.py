@@ -17,7 +17,7 @@ KLType = Literal[
 class DynamicSamplingConfig:
     """`algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476)."""
 
-    max_rounds: int = setting(0, "Rounds that replace groups of equal rewards", ge=0)
+    max_rounds: int = setting(0, "Maximum number of rounds that resample groups whose rewards are all equal", ge=0)
 
 
 @dataclass(kw_only=True)
@@ -117,8 +117,8 @@ class TokenActorConfig(ActorConfig):
     kl_loss_coef: float = setting(0.001, "Weight of that penalty", ge=0)
     kl_loss_type: KLType = setting(
         "low_var_kl",
-        "KL estimator; with a trailing +, its value with the gradient of k2. low_var_kl and k3 are at most 10 per "
-        "token, without gradient there; low_var_kl+ and k2 have one",
+        "KL estimator; a trailing + keeps the value but uses the gradient of k2. low_var_kl and k3 are clamped to 10 "
+        "per token and have no gradient where clamped; low_var_kl+ and k2 do",
     )
 
     def check(self) -> None:

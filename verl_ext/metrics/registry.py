@@ -186,8 +186,8 @@ _GRPO = Section(
         ),
         "train/kl": Metric(
             "nat/token",
-            "KL divergence from the reference, by `actor.kl_loss_type`; with `low_var_kl` and `k3`, at most 10 per "
-            "token, without gradient there (`low_var_kl+` and `k2` have one).",
+            "KL divergence from the reference, by `actor.kl_loss_type`; `low_var_kl` and `k3` are clamped to 10 per "
+            "token and have no gradient where clamped (`low_var_kl+` and `k2` do).",
             TOKENS,
         ),
         "train/update_kl": Metric("nat/token", "KL divergence of the updated policy from the sampling policy.", TOKENS),

@@ -35,8 +35,8 @@ CHINESE_MEANINGS = {
         "负对数概率乘以优势；其梯度等于该步第一次更新的梯度。"
     ),
     (
-        "KL divergence from the reference, by `actor.kl_loss_type`; with `low_var_kl` and `k3`, at most 10 per "
-        "token, without gradient there (`low_var_kl+` and `k2` have one)."
+        "KL divergence from the reference, by `actor.kl_loss_type`; `low_var_kl` and `k3` are clamped to 10 per "
+        "token and have no gradient where clamped (`low_var_kl+` and `k2` do)."
     ): (
         "与参考模型的 KL 散度，按 `actor.kl_loss_type`；`low_var_kl` 和 `k3` 每个词元最多为 10，且达到后没有梯度，"
         "`low_var_kl+` 和 `k2` 则有。"

@@ -125,7 +125,10 @@ def _to_row(task: str, split: str, number: int, entry: Entry, shots: list[Row]) 
 
 COMMAND = PrepareCommand(
     name="reasoning_gym",
-    help="Write problems that reasoning_gym generates, judged by its scorers, to train.parquet and val.parquet.",
+    help=(
+        "Generate problems with reasoning_gym, whose scorers judge the answers, and write them to train.parquet and "
+        "val.parquet."
+    ),
     example="reasoning_gym --task letter_counting --set max_words=8 --output data/letter_counting",
     next_command=(
         "grpo 2 recipe=smollm2_reasoning trainer.experiment_name=mine data.train_files={output}/train.parquet "

@@ -1,9 +1,9 @@
 """A user's reward function: how it is loaded and called, what counts as a score, and the process that calls it.
 
-The process, `python -m verl_ext.grpo.rewards.custom_process PLACE FUNCTION`, receives `RewardedAnswer`s on standard
-input and sends replies on standard output; what the function prints goes to standard error. A reply is a score, None
-if the function does not apply to the answer, or a `RewardFailure`. The first reply is None if the function can be
-called, or a failure.
+The process, `python -m verl_ext.grpo.rewards.custom_process PATH_OR_MODULE FUNCTION`, receives `RewardedAnswer`s on
+standard input and sends replies on standard output; what the function prints goes to standard error. A reply is a
+score, None if the function does not apply to the answer, or a `RewardFailure`. The first reply is None if the function
+can be called, or a failure.
 """
 
 from __future__ import annotations

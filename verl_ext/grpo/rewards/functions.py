@@ -102,8 +102,9 @@ class RewardSpec:
 
 
 def parse_reward_functions(entries: Sequence[str]) -> list[RewardSpec]:
-    """Parse `reward.functions`: `NAME`, `PLACE:function` or `METRIC=PLACE:function`, each with or without `*WEIGHT`.
+    """Parse `reward.functions`.
 
+    An entry is `NAME`, `PATH_OR_MODULE:function` or `METRIC=PATH_OR_MODULE:function`, each with or without `*WEIGHT`.
     A function in `path.py` runs in separate processes; a function in `package.module` runs in this one.
 
     Raises:
