@@ -130,7 +130,7 @@ def steps(settings: GPUCheckSettings, name: str, *overrides: str) -> None:
 def report(settings: GPUCheckSettings, trainer: SFTTrainer, shape: StepShape, times: Sequence[float]) -> None:
     """Add the rows of a run.
 
-    MFU counts 6 operations for each token and each parameter that it is multiplied by (Kaplan et al. 2020, arXiv
+    MFU counts 6 FLOPs for each token and each parameter that it is multiplied by (Kaplan et al. 2020, arXiv
     2001.08361, table 1), or 4 with LoRA, whose frozen weights have no gradients. With attention, it adds 12 x layers x
     width of the heads for each pair of tokens, of which causal attention computes half.
 

@@ -189,7 +189,7 @@ def detection(simulation: Simulation, size: float, num_runs: int) -> float:
 
 
 def share_of_steps(size: float, num_runs: int) -> float:
-    """Like `detection`, for the rule of earlier releases: 80% of the epoch means rise, by 4 standard errors in all."""
+    """Like `detection`, for a simpler rule: 80% of the epoch means rise, by 4 standard errors in all."""
     complaints = 0
     for seed in range(num_runs):
         rows = ramps(11, loss=(0.0, 1.0, 1))(size, np.random.default_rng([seed, int(size)]))

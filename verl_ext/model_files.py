@@ -270,7 +270,7 @@ def untrained_loss(model: str) -> float | None:
     try:
         for path in files:
             with safe_open(path, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - this is no mapping
+                for name in tensors.keys():  # noqa: SIM118 - this is not a mapping
                     if len(tensors.get_slice(name).get_shape()) != 1:
                         continue
                     num_vectors += 1

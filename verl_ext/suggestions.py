@@ -162,7 +162,7 @@ def _plain(word: str) -> str:
 
 
 def _is_unknown_subsection(path: Sequence[str], sections: Collection[str]) -> bool:
-    """Whether the last part of a section's path is no section, but the part before it is one."""
+    """Whether the last part of a section's path is not a section, but the part before it is one."""
     parts = {part for section in sections for part in section.split(".")}
     return len(path) > 1 and path[-1] not in parts and path[-2] in parts
 

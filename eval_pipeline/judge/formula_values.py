@@ -69,7 +69,7 @@ def constant(value: Number) -> Expression:
 
 
 def reals_without(points: tuple[Formula, ...]) -> Collection | None:
-    """The intervals between real points; None if a point is no real number."""
+    """The intervals between real points; None if a point is not a real number."""
     ends: set[Fraction | float] = {-math.inf, math.inf}
     for point in points:
         value = point.values[0] if isinstance(point, Expression) and len(set(point.values)) == 1 else None

@@ -8,8 +8,8 @@ two end with their sentence, or before a reason: `42 because 6 * 7 = 42`. A form
 Several numbers and algebra (`3, 4`, `2x`, `x > 5`) equal no number. `3 million` equals 3000000, and also 3, for
 questions that ask for millions. Reasoning up to `</think>` counts only if no answer follows it.
 
-A reference that is no number is a formula, the letter of a choice, or words. Such an answer has one of the tags, or is
-a single line, or ends with a formula between math delimiters. The letter of a choice may also be the last of several
+A reference that is not a number is a formula, the letter of a choice, or words. Such an answer has one of the tags, or
+is a single line, or ends with a formula between math delimiters. The letter of a choice may also be the last of several
 lines, if no other line is another letter.
 
 Answers may be hostile: every pattern takes time linear in the text, and numbers that are too big are not computed. Only
@@ -164,7 +164,7 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
 
 
 def _is_text_or_formula(text: str, reference: str) -> bool:
-    """Whether an answer states a reference that is no number: a formula, a choice such as `(B)`, or words."""
+    """Whether an answer states a reference that is not a number: a formula, a choice such as `(B)`, or words."""
     stated = _stated_text(text, reference)
     if stated is None:
         return False
@@ -331,7 +331,7 @@ MAX_EXPONENT = 300
 """Larger numbers are ignored: exact arithmetic with them would take unbounded time and memory."""
 
 _DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-# a minus after an operand subtracts, so it is no sign
+# a minus after an operand subtracts, so it is not a sign
 _NUMBER = re.compile(
     rf"(?<![A-Za-z0-9_])(?:(?<![)])(?P<sign>[-+]))?(?:"
     rf"(?:(?P<whole>{_DIGITS}) )?(?P<above>{_DIGITS}) ?/ ?(?P<below>{_DIGITS})(?!\.?[0-9])"

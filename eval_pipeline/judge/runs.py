@@ -320,7 +320,7 @@ class ExplainedAssertions(ast.NodeTransformer):
     }  # fmt: skip
 
     def visit_Assert(self, node: ast.Assert) -> ast.Assert:
-        """Add the message, unless there is one or the assertion is no single comparison."""
+        """Add the message, unless there is one or the assertion is not a single comparison."""
         match node:
             case ast.Assert(ast.Compare(left, [kind], [right]), None):
                 names = ("@left", "@right")

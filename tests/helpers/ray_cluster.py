@@ -143,7 +143,7 @@ class RayEvaluation:
 
     @property
     def warnings(self) -> list[str]:
-        """The lines on standard error that are no progress bar."""
+        """The lines on standard error that are not a progress bar."""
         return [line for line in self.log.splitlines() if not line.startswith("Evaluating model on sums: ")]
 
     @property

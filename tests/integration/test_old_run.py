@@ -1,4 +1,4 @@
-"""A run directory of an earlier release: a finished run stays finished, and the run can be resumed.
+"""A run directory of a development version before 0.1.0: a finished run stays finished, and the run can be resumed.
 
 `tests/data/old_run` was written by commit 0a96a70, on torch 2.9.1 and transformers 4.57.6: a one-layer model, trained
 for two steps in the directory that holds `model`, `train.parquet` and `run`.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 COMPUTED_IDS = re.compile(r"parametrize\((?:\"\w+\"|\([^()]*\)), (?!\[)")
-"""Values that are no list in the test's file: their ids may contain a word that the file does not."""
+"""Values that are not a list in the test's file: their ids may contain a word that the file does not."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -249,7 +249,7 @@ def test_export_of_verl_checkpoint_defaults_to_bf16(quickstart: Path, tmp_path: 
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}))
     assert export_dtype_of(checkpoint) == "bf16"
     write_manifest(checkpoint, replace(Manifest.read(checkpoint), export_dtype=""))
-    assert export_dtype_of(checkpoint) == "fp32"  # an earlier version wrote it
+    assert export_dtype_of(checkpoint) == "fp32"  # the manifest lacks it
     for name in OURS:
         (checkpoint / name).unlink()
     assert export_dtype_of(checkpoint) == "bf16"

@@ -74,7 +74,7 @@ def test_script_help_needs_no_environment(script: str, tmp_path: Path) -> None:
     bare.parent.mkdir()
     bare.write_text(f'#!/bin/sh\nexec {Path(sys.executable).resolve()} -S "$@"\n')
     bare.chmod(0o755)
-    # VERL_EXT_PYTHON is no interpreter, and only commands that need packages call it
+    # VERL_EXT_PYTHON is not an interpreter, and only commands that need packages call it
     environment = {"PATH": f"{bare.parent}:/usr/bin:/bin", "VERL_EXT_PYTHON": str(tmp_path / "none")}
     done = subprocess.run(["bash", ROOT / script, "--help"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""

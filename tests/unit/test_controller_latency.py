@@ -120,7 +120,7 @@ def test_latency_model_without_scatter_rejects_percentile(tmp_path: Path) -> Non
     ("machine", "is_another"),
     [
         (machine_name, False),
-        (lambda adapter: machine_name(adapter).rpartition(", ")[0], False),  # a file of an earlier version
+        (lambda adapter: machine_name(adapter).rpartition(", ")[0], False),  # a file without the processor's name
         (lambda adapter: f"1{machine_name(adapter)}", True),  # another number of threads
         (lambda adapter: "NVIDIA H100 80GB HBM3", True),
     ],

@@ -120,7 +120,7 @@ def test_failure_on_resume_reaches_all_ranks(
 
 
 def remove_digest(checkpoint: Path) -> None:
-    """Make the checkpoint look like one from an earlier version."""
+    """Make the checkpoint look like one without the digest."""
     content = torch.load(checkpoint / "data.pt", weights_only=True)
     del content["data_digest"]
     torch.save(content, checkpoint / "data.pt")

@@ -241,7 +241,7 @@ EXAMPLES = [
     for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     if language != "bash"
 ]
-"""Page, language and text of each example that is no command."""
+"""Page, language and text of each example that is not a command."""
 ELSEWHERE = {
     ("cluster.md", "yaml"): "unit/test_cluster_page.py::test_manifests_match_exit_codes_and_commands",
     ("grpo.md", "json"): "integration/test_grpo_page.py::test_example_trains_and_prints_documented_output",

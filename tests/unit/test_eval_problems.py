@@ -370,7 +370,7 @@ def test_humaneval_row_is_parsed(tmp_path: Path) -> None:
     assert tests.code_prompt == HUMANEVAL["prompt"]
     assert problem.canonical_solution == HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]
     assert f"```python\n{HUMANEVAL['prompt'].strip()}\n```" in problem.prompt
-    # a head without a docstring is no complete program
+    # a head without a docstring is not a complete program
     [bare] = load(tmp_path, "humaneval", {**HUMANEVAL, "prompt": "def f(x):", "canonical_solution": None})
     assert (bare.tests.preamble, bare.tests.code_prompt) == ("", "def f(x):\n")
 

@@ -132,7 +132,7 @@ from tests.helpers import ROOT
         (r"\boxed{\{\frac12, -1\}}", r"\{-1, 0.5\}"),
         (r"\boxed{\left\{3,1,2\right\}}", r"\{1,2,3\}"),
         (r"\boxed{\frac{\pi}{2}}", r"\pi/2"),
-        # a reference that is no number
+        # a reference that is not a number
         (r"\boxed{2\sqrt{2}}", r"\sqrt{8}"),
         ("<answer>Paris</answer>", "paris"),
         (r"\boxed{x^2+1}", "x^2 + 1"),

@@ -337,7 +337,7 @@ CASES = {
     ),
     "one object is one": ("class A: pass\na = A()\ndef f(x): return a", "assert f(1) is f(2) is a", True),
     "a number times an object": (VECTOR, "assert f(1) * 3 == f(3) == 3 * f(1)", True),
-    "a product is no plain number": (
+    "a product is not a plain number": (
         "class A:\n    def __mul__(self, k): return 6\ndef f(x): return A()",
         "assert f(1) * 2 == 6",
         False,

@@ -528,7 +528,7 @@ def test_resumed_run_keeps_precision_of_its_checkpoint(quickstart: Path, tmp_pat
     save(run_dir, 2)
     assert recorded() == "bf16" and recorded("trainer.resume_mode=disable") is None
     RunRecord(run_dir).mark_waiting(precision=None)
-    assert recorded() == "fp32", "a run of an earlier version"
+    assert recorded() == "fp32", "a record without a dtype"
     (run_dir / "run.json").write_text("damaged")
     assert recorded() == "fp32"
 

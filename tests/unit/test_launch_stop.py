@@ -257,7 +257,7 @@ def test_new_checkpoint_resets_restart_count() -> None:
     last, announced, left = run(crashes, [None, None, (5, 1.0), (5, 1.0), (5, 1.0)], 2)
     assert [plan[:14] for plan in announced] == ["restart 1 of 2", "restart 1 of 2", "restart 2 of 2"]
     assert (last, left) == (CRASH, 1)
-    assert run(crashes, [(5, 1.0), None, None], 1)[2] == 3  # a checkpoint that was lost is no progress
+    assert run(crashes, [(5, 1.0), None, None], 1)[2] == 3  # a checkpoint that was lost is not progress
     stopped = Stopped(None, 75)
     for end in (stopped, Failure("bad data", 2), None):
         assert run([end, CRASH], [None], 3) == (end, [], 1)

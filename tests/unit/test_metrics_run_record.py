@@ -171,7 +171,7 @@ def test_first_start_defaults_to_first_attempt(tmp_path):
     assert record.first_start() is None
     start(record)
     attempt = datetime.fromisoformat(record.read()["attempts"][0]["start"])
-    assert record.first_start() == attempt.astimezone().replace(tzinfo=None), "a record of an earlier version"
+    assert record.first_start() == attempt.astimezone().replace(tzinfo=None), "a record without `first_start`"
     record.mark_waiting(first_start="2026-07-04T09:30:00")
     assert record.first_start() == datetime(2026, 7, 4, 9, 30)
     record.mark_waiting(first_start=["damaged"])

@@ -37,7 +37,7 @@ class CheckpointManager(FSDPCheckpointManager):
     Attributes:
         data_state: position in the data, saved with the next checkpoint.
         step_metrics: metrics of the step, saved with the next checkpoint.
-        defers_export: whether the next checkpoint leaves out its export, which `write_deferred_export` then writes.
+        defers_export: whether the next checkpoint omits its export, which `write_deferred_export` then writes.
     """
 
     def __init__(

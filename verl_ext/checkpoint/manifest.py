@@ -43,7 +43,7 @@ KINDS = MODEL, OPTIMIZER, EXTRA = ("model", "optim", "extra_state")
 DROPPED_OPTIMIZER = "optimizer"
 """Entry in `Manifest.dropped` of a checkpoint without optimizer shards."""
 MAX_DIGITS = 18
-"""Maximum number of digits in a tracker or a manifest; a longer number means damage and is no valid step."""
+"""Maximum number of digits in a tracker or a manifest; a longer number means damage and is not a valid step."""
 CHUNK_BYTES = 16 << 20
 _SHARD = re.compile(rf"({'|'.join(KINDS)})_world_size_(\d+)_rank_(\d+)\.pt")
 

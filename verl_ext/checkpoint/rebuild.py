@@ -94,8 +94,8 @@ def _choose(run_dir: Path, step: int | None) -> Path:
 def export_dtype_of(checkpoint: Path) -> str:
     """The dtype of the run's own exports, which every save records in the manifest.
 
-    Checkpoints of earlier versions have it only in `huggingface/config.json`, where a manual export overwrites it. The
-    default is bf16, also for checkpoints that verl wrote.
+    If a manifest lacks it, it is read from `huggingface/config.json`, where a manual export overwrites it. The default
+    is bf16, also for checkpoints that verl wrote.
     """
     if is_verl_checkpoint(checkpoint):
         return "bf16"

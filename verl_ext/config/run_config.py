@@ -26,7 +26,7 @@ NOT_IDENTITY = (
 ADDED_LATER = (
     "trainer.log_sample_tokens", "trainer.wandb_proxy", "algorithm.adv_estimator", "algorithm.use_kl_in_reward",
 )  # fmt: skip
-"""Keys of `NOT_IDENTITY` that runs of earlier versions lack; they are left out, so that digests stay the same."""
+"""Keys of `NOT_IDENTITY` that digests omit instead of setting to null, so that digests without them stay valid."""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

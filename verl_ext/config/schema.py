@@ -248,7 +248,7 @@ def _listed(words: list[str]) -> str:
 
 
 def alternatives(hint: Any) -> list[Any]:
-    """The types of a union, None left out."""
+    """The types of a union, except None."""
     return [each for each in _members(hint) if each is not types.NoneType]
 
 

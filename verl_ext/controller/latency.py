@@ -392,7 +392,7 @@ def machine_name(adapter: VLMAdapter) -> str:
 def warn_of_other_machine(model: LatencyModel, adapter: VLMAdapter) -> None:
     """Warn if a latency model was fitted on another machine, or with another number of threads."""
     here = machine_name(adapter)
-    if here.startswith(model.machine):  # files of earlier versions lack the processor's name
+    if here.startswith(model.machine):  # a file may lack the processor's name, which is last
         return
     threads = "" if adapter.model.device.type == "cuda" else f"OMP_NUM_THREADS={torch.get_num_threads()} "
     warn(

@@ -51,7 +51,10 @@ class MicroBatchPlan:
     quadratic: float = 0.0
 
     def assign(self, rows: Sequence[int], num_ranks: int) -> RankMicroBatches:
-        """Assign `rows` to micro-batches and ranks; all ranks get equally many if their number divides the rows."""
+        """Assign `rows` to micro-batches and ranks.
+
+        All ranks get the same number of rows if the number of ranks divides the number of rows.
+        """
         lengths = self.lengths[np.asarray(rows)]
         bins = self._packed(lengths, num_ranks) if self.packs else self._padded(lengths, num_ranks)
         assigned = balance_ranks(bins, [self._cost(lengths, bin_) for bin_ in bins], num_ranks)
@@ -100,7 +103,7 @@ def plan_micro_batches(data: ChatDataConfig, lengths: np.ndarray, packs: bool, q
 def attention_share(hidden_size: int) -> float:
     """`MicroBatchPlan.quadratic` for a transformer.
 
-    For each token, the forward pass of a layer takes about 24 h^2 operations, plus 2 l h for causal attention over l
+    For each token, the forward pass of a layer takes about 24 h^2 FLOPs, plus 2 l h for causal attention over l
     tokens (Kaplan et al. 2020, arXiv 2001.08361, table 1, halved for the mask): attention adds l / (12 h).
     """
     return 1 / (12 * hidden_size)
@@ -283,7 +286,7 @@ def pad(samples: Sequence[Sample], pad_token_id: int) -> MicroBatch:
 def validation_micro_batches(
     dataset: SampleDataset, plan: MicroBatchPlan, make: Callable[[list[Sample]], MicroBatch], rank: int, num_ranks: int
 ) -> Iterator[MicroBatch]:
-    """This rank's share of a whole dataset. No sample is dropped, and all ranks get equally many micro-batches.
+    """This rank's share of a whole dataset: no sample is dropped, and all ranks get the same number of micro-batches.
 
     Every forward pass gathers parameters from all ranks, so a rank that runs out of samples repeats the first sample
     without loss tokens.

@@ -202,7 +202,7 @@ class GRPOStep:
         return MiniBatch(self._micro_batches(without_gradient), self._micro_batches(trained))
 
     def _split_by_gradient(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
-        """Split off groups whose advantages are 0, in whole micro-batches and equally many on each rank.
+        """Split off groups whose advantages are 0, in whole micro-batches, the same number on each rank.
 
         With FSDP, all ranks must run the same sequence of forward and backward passes.
         """

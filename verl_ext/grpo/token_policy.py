@@ -30,7 +30,7 @@ SHARED_PREFIX_ARCHITECTURES = (
 """Architectures whose attention depends only on the mask and the positions given; a test covers each."""
 Row = list[Trajectory]
 Cost = Callable[[int, int], float]
-"""Operations of a forward pass by number of rows and their length in tokens."""
+"""FLOPs of a forward pass by number of rows and their length in tokens."""
 ReferenceModel = Callable[[], AbstractContextManager[PreTrainedModel]]
 
 

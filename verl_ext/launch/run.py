@@ -222,8 +222,8 @@ def last_checkpoint(run_dir: Path) -> tuple[int, float] | None:
 def former_start(config: RunConfig) -> tuple[datetime, str | None]:
     """Return the local time of the first start of the resumed run, and the dtype of its forward pass.
 
-    If the launch starts at step 0, they are the current time and None. Records of earlier versions have no dtype; it
-    matters on CPUs only, where those runs used fp32.
+    If the launch starts at step 0, they are the current time and None. If the record has no dtype, it is fp32,
+    which matters on CPUs only.
     """
     checkpoint = resume_candidate(config)
     if checkpoint is None:
@@ -294,7 +294,7 @@ def is_finished(config: RunConfig, record: RunRecord) -> bool:
     digest = config_digest(as_dict(config))
     if record.read()["config_digest"] == digest:
         return True
-    path = config.trainer.run_dir / "config.yaml"  # an earlier release computed the digest from keys of all stages
+    path = config.trainer.run_dir / "config.yaml"  # the recorded digest may be of keys of all stages
     return path.is_file() and config_digest(as_dict(read_config(path))) == digest
 
 

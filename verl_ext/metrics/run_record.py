@@ -79,7 +79,7 @@ class RunRecord:
             UserError: see `load_run`.
         """
         run = self.read()
-        # records of earlier versions only have the start of the first attempt
+        # records without `first_start` have the start of the first attempt
         for moment in (run["first_start"], *(attempt["start"] for attempt in run["attempts"][:1])):
             seconds = seconds_of(moment)
             if seconds is not None:

@@ -162,7 +162,7 @@ def _paired_test(groups: Mapping[str, Sequence[AnswerKey]]) -> tuple[float, str]
 
 
 def read_answer(evaluation: Evaluation, dataset: str, key: AnswerKey) -> Row | None:
-    """Return an answer with its prompt and message; None if the evaluation, of an older version, has not kept it."""
+    """Return an answer with its prompt and message; None if the evaluation has not kept it."""
     for name in (f"answers/{dataset}.jsonl", f"qa_logs/{dataset}_qa.jsonl"):
         try:
             for row in json_rows(evaluation.directory / name):

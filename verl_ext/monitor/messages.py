@@ -249,7 +249,7 @@ MESSAGES = {
     "it has logged nothing for {} s": "已有 {} 秒没有任何记录",
     "run the same command again to resume": "再次运行相同的命令即可恢复",
     "all steps completed": "所有步均已完成",
-    "all steps are done": "所有步均已完成",  # of earlier versions
+    "all steps are done": "所有步均已完成",  # of development versions before 0.1.0
     "{} of {} steps, finished: {text}": "{} / {} 步，已完成：{}",
     "{} of {} steps, failed: {text}": "{} / {} 步，失败：{}",
     "{} of {} steps, stopped: {text}": "{} / {} 步，已停止：{}",

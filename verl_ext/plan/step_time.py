@@ -1,4 +1,4 @@
-"""Predicts step time from hardware speed, operations, bytes over links and from memory, and overlap."""
+"""Predicts step time from hardware speed, FLOPs, bytes over links and from memory, and overlap."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Hardware(DeviceSpec):
 
     Attributes:
         name: name in `hardware=`.
-        flops: operations per second of dense matrix products, in the dtype of the forward pass.
+        flops: FLOPs per second of dense matrix products, in the dtype of the forward pass.
         memory_bandwidth: bytes per second from and to its memory.
         link: bytes per second in each direction, within a node.
         network: bytes per second in each direction to other nodes, its share of the node's adapters.
@@ -80,8 +80,8 @@ _CPU = Hardware(  # a core of an Intel Xeon with AVX-512 at 2.3 GHz: 64 fp32 ope
     latency=1e-4,
 )
 HARDWARE = {each.name: each for each in (_H100, _H200, _A100, _CPU)}
-"""Hardware by name. The compute shares are estimated from torchtitan's reports: 33 to 39% on H100, without recomputed
-operations, which count here, and 57% on A100 with torch.compile (torchtitan's docs/performance.md)."""
+"""Hardware by name. The compute shares are estimated from torchtitan's reports: 33 to 39% on H100, excluding
+recomputation, which counts here, and 57% on A100 with torch.compile (torchtitan's docs/performance.md)."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Cluster:
 
     @property
     def flops_per_s(self) -> float:
-        """Operations per second that a rank reaches."""
+        """FLOPs per second that a rank reaches."""
         return self.hardware.flops * self.hardware.compute_share
 
     def collective_s(self, whole_bytes: float) -> float:
@@ -135,7 +135,7 @@ class StepTime:
         parts: seconds of sequential parts: compute, exposed communication and optimizer; generation and weight sync in
             GRPO.
         hidden_s: communication that overlaps with compute.
-        model_flops: operations of the model itself, without recomputed ones, over all ranks.
+        model_flops: FLOPs of the model itself, without recomputation, over all ranks.
         tokens: trained tokens, over all ranks.
     """
 

@@ -268,7 +268,7 @@ class SFTTrainer(PipelineTrainer):
 
     @cached_property
     def flops_counter(self) -> FlopsCounter:
-        """verl's counter of a model's operations."""
+        """verl's counter of a model's FLOPs."""
         return FlopsCounter(self.model_config)
 
     # Validation

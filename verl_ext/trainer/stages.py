@@ -433,9 +433,7 @@ def load_config(command: str, words: Iterable[str]) -> RunConfig:
 
 
 def read_config(path: Path) -> RunConfig:
-    """Read the resolved configuration of a run, including runs of earlier releases.
-
-    New keys get their defaults.
+    """Read the resolved configuration of a run; keys that it lacks get their defaults.
 
     Raises:
         UserError: the file cannot be read, or has a key or value that its stage does not have.

@@ -41,7 +41,7 @@ class QwenVLAdapter(VLMAdapter):
             )
 
     def check_tiers(self, key: str) -> None:
-        """See `VLMAdapter`; also refuses tiers with less than one image token, or with equally many."""
+        """See `VLMAdapter`; also rejects tiers with less than one image token, or with the same number of them."""
         super().check_tiers(key)
         images = self.processor.image_processor
         side = images.patch_size * images.merge_size

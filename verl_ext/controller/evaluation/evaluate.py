@@ -99,7 +99,7 @@ def evaluate(source: ControllerSource, config: AdaptiveEvalConfig, output: Path,
 def load_questions(
     source: ControllerSource, config: AdaptiveEvalConfig, suffix: str
 ) -> tuple[list[ImageQuestion], list[ImageQuestion]]:
-    """Load training and held-out questions, equally many from each dataset, with the suffix appended.
+    """Load training and held-out questions, the same number from each dataset, with the suffix appended.
 
     Raises:
         UserError: no dataset is given, or a dataset cannot be read.

@@ -42,7 +42,7 @@ class InterferenceDetector:
 
     A virtual machine shares its host. If others use the processor for a fraction of a second, a run in that time takes
     twice as long, whichever method chose it. So a small, constant probe is timed before and after each run, and the run
-    is repeated if either was slow. The result and time of the run itself do not matter for that.
+    is repeated if either was slow. The decision to repeat does not depend on the run's own result or time.
 
     Args:
         is_enabled: False measures everything once, for example on a GPU, where latency does not depend on host load.

@@ -287,7 +287,7 @@ def _identity(command: PrepareCommand, arguments: argparse.Namespace) -> dict[st
 
 
 def _is_same(recorded: dict[str, FileState] | str | None, states: dict[str, FileState]) -> bool:
-    """Whether an input has the recorded content; stamps of older versions record a single digest."""
+    """Whether an input has the recorded content; a stamp may record a single digest instead."""
     if not isinstance(recorded, str):
         return recorded is not None and _digests_of(recorded) == _digests_of(states)
     if "" in states:

@@ -106,6 +106,7 @@ DOT = 12
 """Pixels per side of a dot."""
 CONTRAST = 85
 """Difference in brightness between the fine print's pixels and the ground."""
+# British spelling, because the digests of the data and recorded results depend on it
 QUESTIONS = {"colour": "Which colour?", "digit": "First digit?", "sum": "Sum of the digits?"}
 
 
