@@ -34,12 +34,12 @@ def recording_console(run_dir: Path, process: str) -> Iterator[None]:
         warn(f"the output is not recorded: {run_dir / CONSOLE_LOG} cannot be opened ({error.strerror})")
         yield
         return
-    former = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (RecordedStream(stream, log) for stream in former)
+    previous = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (RecordedStream(stream, log) for stream in previous)
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = former
+        sys.stdout, sys.stderr = previous
         log.close()
 
 

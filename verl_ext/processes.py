@@ -70,17 +70,17 @@ class StopSignals:
         self._asked_at = self._interrupted_at = math.inf  # the first signal and the first SIGINT, by time.monotonic
         self._raises = False
         self._request: StopRequest | None = None  # the last one that was raised
-        self._former: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
         """Install the handlers; signals that the parent set to be ignored (nohup) stay ignored."""
         for number in self._listened:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._former[number] = signal.signal(number, self._handle)
+                self._previous[number] = signal.signal(number, self._handle)
 
     def uninstall(self) -> None:
-        """Restore the former handlers."""
-        for number, handler in self._former.items():
+        """Restore the previous handlers."""
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def ignore(self) -> None:
@@ -263,14 +263,14 @@ def _report_failed_import(kind: type[BaseException], error: BaseException, trace
 def hold_stop_signals() -> Iterator[None]:
     """Delay stop signals until torch is imported, because its C code would print exceptions that handlers raise."""
     held: list[int] = []
-    former = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
-    for number, handler in former.items():  # with a signal mask, another thread could receive the signal
+    previous = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
+    for number, handler in previous.items():  # with a signal mask, another thread could receive the signal
         if handler is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: held.append(number))
     try:
         yield
     finally:
-        for number, handler in former.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
         for received in held:
             signal.raise_signal(received)

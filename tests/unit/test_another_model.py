@@ -65,9 +65,9 @@ def test_rejects_another_reference_model(quickstart: Path, tmp_path: Path) -> No
     """A copy elsewhere is the same model; the same path may hold another one."""
     model = Path(shutil.copytree(quickstart / "model", tmp_path / "model"))
 
-    def trainer(former: str) -> Any:
+    def trainer(saved: str) -> Any:
         settings = SimpleNamespace(model=SimpleNamespace(partial_pretrain=str(model), use_shm=False))
-        return SimpleNamespace(config=settings, former_reference=former, reference_digest="")
+        return SimpleNamespace(config=settings, saved_reference_digest=saved, reference_digest="")
 
     first = trainer("")
     GRPOTrainer.require_same_reference(first)

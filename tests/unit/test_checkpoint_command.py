@@ -174,7 +174,7 @@ def test_deferred_export_is_listed(run_dir: Path) -> None:
     checkpoint_command("verify", run_dir)
 
 
-def test_prune_by_step_rejects_held_checkpoints_with_fix(run_dir: Path) -> None:
+def test_prune_by_step_rejects_protected_checkpoints_with_fix(run_dir: Path) -> None:
     keep, choice = run_dir / "global_step_10" / "keep", run_dir / "best_checkpoint.json"
     keep.touch()
     choice.write_text('{"step": 20}')

@@ -64,7 +64,7 @@ def test_replaced_best_checkpoint_is_renamed_with_its_record(tmp_path: Path) -> 
     assert not (tmp_path / "best_checkpoint.json").exists()  # it would name weights that were not selected
 
 
-def test_replaced_held_checkpoint_is_renamed_and_kept(tmp_path: Path) -> None:
+def test_replaced_protected_checkpoint_is_renamed_and_kept(tmp_path: Path) -> None:
     (commit(tmp_path, 10) / "keep").touch()
     commit(tmp_path, 10)
     former = next(tmp_path.glob("global_step_10_replaced_*"))
@@ -155,7 +155,7 @@ def kept(run_dir: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("global_step_")) for path in list_checkpoints(run_dir))
 
 
-def test_rotation_keeps_newest_steps_and_held_checkpoints(tmp_path: Path) -> None:
+def test_rotation_keeps_newest_steps_and_protected_checkpoints(tmp_path: Path) -> None:
     for step in (5, 10, 9, 100, 20):  # 100 sorts before 20 and 9 as text
         commit(tmp_path, step)
     (tmp_path / "global_step_5" / "keep").touch()

@@ -114,12 +114,12 @@ RUN_BY = {
         "unit/test_checkpoint_command.py::test_prune_follows_configuration_and_options"
     ),
     r"python -m verl_ext\.checkpoint prune .*--step": (
-        "unit/test_checkpoint_command.py::test_prune_by_step_rejects_held_checkpoints_with_fix"
+        "unit/test_checkpoint_command.py::test_prune_by_step_rejects_protected_checkpoints_with_fix"
     ),
     r"python -m verl_ext\.checkpoint export": (
         "integration/test_world_sizes.py::test_export_from_shards_equals_export_of_training"
     ),
-    r"touch .*/keep": ("unit/test_checkpoint_command.py::test_prune_by_step_rejects_held_checkpoints_with_fix"),
+    r"touch .*/keep": ("unit/test_checkpoint_command.py::test_prune_by_step_rejects_protected_checkpoints_with_fix"),
     r"python -m verl_ext\.data\.prepare smollm2": (
         "campaigns/test_smollm2.py::test_example_in_grpo_docs_raises_reward"
     ),

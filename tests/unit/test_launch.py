@@ -36,7 +36,7 @@ from verl_ext.launch.preflight import (
     needed_commands,
     prepare_inputs,
 )
-from verl_ext.launch.run import former_start, is_finished, may_be_longer, print_changes
+from verl_ext.launch.run import first_start_and_precision, is_finished, may_be_longer, print_changes
 from verl_ext.launch.show_samples import show_samples
 from verl_ext.launch.torchrun import set_rank_environment, torchrun_options
 from verl_ext.metrics.recorder import verl_backends
@@ -503,7 +503,8 @@ def test_resumed_run_keeps_first_start_of_its_checkpoint(quickstart: Path, tmp_p
     former, run_dir = datetime(2026, 7, 4, 9, 30), tmp_path / "run"
 
     def started(*words: str) -> datetime:
-        return former_start(configure(parse_arguments([*launch_arguments(quickstart, run_dir), *words])))[0]
+        config = configure(parse_arguments([*launch_arguments(quickstart, run_dir), *words]))
+        return first_start_and_precision(config)[0]
 
     RunRecord(tmp_path / "other").mark_waiting(first_start=former.isoformat())
     RunRecord(run_dir).mark_waiting(first_start=former.isoformat())
@@ -521,7 +522,8 @@ def test_resumed_run_keeps_precision_of_its_checkpoint(quickstart: Path, tmp_pat
     run_dir = tmp_path / "run"
 
     def recorded(*words: str) -> str | None:
-        return former_start(configure(parse_arguments([*launch_arguments(quickstart, run_dir), *words])))[1]
+        config = configure(parse_arguments([*launch_arguments(quickstart, run_dir), *words]))
+        return first_start_and_precision(config)[1]
 
     RunRecord(run_dir).mark_waiting(precision="bf16")
     assert recorded() is None, "a run that starts at step 0 chooses again"

@@ -68,10 +68,10 @@ def _plan(run_dir: Path, arguments: argparse.Namespace) -> RotationPlan:
 
 
 def _require_free(run_dir: Path, checkpoints: list[Path]) -> None:
-    """Refuse the whole request if one of the checkpoints is held.
+    """Refuse the whole request if one of the checkpoints is protected.
 
     Raises:
-        UserError: the message says which checkpoint is held, by what, and how to release it.
+        UserError: the message says which checkpoint is protected, by what, and how to release it.
     """
     newest = newest_resumable(run_dir)
     chosen, problem = read_best_file(run_dir)

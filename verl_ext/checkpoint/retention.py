@@ -76,7 +76,7 @@ def reasons_to_keep(
         (f"selected in {BEST}", () if chosen is None else (chosen,)),
         (f"{BEST} {problem}", checkpoints if problem else ()),  # it may name any checkpoint
     ]
-    return {path: [why for why, kept in rules if path in kept] + _holds_inside(path) for path in checkpoints}
+    return {path: [why for why, kept in rules if path in kept] + _protections_inside(path) for path in checkpoints}
 
 
 def read_best_file(run_dir: Path) -> tuple[Path | None, str | None]:
@@ -94,14 +94,14 @@ def read_best_file(run_dir: Path) -> tuple[Path | None, str | None]:
     return run_dir / f"global_step_{step}", None
 
 
-def why_held(checkpoint: Path) -> list[str]:
+def why_protected(checkpoint: Path) -> list[str]:
     """What protects a checkpoint at any age: a file `keep` in it, a reader's lease, or `best_checkpoint.json`."""
     chosen, problem = read_best_file(checkpoint.parent)
     named = [f"selected in {BEST}"] if checkpoint == chosen else []
-    return _holds_inside(checkpoint) + named + ([f"{BEST} {problem}"] if problem else [])
+    return _protections_inside(checkpoint) + named + ([f"{BEST} {problem}"] if problem else [])
 
 
-def _holds_inside(checkpoint: Path) -> list[str]:
+def _protections_inside(checkpoint: Path) -> list[str]:
     keep = [f"protected by its `{KEEP}` file"] if (checkpoint / KEEP).exists() else []
     return keep + [f"leased by {holder}" for holder in lease_holders(checkpoint)]
 
@@ -208,10 +208,10 @@ def _has_optimizer_to_drop(checkpoint: Path, is_only_best: bool) -> bool:
 
 def _is_free(checkpoint: Path, warn: Warn) -> bool:
     # check again, because the removals before this one may have taken minutes
-    holds = why_held(checkpoint)
-    if holds:
-        warn(f"{checkpoint} is kept for now, because {' and '.join(holds)}")
-    return not holds
+    reasons = why_protected(checkpoint)
+    if reasons:
+        warn(f"{checkpoint} is kept for now, because {' and '.join(reasons)}")
+    return not reasons
 
 
 def _attempt(action: Callable[[Path], None], path: Path, warn: Warn) -> bool:

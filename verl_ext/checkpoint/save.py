@@ -42,7 +42,14 @@ from verl_ext.checkpoint.manifest import (
     shard_name,
     write_tracker,
 )
-from verl_ext.checkpoint.retention import read_best_file, removal_name, remove_leftovers, remove_tree, rotate, why_held
+from verl_ext.checkpoint.retention import (
+    read_best_file,
+    removal_name,
+    remove_leftovers,
+    remove_tree,
+    rotate,
+    why_protected,
+)
 from verl_ext.commands import typed_command
 from verl_ext.console import typed_path, warn
 from verl_ext.distributed import gather_results, on_rank_zero, to_local
@@ -210,12 +217,12 @@ def commit_directory(temporary: Path, final: Path, manifest: Manifest) -> None:
             after the commit.
     """
     write_manifest(temporary, manifest)  # step 3
-    former = _set_former_aside(final) if final.exists() else None  # step 4
+    replaced = _move_existing_aside(final) if final.exists() else None  # step 4
     try:
         os.rename(temporary, final)  # step 5
     except OSError:
-        if former is not None:
-            os.rename(former, final)
+        if replaced is not None:
+            os.rename(replaced, final)
         raise
     sync_directory(final.parent)
     write_tracker(final.parent, manifest.step)  # step 6
@@ -239,17 +246,17 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         sync_directory(path)
 
 
-def _set_former_aside(final: Path) -> Path:
+def _move_existing_aside(final: Path) -> Path:
     """Rename an existing checkpoint out of the way, and return its new path."""
-    is_kept = is_verl_checkpoint(final) or bool(why_held(final))
-    former = _former_name(final) if is_kept else removal_name(final)
+    is_kept = is_verl_checkpoint(final) or bool(why_protected(final))
+    replaced = _replaced_name(final) if is_kept else removal_name(final)
     if read_best_file(final.parent)[0] == final:  # the file must not name the new checkpoint
-        os.rename(final.parent / BEST, _former_name(final.parent / BEST))
-    os.rename(final, former)
-    return former
+        os.rename(final.parent / BEST, _replaced_name(final.parent / BEST))
+    os.rename(final, replaced)
+    return replaced
 
 
-def _former_name(path: Path) -> Path:
+def _replaced_name(path: Path) -> Path:
     return path.with_name(f"{path.stem}_replaced_{time.time_ns()}{path.suffix}")
 
 

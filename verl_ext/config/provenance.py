@@ -78,24 +78,24 @@ def git_commit(checkout: Path | None) -> str | None:
     return None if packed is None else packed[1]
 
 
-def config_provenance(config: Any, former: Path) -> dict[str, Any]:
+def config_provenance(config: Any, previous: Path) -> dict[str, Any]:
     """Return which settings differ from their defaults and from the previous attempt.
 
     Args:
         config: the configuration of this attempt.
-        former: `config.yaml` of the previous attempt, which may be missing.
+        previous: `config.yaml` of the previous attempt, which may be missing.
 
     Returns:
-        `config_defaults`: default by dotted key. `config_changes`: former and new value by dotted key, null if the key
-        did not exist.
+        `config_defaults`: default by dotted key. `config_changes`: previous and new value by dotted key, null if the
+        key did not exist.
     """
     now = flat_values(as_dict(config))
     defaults = {name: key.default for name, key in keys(type(config)).items()}
     differing = {name: defaults[name] for name, value in now.items() if name in defaults and defaults[name] != value}
     changes = {}
-    if former.is_file():
+    if previous.is_file():
         try:
-            before = flat_values(read_config_file(former))
+            before = flat_values(read_config_file(previous))
             names = dict.fromkeys((*now, *before))
             changes = {name: [before.get(name), now.get(name)] for name in names if before.get(name) != now.get(name)}
         except UserError as error:  # a damaged file must not stop training, which replaces it

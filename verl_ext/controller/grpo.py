@@ -219,11 +219,11 @@ class ControllerEnvironment(Environment):
     @contextmanager
     def measuring(self, is_measuring: bool) -> Iterator[None]:
         """Measure the latency of every sample within the context if `is_measuring`, regardless of the source."""
-        former, self._is_measuring = self._is_measuring, is_measuring
+        previous, self._is_measuring = self._is_measuring, is_measuring
         try:
             yield
         finally:
-            self._is_measuring = former
+            self._is_measuring = previous
 
     def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:
         """See `Environment.step`; the configuration runs when the result is requested."""

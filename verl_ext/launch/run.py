@@ -169,7 +169,7 @@ class Launch:
         if self.record is None:
             return
         config = self.next_config()
-        first_start, precision = former_start(config)
+        first_start, precision = first_start_and_precision(config)
         self.record.mark_waiting(
             launch=self.provenance,
             project=config.trainer.project_name,
@@ -219,7 +219,7 @@ def last_checkpoint(run_dir: Path) -> tuple[int, float] | None:
     return manifest.step, manifest.time
 
 
-def former_start(config: RunConfig) -> tuple[datetime, str | None]:
+def first_start_and_precision(config: RunConfig) -> tuple[datetime, str | None]:
     """Return the local time of the first start of the resumed run, and the dtype of its forward pass.
 
     If the launch starts at step 0, they are the current time and None. If the record has no dtype, it is fp32,
@@ -261,7 +261,7 @@ def print_changes(config: RunConfig) -> None:
 
 
 def changed_settings(config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the former and the new value of each setting that differs from the run's `config.yaml`, by dotted key.
+    """Return the previous and the new value of each setting that differs from the run's `config.yaml`, by dotted key.
 
     Raises:
         UserError: the file cannot be read.

@@ -13,7 +13,7 @@ from verl_ext.errors import UserError
 from verl_ext.launch.configure import has_custom_class
 from verl_ext.launch.preflight import check_inputs
 from verl_ext.trainer.stages import RunConfig, SFTConfig
-from verl_ext.trainer.tokenizer import check_turn_ends, load_tokenizer
+from verl_ext.trainer.tokenizer import check_end_tokens, load_tokenizer
 
 
 def show_samples(config: RunConfig, num_samples: int) -> None:
@@ -39,7 +39,7 @@ def show_samples(config: RunConfig, num_samples: int) -> None:
         token_ids, is_trained = sample["input_ids"].tolist(), sample["loss_mask"].bool().tolist()
         print_line(f"--- sample {row}: {len(token_ids)} tokens, {sum(is_trained)} in the loss")
         print_marked(decode_segments(token_ids, is_trained, tokenizer))
-    check_turn_ends(config, tokenizer, samples.final_tokens())
+    check_end_tokens(config, tokenizer, samples.final_tokens())
 
 
 def decode_segments(

@@ -202,8 +202,8 @@ class EpochTables(MetricsSink):
             OSError: the table cannot be written.
         """
         path = self._run_dir / EPOCH_FILES[split]
-        former = list(csv.DictReader(io.StringIO(path.read_text()))) if path.is_file() else []
-        kept = [each for each in former if each.keys() == set(EPOCH_COLUMNS) and int(each["epoch"]) < row["epoch"]]
+        previous = list(csv.DictReader(io.StringIO(path.read_text()))) if path.is_file() else []
+        kept = [each for each in previous if each.keys() == set(EPOCH_COLUMNS) and int(each["epoch"]) < row["epoch"]]
         text = io.StringIO()
         table = csv.DictWriter(text, EPOCH_COLUMNS, lineterminator="\n")
         table.writeheader()

@@ -197,15 +197,15 @@ class RunRecord:
             UserError: the file cannot be written.
         """
         run = self._load()
-        former = None if self._before is None else parse_json(self._before)
-        if former is None or former["status"] not in ("finished", "stopped") or run["status"] == "finished":
+        previous = None if self._before is None else parse_json(self._before)
+        if previous is None or previous["status"] not in ("finished", "stopped") or run["status"] == "finished":
             self.end_if_running("failed", reason)
             return
-        started = {attempt["attempt"] for attempt in run["attempts"][len(former["attempts"]) :]}
+        started = {attempt["attempt"] for attempt in run["attempts"][len(previous["attempts"]) :]}
         if started and any(row["attempt"] in started for row in self._rows()):
             self.end_if_running("failed", reason)
         else:
-            self._write(former)
+            self._write(previous)
 
     def _load(self) -> dict[str, Any]:
         """Return the record; rename a damaged file to `run.json.corrupt`, with a warning, so that the run can start."""

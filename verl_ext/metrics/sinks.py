@@ -99,12 +99,12 @@ class TensorBoardSink(MetricsSink):
 
 def drop_tensorboard_errors() -> None:
     """Keep an `OSError` in TensorBoard's thread, such as a full disk, from printing; the next `flush` raises it."""
-    former = threading.excepthook
+    previous = threading.excepthook
 
     def report(failure: threading.ExceptHookArgs) -> None:
         is_tensorboard = type(failure.thread).__module__.startswith("tensorboard.")
         if not (is_tensorboard and isinstance(failure.exc_value, OSError)):
-            former(failure)
+            previous(failure)
 
     threading.excepthook = report
 

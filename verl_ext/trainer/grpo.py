@@ -243,7 +243,7 @@ class GRPOTrainer(RewardTrainer):
 
     config: GRPOConfig
     policy: TokenPolicy
-    reference_digest = former_reference = ""
+    reference_digest = saved_reference_digest = ""
     """Identifies the model of a KL term, now and in the checkpoint to resume from; empty without one."""
 
     def build_model(self) -> PreTrainedModel:
@@ -348,7 +348,7 @@ class GRPOTrainer(RewardTrainer):
         path = Path(local_model_path(self.config))
         files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
         self.reference_digest = on_rank_zero(lambda: sampled_digest(files) if files[0].is_file() else "")
-        if self.former_reference and self.reference_digest not in ("", self.former_reference):
+        if self.saved_reference_digest and self.reference_digest not in ("", self.saved_reference_digest):
             raise UserError(
                 f"model.partial_pretrain={self.config.model.partial_pretrain} differs from the reference model that "
                 "this run has used so far; restore the original model, or set another trainer.experiment_name"
@@ -361,7 +361,7 @@ class GRPOTrainer(RewardTrainer):
     def load_data_state(self, state: dict[str, Any]) -> None:
         """See `PipelineTrainer.load_data_state`."""
         super().load_data_state(state)
-        self.former_reference = state.get("reference_digest", "")  # older checkpoints do not have it
+        self.saved_reference_digest = state.get("reference_digest", "")  # older checkpoints do not have it
 
     def before_update(self, trajectories: Sequence[Trajectory]) -> None:
         """See `RewardTrainer.before_update`: writes the tokens of the samples that `log_samples` writes."""

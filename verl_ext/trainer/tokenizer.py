@@ -74,19 +74,19 @@ def _own_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def missing_eos_token(turn_ends: Counter[int], known: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
+def missing_eos_token(end_tokens: Counter[int], known: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the special token that ends most turns, if it is not among the `known` stop tokens.
 
     Ordinary tokens do not count, because a chat that is truncated at `data.max_length` may end with any of them.
     """
     added = tokenizer.added_tokens_decoder
-    special = [(count, token) for token, count in turn_ends.items() if token in added and added[token].special]
+    special = [(count, token) for token, count in end_tokens.items() if token in added and added[token].special]
     most_frequent = max(special, default=(0, None))[1]
     return None if most_frequent in known else most_frequent
 
 
 def sync_eos_token(
-    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, turn_ends: Counter[int], is_main: bool
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, end_tokens: Counter[int], is_main: bool
 ) -> None:
     """Add the token that ends turns in the data to the generation settings, which exports, evaluation and GRPO use.
 
@@ -95,12 +95,12 @@ def sync_eos_token(
 
     Args:
         model: the model whose generation settings change if necessary.
-        turn_ends: number of samples by last loss token.
+        end_tokens: number of samples by last loss token.
         is_main: whether this rank prints messages.
     """
     base = unwrap_peft(model)
     known = stop_token_ids(base.generation_config if base.can_generate() else None, tokenizer)
-    found = missing_eos_token(turn_ends, known, tokenizer)
+    found = missing_eos_token(end_tokens, known, tokenizer)
     if found is not None and base.can_generate():
         base.generation_config.eos_token_id = [found, *known]
         if is_main:
@@ -108,19 +108,19 @@ def sync_eos_token(
             sentence = f"Turns end with {name}, which is not a stop token of this model; exports add it"
             print_line(sentence, sys.stderr)
     elif is_main:
-        warn_if_endless(turn_ends, known)
+        warn_if_endless(end_tokens, known)
 
 
-def check_turn_ends(config: RunConfig, tokenizer: PreTrainedTokenizerBase, turn_ends: Counter[int]) -> None:
+def check_end_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase, end_tokens: Counter[int]) -> None:
     """Warn of turns without an end as `sync_eos_token` does, without loading the model."""
     known = stop_token_ids(generation_config_of(local_model_path(config)), tokenizer)
-    if missing_eos_token(turn_ends, known, tokenizer) is None:  # exports add a missing one
-        warn_if_endless(turn_ends, known)
+    if missing_eos_token(end_tokens, known, tokenizer) is None:  # exports add a missing one
+        warn_if_endless(end_tokens, known)
 
 
-def warn_if_endless(turn_ends: Counter[int], known: list[int]) -> None:
+def warn_if_endless(end_tokens: Counter[int], known: list[int]) -> None:
     """Warn if no sample ends with one of the `known` stop tokens; see `sync_eos_token`."""
-    if not turn_ends.keys() & set(known):
+    if not end_tokens.keys() & set(known):
         warn(
             "no turn ends with a stop token of the model, so its answers will run to the length limit; "
             "end turns with the tokenizer's eos_token in data.chat_template, or raise data.max_length"

@@ -488,8 +488,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             return 0
         state = on_every_rank(lambda: self.saved_data_state(path))
         self.load_data_state(state)
-        former = state.get("data_digest", "")  # older checkpoints do not have it
-        if self.is_main and former and self.data_digest and former != self.data_digest:
+        saved = state.get("data_digest", "")  # older checkpoints do not have it
+        if self.is_main and saved and self.data_digest and saved != self.data_digest:
             warn(
                 f"the training data has changed since {path.name}, although the number of samples is the same; the run "
                 "continues at the same position in the new data. Restore the previous data to resume exactly"

@@ -37,7 +37,7 @@ def base_model(quickstart: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("lora", [(), ("model.lora_rank=4",)])
-def test_export_stops_at_turn_end_of_training_data(
+def test_export_stops_at_end_of_turn_of_training_data(
     lora: tuple[str, ...], base_model: Path, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small_config(quickstart, tmp_path, EXPORT, *lora, f"model.partial_pretrain={base_model}")
