@@ -38,7 +38,7 @@ def pytest_configure() -> None:
 
 
 LONGEST_FIRST = (
-    *("eval_engines", "sft_command", "grpo_command", "launcher_signals", "budget_command", "eval_beside_training"),
+    *("eval_engines", "sft_command", "grpo_command", "launcher_signals", "budget_command", "eval_during_training"),
     *("monitor_browser", "eval_ray", "eval_watch", "grpo_engines", "faults", "secrets_in_a_run", "judge_hostile"),
     *("preemption", "from_verl", "damaged_checkpoints", "eval_run", "failed_saves"),
     *("judge_verdicts", "compiled_blocks", "grpo_rewards", "eval_adaptive", "eval_extract", "token_cache"),
@@ -163,7 +163,7 @@ def few_problems(quickstart: Path, shared: Path) -> Path:
 def watched_run(quickstart: Path, few_problems: Path, shared: Path) -> SFTRun:
     """A finished run with `eval.watch=true`, whose watcher was killed once: checkpoints 2, 4 and 6 are evaluated.
 
-    What the command printed is in `watched_run.out` and `watched_run.err` beside the run directory.
+    What the command printed is in `watched_run.out` and `watched_run.err` next to the run directory.
     """
     from tests.helpers.commands import SFTRun, end_of
     from tests.helpers.processes import running, wait_until

@@ -150,7 +150,7 @@ def test_controller_answers_a_local_task(python: str, inputs: Path) -> None:
     assert "max_new_tokens=16" in shown and "budget_controller: 2 answers" in shown
 
 
-def test_unsupported_requests_are_refused(python: str, inputs: Path) -> None:
+def test_unsupported_requests_are_rejected(python: str, inputs: Path) -> None:
     shown = run(python, inputs, "-c", REFUSALS, f"pretrained={inputs / 'controller'},budget_ms={BUDGET_MS}")
     refusals = re.findall("UserError (.*)", shown)
     assert len(refusals) == 2 and "likelihood" in refusals[0] and "one question" in refusals[1]

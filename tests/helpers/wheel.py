@@ -14,7 +14,7 @@ PACKAGED = ("verl_ext", "eval_pipeline", "recipes", "requirements")
 
 
 def build_wheel(directory: Path) -> Path:
-    """Build the wheel without a network, from a copy of the files, since setuptools writes beside them.
+    """Build the wheel without a network, from a copy of the files, since setuptools writes next to them.
 
     Args:
         directory: an empty directory for the copy and the wheel.

@@ -83,7 +83,7 @@ def test_damaged_shard_is_an_error_not_a_difference(copy: Path) -> None:
     assert "is damaged, or not a file of torch.save" in checkpoint_command("diff", copy, 2, 3, code=2)
 
 
-def test_diff_rejects_paths_that_are_no_checkpoint(run_dir: Path) -> None:
+def test_diff_rejects_paths_that_are_not_checkpoints(run_dir: Path) -> None:
     assert "has no checkpoint of step 9" in checkpoint_command("diff", run_dir, 1, 9, code=2)
     assert "is neither a step of" in checkpoint_command("diff", run_dir, 1, run_dir, code=2)
     assert "is not a directory" in checkpoint_command("diff", run_dir / "none", 1, 2, code=2)

@@ -293,7 +293,7 @@ def test_unreadable_checkpoint_hides_no_other(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("content", ["[]", "5", '{"files": 5}', '{"files": ["a"]}'])
-def test_other_json_is_no_manifest(content: str, tmp_path: Path) -> None:
+def test_other_json_is_not_a_manifest(content: str, tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "manifest.json").write_text(content)
     assert why_incomplete(path) == "its manifest.json cannot be read (it is not a manifest)"

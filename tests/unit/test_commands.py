@@ -253,7 +253,7 @@ def test_closed_stdin_and_stderr_become_dev_null(closed: str) -> None:
         ("ulimit -v 900000; python -m verl_ext.data.prepare quickstart --output $OUT", {}, "not enough address space"),
     ],
 )
-def test_unusable_process_is_refused_in_one_sentence(
+def test_unusable_process_is_rejected_in_one_sentence(
     code: str, variables: dict[str, str], sentence: str, tmp_path: Path
 ) -> None:
     done = run_in_bash(code, **variables, OUT=str(tmp_path))

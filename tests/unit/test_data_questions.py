@@ -180,7 +180,7 @@ def png_with_broken_chunk() -> bytes:
     ],
     ids=["broken", "narrow"],
 )
-def test_images_that_processors_refuse_count_as_unreadable(
+def test_images_that_processors_reject_count_as_unreadable(
     image: bytes, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{**ROWS["text_vqa"][0], "image": {"bytes": image, "path": None}}, ROWS["text_vqa"][1]]

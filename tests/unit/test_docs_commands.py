@@ -50,7 +50,7 @@ RUN_BY = {
     r"bash run_sft\.sh .*--show-samples": "unit/test_launch.py::test_show_samples_marks_tokens_in_loss",
     r"bash run_(sft|grpo)\.sh .*--print-config": "unit/test_snapshots_config.py::test_recipe_changes_match_record",
     r"bash run_sft\.sh .*eval\.watch=true.*": (
-        "integration/test_eval_beside_training.py::test_every_checkpoint_is_evaluated_despite_killed_watcher"
+        "integration/test_eval_during_training.py::test_every_checkpoint_is_evaluated_despite_killed_watcher"
     ),
     r"bash run_sft\.sh .*data\.train_files=mine\.jsonl": (
         "integration/test_own_data.py::test_run_on_json_and_csv_resumes_on_same_rows"

@@ -155,7 +155,7 @@ def test_memory_error_of_vllm_does_not_advise_another_engine(
     assert remedy_of(error).startswith(remedy)
 
 
-def test_unknown_engine_argument_is_refused() -> None:
+def test_unknown_engine_argument_is_rejected() -> None:
     require_vllm_arguments(["max_num_batched_tokens"], "rollout.vllm")
     with pytest.raises(UserError, match=r"no argument max_num_seq \(.*did you mean rollout.vllm.max_num_seqs\?"):
         require_vllm_arguments(["max_num_seq"], "rollout.vllm")

@@ -61,7 +61,7 @@ def test_directory_of_another_user_is_used_if_its_environment_is_ready(tmp_path:
         ("exit 1", "is '{}', which does not run as Python; correct or unset it"),
     ],
 )
-def test_unsupported_interpreter_is_refused(tmp_path: Path, code: str, problem: str) -> None:
+def test_unsupported_interpreter_is_rejected(tmp_path: Path, code: str, problem: str) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{code}\n")
     python.chmod(0o755)

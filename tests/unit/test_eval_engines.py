@@ -145,7 +145,7 @@ def test_child_killed_by_owner_is_not_called_out_of_memory(tmp_path: Path, monke
         (TimeoutError("RPC call to execute_model timed out."), UserError),
     ],
 )
-def test_model_that_loads_but_cannot_run_is_refused(
+def test_model_that_loads_but_cannot_run_is_rejected(
     error: Exception, kind: type[UserError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only errors of memory, devices and killed processes may pass."""
@@ -174,7 +174,7 @@ def test_model_that_loads_but_cannot_run_is_refused(
         (OSError("Stale file handle"), UserError),
     ],
 )
-def test_only_configuration_that_vllm_refuses_is_not_retried(
+def test_only_configuration_that_vllm_rejects_is_not_retried(
     error: Exception, kind: type[UserError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(**_: object) -> None:

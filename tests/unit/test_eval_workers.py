@@ -272,7 +272,7 @@ def test_server_is_asked_only_for_missing_answers(kind: str, asked: list[str], m
 
 
 @pytest.mark.parametrize(("error", "state"), [(ModelRefused, "failed"), (UserError, "pending")])
-def test_refused_model_is_loaded_once(
+def test_rejected_model_is_loaded_once(
     error: type[UserError],
     state: str,
     tmp_path: Path,

@@ -336,7 +336,7 @@ def test_thresholds_come_from_run_configuration(tmp_path: Path, capsys: pytest.C
     assert refused(run_dir, capsys).startswith("error: health.limits in config.yaml is from another version")
 
 
-def test_directory_that_is_no_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directory_that_is_not_a_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no run.json" in refused(tmp_path, capsys)
     run_dir = write_run(tmp_path, "a textbook run")
     (run_dir / "metrics.jsonl").rename(run_dir / "metrics")

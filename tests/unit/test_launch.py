@@ -431,7 +431,7 @@ def test_rejects_more_ranks_than_gpus(ranks: int, visible: str, monkeypatch: pyt
     check_components(config)
 
 
-def test_rank_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_without_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA_VISIBLE_DEVICES may list more GPUs than the machine has."""
     import torch
 
@@ -598,6 +598,6 @@ def test_show_samples_warns_of_template(quickstart: Path, tmp_path: Path, capsys
     assert "1 of 1 samples of" in capsys.readouterr().err
 
 
-def test_show_samples_refuses_stage_without_chats() -> None:
+def test_show_samples_rejects_stage_without_chats() -> None:
     with pytest.raises(UserError, match="--show-samples shows chats, but the recipe's stage is vlm_sft; omit"):
         show_samples(load_config("sft", ["recipe=budget_vlm"]), 1)

@@ -179,7 +179,7 @@ def test_stop_during_final_evaluation_is_reported_once(
     assert capsys.readouterr().out.count("Stopped by SIGTERM") == 1
 
 
-def test_closed_terminal_is_no_error(tmp_path: Path) -> None:
+def test_closed_terminal_is_not_an_error(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stream:
@@ -294,7 +294,7 @@ def test_accepts_restarts_option_in_any_position(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [["--restarts", "-1"], ["--restarts=x"], ["--restarts=1.5"], ["--restarts"]])
-def test_rejects_restarts_that_are_no_whole_number(words: list[str]) -> None:
+def test_rejects_non_integer_restarts(words: list[str]) -> None:
     with pytest.raises(UserError, match="--restarts.*; see `bash run_sft.sh --help`"):
         parse_arguments(["sft", "2", *words])
 

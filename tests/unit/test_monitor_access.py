@@ -155,7 +155,7 @@ def test_advises_to_delete_only_sqlite_files(tmp_path: Path, content: bytes, is_
     assert ("delete it" in str(told.value)) == is_deleted and path.read_bytes() == content
 
 
-def test_plot_refuses_run_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_rejects_run_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_record(tmp_path / "run", status="finished")
     (tmp_path / "run/metrics.jsonl").touch()
     with pytest.raises(SystemExit) as left:

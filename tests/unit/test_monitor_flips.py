@@ -138,7 +138,7 @@ def test_panel_compares_base_model_with_best(follower: RunFollower) -> None:
     assert texts["rows"] == [("two", "success", "wrong_answer")] and "answer A" not in texts
 
 
-def test_panel_refuses_different_protocols(run_dir: Path, follower: RunFollower) -> None:
+def test_panel_rejects_different_protocols(run_dir: Path, follower: RunFollower) -> None:
     path = run_dir / "eval/eval_step_20/metrics.json"
     path.write_text(path.read_text().replace("384", "512"))
     texts = shown(follower, PageState(run="p/e"))

@@ -178,7 +178,7 @@ def test_advice_lowers_the_token_budget(free: Any, capsys: pytest.CaptureFixture
     assert "with data.max_tokens_per_gpu=1024 it takes" in said
 
 
-def test_failing_formulas_end_no_run(
+def test_failing_formulas_do_not_stop_run(
     free: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:

@@ -151,7 +151,7 @@ def test_adapters_alone_have_gradients_and_moments() -> None:
     assert fused["loss, forward"]["gradients"] == 0
 
 
-def test_backward_pass_leaves_out_gradients_of_frozen_weights() -> None:
+def test_backward_pass_skips_gradients_of_frozen_weights() -> None:
     shape, full, cluster = lora_shape(), small_shape(), Cluster(HARDWARE["h100"], 1, 1)
     times = [step_time(SFTConfig(), each, work(**BF16), cluster) for each in (shape, full)]
     dense = 2 * 8 * 32 * full.matmul_numel  # of a forward pass over 8 samples of 32 tokens
@@ -193,7 +193,7 @@ def test_adapters_of_whole_parameters_have_no_plan(tmp_path: Path) -> None:
         lora_shape(lora_adapter_path=str(tmp_path))
 
 
-def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_adapters_of_another_model_are_rejected(tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_config(Qwen2Config(**{**DIMENSIONS, "hidden_size": 32}))
     get_peft_model(other, LoraConfig(r=4, target_modules=["v_proj"])).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="the LoRA adapters cannot be created"):
@@ -204,7 +204,7 @@ def test_sharded_state_is_twenty_bytes_per_parameter() -> None:
     shape = built_in("Qwen/Qwen2.5-Coder-7B-Instruct")
     at_update = UpdatePhases(shape, work(**BF16), 8, is_gpu=True).all()["optimizer"]
     state = at_update["weights"] + at_update["gradients"] + at_update["optimizer"]
-    # ZeRO's 16 bytes are for bf16 weights and gradients beside fp32 ones; here all is fp32, with AdamW's temporary
+    # ZeRO's 16 bytes are for bf16 weights and gradients and fp32 copies; here all is fp32, with AdamW's temporary
     assert state == pytest.approx((4 + 4 + 8 + 4) * shape.numel / 8)
 
 

@@ -268,7 +268,7 @@ def test_preference_data_train_on_chosen_answers(tmp_path: Path, row: Row, reaso
 
 
 @pytest.mark.parametrize("column", ["label", "kto_tag"])
-def test_rejected_answers_are_refused(tmp_path: Path, column: str) -> None:
+def test_answers_labeled_as_bad_are_rejected(tmp_path: Path, column: str) -> None:
     rows = [{"prompt": f"q{index}", "completion": "yes", column: index % 2 == 0} for index in range(6)]
     with pytest.raises(UserError, match=f"row 2: its column '{column}' is false.*--skip-bad.*--metadata {column}"):
         run_chat(tmp_path, rows)
