@@ -13,7 +13,6 @@ import numpy as np
 
 from verl_ext.checkpoint.manifest import EXPORT, has_export, list_checkpoints, read_tracker, step_of, why_incomplete
 from verl_ext.commands import program
-from verl_ext.console import typed_path
 from verl_ext.files import format_bytes
 from verl_ext.health.checks import learning_metrics
 from verl_ext.health.context import LANGUAGE
@@ -21,6 +20,7 @@ from verl_ext.health.rule import LOSS, VAL_LOSS, CheckResult, Finding, HealthVie
 from verl_ext.health.run_directory import EARLY_STEPS, KILLED, RunDirectory, silence_s
 from verl_ext.health.trend import trend
 from verl_ext.metrics.jsonl import METRICS_FILE
+from verl_ext.metrics.wandb_files import sync_command
 
 BUSY_SHARE = 0.8
 """Fraction of time for which GPUs should be busy."""
@@ -178,9 +178,9 @@ def wandb_is_closed(run: RunDirectory) -> CheckResult | None:
         return None
     if "wandb" in (closed or ()):
         return ok("closed")
-    runs = run.path / "wandb"
-    what = "offline-run-*" if any(runs.glob("offline-run-*")) else "run-* --include-online"
-    return warning(f"it was not closed; upload its rows with python -m wandb sync {typed_path(runs)}/{what}")
+    is_offline = any(run.path.glob("wandb/offline-run-*"))
+    command = sync_command(run.path, "offline-run-*" if is_offline else "run-* --include-online")
+    return warning(f"it was not closed; upload its rows with `{command}`")
 
 
 # The checkpoints

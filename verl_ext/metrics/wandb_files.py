@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import struct
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_ext.console import warn
+from verl_ext.console import typed_path, warn
 from verl_ext.errors import one_line
 from verl_ext.metrics.jsonl import KEY_COLUMNS
 
@@ -33,6 +35,17 @@ class LoggedRows(NamedTuple):
 
     num_steps: int = 0
     last: Mapping[str, Any] = {}
+
+
+def sync_command(directory: Path, pattern: str) -> str:
+    """The command that uploads runs from the files of a run or an evaluation.
+
+    Args:
+        directory: parent of the directory `wandb`.
+        pattern: of the names in it, which the shell expands.
+    """
+    python, files = (shlex.quote(typed_path(path)) for path in (sys.executable, directory / "wandb"))
+    return f"{python} -m wandb sync {files}/{pattern}"
 
 
 def repair_offline_files(directory: Path, run_id: str) -> LoggedRows:

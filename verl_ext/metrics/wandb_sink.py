@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl_ext.console import print_line, typed_path, warn
+from verl_ext.console import print_line, warn
 from verl_ext.errors import STOPPED_EXIT_CODE, one_line
 from verl_ext.files import replace_file
 from verl_ext.metrics.jsonl import KEY_COLUMNS, HealthEvent, MetricsRow, SampleRow
 from verl_ext.metrics.sinks import MetricsSink, epoch_tags
 from verl_ext.metrics.wandb_dashboard import WandbDashboard
-from verl_ext.metrics.wandb_files import LoggedRows, rows_after
+from verl_ext.metrics.wandb_files import LoggedRows, rows_after, sync_command
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -222,7 +222,6 @@ def _init(mode: Mode, settings: dict[str, Any], arguments: dict[str, Any]) -> Ru
 def _announce(run: Run, directory: Path) -> None:
     # W&B itself is silenced; users need only this part of its output.
     if run.offline:
-        runs = typed_path(directory / "wandb")
-        print_line(f"W&B run {run.id} is offline; upload it with: wandb sync {runs}/offline-run-*-{run.id}")
+        print_line(f"W&B run {run.id} is offline; upload it with: {sync_command(directory, f'offline-run-*-{run.id}')}")
     elif run.url:
         print_line(f"W&B run {run.id}: {run.url}")
