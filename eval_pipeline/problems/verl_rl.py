@@ -53,6 +53,10 @@ def parse_problem(record: Record) -> Problem:
 
 def _turns(record: Record) -> list[tuple[str, str]]:
     """Role and text of each turn of the prompt."""
+    if record.fields.get("tools") not in (None, "", "[]", []):
+        raise record.error(
+            "it has tools, which evaluation does not render; describe them in the system turn, and remove 'tools'"
+        )
     turns = record.fields.get("prompt")
     if isinstance(turns, str):
         return [("user", record.text("prompt"))]

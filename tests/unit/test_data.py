@@ -240,6 +240,17 @@ def test_tools_that_template_omits_are_rejected(tools: Any, tokenizer: PreTraine
         dataset_of([{"messages": CHAT, "tools": tools}], tokenizer, tmp_path)
 
 
+def test_system_turn_that_template_omits_is_rejected(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = [{"messages": CHAT}, {"messages": [{"role": "system", "content": "Be brief."}, *CHAT]}]
+    dataset_of(rows, tokenizer, tmp_path)
+    loop = "for message in messages"
+    assert loop in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(loop, f"{loop} if message.role != 'system'")
+    dataset_of(rows[:1], tokenizer, tmp_path)
+    with pytest.raises(UserError, match="row 1 cannot be used: it has a system turn, .*data.chat_template"):
+        dataset_of(rows, tokenizer, tmp_path)
+
+
 def test_converted_row_is_named_by_its_origin(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     rows = [{"messages": CHAT, "converted_from": "mine.jsonl row 7"}]
     with pytest.raises(UserError, match=r"mine\.jsonl row 7 \(.*rows\.parquet row 0\) cannot be used"):

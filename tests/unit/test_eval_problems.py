@@ -79,6 +79,9 @@ def test_verl_prompt_is_text_or_turns_ending_with_user(tmp_path: Path) -> None:
             load(tmp_path, "verl", {**VERL, "prompt": prompt})
     with pytest.raises(UserError, match="line 1"):
         load(tmp_path, "verl", {**VERL, "reward_model": None})
+    with pytest.raises(UserError, match="line 1: it has tools"):
+        load(tmp_path, "verl", {**VERL, "tools": [{"name": "f"}]})
+    assert load(tmp_path, "verl", {**VERL, "tools": []}) == load(tmp_path, "verl", VERL)
 
 
 F_TESTS = {"entry_point": "f", "tests": ["assert f() == 1"]}

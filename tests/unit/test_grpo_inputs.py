@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -353,6 +354,41 @@ def test_invalid_prompts_are_rejected_with_row(
     path = tmp_path / "prompts.parquet"
     pd.DataFrame({"prompt": [[{"role": "user", "content": "fine"}], prompt]}).to_parquet(path)
     with pytest.raises(UserError, match=f"prompts.parquet row 1 .*{says}"):
+        PromptDataset(str(path), tokenizer, config_with(quickstart, tmp_path).data)
+
+
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+USER, SYSTEM = {"role": "user", "content": "a"}, {"role": "system", "content": "Be brief."}
+NO_SYSTEM = (
+    "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+# like Mistral's
+LAST_TURN_WITH_SYSTEM = (
+    "{% for m in messages[1:] %}{% if m.role == 'user' and loop.last %}{{ messages[0].content }}\n\n{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "says"),
+    [
+        ({"prompt": [USER, {"role": "assistant", "content": "", "tool_calls": CALLS}, USER]}, None, "tool_calls"),
+        ({"prompt": [USER, {"role": "assistant", "content": "b", "reasoning_content": "c"}, USER]}, None, "reasoning"),
+        ({"prompt": [SYSTEM, USER]}, None, None),
+        ({"prompt": [SYSTEM, USER]}, LAST_TURN_WITH_SYSTEM, None),
+        ({"prompt": [SYSTEM, USER]}, NO_SYSTEM, "it has a system turn, which the chat template omits"),
+        ({"prompt": [USER], "tools": CALLS}, None, "it has tools"),
+        ({"prompt": [USER], "tools": "[]"}, None, None),
+    ],
+)
+def test_prompts_that_would_lose_text_are_rejected(
+    row: dict[str, Any], template: str | None, says: str | None, quickstart: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    tokenizer.chat_template = template or tokenizer.chat_template
+    path = tmp_path / "prompts.parquet"
+    pd.DataFrame([row]).to_parquet(path)
+    with pytest.raises(UserError, match=f"row 0 cannot be used: .*{says}") if says else nullcontext():
         PromptDataset(str(path), tokenizer, config_with(quickstart, tmp_path).data)
 
 

@@ -88,6 +88,8 @@ def test_object_with_date_is_stored_as_text(tmp_path: Path) -> None:
         ({"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "the assistant's"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
         ({"prompt": "q", "images": ["x.png"]}, "images"),
+        ({"prompt": "q", "tools": [{"name": "f"}]}, "it has tools, .*system turn"),
+        ({"prompt": "q", "tools": '[{"name": "f"}]'}, "it has tools, .*system turn"),
         ({"prompt": "q", "reward_model": {"style": "rule"}}, "no ground_truth"),
         ({"prompt": "q", "reward_model": "1"}, "'reward_model' is not an object"),
         ({"prompt": "q", "level": 1, "extra_info": {"level": 2}}, "'level'"),

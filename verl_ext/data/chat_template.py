@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, time
@@ -191,6 +191,33 @@ class ChatTemplate:
             )
         return text[start:].lstrip()
 
+    def require_rendered(self, chat: Sequence[Message] = (), tools: Any = None) -> None:
+        """Refuse a chat or tools that the template would omit.
+
+        Raises:
+            UserError: the template omits a system turn, a text of an assistant turn, or the tools.
+        """
+        source = str(self.tokenizer.chat_template)
+        given = [key for turn in chat for key in ASSISTANT_TEXT_KEYS if turn.get(key)] + ["tools"] * bool(tools)
+        if lost := next((key for key in given if not re.search(rf"\b{key}\b", source)), None):
+            raise UserError(
+                f"it has {lost}, which the chat template omits; set data.chat_template to one that renders {lost}"
+            )
+        if any(turn["role"] == "system" and turn["content"] for turn in chat) and not self._renders_system:
+            raise UserError(
+                "it has a system turn, which the chat template omits; set data.chat_template to one that renders "
+                "system turns, or put the text at the beginning of the user turn"
+            )
+
+    @cached_property
+    def _renders_system(self) -> bool:
+        """Whether the text of a system turn makes a difference; True if the template refuses system turns."""
+        # the chat ends with the user, because some templates put the system text into the last turn if it is the user's
+        chats = ([{**SYSTEM, "content": content}, PROBE[0]] for content in (SYSTEM["content"], ANSWER))
+        with suppress(*TEMPLATE_ERRORS):  # reported for the first row, which it affects, too
+            return len({self._apply(chat, True, {}) for chat in chats}) > 1
+        return True
+
     @property
     def trained_header(self) -> str:
         """The text before each answer that is trained on, because the template ignores `add_generation_prompt`.
@@ -361,8 +388,6 @@ class ChatEncoder:
         clock = clock_arguments(tokenizer.chat_template, date)
         self.date = date if clock else None
         self.template = ChatTemplate(tokenizer, {**clock, **config.apply_chat_template_kwargs})
-        source = str(tokenizer.chat_template)
-        self.not_rendered = [key for key in (*ASSISTANT_TEXT_KEYS, "tools") if not re.search(rf"\b{key}\b", source)]
 
     def encode(self, name: str, first: int, records: list[dict[str, Any]]) -> list[Tokens]:
         """Tokenize consecutive rows of a file.
@@ -402,15 +427,8 @@ class ChatEncoder:
             prompt = pick(record[self.config.prompt_key], self.config.prompt_dict_keys)
             response = pick(record[self.config.response_key], self.config.response_dict_keys)
             chat = check_messages([{"role": "user", "content": prompt}, {"role": "assistant", "content": response}])
-        self._require_rendered(key for turn in chat for key in ASSISTANT_TEXT_KEYS if turn.get(key))
+        self.template.require_rendered(chat)
         return chat
-
-    def _require_rendered(self, keys: Iterable[str]) -> None:
-        lost = next((key for key in keys if key in self.not_rendered), None)
-        if lost is not None:
-            raise UserError(
-                f"it has {lost}, which the chat template omits; set data.chat_template to one that renders {lost}"
-            )
 
     def _columns(self, record: dict[str, Any]) -> dict[str, Any]:
         keys = {"tools": self.config.multiturn.tools_key, "enable_thinking": self.config.multiturn.enable_thinking_key}
@@ -420,7 +438,7 @@ class ChatEncoder:
                 found["tools"] = json.loads(found["tools"])
             except (ValueError, RecursionError) as error:
                 raise UserError(f"its column '{keys['tools']}' is not JSON ({error}); write a list of tools") from error
-        self._require_rendered(["tools"] if found.get("tools") else [])
+        self.template.require_rendered(tools=found.get("tools"))
         return {name: value for name, value in found.items() if value is not None}
 
     def _truncate(self, encoded: Encoded) -> tuple[list[int], list[int], bool]:

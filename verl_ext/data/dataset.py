@@ -37,6 +37,11 @@ ANSWER_KEYS = ("ground_truth", "answer")
 """Columns that the conversion to verl's RL format accepts instead of `reward_model.ground_truth`; the first counts."""
 ORIGIN_KEY = "converted_from"
 """Column of converted data files with the source file and row, for messages."""
+TOOLS_FAULT = (
+    "it has tools, which neither GRPO nor evaluation renders",
+    "describe them in the system turn, and remove the column 'tools'",
+)
+"""Reason and fix for a prompt with a column `tools`."""
 PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 """Name of the column to which pandas writes an unnamed index."""
 OTHER_COLUMNS = (

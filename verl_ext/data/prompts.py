@@ -14,7 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from verl_ext.console import print_line, progress_bar
 from verl_ext.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, check_messages, clock_arguments
 from verl_ext.data.config import PromptDataConfig, file_list
-from verl_ext.data.dataset import SampleDataset, drop_nulls, iter_parquet_rows, place_of, unique_sample_ids
+from verl_ext.data.dataset import (
+    TOOLS_FAULT,
+    SampleDataset,
+    drop_nulls,
+    iter_parquet_rows,
+    place_of,
+    unique_sample_ids,
+)
 from verl_ext.errors import UserError
 
 
@@ -70,7 +77,9 @@ class PromptDataset(SampleDataset):
         try:
             extra = _struct(record, "extra_info")
             _struct(record, "reward_model")
-            text = self._template.render(self._turns(record), prompt=True)
+            turns = self._turns(record)
+            self._template.require_rendered(turns)
+            text = self._template.render(turns, prompt=True)
         except (UserError, *TEMPLATE_ERRORS) as error:
             raise UserError(f"{place_of(name, row, record)} cannot be used: {error}") from error
         ids = tuple(self._template.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -85,6 +94,8 @@ class PromptDataset(SampleDataset):
         return {**record, "sample_id": sample_id, "prompt_ids": ids, "prompt_text": text}
 
     def _turns(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        if record.get("tools") not in (None, "", "[]", []):
+            raise UserError("; ".join(TOOLS_FAULT))
         key = self._config.prompt_key
         prompt = record.get(key)
         if isinstance(prompt, str):

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl_ext.data.dataset import ANSWER_KEYS, ORIGIN_KEY
+from verl_ext.data.dataset import ANSWER_KEYS, ORIGIN_KEY, TOOLS_FAULT
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
 from verl_ext.data.prepare.conversation import (
     MEDIA_KEYS,
     SYSTEM_KEYS,
+    TOOLS_KEY,
     check_turns,
     decoded_turns,
     from_json_text,
@@ -93,6 +94,8 @@ def to_prompt_row(row: Row, number: int, notes: Counter[str], *, prompt_key: str
         )
     if media := next((name for name in MEDIA_KEYS if row.get(name)), None):
         raise RowError(f"it has {media}, but only text can be trained on")
+    if from_json_text(row.get(TOOLS_KEY)) not in (None, "", []):
+        raise RowError(*TOOLS_FAULT)
     answer_key = None if row.get("reward_model") is not None else _first_filled(row, ANSWER_KEYS)
     system_key = _first_filled(row, SYSTEM_KEYS)
     reward_model = _object(row, "reward_model") or ({} if answer_key is None else {"ground_truth": row[answer_key]})
