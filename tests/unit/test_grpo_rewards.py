@@ -187,6 +187,20 @@ def test_gsm8k_rewards_are_weighted_and_ordered(opened: TextEnvironment) -> None
     assert [reward.total for reward in rewards] == [2, 1, 1, 0]
 
 
+@pytest.mark.parametrize("opened", [["reward_format", "tag_count_reward", "TMP/mine.py:score"]], indirect=True)
+def test_tag_that_prompt_opens_counts(opened: TextEnvironment) -> None:
+    """Users' functions receive the completion alone, as in verl."""
+    begun = GOOD.removeprefix("<think>")
+    fields = {"ground_truth": "0", "extra_info": {"index": 0}}
+    prompts = ("assistant\n<think>\n", "assistant\n", "<think> first\nassistant\n")
+    rewards = rewards_of(opened, [sample(begun, **fields, prompt_text=prompt) for prompt in prompts])
+    assert [tuple(reward.components.values()) for reward in rewards] == [
+        (1, 1, len(begun)),
+        (0, 0.75, len(begun)),
+        (0, 0.75, len(begun)),
+    ]
+
+
 @pytest.mark.parametrize("opened", [["reward_correct", "code_tests", "TMP/mine.py:score"]], indirect=True)
 def test_reward_that_does_not_apply_adds_nothing(opened: TextEnvironment, one_rank: None) -> None:
     """`code_tests` applies to rows with tests, and the user's function returns None."""

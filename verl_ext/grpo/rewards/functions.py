@@ -21,6 +21,11 @@ _INSIDE = r"(?:(?!</?think>|</?answer>).)*"
 _FORMAT = re.compile(rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*", re.DOTALL)
 
 
+def opened_by(prompt: str) -> str:
+    """The tag that the end of a rendered prompt opens, so that the answer lacks it: `<think>` or nothing."""
+    return TAGS[0] if prompt.rstrip().endswith(TAGS[0]) else ""
+
+
 def reward_format(answer: RewardedAnswer) -> float:
     """1 for `<think>...</think>` followed by `<answer>...</answer>` and nothing else; 0 otherwise."""
     return float(_FORMAT.fullmatch(answer.text) is not None)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from verl_ext.grpo.rewards.functions import (
     LengthPenalty,
     RewardSpec,
     has_tests,
+    opened_by,
     parse_reward_functions,
 )
 from verl_ext.grpo.rewards.process_pool import RewardProcessPool
@@ -75,7 +77,11 @@ class TextEnvironment(Environment):
         answer = RewardedAnswer.to_prompt(
             prompt.sample_id, prompt.fields, completion.text, len(completion.token_ids), completion.truncated
         )
-        futures: dict[str, Future[Any]] = {name: submit(answer) for name, submit in self._submit.items()}
+        opened = opened_by(str(prompt.fields.get("prompt_text", "")))
+        futures: dict[str, Future[Any]] = {
+            name: submit(replace(answer, text=f"{opened}{answer.text}") if name in TEXT_REWARDS else answer)
+            for name, submit in self._submit.items()
+        }
         specs = self._specs
         if self._judge is not None:
             futures[VERDICT], runs_tests = self._judge.submit(answer)
