@@ -1,7 +1,7 @@
 """User code that a recipe or a command names as `path.py:NAME` or `package.module:NAME`.
 
 It is loaded only if a recipe or command names it, never because a run or an export contains it. A file is loaded on its
-own: its imports must be installed or on PYTHONPATH.
+own: its imports must be installed or on PYTHONPATH. Reward functions can also import files of their directory.
 """
 
 from __future__ import annotations

@@ -366,6 +366,18 @@ def test_unloadable_reward_function_is_rejected(tmp_path: Path) -> None:
         (tmp_path / "mine.py").write_text(CUSTOM)
 
 
+def test_reward_function_imports_its_neighbor(tmp_path: Path) -> None:
+    """An installed module has precedence over a neighbor of the same name."""
+    (tmp_path / "neighbor_of_mine.py").write_text("def score(**rest): return 0.5\n")
+    (tmp_path / "numpy.py").write_text("raise ValueError\n")
+    (tmp_path / "mine.py").write_text("import numpy\nfrom neighbor_of_mine import score\n")
+    pool = RewardProcessPool(Plugin("reward.functions", str(tmp_path / "mine.py"), "score"), 5, 1)
+    try:
+        assert pool.score(answer("good")) == 0.5
+    finally:
+        pool.close()
+
+
 def children_of_this_process() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 

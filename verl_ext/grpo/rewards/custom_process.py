@@ -13,10 +13,12 @@ import math
 import os
 import pickle
 import struct
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 from verl_ext.cli import child_process_args
@@ -153,8 +155,11 @@ def main() -> None:
     calls, replies = Connection(os.dup(0), writable=False), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the function, and what it starts, must not read calls
     os.dup2(2, 1)
+    plugin = Plugin("reward.functions", place, name)
+    if plugin.is_file:  # last, so that a neighbor replaces no installed module
+        sys.path.append(str(Path(place).resolve().parent))
     try:
-        function = UserFunction(Plugin("reward.functions", place, name))
+        function = UserFunction(plugin)
     except UserError as error:
         _send(replies, RewardFailure(str(error)))
         return
