@@ -269,6 +269,12 @@ def test_rejected_row_is_reported_with_its_source_file(rows: Path) -> None:
         check_rewards_of(config_of(rows, "reward_correct"))
 
 
+def test_row_of_trial_is_reported_with_its_source_file(mine: Path, rows: Path) -> None:
+    pd.read_parquet(rows).assign(converted_from=["mine.jsonl row 1", "mine.jsonl row 2"]).to_parquet(rows)
+    with pytest.raises(UserError, match=r"failed on mine\.jsonl row 1 \(.*rows\.parquet row 0\), tried with"):
+        check_rewards_of(config_of(rows, f"{mine}:text"))
+
+
 RAISED, TIMED_OUT = RewardFailure("ValueError: no good", "Traceback: here"), RewardFailure("too long", timed_out=True)
 
 

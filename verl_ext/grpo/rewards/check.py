@@ -143,7 +143,7 @@ def trial_answer(paths: list[Path]) -> RewardedAnswer:
     The answer is the ground truth if that is a text or a number, because a good completion may be.
     """
     path, row = next((path, drop_nulls(row)) for path in paths for row in iter_parquet_rows(path, batch_size=1))
-    unanswered = RewardedAnswer.to_prompt(f"{path} row 0", row, "", 1)
+    unanswered = RewardedAnswer.to_prompt(place_of(str(path), 0, row), row, "", 1)
     truth = unanswered.ground_truth
     text = str(truth) if isinstance(truth, str | int | float) and str(truth).strip() else "This is a completion."
     return replace(unanswered, text=text, num_tokens=len(text.split()))
