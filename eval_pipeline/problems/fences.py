@@ -68,10 +68,12 @@ def fenced_blocks(text: str) -> list[FencedBlock]:
     A block ends at a line that begins with a fence of its kind and at least its length, whatever follows; if the tag of
     a language follows, the next block begins. A block that the token limit cut off runs to the end of the text.
 
+    The blocks of a Markdown document between longer or ~~~ fences replace the block of the document.
+
     Python may contain fences in its strings, and a model may write the closing fence after code on the same line. So a
     Python block that does not parse ends at the first fence outside strings, or else after code, with which it parses.
     """
-    return _Scan(text.split("\n")).blocks
+    return _Scan(text.split("\n"), SourceParser(_READING_CHARS)).blocks
 
 
 def one_line_blocks(text: str) -> list[FencedBlock]:
@@ -90,10 +92,11 @@ class _Fence:
 class _Scan:
     """One pass through the lines of a text."""
 
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self, lines: list[str], parser: SourceParser, is_nested: bool = False) -> None:
         self._lines = lines
         self._failed_readings = 0
-        self._parser = SourceParser(_READING_CHARS)
+        self._parser = parser
+        self._is_nested = is_nested
         self.blocks: list[FencedBlock] = []
         index, fence = 0, None
         while index < len(lines):
@@ -121,6 +124,13 @@ class _Scan:
             begins = _CODE_ON_OPENING.match(fence.rest.strip()) or not body.strip() or not self._parser.tree(alone)
             if begins and self._parser.tree(whole):
                 body = whole
+        is_document = fence.tag in ("markdown", "md") or body.lstrip().startswith(("```", "~~~"))
+        if fence.mark != "```" and is_document and not self._is_nested:
+            # only one level, so that an answer cannot cause unlimited recursion
+            nested = _Scan(body.split("\n"), self._parser, is_nested=True).blocks
+            if nested:
+                self.blocks += nested
+                return
         self.blocks.append(FencedBlock(fence.tag, body, closed))
 
     def _next_closing(self, start: int, fence: _Fence) -> int:

@@ -34,6 +34,11 @@ PROGRAM = Problem("p", "Add.", ProgramTests((ProgramCase("1 2", "3"),)))
         (f"```python\n{ADD}```\nOr:\n```python\n", ADD),
         (f"~~~python\n{ADD}~~~", ADD),
         (f"````python\n{ADD}'''\n```\n'''\n````", f"{ADD}'''\n```\n'''\n"),
+        (f"````\n```python\n{ADD}```\n````\nDone.", ADD),
+        (f"````python\n\n```python\n{ADD}```\n````", ADD),
+        (f"~~~~markdown\nSure:\n```python\n{ADD}```\nDone.\n~~~~", ADD),
+        (f"````md\nSure:\n```python\n{ADD}", ADD),
+        (f"````python\n{ADD}(\n#\n```\nx\n```\n````", f"{ADD}(\n#\n```\nx\n```\n"),
         (f"Like this: ```python\n{ADD}```", ADD),
         (f"Call ```add``` or\n```Python3 title=x\n{ADD}  ```  ", ADD),
         (f"1. item\n   ```python\n   {ADD.replace(chr(10), chr(10) + '   ').rstrip(' ')}   ```", ADD),
@@ -117,6 +122,7 @@ def test_text_that_does_not_continue_prompt_is_unchanged(answer: str, code: str)
         ("```python\nprint(1)\n```\n```python\ndef f(): print(2)\nif 1: f()\n```", "def f(): print(2)\nif 1: f()\n"),
         ("```python\nimport os\nos.write(1, b'3')\n```\n```python\nsum([])\n```", "import os\nos.write(1, b'3')\n"),
         ("```python\nx = 1\n```\n```python\nprint(\n```", "print(\n"),
+        (f"````markdown\nSure:\n```python\n{SCRIPT}```\nIt prints:\n```\n6\n```\n````", SCRIPT),
         # no fence, or only one that closes the one in the prompt
         (f"Here it is:\n\n{SCRIPT}\nThis doubles n.", SCRIPT),
         (f"{SCRIPT}\n**Explanation** of it", SCRIPT),
@@ -129,6 +135,12 @@ def test_text_that_does_not_continue_prompt_is_unchanged(answer: str, code: str)
 )
 def test_program_is_extracted(answer: str, code: str) -> None:
     assert extract_program(PROGRAM, answer) == code
+
+
+def test_deeply_nested_fences_are_read() -> None:
+    marks = ["`" * length for length in range(500, 2, -1)]
+    answer = "\n".join([*marks, SCRIPT, *reversed(marks)])
+    assert isinstance(extract_program(PROGRAM, answer), str)
 
 
 DOCUMENTED = 'def add(a, b):\n    """The sum.\n\n    ```python\n    add(1, 2)\n    ```\n    """\n    return a + b\n'
