@@ -417,7 +417,8 @@ def check(arguments: argparse.Namespace) -> int:
     sources = [config.sources[name] for name, _ in config.datasets_up_to(max(TIERS))]
     if not sources:
         raise UserError("no tier of the recipe lists a dataset, so there is nothing to evaluate; set tiers.tier1")
-    problems = {source.name: len(load_problems(source)) if is_local(source) else None for source in sources}
+    output_mb = config.judge.limits.output_mb
+    problems = {source.name: len(load_problems(source, output_mb)) if is_local(source) else None for source in sources}
     isolation: str | None = None
     num_gpus = 0
     is_local_pool = config.executor.kind == "local"

@@ -313,7 +313,7 @@ class EvalContext:
             UserError: they cannot be read.
         """
         if dataset not in self._problems:
-            self._problems[dataset] = load_problems(self.config.sources[dataset])
+            self._problems[dataset] = load_problems(self.config.sources[dataset], self.config.judge.limits.output_mb)
             self._problem_digests[dataset] = problems_digest(self._problems[dataset])
         return self._problems[dataset]
 

@@ -85,7 +85,7 @@ def judge_program_run(
         return TestResult("success", "", report.wall_s)
     message = _difference(actual, case.expected, match)
     if len(report.stdout) >= int(limits.output_mb * _MB):
-        message = f"the output was cut off at judge.limits.output_mb={limits.output_mb:g}; {message}"
+        message = f"the output was cut off at the judge's limit of {limits.output_mb:g} MiB; {message}"
     return TestResult("wrong_answer", message, report.wall_s)
 
 

@@ -225,8 +225,12 @@ def parser_of(format: str, key: str) -> Parser:
     raise UserError(f"{key} is {format!r}; use one of {', '.join(FORMATS)}, or {PLUGIN_FORM}")
 
 
-def load_problems(source: DatasetSource) -> list[Problem]:
+def load_problems(source: DatasetSource, output_mb: float | None = None) -> list[Problem]:
     """Read and check the problems of a dataset, in the order of the file. Keys that a format does not use are ignored.
+
+    Args:
+        source: the dataset.
+        output_mb: the judge's limit, which expected outputs must not exceed; None skips this check.
 
     Raises:
         UserError: the source cannot be read or contains no problems, or a row is not a problem of its format; the
@@ -236,6 +240,9 @@ def load_problems(source: DatasetSource) -> list[Problem]:
     problems: dict[str, Problem] = {}
     for record in read_records(source):
         problem = parse(record)
+        if output_mb is not None:
+            fix = "raise judge.limits.output_mb, or drop the row"
+            verl_rl.refuse_long_outputs(problem.tests, record.where, output_mb, fix)
         if problem.problem_id in problems:
             raise record.error(f"problem_id {problem.problem_id!r} occurs twice; give every problem a unique id")
         problems[problem.problem_id] = problem

@@ -141,6 +141,30 @@ def refuse_idle_tests(tests: Tests, where: str) -> None:
             raise UserError(f"tests[{index}] of {where} {fault}")
 
 
+def refuse_long_outputs(tests: Tests, where: str, output_mb: float, fix: str) -> None:
+    """Refuse tests that no program passes, because the judge cuts off longer outputs.
+
+    Args:
+        tests: the tests of a row.
+        where: the row.
+        output_mb: the judge's limit.
+        fix: how to fix the row.
+
+    Raises:
+        UserError: an expected output exceeds the limit, even without the white space that the judge ignores.
+    """
+    limit = int(output_mb * 2**20)
+    for index, case in enumerate(tests.cases if isinstance(tests, ProgramTests) else ()):
+        if 4 * len(case.expected) <= limit:  # a character has at most four bytes
+            continue
+        size = len("\n".join(" ".join(line.split()) for line in case.expected.strip().split("\n")).encode())
+        if size > limit:
+            raise UserError(
+                f"output {index} of {where} has {size:,} bytes, but the judge reads at most {limit:,}, so no program "
+                f"passes; {fix}"
+            )
+
+
 def ground_truth_of(tests: Tests) -> str:
     """The ground truth that `read_tests` reads as these tests."""
     if isinstance(tests, ReferenceAnswer):

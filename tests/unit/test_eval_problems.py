@@ -268,6 +268,17 @@ def test_verl_tests_that_cannot_judge_are_rejected(tmp_path: Path) -> None:
             load(tmp_path, "verl", of_function("verl", test))
 
 
+def test_output_beyond_limit_is_rejected(tmp_path: Path) -> None:
+    """The judge ignores white space at both ends and repeated within lines."""
+    row = {**CODECONTESTS, "public_tests": {"input": ["", "1"], "output": ["3", f"{'1   ' * 600}\n\n"]}}
+    source = DatasetSource("d", "codecontests", write_lines(tmp_path / "rows.jsonl", row))
+    assert load_problems(source, output_mb=1200 / 2**20)
+    with pytest.raises(
+        UserError, match="output 1 of .*line 1 has 1,199 bytes.* at most 1,198, .*judge.limits.output_mb"
+    ):
+        load_problems(source, output_mb=1198.5 / 2**20)
+
+
 @pytest.mark.parametrize(
     ("body", "runs"),
     [

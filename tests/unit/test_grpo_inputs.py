@@ -126,6 +126,15 @@ def test_tests_that_never_run_are_rejected(quickstart: Path, tmp_path: Path) -> 
         check_inputs(config_with(quickstart, tmp_path, *settings))
 
 
+def test_tests_with_outputs_beyond_limit_are_rejected(quickstart: Path, tmp_path: Path) -> None:
+    truths = [json.dumps({"inputs": [""], "outputs": ["1" * size]}) for size in (*[1] * 7, 4 << 20, (4 << 20) + 1)]
+    path = tmp_path / "long.parquet"
+    pd.DataFrame([{"prompt": "q", "reward_model": {"ground_truth": truth}} for truth in truths]).to_parquet(path)
+    settings = (f"data.train_files={path}", f"data.val_files={path}", "reward.functions=[code_tests]")
+    with pytest.raises(UserError, match=r"output 0 of .*long.parquet row 8 has 4,194,305 bytes.*; drop the row"):
+        check_inputs(config_with(quickstart, tmp_path, *settings))
+
+
 def test_latex_damaged_by_json_is_rejected(quickstart: Path, tmp_path: Path) -> None:
     truths = [r"\frac{1}{2}", json.loads('"\\frac{1}{2}"')]
     path = tmp_path / "latex.parquet"

@@ -289,7 +289,7 @@ def test_message_shows_where_outputs_differ(actual: str, expected: str, says: st
 
 def test_message_says_that_output_was_cut_off(judged: Judged) -> None:
     message = judged("script much output").message
-    assert message.startswith("test 1: the output was cut off at judge.limits.output_mb=4; printed '2 2")
+    assert message.startswith("test 1: the output was cut off at the judge's limit of 4 MiB; printed '2 2")
 
 
 @pytest.mark.parametrize("kind", ["program", "function"])

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 
-from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer, ScoredAnswer, Tests
+from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer, ResourceLimits, ScoredAnswer, Tests
 from eval_pipeline.judge.isolation import find_packages
 from eval_pipeline.judge.numeric_answer import has_decoded_escape, is_right, parse_number
 from eval_pipeline.judge.scorers import require_scorer
-from eval_pipeline.problems.verl_rl import read_tests, refuse_idle_tests
+from eval_pipeline.problems.verl_rl import read_tests, refuse_idle_tests, refuse_long_outputs
 from verl_ext.console import print_line, warn
 from verl_ext.data.config import PromptDataConfig, file_list
 from verl_ext.data.dataset import ANSWER_KEYS, ORIGIN_KEY, drop_nulls, iter_parquet_rows, place_of, reading_parquet
@@ -150,12 +150,13 @@ def trial_answer(paths: list[Path]) -> RewardedAnswer:
 
 
 def check_tests(tests: Tests, where: str) -> None:
-    """Refuse a damaged reference answer and idle tests.
+    """Refuse a damaged reference answer and tests that cannot judge.
 
     Raises:
-        UserError: the answer cannot be right, or every answer passes a test.
+        UserError: the answer cannot be right, every answer passes a test, or none does.
     """
     refuse_idle_tests(tests, where)
+    refuse_long_outputs(tests, where, ResourceLimits().output_mb, "drop the row")
     if isinstance(tests, ReferenceAnswer) and has_decoded_escape(tests.answer):
         raise UserError(
             f"the ground truth of {where}, {abbreviated(tests.answer)}, has a control character where LaTeX has a "
