@@ -259,7 +259,8 @@ add("unstable throughput", "sft", "throughput_unstable", tokens_per_s=JUMPING)
 add("the disk fills", "sft", "disk_filling", disk=line(500, 10, 0.0))
 
 # Rewards
-add("no groups", "grpo", "loss_zero", "advantages_flat", loss=flat(0.0), adv_std=flat(0.0),
+add("the policy has no loss", "grpo", "loss_zero", loss=flat(0.0))
+add("no groups", "grpo", "advantages_flat", loss=flat(0.0), adv_std=flat(0.0), grad_norm=flat(0.0),
     reward_total_mean=flat(0.5, 0.1), reward_correct_mean=flat(0.4, 0.1), reward_format_mean=flat(0.2))  # fmt: skip
 add("groups are mixed up", "grpo", "advantages_not_centered", adv_mean=flat(0.4))
 add("collapse of the reward", "grpo", "reward_falling", reward_total_mean=from_(0.7, line(0.3, 0.9), flat(0.1)))

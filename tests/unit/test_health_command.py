@@ -30,6 +30,7 @@ from tests.helpers.health_curves import (
     write_run,
 )
 from verl_ext.checkpoint.manifest import Manifest
+from verl_ext.config.schema import to_yaml
 from verl_ext.health.__main__ import main
 from verl_ext.health.checklist import metric_trends
 from verl_ext.health.config import HealthLimits
@@ -41,6 +42,7 @@ from verl_ext.metrics import heartbeat
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.monitor.run_files import parse_rows
 from verl_ext.processes import pid_namespace, start_ticks
+from verl_ext.trainer.stages import load_config
 
 
 def run_health(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -67,6 +69,15 @@ def test_alarm_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     code, levels = run_health(write_run(tmp_path, "exploding gradients"), capsys)
     assert code == 1 and levels["grad_norm_exploding"] == "alarm"
     assert levels["train/grad_norm is in range"] == "ok"  # the first hundred steps were normal
+
+
+def test_flat_advantages_are_only_cause_of_zero_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path, "no groups")
+    (run_dir / "config.yaml").write_text(to_yaml(load_config("grpo", ["trainer.logger=[console]"])))
+    code, levels = run_health(run_dir, capsys)
+    assert code == 1 and levels["advantages_flat"] == "alarm"
+    assert levels["train/loss is not 0 throughout, and not extreme"] == levels["train/grad_norm is in range"] == "alarm"
+    assert not {"loss_zero", "grad_norm_range", "grad_norm_vanishing"} & levels.keys()
 
 
 def test_file_problems_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,6 +186,23 @@ def test_fall_of_evaluation_reward_is_a_notice_if_training_reward_falls(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "level"),
+    [
+        ({}, Level.OK),
+        ({"eval/total_valid_token_count": 18 * 120.5, "eval/seq_completion_len_mean": 120.5}, Level.OK),
+        ({"eval/total_valid_token_count": 1000 * 120.5, "eval/seq_completion_len_mean": 120.5}, Level.NOTICE),
+        ({"eval/num_configs": 18}, Level.OK),
+        ({"eval/num_configs": 1000}, Level.NOTICE),
+    ],
+)
+def test_fall_of_second_evaluation_reward_must_exceed_sampling_error(sizes: dict[str, float], level: Level) -> None:
+    history = MetricHistory()
+    for step, reward in ((0, 0.7719), (2, 0.6725)):
+        history.add(step, {"eval/reward_total_mean": reward, "eval/reward_total_std": 0.4, **sizes})
+    assert found_by("eval_reward_falling", history, RunContext("grpo", 100)).level == level
+
+
+@pytest.mark.parametrize(
     ("step", "untrained_loss", "level"), [(95, None, Level.NOTICE), (80, None, None), (95, 6.2, None)]
 )
 def test_final_validation_loss_of_pretrained_weights_has_range(

@@ -59,11 +59,12 @@ def first_steps(run: RunDirectory) -> Iterable[ChecklistItem]:
     if run.stage in LANGUAGE:
         yield ChecklistItem("train/loss falls", _of_rules(early, "loss_not_falling", problems=("loss_diverging",)))
     else:
-        found = _of_rules(early, "loss_zero", "loss_jitter")
+        found = _of_rules(early, "loss_zero", "loss_jitter", problems=("advantages_flat",))
         yield ChecklistItem("train/loss is not 0 throughout, and not extreme", found)
     # from the latest steps: an extended run started with another schedule
     yield ChecklistItem("train/lr(1e-3) follows its schedule", _of_rules(run.findings(), "lr_schedule"))
-    yield ChecklistItem("train/grad_norm is in range", _of_rules(early, "grad_norm_range", "grad_norm_exploding"))
+    found = _of_rules(early, "grad_norm_range", "grad_norm_exploding", problems=("advantages_flat",))
+    yield ChecklistItem("train/grad_norm is in range", found)
     yield ChecklistItem("step times are steady", _of_rules(early, "step_time_high", "step_time_rising"))
     yield ChecklistItem(f"GPUs are busy for more than {BUSY_SHARE:.0%} of the time", gpus_are_busy(run))
     yield ChecklistItem("no NCCL errors, timeouts or out-of-memory errors", no_fatal_errors(run))

@@ -12,7 +12,9 @@ from verl_ext.health.families import trend_level
 from verl_ext.health.history import SEGMENT_VALUES
 from verl_ext.health.rule import (
     ACCURACY,
+    ADV_STD,
     CORRECT,
+    EVAL_REWARD_STD,
     GRAD_NORM,
     LOSS,
     NOISES,
@@ -30,6 +32,8 @@ from verl_ext.health.rule import (
 )
 from verl_ext.health.trend import Array, line_change, noise, trend
 
+FLAT = 1e-6
+"""Standard deviation of advantages below which all of them are 0."""
 TOKEN_RATE = "throughput/train/valid_tokens_per_s"
 MANY_STEPS = 100
 """Number of steps that replace epochs in short runs, and over which jitter is measured."""
@@ -41,6 +45,8 @@ NUM_INITIAL = 5
 """Number of steps whose mean is the initial loss."""
 GUESSING_MARGIN = 1.1
 """Maximum initial loss of untrained weights relative to random guessing; their predictions are not quite uniform."""
+SAMPLING_ERRORS = 2.0
+"""Standard errors by which the means of two evaluations must differ to be significant (95% confidence)."""
 VAL_RISES = 3
 """Consecutive rises of the validation loss for a warning."""
 MIN_COMPARED = 50
@@ -181,8 +187,30 @@ def val_loss_margin(view: HealthView, values: Array, best: float) -> float:
 
 
 def eval_reward_margin(view: HealthView, values: Array, best: float) -> float:
-    """Smallest significant fall of an evaluation reward below the best."""
-    return max(abs(best) * view.limits.eval_drop_max, view.limits.eval_min_change, NOISES * noise(values))
+    """Smallest significant fall of an evaluation reward below the best; infinite for two values of unknown error.
+
+    A single value is part of a trend, which is significant even within the noise.
+    """
+    smallest = max(abs(best) * view.limits.eval_drop_max, view.limits.eval_min_change)
+    if len(values) == 1:
+        return smallest
+    error = eval_reward_error(view)
+    if error is None:
+        return math.inf if len(values) < 3 else max(smallest, NOISES * noise(values))
+    return max(smallest, NOISES * noise(values), SAMPLING_ERRORS * error)
+
+
+def eval_reward_error(view: HealthView) -> float | None:
+    """Standard error of the difference of two evaluation rewards; None if the number of prompts is not logged."""
+    spreads = view.series(EVAL_REWARD_STD).recent()
+    # the stage budget logs the number; in the stage grpo, it is the tokens of all completions by their mean length
+    count = view.series("eval/num_configs").last_value
+    if math.isnan(count):
+        length = view.series("eval/seq_completion_len_mean").last_value
+        count = view.series("eval/total_valid_token_count").last_value / length if length else math.nan
+    if not len(spreads) or not count > 0:
+        return None
+    return math.sqrt(2 * float(np.mean(spreads**2)) / count)
 
 
 def val_loss_rising(view: HealthView) -> CheckResult | None:
@@ -197,6 +225,12 @@ def val_loss_rising(view: HealthView) -> CheckResult | None:
 
 
 # Gradient and learning rate
+
+
+def grad_norm_size(view: HealthView) -> tuple[float] | None:
+    """The median of the recent gradient norms; None without advantages, which have their own rule."""
+    recent = view.recent(GRAD_NORM)
+    return None if recent is None or has_flat_advantages(view) else (float(np.median(recent)),)
 
 
 def share_of_large_norms(view: HealthView) -> tuple[float, int, float] | None:
@@ -349,9 +383,21 @@ def reward_failure_share(view: HealthView) -> tuple[float, float, int] | None:
     return float(recent.mean()) / samples, float(recent.mean()), samples
 
 
+def policy_loss_size(view: HealthView) -> tuple[float] | None:
+    """The largest absolute recent policy loss; None without advantages, which have their own rule."""
+    recent = view.recent(LOSS)
+    return None if recent is None or has_flat_advantages(view) else (float(np.abs(recent).max()),)
+
+
+def has_flat_advantages(view: HealthView) -> bool:
+    """Whether all recent advantages are 0, so that the loss has no policy gradient."""
+    spreads = view.recent(ADV_STD)
+    return spreads is not None and float(spreads.max()) < FLAT
+
+
 def advantage_offset(view: HealthView) -> tuple[float, float, float] | None:
     """The mean of the advantages divided by their standard deviation, then both."""
-    means, spreads = view.recent("train/adv_mean"), view.recent("train/adv_std")
+    means, spreads = view.recent("train/adv_mean"), view.recent(ADV_STD)
     if means is None or spreads is None:
         return None
     mean, spread = float(np.median(np.abs(means))), float(np.median(spreads))

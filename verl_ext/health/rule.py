@@ -17,6 +17,7 @@ from verl_ext.health.trend import Array, noise
 
 LOSS, VAL_LOSS, GRAD_NORM, STEP_TIME = "train/loss", "val/loss", "train/grad_norm", "time/train/step_s"
 REWARD, EVAL_REWARD = "train/reward_total_mean", "eval/reward_total_mean"
+EVAL_REWARD_STD, ADV_STD = "eval/reward_total_std", "train/adv_std"
 ACCURACY, VIOLATION = "train/accuracy_mean", "train/budget_violation_mean"
 CORRECT = ("train/reward_correct_mean", ACCURACY, "train/code_tests_mean")
 """Metrics that measure how often answers are right; a run logs one of them."""

@@ -10,12 +10,12 @@ from verl_ext.errors import UserError
 from verl_ext.health import checks
 from verl_ext.health.context import LANGUAGE, REWARDED, STAGES
 from verl_ext.health.families import bounds, epoch_trend, largest, median, past_best, plateau, share_of_limit, shrunk
-from verl_ext.health.rule import CORRECT, EVAL_REWARD, GRAD_NORM, LOSS, REWARD, VAL_LOSS, VIOLATION, Level, Rule
+from verl_ext.health.rule import ADV_STD, CORRECT, EVAL_REWARD, LOSS, REWARD, VAL_LOSS, VIOLATION, Level, Rule
 from verl_ext.plugins import Plugin
 
 GRPO, BUDGET = frozenset({"grpo"}), frozenset({"budget"})
 NOTICE, WARNING, ALARM = Level.NOTICE, Level.WARNING, Level.ALARM
-ADV_STD, COMPLETION_LENGTH = "train/adv_std", "train/seq_completion_len_mean"
+COMPLETION_LENGTH = "train/seq_completion_len_mean"
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
@@ -38,8 +38,8 @@ RULES: tuple[Rule, ...] = (
          "use a larger train_batch_size or rollout.n, a lower or decaying optim.lr, or more epochs; "
          "judge by the mean over an epoch"),
     Rule("loss_zero",
-         bounds(largest(LOSS), "the largest recent policy loss is {:.3g}", below={ALARM: 1e-300}),
-         "All recent policy losses are exactly 0.",
+         bounds(checks.policy_loss_size, "the largest recent policy loss is {:.3g}", below={ALARM: 1e-300}),
+         "All recent policy losses are exactly 0, but the advantages are not 0.",
          "check rollout.n, and that rewards differ within a group", REWARDED),
     Rule("initial_loss", checks.initial_loss,
          "The first loss is above initial_loss_max or, for untrained weights, that of random guessing.",
@@ -64,12 +64,13 @@ RULES: tuple[Rule, ...] = (
          "Near the end, the validation loss is above final_val_loss_max; not for untrained weights.",
          "train longer, or check that the validation data resembles the training data", LANGUAGE),
     Rule("eval_reward_falling", past_best(EVAL_REWARD, REWARD, better=1, worse_by=checks.eval_reward_margin),
-         "The evaluation reward falls by more than eval_drop_max while the training reward rises; otherwise a notice.",
+         "The evaluation reward falls by more than eval_drop_max and its sampling error while the training reward "
+         "rises; otherwise a notice.",
          "stop and use the best checkpoint, or train on more prompts", REWARDED),
 
     # Gradient and learning rate
     Rule("grad_norm_range",
-         bounds(median(GRAD_NORM), "the gradient norm is about {:.3g}",
+         bounds(checks.grad_norm_size, "the gradient norm is about {:.3g}",
                 above={NOTICE: "grad_norm_max"}, below={NOTICE: "grad_norm_min"},
                 advice_below="if the loss does not fall, raise optim.lr and check that the parameters are trained"),
          "The gradient norm is outside grad_norm_min to grad_norm_max.",
@@ -80,7 +81,7 @@ RULES: tuple[Rule, ...] = (
          "A fifth of recent gradient norms exceed grad_norm_alarm; alarm if half do.",
          "lower optim.lr and set optim.clip_grad"),
     Rule("grad_norm_vanishing",
-         bounds(median(GRAD_NORM), "the gradient norm is about {:.3g}", below={WARNING: "grad_norm_vanished"}),
+         bounds(checks.grad_norm_size, "the gradient norm is about {:.3g}", below={WARNING: "grad_norm_vanished"}),
          "The gradient norm is below grad_norm_vanished.",
          "check that the loss has tokens and that parameters are trained"),
     Rule("lr_schedule", checks.lr_schedule,
@@ -132,7 +133,7 @@ RULES: tuple[Rule, ...] = (
          "The mean advantage exceeds adv_mean_max of the standard deviation.",
          "groups are mixed up: the advantages of a group sum to 0, so check sample_id and rollout.n", REWARDED),
     Rule("advantages_flat",
-         bounds(largest(ADV_STD), "the standard deviation of advantages is at most {:.3g}", below={ALARM: 1e-6}),
+         bounds(largest(ADV_STD), "the standard deviation of advantages is at most {:.3g}", below={ALARM: checks.FLAT}),
          "All recent advantages are 0.",
          "rewards do not differ within groups: raise rollout.n or the temperature, or use other prompts", REWARDED),
     Rule("advantages_extreme",
