@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from verl_ext.errors import UserError
 from verl_ext.health.config import HealthLimits
-from verl_ext.health.context import LRSchedule, RunContext, configured_at
+from verl_ext.health.context import LRSchedule, RunContext, comparable_from, configured_at
 from verl_ext.health.history import MetricHistory
 from verl_ext.health.rule import Finding, HealthView, Level, Rule, warning
 from verl_ext.health.rules import RULES
@@ -156,6 +157,39 @@ def test_changed_schedule_applies_from_step_of_its_attempt(num_steps: int) -> No
     attempts += [{"first_step": 21, "config_changes": {}}, {"first_step": None}]
     found = BY_NAME["lr_schedule"].run(view_of(history, replace(context, configured_at=configured_at(attempts))))
     assert found is None if num_steps < 3 else found is not None and found.level == Level.OK
+
+
+@pytest.mark.parametrize(
+    ("attempts", "first"),
+    [
+        ([{"first_step": 0}, {"first_step": 4, "config_changes": {"optim.lr": [1, 2]}}], 0),
+        ([{"first_step": 0}, {"first_step": 4, "config_changes": {"reward.functions": [["a"], ["b"]]}}], 5),
+        ([{"first_step": 0}, {"first_step": 4, "config_changes": {"reward.num_workers": [1, 2]}}], 0),
+        ([{"first_step": 0, "input_files": {"r.py": "1"}}, {"first_step": 4, "input_files": {"r.py": "2"}}], 5),
+        ([{"first_step": 0}, {"first_step": 4, "input_files": {"r.py": "2"}}], 0),
+        (
+            [{"first_step": 0}, {"first_step": 9, "config_changes": {"data.val_files": ["a", "b"]}}, {"first_step": 4}],
+            5,
+        ),
+        (
+            [{"first_step": 0}, {"first_step": 9, "config_changes": {"data.val_files": ["a", "b"]}}, {"first_step": 0}],
+            0,
+        ),
+        ([{"first_step": 0}, {"first_step": None, "config_changes": {"data.val_files": ["a", "b"]}}], 0),
+    ],
+)
+def test_validations_are_compared_from_last_change_of_what_they_measure(attempts: list[Any], first: int) -> None:
+    assert comparable_from(attempts) == first
+
+
+def test_fall_at_change_of_rewards_is_no_finding() -> None:
+    history = MetricHistory()
+    for step, value in ((2, 1.0), (4, 1.01), (6, 0.5), (8, 0.51)):
+        history.add(step, {"eval/reward_total_mean": value, "val/loss": 1 / value})
+    assert found_by("eval_reward_falling", history, RunContext("grpo", 100)).level == Level.NOTICE
+    assert found_by("eval_reward_falling", history, RunContext("grpo", 100, comparable_from=5)).level == Level.OK
+    assert found_by("overfitting", history, RunContext("sft", 100)).level == Level.NOTICE
+    assert found_by("overfitting", history, RunContext("sft", 100, comparable_from=5)).level == Level.OK
 
 
 def test_overfitting_reports_best_value_of_latest_validation_once() -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import save
+from verl_ext.checkpoint.save import add_metrics
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
 from verl_ext.errors import UserError
@@ -36,7 +37,13 @@ from verl_ext.launch.preflight import (
     needed_commands,
     prepare_inputs,
 )
-from verl_ext.launch.run import first_start_and_precision, is_finished, may_be_longer, print_changes
+from verl_ext.launch.run import (
+    first_start_and_precision,
+    input_digests,
+    is_finished,
+    may_be_longer,
+    print_changes,
+)
 from verl_ext.launch.show_samples import show_samples
 from verl_ext.launch.torchrun import set_rank_environment, torchrun_options
 from verl_ext.metrics.recorder import verl_backends
@@ -496,6 +503,48 @@ def test_resumed_run_names_changed_settings(
     assert printed("optim.lr=0.5") == ""
     (run_dir / "config.yaml").unlink()
     assert printed("optim.lr=0.5") == ""
+
+
+def test_resumed_run_names_changed_reward_and_validation_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of earlier versions have no digests, and validations are only compared if there were some."""
+    run_dir, reward, val = tmp_path / "run", tmp_path / "reward.py", tmp_path / "val.parquet"
+    reward.write_text("def f(**kwargs):\n    return 1.0\n")
+    val.write_bytes(b"one")
+    config = load_config(
+        "grpo", [f"reward.functions=['{reward}:f*2']", f"data.val_files={val}", f"trainer.default_local_dir={run_dir}"]
+    )
+
+    def printed() -> tuple[str, str]:
+        capsys.readouterr()
+        print_changes(config)
+        said = capsys.readouterr()
+        return said.out, said.err
+
+    checkpoint = save(run_dir, 2)
+    (run_dir / "config.yaml").write_text(json.dumps(as_dict(config)))
+    record = RunRecord(run_dir)
+    record.mark_waiting(launch={})
+    record.start_attempt(first_step=0, world_size=1, total_steps=9)
+    record.end_attempt("stopped", 2, "stopped")
+    reward.write_text("def f(**kwargs):\n    return 2.0\n")
+    assert printed() == ("", "")
+
+    record.mark_waiting(launch={"input_files": input_digests(config)})
+    record.start_attempt(first_step=2, world_size=1, total_steps=9)
+    record.end_attempt("stopped", 2, "stopped")
+    assert printed() == ("", "")
+    reward.write_text("def f(**kwargs):\n    return 3.0\n")
+    record.mark_waiting(launch={"input_files": input_digests(config)})
+    record.end_if_running("failed", "it failed before training")
+    assert printed() == (f"Resuming with changed settings: the content of {reward}.\n", "")
+
+    add_metrics(checkpoint, {"eval/reward_total_mean": 0.5})
+    val.write_bytes(b"two")
+    out, err = printed()
+    assert out == f"Resuming with changed settings: the content of {reward}, the content of {val}.\n"
+    assert "eval/reward_total_mean does not compare before and after global_step_2" in err
 
 
 def test_resumed_run_keeps_first_start_of_its_checkpoint(quickstart: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +27,10 @@ ADDED_LATER = (
     "trainer.log_sample_tokens", "trainer.wandb_proxy", "algorithm.adv_estimator", "algorithm.use_kl_in_reward",
 )  # fmt: skip
 """Keys of `NOT_IDENTITY` that digests omit instead of setting to null, so that digests without them stay valid."""
+VALIDATION_KEYS = ("reward.", "data.val_", "data.eval_split", "data.eval_batches")
+"""Beginnings of the settings that determine what a validation measures."""
+NOT_MEASURED = ("reward.num_workers", "reward.isolation")
+"""Settings among these that do not change a reward."""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -84,3 +88,13 @@ def config_digest(values: Mapping[str, Any]) -> str:
         else:
             OmegaConf.update(copy, key, None)
     return hashlib.sha256(OmegaConf.to_yaml(copy, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def changed_files(former: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the files whose content has changed, from two records of digests by path; both must have the file."""
+    return [path for path, digest in now.items() if former.get(path, digest) != digest]
+
+
+def changes_validation(changes: Iterable[str]) -> bool:
+    """Whether validations before and after some settings changed measure different things."""
+    return any(key.startswith(VALIDATION_KEYS) and key not in NOT_MEASURED for key in changes)

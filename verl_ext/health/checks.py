@@ -215,7 +215,7 @@ def eval_reward_error(view: HealthView) -> float | None:
 
 def val_loss_rising(view: HealthView) -> CheckResult | None:
     """A warning after consecutive rises that are significant together."""
-    values = view.series(VAL_LOSS).recent(VAL_RISES + 1)
+    values = np.array([value for _, value in view.comparable_points(VAL_LOSS)[-VAL_RISES - 1 :]])
     if len(values) <= VAL_RISES:
         return None
     message = f"the last values of val/loss are {', '.join(f'{value:.4g}' for value in values)}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoint.manifest import committed_steps
-from verl_ext.config.run_config import read_config_file
+from verl_ext.config.run_config import changed_files, changes_validation, read_config_file
 from verl_ext.errors import UserError
 
 LANGUAGE = frozenset({"sft", "vlm_sft"})
@@ -129,6 +129,7 @@ class RunContext:
         untrained_loss: nat/token of random guessing, for a run that started from untrained weights; None for one that
             started from pretrained weights.
         configured_at: step from which the run has had its present configuration.
+        comparable_from: first step whose validation measures the same as the latest.
     """
 
     stage: str
@@ -140,6 +141,7 @@ class RunContext:
     checkpoints: Callable[[], Sequence[int]] = tuple
     untrained_loss: float | None = None
     configured_at: int = 0
+    comparable_from: int = 0
 
     @classmethod
     def of(
@@ -162,6 +164,7 @@ class RunContext:
             checkpoints=partial(committed_steps, run_dir),
             untrained_loss=run["untrained_loss"],
             configured_at=configured_at(run["attempts"]),
+            comparable_from=comparable_from(run["attempts"]),
         )
 
 
@@ -169,6 +172,19 @@ def configured_at(attempts: Sequence[Mapping[str, Any]]) -> int:
     """Return the step from which the last attempt that changed the configuration started; 0 if none did."""
     changed = [each.get("first_step") or 0 for each in attempts if each.get("config_changes")]
     return changed[-1] if changed else 0
+
+
+def comparable_from(attempts: Sequence[Mapping[str, Any]]) -> int:
+    """Return the first step after the last change of rewards or validation data; 0 if they never changed."""
+    first, files = 0, dict[str, str]()
+    for each in attempts:
+        resumed_at, now = each.get("first_step"), each.get("input_files") or {}
+        if resumed_at is None:  # it ended before training
+            continue
+        own_first = resumed_at + 1 if resumed_at else 0
+        is_changed = changes_validation(each.get("config_changes") or ()) or changed_files(files, now)
+        first, files = own_first if is_changed else min(first, own_first), {**files, **now}
+    return first
 
 
 def read_run_config(path: Path) -> dict[str, Any]:

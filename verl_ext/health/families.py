@@ -168,7 +168,7 @@ def past_best(measured: str, trained: str, better: int, worse_by: Callable[[Heal
     """
 
     def check(view: HealthView) -> CheckResult | None:
-        points = view.series(measured).points()
+        points = view.comparable_points(measured)
         if len(points) < 2:
             return None
         values = np.array([value for _, value in points])

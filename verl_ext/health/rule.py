@@ -95,6 +95,10 @@ class HealthView:
         values = self.series(metric).recent(count)
         return values if len(values) >= (count if at_least is None else at_least) else None
 
+    def comparable_points(self, metric: str) -> list[tuple[int, float]]:
+        """Step and value of the validations that measure the same as the latest."""
+        return [point for point in self.series(metric).points() if point[0] >= self.context.comparable_from]
+
     def epochs(self, metric: str, count: int) -> Array | None:
         """Means of a metric over the last `count` epochs, oldest first; None if there were fewer."""
         means = self.history.epochs(metric)[-count:]

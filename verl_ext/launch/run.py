@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoint.lease import hold_lease
-from verl_ext.checkpoint.manifest import EXPORT, read_complete, read_tracker, step_of, why_incomplete
-from verl_ext.checkpoint.retention import find_leftovers, find_temporary_files, remove_leftovers
-from verl_ext.config.run_config import NOT_IDENTITY, config_digest
+from verl_ext.checkpoint.manifest import (
+    EXPORT,
+    complete_checkpoints,
+    read_complete,
+    read_tracker,
+    step_of,
+    why_incomplete,
+)
+from verl_ext.checkpoint.retention import find_leftovers, find_temporary_files, finite_metric, remove_leftovers
+from verl_ext.config.run_config import NOT_IDENTITY, changed_files, changes_validation, config_digest
 from verl_ext.config.schema import as_dict, flat
 from verl_ext.console import print_line, typed_path, warn
 from verl_ext.console_log import recording_console
+from verl_ext.data.config import file_list
+from verl_ext.data.dataset import sampled_digest
 from verl_ext.errors import UserError
 from verl_ext.files import hold_run_lock
 from verl_ext.launch.configure import resume_candidate
@@ -29,7 +38,7 @@ from verl_ext.metrics.heartbeat import BEAT_S, send_heartbeats
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.model_files import untrained_loss
 from verl_ext.processes import StopRequest, StopSignals
-from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, read_config
+from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, SFTConfig, read_config
 
 MAY_DIFFER = (*NOT_IDENTITY, "trainer.default_local_dir", "trainer.resume_", "trainer.trace", "recipe", "prepare")
 """Keys that may differ from the settings of a finished run."""
@@ -171,7 +180,7 @@ class Launch:
         config = self.next_config()
         first_start, precision = first_start_and_precision(config)
         self.record.mark_waiting(
-            launch=self.provenance,
+            launch={**self.provenance, "input_files": input_digests(config)},
             project=config.trainer.project_name,
             experiment=config.trainer.experiment_name,
             stage=config.stage,
@@ -245,19 +254,64 @@ def print_start(config: RunConfig) -> None:
 
 
 def print_changes(config: RunConfig) -> None:
-    """Name every setting that a resumed run changes; a forgotten override would change one silently."""
+    """Name every setting and input file that a resumed run changes; a forgotten override would change one silently."""
     checkpoint = resume_candidate(config)
     if checkpoint is None or checkpoint.parent != config.trainer.run_dir:
         return
     try:
         changes = changed_settings(config)
-    except UserError:  # a damaged config.yaml is replaced
+        files = changed_files(former_digests(config.trainer.run_dir), input_digests(config))
+    except UserError:  # a damaged config.yaml or run.json is replaced
         return
     changes = {key: change for key, change in changes.items() if key not in NAMES}
-    if len(changes) > MAX_SHOWN:
-        print_line("\n  ".join(["Resuming with changed settings:", *_as_text(changes)]))
-    elif changes:
-        print_line(f"Resuming with changed settings: {list_changes(changes)}.")
+    texts = [*_as_text(changes), *(f"the content of {path}" for path in files)]
+    if len(texts) > MAX_SHOWN:
+        print_line("\n  ".join(["Resuming with changed settings:", *texts]))
+    elif texts:
+        print_line(f"Resuming with changed settings: {', '.join(texts)}.")
+    if files or changes_validation(key for key, pair in changes.items() if None not in pair):
+        warn_of_incomparable_validations(config, checkpoint)
+
+
+def warn_of_incomparable_validations(config: RunConfig, checkpoint: Path) -> None:
+    """Warn that the best checkpoint may be chosen by different rewards or data, if a validation has been recorded."""
+    run_dir, metric = config.trainer.run_dir, config.trainer.checkpoint.best_metric
+    if any(finite_metric(manifest, metric) is not None for manifest in complete_checkpoints(run_dir).values()):
+        warn(
+            f"{metric} does not compare before and after {checkpoint.name}, because rewards or validation data have "
+            "changed, but the best checkpoint is chosen among all checkpoints; set trainer.experiment_name to a new "
+            "name to compare only new ones"
+        )
+
+
+def input_digests(config: RunConfig) -> dict[str, str]:
+    """Return the digests of the files that determine what a validation measures, by path: reward functions and data.
+
+    Files that cannot be read are left out, such as those of a dataset class that reads its data from elsewhere.
+    """
+    paths: list[str] = []
+    if isinstance(config, GRPOConfig):
+        from verl_ext.grpo.rewards.functions import parse_reward_functions
+
+        plugins = [spec.plugin for spec in parse_reward_functions(list(config.reward.functions))]
+        paths += [plugin.location for plugin in plugins if plugin is not None and plugin.is_file]
+    if isinstance(config, SFTConfig | GRPOConfig):
+        paths += file_list(config.data.val_files)
+    digests = {}
+    for path in paths:
+        with suppress(OSError):
+            digests[path] = sampled_digest([Path(path).expanduser()])
+    return digests
+
+
+def former_digests(run_dir: Path) -> dict[str, str]:
+    """Return the `input_digests` of the last attempt that trained; empty for runs of earlier versions.
+
+    Raises:
+        UserError: the record of the run is damaged.
+    """
+    trained = [each for each in RunRecord(run_dir).read()["attempts"] if each.get("first_step") is not None]
+    return trained[-1].get("input_files", {}) if trained else {}
 
 
 def changed_settings(config: RunConfig) -> dict[str, tuple[Any, Any]]:

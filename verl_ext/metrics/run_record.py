@@ -50,7 +50,7 @@ _ATTEMPT_TYPES = {
     "closed_trackers": (list,),
     "heartbeat_s": (float, type(None)),
     **dict.fromkeys(("command", "git_commit"), _TEXT),
-    **dict.fromkeys(("packages", "environment", "config_defaults", "config_changes"), (dict,)),
+    **dict.fromkeys(("packages", "environment", "config_defaults", "config_changes", "input_files"), (dict,)),
     "device_names": (list,),
 }
 _REQUIRED_ATTEMPT_KEYS = frozenset({"attempt", "start", "end"})
