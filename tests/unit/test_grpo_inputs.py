@@ -181,6 +181,8 @@ def test_initial_model_is_best_or_else_newest_checkpoint(
     assert config.model.partial_pretrain == str(sft_run / "global_step_20" / "huggingface")
     [line] = capsys.readouterr().out.splitlines()
     assert "global_step_20" in line and f"watch {sft_run}`" in line
+    settled(quickstart, tmp_path, f"trainer.resume_from_path={tmp_path}/other/global_step_4")
+    assert capsys.readouterr().out == "", "the run starts from the other checkpoint"
     (sft_run / "best_checkpoint.json").write_text(json.dumps({"checkpoint": "global_step_10"}))
     config = settled(quickstart, tmp_path)
     assert config.model.partial_pretrain == str(sft_run / "global_step_10" / "huggingface")

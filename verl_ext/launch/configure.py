@@ -275,7 +275,8 @@ def resolve_model(config: GRPOConfig | BudgetConfig) -> None:
         model.partial_pretrain = str(best_export(sft_run))
     else:
         export = newest_export(sft_run, config.trainer.n_gpus_per_node)
-        if config.stage == "grpo":
+        resumes = config.trainer.resume_from_path is not None and config.trainer.resume_mode != "disable"
+        if config.stage == "grpo" and not resumes:
             print_line(
                 f"{sft_run} has not been evaluated; starting from its newest checkpoint, {export.parent.name} "
                 f"(`{program('eval')} watch {shlex.quote(str(sft_run))}` chooses the best one)"
