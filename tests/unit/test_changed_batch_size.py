@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.trainer import make_trainer, small_config
+from verl_ext.errors import UserError
 from verl_ext.trainer.sft import SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -49,3 +50,14 @@ def test_finished_run_stays_finished_with_another_batch_size(quickstart: Path, t
     resume(quickstart, tmp_path)
     trainer, rows = resume(quickstart, tmp_path, "data.train_batch_size=4")
     assert trainer.global_step == trainer.total_training_steps == 15 and rows == []
+
+
+def test_checkpoint_of_another_run_is_refused_with_other_data(quickstart: Path, tmp_path: Path) -> None:
+    """Another name would not help, because the run is already a new one."""
+    resume(quickstart, tmp_path / "one", "trainer.total_training_steps=1")
+    checkpoint = tmp_path / "one" / "global_step_1"
+    says = f"saved with 40 .*, or start from its weights with model.partial_pretrain={checkpoint}/huggingface trainer.r"
+    with pytest.raises(UserError, match=says):
+        resume(quickstart, tmp_path / "two", "data.train_max_samples=32", f"trainer.resume_from_path={checkpoint}")
+    with pytest.raises(UserError, match="or start a new run with another trainer.experiment_name"):
+        resume(quickstart, tmp_path / "one", "data.train_max_samples=32")

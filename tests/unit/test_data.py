@@ -429,6 +429,8 @@ def test_sampler_rejects_state_of_another_dataset(change: dict[str, int], names:
     sampler = GlobalBatchSampler(30, 10, 0, 1, seed=3)
     with pytest.raises(UserError, match=names):
         sampler.load_state_dict({**sampler.state_dict(), **change})
+    with pytest.raises(UserError, match="or start from its weights$"):
+        sampler.load_state_dict({**sampler.state_dict(), **change}, "start from its weights")
     with pytest.raises(UserError, match="not a multiple of"):
         sampler.load_state_dict({**sampler.state_dict(), "samples_seen": 5})
     with pytest.raises(UserError, match="fewer than one global batch"):

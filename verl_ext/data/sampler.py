@@ -13,6 +13,7 @@ from verl_ext.errors import UserError
 
 VERL_ORDER_SEED = 0
 """Seed of the data order in verl's own SFT trainer, where `trainer.seed` does not affect the order."""
+NEW_RUN = "start a new run with another trainer.experiment_name"
 
 
 class GlobalBatchSampler(Sampler[list[Any]]):
@@ -89,8 +90,12 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             "order_seed": self.order_seed,
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], otherwise: str = NEW_RUN) -> None:
         """Restore a saved position.
+
+        Args:
+            state: see `state_dict`.
+            otherwise: what to do instead of restoring the data or the seed, for messages.
 
         Raises:
             UserError: the size of the dataset or the seed differs, or the batch size does not divide the position.
@@ -104,7 +109,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             if state[name] != getattr(self, name):
                 raise UserError(
                     f"the checkpoint was saved with {saved}, but this run has {getattr(self, name)}, so the data order "
-                    f"would change; {fix}, or start a new run with another trainer.experiment_name"
+                    f"would change; {fix}, or {otherwise}"
                 )
         if state["samples_seen"] % self.global_batch_size:
             raise UserError(

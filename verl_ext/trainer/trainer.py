@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from verl_ext.checkpoint.load import read_data_state
 from verl_ext.checkpoint.manager import CheckpointManager
-from verl_ext.checkpoint.manifest import Manifest, is_verl_checkpoint, step_of
+from verl_ext.checkpoint.manifest import EXPORT, Manifest, is_verl_checkpoint, step_of
 from verl_ext.checkpoint.rebuild import write_deferred_export
 from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents
 from verl_ext.checkpoint.save import add_metrics
@@ -549,7 +549,13 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         """Restore what `data_state` returned."""
         self.guard.num_skipped = state.get("skipped_steps", 0)
         self.owes_validation = state.get("owes_validation", False)
-        self.train_sampler.load_state_dict(state)
+        path = self.checkpoint
+        if path is None or path.parent == self.run_dir:
+            self.train_sampler.load_state_dict(state)
+        else:  # this run is already a new one
+            key = "controller.init_from" if self.config.stage == "budget" else "model.partial_pretrain"
+            weights = f"start from its weights with {key}={path / EXPORT} trainer.resume_from_path=null"
+            self.train_sampler.load_state_dict(state, weights)
 
 
 class NonFiniteGuard:
