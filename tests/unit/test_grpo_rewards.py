@@ -22,13 +22,15 @@ from tests.helpers.grpo import MAX_TOKENS, rewards_of, sample
 from tests.helpers.grpo import REWARD as DEFAULT_REWARD
 from tests.helpers.processes import wait_gone, wait_until
 from verl_ext.errors import UserError
-from verl_ext.grpo.metrics import sample_metrics
+from verl_ext.grpo.metrics import MAX_NAME_CHARACTERS, MAX_SOURCES, sample_metrics, source_metrics, source_names
 from verl_ext.grpo.protocols import RewardError, Trajectory
 from verl_ext.grpo.rewards import process_pool
 from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.functions import LengthPenalty, parse_reward_functions, reward_format, tag_count_reward
 from verl_ext.grpo.rewards.process_pool import RewardProcessPool
 from verl_ext.grpo.rewards.text_environment import TextEnvironment
+from verl_ext.launch.preflight import check_best_metric
+from verl_ext.metrics.registry import lookup_metric
 from verl_ext.plugins import Plugin
 
 REWARD = replace(DEFAULT_REWARD, time_limit_s=0.5)
@@ -215,6 +217,38 @@ def test_reward_that_does_not_apply_adds_nothing(opened: TextEnvironment, one_ra
     metrics = sample_metrics("train", trajectories, TextlessPolicy(), opened, "cpu")  # type: ignore[arg-type]
     assert [metrics[f"train/{name}_mean"] for name in opened.reward_names] == [2 / 3, 0, 11]
     assert metrics["train/reward_failures"] == metrics["train/samples_without_reward"] == 0
+
+
+def test_names_of_data_sources_are_safe_unique_and_bounded() -> None:
+    assert source_names(["only", "only"]) == {}
+    names = source_names(["a/b c,d", "a_b:c.d", "数学", "gsm8k", "gsm8k", "x" * 99])
+    assert names == {
+        "gsm8k": "gsm8k", "a/b c,d": "a_b_c_d", "a_b:c.d": "a_b_c_d_2", "x" * 99: "x" * MAX_NAME_CHARACTERS,
+        "数学": "数学",
+    }  # fmt: skip
+    many = [str(number) for number in range(50) for _ in range(number + 1)]
+    assert [*source_names(many)] == [str(number) for number in range(49, 49 - MAX_SOURCES, -1)]
+    for name in names.values():
+        assert lookup_metric(f"eval/reward_total_mean_of_{name}").unit == "1"
+        check_best_metric(f"eval/reward_correct_mean_of_{name}")
+
+
+@pytest.mark.parametrize("opened", [["reward_correct", "code_tests", "TMP/mine.py:score"]], indirect=True)
+def test_evaluation_is_measured_by_data_source(opened: TextEnvironment, one_rank: None) -> None:
+    """A source without tests has no `code_tests`, and samples without a reward do not count."""
+    answers = [("7", "7", "maths"), ("none", "7", "maths"), ("none", TESTS, "code"), ("raise", "7", "maths")]
+    trajectories = [sample(text, truth, data_source=source, extra_info={"index": 3}) for text, truth, source in answers]
+    for trajectory, reward in zip(trajectories, rewards_of(opened, trajectories)):
+        trajectory.reward = reward
+    metrics = source_metrics(trajectories, {"maths": "maths", "code": "code"}, opened, "cpu")
+    assert metrics == {
+        "eval/reward_total_mean_of_maths": 6.0,
+        "eval/reward_correct_mean_of_maths": 0.5,
+        "eval/reward_total_mean_of_code": 0.0,
+        "eval/reward_correct_mean_of_code": 0.0,
+        "eval/code_tests_mean_of_code": 0.0,
+    }
+    assert source_metrics(trajectories, {}, opened, "cpu") == {}
 
 
 @pytest.mark.parametrize("opened", [["code_tests", "TMP/mine.py:score"]], indirect=True)

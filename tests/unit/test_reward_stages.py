@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+import pandas as pd
 import pytest
 import torch
 
@@ -233,3 +234,18 @@ def test_prompts_are_shared_only_if_configured(quickstart: Path, tmp_path: Path)
         trajectories = trainer.step.rollout(prompts_of([trainer.train_dataset[0]]), 1, 4)
         micro_batch = trainer.policy.collate(trajectories)
         assert len(micro_batch["input_ids"]) == 1 and ("sample_lengths" in micro_batch) == (not shares)
+
+
+def test_evaluation_prompts_of_several_sources_are_measured_separately(quickstart: Path, tmp_path: Path) -> None:
+    rows = pd.read_parquet(quickstart / "prompts.parquet").head(3)
+    rows.assign(data_source=["one", "two", "two"]).to_parquet(tmp_path / "val.parquet")
+    words = [f"data.train_files={quickstart}/prompts.parquet", f"data.val_files={tmp_path}/val.parquet"]
+    words += [f"model.partial_pretrain={quickstart}/model", f"trainer.default_local_dir={tmp_path}", *OF_ANY_RUN]
+    words += ["data.max_response_length=4", "reward.length_buffer=4", "rollout.engine=hf", "data.eval_batches=-1"]
+    trainer = trainer_of(load_config("grpo", ["prepare=[]", *words]))
+    trainer.config.trainer.log_samples_every = 0
+    metrics = trainer.validate()
+    trainer.environment.close()
+    means = [metrics[f"eval/reward_total_mean_of_{source}"] for source in ("one", "two")]
+    assert (means[0] + 2 * means[1]) / 3 == pytest.approx(metrics["eval/reward_total_mean"])
+    assert "eval/code_tests_mean_of_two" in metrics

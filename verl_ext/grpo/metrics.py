@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,6 +16,10 @@ from verl_ext.metrics.jsonl import SampleRow
 
 ALL_STATISTICS = ("mean", "std", "min", "max")
 """Statistics of `distribution_metrics`; std is the population standard deviation."""
+CORRECTNESS = ("reward_correct", "code_tests")
+"""Reward functions that measure how often answers are right."""
+MAX_SOURCES, MAX_NAME_CHARACTERS = 20, 40
+"""Maximum number of data sources with metrics of their own, and length of a source in a metric's name."""
 MAX_SHOWN_CHARACTERS = 300
 """Maximum length of a sample in a message."""
 
@@ -75,6 +81,54 @@ def sample_metrics(
     }
     metrics |= reduce_over_ranks(sums=counts, device=device)
     return {f"{kind}/{name}": value for name, value in metrics.items()}
+
+
+def source_names(sources: Iterable[str]) -> dict[str, str]:
+    """Name in metrics of each `data_source`, given those of all prompts; empty if there is only one.
+
+    Sources are users' texts: names contain letters, digits, `_` and `-`. Only the `MAX_SOURCES` largest have one.
+    """
+    counts = Counter(sources)
+    names: dict[str, str] = {}
+    for source in sorted(counts, key=lambda each: (-counts[each], each))[:MAX_SOURCES] if len(counts) > 1 else ():
+        name = base = re.sub(r"[^\w-]", "_", source)[:MAX_NAME_CHARACTERS]
+        number = 1
+        while name in names.values():
+            number += 1
+            name = f"{base}_{number}"
+        names[source] = name
+    return names
+
+
+def source_metrics(
+    trajectories: Sequence[Trajectory], names: Mapping[str, str], environment: Environment, device: str
+) -> Metrics:
+    """Mean reward and correctness in an evaluation for each `data_source`; collective.
+
+    Args:
+        trajectories: samples of this rank.
+        names: see `source_names`; the same on every rank.
+    """
+    if not names:
+        return {}
+    columns: dict[str, list[float]] = {
+        f"{name}/{reward}": []
+        for name in names.values()
+        for reward in ("reward_total", *(each for each in environment.reward_names if each in CORRECTNESS))
+    }
+    for trajectory in trajectories:
+        name, reward = names.get(source_of(trajectory.prompt.fields)), trajectory.reward
+        if name is not None and reward is not None and reward.total is not None:
+            for metric, value in {**reward.components, "reward_total": reward.total}.items():
+                if f"{name}/{metric}" in columns:
+                    columns[f"{name}/{metric}"].append(value)
+    means = distribution_metrics(columns, dict.fromkeys(columns, ("mean",)), device)
+    return {f"eval/{metric}_of_{name}": value for key, value in means.items() for name, metric in [key.split("/")]}
+
+
+def source_of(fields: Mapping[str, Any]) -> str:
+    """The `data_source` of a row of data."""
+    return str(fields.get("data_source") or "unknown")
 
 
 class UpdateMetrics:

@@ -173,6 +173,11 @@ _GRPO = Section(
     {
         "{train,eval}/reward_total_{mean,std,min,max}": Metric("1", "Weighted sum of a sample's rewards.", SAMPLES),
         "{train,eval}/<reward>_mean": Metric("1", "Weighted contribution of one reward function.", SAMPLES),
+        "eval/{reward_total,reward_correct,code_tests}_mean_of_<source>": Metric(
+            "1",
+            "Mean of this reward over the evaluation prompts of a `data_source`, for the 20 largest of several.",
+            SAMPLES,
+        ),
         "{train,eval}/samples_without_reward": Metric("sample", "Samples dropped because a reward failed.", SUM),
         "{train,eval}/reward_failures": Metric("sample", "Reward calls that returned no reward.", SUM),
         "{train,eval}/seq_prompt_len_{mean,max}": Metric("token", "Length of a prompt.", SAMPLES),
@@ -342,8 +347,8 @@ def lookup_metric(name: str) -> Metric:
     """Return the entry of a metric.
 
     Args:
-        name: a logged name, such as `train/loss` or `eval/humaneval/accepted_at_1`. Names of datasets, methods and
-            rewards match the patterns `eval/<dataset>/...`, `eval/adaptive/<method>_...` and `<reward>_mean`.
+        name: a logged name, such as `train/loss` or `eval/humaneval/accepted_at_1`. Names of datasets, methods,
+            rewards and sources match patterns such as `eval/<dataset>/...` and `<reward>_mean`.
 
     Raises:
         UserError: no metric has this name.
@@ -366,6 +371,8 @@ def _pattern(name: str) -> str:
             return f"{EVAL_PREFIX}<rate>{bound[0]}"
         return EVAL_PREFIX + re.sub(r"^pass_at_\d+$", "pass_at_<k>", parts[2])
     if len(parts) == 2 and parts[0] in ("train", "eval") and name not in METRICS:
+        if source := re.fullmatch(r"(eval/(?:reward_total|reward_correct|code_tests)_mean_of_)[\w-]+", name):
+            return f"{source[1]}<source>"
         return re.sub(r"/\w+_mean$", "/<reward>_mean", name)
     return name
 

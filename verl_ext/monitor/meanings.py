@@ -25,6 +25,9 @@ CHINESE_MEANINGS = {
     "The sum of all of these.": "启动各部分之和。",
     "Weighted sum of a sample's rewards.": "样本各项奖励的加权和。",
     "Weighted contribution of one reward function.": "一个奖励函数的加权贡献。",
+    "Mean of this reward over the evaluation prompts of a `data_source`, for the 20 largest of several.": (
+        "该奖励在一个 `data_source` 的评估提示上的平均值；仅当有多个来源时记录，最多记录最大的 20 个来源。"
+    ),
     "Samples dropped because a reward failed.": "因奖励计算失败而丢弃的样本数。",
     "Reward calls that returned no reward.": "没有返回奖励的调用次数。",
     "Length of a prompt.": "提示的长度。",

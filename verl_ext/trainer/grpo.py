@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 
 from verl_ext.data.chat_template import stop_token_ids
-from verl_ext.data.dataset import sampled_digest
+from verl_ext.data.dataset import SampleDataset, sampled_digest
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero, reduce_over_ranks
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.guards import FLOAT32_GAP
 from verl_ext.grpo.hf_engine import HFEngine
-from verl_ext.grpo.metrics import sample_metrics, sample_rows
+from verl_ext.grpo.metrics import sample_metrics, sample_rows, source_metrics, source_names, source_of
 from verl_ext.grpo.protocols import Environment, Policy, Prompt, Trajectory
 from verl_ext.grpo.rewards.text_environment import TextEnvironment
 from verl_ext.grpo.sampling import RolloutEngine, SamplingArgs, sample_seed
@@ -169,6 +170,7 @@ class RewardTrainer(PipelineTrainer):
         parts = {f"time/eval/{name}_s": seconds for name, seconds in self.timer.pop().items()}
         parts["time/eval/step_s"] = time.perf_counter() - start
         metrics = sample_metrics("eval", trajectories, self.policy, self.environment, self.device_name)
+        metrics |= source_metrics(trajectories, self.eval_sources, self.environment, self.device_name)
         metrics |= reduce_over_ranks(maxima=parts, device=self.device_name)
         decisions = metrics[f"eval/{self.policy.count_name}"]
         metrics[f"throughput/eval/{self.policy.rate_name}"] = decisions / metrics["time/eval/step_s"]
@@ -184,16 +186,26 @@ class RewardTrainer(PipelineTrainer):
 
     def eval_batches(self) -> list[list[Prompt]]:
         """Return this rank's evaluation prompts in batches, as many on every rank; a batch may be empty."""
-        data = self.config.data
-        dataset = self.val_dataset if data.eval_split == "test" else self.train_dataset
-        if dataset is None or data.eval_every_steps == 0:
-            return []
-        size = data.train_batch_size
-        count = len(dataset) if data.eval_batches < 0 else min(data.eval_batches * size, len(dataset))
+        dataset, count = self.eval_samples()
+        size = self.config.data.train_batch_size
         return [
             prompts_of([dataset[row] for row in range(first + self.dp_rank, min(first + size, count), self.dp_size)])
             for first in range(0, count, size)
         ]
+
+    def eval_samples(self) -> tuple[SampleDataset, int]:
+        """Return the dataset of the evaluation prompts of all ranks, and their number: its first rows."""
+        data = self.config.data
+        dataset = self.val_dataset if data.eval_split == "test" else self.train_dataset
+        if dataset is None or data.eval_every_steps == 0:
+            return self.train_dataset, 0
+        limit = len(dataset) if data.eval_batches < 0 else data.eval_batches * data.train_batch_size
+        return dataset, min(limit, len(dataset))
+
+    @property
+    def eval_sources(self) -> Mapping[str, str]:
+        """Names of the data sources that evaluations measure separately; see `source_names`."""
+        return {}
 
     def replacement_prompts(self, round_number: int, count: int) -> Sequence[Prompt]:
         """Return prompts for a round of dynamic sampling, different on each rank and the same in a resumed run.
@@ -259,6 +271,12 @@ class GRPOTrainer(RewardTrainer):
     def packs(self) -> bool:
         """Whether samples can be packed into rows."""
         return self.forward_check["why_not_packed"] is None
+
+    @cached_property
+    def eval_sources(self) -> Mapping[str, str]:
+        """See `RewardTrainer.eval_sources`: those of the evaluation prompts of all ranks."""
+        dataset, count = self.eval_samples()
+        return source_names(source_of(dataset[row]) for row in range(count))
 
     def build_environment(self) -> TextEnvironment:
         """See `RewardTrainer.build_environment`: the reward functions of the recipe, on every rank.
