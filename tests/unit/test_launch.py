@@ -544,7 +544,7 @@ def test_resumed_run_names_changed_reward_and_validation_files(
     val.write_bytes(b"two")
     out, err = printed()
     assert out == f"Resuming with changed settings: the content of {reward}, the content of {val}.\n"
-    assert "eval/reward_total_mean does not compare before and after global_step_2" in err
+    assert "eval/reward_total_mean is not comparable before and after global_step_2" in err
 
 
 def test_resumed_run_keeps_first_start_of_its_checkpoint(quickstart: Path, tmp_path: Path) -> None:

@@ -90,9 +90,9 @@ def config_digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(OmegaConf.to_yaml(copy, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def changed_files(former: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def changed_files(previous: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the files whose content has changed, from two records of digests by path; both must have the file."""
-    return [path for path, digest in now.items() if former.get(path, digest) != digest]
+    return [path for path, digest in now.items() if previous.get(path, digest) != digest]
 
 
 def changes_validation(changes: Iterable[str]) -> bool:

@@ -260,7 +260,7 @@ def print_changes(config: RunConfig) -> None:
         return
     try:
         changes = changed_settings(config)
-        files = changed_files(former_digests(config.trainer.run_dir), input_digests(config))
+        files = changed_files(previous_digests(config.trainer.run_dir), input_digests(config))
     except UserError:  # a damaged config.yaml or run.json is replaced
         return
     changes = {key: change for key, change in changes.items() if key not in NAMES}
@@ -278,7 +278,7 @@ def warn_of_incomparable_validations(config: RunConfig, checkpoint: Path) -> Non
     run_dir, metric = config.trainer.run_dir, config.trainer.checkpoint.best_metric
     if any(finite_metric(manifest, metric) is not None for manifest in complete_checkpoints(run_dir).values()):
         warn(
-            f"{metric} does not compare before and after {checkpoint.name}, because rewards or validation data have "
+            f"{metric} is not comparable before and after {checkpoint.name}, because rewards or validation data have "
             "changed, but the best checkpoint is chosen among all checkpoints; set trainer.experiment_name to a new "
             "name to compare only new ones"
         )
@@ -304,7 +304,7 @@ def input_digests(config: RunConfig) -> dict[str, str]:
     return digests
 
 
-def former_digests(run_dir: Path) -> dict[str, str]:
+def previous_digests(run_dir: Path) -> dict[str, str]:
     """Return the `input_digests` of the last attempt that trained; empty for runs of earlier versions.
 
     Raises:
