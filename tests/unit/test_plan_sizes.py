@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2Model
 
 from verl_ext.errors import UserError
 from verl_ext.plan import memory
@@ -94,43 +95,103 @@ def test_shards_are_rounded_up_by_rows() -> None:
     assert ParameterGroup(((5, 3), (4,))).shard_numel(1) == 19
 
 
-@pytest.mark.parametrize(("is_padded", "compiled"), [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig, Qwen3Config])
-@pytest.mark.parametrize("adapted", [None, "all-linear", ["q_proj", "v_proj"], ["down_proj"]])
-def test_layer_activations_match_autograd(
-    kind: Any, dtype: torch.dtype, is_padded: bool, compiled: bool, adapted: str | list[str] | None
-) -> None:
-    """With torch.compile, those of its partition into forward and backward, which needs no C++ compiler."""
-    config = kind(**DIMENSIONS, attn_implementation="sdpa")
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    settings = ModelConfig(lora_rank=8 if adapted else 0, target_modules=adapted or "all-linear")
-    settings.fsdp_config.model_dtype = str(dtype).removeprefix("torch.")
-    add_lora(model, settings)
-    hidden = torch.randn(2, 32, 64, dtype=dtype, requires_grad=True) * 1
-    positions = torch.arange(32).expand(2, 32)
-    rotary = model.model.rotary_emb(hidden, positions)
-    mask = torch.ones(2, 1, 32, 32, dtype=torch.bool).tril() if is_padded else None
-    not_counted = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *rotary)}
-    not_counted |= {mask.untyped_storage().data_ptr()} if is_padded else set()
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "phi3": {"pad_token_id": 0},  # one matrix for queries, keys and values
+    "gemma3_text": {},  # four norms in a layer
+    "starcoder2": {},  # LayerNorm, no gate
+}
+ADAPTED: list[str | list[str]] = ["all-linear", ["q_proj", "v_proj"], ["down_proj"]]
+
+
+def bytes_of_autograd(model: PreTrainedModel, run: Callable[[], Any], without: Iterable[torch.Tensor] = ()) -> int:
+    """The memory that autograd saves in a forward pass, besides parameters and other tensors."""
+    not_counted = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *without)}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = run()
+    assert torch.is_tensor(result)
+    return sum(size for pointer, size in kept.items() if pointer not in not_counted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_match_autograd(family: str, dtype: torch.dtype) -> None:
+    config = AutoConfig.for_model(family, **DIMENSIONS, **FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    hidden = torch.randn(2, 32, 64, dtype=dtype, requires_grad=True)
+    positions = torch.arange(32).expand(2, 32)
+    measured = bytes_of_autograd(
+        model, lambda: model.model(inputs_embeds=hidden, position_ids=positions, use_cache=False).last_hidden_state
+    )
+    count = shape_of(config).activations.count(work(**(BF16 if dtype == torch.bfloat16 else {})))
+    of_output_projection = hidden.nbytes
+    assert 2 * count.layer + count.others == pytest.approx(measured + of_output_projection, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_padded", "compiled", "adapted"),
+    [
+        *(("llama", is_padded, False, adapted) for is_padded in (False, True) for adapted in (None, *ADAPTED)),
+        ("llama", False, True, None),
+        ("llama", True, True, "all-linear"),
+        ("gemma3_text", False, True, None),
+    ],
+)
+def test_layer_activations_match_autograd(
+    family: str, is_padded: bool, compiled: bool, adapted: str | list[str] | None
+) -> None:
+    """With torch.compile, those of its partition into forward and backward, which needs no C++ compiler."""
+    config = AutoConfig.for_model(family, **DIMENSIONS)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    settings = ModelConfig(lora_rank=8 if adapted else 0, target_modules=adapted or "all-linear")
+    settings.fsdp_config.model_dtype = "bfloat16"
+    add_lora(model, settings)
+    hidden = torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True) * 1
+    positions, kind = torch.arange(32).expand(2, 32), getattr(config, "layer_types", [None])[0]
+    rotary = model.model.rotary_emb(hidden, positions, *([kind] if kind else []))
+    mask = torch.ones(2, 1, 32, 32, dtype=torch.bool).tril() if is_padded else None
     layer = model.model.layers[0]
     if compiled:
         torch.compiler.reset()  # after several compilations of one function, torch runs it eagerly
         layer = torch.compile(layer, backend="aot_eager_decomp_partition", dynamic=True)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = layer(hidden, attention_mask=mask, position_embeddings=rotary)
-    assert torch.is_tensor(result) or result
-    measured = sum(size for pointer, size in kept.items() if pointer not in not_counted)
-    numbers = BF16 if dtype == torch.bfloat16 else {}
-    workload = work(attention="masked" if is_padded else "causal", compiled=compiled, **numbers)
+    measured = bytes_of_autograd(
+        model,
+        lambda: layer(hidden, attention_mask=mask, position_embeddings=rotary),
+        without=rotary if mask is None else (*rotary, mask),
+    )
     shape = shape_of(config, empty_model(config, settings))
-    assert memory.layer_bytes(shape, workload) == pytest.approx(measured, rel=0.01)
+    workload = work(attention="masked" if is_padded else "causal", compiled=compiled, **BF16)
+    assert shape.activations.count(workload).layer == pytest.approx(measured, rel=0.01)
+
+
+def test_backward_pass_of_layer_holds_two_gradients_of_its_intermediate_width() -> None:
+    found = small_shape().activations.count(work(rows=8, **BF16)).layer_backward
+    tokens, hidden, intermediate = 8 * 32, 64, 160
+    assert found == 2 * (tokens * (2 * intermediate + hidden) + hidden * intermediate)  # and one weight's gradient
+
+
+def test_compiled_activations_are_linear_in_tokens() -> None:
+    shape = small_shape()
+    [small, large] = [shape.activations.count(work(rows=rows, compiled=True, **BF16)) for rows in (1, 16)]
+    assert large.layer == 16 * small.layer < shape.activations.count(work(rows=16, **BF16)).layer
+
+
+def test_model_that_needs_data_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = small_shape()
+
+    def forward(self: Qwen2Model, inputs_embeds: torch.Tensor, **_: Any) -> float:
+        return float(inputs_embeds.sum())
+
+    monkeypatch.setattr(Qwen2Model, "forward", forward)
+    with pytest.raises(UserError, match="the planner cannot run qwen2 without data .*; see docs/guides/planning"):
+        shape.activations.count(work())
 
 
 def lora_shape(**settings: Any) -> ModelShape:
@@ -166,7 +227,10 @@ def test_backward_pass_skips_gradients_of_frozen_weights() -> None:
     "settings", [{"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["embed_tokens", "v_proj"]}]
 )
 def test_adapters_outside_decoder_layers_have_no_plan(settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="supports only plain LoRA adapters of down_proj, .*; see docs/guides/plan"):
+    with pytest.raises(
+        UserError,
+        match="supports only plain LoRA adapters on linear layers of decoder layers, .*; see docs/guides/plan",
+    ):
         lora_shape(**settings)
 
 
@@ -175,7 +239,7 @@ def test_adapters_with_dropout_have_no_plan(tmp_path: Path) -> None:
     for dropout in (0.1, 0.0):
         adapters = LoraConfig(r=4, lora_dropout=dropout, target_modules=["v_proj"], task_type="CAUSAL_LM")
         get_peft_model(copy.deepcopy(model), adapters).save_pretrained(tmp_path / str(dropout))
-    assert lora_shape(lora_adapter_path=str(tmp_path / "0.0")).lora_ranks == {"v_proj": 4}
+    assert lora_shape(lora_adapter_path=str(tmp_path / "0.0")).uses_lora
     with pytest.raises(UserError, match="without dropout"):
         lora_shape(lora_adapter_path=str(tmp_path / "0.1"))
 

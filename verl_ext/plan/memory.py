@@ -1,10 +1,5 @@
 """The memory of one rank in each phase of a step that can be the peak.
 
-Activations are counted as in Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for a GPT layer with dropout: each
-tensor that autograd saves counts once, in the dtype that transformers uses. Llama, Qwen2 and Qwen3 differ from GPT by
-RMSNorm (always in fp32), rotary embedding, grouped keys and values, SwiGLU, and attention that keeps no scores. A test
-compares the count with the tensors that autograd saves.
-
 Sharded state follows ZeRO stage 3 (Rajbhandari et al. 2020, arXiv 1910.02054, section 5). The additional memory of
 FSDP2 is derived from torch 2.9's `torch/distributed/fsdp/_fully_shard` for the groups of verl's `apply_fsdp2`: every
 decoder layer, the input embedding, and the root with the output projection.
@@ -55,82 +50,6 @@ class StepMemory:
         return sum(self.peak.values())
 
 
-# Activations
-
-
-def norm_bytes(compute: int, width: int, is_trained: bool, is_input_saved: bool) -> int:
-    """Bytes per token of an RMSNorm: input in fp32, for its weight's gradient the normalized value, and the result.
-
-    Args:
-        compute: bytes of an element in the forward pass.
-        width: size of the normalized vector.
-        is_trained: whether its weight gets a gradient.
-        is_input_saved: whether the matrix product that follows saves its input.
-    """
-    return width * (FP32 + compute * (is_trained + is_input_saved)) + FP32
-
-
-def layer_bytes(shape: ModelShape, work: RankWorkload) -> int:
-    """Bytes that one decoder layer saves.
-
-    Counts two norms; queries, keys, values and the attention output, with the logarithm of the softmax's denominator;
-    and four tensors of the SwiGLU: gate, its SiLU, up, and the product. A frozen matrix product does not need its
-    input; a LoRA adapter needs it, and saves the product with its first matrix.
-    """
-    compute, heads = work.compute_bytes, shape.num_heads
-    query, key = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    trains_all = not shape.lora_ranks
-    saves_attention_input, saves_swiglu_input, saves_product = (
-        trains_all or not shape.lora_ranks.keys().isdisjoint(readers)
-        for readers in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",))
-    )
-    are_saved, num_of_swiglu = (saves_attention_input, saves_swiglu_input), 3 + saves_product
-    if work.compiled:  # recomputes elementwise operations; a norm keeps its input, output and scale
-        norms = sum(compute * shape.hidden * (1 + is_saved) + FP32 for is_saved in are_saved)
-        num_of_swiglu -= 1
-        if shape.has_qk_norm:
-            norms += compute * (query + key) + FP32 * (heads + shape.num_kv_heads)
-    else:
-        norms = sum(norm_bytes(compute, shape.hidden, trains_all, is_saved) for is_saved in are_saved)
-        if shape.has_qk_norm:
-            norms += sum(norm_bytes(compute, width, trains_all, is_input_saved=False) for width in (query, key))
-    # sdpa accepts grouped keys and values only without a mask; otherwise transformers repeats them for every head
-    saved_key = query if work.attention in ("masked", "eager") else key
-    attention = compute * (2 * query + 2 * saved_key) + FP32 * heads
-    if work.attention == "packed":  # sdpa runs sample by sample, and the results are concatenated
-        attention += compute * query
-    if work.attention == "masked":  # sdpa converts the mask to numbers in every layer and saves them
-        attention += compute * work.row_tokens
-    if work.attention == "eager":  # the softmax in fp32, and its copy that is multiplied with the values
-        attention += heads * work.row_tokens * (FP32 + (compute if compute != FP32 else 0))
-    adapters = compute * sum(shape.lora_ranks.values())
-    return work.tokens * (norms + attention + num_of_swiglu * compute * shape.intermediate + adapters)
-
-
-def activation_bytes(shape: ModelShape, work: RankWorkload) -> int:
-    """Bytes saved at the end of the forward pass, except logits: the tensors of the layers and of the last norm.
-
-    With gradient checkpointing, a layer saves only its input.
-    """
-    per_layer = work.tokens * shape.hidden * work.compute_bytes if work.checkpointing else layer_bytes(shape, work)
-    rotary = 2 * work.tokens * shape.head_dim * work.compute_bytes
-    mask = work.tokens * work.row_tokens if work.attention == "masked" else 0  # a byte per pair of tokens of a row
-    trains_all = not shape.lora_ranks
-    norm = work.tokens * norm_bytes(work.compute_bytes, shape.hidden, trains_all, is_input_saved=trains_all)
-    return shape.num_layers * per_layer + norm + rotary + mask
-
-
-def backward_bytes(shape: ModelShape, work: RankWorkload) -> int:
-    """Maximum bytes that the backward pass of a layer needs beyond saved tensors; it is reached in the SwiGLU.
-
-    Counts two gradients of the intermediate width, before their inputs are freed, the gradient of the layer's output,
-    and the gradient of the down projection's weight unless it is frozen.
-    """
-    compute = work.compute_bytes
-    gradients = work.tokens * compute * (2 * shape.intermediate + shape.hidden)
-    return gradients + (0 if shape.lora_ranks else compute * shape.hidden * shape.intermediate)
-
-
 # The loss
 
 
@@ -171,7 +90,7 @@ def fused_gradient_bytes(shape: ModelShape, work: RankWorkload) -> int:
 
     0 if the projection is frozen.
     """
-    return FP32 * shape.vocab * shape.hidden if work.fused_loss and not shape.lora_ranks else 0
+    return FP32 * shape.vocab * shape.hidden if work.fused_loss and not shape.uses_lora else 0
 
 
 # The phases of an update
@@ -196,9 +115,11 @@ class UpdatePhases:
         self._whole_before = work.reduce_bytes * trained.numel if accumulates and work.keeps_gathered else 0.0
         self._always: Parts = {"weights": work.master_bytes * shape.shard_numel(num_ranks), "optimizer": 2 * shard}
         self._always["gradients"] = self._sharded_before + self._whole_before
-        self._saved = activation_bytes(shape, work)
-        recomputed = layer_bytes(shape, work) if work.checkpointing else 0
-        self._layer_backward = recomputed + backward_bytes(shape, work)
+        activations = shape.activations.count(work)
+        recomputed = activations.layer if work.checkpointing else 0
+        kept = self._hidden_states(work.tokens) if work.checkpointing else activations.layer
+        self._saved = shape.num_layers * kept + activations.others
+        self._layer_backward = recomputed + activations.layer_backward
         self._root, self._embedding, self._layer = (  # gathered
             work.compute_bytes * group.numel for group in (shape.root, shape.embedding, shape.layer)
         )
@@ -233,7 +154,7 @@ class UpdatePhases:
         shape, work = self._shape, self._work
         if not work.fused_loss:
             return {"activations": self._saved, "logits": logits, "communication": self._stays_gathered}
-        is_added_in_place = work.compute_bytes == FP32 or shape.lora_ranks
+        is_added_in_place = work.compute_bytes == FP32 or shape.uses_lora
         of_chunk = 0 if is_added_in_place else work.compute_bytes * shape.vocab * shape.hidden
         return {
             "activations": self._saved + 2 * self._hidden_states(work.loss_tokens),

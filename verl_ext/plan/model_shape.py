@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl_ext.commands import program
@@ -20,14 +19,13 @@ from verl_ext.config.compose import load_yaml
 from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_files import hub_answers, is_hub_name, read_json, require_no_remote_code
+from verl_ext.plan.activations import ActivationCounter
 from verl_ext.plan.workload import SEE_SUPPORTED, PlannedConfig
 from verl_ext.trainer.config import ModelConfig
 from verl_ext.trainer.stages import sft_recipe_of
 
 DIMENSIONS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 """Keys that a model's configuration must have."""
-LINEAR_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-"""Layers whose LoRA adapters have formulas."""
 _QWEN2_7B = {
     "model_type": "qwen2",
     "hidden_size": 3584,
@@ -171,29 +169,27 @@ class ModelShape:
     Attributes:
         model_type: transformers' name of the architecture.
         hidden: width of the hidden states.
-        intermediate: width of the SwiGLU.
         head_dim: width of an attention head.
         vocab: size of the vocabulary.
-        has_qk_norm: whether queries and keys are normalized per head, as in Qwen3.
-        lora_ranks: rank of the LoRA adapter by name of a linear layer, such as `q_proj`; empty without LoRA.
+        uses_lora: whether LoRA adapters are trained, and all other weights frozen.
         layer: one decoder layer.
         embedding: the input embedding if it is a separate group; verl wraps it unless the output projection shares it.
         root: everything else, including the output projection.
+        activations: counts the tensors that autograd saves.
     """
 
     model_type: str
     num_layers: int
     hidden: int
-    intermediate: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab: int
-    has_qk_norm: bool
-    lora_ranks: dict[str, int]
+    uses_lora: bool
     layer: ParameterGroup
     embedding: ParameterGroup
     root: ParameterGroup
+    activations: ActivationCounter = field(repr=False, compare=False)
 
     @property
     def numel(self) -> int:
@@ -278,51 +274,43 @@ def shape_of(config: PretrainedConfig, model: PreTrainedModel | PeftModel | None
             f"the planner does not support {config.model_type}, only decoders like Llama, whose configuration has "
             f"{', '.join(DIMENSIONS)}; {SEE_SUPPORTED}"
         )
+    if isinstance(model, PeftModel):
+        require_plain_adapters(model, layers)
     tied = config.tie_word_embeddings
     return ModelShape(
         model_type=config.model_type,
         num_layers=len(layers),
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocab=config.vocab_size,
-        has_qk_norm=hasattr(layers[0].self_attn, "q_norm"),
-        lora_ranks=lora_ranks(model, layers),
+        uses_lora=isinstance(model, PeftModel),
         layer=group_of(layers[0]),
         embedding=ParameterGroup(()) if tied else group_of(model.get_input_embeddings()),
         root=group_of(model, without=layers if tied else [*layers, model.get_input_embeddings()]),
+        activations=ActivationCounter(model, layers),
     )
 
 
-def lora_ranks(model: PreTrainedModel | PeftModel, layers: list[torch.nn.Module]) -> dict[str, int]:
-    """Return `ModelShape.lora_ranks`.
+def require_plain_adapters(model: PeftModel, layers: list[torch.nn.Module]) -> None:
+    """Accept LoRA adapters on linear layers of decoder layers.
 
     Raises:
         UserError: the plan has no formulas for the adapters.
     """
-    if not isinstance(model, PeftModel):
-        return {}
-    ranks = {
-        name.rpartition(".")[2]: module.r[adapter]
-        for name, module in layers[0].named_modules()
-        if isinstance(module, LoraLayer)
-        for adapter in module.active_adapters
-    }
-    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
     in_layers = sum(each.requires_grad for layer in layers for each in layer.parameters())
-    is_plain = all(re.search(r"\.lora_[AB]\.\w+\.weight$", name) for name in trained)
-    settings = model.peft_config.values()
-    is_plain &= not any(
-        getattr(each, name, None) for each in settings for name in ("lora_dropout", "target_parameters")
-    )
-    if not is_plain or in_layers != len(trained) or ranks.keys() - LINEAR_LAYERS:
+    is_plain = in_layers == len(trained) and all(re.search(r"\.lora_[AB]\.\w+\.weight$", name) for name in trained)
+    if not is_plain or any(
+        getattr(each, name, None)
+        for each in model.peft_config.values()
+        for name in ("lora_dropout", "target_parameters")
+    ):
         raise UserError(
-            f"the planner supports only plain LoRA adapters of {', '.join(sorted(LINEAR_LAYERS))}, without dropout, "
-            f"biases or other trained parameters; {SEE_SUPPORTED}"
+            "the planner supports only plain LoRA adapters on linear layers of decoder layers, without dropout, biases "
+            f"or other trained parameters; {SEE_SUPPORTED}"
         )
-    return ranks
 
 
 def group_of(module: torch.nn.Module, without: Iterable[torch.nn.Module] = ()) -> ParameterGroup:

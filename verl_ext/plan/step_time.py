@@ -208,7 +208,7 @@ def pass_flops(shape: ModelShape, work: RankWorkload, num_ranks: int) -> tuple[f
     logit_share = (work.loss_tokens if work.fused_loss else work.logit_tokens) / work.tokens
     logits = 2 * shape.vocab * shape.hidden * tokens * logit_share
     frozen = 2 * shape.num_layers * (shape.layer.numel - shape.trained.layer.numel) * tokens
-    return layers + logits, layers, frozen + logits if shape.lora_ranks else 0.0
+    return layers + logits, layers, frozen + logits if shape.uses_lora else 0.0
 
 
 def collectives_s(
