@@ -96,7 +96,6 @@ class ReplacingEngine(Engine):
     def answers(
         self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
     ) -> Iterator[tuple[GenerateRequest, GeneratedAnswer]]:
-        """See `Engine`."""
         for request, answer in self._engine.answers(requests, sampling):
             text = self._texts.get(request.problem_id)
             yield request, answer if text is None else replace(answer, text=text, error=None)

@@ -156,7 +156,6 @@ class LocalPool(WorkerPool):
             worker.end()
 
     def events(self, timeout_s: float) -> list[Event]:
-        """See `WorkerPool`."""
         connections = {worker.connection: worker for worker in self._workers if worker.connection is not None}
         ready = wait(list(connections), timeout_s)
         return [event for each, worker in connections.items() if each in ready for event in worker.receive()]

@@ -69,7 +69,6 @@ class RayPool(WorkerPool):
             worker.kill()
 
     def events(self, timeout_s: float) -> list[Event]:
-        """See `WorkerPool`."""
         if time.monotonic() - self._scaled_at >= SCALE_S:
             self._scale()
         replies = [reply for worker in self._workers for reply in worker.replies]
@@ -167,7 +166,7 @@ class RayWorker(PoolWorker):
         self.death: str | None = None
 
     def has_room_for(self, export: Path | None) -> bool:
-        """See `PoolWorker`; a worker without resources must not hold batches."""
+        """False until the worker has its resources, so that it holds no batches before."""
         return self.is_ready and super().has_room_for(export)
 
     @property

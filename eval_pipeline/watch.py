@@ -108,7 +108,11 @@ class FixedTasks:
         self._context, self._tasks = context, tasks
 
     def poll(self) -> Sequence[Task]:
-        """See `TaskSource`."""
+        """Return all tasks.
+
+        Raises:
+            UserError: another process has changed the settings of a job.
+        """
         digests = {job.key: job.digest for job in self._context.jobs.jobs()}
         for task in self._tasks:
             if digests[task.key] != task.digest:
@@ -120,7 +124,6 @@ class FixedTasks:
 
     @property
     def exhausted(self) -> bool:
-        """See `TaskSource`."""
         return not self._context.unfinished(self._tasks)
 
 
@@ -151,7 +154,7 @@ class RunWatcher:
         self.wanted: set[JobKey] = set()
 
     def poll(self) -> Sequence[Task]:
-        """See `TaskSource`.
+        """Return the tasks of all checkpoints, after a scan of the run if one is due.
 
         Raises:
             UserError: the run's record or a dataset cannot be read.

@@ -83,7 +83,6 @@ class OpenAIEngine(Engine):
     def answers(
         self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
     ) -> Iterator[tuple[GenerateRequest, GeneratedAnswer]]:
-        """See `Engine`."""
         started, loop, results = time.monotonic(), asyncio.new_event_loop(), Results()
         task = loop.create_task(self._request_all(requests, sampling, results))
 

@@ -134,7 +134,6 @@ class VLLMEngine(Engine):
     def answers(
         self, requests: Sequence[GenerateRequest], sampling: SamplingConfig
     ) -> Iterator[tuple[GenerateRequest, GeneratedAnswer]]:
-        """See `Engine`."""
         self._child.send(Generate(tuple(requests), sampling))
         try:
             for index, answer in self._receive_answers():

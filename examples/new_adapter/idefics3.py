@@ -22,20 +22,17 @@ class Idefics3Adapter(VLMAdapter):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """See `VLMAdapter`."""
         return self.model.model.text_model.layers
 
     @property
     def vision_site(self) -> tuple[nn.Module, str]:
-        """See `VLMAdapter`."""
         return self.model.model, "vision_model"
 
     def skipped_block(self, index: int) -> SkippedBlock:
-        """See `VLMAdapter`; a block returns only its hidden states."""
+        """A block returns only its hidden states."""
         return SkippedBlock(lambda hidden_states: hidden_states)
 
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
-        """See `VLMAdapter`."""
         chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
         text = self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         size = {"longest_edge": self.tier_sizes[tier]}
@@ -43,28 +40,26 @@ class Idefics3Adapter(VLMAdapter):
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     def num_patches(self, inputs: Inputs) -> int:
-        """See `VLMAdapter`; pixel values are (1, crops, channels, height, width)."""
+        """Pixel values are (1, crops, channels, height, width)."""
         _, crops, _, height, width = inputs["pixel_values"].shape
         return crops * (height // self._patch) * (width // self._patch)
 
     @torch.no_grad()
     def encode(self, inputs: Inputs) -> Any:
-        """See `VLMAdapter`; a patch is processed if it contains a pixel of the image."""
+        """A patch is processed if it contains a pixel of the image."""
         pixels = inputs["pixel_values"][0].to(self.vision_encoder.dtype)
         mask = inputs["pixel_attention_mask"][0].unfold(1, self._patch, self._patch).unfold(2, self._patch, self._patch)
         return self.vision_encoder(pixel_values=pixels, patch_attention_mask=mask.sum((-1, -2)) > 0)
 
     def pooled_vision(self, encoding: Any) -> torch.Tensor:
-        """See `VLMAdapter`; the global crop is the last, features are (crops, patches, width)."""
+        """The global crop is the last; features are (crops, patches, width)."""
         return encoding.last_hidden_state[-1].mean(0)
 
     def prefill(self, inputs: Inputs) -> DecodeState:
-        """See `VLMAdapter`."""
         output = self.model(**inputs, use_cache=True, logits_to_keep=1)
         return DecodeState(output.logits[:, -1], output.past_key_values, inputs["input_ids"].shape[1])
 
     def decode(self, state: DecodeState, token: torch.Tensor) -> DecodeState:
-        """See `VLMAdapter`."""
         output = self.model(input_ids=token, past_key_values=state.cache, use_cache=True, logits_to_keep=1)
         return DecodeState(output.logits[:, -1], output.past_key_values, state.length + 1)
 

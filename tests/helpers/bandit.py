@@ -56,7 +56,7 @@ class Bandit(Policy):
 
     @torch.no_grad()
     def generate(self, trajectories: Sequence[Trajectory], step: int, greedy: bool = False) -> Iterator[Trajectory]:
-        """See `Policy.generate`; the last trajectory comes first."""
+        """The last trajectory comes first."""
         for trajectory in reversed(trajectories):
             index, turn = trajectory.prompt.index, len(trajectory.turns)
             log_probs = self.scores[index].log_softmax(-1)

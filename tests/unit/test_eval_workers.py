@@ -91,7 +91,6 @@ class Setup:
         self._runner = JobRunner(cast(EvalContext, self), pool)
 
     def open_job(self, job: Job, checkpoint: EvalCheckpoint) -> ActiveJob:
-        """See `EvalContext`."""
         return ActiveJob(job, checkpoint, PROBLEMS, RECIPE, self._digests, self._directory)
 
     def step(self) -> None:

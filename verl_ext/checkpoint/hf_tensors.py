@@ -141,7 +141,7 @@ class ExportedTensor:
         return self.part.shape if self.part.num_rows is None else (self.part.num_rows, *self.part.shape)
 
     def of_rows(self, rows: torch.Tensor, start: int) -> tuple[int, torch.Tensor]:
-        """See `TensorSlice.of_rows`."""
+        """Extract the tensor's part of some rows of its source, with its index, as `TensorSlice.of_rows` does."""
         return (start, rows) if self.part is None else self.part.of_rows(rows, start)
 
 

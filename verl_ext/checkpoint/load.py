@@ -242,7 +242,6 @@ class FlatParameterSlice(SavedTensor):
         return self._shape
 
     def copy_rows(self, start: int, end: int, target: torch.Tensor) -> None:
-        """See `SavedTensor.copy_rows`."""
         row_numel, piece_numel = self._shape[1:].numel(), self.piece(0).numel()
         first, last = self.offset + start * row_numel, self.offset + end * row_numel
         for rank in range(first // piece_numel, -(-last // piece_numel)):

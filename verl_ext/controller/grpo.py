@@ -86,7 +86,7 @@ class ControllerPolicy(Policy):
 
     @torch.no_grad()
     def generate(self, trajectories: Sequence[Trajectory], step: int, greedy: bool = False) -> Iterator[Trajectory]:
-        """See `Policy.generate`; evaluations use the same budgets from the whole range at every step."""
+        """Evaluations use the same budgets from the whole range at every step."""
         if not trajectories:  # the other ranks need this rank for their forward pass
             config = self._controller.config
             self._distribution(
@@ -108,7 +108,6 @@ class ControllerPolicy(Policy):
             yield trajectory.act(BudgetedConfiguration(configuration, budget_ms, log_prob, *inputs))
 
     def collate(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
-        """See `Policy.collate`."""
         actions = [trajectory.action for trajectory in trajectories]
         choices = Choices.of([action.configuration for action in actions], self._space)
         return {
@@ -121,7 +120,6 @@ class ControllerPolicy(Policy):
         }
 
     def log_probs(self, micro_batch: MicroBatch) -> LogProbs:
-        """See `Policy.log_probs`."""
         distribution = self._distribution(micro_batch["vision"], micro_batch["language"], micro_batch["budgets_ms"])
         choices = Choices(*(micro_batch[name].to(self._device) for name in ("tiers", "masks", "topk")))
         weight = self._tier_entropy_weight
@@ -130,18 +128,15 @@ class ControllerPolicy(Policy):
         return LogProbs(distribution.log_prob(choices)[:, None], entropy[:, None], bonus[:, None])
 
     def num_decisions(self, trajectory: Trajectory) -> int:
-        """See `Policy.num_decisions`."""
         return 1
 
     def sample_metrics(self, trajectory: Trajectory) -> Metrics:
-        """See `Policy.sample_metrics`."""
         configuration = trajectory.action.configuration
         topk = sum(configuration.topk) / configuration.num_active
         values = (trajectory.action.budget_ms, configuration.num_active, configuration.tier, topk)
         return dict(zip(self.metric_names, values))
 
     def table_row(self, trajectory: Trajectory) -> dict[str, str | float]:
-        """See `Policy.table_row`."""
         configuration = self._space.describe(trajectory.action.configuration)
         return {
             "prompt": trajectory.prompt.fields["sample"].question,
@@ -226,7 +221,7 @@ class ControllerEnvironment(Environment):
             self._is_measuring = previous
 
     def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:
-        """See `Environment.step`; the configuration runs when the result is requested."""
+        """The configuration runs when the result is requested."""
         return partial(self._answer, trajectory)
 
     def _answer(self, trajectory: Trajectory) -> StepResult:

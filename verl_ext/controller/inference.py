@@ -36,7 +36,7 @@ class _QuestionNetwork(nn.Module):
         self._controller = controller
 
     def forward(self, vision: torch.Tensor, language: torch.Tensor, budget: torch.Tensor) -> Logits:
-        """See `BudgetController.logits`."""
+        """Compute `BudgetController.logits`."""
         return self._controller.logits(vision, language, budget)
 
 

@@ -197,15 +197,12 @@ class MeasuredLatency(LatencySource):
     is_measured = True
 
     def run_ms(self, result: RunResult) -> float:
-        """See `LatencySource`."""
         return result.latency.total_ms
 
     def encode_ms(self, low: EncodedImage) -> float:
-        """See `LatencySource`."""
         return low.vision_ms
 
     def decision_ms(self, decision: Decision) -> float:
-        """See `LatencySource`."""
         return decision.own_ms
 
 
@@ -249,19 +246,15 @@ class ModeledLatency(LatencySource):
 
     @property
     def deciding_ms(self) -> float:
-        """See `LatencySource`."""
         return self._factor * self.model.deciding_ms
 
     def run_ms(self, result: RunResult) -> float:
-        """See `LatencySource`."""
         return self._factor * self.model.predict(result.workload).total_ms
 
     def encode_ms(self, low: EncodedImage) -> float:
-        """See `LatencySource`."""
         return self._factor * self.model.vision_ms(low.num_patches)
 
     def decision_ms(self, decision: Decision) -> float:
-        """See `LatencySource`."""
         return self.deciding_ms
 
 

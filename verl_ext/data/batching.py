@@ -221,7 +221,6 @@ class MicroBatchCollator:
         return TokenBatch([self.micro_batch(samples) for samples in micro_batches], rows)
 
     def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        """See `Collator`."""
         return pack(samples) if self.packs else pad(samples, self.pad_token_id)
 
 

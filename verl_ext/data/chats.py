@@ -193,7 +193,6 @@ class ChatDataset(TokenDataset):
         }
 
     def final_tokens(self) -> Counter[int]:
-        """See `TokenDataset`."""
         with_loss = np.flatnonzero(self.tokens.loss_mask)
         last = with_loss[np.searchsorted(with_loss, self.offsets[1:]) - 1]  # at or before each sample's end
         return Counter(self.tokens.input_ids[last[last >= self.offsets[:-1]]].tolist())
@@ -237,11 +236,9 @@ class UnpaddedDataset(TokenDataset):
         return {**tokens, "row": index}
 
     def final_tokens(self) -> Counter[int]:
-        """See `TokenDataset`."""
         return self._final_tokens
 
     def describe(self, indices: Iterable[int]) -> str:
-        """See `SampleDataset`."""
         return f"{type(self.dataset).__name__} rows {', '.join(map(str, indices))}"
 
 

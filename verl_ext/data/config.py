@@ -79,7 +79,6 @@ class TextDataConfig(DataConfig):
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Template arguments, such as enable_thinking")
 
     def training_files(self) -> list[Path]:
-        """See `DataConfig`."""
         return [Path(name).expanduser() for name in file_list(self.train_files)]
 
     @property
@@ -125,7 +124,7 @@ class ChatDataConfig(TextDataConfig):
 
     @property
     def columns(self) -> dict[str, str]:
-        """See `TextDataConfig`; a custom dataset class may read any column."""
+        """Columns of the chats; none for a custom dataset class, which may read any column."""
         if self.custom_cls.path is not None:
             return {}
         if self.multiturn.enable:
@@ -224,7 +223,7 @@ class ImageDataConfig(DataConfig):
         return {name: QuestionSource(**entry) for name, entry in self.datasets.items()}
 
     def training_files(self) -> list[Path]:
-        """See `DataConfig`.
+        """Find the training files of all datasets.
 
         Raises:
             UserError: the folder of a dataset has no training files.

@@ -68,7 +68,6 @@ class ImageChatDataset(SampleDataset):
         return {"row": index, "chat": self.chats[index]}
 
     def describe(self, indices: Iterable[int]) -> str:
-        """See `SampleDataset`."""
         return ", ".join(self.chats[index].questions[0].sample_id for index in indices)
 
 

@@ -52,7 +52,7 @@ class HFEngine(RolloutEngine):
 
     @torch.no_grad()
     def generate(self, requests: Sequence[SampleRequest], sampling: SamplingArgs) -> Iterator[tuple[int, Completion]]:
-        """See `RolloutEngine.generate`; prompts of similar length share a batch. All ranks begin and end together."""
+        """Prompts of similar length share a batch. All ranks begin and end together."""
         was_training = self._model.training
         self._model.eval()
         order = sorted(range(len(requests)), key=lambda n: (-len(requests[n].prompt_ids), requests[n].prompt_ids))

@@ -141,7 +141,7 @@ class Trajectory:
 
     @property
     def total_reward(self) -> float | None:
-        """See `Reward.total`; None before the end of the episode."""
+        """The reward's total; None before the end of the episode."""
         return None if self.reward is None else self.reward.total
 
     def act(self, action: Any) -> Trajectory:

@@ -73,9 +73,9 @@ class TokenPolicy(Policy):
 
     @contextmanager
     def sampling(self, version: int) -> Iterator[Metrics]:
-        """See `Policy.sampling`.
+        """After an error other than `Stop`, the engine stays as it is.
 
-        After an error other than `Stop`, the engine stays as it is: it may be dead, or only this rank may have failed.
+        It may be dead, or only this rank may have failed.
         """
         metrics = self._engine.sync_weights(version)
         try:
@@ -86,7 +86,6 @@ class TokenPolicy(Policy):
         self._engine.release_memory()
 
     def generate(self, trajectories: Sequence[Trajectory], step: int, greedy: bool = False) -> Iterator[Trajectory]:
-        """See `Policy.generate`."""
         greedily = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=-1)
         return self._generate(trajectories, step, greedily if greedy else self._sampling)
 
@@ -103,16 +102,13 @@ class TokenPolicy(Policy):
             yield trajectories[index].act(replace(completion, text=text))
 
     def collate(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
-        """See `Policy.collate`."""
         return self._batcher.collate(trajectories)
 
     def log_probs(self, micro_batch: MicroBatch) -> LogProbs:
-        """See `Policy.log_probs`."""
         return self._log_probs(self._model, micro_batch)
 
     @torch.no_grad()
     def reference_log_probs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """See `Policy.reference_log_probs`."""
         assert self._reference is not None, "built with actor.use_kl_loss"
         with self._reference() as model:
             return self._log_probs(model, micro_batch).values
@@ -127,20 +123,17 @@ class TokenPolicy(Policy):
             return completion_log_probs(model, tensors, self._sampling.temperature, self._entropy_gradient)
 
     def sort_by_cost(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """See `Policy.sort_by_cost`."""
         return self._batcher.sort(trajectories)
 
     def num_decisions(self, trajectory: Trajectory) -> int:
-        """See `Policy.num_decisions`."""
         return len(trajectory.action.token_ids)
 
     def sample_metrics(self, trajectory: Trajectory) -> Metrics:
-        """See `Policy.sample_metrics`: lengths in tokens."""
+        """Lengths in tokens."""
         total, completion = num_tokens(trajectory), len(trajectory.action.token_ids)
         return dict(zip(self.metric_names, (total - completion, completion, total)))
 
     def table_row(self, trajectory: Trajectory) -> dict[str, str | float]:
-        """See `Policy.table_row`."""
         return {"prompt": trajectory.prompt.fields["prompt_text"], "answer": trajectory.action.text}
 
     @torch.no_grad()
@@ -175,7 +168,6 @@ class TokenPolicy(Policy):
         }
 
     def close(self) -> None:
-        """See `Policy.close`."""
         self._engine.close()
 
 

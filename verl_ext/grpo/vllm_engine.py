@@ -141,7 +141,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._packs, self._is_reloading = not on_gpu, False  # on CPUs vLLM computes with packed copies of weights
 
     def generate(self, requests: Sequence[SampleRequest], sampling: SamplingArgs) -> Iterator[tuple[int, Completion]]:
-        """See `RolloutEngine.generate`; ranks that share an engine begin and end together."""
+        """Ranks that share an engine begin and end together."""
         requests, own = self._tp_group.gather_requests(requests)
         try:
             for index, request in enumerate(requests):
@@ -155,7 +155,6 @@ class VLLMRolloutEngine(RolloutEngine):
             self._engine.abort_request([str(index) for index in range(len(requests))])
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """See `RolloutEngine.sync_weights`."""
         started, num_bytes = time.perf_counter(), 0
         if self._releases_memory:
             torch.cuda.empty_cache()  # vLLM cannot use memory that torch caches
@@ -203,13 +202,12 @@ class VLLMRolloutEngine(RolloutEngine):
         self._engine.reset_prefix_cache()  # cached blocks of prompts are from the old weights
 
     def release_memory(self) -> None:
-        """See `RolloutEngine.release_memory`."""
         if self._releases_memory:
             self._llm.sleep(level=2)  # discards the weights; the next sync sends them again
             self._version = None
 
     def close(self) -> None:
-        """See `RolloutEngine.close`.
+        """Free the engine's memory without vLLM's shutdown.
 
         vLLM's own shutdown, including the one at process exit, would destroy the trainer's process group. A sleeping
         engine has released its memory, which a shutdown would release again.

@@ -50,20 +50,18 @@ class SeededLogitsProcessor(LogitsProcessor):
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        """See vLLM's class."""
         self._requests: dict[int, _ActiveRequest] = {}
         self._is_pinned = is_pin_memory
 
     def is_argmax_invariant(self) -> bool:
-        """See vLLM's class: it changes which token is the most likely."""
+        """The processor changes which token is the most likely."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """See vLLM's class."""
         process_dict_updates(self._requests, batch_update, _active_request)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """See vLLM's class; (requests, vocabulary)."""
+        """Replace logits (requests, vocabulary)."""
         if not self._requests:
             return logits  # not requests of this project
         requests = [self._requests[row] for row in range(len(logits))]

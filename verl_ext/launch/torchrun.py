@@ -106,35 +106,31 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """See the base class; the ranks are clients of this store."""
+        """The ranks are clients of this store."""
         return True
 
     def get_backend(self) -> str:
-        """See the base class."""
         return LOOPBACK
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See the base class; this node is the only one."""
+        """This node is the only one."""
         own = PrefixStore(self._run_id, self._store)
         return RendezvousInfo(own, 0, 1, RendezvousStoreInfo(ADDRESS, self._port))
 
     def is_closed(self) -> bool:
-        """See the base class."""
         return False
 
     def set_closed(self) -> None:
-        """See the base class; no other node can join."""
+        """No other node can join."""
 
     def num_nodes_waiting(self) -> int:
-        """See the base class."""
         return 0
 
     def get_run_id(self) -> str:
-        """See the base class."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """See the base class; the store ends with this object."""
+        """The store ends with this object."""
         return True
 
 

@@ -75,7 +75,7 @@ class TokenAuth:
         self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the ASGI specification."""
+        """Handle a request as an ASGI application."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return

@@ -63,7 +63,6 @@ class BudgetTrainer(RewardTrainer):
     lr_scheduler: PlateauScheduler
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See `PipelineTrainer`."""
         self.epoch_sums, self.best_reward = EpochSums(), float("-inf")  # `load_position` restores them
         self.saved_reward_terms: dict[str, Any] | None = None
         super().__init__(*args, **kwargs)
@@ -71,7 +70,7 @@ class BudgetTrainer(RewardTrainer):
     # The controller and the model that it controls
 
     def build_model(self) -> PreTrainedModel:
-        """See `PipelineTrainer.build_model`: the controller; also builds the frozen model that it controls."""
+        """Build the controller, and the frozen model that it controls."""
         self.runner = on_every_rank(self.build_runner)
         self.latency = self.build_latency_source()
         self.budgets_ms = self.build_budgets()
@@ -203,11 +202,11 @@ class BudgetTrainer(RewardTrainer):
     # Building
 
     def build_scheduler(self) -> LRScheduler:
-        """See `PipelineTrainer.build_scheduler`: the rate falls when the validation reward stops rising."""
+        """Build a scheduler that lowers the rate when the validation reward stops rising."""
         return PlateauScheduler(self.optimizer, self.config.optim.plateau_factor, self.config.optim.plateau_patience)
 
     def build_environment(self) -> ControllerEnvironment:
-        """See `RewardTrainer.build_environment`: the frozen model, if its cheapest configuration meets the budgets."""
+        """Build the environment around the frozen model, if its cheapest configuration meets the budgets."""
         if isinstance(self.latency, ModeledLatency):
             if self.is_main:
                 model, file = self.latency.model, self.config.latency.file
@@ -219,17 +218,15 @@ class BudgetTrainer(RewardTrainer):
         return ControllerEnvironment(self.runner, self.space, self.config.reward, scorer, self.latency)
 
     def build_policy(self) -> ControllerPolicy:
-        """See `RewardTrainer.build_policy`: the controller."""
         weight, seed = self.config.actor.tier_entropy_weight, self.config.trainer.seed
         return ControllerPolicy(self.model, self.runner, self.budgets_ms, seed, self.device_name, weight)
 
     @property
     def max_decisions(self) -> int:
-        """See `RewardTrainer.max_decisions`; a configuration is one decision."""
+        """A configuration is one decision."""
         return 1
 
     def training_step(self, batch: PromptBatch) -> Metrics:
-        """See `PipelineTrainer.training_step`."""
         cache = self.runner.results
         lookups, hits = cache.num_lookups, cache.num_hits
         metrics = super().training_step(batch)
@@ -241,7 +238,6 @@ class BudgetTrainer(RewardTrainer):
         return metrics
 
     def validate(self) -> Metrics:
-        """See `RewardTrainer.validate`."""
         with self.environment.measuring(self.config.latency.validation == "measured"):
             return super().validate()
 
@@ -253,7 +249,7 @@ class BudgetTrainer(RewardTrainer):
         return self.global_step > 0 and self.train_sampler.batches_done == 0
 
     def due(self, frequency: int) -> bool:
-        """See `PipelineTrainer.due`; every epoch ends with a validation and a checkpoint."""
+        """Every epoch ends with a validation and a checkpoint."""
         return super().due(frequency) or self.is_at_end_of_epoch
 
     def run_validation(self) -> None:
@@ -279,12 +275,10 @@ class BudgetTrainer(RewardTrainer):
         on_rank_zero(lambda: save_weights([self.run_dir / name for name in names], weights, info))
 
     def data_state(self) -> dict[str, Any]:
-        """See `PipelineTrainer.data_state`."""
         state = {"epoch_sums": asdict(self.epoch_sums), "best_reward": self.best_reward}
         return {**super().data_state(), **state, "reward_terms": self.reward_terms()}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
-        """See `PipelineTrainer.load_data_state`."""
         super().load_data_state(state)
         self.epoch_sums = EpochSums(**state["epoch_sums"])
         self.best_reward, self.saved_reward_terms = state["best_reward"], state.get("reward_terms")
@@ -299,7 +293,7 @@ class BudgetTrainer(RewardTrainer):
         }
 
     def load_checkpoint(self) -> int:
-        """See `PipelineTrainer.load_checkpoint`; rewards with other budgets are not compared."""
+        """Forget the best reward if the budgets or the reward have changed."""
         step = super().load_checkpoint()
         if self.saved_reward_terms not in (None, self.reward_terms()):  # older checkpoints do not have them
             self.best_reward = float("-inf")

@@ -62,7 +62,6 @@ class RewardTrainer(PipelineTrainer):
     config: RewardStageConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See `PipelineTrainer`."""
         super().__init__(*args, **kwargs)
         config = self.config
         self.environment = self.build_environment()
@@ -108,7 +107,6 @@ class RewardTrainer(PipelineTrainer):
     # Building
 
     def build_collator(self) -> Callable[[list[dict[str, Any]]], PromptBatch]:
-        """See `PipelineTrainer.build_collator`."""
         return PromptBatch
 
     def max_engine_gap(self) -> float:
@@ -120,7 +118,7 @@ class RewardTrainer(PipelineTrainer):
     # The loop
 
     def fit(self) -> None:
-        """See `PipelineTrainer.fit`; closes the environment and the policy."""
+        """Close the environment and the policy after training."""
         try:
             super().fit()
         finally:
@@ -259,7 +257,7 @@ class GRPOTrainer(RewardTrainer):
     """Identifies the model of a KL term, now and in the checkpoint to resume from; empty without one."""
 
     def build_model(self) -> PreTrainedModel:
-        """See `PipelineTrainer.build_model`; disables dropout, whose noise would change the ratios."""
+        """Disable dropout, whose noise would change the ratios."""
         model, recorded = self.build_model_to_check()
         disable_dropout(model)
         logits_of = TokenLoss(model.eval(), None, self.precision, self.device_name).logits
@@ -274,12 +272,12 @@ class GRPOTrainer(RewardTrainer):
 
     @cached_property
     def eval_sources(self) -> Mapping[str, str]:
-        """See `RewardTrainer.eval_sources`: those of the evaluation prompts of all ranks."""
+        """Those of the evaluation prompts of all ranks."""
         dataset, count = self.eval_samples()
         return source_names(source_of(dataset[row]) for row in range(count))
 
     def build_environment(self) -> TextEnvironment:
-        """See `RewardTrainer.build_environment`: the reward functions of the recipe, on every rank.
+        """Load the reward functions of the recipe on every rank.
 
         Raises:
             UserError: a function cannot be loaded, or the judge's isolation does not work here.
@@ -288,7 +286,7 @@ class GRPOTrainer(RewardTrainer):
         return on_every_rank(lambda: TextEnvironment(config.reward, config.data.max_response_length, num_ranks_here))
 
     def build_policy(self) -> TokenPolicy:
-        """See `RewardTrainer.build_policy`: the model with its engine and its frozen reference.
+        """Build the policy of the model, its engine and its frozen reference.
 
         Raises:
             UserError: the engine cannot be built.
@@ -373,16 +371,14 @@ class GRPOTrainer(RewardTrainer):
             )
 
     def data_state(self) -> dict[str, Any]:
-        """See `PipelineTrainer.data_state`."""
         return {**super().data_state(), "reference_digest": self.reference_digest}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
-        """See `PipelineTrainer.load_data_state`."""
         super().load_data_state(state)
         self.saved_reference_digest = state.get("reference_digest", "")  # older checkpoints do not have it
 
     def before_update(self, trajectories: Sequence[Trajectory]) -> None:
-        """See `RewardTrainer.before_update`: writes the tokens of the samples that `log_samples` writes."""
+        """Write the tokens of the samples that `log_samples` writes."""
         trainer = self.config.trainer
         if trainer.log_sample_tokens and self.logs_samples:
             shown = trajectories[: trainer.samples_per_table]
@@ -395,7 +391,6 @@ class GRPOTrainer(RewardTrainer):
 
     @property
     def max_decisions(self) -> int:
-        """See `RewardTrainer.max_decisions`."""
         return self.config.data.max_response_length
 
 

@@ -58,7 +58,6 @@ class SFTTrainer(PipelineTrainer):
     reshard_policy: FSDPReshardPolicy
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See `PipelineTrainer`."""
         super().__init__(*args, **kwargs)
         # verl's `_compute_loss_and_backward` reads these, besides configuration, model and meshes.
         self.use_remove_padding = self.config.use_remove_padding
@@ -72,11 +71,9 @@ class SFTTrainer(PipelineTrainer):
         return self.config.packs_samples
 
     def build_collator(self) -> Collator:
-        """See `PipelineTrainer.build_collator`."""
         return MicroBatchCollator(self.tokenizer.pad_token_id, self.packs)
 
     def training_plan(self, dataset: SampleDataset) -> MicroBatchPlan | None:
-        """See `PipelineTrainer.training_plan`."""
         return self.validation_plan(dataset)
 
     def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
@@ -95,7 +92,7 @@ class SFTTrainer(PipelineTrainer):
         return on_every_rank(lambda: attention_share(load_model_config(config).get_text_config().hidden_size))
 
     def build_model(self) -> PreTrainedModel:
-        """See `PipelineTrainer.build_model`; also tests whether the model supports packing and the fused loss."""
+        """Also test whether the model supports packing and the fused loss."""
         model, recorded = self.build_model_to_check(self.prepare_loss)
         self.model = model
         assert isinstance(self.train_dataset, TokenDataset)

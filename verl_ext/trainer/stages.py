@@ -133,16 +133,14 @@ class SFTConfig(RunConfig):
 
     @property
     def sequence_parallel_size(self) -> int:
-        """See `RunConfig`."""
         return self.ulysses_sequence_parallel_size
 
     @property
     def packs_samples(self) -> bool:
-        """See `RunConfig`; verl's forward pass under Ulysses takes padded samples."""
+        """False with Ulysses, because verl's forward pass then takes padded samples."""
         return bool(self.data.packing) and self.sequence_parallel_size == 1
 
     def check(self) -> None:
-        """See `RunConfig`."""
         super().check()
         if self.data.packing is True and self.model.attn_implementation == "eager":
             raise UserError(
@@ -153,7 +151,6 @@ class SFTConfig(RunConfig):
             raise UserError("ulysses_sequence_parallel_size is above 1; set use_remove_padding=true, which it needs")
 
     def check_ranks(self, world_size: int) -> None:
-        """See `RunConfig`."""
         size = self.ulysses_sequence_parallel_size
         if world_size % size:
             raise UserError(
@@ -187,7 +184,6 @@ class RewardStageConfig(RunConfig):
     rollout: GroupConfig = section(GroupConfig)
 
     def check(self) -> None:
-        """See `RunConfig`."""
         super().check()
         if self.trainer.test_freq != self.data.eval_every_steps:
             raise UserError(
@@ -198,12 +194,10 @@ class RewardStageConfig(RunConfig):
 
     @property
     def num_mini_batches(self) -> int:
-        """See `RunConfig`."""
         return self.data.train_batch_size // (self.actor.ppo_mini_batch_size or self.data.train_batch_size)
 
     @property
     def updates_per_step(self) -> int:
-        """See `RunConfig`."""
         return self.num_mini_batches * self.actor.ppo_epochs
 
 
@@ -221,7 +215,6 @@ class GRPOConfig(RewardStageConfig):
     reward: RewardConfig = section(RewardConfig)
 
     def check(self) -> None:
-        """See `RunConfig`."""
         super().check()
         data = self.data
         if data.eval_every_steps and data.eval_split == "test" and not data.val_files:
@@ -237,7 +230,6 @@ class GRPOConfig(RewardStageConfig):
             )
 
     def check_ranks(self, world_size: int) -> None:
-        """See `RunConfig`."""
         size = self.rollout.tensor_model_parallel_size
         if world_size % size:
             raise UserError(
@@ -266,7 +258,6 @@ class BudgetConfig(RewardStageConfig):
     reward: BudgetRewardConfig = section(BudgetRewardConfig)
 
     def check(self) -> None:
-        """See `RunConfig`."""
         super().check()
         if self.controller.dropout and self.updates_per_step > 1:
             raise UserError(
@@ -280,7 +271,6 @@ class BudgetConfig(RewardStageConfig):
             )
 
     def check_ranks(self, world_size: int) -> None:
-        """See `RunConfig`."""
         require_divisible(self, world_size, self.actor.ppo_mini_batch_size)
 
 

@@ -51,7 +51,6 @@ class VLMSFTTrainer(SFTTrainer):
     collator: ImageChatCollator
 
     def build_collator(self) -> ImageChatCollator:
-        """See `PipelineTrainer.build_collator`."""
         config, section = self.config, self.config.configurations
         self.processing_class = self.processor = on_every_rank(lambda: load_processor(config))
         collator = ImageChatCollator(
@@ -67,7 +66,6 @@ class VLMSFTTrainer(SFTTrainer):
         return collator
 
     def build_model(self) -> PreTrainedModel:
-        """See `PipelineTrainer.build_model`."""
         config, section = self.config, self.config.configurations
         model = on_every_rank(lambda: load_model(config, self.device_mesh, self.precision, AutoModelForImageTextToText))
         self.adapter = adapter_for(model, self.processor, tuple(section.tier_sizes), section="configurations")
@@ -79,27 +77,27 @@ class VLMSFTTrainer(SFTTrainer):
         return model
 
     def training_plan(self, dataset: SampleDataset) -> None:
-        """See `PipelineTrainer.training_plan`: chats are grouped in the order of the data."""
+        """Chats are grouped in the order of the data."""
 
     def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
-        """See `SFTTrainer.validation_plan`: chats with the same number of questions share a micro-batch."""
+        """Chats with the same number of questions share a micro-batch."""
         size = self.config.data.micro_batch_size_per_gpu
         assert isinstance(dataset, ImageChatDataset)
         return MicroBatchPlan(dataset.lengths, False, sys.maxsize, size)
 
     def to_micro_batches(self, batch: ImageChatBatch) -> TokenBatch:
-        """See `SFTTrainer.to_micro_batches`: each group at its tier."""
+        """Prepare each group at its tier."""
         with self.timer.measure("data"):
             micro_batches = [self.collator.at(group, self.tier(number)) for number, group in enumerate(batch.groups)]
         return TokenBatch(micro_batches, batch.rows)
 
     def partial_model(self, number: int) -> AbstractContextManager[None]:
-        """See `SFTTrainer.partial_model`: the same on every rank, because ranks gather a block's weights together."""
+        """Select the same blocks on every rank, because ranks gather a block's weights together."""
         return self.adapter.configured(self.configuration(number))
 
     @torch.no_grad()
     def validation_step(self, batch: MicroBatch) -> torch.Tensor:
-        """See `SFTTrainer.validation_step`: runs the full model on a micro-batch of the collator, with images."""
+        """Run the full model on a micro-batch of the collator, with images."""
         with self.adapter.configured(self.space.full):
             return self.validation_loss(batch)
 
@@ -122,6 +120,6 @@ class VLMSFTTrainer(SFTTrainer):
 
     @torch.no_grad()
     def validate(self) -> Metrics:
-        """See `SFTTrainer.validate`: the full model, at the highest tier."""
+        """Validate the full model, at the highest tier."""
         with self.adapter.configured(self.space.full):
             return super().validate()

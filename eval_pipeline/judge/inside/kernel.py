@@ -31,22 +31,22 @@ def _check(result: int, what: str) -> None:
 
 
 def prctl(option: int, argument: int = 0, argument2: int = 0) -> None:
-    """See prctl(2); an address is passed as an integer."""
+    """Call prctl(2), with addresses as integers. Raises OSError, as do the other calls here."""
     _check(_libc.prctl(option, argument, argument2, 0, 0), f"prctl({option})")
 
 
 def unshare(flags: int) -> None:
-    """See unshare(2)."""
+    """Move the calling process to new namespaces of the kinds in `flags`, `CLONE_…`."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def setns(fd: int, kind: int) -> None:
-    """See setns(2)."""
+    """Move the calling process to the namespace of an open file; `kind` is its `CLONE_…`."""
     _check(_libc.setns(fd, kind), "setns")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """See mount(2)."""
+    """Mount a file system of a kind, or change an existing mount; `flags` are `MS_…`."""
     texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
     _check(_libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
 

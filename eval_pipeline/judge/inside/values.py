@@ -47,7 +47,7 @@ class ErrorClass(NamedTuple):
     """Names an exception class of the sender."""
 
     rows: list[tuple[int, str, list[Any]]]
-    """See `remote.rows_of`."""
+    """What `remote.rows_of` returns for the class."""
 
 
 class Coroutine(NamedTuple):

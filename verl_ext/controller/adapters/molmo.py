@@ -22,24 +22,21 @@ class MolmoAdapter(VLMAdapter):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """See `VLMAdapter`."""
         return self.model.model.transformer.blocks
 
     @property
     def vision_site(self) -> tuple[nn.Module, str]:
-        """See `VLMAdapter`."""
         return self.model.model, "vision_backbone"
 
     def skipped_block(self, index: int) -> SkippedBlock:
-        """See `VLMAdapter`; the model expects a cache from each block, so a skipped block returns an empty cache."""
+        """The model expects a cache from each block, so a skipped block returns an empty one."""
         return SkippedBlock(lambda hidden_states: (hidden_states, ()))
 
     def router(self, mixture: Any) -> Any:
-        """See `VLMAdapter`; a mixture does its own routing."""
+        """A mixture does its own routing."""
         return mixture
 
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
-        """See `VLMAdapter`."""
         inputs = self.processor.process(
             images=[image], text=question, images_kwargs={"max_crops": self.tier_sizes[tier]}
         )
@@ -47,25 +44,22 @@ class MolmoAdapter(VLMAdapter):
         return {name: tensor.unsqueeze(0).to(self.model.device) for name, tensor in inputs.items()}
 
     def num_patches(self, inputs: Inputs) -> int:
-        """See `VLMAdapter`; images are (1, crops, patches, pixels)."""
+        """Images are (1, crops, patches, pixels)."""
         return inputs["images"].shape[1] * inputs["images"].shape[2]
 
     @torch.no_grad()
     def encode(self, inputs: Inputs) -> Any:
-        """See `VLMAdapter`."""
         return self.vision_encoder(inputs["images"], inputs.get("image_masks"))
 
     def pooled_vision(self, encoding: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
-        """See `VLMAdapter`; the global crop is the first, features are (1, crops, patches, width)."""
+        """The global crop is the first; features are (1, crops, patches, width)."""
         return encoding[0][0, 0].mean(0)
 
     def prefill(self, inputs: Inputs) -> DecodeState:
-        """See `VLMAdapter`."""
         output = self.model(**inputs, use_cache=True, last_logits_only=True)
         return DecodeState(output.logits[:, -1], output.past_key_values, inputs["input_ids"].shape[1])
 
     def decode(self, state: DecodeState, token: torch.Tensor) -> DecodeState:
-        """See `VLMAdapter`."""
         length = state.length
         output = self.model(
             input_ids=token,

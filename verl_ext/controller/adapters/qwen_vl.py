@@ -26,7 +26,7 @@ class QwenVLAdapter(VLMAdapter):
     unit = "pixels"
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, tier_sizes: Sequence[int]) -> None:
-        """See `VLMAdapter`.
+        """Refuse models whose blocks cannot be skipped.
 
         Raises:
             UserError: some blocks use sliding window attention; transformers reads the length of their caches from a
@@ -41,7 +41,7 @@ class QwenVLAdapter(VLMAdapter):
             )
 
     def check_tiers(self, key: str) -> None:
-        """See `VLMAdapter`; also rejects tiers with less than one image token, or with the same number of them."""
+        """Also reject tiers with less than one image token, or with the same number of them."""
         super().check_tiers(key)
         images = self.processor.image_processor
         side = images.patch_size * images.merge_size
@@ -55,20 +55,18 @@ class QwenVLAdapter(VLMAdapter):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """See `VLMAdapter`."""
         return self.model.model.language_model.layers
 
     @property
     def vision_site(self) -> tuple[nn.Module, str]:
-        """See `VLMAdapter`."""
         return self.model.model, "visual"
 
     def skipped_block(self, index: int) -> SkippedBlock:
-        """See `VLMAdapter`; a block returns only its hidden states."""
+        """A block returns only its hidden states."""
         return SkippedBlock(lambda hidden_states: hidden_states)
 
     def inputs(self, image: Image.Image, question: str, tier: int) -> Inputs:
-        """See `VLMAdapter`; the image keeps its aspect ratio."""
+        """The image keeps its aspect ratio."""
         chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
         with rendering():
             text = self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -77,26 +75,23 @@ class QwenVLAdapter(VLMAdapter):
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     def num_patches(self, inputs: Inputs) -> int:
-        """See `VLMAdapter`."""
         return len(inputs["pixel_values"])
 
     @torch.no_grad()
     def encode(self, inputs: Inputs) -> BaseModelOutputWithPooling:
-        """See `VLMAdapter`."""
         encoder: Any = self.vision_encoder
         return encoder(inputs["pixel_values"].type(encoder.dtype), grid_thw=inputs["image_grid_thw"])
 
     def pooled_vision(self, encoding: BaseModelOutputWithPooling) -> torch.Tensor:
-        """See `VLMAdapter`; the mean over the merged patches (patches, vision_width) of the single crop."""
+        """The mean over the merged patches (patches, vision_width) of the single crop."""
         return encoding.pooler_output.mean(0)
 
     def prefill(self, inputs: Inputs) -> DecodeState:
-        """See `VLMAdapter`."""
         output = self.model(**inputs, use_cache=True, logits_to_keep=1)
         return DecodeState(output.logits[:, -1], output.past_key_values, inputs["input_ids"].shape[1])
 
     def decode(self, state: DecodeState, token: torch.Tensor) -> DecodeState:
-        """See `VLMAdapter`; the model keeps the offset of text positions from its last `prefill`."""
+        """The model keeps the offset of text positions from its last `prefill`."""
         output = self.model(input_ids=token, past_key_values=state.cache, use_cache=True, logits_to_keep=1)
         return DecodeState(output.logits[:, -1], output.past_key_values, state.length + 1)
 
@@ -105,14 +100,12 @@ class Qwen35Adapter(QwenVLAdapter):
     """Qwen3.5, where most blocks use linear attention with caches of constant size."""
 
     def prefill(self, inputs: Inputs) -> DecodeState:
-        """See `VLMAdapter`."""
         length, cache = inputs["input_ids"].shape[1], CountedCache(config=self.model.config)
         output = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache.length = length
         return DecodeState(output.logits[:, -1], cache, length)
 
     def decode(self, state: DecodeState, token: torch.Tensor) -> DecodeState:
-        """See `VLMAdapter`."""
         following = super().decode(state, token)
         following.cache.length = following.length
         return following

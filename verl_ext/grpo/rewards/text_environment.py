@@ -72,7 +72,7 @@ class TextEnvironment(Environment):
             self._started = started.pop_all()
 
     def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:
-        """See `Environment.step`: the reward functions start to score the answer."""
+        """Start to score the answer with all reward functions."""
         prompt, completion = trajectory.prompt, trajectory.action
         answer = RewardedAnswer.to_prompt(
             prompt.sample_id, prompt.fields, completion.text, len(completion.token_ids), completion.truncated
@@ -92,12 +92,10 @@ class TextEnvironment(Environment):
         return partial(self._wait, specs, futures, finished_at, _texts(answer))
 
     def end_batch(self) -> None:
-        """See `Environment.end_batch`."""
         if self._judge is not None:
             self._judge.forget()
 
     def close(self) -> None:
-        """See `Environment.close`."""
         self._started.close()
 
     def _wait(
