@@ -29,7 +29,7 @@ _WAITING = {
 """Warnings by status of the training run."""
 
 
-def watch_run(context: EvalContext, recipe: Sequence[str] = ()) -> int:
+def watch_run(context: EvalContext, recipe: Sequence[str]) -> int:
     """Evaluate the checkpoints of a training run until it has finished and nothing is left.
 
     Args:

@@ -198,7 +198,7 @@ _CODE = regex.compile(
 _IN_STRING = {quote: regex.compile(rf"(?:\\.|(?!{quote})[^\\])*+(?P<end>{quote})?") for quote in ("'''", '"""')}
 
 
-def open_quote(line: str, quote: str = "") -> str:
+def open_quote(line: str, quote: str) -> str:
     """The triple quote of the string that is open after a line of Python; empty if there is none.
 
     Args:

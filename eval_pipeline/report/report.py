@@ -264,7 +264,7 @@ def format_table(datasets: Mapping[str, DatasetResult]) -> str:
     return text_table(list(zip(*columns, strict=True)))
 
 
-def format_value(value: float | int | None, interval: Interval | None = None) -> str:
+def format_value(value: float | int | None, interval: Interval | None) -> str:
     """A metric with four decimals, or an integer unchanged; its interval follows in brackets."""
     if value is None:
         return "-"

@@ -275,7 +275,7 @@ def _read_outcomes(path: Path) -> Outcomes:
 # All answers, and the question-and-answer log: some answers of each error type, to be read by people
 
 
-def sample_answers(judged: Sequence[JudgedAnswer], per_error_type: int = 10) -> list[JudgedAnswer]:
+def sample_answers(judged: Sequence[JudgedAnswer], per_error_type: int) -> list[JudgedAnswer]:
     """Sample answers of each error type.
 
     The sample depends only on problem and sample number, so the logs of all checkpoints show the same problems as long

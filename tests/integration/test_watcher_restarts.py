@@ -20,6 +20,7 @@ from verl_ext.trainer.stages import SFTConfig
 @pytest.fixture
 def config(quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SFTConfig:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr("verl_ext.launch.outcome.FIRST_PAUSE_S", 0.05)
     recipe = tmp_path / "few.yaml"
     recipe.write_text(
         f"datasets: {{few: {{format: quickstart, path: {quickstart}/problems.jsonl, limit: 4}}}}\n"
@@ -43,7 +44,7 @@ def next_watcher(config: SFTConfig, killed: set[int]) -> psutil.Process:
 
 @pytest.fixture
 def watcher(config: SFTConfig) -> Iterator[EvalWatcher]:
-    watcher = EvalWatcher(config, first_pause_s=0.05)
+    watcher = EvalWatcher(config)
     yield watcher
     watcher.stop(StopSignals())
     assert watchers_of(config) == []
@@ -83,7 +84,7 @@ def test_new_evaluation_resets_restart_count(
 
 def test_watcher_rejecting_its_input_is_not_restarted(config: SFTConfig, capfd: pytest.CaptureFixture[str]) -> None:
     Path(config.eval.recipe).write_text("tiers: {tier1: [gone]}\n")  # after the launcher has checked it
-    watcher = EvalWatcher(config, first_pause_s=0.05)
+    watcher = EvalWatcher(config)
     assert watcher.finish(StopSignals()) == 0
     watcher.stop(StopSignals())
     warning, error = capfd.readouterr().err.splitlines()
@@ -105,7 +106,7 @@ def test_stopped_watcher_is_not_restarted(
 def test_watcher_failing_after_run_ended_is_not_restarted(config: SFTConfig, capfd: pytest.CaptureFixture[str]) -> None:
     run = {"status": "finished", "attempts": []}
     (Path(config.trainer.default_local_dir) / "run.json").write_text(json.dumps(run))
-    watcher = EvalWatcher(config, first_pause_s=0.05)
+    watcher = EvalWatcher(config)
     assert watcher.finish(StopSignals()) == 0
     watcher.stop(StopSignals())
     (error,) = capfd.readouterr().err.splitlines()  # nothing was saved

@@ -69,7 +69,7 @@ def main(directory: Path, kinds: str, output: Path) -> None:
 def results_of(directory: Path, kind: str) -> list[dict[str, Any]]:
     """For each step the largest error of each engine and temperature, and whether samples repeat."""
     model = build(directory, kind)
-    vllm = VLLMRolloutEngine(ROLLOUT, str(directory), max_model_len=256, end_tokens=[END])
+    vllm = VLLMRolloutEngine(ROLLOUT, str(directory), max_model_len=256, end_tokens=[END], trust_remote_code=False)
     vllm.weight_sync = WeightSync(model, torch.float32, "cpu", BUCKET_BYTES)
     hf = HFEngine(model, 0, [END], 3, nullcontext)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from verl_ext.launch import ranks
+from verl_ext.launch import outcome, ranks
 from verl_ext.launch.__main__ import handle_stop_signals
 from verl_ext.launch.run import run_until_finished
 from verl_ext.metrics import heartbeat
@@ -16,7 +16,8 @@ from verl_ext.trainer.stages import load_config
 
 if __name__ == "__main__":
     run_dir, grace_s, restarts, first_pause_s, leave_after_s = sys.argv[1:]
-    ranks.LEAVE_AFTER_S = float(leave_after_s)
+    ranks.RANK_MODULE, ranks.LEAVE_AFTER_S = "tests.ranks.small_ranks", float(leave_after_s)
+    outcome.FIRST_PAUSE_S = float(first_pause_s)
     heartbeat.BEAT_S = 0.1
     words = {
         "trainer.default_local_dir": run_dir,
@@ -33,12 +34,4 @@ if __name__ == "__main__":
     config.recipe = "small"
     config.trainer.n_gpus_per_node, config.trainer.nnodes = 2, int(os.environ.get("NNODES", "1"))
     with handle_stop_signals() as signals:
-        sys.exit(
-            run_until_finished(
-                config,
-                signals,
-                restarts=int(restarts),
-                module="tests.ranks.small_ranks",
-                first_pause_s=float(first_pause_s),
-            )
-        )
+        sys.exit(run_until_finished(config, signals, restarts=int(restarts), provenance={}))

@@ -51,7 +51,7 @@ def check_all(config: BudgetConfig) -> None:
     """Run all launcher checks of this stage, those before and those after data preparation."""
     config.trainer.n_gpus_per_node = 1
     check_settings(config)
-    check_budget_files(config)
+    check_budget_files(config, ())
 
 
 def test_recipe_names_its_stage(recipe: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.helpers.checkpoints import NAMES, OPTIMIZER, kept, retention, save
 from tests.helpers.processes import wait_until
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.inspection import read_retention
-from verl_ext.checkpoint.lease import DEFAULT_SECONDS, hold_lease, lease_holders
+from verl_ext.checkpoint.lease import LIFETIME_S, hold_lease, lease_holders
 from verl_ext.checkpoint.manifest import Manifest, complete_checkpoints, damaged_files, why_incomplete
 from verl_ext.checkpoint.retention import apply_plan, plan_rotation, reasons_to_keep, remove_tree, rotate
 from verl_ext.config.schema import to_yaml
@@ -188,9 +188,10 @@ def write_lease(checkpoint: Path, **changes: Any) -> Path:
     return path
 
 
-def test_lease_file_is_renewed_and_removed(tmp_path: Path) -> None:
+def test_lease_file_is_renewed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_ext.checkpoint.lease.LIFETIME_S", 0.1)
     checkpoint = save(tmp_path, 1)
-    with hold_lease(checkpoint, seconds=0.1):
+    with hold_lease(checkpoint):
         (path,) = checkpoint.glob("lease.*.json")
         assert path.name == f"lease.{socket.gethostname()}.{os.getpid()}.json"
         first = json.loads(path.read_text())
@@ -249,7 +250,7 @@ def test_malformed_lease_counts_until_old(tmp_path: Path, text: str) -> None:
     path = save(tmp_path, 1) / "lease.other.1.json"
     path.write_text(text)
     assert lease_holders(path.parent) == ["lease.other.1.json, which cannot be read"]
-    old = time.time() - DEFAULT_SECONDS - 1
+    old = time.time() - LIFETIME_S - 1
     os.utime(path, (old, old))
     assert lease_holders(path.parent) == []
 

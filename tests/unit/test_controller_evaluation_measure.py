@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from verl_ext.controller.evaluation import measure
 from verl_ext.controller.evaluation.measure import DISTURBED, MAX_ATTEMPTS, InterferenceDetector
 
 
-def detector_of(durations: Iterator[float]) -> InterferenceDetector:
-    """A detector whose probe takes these times, in seconds."""
+def clock_of(durations: Iterator[float]) -> Callable[[], float]:
+    """A clock that makes the detector's probe take these times, in seconds."""
     now, inside = 0.0, False
 
     def clock() -> float:
@@ -19,7 +20,7 @@ def detector_of(durations: Iterator[float]) -> InterferenceDetector:
         inside = not inside
         return now
 
-    return InterferenceDetector(True, clock)
+    return clock
 
 
 @pytest.mark.parametrize(
@@ -31,8 +32,9 @@ def detector_of(durations: Iterator[float]) -> InterferenceDetector:
         ([2.0] * 2 * MAX_ATTEMPTS, [MAX_ATTEMPTS]),
     ],
 )
-def test_disturbed_run_is_repeated(durations: list[float], made: list[int]) -> None:
-    detector = detector_of(iter([1.0] * 40 + durations))
+def test_disturbed_run_is_repeated(durations: list[float], made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "perf_counter", clock_of(iter([1.0] * 40 + durations)))
+    detector = InterferenceDetector(True)
     for _ in range(20):
         detector.run(lambda: None)
     assert detector.num_retries == 0
@@ -43,6 +45,7 @@ def test_disturbed_run_is_repeated(durations: list[float], made: list[int]) -> N
     assert detector.retries_per_run == detector.num_retries / (20 + len(made)) and DISTURBED < 2
 
 
-def test_disabled_detector_runs_everything_once() -> None:
-    detector = InterferenceDetector(False, clock=lambda: pytest.fail("nothing is timed"))
+def test_disabled_detector_runs_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "perf_counter", lambda: pytest.fail("nothing is timed"))
+    detector = InterferenceDetector(False)
     assert [detector.run(lambda: 7) for _ in range(3)] == [7, 7, 7] and detector.retries_per_run == 0

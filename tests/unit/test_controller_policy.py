@@ -45,7 +45,7 @@ def policy(runner: VLMRunner, space: ConfigurationSpace) -> ControllerPolicy:
     controller = BudgetController(BudgetControllerConfig(*knobs, 32, 32, *BUDGETS))
     for parameter in controller.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    return ControllerPolicy(controller, runner, BUDGETS, seed=7, device="cpu")
+    return ControllerPolicy(controller, runner, BUDGETS, seed=7, device="cpu", tier_entropy_weight=1.0)
 
 
 def prompts(*numbers: int) -> list[Prompt]:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.checkpoints import checkpoint_command, kept, retention, save
 from tests.helpers.health_curves import write_run
-from verl_ext.checkpoint.lease import DEFAULT_SECONDS, lease_holders
+from verl_ext.checkpoint.lease import LIFETIME_S, lease_holders
 from verl_ext.checkpoint.manifest import TRACKER, Manifest, committed_steps, complete_checkpoints
 from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.retention import rotate
@@ -180,7 +180,7 @@ def test_damaged_lease_counts_until_old(text: str, run_dir: Path) -> None:
     path.write_text(text)
     assert lease_holders(path.parent) == ["lease.other.1.json, which cannot be read"]
     assert "lease.other.1.json" in checkpoint_command("prune", run_dir, "--step", 100, "--yes", code=2)
-    old = path.stat().st_mtime - DEFAULT_SECONDS - 1
+    old = path.stat().st_mtime - LIFETIME_S - 1
     os.utime(path, (old, old))
     checkpoint_command("prune", run_dir, "--step", 100, "--yes")
 

@@ -44,7 +44,7 @@ class OtherEngine(RolloutEngine):
 
 def policy_of(engine: RolloutEngine, sampling: SamplingArgs = SAMPLING) -> TokenPolicy:
     tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")
-    context: Any = {"autocast": nullcontext, "device": "cpu"}
+    context: Any = {"autocast": nullcontext, "device": "cpu", "entropy_gradient": False, "reference": None}
     return TokenPolicy(make_model(), tokenizer, engine, TokenBatcher(0), sampling, seed=0, **context)
 
 

@@ -151,7 +151,7 @@ def test_interrupted_write_of_latency_model_leaves_no_file(run_dir: Path) -> Non
 def launch(quickstart: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Launch an SFT run up to the start of its ranks."""
 
-    def reached(self: Launch, restarts: int, first_pause_s: float) -> None:
+    def reached(self: Launch, restarts: int) -> None:
         raise UserError("the ranks would start")
 
     monkeypatch.setattr(Launch, "run", reached)
@@ -162,7 +162,7 @@ def launch(quickstart: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     )
 
     def start() -> None:
-        run_until_finished(config, StopSignals())
+        run_until_finished(config, StopSignals(), restarts=0, provenance={})
 
     return start
 

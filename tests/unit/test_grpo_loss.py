@@ -37,6 +37,7 @@ def random_inputs(seed: int, samples: int = 8, decisions: int = 16) -> LossInput
         entropy=normal(1).abs(),
         reference_log_probs=log_probs.detach() + normal(0.3),
         rollout_is_weights=normal(1).abs(),
+        entropy_bonus=None,
     )
 
 

@@ -113,7 +113,12 @@ def test_micro_batch_without_rewards_keeps_gradient(size: int, rollout_is: Liter
 
     def gradient(chosen: list[Trajectory], micro_batch_size: int) -> torch.Tensor:
         model = make_model()
-        context: dict[str, Any] = {"autocast": nullcontext, "device": "cpu"}
+        context: dict[str, Any] = {
+            "autocast": nullcontext,
+            "device": "cpu",
+            "entropy_gradient": False,
+            "reference": None,
+        }
         engine: Any = SimpleNamespace(dtype=None)
         policy = TokenPolicy(model, None, engine, TokenBatcher(0), REFERENCE_SAMPLING, seed=0, **context)  # type: ignore[arg-type]
         sizes = {"group_size": GROUP_SIZE, "num_mini_batches": 1, "max_decisions": 12, "num_ranks": 1}

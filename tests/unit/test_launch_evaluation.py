@@ -274,7 +274,8 @@ def test_next_commands_depend_on_evaluation_outcome(
     (tmp_path / "run.json").write_text('{"status": "finished", "attempts": []}')
     overrides = (f"trainer.default_local_dir={tmp_path}", "model.partial_pretrain=org/name", "prepare=[]")
     config = load_config("sft", ["recipe=verl", "eval.watch=true", *overrides])
-    watching = EvalWatcher(config, first_pause_s=0)
+    monkeypatch.setattr("verl_ext.launch.outcome.FIRST_PAUSE_S", 0)
+    watching = EvalWatcher(config)
     assert watching.finish(StopSignals()) == 0  # the training is done
     told = capsys.readouterr()
     typed = re.findall(r"run\.sh (\w+) (\S+)$", told.out, re.MULTILINE)

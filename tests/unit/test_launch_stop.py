@@ -245,14 +245,13 @@ def run(outcomes: list[Outcome], progress: list[object], restarts: int) -> tuple
         announce=lambda failure, plan: announced.append(plan),
         pause=lambda seconds: None,
         restarts=restarts,
-        first_pause_s=0,
     )
     return last, announced, len(left)
 
 
 def test_new_checkpoint_resets_restart_count() -> None:
     assert run([CRASH], [None, None], 0) == (CRASH, [], 0)
-    assert run([CRASH, None], [None, None], 1) == (None, ["restart 1 of 1 in 0 s"], 0)
+    assert run([CRASH, None], [None, None], 1) == (None, ["restart 1 of 1 in 5 s"], 0)
     crashes: list[Outcome] = [CRASH] * 5
     last, announced, left = run(crashes, [None, None, (5, 1.0), (5, 1.0), (5, 1.0)], 2)
     assert [plan[:14] for plan in announced] == ["restart 1 of 2", "restart 1 of 2", "restart 2 of 2"]

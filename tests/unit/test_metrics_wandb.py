@@ -267,7 +267,7 @@ def test_full_disk_prints_only_warnings(tmp_path, capsys, monkeypatch):
 def test_run_finishes_although_its_charts_cannot_be_written(monkeypatch):
     finished = []
     run = SimpleNamespace(finish=lambda exit_code: finished.append(exit_code))
-    sink = WandbSink(run)
+    sink = WandbSink(run, ())
     monkeypatch.setattr(sink._dashboard, "log", lambda now: open("/nowhere"))
     with pytest.raises(FileNotFoundError):
         sink.close(1)

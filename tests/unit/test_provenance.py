@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -36,14 +37,12 @@ def test_commit_is_read_from_checkouts_and_worktrees(tmp_path: Path) -> None:
 
 
 def test_command_and_environment_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789abcdef")
     environment = {
         **{"NCCL_DEBUG": "INFO", "NCCL_NOTE": "sk-0123456789abcdef", "VERL_EXT_MONITOR_TOKEN": "secret-secret"},
         **{"HOME": "/root", "CUDA_URL": "http://a:b@host"},
     }
-    provenance = launch_provenance(
-        "bash run_sft.sh", ["2", "a=b c", "x=sk-0123456789abcdef", "engine.api_key=1"], environment
-    )
+    monkeypatch.setattr(os, "environ", {**environment, "OPENAI_API_KEY": "sk-0123456789abcdef"})
+    provenance = launch_provenance("bash run_sft.sh", ["2", "a=b c", "x=sk-0123456789abcdef", "engine.api_key=1"])
     assert provenance["command"] == "bash run_sft.sh 2 'a=b c' 'x=***' 'engine.api_key=***'"
     assert provenance["environment"] == {"NCCL_DEBUG": "INFO", "NCCL_NOTE": "***"}
     assert {"torch", "transformers", "numpy"} <= provenance["packages"].keys()

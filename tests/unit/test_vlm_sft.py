@@ -36,7 +36,7 @@ def question(number: int) -> ImageQuestion:
 
 
 def batcher(size: int = 2) -> ImageChatCollator:
-    return ImageChatCollator(PROCESSOR, size, TIERS, PROCESSOR.tokenizer.eos_token_id)
+    return ImageChatCollator(PROCESSOR, size, TIERS, PROCESSOR.tokenizer.eos_token_id, None)
 
 
 def questions_on_one_image(*numbers: int) -> list[ImageQuestion]:
@@ -52,7 +52,7 @@ def test_questions_about_one_image_share_a_chat() -> None:
         ["what is 5 ?"],
     ]
     assert dataset.lengths.tolist() == [2, 1, 1] and dataset[2]["row"] == 2
-    assert dataset.describe([2]) == "mine/5" and len(ImageChatDataset(samples)) == 4
+    assert dataset.describe([2]) == "mine/5" and len(ImageChatDataset(samples, 1)) == 4
 
 
 def test_most_frequent_reference_is_trained_on() -> None:
@@ -205,7 +205,7 @@ def test_model_is_required(recipe: Path) -> None:
 def test_accepts_recipe_without_validation(recipe: Path) -> None:
     config = config_of(recipe, "model.partial_pretrain=vlm")
     check_settings(config)
-    check_questions(config, ("train",))
+    check_questions(config, ("train",), ())
     assert config.stage == "vlm_sft"
 
 
@@ -240,7 +240,7 @@ def test_questions_per_chat_sets_chat_length(recipe: Path, tmp_path: Path) -> No
 )
 def test_rejects_settings_that_cannot_work(override: str, message: str, recipe: Path) -> None:
     with pytest.raises(UserError, match=message):
-        check_questions(config_of(recipe, override), ("train",))
+        check_questions(config_of(recipe, override), ("train",), ())
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -16,26 +16,26 @@ from verl_ext.console import warn
 from verl_ext.files import LATEST, parse_json, replace_file
 from verl_ext.processes import is_alive, pid_namespace
 
-DEFAULT_SECONDS = 900.0
+LIFETIME_S = 900.0
 """Lifetime of a lease whose holder died on another machine. Live holders renew at a third of this interval."""
 
 
 @contextmanager
-def hold_lease(checkpoint: Path, seconds: float = DEFAULT_SECONDS) -> Iterator[None]:
+def hold_lease(checkpoint: Path) -> Iterator[None]:
     """Protect a checkpoint from rotation while this process reads it; one lease per process and checkpoint.
 
-    A checkpoint that this process can only read, such as another user's, gets no lease, with a warning.
+    A background thread renews the lease inside the context. A checkpoint that this process can only read, such as
+    another user's, gets no lease, with a warning.
 
     Args:
         checkpoint: an existing `global_step_N` directory.
-        seconds: time from the last renewal to the expiry; a background thread renews the lease inside the context.
 
     Raises:
         FileNotFoundError: the checkpoint does not exist.
     """
     path = checkpoint / f"lease.{socket.gethostname()}.{os.getpid()}.json"
     try:
-        _write(path, seconds)
+        _write(path)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -43,7 +43,7 @@ def hold_lease(checkpoint: Path, seconds: float = DEFAULT_SECONDS) -> Iterator[N
         yield
         return
     ended = threading.Event()
-    renewal = threading.Thread(target=_renew, args=(path, seconds, ended), daemon=True)
+    renewal = threading.Thread(target=_renew, args=(path, ended), daemon=True)
     renewal.start()
     try:
         yield
@@ -57,28 +57,28 @@ def lease_holders(checkpoint: Path) -> list[str]:
     """The processes that hold a lease on a checkpoint, each as text such as `process 12 on host0`.
 
     Expired leases and leases of dead processes on this machine do not count. An unreadable lease file counts until it
-    is older than `DEFAULT_SECONDS`.
+    is older than `LIFETIME_S`.
     """
     holders = (_live_holder(path) for path in sorted(checkpoint.glob("lease.*.json")))
     return [holder for holder in holders if holder is not None]
 
 
-def _write(path: Path, seconds: float) -> None:
+def _write(path: Path) -> None:
     now = time.time()
     lease = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "pid_namespace": pid_namespace(),
         "time": now,
-        "expires": now + seconds,
+        "expires": now + LIFETIME_S,
     }
     replace_file(path, [json.dumps(lease) + "\n"])
 
 
-def _renew(path: Path, seconds: float, ended: threading.Event) -> None:
-    while not ended.wait(seconds / 3):
+def _renew(path: Path, ended: threading.Event) -> None:
+    while not ended.wait(LIFETIME_S / 3):
         try:
-            _write(path, seconds)
+            _write(path)
         except OSError as error:
             warn(
                 f"the lease {path} could not be renewed ({error.strerror}); rotation may remove the checkpoint while "
@@ -103,7 +103,7 @@ def _live_holder(path: Path) -> str | None:
     except FileNotFoundError:  # released in the meantime
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return f"{path.name}, which cannot be read" if time.time() < _mtime(path) + DEFAULT_SECONDS else None
+        return f"{path.name}, which cannot be read" if time.time() < _mtime(path) + LIFETIME_S else None
     live = time.time() < expires and not (same_machine and not is_alive(pid))
     return f"process {pid} on {host}" if live else None
 

@@ -48,9 +48,9 @@ class CheckpointManager(FSDPCheckpointManager):
         last_step: int,
         seed: int,
         dp_rank: int,
-        updates_per_step: int = 1,
-        config_digest: str = "",
-        optimizer_name: str = "",
+        updates_per_step: int,
+        config_digest: str,
+        optimizer_name: str,
         **kwargs: Any,
     ) -> None:
         """Prepare exports and create a process group for saves; collective.

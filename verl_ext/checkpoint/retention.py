@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_ext.checkpoint.config import CheckpointConfig
-from verl_ext.checkpoint.lease import DEFAULT_SECONDS, lease_holders
+from verl_ext.checkpoint.lease import LIFETIME_S, lease_holders
 from verl_ext.checkpoint.manifest import (
     BEST,
     DROPPED_OPTIMIZER,
@@ -268,4 +268,4 @@ def _is_old_file(path: Path) -> bool:
         state = path.lstat()
     except OSError:  # renamed in the meantime
         return False
-    return stat.S_ISREG(state.st_mode) and state.st_mtime < time.time() - DEFAULT_SECONDS
+    return stat.S_ISREG(state.st_mode) and state.st_mtime < time.time() - LIFETIME_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from shlex import join
@@ -28,16 +28,14 @@ ENVIRONMENT = re.compile(
 """Variables that are recorded, unless they hold a secret."""
 
 
-def launch_provenance(
-    program: str, words: Sequence[str], environment: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
+def launch_provenance(program: str, words: Sequence[str]) -> dict[str, Any]:
     """Return the facts that the launcher knows.
 
     Args:
         program: start of the command, such as `bash run_sft.sh`.
         words: its arguments.
     """
-    recorded = {name: value for name, value in environment.items() if ENVIRONMENT.fullmatch(name)}
+    recorded = {name: value for name, value in os.environ.items() if ENVIRONMENT.fullmatch(name)}
     return {
         "command": f"{program} {join(map(masked, words))}".rstrip(),
         "git_commit": git_commit(CHECKOUT),

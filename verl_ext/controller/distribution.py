@@ -167,7 +167,7 @@ class ConfigurationDistribution:
         """Entropy of the tier in nats, (batch,)."""
         return categorical_entropy(self._tiers)
 
-    def entropy_bonus(self, tier_weight: float = 1.0) -> torch.Tensor:
+    def entropy_bonus(self, tier_weight: float) -> torch.Tensor:
         """Entropy in nats, (batch,), with a weight for the tier and a modified gradient.
 
         Each active block adds the entropy of its top-k, so a plain entropy bonus would reward running more blocks.

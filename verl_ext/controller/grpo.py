@@ -77,7 +77,7 @@ class ControllerPolicy(Policy):
         budgets_ms: tuple[float, float],
         seed: int,
         device: str,
-        tier_entropy_weight: float = 1.0,
+        tier_entropy_weight: float,
     ) -> None:
         self._tier_entropy_weight = tier_entropy_weight
         self._controller, self._runner, self._seed, self._device = controller, runner, seed, device

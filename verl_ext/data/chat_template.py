@@ -382,7 +382,7 @@ class ChatEncoder:
             use it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatDataConfig, now: datetime | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatDataConfig, now: datetime | None) -> None:
         self.config = config
         date = datetime.combine(now or datetime.now(), time())
         clock = clock_arguments(tokenizer.chat_template, date)

@@ -50,7 +50,7 @@ class ImageChatDataset(SampleDataset):
         lengths: number of questions of each chat, (num_chats,).
     """
 
-    def __init__(self, samples: Sequence[ImageQuestion], questions_per_chat: int = 1) -> None:
+    def __init__(self, samples: Sequence[ImageQuestion], questions_per_chat: int) -> None:
         by_image: dict[str, list[ImageQuestion]] = {}
         for sample in samples:
             by_image.setdefault(image_key(sample.image), []).append(sample)
@@ -123,7 +123,7 @@ class ImageChatCollator:
     micro_batch_size: int
     tier_sizes: tuple[int, ...]
     end_token: int
-    now: datetime | None = None
+    now: datetime | None
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> ImageChatBatch:
         size = self.micro_batch_size

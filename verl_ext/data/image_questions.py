@@ -237,9 +237,7 @@ def report_unreadable(messages: Sequence[str], max_unreadable: int) -> None:
     warn(f"{len(messages)} images cannot be used and are skipped: {shown}")
 
 
-def question_of(
-    name: str, row: int, record: Mapping[str, Any], suffix: str, folder: Path | None = None
-) -> ImageQuestion:
+def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str, folder: Path | None) -> ImageQuestion:
     """Convert a row of a dataset.
 
     Args:

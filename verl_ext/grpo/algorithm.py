@@ -113,10 +113,10 @@ class LossInputs:
     old_log_probs: torch.Tensor
     advantages: torch.Tensor
     mask: torch.Tensor
-    entropy: torch.Tensor | None = None
-    reference_log_probs: torch.Tensor | None = None
-    rollout_is_weights: torch.Tensor | None = None
-    entropy_bonus: torch.Tensor | None = None
+    entropy: torch.Tensor | None
+    reference_log_probs: torch.Tensor | None
+    rollout_is_weights: torch.Tensor | None
+    entropy_bonus: torch.Tensor | None
 
 
 def micro_batch_loss(

@@ -63,8 +63,8 @@ class TokenPolicy(Policy):
         seed: int,
         autocast: Callable[[], AbstractContextManager[Any]],
         device: str,
-        entropy_gradient: bool = False,
-        reference: ReferenceModel | None = None,
+        entropy_gradient: bool,
+        reference: ReferenceModel | None,
     ) -> None:
         self._model, self._reference, self._tokenizer = model, reference, tokenizer
         self._engine, self._batcher, self._sampling, self._seed = engine, batcher, sampling, seed

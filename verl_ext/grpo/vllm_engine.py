@@ -81,7 +81,7 @@ class VLLMRolloutEngine(RolloutEngine):
         *,
         max_model_len: int,
         end_tokens: list[int],
-        trust_remote_code: bool = False,
+        trust_remote_code: bool,
     ) -> None:
         """Build the engine with random weights; collective, and needs the process group.
 

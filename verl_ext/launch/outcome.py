@@ -134,7 +134,6 @@ def run_with_restarts(
     announce: Callable[[T, str], None],
     pause: Callable[[float], object],
     restarts: int,
-    first_pause_s: float = FIRST_PAUSE_S,
 ) -> T:
     """Call `attempt` until it does not crash, or `restarts` restarts in a row made no progress; returns its result.
 
@@ -143,9 +142,9 @@ def run_with_restarts(
         may_restart: whether an outcome is a crash.
         progress: returns a value that changes with progress, such as the last checkpoint; None before any progress.
         announce: called before each pause with the outcome and `restart N of K in S s`.
-        pause: waits for the given seconds, which double each time, up to 300 s.
+        pause: waits for the given seconds, `FIRST_PAUSE_S` before the first restart; doubles each
+            time, up to `LONGEST_PAUSE_S`.
         restarts: number of restarts that may fail in a row.
-        first_pause_s: seconds before the first restart.
     """
     reached, used = progress(), 0
     while may_restart(outcome := attempt()):
@@ -154,7 +153,7 @@ def run_with_restarts(
         if used == restarts:
             break
         used += 1
-        seconds = min(first_pause_s * 2 ** (used - 1), LONGEST_PAUSE_S)
+        seconds = min(FIRST_PAUSE_S * 2 ** (used - 1), LONGEST_PAUSE_S)
         announce(outcome, f"restart {used} of {restarts} in {seconds:g} s")
         pause(seconds)
     return outcome

@@ -330,7 +330,7 @@ def check_prompts_and_rewards(config: GRPOConfig, has_model: bool, has_data: boo
         check_reward_functions(config.reward, config.data)
 
 
-def check_budget_files(config: BudgetConfig, awaited: Sequence[Path] = ()) -> None:
+def check_budget_files(config: BudgetConfig, awaited: Sequence[Path]) -> None:
     """Check that the questions and other files of the stage budget exist; see `check_inputs` for `awaited`."""
     check_questions(config, ("train", "val"), awaited)
     named = {
@@ -343,7 +343,7 @@ def check_budget_files(config: BudgetConfig, awaited: Sequence[Path] = ()) -> No
             raise UserError(f"{key}={path} does not exist; correct the path, or set it to null")
 
 
-def check_questions(config: BudgetConfig | VLMSFTConfig, splits: Sequence[str], awaited: Sequence[Path] = ()) -> None:
+def check_questions(config: BudgetConfig | VLMSFTConfig, splits: Sequence[str], awaited: Sequence[Path]) -> None:
     """Check that each split has questions and that its datasets exist; see `check_inputs` for `awaited`."""
     from verl_ext.data.image_questions import require_rows
 

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 RANK_MODULE = "verl_ext.trainer"
+"""Module that every rank runs with `python -m`, with the file of its configuration as the argument."""
 POLL_S = 0.1
 LEAVE_AFTER_S = 10.0
 """Time for torchrun to notice that the ranks have ended; it may also wait for nodes that never come."""
 
 
-def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE) -> Outcome:
-    """Run a module on every rank of this node until all have ended.
+def run_ranks(config: RunConfig, signals: StopSignals) -> Outcome:
+    """Run `RANK_MODULE` on every rank of this node until all have ended.
 
     Args:
         config: the resolved configuration, which the ranks read from a file.
-        module: module that every rank runs with `python -m`, with the file as its argument.
 
     Raises:
         UserError: the temporary directory cannot be written.
@@ -51,10 +51,10 @@ def run_ranks(config: RunConfig, signals: StopSignals, module: str = RANK_MODULE
             startup.mark("launcher")
             with defer_gc(), hold_stop_signals():
                 from verl_ext.launch.torchrun import torchrun
-            thread = RankThread(torchrun(config, module, directory, [str(path)]))
+            thread = RankThread(torchrun(config, RANK_MODULE, directory, [str(path)]))
             with temporary_errors():
                 startup.save(directory)
-        supervisor = RankSupervisor(module, signals, config.trainer.preemption.grace_s)
+        supervisor = RankSupervisor(RANK_MODULE, signals, config.trainer.preemption.grace_s)
         os.environ[LAUNCHER_PID] = str(os.getpid())
         thread.start()
         supervisor.wait(thread)

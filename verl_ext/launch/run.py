@@ -30,8 +30,8 @@ from verl_ext.data.dataset import sampled_digest
 from verl_ext.errors import UserError
 from verl_ext.files import hold_run_lock
 from verl_ext.launch.configure import resume_candidate
-from verl_ext.launch.outcome import FIRST_PAUSE_S, Failure, HandledStop, Outcome, Stopped, is_crash, run_with_restarts
-from verl_ext.launch.ranks import RANK_MODULE, run_ranks
+from verl_ext.launch.outcome import Failure, HandledStop, Outcome, Stopped, is_crash, run_with_restarts
+from verl_ext.launch.ranks import run_ranks
 from verl_ext.launch.report import print_run_summary, report
 from verl_ext.launch.watcher import watching
 from verl_ext.metrics.heartbeat import BEAT_S, send_heartbeats
@@ -52,18 +52,14 @@ def run_until_finished(
     config: RunConfig,
     signals: StopSignals,
     *,
-    restarts: int = 0,
-    provenance: Mapping[str, Any] | None = None,
-    module: str = RANK_MODULE,
-    first_pause_s: float = FIRST_PAUSE_S,
+    restarts: int,
+    provenance: Mapping[str, Any],
 ) -> int:
     """Train, unless this run is already finished; returns the exit code of the command.
 
     Args:
         restarts: number of restarts in a row without a new checkpoint.
         provenance: what the attempts record about this launch.
-        module: module that every rank runs; see `run_ranks`.
-        first_pause_s: seconds before the first restart.
 
     Raises:
         UserError: the input cannot be used.
@@ -85,7 +81,7 @@ def run_until_finished(
         if is_alone:
             with signals.raising():
                 remove_leftovers(run_dir, warn)  # first, because this frees space on a full disk
-        launch = Launch(config, signals, record if is_first_node else None, module, provenance)
+        launch = Launch(config, signals, record if is_first_node else None, provenance)
         launch.mark_waiting()  # before the watcher starts: the record may still say that a shorter run is finished
         heartbeat = send_heartbeats(run_dir) if is_first_node else nullcontext()
         name = "launcher" if is_first_node else f"launcher of node {os.environ['NODE_RANK']}"
@@ -98,7 +94,7 @@ def run_until_finished(
                 hold_model(config),
                 watching(config, is_first_node, signals) as watcher,
             ):
-                code = report(launch.run(restarts, first_pause_s), config, launch.record)
+                code = report(launch.run(restarts), config, launch.record)
                 return code if code or watcher is None else watcher.finish(signals)
 
 
@@ -115,25 +111,23 @@ class Launch:
         config: RunConfig,
         signals: StopSignals,
         record: RunRecord | None,
-        module: str,
-        provenance: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any],
     ) -> None:
-        self.config, self.signals, self.record, self.module = config, signals, record, module
-        self.provenance = {**(provenance or {}), "heartbeat_s": BEAT_S}
+        self.config, self.signals, self.record = config, signals, record
+        self.provenance = {**provenance, "heartbeat_s": BEAT_S}
         self.run_dir = config.trainer.run_dir
         self.saved_before = last_checkpoint(self.run_dir)
 
-    def run(self, restarts: int, first_pause_s: float) -> Outcome:
+    def run(self, restarts: int) -> Outcome:
         """Run the ranks until they complete all steps, are stopped, or crash too often."""
         try:
             return run_with_restarts(
-                lambda: run_ranks(self.next_config(), self.signals, self.module),
+                lambda: run_ranks(self.next_config(), self.signals),
                 may_restart=lambda outcome: is_crash(outcome) and not self.signals.received,
                 progress=lambda: last_checkpoint(self.run_dir),
                 announce=self.announce_restart,
                 pause=self.pause,
                 restarts=restarts,
-                first_pause_s=first_pause_s,
             )
         except StopRequest as stop:  # while no rank ran
             return Stopped.by(HandledStop(stop.signal, self.signals.immediate))

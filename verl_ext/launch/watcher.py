@@ -20,7 +20,7 @@ from verl_ext.console import print_line, print_next, typed_path, warn
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.files import write_errors
 from verl_ext.hardware import DEVICES
-from verl_ext.launch.outcome import FIRST_PAUSE_S, run_with_restarts
+from verl_ext.launch.outcome import run_with_restarts
 from verl_ext.launch.report import next_after_evaluation, with_recipe
 from verl_ext.metrics.run_record import RUN_FILE, load_run
 from verl_ext.processes import StopRequest, StopSignals, end_with_parent
@@ -42,14 +42,13 @@ class EvalWatcher:
 
     Args:
         config: configuration of the run; `eval.devices` are the GPUs that training leaves free.
-        first_pause_s: seconds before the first restart; doubles each time.
 
     Raises:
         UserError: its log cannot be written.
     """
 
-    def __init__(self, config: RunConfig, first_pause_s: float = FIRST_PAUSE_S) -> None:
-        self._config, self._first_pause_s = config, first_pause_s
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
         self._run_dir = config.trainer.run_dir.absolute()
         self._log_path = self._run_dir / LOG
         with write_errors(self._log_path):
@@ -115,7 +114,6 @@ class EvalWatcher:
             announce=lambda code, plan: self._warn(code, f"{plan}; see {typed_path(self._log_path)}"),
             pause=self._stopping.wait,
             restarts=RESTARTS,
-            first_pause_s=self._first_pause_s,
         )
         if self._exit_code and not self._stopping.is_set() and not self._is_finished():  # else `finish` reports it
             resume = shlex.join(with_recipe(self._config, "watch", typed_path(self._run_dir)))

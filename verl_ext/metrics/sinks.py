@@ -163,7 +163,7 @@ class ConsoleSink(MetricsSink):
 
     name = "console"
 
-    def __init__(self, *, total_steps: int, log_every: int = 10, show: Callable[[str], object] = tqdm.write) -> None:
+    def __init__(self, *, total_steps: int, log_every: int, show: Callable[[str], object] = tqdm.write) -> None:
         self._total_steps, self._log_every, self._show = total_steps, log_every, show
         self._first: MetricsRow | None = None
 
@@ -226,7 +226,7 @@ class LogFileSink(ConsoleSink):
 class ProgressBar:
     """A progress bar over the steps of a run; without a terminal, the console's lines suffice."""
 
-    def __init__(self, total_steps: int, initial: int = 0) -> None:
+    def __init__(self, total_steps: int, initial: int) -> None:
         self._bar = progress_bar(total=total_steps, initial=initial, desc="training", unit="steps", lines=False)
 
     def update(self, metrics: Mapping[str, float]) -> None:

@@ -40,7 +40,7 @@ class WandbDashboard:
         earlier: rows of earlier starts of the run, with `step` and metrics.
     """
 
-    def __init__(self, run: Run, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, run: Run, earlier: Iterable[Mapping[str, Any]]) -> None:
         self._run = run
         self._points = {name: _Points() for names in CHARTS.values() for name in names}
         self._logged_at = 0.0

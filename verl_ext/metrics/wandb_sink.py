@@ -40,7 +40,7 @@ class WandbSink(MetricsSink):
 
     name = "wandb"
 
-    def __init__(self, run: Run, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, run: Run, earlier: Iterable[Mapping[str, Any]]) -> None:
         self._run, self._dashboard = run, WandbDashboard(run, earlier)
 
     def log_row(self, row: MetricsRow) -> None:

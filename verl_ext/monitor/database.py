@@ -9,7 +9,7 @@ import hashlib
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,8 +146,8 @@ class RunInfo:
     end: str | None
     host: str | None
     exit_reason: str | None
-    findings: tuple[LogEvent, ...] = ()
-    accuracies: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    findings: tuple[LogEvent, ...]
+    accuracies: Mapping[str, tuple[float, int]]
 
     @cached_property
     def saved_state(self) -> RunCurves:

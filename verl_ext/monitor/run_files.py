@@ -100,7 +100,7 @@ class NewLines:
     is_other_file: bool
 
 
-def read_new_lines(path: Path, offset: int, head: str = "") -> NewLines | None:
+def read_new_lines(path: Path, offset: int, head: str) -> NewLines | None:
     """Read new lines of a file, at most `BLOCK_BYTES` or one line, whichever is longer.
 
     Args:

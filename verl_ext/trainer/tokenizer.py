@@ -33,7 +33,7 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_of_exports(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prints: bool = False
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prints: bool
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer for exports: the tokenizer of training, but without our training templates.
 

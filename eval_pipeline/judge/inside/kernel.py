@@ -30,7 +30,7 @@ def _check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def prctl(option: int, argument: int = 0, argument2: int = 0) -> None:
+def prctl(option: int, argument: int, argument2: int = 0) -> None:
     """Call prctl(2), with addresses as integers. Raises OSError, as do the other calls here."""
     _check(_libc.prctl(option, argument, argument2, 0, 0), f"prctl({option})")
 

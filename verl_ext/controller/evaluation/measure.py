@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -46,11 +46,10 @@ class InterferenceDetector:
 
     Args:
         is_enabled: False measures everything once, for example on a GPU, where latency does not depend on host load.
-        clock: returns seconds; tests replace it.
     """
 
-    def __init__(self, is_enabled: bool, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._is_enabled, self._clock = is_enabled, clock
+    def __init__(self, is_enabled: bool) -> None:
+        self._is_enabled = is_enabled
         rows, columns, self._num_products = PROBE_SIZE
         self._left, self._right = torch.zeros(rows, columns), torch.zeros(columns, columns)
         self._durations: deque[float] = deque(maxlen=NUM_DURATIONS)
@@ -76,10 +75,10 @@ class InterferenceDetector:
 
     @torch.inference_mode()
     def _probe(self) -> float:
-        start = self._clock()
+        start = perf_counter()
         for _ in range(self._num_products):
             torch.mm(self._left, self._right)
-        self._durations.append(self._clock() - start)
+        self._durations.append(perf_counter() - start)
         return self._durations[-1]
 
 

@@ -41,7 +41,7 @@ class PrepareResult:
     """
 
     files: list[str]
-    counts: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, float]
     next_fields: dict[str, str] = field(default_factory=dict)
 
 

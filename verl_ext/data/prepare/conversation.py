@@ -62,10 +62,10 @@ class ChatColumns:
         metadata: text columns that are not part of the conversation.
     """
 
-    messages: str | None = None
-    prompt: str | None = None
-    response: str | None = None
-    metadata: tuple[str, ...] = ()
+    messages: str | None
+    prompt: str | None
+    response: str | None
+    metadata: tuple[str, ...]
 
 
 @dataclass(frozen=True)
