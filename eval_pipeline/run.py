@@ -265,7 +265,7 @@ def write_job_result(context: EvalContext, active: ActiveJob) -> None:
     write_qa_log(directory, job.dataset, judged, config.qa_per_error_type)
     source = asdict(config.sources[job.dataset])
     if source["sample"] is None:
-        del source["sample"]  # older evaluations lack this field, and a report would show a difference
+        del source["sample"]  # only evaluations with --limit have it
     result = DatasetResult(
         metrics=summarize(judged, elapsed_s=seconds["active_s"]),
         intervals=rate_intervals(judged),

@@ -8,7 +8,6 @@ import os
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from verl_ext.checkpoint import lease
 from verl_ext.checkpoint.config import ExportConfig
 from verl_ext.checkpoint.manifest import ADAPTER, EXPORT, OURS, Manifest, damaged_files, read_complete
 from verl_ext.checkpoint.rebuild import evaluation_command, export, export_dtype_of, write_deferred_export
-from verl_ext.checkpoint.save import write_manifest
 from verl_ext.distributed import to_full
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -248,8 +246,6 @@ def test_export_of_verl_checkpoint_defaults_to_bf16(quickstart: Path, tmp_path: 
     config = checkpoint / "huggingface/config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}))
     assert export_dtype_of(checkpoint) == "bf16"
-    write_manifest(checkpoint, replace(Manifest.read(checkpoint), export_dtype=""))
-    assert export_dtype_of(checkpoint) == "fp32"  # the manifest lacks it
     for name in OURS:
         (checkpoint / name).unlink()
     assert export_dtype_of(checkpoint) == "bf16"

@@ -25,10 +25,10 @@ from verl_ext.controller.calibrate import main as calibrate_command
 from verl_ext.controller.config import PERCENTILES
 from verl_ext.controller.importance import load_importance, measure_importance, save_importance
 from verl_ext.controller.importance import main as importance_command
-from verl_ext.controller.latency import FEATURES, LatencyModel, ModeledLatency, calibrate
+from verl_ext.controller.latency import FEATURES, LatencyModel, calibrate
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.space import select_blocks
-from verl_ext.controller.vlm import fingerprint, load_adapter, load_controller
+from verl_ext.controller.vlm import fingerprint, load_adapter
 from verl_ext.errors import UserError
 
 SIZES = (1024, 4096, 9216)
@@ -149,33 +149,6 @@ def test_fingerprint_depends_on_type_and_weights() -> None:
         changed = [matrix.clone(), experts.clone(), bias.clone()]
         changed[place].flatten()[1] += 1
         assert named(*changed) != name
-
-
-def test_version_1_fingerprints_are_accepted_with_one_warning(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    adapter, old = load_adapter(str(saved / "model"), SIZES), "0123456789abcdef"
-    scores, times = tmp_path / "scores.json", tmp_path / "latency.json"
-    importance = {"1": 0.1, "2": 0.2, "3": 0.3}
-    scores.write_text(json.dumps({"model": old, "num_blocks": 4, "importance_scores": importance}))
-    coefficients = {part: dict.fromkeys(names, 1.0) for part, names in FEATURES.items()}
-    LatencyModel(coefficients, 1.0, "here", old).save(times)
-    vlm = {"path": str(saved / "model"), "tier_sizes": SIZES, "max_new_tokens": 2, "fingerprint": old}
-    for folder, numbers in {"fits": (4, (1, 4)), "blocks": (3, (1, 4)), "experts": (4, (1, 2))}.items():
-        space = {"num_blocks": numbers[0], "min_active": 2, "max_active": numbers[0], "topk_choices": numbers[1]}
-        BudgetController(BudgetControllerConfig(**space, vlm=vlm)).save_pretrained(tmp_path / folder)
-    capsys.readouterr()
-    for _ in range(2):
-        load_importance(scores, adapter)
-        ModeledLatency.load(times, adapter)
-        load_controller(tmp_path / "fits")[1].runner("cpu", torch.float32)
-    told = [line for line in capsys.readouterr().err.splitlines() if "warning: " in line]
-    sources = (str(scores), str(times), "the controller's export")
-    assert len(told) == len(sources)
-    assert all(f"warning: {each} has a fingerprint of the first format" in line for each, line in zip(sources, told))
-    for folder in ("blocks", "experts"):
-        with pytest.raises(UserError, match="the controller was trained for a model other than"):
-            load_controller(tmp_path / folder)[1].runner("cpu", torch.float32)
 
 
 def test_calibration_records_its_quality(run: Run, saved: Path, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_controller_export_cannot_enable_code(tmp_path: Path, marker: Path) -> N
     content["vlm"] |= {"path": str(planted), "trust_remote_code": True}
     (export / "config.json").write_text(json.dumps(content))
     _, model = load_controller(export)
-    known = {"tier_sizes": TIERS, "trust_remote_code": False, "num_blocks": 4, "topk": 4}
+    known = {"tier_sizes": TIERS, "trust_remote_code": False}
     assert model == ControlledModel(**{**content["vlm"], **known})
     with pytest.raises(UserError, match="cannot be loaded"):
         model.runner("cpu", torch.float32)

@@ -45,8 +45,7 @@ from verl_ext.verl_api import PrecisionType
 
 Progress = Callable[[int], None]
 """Called with the number of shard bytes read. Each shard is read twice: for its digest and for the export."""
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Short dtype names by their names in a model's configuration."""
+DTYPES = ("bf16", "fp16", "fp32")
 
 
 # The command
@@ -92,26 +91,12 @@ def _choose(run_dir: Path, step: int | None) -> Path:
 
 
 def export_dtype_of(checkpoint: Path) -> str:
-    """The dtype of the run's own exports, which every save records in the manifest.
-
-    If a manifest lacks it, it is read from `huggingface/config.json`, where a manual export overwrites it. The default
-    is bf16, also for checkpoints that verl wrote.
-    """
-    if is_verl_checkpoint(checkpoint):
-        return "bf16"
+    """The dtype of the run's own exports, which every save records in the manifest; bf16 for verl's checkpoints."""
     try:
         recorded = Manifest.read(checkpoint).export_dtype
     except ValueError:  # `require_undamaged_shards` reports it
         recorded = ""
-    if recorded in DTYPES.values():
-        return recorded
-    path = checkpoint / EXPORT / "config.json"
-    if _points_outside(path, checkpoint):
-        return "bf16"
-    try:
-        return DTYPES[parse_json(path.read_bytes())["dtype"]]
-    except (OSError, ValueError, LookupError, TypeError):  # `write_weights` reports it
-        return "bf16"
+    return recorded if recorded in DTYPES else "bf16"
 
 
 # The export

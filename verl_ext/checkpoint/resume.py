@@ -265,7 +265,7 @@ def contents_to_load(checkpoint: Path, config: ResumeConfig, optimizer: str) -> 
 def require_same_optimizer(checkpoint: Path, optimizer: str) -> None:
     """Refuse to load the state of another optimizer.
 
-    Older checkpoints do not name their optimizer; `load_optimizer` compares the hyperparameters instead.
+    verl's checkpoints do not name their optimizer; `load_optimizer` compares the hyperparameters instead.
 
     Raises:
         UserError: another optimizer saved the checkpoint.

@@ -87,7 +87,7 @@ def load_importance(file: str | Path, adapter: VLMAdapter) -> dict[int, float]:
     why = None
     if not set(range(1, blocks)) <= set(scores) <= set(range(blocks)):
         why = f"it has scores for {len(scores)} blocks, but this model has {blocks}"
-    elif not matches_fingerprint(model, adapter, str(path), blocks):
+    elif not matches_fingerprint(model, adapter):
         why = "the weights differ"
     if why is not None:
         raise UserError(

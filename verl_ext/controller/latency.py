@@ -227,7 +227,7 @@ class ModeledLatency(LatencySource):
             UserError: the file is missing, or was fitted on another vision-language model.
         """
         model = LatencyModel.load(path)
-        if not matches_fingerprint(model.model, adapter, str(path)):
+        if not matches_fingerprint(model.model, adapter):
             raise UserError(
                 f"{path} was fitted on another model; create one for this model with "
                 "`python -m verl_ext.controller.calibrate`"

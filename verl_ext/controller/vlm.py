@@ -6,10 +6,8 @@ import hashlib
 import inspect
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,6 @@ from verl_ext.model_files import is_hub_name, load_pretrained_strict, require_no
 from verl_ext.plugins import Plugin
 
 FINGERPRINT_VERSION = 2
-FIRST_FINGERPRINT = re.compile("[0-9a-f]{16}")
-"""Format of version 1 fingerprints."""
 NUM_HASHED = 4
 """Number of values that a fingerprint covers in each of a tensor's last two dimensions."""
 SAME_BUDGETS = 0.05
@@ -122,36 +118,9 @@ def fingerprint(model: PreTrainedModel) -> str:
     return f"{FINGERPRINT_VERSION}:{model.config.model_type}:{digest}"
 
 
-def matches_fingerprint(
-    recorded: str | None, adapter: VLMAdapter, source: str, num_blocks: int | None = None, topk: int | None = None
-) -> bool:
-    """Whether a recorded fingerprint matches an adapter's model; True without a recorded fingerprint.
-
-    Version 1 fingerprints depend on the release of transformers, so they cannot be compared. They match, with a
-    warning, if the recorded numbers match.
-
-    Args:
-        source: file or object with the fingerprint, for the warning.
-        num_blocks: recorded number of blocks; None if unknown.
-        topk: recorded number of experts per token, 0 for a model without experts; None if unknown.
-    """
-    if recorded is None:
-        return True
-    if not FIRST_FINGERPRINT.fullmatch(recorded):
-        return recorded == fingerprint(adapter.model)
-    matches = num_blocks in (None, len(adapter.blocks)) and topk in (None, adapter.trained_topk)
-    if matches:
-        _warn_of_first_fingerprint(source)
-    return matches
-
-
-@lru_cache
-def _warn_of_first_fingerprint(source: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        warn(
-            f"{source} has a fingerprint of the first format, which cannot be compared; assuming that it belongs to "
-            "this model, because the numbers of blocks and experts match"
-        )
+def matches_fingerprint(recorded: str | None, adapter: VLMAdapter) -> bool:
+    """Whether a recorded fingerprint matches an adapter's model; True without a recorded fingerprint."""
+    return recorded is None or recorded == fingerprint(adapter.model)
 
 
 # Controllers
@@ -169,8 +138,6 @@ class ControlledModel:
         fingerprint: fingerprint of the weights; None before the model was loaded.
         num_threads: torch's number of threads on the CPU, which affects latencies; None for torch's default.
         adapter: custom adapter from `model.adapter`; None if the model's type determines the adapter.
-        num_blocks: number of blocks of the model; None if unknown.
-        topk: experts per token of the released model, 0 for a model without experts; None if unknown.
     """
 
     path: str
@@ -181,8 +148,6 @@ class ControlledModel:
     fingerprint: str | None = None
     num_threads: int | None = None
     adapter: str | None = None
-    num_blocks: int | None = None
-    topk: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -212,7 +177,7 @@ class ControlledModel:
             trust_remote_code=self.trust_remote_code,
             custom_adapter=custom_adapter,
         )
-        if not matches_fingerprint(self.fingerprint, adapter, "the controller's export", self.num_blocks, self.topk):
+        if not matches_fingerprint(self.fingerprint, adapter):
             raise UserError(
                 f"the controller was trained for a model other than {self.path}; pass the path of its model with --vlm"
             )
@@ -235,10 +200,9 @@ def load_controller(
     """
     try:
         controller = BudgetController.from_pretrained(directory, dtype=torch.float32).eval()
-        recorded, space = controller.config.vlm, controller.space
+        recorded = controller.config.vlm
         known: dict[str, Any] = {"path": vlm or recorded["path"], "trust_remote_code": trust_remote_code}
-        known |= {"tier_sizes": tuple(recorded["tier_sizes"]), "num_blocks": space.num_blocks, "topk": space.full_topk}
-        controlled = ControlledModel(**{**recorded, **known})
+        controlled = ControlledModel(**{**recorded, **known, "tier_sizes": tuple(recorded["tier_sizes"])})
     except Exception as error:  # a damaged export can raise anything
         raise UserError(
             f"{directory} is not an export of a budget controller ({first_line_of(error)}); specify the huggingface "
@@ -290,8 +254,7 @@ def training_differences(config: BudgetControllerConfig, other: Mapping[str, Any
     """
     differences, vlm = [], other.get("vlm") or {}
     recorded = vlm.get("fingerprint")
-    is_comparable = recorded is not None and not FIRST_FINGERPRINT.fullmatch(recorded)
-    if is_comparable and recorded != config.vlm.get("fingerprint"):
+    if recorded is not None and recorded != config.vlm.get("fingerprint"):
         differences.append(f"another vision-language model or dtype ({vlm.get('path')})")
     low_ms, high_ms = other.get("low_ms", config.low_ms), other.get("high_ms", config.high_ms)
     pairs = (low_ms, config.low_ms), (high_ms, config.high_ms)

@@ -281,7 +281,7 @@ class BudgetTrainer(RewardTrainer):
     def load_data_state(self, state: dict[str, Any]) -> None:
         super().load_data_state(state)
         self.epoch_sums = EpochSums(**state["epoch_sums"])
-        self.best_reward, self.saved_reward_terms = state["best_reward"], state.get("reward_terms")
+        self.best_reward, self.saved_reward_terms = state["best_reward"], state["reward_terms"]
 
     def reward_terms(self) -> dict[str, Any]:
         """What a validation's reward depends on besides the controller."""
@@ -295,7 +295,7 @@ class BudgetTrainer(RewardTrainer):
     def load_checkpoint(self) -> int:
         """Forget the best reward if the budgets or the reward have changed."""
         step = super().load_checkpoint()
-        if self.saved_reward_terms not in (None, self.reward_terms()):  # older checkpoints do not have them
+        if self.saved_reward_terms not in (None, self.reward_terms()):  # None: it starts at step 0
             self.best_reward = float("-inf")
             self.lr_scheduler.forget_best()
             if self.is_main:

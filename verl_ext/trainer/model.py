@@ -109,7 +109,7 @@ def recorded_check(checkpoint: Path | None, settings: str) -> dict[str, Any] | N
         return None
 
     def read() -> dict[str, Any] | None:
-        found = read_data_state(checkpoint).get("forward_check")  # older checkpoints do not have it
+        found = read_data_state(checkpoint).get("forward_check")  # verl's checkpoints do not have it
         return found if found and found["settings"] == settings else None
 
     found = gather_results(read)  # ranks on different machines may have different packages

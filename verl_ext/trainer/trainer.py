@@ -488,7 +488,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             return 0
         state = on_every_rank(lambda: self.saved_data_state(path))
         self.load_data_state(state)
-        saved = state.get("data_digest", "")  # older checkpoints do not have it
+        saved = state.get("data_digest", "")  # verl's checkpoints do not have it
         if self.is_main and saved and self.data_digest and saved != self.data_digest:
             warn(
                 f"the training data has changed since {path.name}, although the number of samples is the same; the run "

@@ -178,9 +178,8 @@ def trust_stamp(path: Path) -> None:
 
 def _trust(stamp: dict[str, Any]) -> None:
     for name, states in stamp.get("inputs", {}).items():
-        if isinstance(states, dict):
-            for file, state in states.items():
-                _digests.setdefault((str(_input_path(name) / file), state.size, state.mtime_ns), state.digest)
+        for file, state in states.items():
+            _digests.setdefault((str(_input_path(name) / file), state.size, state.mtime_ns), state.digest)
 
 
 def input_states(arguments: argparse.Namespace, written: Collection[Path] = ()) -> Inputs:
@@ -264,12 +263,10 @@ def changed_inputs(command: PrepareCommand, arguments: argparse.Namespace) -> li
         return None
     if not all((output / name).is_file() for name in stamp["files"]):
         return None
-    recorded = stamp.get("inputs", {})
+    recorded = stamp["inputs"]
     _trust(stamp)
     inputs = input_states(arguments, _written_paths(arguments, stamp["files"]))
-    if inputs and "inputs" not in stamp:  # written by a version that recorded no digests
-        return None
-    changed = [name for name, states in inputs.items() if not _is_same(recorded.get(name), states)]
+    changed = [name for name, states in inputs.items() if _digests_of(recorded.get(name)) != _digests_of(states)]
     # Another preparation that has started meanwhile has removed the stamp, which must not reappear.
     if not changed and {**recorded, **inputs} != recorded and _read_stamp(output / STAMP_NAME) == stamp:
         with suppress(OSError, UserError):  # then the next launch reads the inputs again
@@ -286,18 +283,8 @@ def _identity(command: PrepareCommand, arguments: argparse.Namespace) -> dict[st
     return {"command": command.name, "version": command.version, "arguments": options}
 
 
-def _is_same(recorded: dict[str, FileState] | str | None, states: dict[str, FileState]) -> bool:
-    """Whether an input has the recorded content; a stamp may record a single digest instead."""
-    if not isinstance(recorded, str):
-        return recorded is not None and _digests_of(recorded) == _digests_of(states)
-    if "" in states:
-        return recorded == states[""].digest
-    listed = [(file, state.size, state.mtime_ns) for file, state in states.items()]
-    return recorded == hashlib.sha256(json.dumps(listed).encode()).hexdigest()
-
-
-def _digests_of(states: dict[str, FileState]) -> dict[str, str]:
-    return {file: state.digest for file, state in states.items()}
+def _digests_of(states: dict[str, FileState] | None) -> dict[str, str] | None:
+    return None if states is None else {file: state.digest for file, state in states.items()}
 
 
 def _read_stamp(path: Path) -> dict[str, Any] | None:
@@ -311,15 +298,12 @@ def _read_stamp(path: Path) -> dict[str, Any] | None:
     if not isinstance(stamp, dict) or not isinstance(stamp.get("files"), list):
         return None
     try:
-        inputs = {name: _parse_states(states) for name, states in stamp.get("inputs", {}).items()}
-    except (AttributeError, TypeError, ValueError):
+        return {**stamp, "inputs": {name: _parse_states(states) for name, states in stamp["inputs"].items()}}
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    return {**stamp, "inputs": inputs} if "inputs" in stamp else stamp
 
 
-def _parse_states(states: Any) -> dict[str, FileState] | str:
-    if isinstance(states, str):
-        return states
+def _parse_states(states: Any) -> dict[str, FileState]:
     parsed = {file: FileState(*state) for file, state in states.items()}
     for state in parsed.values():
         bytes.fromhex(state.digest)  # the launcher relies on it
