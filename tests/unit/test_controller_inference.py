@@ -13,7 +13,7 @@ from tests.helpers.data import question
 from verl_ext.controller.adapters import VLMAdapter, adapter_for
 from verl_ext.controller.distribution import ConfigurationDistribution
 from verl_ext.controller.execution import VLMRunner
-from verl_ext.controller.inference import AdaptiveModel, Decision, TracedController, decision_overhead_ms
+from verl_ext.controller.inference import AdaptiveModel, Decision, TracedController, decision_ms_of
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 
 SIZES = (1024, 4096, 9216)
@@ -76,8 +76,8 @@ def test_chosen_configuration_is_the_mode() -> None:
 def test_decision_time_includes_unused_encoding() -> None:
     space = model(0).runner.adapter.space(2, 4, (1, 2, 4))
     low, high = (Decision(space.configuration(tier, [True] * 4), 1.0, 2.0, 4.0) for tier in (0, 2))
-    assert decision_overhead_ms(low.configuration, low.own_ms, 100.0) == 7.0
-    assert decision_overhead_ms(high.configuration, high.own_ms, 100.0) == 107.0
+    assert decision_ms_of(low.configuration, low.deciding_ms, 100.0) == 7.0
+    assert decision_ms_of(high.configuration, high.deciding_ms, 100.0) == 107.0
 
 
 # The traced network

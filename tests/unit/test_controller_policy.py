@@ -119,7 +119,7 @@ class FixedLatency(LatencySource):
     def encode_ms(self, low: EncodedImage) -> float:
         return 5.0
 
-    def decision_ms(self, decision: Decision) -> float:
+    def deciding_ms_of(self, decision: Decision) -> float:
         raise AssertionError("training does not time decisions")
 
 

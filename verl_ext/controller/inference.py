@@ -90,18 +90,18 @@ class Decision:
     choice_ms: float
 
     @property
-    def own_ms(self) -> float:
+    def deciding_ms(self) -> float:
         """Sum of the parts."""
         return self.features_ms + self.network_ms + self.choice_ms
 
 
-def decision_overhead_ms(configuration: Configuration, own_ms: float, low_encode_ms: float) -> float:
-    """Time that a decision of `own_ms` adds to the latency of the chosen configuration.
+def decision_ms_of(configuration: Configuration, deciding_ms: float, low_encode_ms: float) -> float:
+    """Time that a decision of `deciding_ms` adds to the latency of the chosen configuration.
 
     This includes encoding the image at the lowest tier, except for a configuration of that tier, which reuses the
     encoding for its answer.
     """
-    return own_ms + (low_encode_ms if configuration.tier else 0.0)
+    return deciding_ms + (low_encode_ms if configuration.tier else 0.0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class AdaptiveAnswer:
     """An answer with its configuration and time.
 
     Attributes:
-        decision_ms: time that the decision adds, see `decision_overhead_ms`.
+        decision_ms: time that the decision adds, see `decision_ms_of`.
         network_ms: time of the controller's forward pass, part of `decision_ms`.
         latency: latency of the configuration, including the encoding of the image at its tier.
     """
@@ -158,8 +158,8 @@ class AdaptiveModel:
         configuration = decision.configuration
         encoded = self.runner.encode(image, question, configuration.tier) if configuration.tier else low
         result = self.runner.answer(encoded, configuration)
-        overhead_ms = decision_overhead_ms(configuration, decision.own_ms, low.vision_ms)
-        return AdaptiveAnswer(result.answer, configuration, overhead_ms, decision.network_ms, result.latency)
+        decision_ms = decision_ms_of(configuration, decision.deciding_ms, low.vision_ms)
+        return AdaptiveAnswer(result.answer, configuration, decision_ms, decision.network_ms, result.latency)
 
     @torch.inference_mode()
     def decide(self, low: EncodedImage, question: str, budget_ms: float) -> Decision:

@@ -185,7 +185,7 @@ class LatencySource(ABC):
         """Time to encode an image at the lowest tier, which a decision needs."""
 
     @abstractmethod
-    def decision_ms(self, decision: Decision) -> float:
+    def deciding_ms_of(self, decision: Decision) -> float:
         """Time of a decision, without that encoding."""
 
 
@@ -202,8 +202,8 @@ class MeasuredLatency(LatencySource):
     def encode_ms(self, low: EncodedImage) -> float:
         return low.vision_ms
 
-    def decision_ms(self, decision: Decision) -> float:
-        return decision.own_ms
+    def deciding_ms_of(self, decision: Decision) -> float:
+        return decision.deciding_ms
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class ModeledLatency(LatencySource):
     def encode_ms(self, low: EncodedImage) -> float:
         return self._factor * self.model.vision_ms(low.num_patches)
 
-    def decision_ms(self, decision: Decision) -> float:
+    def deciding_ms_of(self, decision: Decision) -> float:
         return self.deciding_ms
 
 
@@ -305,10 +305,10 @@ def calibrate(
     rng, runner = random.Random(0), VLMRunner(adapter, max_new_tokens)
     runner.warm_up(questions[0].load_image(), questions[0].question, space)
     runs = [(rng.choice(questions), space.sample(rng)) for _ in range(num_configurations)]
-    own_ms = measure_deciding_ms(runner, space, questions, hidden)
+    deciding_ms = measure_deciding_ms(runner, space, questions, hidden)
     fits: list[tuple[float, LatencyModel]] = []
     for attempts_left in reversed(range(MAX_MEASUREMENTS)):
-        model, noisy_ms = fit_latency_model(measure_runs(runner, runs, repeats), adapter, own_ms)
+        model, noisy_ms = fit_latency_model(measure_runs(runner, runs, repeats), adapter, deciding_ms)
         fits.append((noisy_ms, model))
         ratio = model.scatter[NOISE_PERCENTILE]
         if ratio <= QUIET or not attempts_left:
@@ -331,19 +331,19 @@ def measure_runs(
 
 
 def fit_latency_model(
-    results: Sequence[Sequence[RunResult]], adapter: VLMAdapter, own_ms: float
+    results: Sequence[Sequence[RunResult]], adapter: VLMAdapter, deciding_ms: float
 ) -> tuple[LatencyModel, float]:
     """Fit a latency model, and return it with the mean of its predictions at `NOISE_PERCENTILE` in milliseconds.
 
     Args:
         results: results of each run, one per pass.
-        own_ms: time of a decision.
+        deciding_ms: time of a decision.
     """
     workloads = [each[0].workload for each in results]
     latencies = [median_latency([result.latency for result in each]) for each in results]
     cut = round(FITTED_SHARE * len(results))
     coefficients = fit_coefficients(workloads[:cut], latencies[:cut])
-    model = LatencyModel(coefficients, 0.0, machine_name(adapter), fingerprint(adapter.model), own_ms)
+    model = LatencyModel(coefficients, 0.0, machine_name(adapter), fingerprint(adapter.model), deciding_ms)
     predictions = [model.predict(workload).total_ms for workload in workloads]
     r2 = r2_score(predictions[cut:], [latency.total_ms for latency in latencies[cut:]])
     ratios = [result.latency.total_ms / predicted for each, predicted in zip(results, predictions) for result in each]
@@ -362,7 +362,7 @@ def measure_deciding_ms(
     model = AdaptiveModel(runner, controller)
     low = [(runner.encoded(question, 0), question.question) for question in questions]
     model.decide(*low[0], 1.0)  # warm-up
-    return statistics.median(model.decide(*each, 1.0).own_ms for each in low)
+    return statistics.median(model.decide(*each, 1.0).deciding_ms for each in low)
 
 
 def warn_of_bad_fit(model: LatencyModel, path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from verl_ext.console import progress_bar
 from verl_ext.controller.evaluation.results import Cell, Measurements, ResultMatrices
 from verl_ext.controller.execution import NUM_WARM_UPS, EncodedImage, RunResult, median_latency
-from verl_ext.controller.inference import AdaptiveModel, Decision, decision_overhead_ms
+from verl_ext.controller.inference import AdaptiveModel, Decision, decision_ms_of
 from verl_ext.controller.latency import NUM_CHECKED_QUESTIONS, LatencySource
 from verl_ext.controller.scoring import AnswerScorer
 from verl_ext.controller.space import Configuration
@@ -173,7 +173,7 @@ class ControllerBenchmark:
                 runs.run(space.configuration(tier, [True] * space.num_blocks))
         checked = [self._measurements(question) for question in questions[:NUM_CHECKED_QUESTIONS]]
         return [
-            self._latency.run_ms(each.run(self._cheapest)) + self._latency.decision_ms(each.decide(lowest_ms))
+            self._latency.run_ms(each.run(self._cheapest)) + self._latency.deciding_ms_of(each.decide(lowest_ms))
             for each in checked
         ]
 
@@ -192,7 +192,7 @@ class ControllerBenchmark:
                 runs = self._measurements(sample)
                 rows["statics"].append(self._cells(runs, statics, bar))
                 decisions = [runs.decide(budget) for budget in self._budgets_ms]
-                deciding.append([self._deciding_ms(runs, decision) for decision in decisions])
+                deciding.append([self._decision_parts(runs, decision) for decision in decisions])
                 configurations.append([each.configuration for each in decisions])
                 rows["chosen"].append(self._cells(runs, configurations[-1], bar))
                 seeds = [f"{self._seed} {sample.sample_id} {number}" for number in range(len(self._budgets_ms))]
@@ -211,11 +211,11 @@ class ControllerBenchmark:
             **{name: ResultMatrices.from_cells(cells) for name, cells in rows.items()},
         )
 
-    def _deciding_ms(self, runs: SampleMeasurements, decision: Decision) -> tuple[float, ...]:
+    def _decision_parts(self, runs: SampleMeasurements, decision: Decision) -> tuple[float, ...]:
         """Milliseconds by `DECISION_PARTS`."""
-        own_ms, encode_ms = self._latency.decision_ms(decision), self._latency.encode_ms(runs.encoded(0))
-        overhead_ms = decision_overhead_ms(decision.configuration, own_ms, encode_ms)
-        return overhead_ms, decision.features_ms, decision.network_ms, decision.choice_ms
+        deciding_ms, encode_ms = self._latency.deciding_ms_of(decision), self._latency.encode_ms(runs.encoded(0))
+        decision_ms = decision_ms_of(decision.configuration, deciding_ms, encode_ms)
+        return decision_ms, decision.features_ms, decision.network_ms, decision.choice_ms
 
     def _cells(self, runs: SampleMeasurements, configurations: Sequence[Configuration], bar: tqdm) -> list[Cell]:
         cells = []
