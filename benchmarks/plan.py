@@ -106,8 +106,8 @@ def table_of(settings: dict[str, Results]) -> str:
 
 def record(found: dict[str, Results], path: Path) -> None:
     """Write results to a file, and keep its results of other settings."""
-    former = json.loads(path.read_text())["settings"] if path.is_file() else {}
-    settings = {**former, **found}
+    previous = json.loads(path.read_text())["settings"] if path.is_file() else {}
+    settings = {**previous, **found}
     ordered = {name: settings[name] for name in SETTINGS if name in settings}
     write_results({"target": TARGET, "settings": ordered}, path)
 

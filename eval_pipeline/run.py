@@ -381,9 +381,9 @@ class EvalContext:
         if (label, dataset, digests.verdicts) not in ended:
             judged_with = self._packages_of_result(label, dataset)
             if judged_with != installed and judged_with.keys() == installed.keys():
-                former = EvalDigests.of(identity, problems, self.config, judged_with)
-                if (label, dataset, former.verdicts) in ended:
-                    return former
+                previous = EvalDigests.of(identity, problems, self.config, judged_with)
+                if (label, dataset, previous.verdicts) in ended:
+                    return previous
         return digests
 
     def _packages_of_result(self, label: str, dataset: str) -> dict[str, str]:

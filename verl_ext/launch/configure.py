@@ -250,7 +250,7 @@ def resume_candidate(config: RunConfig) -> Path | None:
 
 
 def resolve_model(config: GRPOConfig | BudgetConfig) -> None:
-    """Fill in `model.partial_pretrain` if it is null: the run's former initial model, or an export of the SFT run.
+    """Fill in `model.partial_pretrain` if it is null: the model that the run started from, or an export of the SFT run.
 
     The stage grpo uses the best checkpoint if an evaluation has chosen one, and the newest otherwise. The stage budget
     uses the newest, because no evaluation compares vision-language models.
@@ -290,12 +290,12 @@ def _initial_model_of_run(config: RunConfig, sft_run: Path) -> str | None:
     path = run_dir / "config.yaml"
     if config.trainer.resume_mode == "disable" or not path.is_file() or not list_checkpoints(run_dir):
         return None
-    former = read_config_file(path).get("model")
-    if not isinstance(former, dict):
+    recorded = read_config_file(path).get("model")
+    if not isinstance(recorded, dict):
         raise UserError(f"{path} has no section 'model'; restore it, or start another run with trainer.experiment_name")
-    if not former.get("sft_run") or Path(former["sft_run"]).expanduser().resolve() != sft_run.resolve():
+    if not recorded.get("sft_run") or Path(recorded["sft_run"]).expanduser().resolve() != sft_run.resolve():
         return None
-    model: str | None = former["partial_pretrain"]
+    model: str | None = recorded["partial_pretrain"]
     is_path = model is not None and not is_hub_name(model) and "://" not in model
     if is_path and not (Path(str(model)).expanduser() / "config.json").is_file():
         raise UserError(

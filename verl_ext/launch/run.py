@@ -314,11 +314,11 @@ def changed_settings(config: RunConfig) -> dict[str, tuple[Any, Any]]:
     Raises:
         UserError: the file cannot be read.
     """
-    former, now = flat(read_config(config.trainer.run_dir / "config.yaml")), flat(config)
+    previous, now = flat(read_config(config.trainer.run_dir / "config.yaml")), flat(config)
     return {
-        key: (former[key], now[key])
-        for key in sorted(now.keys() & former.keys())
-        if now[key] != former[key] and not key.startswith(MAY_DIFFER)
+        key: (previous[key], now[key])
+        for key in sorted(now.keys() & previous.keys())
+        if now[key] != previous[key] and not key.startswith(MAY_DIFFER)
     }
 
 
@@ -329,7 +329,7 @@ def list_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _as_text(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    return [f"{key}: {former} -> {now}" for key, (former, now) in changes.items()]
+    return [f"{key}: {previous} -> {now}" for key, (previous, now) in changes.items()]
 
 
 # A run that is already finished
@@ -385,8 +385,8 @@ def may_be_longer(changes: Mapping[str, tuple[Any, Any]], total_steps: int | Non
     """
     if total_steps is not None:
         return total_steps > steps_done
-    former, now = changes.get("trainer.total_epochs", (0, 0))
-    return "trainer.total_training_steps" in changes or not isinstance(former, int) or now > former
+    previous, now = changes.get("trainer.total_epochs", (0, 0))
+    return "trainer.total_training_steps" in changes or not isinstance(previous, int) or now > previous
 
 
 def clean_up_finished_run(run_dir: Path) -> None:

@@ -135,19 +135,19 @@ def config_before(config: Mapping[str, str], later: Sequence[Attempt]) -> dict[s
     found = dict(config)
     for attempt in reversed(later):
         for key, change in mapping_of(attempt.get("config_changes")).items():
-            found[key] = _former(change)
+            found[key] = _previous(change)
     return found
 
 
 def setting_rows(config: Mapping[str, str], attempt: Attempt) -> list[dict[str, str]]:
-    """Return a row for each setting of an attempt; a default or a former value is only given if it differs."""
+    """Return a row for each setting of an attempt; a default or a previous value is only given if it differs."""
     defaults, changes = mapping_of(attempt.get("config_defaults")), mapping_of(attempt.get("config_changes"))
     return [
         {
             "Key": key,
             "Value": clip(value),
             "Default": clip(_value(defaults[key])) if key in defaults else "",
-            "Previous attempt": clip(_former(changes[key])) if key in changes else "",
+            "Previous attempt": clip(_previous(changes[key])) if key in changes else "",
         }
         for key, value in config.items()
     ]
@@ -158,7 +158,7 @@ def mapping_of(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _former(change: Any) -> str:
+def _previous(change: Any) -> str:
     return _value(change[0]) if isinstance(change, list) and change else "-"
 
 
