@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
@@ -189,6 +190,36 @@ def look(follower: RunFollower) -> None:
         while follower._read_or_warn(run):
             pass
     follower._refresh_runs()
+
+
+def query(follower: RunFollower, text: str) -> list[sqlite3.Row]:
+    return follower._database._connection.execute(text).fetchall()
+
+
+def count(follower: RunFollower, table: str) -> int:
+    return query(follower, f"SELECT count(*) FROM {table}")[0][0]
+
+
+def points(follower: RunFollower, path: str, metric: str = "train/loss") -> tuple[list[float], list[float]]:
+    """The points that a page draws for a metric."""
+    x, values = follower.curves(follower.runs[path]).envelopes[metric].points()
+    return x.tolist(), values.tolist()
+
+
+def step_of(follower: RunFollower, path: str = "p/e") -> int:
+    return follower.curves(follower.runs[path]).step
+
+
+def levels(follower: RunFollower) -> dict[str | None, str]:
+    """The current level of each rule that has reported something."""
+    return {event.rule: event.kind for event in follower.runs["p/e"].findings}
+
+
+def write_evaluation(run_dir: Path, step: int, **datasets: Any) -> Path:
+    path = run_dir / f"eval/eval_step_{step}/metrics.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"step": step, "datasets": datasets}))
+    return path
 
 
 def assert_update_cost_is_flat(directory: Path, num_parts: int, steps_per_part: int) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import shutil
-import socket
 import sqlite3
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers.monitor import look, write_record, write_rows
-from tests.helpers.processes import wait_until
+from tests.helpers.monitor import (
+    count,
+    levels,
+    look,
+    points,
+    query,
+    step_of,
+    write_evaluation,
+    write_record,
+    write_rows,
+)
 from verl_ext.errors import UserError
 from verl_ext.metrics import heartbeat
 from verl_ext.metrics.jsonl import MetricsRow
@@ -29,7 +33,6 @@ from verl_ext.monitor.database import MonitorDatabase, database_for
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.run_files import events_of_row
 from verl_ext.monitor.server import csv_lines, csv_response
-from verl_ext.processes import pid_namespace
 
 
 @pytest.fixture
@@ -40,29 +43,6 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def follower(tmp_path: Path, root: Path) -> RunFollower:
     return RunFollower(tmp_path / "cache/monitor.sqlite", root)
-
-
-def query(follower: RunFollower, text: str) -> list[sqlite3.Row]:
-    return follower._database._connection.execute(text).fetchall()
-
-
-def count(follower: RunFollower, table: str) -> int:
-    return query(follower, f"SELECT count(*) FROM {table}")[0][0]
-
-
-def points(follower: RunFollower, path: str, metric: str = "train/loss") -> tuple[list[float], list[float]]:
-    """The points that a page draws for a metric."""
-    x, values = follower.curves(follower.runs[path]).envelopes[metric].points()
-    return x.tolist(), values.tolist()
-
-
-def step(follower: RunFollower, path: str = "p/e") -> int:
-    return follower.curves(follower.runs[path]).step
-
-
-def levels(follower: RunFollower) -> dict[str | None, str]:
-    """The current level of each rule that has reported something."""
-    return {event.rule: event.kind for event in follower.runs["p/e"].findings}
 
 
 def test_complete_rows_are_read_once(root: Path, follower: RunFollower) -> None:
@@ -88,12 +68,12 @@ def test_replaced_metrics_file_is_read_from_start(root: Path, follower: RunFollo
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 50))
     look(follower)
-    assert step(follower) == 49
+    assert step_of(follower) == 49
     (root / "p/e/metrics.jsonl").unlink()
     write_rows(root / "p/e", 1, range(1, 4), grad_norm=2.0)
     look(follower)
     assert count(follower, "training_logs") == 3
-    assert step(follower) == 3 and points(follower, "p/e") == ([1, 2, 3], [1, 2, 3])
+    assert step_of(follower) == 3 and points(follower, "p/e") == ([1, 2, 3], [1, 2, 3])
 
 
 def test_run_directory_is_never_modified(root: Path, follower: RunFollower) -> None:
@@ -123,7 +103,7 @@ def test_restarted_monitor_reads_saved_curves_and_new_rows(
         assert points(again, "p/e", metric) == points(follower, "p/e", metric)
     x, values = points(again, "p/e")
     assert x[-1] == 6040 and values[-1] == 5040 and max(values) == 6000
-    assert again.curves(again.runs["p/e"]).starts == {1: 0, 2: 6000} and step(again) == 5040
+    assert again.curves(again.runs["p/e"]).starts == {1: 0, 2: 6000} and step_of(again) == 5040
     saved = MonitorDatabase(follower.database_path)
     saved._connection.execute("DELETE FROM training_logs WHERE step < 4900")  # they are not read again
     saved._connection.commit()
@@ -235,44 +215,6 @@ def test_slow_run_is_live_after_monitor_restart(
         assert each.runs["p/e"].status == "running" and each.summary(each.runs["p/e"])[0] == 10
 
 
-def test_malformed_record_does_not_hide_other_runs(root: Path, follower: RunFollower) -> None:
-    write_record(root / "p/e")
-    for name, attempts in (("a", None), ("b", [{"attempt": 1}]), ("c", [])):
-        (root / name).mkdir()
-        (root / name / "run.json").write_text(json.dumps({"status": "running", "attempts": attempts}))
-    (root / "d").mkdir()
-    (root / "d/run.json").write_text('{"status": "running"}')
-    look(follower)
-    assert {*follower.runs} == {"p/e", "a", "b", "c", "d"}
-
-
-def change_attempt(run_dir: Path, **changes: Any) -> None:
-    """Change the last attempt of a `run.json`."""
-    record = json.loads((run_dir / "run.json").read_text())
-    record["attempts"][-1] |= changes
-    (run_dir / "run.json").write_text(json.dumps(record))
-
-
-def test_invalid_pid_does_not_hide_other_runs(root: Path, follower: RunFollower) -> None:
-    for name in ("e", "odd"):
-        write_record(root / "p" / name)
-        write_rows(root / "p" / name, 1, range(1, 5))
-    change_attempt(root / "p/odd", host=socket.gethostname(), pid_namespace=pid_namespace(), pid="9" * 5000)
-    look(follower)
-    assert {path: run.status for path, run in follower.runs.items()} == {"p/e": "running", "p/odd": "running"}
-
-
-def test_invalid_numbers_in_record_read_as_unknown(root: Path, follower: RunFollower) -> None:
-    write_record(root / "p/e")
-    write_rows(root / "p/e", 1, range(1, 5))
-    record = json.loads((root / "p/e/run.json").read_text())
-    (root / "p/e/run.json").write_text(json.dumps({**record, "total_steps": "many"}))
-    change_attempt(root / "p/e", first_step="late", world_size=1e300)
-    look(follower)
-    assert follower.runs["p/e"].total_steps is None and step(follower) == 4
-    assert [*map(tuple, query(follower, "SELECT first_step, world_size FROM attempts"))] == [(None, None)]
-
-
 def test_two_monitors_can_share_database(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 5))
@@ -283,7 +225,7 @@ def test_two_monitors_can_share_database(root: Path, follower: RunFollower) -> N
         write_rows(root / "p/e", 1, range(last - 3, last + 1))
         look(follower)  # reads the rows, and `other` finds them in the database
         look(other)
-        assert step(follower) == step(other) == last and points(follower, "p/e") == points(other, "p/e")
+        assert step_of(follower) == step_of(other) == last and points(follower, "p/e") == points(other, "p/e")
 
 
 def test_rows_not_stored_are_not_drawn(
@@ -297,7 +239,7 @@ def test_rows_not_stored_are_not_drawn(
         patch.setattr(follower._database, "advance_metrics", lambda *arguments: 1 / 0)
         look(follower)
     assert "cannot be followed: ZeroDivisionError" in capsys.readouterr().err
-    assert step(follower) == 4 and count(follower, "training_logs") == 4
+    assert step_of(follower) == 4 and count(follower, "training_logs") == 4
     look(follower)
     assert points(follower, "p/e")[0] == [*range(1, 9)]
 
@@ -315,7 +257,7 @@ def test_restarts_are_drawn_one_after_another(root: Path, follower: RunFollower)
     for each in (follower, again):
         assert each.curves(each.runs["p/e"]).starts == {1: 0, 2: 30, 3: 35}
         assert points(each, "p/e") == ([*range(1, 39)], [*range(1, 31), *range(21, 26), 1, 2, 3])
-        assert step(each) == 3
+        assert step_of(each) == 3
 
 
 def test_each_event_is_logged_once(root: Path, follower: RunFollower) -> None:
@@ -353,22 +295,6 @@ def test_log_shows_reward_accuracy_and_latency() -> None:
         row = MetricsRow(10, 1, 0.0, {f"{kind}/{name}": value for name, value in metrics.items()})
         [event] = events_of_row(row)
         assert "reward 0.25, accuracy 0.75, latency ms 31" in event.text
-
-
-@pytest.mark.parametrize("config", ["trainer: [1]", "trainer: often", "trainer: {log_every: often}"])
-def test_invalid_configuration_does_not_hide_rows(config: str, root: Path, follower: RunFollower) -> None:
-    write_record(root / "p/e")
-    (root / "p/e/config.yaml").write_text(config)
-    write_rows(root / "p/e", 1, range(1, 11))
-    look(follower)
-    assert step(follower) == 10
-
-
-def write_evaluation(run_dir: Path, step: int, **datasets: Any) -> Path:
-    path = run_dir / f"eval/eval_step_{step}/metrics.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"step": step, "datasets": datasets}))
-    return path
 
 
 def test_evaluations_are_read_and_replaced(root: Path, follower: RunFollower) -> None:
@@ -435,47 +361,6 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_directories_with_invalid_records_are_ignored(root: Path, follower: RunFollower) -> None:
-    for name, text in (("torn", '{"status": "run'), ("list", "[]"), ("other", '{"status": "dancing"}')):
-        (root / name).mkdir(parents=True)
-        (root / name / "run.json").write_text(text)
-    look(follower)
-    assert follower.runs == {} and follower.problems == {"torn/run.json": "not JSON"}
-    for name in ("list", "other", "none"):  # runs, because they have metrics
-        write_rows(root / name, 1, range(1, 3))
-    look(follower)
-    assert follower.runs == {} and follower.problems == {
-        "torn/run.json": "not JSON", "list/run.json": "not a run record", "other/run.json": "its status is unknown",
-        "none/run.json": "it is missing",
-    }  # fmt: skip
-
-
-def test_file_that_cannot_be_read_is_reported(root: Path, follower: RunFollower) -> None:
-    for name in ("e", "odd"):
-        write_record(root / "p" / name)
-    (root / "p/e/metrics.jsonl").mkdir()
-    (root / "p/odd/run.json").write_text('{"status": "finished", "attempts": 5}')
-    look(follower)
-    reasons = {"p/e/metrics.jsonl": "Is a directory", "p/odd/run.json": "not a run record"}
-    assert follower.problems == reasons and [*follower.runs] == ["p/e"]
-    assert follower.problems_of(follower.runs["p/e"]) == {"metrics.jsonl": "Is a directory"}
-    (root / "p/e/metrics.jsonl").rmdir()
-    (root / "p/odd/run.json").unlink()
-    look(follower)
-    assert follower.problems == {}
-
-
-def test_row_with_bare_nan_is_read(root: Path, follower: RunFollower) -> None:
-    """As `json.dumps` of other programs writes it."""
-    write_record(root / "p/e")
-    rows = [{"step": n, "attempt": 1, "time": 1.0, "train/loss": math.nan if n == 2 else 1.0} for n in (1, 2, 3)]
-    (root / "p/e/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    look(follower)
-    run = follower.runs["p/e"]
-    assert (step(follower), run.unreadable) == (3, 0) and follower.curves(run).gaps == {"train/loss": [2.0]}
-    assert math.isnan([*follower.reader.rows(run.id)][1].metrics["train/loss"])
-
-
 def test_csv_has_every_row_and_metric_but_no_formula(root: Path, follower: RunFollower) -> None:
     write_record(root / "p/e")
     write_rows(root / "p/e", 1, range(1, 3))
@@ -532,181 +417,3 @@ def test_summary_has_latest_values_and_time_left(root: Path, follower: RunFollow
     assert run.total_steps == 200 and follower.curves(run).seconds_left(200) == 1000.0
     assert follower.summary(run) == (100, {"train/loss": 0.01, "val/loss": 0.5})
     assert points(follower, "p/e", "val/loss") == ([100], [0.5])
-
-
-def test_invalid_values_do_not_disturb_other_rows(root: Path, follower: RunFollower) -> None:
-    write_record(root / "p/e")
-    rows: list[dict[str, Any]] = [{"train/loss": float(step)} for step in range(1, 7)]
-    rows[2] |= {"time/train/save_s": 1.0, "odd": [1, 2]}
-    rows[3] |= {"train/loss": {"not": "a number"}}
-    rows[4] |= {"train/loss": "Infinity", "odd": [3, 4]}
-    lines = [json.dumps({"step": n, "attempt": 1, "time": 1.0, **row}) for n, row in enumerate(rows, start=1)]
-    lines.append('{"step": 7, "attempt": 1, "time": "NaN", "train/loss": 7}')
-    (root / "p/e/metrics.jsonl").write_text("\n".join(lines) + "\n")
-    look(follower)
-    assert points(follower, "p/e") == ([1, 2, 3, 6], [1, 2, 3, 6]) and follower.runs["p/e"].unreadable == 1
-    assert "odd" not in follower.curves(follower.runs["p/e"]).envelopes
-
-
-def test_deleted_or_recreated_runs_leave_no_old_data(root: Path, follower: RunFollower) -> None:
-    run_dir = root / "p/e"
-    write_record(run_dir)
-    write_rows(run_dir, 1, range(1, 41))
-    write_evaluation(run_dir, 40, gsm8k={"accepted_at_1": 0.5})
-    event = {"step": 20, "attempt": 1, "time": 5.0, "name": "old", "level": "alarm", "text": "rises"}
-    (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
-    look(follower)
-    run = follower.runs["p/e"].id
-    shutil.rmtree(run_dir)
-    write_record(run_dir)
-    write_rows(run_dir, 1, range(1, 3))
-    (run_dir / "events.jsonl").write_text(json.dumps({**event, "name": "new", "text": "longer than before"}) + "\n")
-    look(follower)
-    assert follower.runs["p/e"].id == run and count(follower, "training_logs") == 2
-    look(follower)
-    assert count(follower, "evaluations") == 0 and levels(follower) == {"new": "alarm"}
-    told = [row["text"] for row in query(follower, "SELECT * FROM events WHERE kind = 'alarm'")]
-    assert told == ["new: longer than before"]
-    shutil.rmtree(run_dir)
-    look(follower)
-    assert follower.runs == {}
-    tables = ("runs", "training_logs", "curves", "events", "attempts", "evaluations")
-    assert [count(follower, table) for table in tables] == [0] * 6
-
-
-def test_new_run_never_reuses_id_of_deleted_run(root: Path, follower: RunFollower) -> None:
-    """Curves in memory and open logs belong to an ID."""
-    write_record(root / "p/old")
-    write_rows(root / "p/old", 1, range(1, 51))
-    look(follower)
-    old = follower.runs["p/old"]
-    assert step(follower, "p/old") == 50
-    [last_event] = query(follower, "SELECT max(id) FROM events")[0]
-    shutil.rmtree(root / "p/old")
-    write_record(root / "p/new")
-    write_rows(root / "p/new", 1, range(1, 4))
-    look(follower)
-    assert points(follower, "p/new")[0] == [1, 2, 3]
-    shutil.rmtree(root / "p/new")
-    look(follower)
-    write_record(root / "p/newest")
-    write_rows(root / "p/newest", 1, range(1, 6))
-    look(follower)
-    assert follower.runs["p/newest"].id > old.id and points(follower, "p/newest")[0] == [1, 2, 3, 4, 5]
-    assert query(follower, "SELECT min(id) FROM events")[0][0] > last_event
-
-
-@pytest.mark.parametrize("unreadable", [".", "p", "p/e"])
-def test_unlistable_directory_loses_no_run(
-    unreadable: str,
-    root: Path,
-    follower: RunFollower,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name in ("p/e", "q/e"):
-        write_record(root / name)
-        write_rows(root / name, 1, range(1, 6))
-    look(follower)
-    ids, scandir = {path: run.id for path, run in follower.runs.items()}, os.scandir
-
-    def fail(path: str) -> object:
-        if Path(path) == root / unreadable:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
-        return scandir(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", fail)
-        found = [follower.find_runs(), follower.find_runs()]
-        look(follower)
-    assert found == ([[], []] if unreadable == "." else [[ids["q/e"]], [ids["q/e"]]])
-    assert step(follower) == 5 and count(follower, "training_logs") == 10
-    assert capsys.readouterr().err.count(f"{root / unreadable} cannot be listed (Stale file handle)") == 1
-    assert follower.find_runs() == [ids["p/e"], ids["q/e"]]
-    shutil.rmtree(root / "p")
-    assert follower.find_runs() == [ids["q/e"]]
-
-
-def test_briefly_missing_root_loses_no_run(root: Path, follower: RunFollower) -> None:
-    write_record(root / "p/e")
-    look(follower)
-    run = follower.runs["p/e"].id
-    root.rename(root.with_name("elsewhere"))
-    look(follower)
-    assert [*follower.runs] == ["p/e"]
-    root.with_name("elsewhere").rename(root)
-    assert follower.find_runs() == [run]
-
-
-def test_unreadable_run_is_shown_as_last_read(root: Path, follower: RunFollower) -> None:
-    write_record(root / "p/e")
-    write_rows(root / "p/e", 1, range(1, 6))
-    look(follower)
-    (root / "p/e/run.json").write_text('{"status": "finished", "attempts": ["a"]}')
-    look(follower)
-    assert step(follower) == 5 and follower.runs["p/e"].status == "running"
-
-
-def test_bad_run_does_not_hide_others(root: Path, follower: RunFollower, capsys: pytest.CaptureFixture[str]) -> None:
-    write_record(root / "p/good")
-    write_rows(root / "p/good", 1, range(1, 4))
-    (root / "bad").mkdir()
-    (root / "bad/run.json").write_text('{"status": "finished", "attempts": ["a"]}')
-    write_record(root / "p/huge")
-    (root / "p/huge/metrics.jsonl").write_text('{"step": 1e30, "attempt": 1, "time": 1.0, "train/loss": 1.0}\n' * 2)
-    look(follower)
-    look(follower)
-    assert {*follower.runs} == {"p/good", "p/huge"} and count(follower, "training_logs") == 3
-    assert capsys.readouterr().err.count("bad/run.json cannot be read (not a run record)") == 1
-
-
-# The thread
-
-
-@pytest.fixture
-def idle_follower(follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> RunFollower:
-    """A follower of two runs without new rows."""
-    monkeypatch.setattr(follower, "find_runs", lambda: [1, 2])
-    monkeypatch.setattr(follower._database, "live_runs", lambda: [1, 2])
-    monkeypatch.setattr(follower, "read_new_rows", lambda run: False)
-    return follower
-
-
-def follow_until(is_over: Callable[[], bool], follower: RunFollower) -> None:
-    """Run the follower until a condition holds."""
-    follower.start()
-    wait_until(is_over)
-    assert follower.is_alive()
-    follower.stop()
-
-
-def test_failing_read_does_not_block_other_runs(
-    idle_follower: RunFollower, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    read: list[int] = []
-
-    def read_new_rows(run: int) -> bool:
-        read.append(run)
-        if run == 1:
-            raise OSError("a bad sector")
-        return False
-
-    monkeypatch.setattr(idle_follower, "read_new_rows", read_new_rows)
-    follow_until(lambda: min(read.count(1), read.count(2)) >= 3, idle_follower)
-    assert capsys.readouterr().err.count("run 1 cannot be followed: OSError: a bad sector") == 1
-
-
-def test_failed_search_for_runs_is_retried(
-    idle_follower: RunFollower, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    looks: list[int] = []
-
-    def live_runs() -> list[int]:
-        looks.append(1)
-        if len(looks) < 4:
-            raise OSError("the database is locked")
-        return []
-
-    monkeypatch.setattr(idle_follower._database, "live_runs", live_runs)
-    follow_until(lambda: len(looks) >= 5, idle_follower)
-    assert capsys.readouterr().err.count("cannot search for runs: OSError: the database is locked") == 1
