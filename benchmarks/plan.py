@@ -36,7 +36,7 @@ class PlanSetting:
         ranks: number of processes.
         length: tokens of a sample.
         rows: samples of a rank's micro-batch.
-        model: dimensions of a Qwen2 model.
+        model: dimensions of the model, and its `model_type` if it is not Qwen2.
         micro_batches: micro-batches of a rank's step.
         short_length: tokens of every other sample, which is padded; None if all have the same length.
         overrides: overrides of the configuration.
@@ -86,6 +86,12 @@ SETTINGS = {
         1, 512, 4, WIDE, 2, overrides=(*LORA, *CHECKPOINTING, *GATHERED)
     ),
     "two ranks, small vocabulary": PlanSetting(2, 512, 2, qwen2_size(1024, 2816, 10, 16, 4096), micro_batches=2),
+    "two ranks, Gemma 3": PlanSetting(2, 512, 4, {**WIDE, "model_type": "gemma3_text", "head_dim": 64}),
+    "two ranks, Gemma 3, bf16, packed, fused": PlanSetting(
+        2, 512, 4, {**WIDE, "model_type": "gemma3_text", "head_dim": 64}, overrides=(*BF16, *PACKED)
+    ),
+    "two ranks, Phi-3, checkpointing": PlanSetting(2, 512, 4, {**WIDE, "model_type": "phi3"}, overrides=CHECKPOINTING),
+    "one rank, Phi-3, padded rows": PlanSetting(1, 512, 4, {**WIDE, "model_type": "phi3"}, short_length=256),
 }
 NAMES = f"settings to measure (default: all): {'; '.join(SETTINGS)}"
 

@@ -65,7 +65,7 @@ def predicted(setting: PlanSetting, config: SFTConfig, loss_fraction: float) -> 
     """The plan of the same configuration on the same number of cores."""
     lengths = DataLengths(loss_fraction=loss_fraction, are_equal=setting.short_length is None)
     cluster = Cluster(HARDWARE["cpu"], setting.ranks, setting.ranks)
-    model_config = transformers.Qwen2Config(**setting.model)
+    model_config = model_config_of(setting)
     shape = shape_of(model_config, empty_model(model_config, config.model))
     return make_plan(config, shape, cluster, lengths)
 
@@ -110,6 +110,11 @@ def compare(setting: PlanSetting, scratch: Path) -> Results:
     }
 
 
+def model_config_of(setting: PlanSetting, **tokens: int) -> transformers.PretrainedConfig:
+    """Return the configuration of the model of a setting, with the ids of special tokens."""
+    return transformers.AutoConfig.for_model(**{"model_type": "qwen2", "pad_token_id": None, **tokens, **setting.model})
+
+
 def write_model(setting: PlanSetting, scratch: Path) -> Path:
     """Write a random model of these dimensions; returns its directory."""
     path = scratch / "model"
@@ -117,7 +122,7 @@ def write_model(setting: PlanSetting, scratch: Path) -> Path:
     shutil.copytree(scratch / "quickstart/model", path, ignore=shutil.ignore_patterns("*.safetensors"))
     known = json.loads((path / "config.json").read_text())
     tokens = {name: known[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in known}
-    config = transformers.Qwen2Config(**setting.model, **tokens)
+    config = model_config_of(setting, **tokens)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
 
