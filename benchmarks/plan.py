@@ -90,6 +90,7 @@ SETTINGS = {
     "two ranks, Gemma 3, bf16, packed, fused": PlanSetting(
         2, 512, 4, {**WIDE, "model_type": "gemma3_text", "head_dim": 64}, overrides=(*BF16, *PACKED)
     ),
+    "one rank, Gemma 2, eager attention": PlanSetting(1, 256, 4, {**WIDE, "model_type": "gemma2", "head_dim": 64}),
     "two ranks, Phi-3, checkpointing": PlanSetting(2, 512, 4, {**WIDE, "model_type": "phi3"}, overrides=CHECKPOINTING),
     "one rank, Phi-3, padded rows": PlanSetting(1, 512, 4, {**WIDE, "model_type": "phi3"}, short_length=256),
 }

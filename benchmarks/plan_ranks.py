@@ -24,7 +24,7 @@ from verl_ext.data.batching import TokenBatch
 from verl_ext.data.chats import load_chats
 from verl_ext.distributed import build_meshes, gather_results, init_process_group, to_local
 from verl_ext.files import GIB
-from verl_ext.plan.model_shape import empty_model, shape_of
+from verl_ext.plan.model_shape import empty_model, settle, shape_of
 from verl_ext.plan.planner import RunPlan, make_plan
 from verl_ext.plan.step_time import HARDWARE, Cluster
 from verl_ext.plan.workload import DataLengths
@@ -66,6 +66,7 @@ def predicted(setting: PlanSetting, config: SFTConfig, loss_fraction: float) -> 
     lengths = DataLengths(loss_fraction=loss_fraction, are_equal=setting.short_length is None)
     cluster = Cluster(HARDWARE["cpu"], setting.ranks, setting.ranks)
     model_config = model_config_of(setting)
+    settle(config, model_config, is_gpu=False)
     shape = shape_of(model_config, empty_model(model_config, config.model))
     return make_plan(config, shape, cluster, lengths)
 

@@ -164,6 +164,11 @@ def require_readable(model: Path) -> None:
             raise UserError(f"cannot read {path.absolute()} (no permission); ask its owner to make it readable")
 
 
+def caps_scores(config: PreTrainedConfig) -> bool:
+    """Whether attention scores are capped, as in Gemma 2; sdpa cannot do this."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
 def is_hub_name(model: str) -> bool:
     """Whether `model.partial_pretrain` is a name on the Hugging Face Hub, `MODEL` or `OWNER/MODEL`, and not a path.
 

@@ -108,7 +108,7 @@ def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tup
         UserError: bad input.
     """
     # here, because torch takes seconds to import
-    from verl_ext.plan.model_shape import empty_model, find_model, shape_of
+    from verl_ext.plan.model_shape import empty_model, find_model, settle, shape_of
     from verl_ext.plan.planner import largest_that_fits, make_plan
     from verl_ext.plan.step_time import DISK_GBPS, HARDWARE, Cluster
     from verl_ext.plan.workload import DataLengths, require_formulas
@@ -116,10 +116,11 @@ def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tup
 
     config = require_formulas(load_config(stage_of(options.stage, overrides), overrides))
     model_config, notes = find_model(config)
+    hardware = HARDWARE[options.hardware]
+    settle(config, model_config, hardware.is_gpu)
     shape = shape_of(model_config, empty_model(model_config, config.model))
     if config.model.use_liger:
         notes.append("the plan does not count the activations that model.use_liger saves, so it is an upper bound")
-    hardware = HARDWARE[options.hardware]
     if options.mfu is not None:
         hardware = replace(hardware, compute_share=options.mfu)
     lengths = DataLengths(options.mean_length, options.loss_token_fraction)

@@ -122,9 +122,9 @@ class ModelRun:
         rows: int,
         row_tokens: int,
     ) -> None:
-        model = copy.deepcopy(model).to(device="meta", dtype=dtype).train()
+        model = copy.deepcopy(model).to(device="meta", dtype=dtype).eval()  # without dropout, as in training
         self.layer = model.get_submodule(layer)
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         base.set_attn_implementation(IMPLEMENTATIONS[attention])
         self._decoder, self._output = base.get_decoder(), base.get_output_embeddings()
         self._hidden = torch.empty(rows, row_tokens, base.config.hidden_size, dtype=dtype, device="meta")
@@ -146,18 +146,18 @@ class ModelRun:
         self._of_others = self._of_model | {storage_id(each) for each in tensors}
 
     def saved_by_model(self) -> int:
-        """Bytes that all layers, the last norm and the output projection save."""
+        """Bytes that all layers, the last norm and the output projection save in the forward pass."""
         of_decoder = saved_bytes(
             lambda: self._decoder(**self._arguments | {"inputs_embeds": self._new_hidden()}), self._of_model
         )
         return of_decoder + (self._hidden.nbytes if self._output.weight.requires_grad else 0)
 
     def saved_by_layer(self, layer: Callable[..., Any]) -> int:
-        """Bytes that the layer saves, or its compiled version."""
+        """Bytes that the layer saves in the forward pass, or its compiled version."""
         return saved_bytes(lambda: layer(self._new_hidden(), **self._shared), self._of_others)
 
     def backward_of_layer(self) -> int:
-        """See `Activations.layer_backward`."""
+        """Maximum bytes of the backward pass of the layer, beyond what its forward pass has saved."""
         live = LiveTensors(without=self._of_others)
         with live:
             [hidden] = [

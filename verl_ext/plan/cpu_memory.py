@@ -26,7 +26,7 @@ from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.sampling import Completion
 from verl_ext.grpo.token_policy import TokenBatcher, forward_flops
 from verl_ext.hardware import process_memory
-from verl_ext.plan.model_shape import empty_model, find_model, shape_of
+from verl_ext.plan.model_shape import empty_model, find_model, settle, shape_of
 from verl_ext.plan.planner import RunPlan, make_plan
 from verl_ext.plan.step_time import HARDWARE, Cluster
 from verl_ext.plan.workload import (
@@ -99,6 +99,7 @@ def plan_with_data(
     """
     settled = deepcopy(require_formulas(config))
     model_config, _ = find_model(settled)
+    settle(settled, model_config, is_gpu=False)
     model = empty_model(model_config, settled.model)
     shape = shape_of(model_config, model)
     if settled.model.mixed_precision == "auto":

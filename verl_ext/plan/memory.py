@@ -120,6 +120,8 @@ class UpdatePhases:
         kept = self._hidden_states(work.tokens) if work.checkpointing else activations.layer
         self._saved = shape.num_layers * kept + activations.others
         self._layer_backward = recomputed + activations.layer_backward
+        # tanh saves its result
+        self._capped = work.compute_bytes * shape.vocab * work.logit_tokens if shape.caps_logits else 0
         self._root, self._embedding, self._layer = (  # gathered
             work.compute_bytes * group.numel for group in (shape.root, shape.embedding, shape.layer)
         )
@@ -131,8 +133,8 @@ class UpdatePhases:
     def all(self) -> dict[str, Parts]:
         """Return the parts of each phase, without phases that another one always exceeds."""
         phases = {
-            "loss, forward": self._loss(loss_forward_bytes(self._shape, self._work, self._is_gpu)),
-            "loss, backward": self._loss(loss_backward_bytes(self._shape, self._work)),
+            "loss, forward": self._loss(loss_forward_bytes(self._shape, self._work, self._is_gpu) + self._capped),
+            "loss, backward": self._loss(loss_backward_bytes(self._shape, self._work) + self._capped),
             "output projection, backward": self._output_projection(),
             "last layer, backward": self._last_layer(),
             "first layer, backward": self._first_layer(),
@@ -149,13 +151,14 @@ class UpdatePhases:
 
         A fused loss runs inside the root, before the last layer's buffer is freed. It holds the output projection, its
         gradient, the gradient of a chunk (except in fp32, where it is added in place), and the hidden states of loss
-        tokens with their gradients.
+        tokens with their gradients. CPUs convert the gradient of a chunk to fp32 before they add it.
         """
         shape, work = self._shape, self._work
         if not work.fused_loss:
             return {"activations": self._saved, "logits": logits, "communication": self._stays_gathered}
         is_added_in_place = work.compute_bytes == FP32 or shape.uses_lora
-        of_chunk = 0 if is_added_in_place else work.compute_bytes * shape.vocab * shape.hidden
+        number = work.compute_bytes if self._is_gpu else work.compute_bytes + FP32
+        of_chunk = 0 if is_added_in_place else number * shape.vocab * shape.hidden
         return {
             "activations": self._saved + 2 * self._hidden_states(work.loss_tokens),
             "logits": logits,

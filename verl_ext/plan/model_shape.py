@@ -18,11 +18,11 @@ from verl_ext.commands import program
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_files import hub_answers, is_hub_name, read_json, require_no_remote_code
+from verl_ext.model_files import caps_scores, hub_answers, is_hub_name, read_json, require_no_remote_code
 from verl_ext.plan.activations import ActivationCounter
 from verl_ext.plan.workload import SEE_SUPPORTED, PlannedConfig
 from verl_ext.trainer.config import ModelConfig
-from verl_ext.trainer.stages import sft_recipe_of
+from verl_ext.trainer.stages import SFTConfig, sft_recipe_of
 
 DIMENSIONS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 """Keys that a model's configuration must have."""
@@ -56,6 +56,8 @@ _SMOLLM2_135M = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
+OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Keys of a model's configuration that cap or scale logits."""
 BUILT_IN: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-Coder-7B-Instruct": _QWEN2_7B,
     "Qwen/Qwen2.5-Coder-7B": _QWEN2_7B,
@@ -127,6 +129,18 @@ def read_model_config(name: str, trust_remote_code: bool, local_files_only: bool
     return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, local_files_only=local_files_only)
 
 
+def settle(config: PlannedConfig, model_config: PretrainedConfig, is_gpu: bool) -> None:
+    """Change settings in place, as the trainer does, that this model does not support.
+
+    sdpa cannot cap attention scores; on GPUs, the plan assumes flash-attention. The fused loss cannot cap or scale
+    logits.
+    """
+    if config.model.attn_implementation == "auto" and caps_scores(model_config):
+        config.model.attn_implementation = "flash_attention_2" if is_gpu else "eager"
+    if isinstance(config, SFTConfig) and any(getattr(model_config, key, None) not in (None, 1) for key in OF_LOGITS):
+        config.model.fused_loss = False
+
+
 # Its shape
 
 
@@ -171,6 +185,7 @@ class ModelShape:
         hidden: width of the hidden states.
         head_dim: width of an attention head.
         vocab: size of the vocabulary.
+        caps_logits: whether the logits pass through a tanh, as in Gemma 2.
         uses_lora: whether LoRA adapters are trained, and all other weights frozen.
         layer: one decoder layer.
         embedding: the input embedding if it is a separate group; verl wraps it unless the output projection shares it.
@@ -185,6 +200,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab: int
+    caps_logits: bool
     uses_lora: bool
     layer: ParameterGroup
     embedding: ParameterGroup
@@ -285,6 +301,7 @@ def shape_of(config: PretrainedConfig, model: PreTrainedModel | PeftModel | None
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocab=config.vocab_size,
+        caps_logits=getattr(config, "final_logit_softcapping", None) is not None,
         uses_lora=isinstance(model, PeftModel),
         layer=group_of(layers[0]),
         embedding=ParameterGroup(()) if tied else group_of(model.get_input_embeddings()),

@@ -25,7 +25,7 @@ from verl_ext.config.provenance import package_versions
 from verl_ext.config.schema import as_dict
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import UserError, first_line_of, remedy_for
-from verl_ext.model_files import load_pretrained_strict, require_no_remote_code
+from verl_ext.model_files import caps_scores, load_pretrained_strict, require_no_remote_code
 from verl_ext.trainer.config import ModelConfig
 from verl_ext.trainer.device import pick_attention
 from verl_ext.trainer.fsdp import shard
@@ -190,8 +190,7 @@ def attention_of(
     """
     setting = config.attn_implementation
     picked = pick_attention(setting, device_name, precision)
-    caps_scores = getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None
-    if setting == "sdpa" and caps_scores:  # transformers would only warn and ignore the cap
+    if setting == "sdpa" and caps_scores(model_config):  # transformers would only warn and ignore the cap
         raise UserError(
             f"model.attn_implementation=sdpa cannot cap attention scores, which {model_config.model_type} models need; "
             "set it to auto or eager"
@@ -201,7 +200,7 @@ def attention_of(
         return picked
     if picked == "flash_attention_2" and not model_class._supports_flash_attn:
         picked = "sdpa"
-    return "eager" if picked == "sdpa" and (caps_scores or not model_class._supports_sdpa) else picked
+    return "eager" if picked == "sdpa" and (caps_scores(model_config) or not model_class._supports_sdpa) else picked
 
 
 def compile_blocks(model: PreTrainedModel) -> None:
