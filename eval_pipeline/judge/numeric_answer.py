@@ -19,15 +19,24 @@ the standard library is imported, because small server processes use this module
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeAlias
 
 from eval_pipeline.judge.formula import equal_formulas, is_rounded
 from eval_pipeline.judge.formula_parser import PERIODIC
+from eval_pipeline.judge.number_notation import (
+    NUMBER,
+    PERCENT,
+    POWERS,
+    TEXT_COMMANDS,
+    TYPOGRAPHY,
+    joined_thousands,
+    plain_text,
+    replaced,
+    value_of,
+    without_numbers,
+)
 
 # not if a string, or code in prose, contains the tag
 _REASONING_END = re.compile(r"(?:</think(?:ing)?>|\[/THINK\])(?![\"'\\]|`(?!``))")
@@ -78,6 +87,7 @@ _SEVERAL = re.compile(
 _DECODED_ESCAPE = re.compile(r"[\x07\x08\x0b\x0c\r][a-z]|\t(?:ext|imes|frac|an\b|heta)|\n(?:eq|u\b)")
 # of statements without an end: `3 or 4`, `3 4 5`
 _ALTERNATIVES = re.compile(r"[^0]*0(?:,? {1,4}or {1,4}0.*|(?: {1,4}0)+[^\w]*)")
+_ROUNDED = re.compile(r"-?[0-9]{0,300}(?:\.[0-9]{1,300})?")
 MAX_LINE_CHARS = 400
 """Longest result of an answer without a box or answer tags."""
 
@@ -109,7 +119,7 @@ def is_right(answer: str, reference: str) -> bool:
     text = _without_reasoning(answer)
     if _is_right(text, reference, scaled=False):
         return True
-    return any(word in text.lower() for word in _POWERS) and _is_right(text, reference, scaled=True)
+    return any(word in text.lower() for word in POWERS) and _is_right(text, reference, scaled=True)
 
 
 def stated_result(answer: str, reference: str) -> str | None:
@@ -120,15 +130,15 @@ def stated_result(answer: str, reference: str) -> str | None:
     elif tagged := _find_tagged(text):
         result = _result(tagged.text, tagged.enclosed)
     else:
-        number = _last(_NUMBER, _plain_text(text))
+        number = _last(NUMBER, plain_text(text))
         result = number[0] if number else None
     return None if result is None else result.strip() or None
 
 
 def parse_number(reference: str) -> Fraction | None:
     """The exact value of a reference answer; None if it is not a number."""
-    text = _joined_thousands(_plain_text(reference).strip())
-    return None if _without_numbers(text).strip(".") != "0" else _value(_NUMBER.search(text))
+    text = joined_thousands(plain_text(reference).strip())
+    return None if without_numbers(text).strip(".") != "0" else value_of(NUMBER.search(text))
 
 
 def has_decoded_escape(reference: str) -> bool:
@@ -138,7 +148,7 @@ def has_decoded_escape(reference: str) -> bool:
 
 def _without_reasoning(answer: str) -> str:
     final = after_reasoning(answer)
-    return _replaced(answer if final is None or not _STATES.search(final) else final, _TYPOGRAPHY)
+    return replaced(answer if final is None or not _STATES.search(final) else final, TYPOGRAPHY)
 
 
 def _is_right(text: str, reference: str, scaled: bool) -> bool:
@@ -147,19 +157,19 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
         return not scaled and _is_text_or_formula(text, reference)
     tagged = _find_tagged(text)
     if tagged is None:
-        return _value(_last(_NUMBER, _plain_text(text, scaled))) == wanted
-    stated = _joined_thousands(_plain_text(tagged.text, scaled))
+        return value_of(_last(NUMBER, plain_text(text, scaled))) == wanted
+    stated = joined_thousands(plain_text(tagged.text, scaled))
     candidate = _result(stated, tagged.enclosed)
     if any(equal_formulas(exact, reference) for exact in _before_rounding(tagged.text, tagged.enclosed)):
         return True
-    if PERIODIC.search(candidate) or _FORMULA.search(_without_numbers(candidate)):
+    if PERIODIC.search(candidate) or _FORMULA.search(without_numbers(candidate)):
         return equal_formulas(_result(tagged.text, tagged.enclosed), reference)
     if _is_no_number(stated, candidate, tagged.enclosed):
         return False
-    value = _value(_last(_NUMBER, candidate) if tagged.enclosed else _NUMBER.search(candidate))
+    value = value_of(_last(NUMBER, candidate) if tagged.enclosed else NUMBER.search(candidate))
     if value is None or value == wanted:
         return value is not None
-    is_percentage, wants_percentage = (_PERCENT.search(each) is not None for each in (tagged.text, reference))
+    is_percentage, wants_percentage = (PERCENT.search(each) is not None for each in (tagged.text, reference))
     return is_percentage != wants_percentage and value == wanted * (100 if is_percentage else Fraction(1, 100))
 
 
@@ -168,8 +178,8 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
     stated = _stated_text(text, reference)
     if stated is None:
         return False
-    if choice := _CHOICE.match(_replaced(reference, _TEXT_COMMANDS).strip()):
-        chosen = _CHOSEN.match(_replaced(stated, _TEXT_COMMANDS))
+    if choice := _CHOICE.match(replaced(reference, TEXT_COMMANDS).strip()):
+        chosen = _CHOSEN.match(replaced(stated, TEXT_COMMANDS))
         if chosen:
             is_only_one = _OTHER_CHOICE.search(chosen.string, chosen.end()) is None
             return is_only_one and (chosen[1] or chosen[2]).casefold() == choice[1].casefold()
@@ -178,7 +188,7 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
     if _LETTERS.fullmatch(reference) and _LETTERS.fullmatch(stated):
         return False
     candidates = [stated, *_before_rounding(stated, enclosed=True)]
-    return any(equal_formulas(_joined_thousands(each), _joined_thousands(reference)) for each in candidates)
+    return any(equal_formulas(joined_thousands(each), joined_thousands(reference)) for each in candidates)
 
 
 def _stated_text(text: str, reference: str) -> str | None:
@@ -192,8 +202,8 @@ def _stated_text(text: str, reference: str) -> str | None:
         return enclosed
     tag = next(filter(None, (_last(pattern, text) for pattern in _TEXT_TAGS)), None)
     line = text[tag.end() :].partition("\n")[0] if tag else text.strip()
-    if "\n" in line and _CHOICE.match(_replaced(reference, _TEXT_COMMANDS).strip()):
-        return _last_choice(_replaced(line, _TEXT_COMMANDS).strip())
+    if "\n" in line and _CHOICE.match(replaced(reference, TEXT_COMMANDS).strip()):
+        return _last_choice(replaced(line, TEXT_COMMANDS).strip())
     if tag is None and (math := _LAST_MATH.search(line[-MAX_LINE_CHARS:])):
         return math[1]
     return None if len(line) > MAX_LINE_CHARS or "\n" in line else _math_or_sentence(line)
@@ -223,17 +233,17 @@ def _result(stated: str, enclosed: bool) -> str:
 def _before_rounding(stated: str, enclosed: bool) -> list[str]:
     """The values before the result, if it is these values rounded: `\\sqrt{2}` of `x = \\sqrt{2} = 1.41`."""
     *exact, last = stated.rsplit("=", 3)
-    result = _ROUNDED.fullmatch(_plain_text(last if enclosed else _before_prose(last)).strip())
+    result = _ROUNDED.fullmatch(plain_text(last if enclosed else _before_prose(last)).strip())
     return [each for each in exact if is_rounded(each, result[0])] if result else []
 
 
 def _is_no_number(stated: str, candidate: str, enclosed: bool) -> bool:
     """Whether a statement is algebra, or consists of several numbers; without an end, it may be `42, 6 a day`."""
-    if _ALGEBRA.search(_without_numbers(candidate)):
+    if _ALGEBRA.search(without_numbers(candidate)):
         return True
     pattern = _SEVERAL if enclosed else _ALTERNATIVES
-    is_several = pattern.fullmatch(_without_numbers(stated))
-    return bool(is_several) and len({*map(_value, _NUMBER.finditer(stated))}) > 1
+    is_several = pattern.fullmatch(without_numbers(stated))
+    return bool(is_several) and len({*map(value_of, NUMBER.finditer(stated))}) > 1
 
 
 def _enclosed(text: str) -> str | None:
@@ -319,136 +329,6 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 def _same_text(candidate: str, reference: str) -> bool:
     """Whether a part of an answer is the reference, ignoring case and whitespace around signs."""
-    texts = (" ".join(_replaced(text, _TEXT_COMMANDS).split()) for text in (candidate, reference))
+    texts = (" ".join(replaced(text, TEXT_COMMANDS).split()) for text in (candidate, reference))
     candidate, reference = (re.sub(r"(?<!\w) | (?!\w)", "", text) for text in texts)
     return candidate.rstrip(".").casefold() == reference.rstrip(".").casefold()
-
-
-# Numbers as people and models write them in prose
-
-MAX_NUMBER_CHARS = 300
-MAX_EXPONENT = 300
-"""Larger numbers are ignored: exact arithmetic with them would take unbounded time and memory."""
-
-_DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-# a minus after an operand subtracts, so it is not a sign
-_NUMBER = re.compile(
-    rf"(?<![A-Za-z0-9_])(?:(?<![)])(?P<sign>[-+]))?(?:"
-    rf"(?:(?P<whole>{_DIGITS}) )?(?P<above>{_DIGITS}) ?/ ?(?P<below>{_DIGITS})(?!\.?[0-9])"
-    rf"|(?P<decimal>(?:{_DIGITS}(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)(?:[eE][-+]?[0-9]+)?))"
-)
-
-# 5 000, with any space between the digits
-_SPACED_THOUSANDS = re.compile(r"(?<![0-9.,/])(?<![0-9] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9/]| [0-9])")
-
-
-def _as_frac(vulgar: re.Match[str]) -> str:
-    above, below = unicodedata.normalize("NFKC", vulgar[0]).split("\u2044")
-    return rf"\frac{{{above}}}{{{below}}}"
-
-
-_Replacements: TypeAlias = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
-
-_TYPOGRAPHY: _Replacements = [
-    (re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]"), "-"),  # hyphens, en dash, minus signs
-    (re.compile("[\u00a0\u2009\u202f]|(?<=[0-9])~(?=[0-9])"), " "),
-    (re.compile("[\uff10-\uff19]"), lambda digit: unicodedata.normalize("NFKC", digit[0])),
-    (re.compile("[\u00bc-\u00be\u2150-\u215e]"), _as_frac),
-    (re.compile("(?<=[0-9])\u2044(?=[0-9])"), "/"),
-    (re.compile(r"(?<!\\)\\[,!;: ]"), ""),
-    (re.compile(r"\{,\}(?=[0-9]{3})|(?<=[0-9])['_](?=[0-9]{3}(?![0-9]))"), ","),
-    (re.compile("\u2248|\\\\(?:approx|simeq)(?![A-Za-z])"), "="),
-    (re.compile(r"(?<!\\)\\[()\[\]]"), "$"),
-    (re.compile(r"\\(?:left|right|q?quad|displaystyle|[lL]arge)(?![a-z])"), " "),
-    (re.compile(r"\\(?:phantom|color)\{[^{}]*\}"), ""),
-    (re.compile(r"\\underline\{([^{}]*)\}"), r"\1"),
-    # emphasis, and not the power of 2**3 and the product of 2*3
-    (
-        re.compile(
-            r"(?<![A-Za-z0-9)])(?:\*{1,3}|_{1,3})([^*_\s](?:[^*_\n]*[^*_\s])?)(?:\*{1,3}|_{1,3})(?![A-Za-z0-9(])"
-        ),
-        r"\1",
-    ),
-    (re.compile(r"`"), ""),
-    (re.compile(r"<(-?[0-9][0-9,.]{0,20})>"), r"\1"),  # a placeholder such as <number>
-    (re.compile(r"(?<![<=-])(?:=|-{1,2})> ?(?=[-+.0-9])"), " "),  # arrows
-    # a sign, and not a bullet of a list
-    (
-        re.compile(
-            r"((?:\\boxed\s{0,3}\{|=|####|<answer>|\banswer(?: is:?|:)) {0,3}-) {1,3}(?=\\?[$\u20ac\u00a3]?\.?[0-9])",
-            re.IGNORECASE,
-        ),
-        r"\1",
-    ),
-]
-_TEXT_COMMANDS: _Replacements = [
-    (re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}"), r" \1 "),
-    (re.compile(r"\^\{?\\circ\}?|\\?%|\u00b0"), " "),
-    (re.compile(r"\\?[$\u20ac\u00a3\u00a5\u20b9]"), " "),
-]
-_NUMBER_NOTATIONS: _Replacements = [
-    (re.compile(r"(?<=-)\\(?:text|mathrm)\{([0-9.,]{1,20})\}|\\text\{(-)\}(?=[0-9])"), r"\1\2"),
-    # the square of a unit: \text{cm}^2, cm^2
-    (re.compile(r"\\(?:text|mathrm|mbox)\{([^{}0-9]{1,20}[A-Za-z~ ])\} ?\^(?:[23]|\{[23]\})"), r" \1 "),
-    (
-        re.compile(
-            r"(?<![A-Za-z\\])((?:[cdkm]?m|in|ft|yd|mi|inch(?:es)?|feet|units?) ?)(?:\^(?:[23]|\{[23]\})|[\u00b2\u00b3])"
-        ),
-        r"\1",
-    ),
-    _TEXT_COMMANDS[0],
-    (re.compile(r"(?<![-+ ])(?=\\[dt]?frac)"), " "),  # 1\frac{1}{2} is 1 1/2, and the sign of -\frac{1}{2} stays
-    (re.compile(r"\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}|\\[dt]?frac([0-9])([0-9])"), r"\1\3/\2\4 "),
-    (re.compile(r"(/[0-9]+) ([-+])(?=[0-9])"), r"\1 \2 "),
-    (re.compile(r"-\\?[$\u20ac\u00a3\u00a5\u20b9] ?"), "-"),
-    *_TEXT_COMMANDS[1:],
-    (re.compile(r" ?(?:\u00d7|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-+]?[0-9]{1,4})\}?"), r"e\1"),
-]
-_PERCENT = re.compile(r"[0-9] ?\\?%")
-_ROUNDED = re.compile(r"-?[0-9]{0,300}(?:\.[0-9]{1,300})?")
-_POWERS = {"hundred": "e2", "thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
-_SCALE = re.compile(rf"(?<=[0-9]) {{0,4}}({'|'.join(_POWERS)})s?\b", re.IGNORECASE)
-
-
-def _plain_text(text: str, scaled: bool = False) -> str:
-    """The text without LaTeX, Markdown, currency and percent signs around its numbers: `\\$1{,}250` is `1,250`.
-
-    Args:
-        text: an answer or a reference.
-        scaled: whether to write words as powers of ten: `1.5 million` as `1.5e6`.
-    """
-    text = _replaced(_replaced(text, _TYPOGRAPHY), _NUMBER_NOTATIONS)
-    return _SCALE.sub(lambda word: _POWERS[word[1].lower()], text) if scaled else text
-
-
-def _replaced(text: str, replacements: _Replacements) -> str:
-    for pattern, replacement in replacements:
-        text = pattern.sub(replacement, text)
-    return text
-
-
-def _joined_thousands(text: str) -> str:
-    return _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), text)
-
-
-def _without_numbers(text: str) -> str:
-    """The plain text with each number replaced by `0`."""
-    return _NUMBER.sub("0", text)
-
-
-def _value(match: re.Match[str] | None) -> Fraction | None:
-    """The value of a match of `_NUMBER`; None without a match, or if the number is too big or divided by zero."""
-    if match is None or len(match[0]) > MAX_NUMBER_CHARS:
-        return None
-    sign = -1 if match["sign"] == "-" else 1
-    if match["decimal"]:
-        return _decimal(match["decimal"].replace(",", ""), sign)
-    whole, above, below = (int((match[part] or "0").replace(",", "")) for part in ("whole", "above", "below"))
-    return None if below == 0 else sign * (whole + Fraction(above, below))
-
-
-def _decimal(digits: str, sign: int) -> Fraction | None:
-    mantissa, _, exponent = digits.lower().partition("e")
-    if len(exponent) > MAX_NUMBER_CHARS or abs(int(exponent or "0")) > MAX_EXPONENT:
-        return None
-    return sign * Fraction(mantissa) * Fraction(10) ** int(exponent or "0")

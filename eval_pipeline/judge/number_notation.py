@@ -1,0 +1,138 @@
+"""Numbers as people and models write them: LaTeX, Markdown, units, currencies, thousands separators and words.
+
+Answers may be hostile: every pattern takes time linear in the text, and numbers that are too big are not computed.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from fractions import Fraction
+from typing import TypeAlias
+
+MAX_NUMBER_CHARS = 300
+MAX_EXPONENT = 300
+"""Larger numbers are ignored: exact arithmetic with them would take unbounded time and memory."""
+
+_DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+# a minus after an operand subtracts, so it is not a sign
+NUMBER = re.compile(
+    rf"(?<![A-Za-z0-9_])(?:(?<![)])(?P<sign>[-+]))?(?:"
+    rf"(?:(?P<whole>{_DIGITS}) )?(?P<above>{_DIGITS}) ?/ ?(?P<below>{_DIGITS})(?!\.?[0-9])"
+    rf"|(?P<decimal>(?:{_DIGITS}(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)(?:[eE][-+]?[0-9]+)?))"
+)
+
+# 5 000, with any space between the digits
+_SPACED_THOUSANDS = re.compile(r"(?<![0-9.,/])(?<![0-9] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9/]| [0-9])")
+
+
+def _as_frac(vulgar: re.Match[str]) -> str:
+    above, below = unicodedata.normalize("NFKC", vulgar[0]).split("\u2044")
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+_Replacements: TypeAlias = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
+
+TYPOGRAPHY: _Replacements = [
+    (re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]"), "-"),  # hyphens, en dash, minus signs
+    (re.compile("[\u00a0\u2009\u202f]|(?<=[0-9])~(?=[0-9])"), " "),
+    (re.compile("[\uff10-\uff19]"), lambda digit: unicodedata.normalize("NFKC", digit[0])),
+    (re.compile("[\u00bc-\u00be\u2150-\u215e]"), _as_frac),
+    (re.compile("(?<=[0-9])\u2044(?=[0-9])"), "/"),
+    (re.compile(r"(?<!\\)\\[,!;: ]"), ""),
+    (re.compile(r"\{,\}(?=[0-9]{3})|(?<=[0-9])['_](?=[0-9]{3}(?![0-9]))"), ","),
+    (re.compile("\u2248|\\\\(?:approx|simeq)(?![A-Za-z])"), "="),
+    (re.compile(r"(?<!\\)\\[()\[\]]"), "$"),
+    (re.compile(r"\\(?:left|right|q?quad|displaystyle|[lL]arge)(?![a-z])"), " "),
+    (re.compile(r"\\(?:phantom|color)\{[^{}]*\}"), ""),
+    (re.compile(r"\\underline\{([^{}]*)\}"), r"\1"),
+    # emphasis, and not the power of 2**3 and the product of 2*3
+    (
+        re.compile(
+            r"(?<![A-Za-z0-9)])(?:\*{1,3}|_{1,3})([^*_\s](?:[^*_\n]*[^*_\s])?)(?:\*{1,3}|_{1,3})(?![A-Za-z0-9(])"
+        ),
+        r"\1",
+    ),
+    (re.compile(r"`"), ""),
+    (re.compile(r"<(-?[0-9][0-9,.]{0,20})>"), r"\1"),  # a placeholder such as <number>
+    (re.compile(r"(?<![<=-])(?:=|-{1,2})> ?(?=[-+.0-9])"), " "),  # arrows
+    # a sign, and not a bullet of a list
+    (
+        re.compile(
+            r"((?:\\boxed\s{0,3}\{|=|####|<answer>|\banswer(?: is:?|:)) {0,3}-) {1,3}(?=\\?[$\u20ac\u00a3]?\.?[0-9])",
+            re.IGNORECASE,
+        ),
+        r"\1",
+    ),
+]
+TEXT_COMMANDS: _Replacements = [
+    (re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\^\{?\\circ\}?|\\?%|\u00b0"), " "),
+    (re.compile(r"\\?[$\u20ac\u00a3\u00a5\u20b9]"), " "),
+]
+_NUMBER_NOTATIONS: _Replacements = [
+    (re.compile(r"(?<=-)\\(?:text|mathrm)\{([0-9.,]{1,20})\}|\\text\{(-)\}(?=[0-9])"), r"\1\2"),
+    # the square of a unit: \text{cm}^2, cm^2
+    (re.compile(r"\\(?:text|mathrm|mbox)\{([^{}0-9]{1,20}[A-Za-z~ ])\} ?\^(?:[23]|\{[23]\})"), r" \1 "),
+    (
+        re.compile(
+            r"(?<![A-Za-z\\])((?:[cdkm]?m|in|ft|yd|mi|inch(?:es)?|feet|units?) ?)(?:\^(?:[23]|\{[23]\})|[\u00b2\u00b3])"
+        ),
+        r"\1",
+    ),
+    TEXT_COMMANDS[0],
+    (re.compile(r"(?<![-+ ])(?=\\[dt]?frac)"), " "),  # 1\frac{1}{2} is 1 1/2, and the sign of -\frac{1}{2} stays
+    (re.compile(r"\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}|\\[dt]?frac([0-9])([0-9])"), r"\1\3/\2\4 "),
+    (re.compile(r"(/[0-9]+) ([-+])(?=[0-9])"), r"\1 \2 "),
+    (re.compile(r"-\\?[$\u20ac\u00a3\u00a5\u20b9] ?"), "-"),
+    *TEXT_COMMANDS[1:],
+    (re.compile(r" ?(?:\u00d7|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-+]?[0-9]{1,4})\}?"), r"e\1"),
+]
+PERCENT = re.compile(r"[0-9] ?\\?%")
+POWERS = {"hundred": "e2", "thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
+_SCALE = re.compile(rf"(?<=[0-9]) {{0,4}}({'|'.join(POWERS)})s?\b", re.IGNORECASE)
+
+
+def plain_text(text: str, scaled: bool = False) -> str:
+    """The text without LaTeX, Markdown, currency and percent signs around its numbers: `\\$1{,}250` is `1,250`.
+
+    Args:
+        text: an answer or a reference.
+        scaled: whether to write words as powers of ten: `1.5 million` as `1.5e6`.
+    """
+    text = replaced(replaced(text, TYPOGRAPHY), _NUMBER_NOTATIONS)
+    return _SCALE.sub(lambda word: POWERS[word[1].lower()], text) if scaled else text
+
+
+def replaced(text: str, replacements: _Replacements) -> str:
+    for pattern, replacement in replacements:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def joined_thousands(text: str) -> str:
+    return _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), text)
+
+
+def without_numbers(text: str) -> str:
+    """The plain text with each number replaced by `0`."""
+    return NUMBER.sub("0", text)
+
+
+def value_of(match: re.Match[str] | None) -> Fraction | None:
+    """The value of a match of `NUMBER`; None without a match, or if the number is too big or divided by zero."""
+    if match is None or len(match[0]) > MAX_NUMBER_CHARS:
+        return None
+    sign = -1 if match["sign"] == "-" else 1
+    if match["decimal"]:
+        return _decimal(match["decimal"].replace(",", ""), sign)
+    whole, above, below = (int((match[part] or "0").replace(",", "")) for part in ("whole", "above", "below"))
+    return None if below == 0 else sign * (whole + Fraction(above, below))
+
+
+def _decimal(digits: str, sign: int) -> Fraction | None:
+    mantissa, _, exponent = digits.lower().partition("e")
+    if len(exponent) > MAX_NUMBER_CHARS or abs(int(exponent or "0")) > MAX_EXPONENT:
+        return None
+    return sign * Fraction(mantissa) * Fraction(10) ** int(exponent or "0")
