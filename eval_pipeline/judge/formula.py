@@ -45,7 +45,11 @@ def equal_formulas(one: str, other: str) -> bool:
     number are ignored if the other formula has none, and percent and degree signs always. A formula equals
     `x = formula`, `1 \\pm 2` equals the list of both values, and `x < 3` equals `(-\\infty, 3)`. `0.1666...` is 1/6.
     """
-    texts = [normalize(text) for text in (one, other)]
+    texts, texts_of_variables = ([normalize(text, with_units) for text in (one, other)] for with_units in (True, False))
+    return _equal_texts(texts) or (texts != texts_of_variables and _equal_texts(texts_of_variables))
+
+
+def _equal_texts(texts: list[str]) -> bool:
     if any(len(text) > MAX_FORMULA_CHARS or PROSE.search(text) for text in texts):
         return False
     is_complex = any(IMAGINARY.search(text) for text in texts)
@@ -112,6 +116,8 @@ def _equal(left: Formula, right: Formula) -> bool:
     if isinstance(left, Expression) and isinstance(right, Expression):
         return _equal_values(left, right)
     left, right = _without_signs(left), _without_signs(right)
+    if isinstance(left, Expression) or isinstance(right, Expression):
+        return _equal_quotients(left, right)
     if not (isinstance(left, Collection) and isinstance(right, Collection)):
         return False
     kinds = {left.kind, right.kind}
@@ -121,6 +127,18 @@ def _equal(left: Formula, right: Formula) -> bool:
     if len(left.items) != len(right.items) or not (len(kinds) == 1 or kinds == {"list", "()"}):
         return False
     return all(_has_sorted_names(each.items) for each in (left, right)) and all(map(_equal, left.items, right.items))
+
+
+def _equal_quotients(left: Formula, right: Formula) -> bool:
+    """Whether a ratio and an expression are equal: `9:14` and `9/14`."""
+    sides = []
+    for side in (left, right):
+        is_ratio = isinstance(side, Collection) and side.kind == ":"
+        parts = side.items if isinstance(side, Collection) and is_ratio else (side,)
+        if not all(isinstance(part, Expression) for part in parts):
+            return False
+        sides.append(apply(operator.truediv, *parts) if is_ratio else side)
+    return _equal(*sides)
 
 
 def _has_sorted_names(items: tuple[Formula, ...]) -> bool:

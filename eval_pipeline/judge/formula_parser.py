@@ -51,6 +51,7 @@ _UNITS = {
         "yr year years", "mg milligram milligrams", "g gram grams", "kg kilogram kilograms", "lb lbs pound pounds",
         "oz ounce ounces", "ton tons", "deg degree degrees", "rad radian radians", "dollar dollars", "cent cents",
         "ml milliliter milliliters", "l liter liters litre litres", "gal gallon gallons", "mph", "per", "percent",
+        "mol mole moles",
     )
     for word in words.split()
 }  # fmt: skip
@@ -82,6 +83,7 @@ _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     (PERIODIC, r"\1\\overline{\2}"),
     (re.compile(r"(?<=\S) ?[,;(]? ?[kmn] ?\\in ?(?:Z|\\mathbb ?\{?Z\}?)\)?$"), ""),
     (re.compile(r"\\mathbb\s?\{?R\}?"), r"\\R "),
+    (re.compile(r"\\overline\s?\{([A-Z]{2})\}"), r" \1 "),  # a segment; a bar over one letter is a conjugate
     (re.compile(r"\\(mathbb|vec|hat|dot|bar|overline)\s?(?:\{([A-Za-z]{1,3})\}|([A-Za-z]))"), r" \2\3_{\1}"),
     (re.compile(r"\\(?:dfrac|tfrac|cfrac)"), r"\\frac"),
     (re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
@@ -106,10 +108,26 @@ _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"(?<=[0-9]) x (?=[0-9])"), "*"),
     (re.compile(r"\\begin\{[bp]matrix\}"), r"\\matrix "),
     (re.compile(r"\\end\{[bp]matrix\}"), r"\\end "),
+    (re.compile(r"[(\[] ?\\begin\{array\}\s?\{[lcr ]*\}"), r"\\matrix "),
+    (re.compile(r"\\end\{array\} ?[)\]]"), r"\\end "),
     (re.compile(r"(?<=[\])}]) ?U ?(?=[\[({\\])"), r"\\cup "),
     (re.compile(r"(?<![A-Za-z\\])(?:square|sq\.?|cubic) (?=[a-z])"), ""),
     (re.compile(r"miles per hour"), "mph"),
+    (re.compile(r"(?<=[a-z]) per (?=[a-z])"), "/"),
 ]
+# units behind a number: 9.8 m/s^2, 5 \text{kg}*\text{m}^2, 3 \frac{m}{s}
+_TEXT = r"\\(?:text|textrm|mathrm|mbox|operatorname)\s?"
+_SYMBOL = (
+    r"(?:[cdkmnGM]?(?:m|g|s|N|J|W|V|A|Pa|Hz|mol|K|C|L|l|eV)|kWh|h|hr|hours?|min|minutes?|sec|seconds?|day|year|yr"
+    r"|meters?|metres?|ft|feet|in|mi|miles?|lbs?)(?![A-Za-z])"
+)
+_POWER = r"(?: ?\^ ?(?:-?[1-9]|\{ ?-?[1-9] ?\}))?"
+_PRODUCT = rf"{_SYMBOL}{_POWER}(?:(?: ?[/*] ?| | per ){_SYMBOL}{_POWER}){{0,4}}"
+_UNIT_FACTOR = rf"(?:{_TEXT}\{{ ?{_PRODUCT} ?\}}|{_SYMBOL}){_POWER}"
+_UNIT_FRACTION = re.compile(rf"\\frac ?\{{ ?({_UNIT_FACTOR}) ?\}} ?\{{ ?({_UNIT_FACTOR}) ?\}}")
+_UNITS_BEHIND_NUMBER = re.compile(
+    rf"(?<=[0-9}}])( ?)({_UNIT_FACTOR}(?:(?: ?[/*] ?| ){_UNIT_FACTOR}){{0,4}})(?= ?(?:$|[,;=)\]}}]))"
+)
 _NUMBER = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?")
 _THOUSANDS = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]*)?")
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot) ?\{?([0-9]+)\}?")
@@ -147,16 +165,23 @@ _END = re.compile(r"\\end")
 _BRACKET = re.compile(r"[({]")
 _REALS = Collection("()", (constant(-math.inf), constant(math.inf)))
 _UNIT = re.compile(r' ?(/?) ?(?:"([^"]*)"|(?<![A-Za-z0-9])([A-Za-z]+)(?![A-Za-z(_]))(?: ?\^ ?(?:[23]|\{ ?[23] ?\}))?')
-_NOUN = re.compile(r"[a-z]+(?: [a-z]+)*")
+_NOUN = re.compile(r"[a-z]+(?:[ /*^{}0-9-]+[a-z]+)*[ ^{}0-9-]*")
 _OPENING = {"(": "(", "[": "[", "{": "", "\\{": "{", "\\langle": "("}
 _CLOSED = {")": ")", "]": "]", "}": "", "\\}": "}", "\\rangle": ")"}
 
 
-def normalize(text: str) -> str:
-    """The text with one notation for each sign, and words in quotes."""
+def normalize(text: str, with_units: bool = True) -> str:
+    """The text with one notation for each sign, and words in quotes.
+
+    Args:
+        text: a formula.
+        with_units: whether `9.8 m/s^2` and `5 \\text{m}` contain units. Otherwise, their letters are variables.
+    """
     text = text.translate(_SIGNS)
     for pattern, replacement in _SYNONYMS:
         text = pattern.sub(replacement, text)
+    if with_units:
+        text = _UNITS_BEHIND_NUMBER.sub(_quote_units, _UNIT_FRACTION.sub(r"\1/\2", text))
     text = _WORDS.sub(_quote, text)
     text = _PLAIN_COMMAND.sub(lambda word: rf"\{_PLAIN_COMMANDS.get(word[1], word[1])} ", text)
     return " ".join(text.split()).rstrip(".")
@@ -168,6 +193,17 @@ def _quote(words: re.Match[str]) -> str:
     if len(text) < 2 or is_formula or text in ("or", "and"):
         return f" {text} "
     return f' "{text.casefold()}" '
+
+
+def _quote_units(found: re.Match[str]) -> str:
+    """Quote words in `\\text`, and units such as `m/s` and `kg m` behind a space; other letters may be variables."""
+    space, units = found.groups()
+    is_word = "\\" in units
+    is_compound = re.fullmatch(_SYMBOL + _POWER, units) is None and re.search(r"[-/]|[A-Za-z]{2}", units) is not None
+    if not is_word and not (space and is_compound):
+        return found[0]
+    words = re.sub(rf"{_TEXT}|[{{}}]", "", units).strip()
+    return f' "{words.casefold()}" '
 
 
 class Parser:
@@ -365,6 +401,8 @@ class Parser:
     def _factor(self) -> Formula:
         base = self._atom()
         while True:
+            if self._take_text("!!"):
+                raise NotAFormula("a double factorial")
             if self._take_text("!"):
                 base = self._apply(factorial, base)
             elif self._take_text("\\degree"):

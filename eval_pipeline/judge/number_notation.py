@@ -34,15 +34,32 @@ def _as_frac(vulgar: re.Match[str]) -> str:
 
 _Replacements: TypeAlias = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
 
+# the beginning of a number or a root
+_OPERAND = r"(?=[ $(]{0,3}\\?[$\u20ac\u00a3]?\.?[0-9]|[ $]{0,2}\\(?:[dt]?frac|sqrt|pi)(?![a-z]))"
+_SIGN_WORDS: _Replacements = [
+    (re.compile(r"\\(?:text|textbf|mathrm|mbox)\{ ?(negative|minus) ?\}", re.IGNORECASE), r"\1 "),
+    (re.compile(rf"(?<![A-Za-z-])negative {{1,3}}{_OPERAND}", re.IGNORECASE), "-"),
+    (
+        re.compile(
+            rf"((?:\A|[=:,.!?(\[{{>#\n]|\b(?:is|are|be|equals?|to|or|and))[ $\n]{{0,3}})minus {{1,3}}{_OPERAND}",
+            re.IGNORECASE,
+        ),
+        r"\1-",
+    ),
+    (re.compile(rf"(?:(?<=[0-9)}}$])|(?<=[ ({{>$][a-z])) {{1,3}}minus {{1,3}}{_OPERAND}", re.IGNORECASE), " - "),
+]
+"""A minus after an operand subtracts: `10 minus 5`."""
+
 TYPOGRAPHY: _Replacements = [
     (re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]"), "-"),  # hyphens, en dash, minus signs
     (re.compile("[\u00a0\u2009\u202f]|(?<=[0-9])~(?=[0-9])"), " "),
     (re.compile("[\uff10-\uff19]"), lambda digit: unicodedata.normalize("NFKC", digit[0])),
     (re.compile("[\u00bc-\u00be\u2150-\u215e]"), _as_frac),
     (re.compile("(?<=[0-9])\u2044(?=[0-9])"), "/"),
+    (re.compile(r"(?<!\\)\\[,;: ](?=[A-Za-z\\])"), " "),
     (re.compile(r"(?<!\\)\\[,!;: ]"), ""),
     (re.compile(r"\{,\}(?=[0-9]{3})|(?<=[0-9])['_](?=[0-9]{3}(?![0-9]))"), ","),
-    (re.compile("\u2248|\\\\(?:approx|simeq)(?![A-Za-z])"), "="),
+    (re.compile("\u2248|\u2261|\\\\(?:approx|simeq|equiv)(?![A-Za-z])"), "="),
     (re.compile(r"(?<!\\)\\[()\[\]]"), "$"),
     (re.compile(r"\\(?:left|right|q?quad|displaystyle|[lL]arge)(?![a-z])"), " "),
     (re.compile(r"\\(?:phantom|color)\{[^{}]*\}"), ""),
@@ -65,6 +82,7 @@ TYPOGRAPHY: _Replacements = [
         ),
         r"\1",
     ),
+    *_SIGN_WORDS,
 ]
 TEXT_COMMANDS: _Replacements = [
     (re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}"), r" \1 "),
@@ -72,6 +90,8 @@ TEXT_COMMANDS: _Replacements = [
     (re.compile(r"\\?[$\u20ac\u00a3\u00a5\u20b9]"), " "),
 ]
 _NUMBER_NOTATIONS: _Replacements = [
+    # 5^{th}
+    (re.compile(r"(?<=[0-9]) ?\^ ?\{? ?(?:\\(?:text|mathrm)\{)?(?:st|nd|rd|th)(?![A-Za-z])\}{0,2}"), " "),
     (re.compile(r"(?<=-)\\(?:text|mathrm)\{([0-9.,]{1,20})\}|\\text\{(-)\}(?=[0-9])"), r"\1\2"),
     # the square of a unit: \text{cm}^2, cm^2
     (re.compile(r"\\(?:text|mathrm|mbox)\{([^{}0-9]{1,20}[A-Za-z~ ])\} ?\^(?:[23]|\{[23]\})"), r" \1 "),
@@ -92,6 +112,35 @@ _NUMBER_NOTATIONS: _Replacements = [
 PERCENT = re.compile(r"[0-9] ?\\?%")
 POWERS = {"hundred": "e2", "thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
 _SCALE = re.compile(rf"(?<=[0-9]) {{0,4}}({'|'.join(POWERS)})s?\b", re.IGNORECASE)
+
+
+# Words around a number with which a text does not state the number
+
+_NEGATED = r"(?:\b(?:not|never|cannot)|n['\u2019]t)(?: (?:be|equals?|to|just|only|exactly|necessarily|simply))*"
+_BOUNDED = (
+    r"(?<!\bnone other )\bthan(?: or equal to)?|\bat (?:most|least)|(?:^|\b(?:is|be|was) )up to"
+    r"|\b(?:between|over|under|above|below|beyond|exceed(?:s|ing)?|differ(?:s|ent) from)"
+)
+_CHANGED = r"\b(?:half|twice|double|triple|thrice)(?: of)?|\b(?:root|square|cube|third|quarter|reciprocal|inverse) of"
+_BEFORE_UNSTATED = re.compile(rf"(?:{_NEGATED}|{_BOUNDED}|{_CHANGED})[ ($]*$", re.IGNORECASE)
+_AFTER_UNSTATED = re.compile(r" {0,3}(?:squared|cubed|factorial)\b", re.IGNORECASE)
+_BEFORE_CHARS = 60
+
+
+def is_stated(number: re.Match[str]) -> bool:
+    """Whether a text states a number that it contains: not in `not 42`, `less than 42`, `half of 42`, `42 squared`.
+
+    Args:
+        number: a match of `NUMBER` in a plain text.
+    """
+    is_changed = _AFTER_UNSTATED.match(number.string, number.end())
+    return not is_changed and is_statement(number.string, number.start())
+
+
+def is_statement(text: str, position: int) -> bool:
+    """Whether the words before a position state what follows: not `not`, `less than` or `half of`."""
+    before = text[max(0, position - _BEFORE_CHARS) : position]
+    return _BEFORE_UNSTATED.search(" ".join(before.split())) is None
 
 
 def plain_text(text: str, scaled: bool = False) -> str:

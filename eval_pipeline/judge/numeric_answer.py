@@ -1,16 +1,18 @@
 """Compares a model's answer with a reference answer, exactly (GSM8K, MATH).
 
 The first of these tags that occurs is compared, at its last occurrence: `<answer>…</answer>`; `\\boxed{…}`; `#### …`;
-`answer is …` or `answer: …`. Without a tag, the last number of the text is compared. In a tagged answer, the part after
-its last `=` counts: the last number inside `<answer>` and `\\boxed`, the first one after `####` and `answer is`. Those
-two end with their sentence, or before a reason: `42 because 6 * 7 = 42`. A formula is compared by `judge/formula.py`.
-`\\sqrt{2} \\approx 1.41` equals both, and `50%` equals 50 and 0.5. `\\boxed{1} and \\boxed{2}` is a list.
-Several numbers and algebra (`3, 4`, `2x`, `x > 5`) equal no number. `3 million` equals 3000000, and also 3, for
-questions that ask for millions. Reasoning up to `</think>` counts only if no answer follows it.
+`answer is …` or `answer: …`; `$…$` at the end of the text. Without a tag, the last number of the text is compared. In a
+tagged answer, the part after its last `=` counts: the last number inside a tag, the first one after `####` and `answer
+is`, which end with their sentence, or before a reason: `42 because 6 * 7 = 42`. A formula is compared by
+`judge/formula.py`. `\\sqrt{2} \\approx 1.41` equals both, and `50%` equals 50 and 0.5. `\\boxed{1} and \\boxed{2}` is a
+list. Several numbers and algebra (`3, 4`, `2x`, `x > 5`) equal no number. `negative 5` is -5, and `not 5`, `less than
+5` and `half of 5` state no number. A `!` is a factorial inside a tag or a formula, and ends a sentence elsewhere. `3
+million` equals 3000000, and also 3, for questions that ask for millions. Reasoning up to `</think>` counts only if no
+answer follows it.
 
 A reference that is not a number is a formula, the letter of a choice, or words. Such an answer has one of the tags, or
 is a single line, or ends with a formula between math delimiters. The letter of a choice may also be the last of several
-lines, if no other line is another letter.
+lines, if no other line is another letter, or end the text as in `Option B is correct.`
 
 Answers may be hostile: every pattern takes time linear in the text, and numbers that are too big are not computed. Only
 the standard library is imported, because small server processes use this module.
@@ -31,6 +33,8 @@ from eval_pipeline.judge.number_notation import (
     POWERS,
     TEXT_COMMANDS,
     TYPOGRAPHY,
+    is_stated,
+    is_statement,
     joined_thousands,
     plain_text,
     replaced,
@@ -50,43 +54,76 @@ _BETWEEN_BOXES = re.compile(
 # "#### 1. First" and "#### Step 1" are headings
 _HASHES = re.compile(r"(?<!#)####(?!#|[ \t]{0,4}[0-9]+[.):][ \t]{0,4}[A-Za-z])([^A-Za-z0-9\n]{0,20}[0-9\\][^\n]*)")
 _ANSWER = (
-    r"\b(?:answer|correct (?:option|choice))\b[ *_]{0,4}(?:(?:is|was|(?:would|should|must) be)\b(?! not\b)|:|=)"
+    r"(?:\b(?:answer|correct (?:option|choice))\b|\u7b54\u6848)[ *_]{0,4}"
+    r"(?:(?:is|was|(?:would|should|must) be)\b(?! not\b)|[:=\uff1a\u662f\u4e3a])"
     r"[ \t:*]{0,8}\n{0,2}"
 )
 _ANSWER_IS = re.compile(rf"{_ANSWER}([^.!?0-9\n]{{0,48}}\.?[0-9][^\n]*)", re.IGNORECASE)
 _TEXT_TAGS = (re.compile(r"(?<!#)####(?!#)"), re.compile(_ANSWER, re.IGNORECASE))
-_MATH = re.compile(r"\s*\$\$?([^$]+)\$")
-_LAST_MATH = re.compile(r"\$([^$]+)\$\$?[.\s]*$")
-_SENTENCE_END = r"[.!?;](?:[ \t]|$)|[ \t](?:because|since|as|where|when|with|if|given|so|which|due|assuming|but)\b"
+# several formulas in a row are a list: $x = 1$ and $x = 2$
+_FORMULAS = r"\$\$?[^$]+\$\$?(?:(?:, ?(?:(?:and|or) )?| (?:and|or) )\$\$?[^$]+\$\$?)*"
+_MATH = re.compile(rf"\s*({_FORMULAS})")
+_LAST_MATH = re.compile(rf"({_FORMULAS})[.\s]*$")
+_IN_MATH = re.compile(r"\$\$?([^$]+)\$\$?")
+_SENTENCE_END = (
+    r"(?:[.?;]|!{1,3}(?! ?=))(?:[ \t]|$)|[ \t](?:because|since|as|where|when|with|if|given|so|which|due|assuming|but)\b"
+)
 _STATEMENT_END = re.compile(rf"{_SENTENCE_END}|,[ \t]", re.IGNORECASE)
 _TEXT_END = re.compile(_SENTENCE_END, re.IGNORECASE)
 _ASIDE = re.compile(r"\([^()=]*=[^()]*\)")
 _DIGIT = re.compile(r"[0-9]")
-_STATES = re.compile(r"[0-9\u00bc-\u00be\u2150-\u215e]|<answer>|\\boxed|\banswer(?: is\b|:)", re.IGNORECASE)
+_STATES = re.compile(
+    r"[0-9\u00bc-\u00be\u2150-\u215e]|<answer>|\\boxed|\banswer(?: is\b|:)|\u7b54\u6848", re.IGNORECASE
+)
 """Found in a text that may state an answer."""
 _CHOICE = re.compile(r"^\(?([A-Za-z])\)?$")
 _CHOICE_LINE = re.compile(r"^[ \t]*\(?([A-Za-z])\)?\.?[ \t]*$", re.MULTILINE)
-_CHOSEN = re.compile(r"\s*(?:(?i:option|choice) )?(?:\(([A-Za-z])\)|([A-Z])(?=[).:]|\s*$))")
+_CORRECT_CHOICE = re.compile(
+    r"(?:^|[.!?:\n])[ \t]{0,4}(?i:(?:therefore|thus|so|hence|then|clearly),? )?(?i:the )?(?i:option |choice |answer )?"
+    r"\(?([A-Z])\)? is (?:the )?(?:correct|right)(?: (?:option|choice|answer))?(?=[.!\s]|$)"
+)
+_CHOSEN = re.compile(
+    r"\s*(?:(?i:option|choice) )?[\"'\u2018\u201c]?(?:\(([A-Za-z])\)|([A-Z])(?=[).:\"'\u2019\u201d\u3002]|\s*$))"
+)
 _OTHER_CHOICE = re.compile(r"\([A-Za-z]\)|(?<![A-Za-z])[A-Z](?:[.)]|\s*$)")
-_PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}|(?<![-+*/^,(\u00d7\u00f7\u00b7])[ \t](?=[(<>\u2264\u2265|{])")
+_PROSE = re.compile(
+    r"(?<![A-Za-z\\])(?!squared|cubed|factorial)[A-Za-z]{2}"
+    r"|(?<![-+*/^,(\u00d7\u00f7\u00b7])[ \t](?=[(<>\u2264\u2265|{])"
+)
 _LETTERS = re.compile(r"\s*[A-Za-z]{2,}\s*")
 _FORMULA = re.compile(
-    r"\\[A-Za-z]|[\^\u221a\u00b2\u00b3]|\| ?-?0 ?\||0!(?![=!]| ?$)|\{-?0\}|0 x 0|(?<![A-Za-z])sqrt|0 ?\u03c0"
+    r"\\[A-Za-z]|[\^\u221a\u00b2\u00b3]|\| ?-?0 ?\||0!(?!=)|\{-?0\}|0 x 0|(?<![A-Za-z])sqrt|0 ?\u03c0"
     r"|[0)] {0,2}(?:[-+/\u00d7\u00f7\u00b7]|\*{1,2}) {0,2}[0(]|[-0]\("
 )
 # what a single number never contains; m and s are units here, not variables
-_ALGEBRA = re.compile(
-    r"(?:[<\u2264\u2265\u2260\u00b1]|(?<!<[a-z])(?<![a-z]{2})(?<![>/])>) ?0|0 ?[inxyz](?![A-Za-z]| 0)|0 (?:R|mod) ?0"
-    r"|0(?:[abcefjkpqrtuvw]|[xyz]{2,3})(?![A-Za-z])|0 ?/ ?[abceknpqrtuvwxyz](?![A-Za-z])"
-    r"|(?<![A-Za-z\\])[a-z] ?[-+*/] ?0|0 ?[-+*/] ?[nxyz](?![A-Za-z])|_\{?[0-9]"
-    r"|(?<![A-Za-z])(?:[A-Za-z]|sqrt|log|ln|sin|cos)\(0"
-)
+_ALGEBRA = [
+    re.compile(pattern)
+    for pattern in (
+        # 2x, 6/a
+        r"0 ?[inxyz](?![A-Za-z]| 0)|0(?:[abcefjkpqrtuvw]|[xyz]{2,3})(?![A-Za-z])|0 ?/ ?[abceknpqrtuvwxyz](?![A-Za-z])",
+        # x + 5
+        r"(?<![A-Za-z\\])(?:[a-z] ?[-+*/]|[A-Z] ?[+*]) ?0",
+        # 5 + n, 5 + C; the words `a` and `I` may follow a dash
+        r"0 ?(?:[-+*/] ?[nxyzB-HJ-Z]|[-+] ?[bcefjkopqrtuvw]|[-+][AI]|[-+] [AI]$)(?![A-Za-z])",
+        # x > 5, 5 mod 3
+        r"(?:[<\u2264\u2265\u2260\u00b1]|(?<!<[a-z])(?<![a-z]{2})(?<![>/])>) ?0|0 (?:R|mod) ?0",
+        # 5_6, f(5
+        r"_\{?[0-9]|(?<![A-Za-z])(?:[A-Za-z]|sqrt|log|ln|sin|cos)\(0",
+    )
+]
 _SEVERAL = re.compile(
     r"[\s({\[\\]*(?:[A-Za-z] ?= ?)?0(?:(?: ?[,;] ?|:| : | {1,6}(?:(?:and|or|to) {1,4})?)(?:[A-Za-z] ?= ?)?-?0)+[^0]*"
 )
 _DECODED_ESCAPE = re.compile(r"[\x07\x08\x0b\x0c\r][a-z]|\t(?:ext|imes|frac|an\b|heta)|\n(?:eq|u\b)")
-# of statements without an end: `3 or 4`, `3 4 5`
-_ALTERNATIVES = re.compile(r"[^0]*0(?:,? {1,4}or {1,4}0.*|(?: {1,4}0)+[^\w]*)")
+# of statements without an end: `3 or 4`, `3 to 4`, `3:4`, and `3, 4` if nothing follows
+_ENUMERATION = r"[^0]*0(?:,? {1,4}(?:(?:and|or) {1,4})?-?0)+[^\w]*"
+_ALTERNATIVES = re.compile(
+    rf"{_ENUMERATION}|[^0]*0(?:,? {{1,4}}(?:or|to) {{1,4}}|:)-?0(?! ?(?:decimal|significant|places|d\.?p|s\.?f)).*"
+)
+_ONLY_NUMBERS = re.compile(_ENUMERATION)
+_MODULUS = re.compile(r"\s{0,3}(?:\\pmod\s?\{?([0-9]{1,9})\}?|\((?:\\bmod|\\mod|mod)\s([0-9]{1,9})\))")
+_WITH_BASE = re.compile(r"\s*([0-9][0-9A-Z]{0,99})_\{?(?:\\text\{)?[0-9]{1,3}\}{0,2}\s*")
+_TIME = re.compile(r"([0-9]{1,2})(?:\{?:\}?([0-9]{2}))?(?:\s{0,3}([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _ROUNDED = re.compile(r"-?[0-9]{0,300}(?:\.[0-9]{1,300})?")
 MAX_LINE_CHARS = 400
 """Longest result of an answer without a box or answer tags."""
@@ -116,7 +153,7 @@ def is_right(answer: str, reference: str) -> bool:
     """
     if not reference.strip():
         return False
-    text = _without_reasoning(answer)
+    text, reference = _comparable(answer, reference)
     if _is_right(text, reference, scaled=False):
         return True
     return any(word in text.lower() for word in POWERS) and _is_right(text, reference, scaled=True)
@@ -124,13 +161,13 @@ def is_right(answer: str, reference: str) -> bool:
 
 def stated_result(answer: str, reference: str) -> str | None:
     """The part of an answer that `is_right` compares with the reference; None if no part of it states a result."""
-    text = _without_reasoning(answer)
+    text, reference = _comparable(answer, reference)
     if parse_number(reference) is None:
         result = _stated_text(text, reference)
     elif tagged := _find_tagged(text):
         result = _result(tagged.text, tagged.enclosed)
     else:
-        number = _last(NUMBER, plain_text(text))
+        number = _last(NUMBER, joined_thousands(plain_text(text)))
         result = number[0] if number else None
     return None if result is None else result.strip() or None
 
@@ -151,13 +188,26 @@ def _without_reasoning(answer: str) -> str:
     return replaced(answer if final is None or not _STATES.search(final) else final, TYPOGRAPHY)
 
 
+def _comparable(answer: str, reference: str) -> tuple[str, str]:
+    """The answer without its reasoning, and the reference, in one notation.
+
+    A modulus is left out, as in `7 \\pmod{12}`, unless both have one and they differ.
+    """
+    text, reference = _without_reasoning(answer), replaced(reference, TYPOGRAPHY)
+    modulus = _MODULUS.search(reference)
+    wanted = modulus and (modulus[1] or modulus[2])
+    text = _MODULUS.sub(lambda found: "" if wanted in (None, found[1] or found[2]) else found[0], text)
+    return text, _MODULUS.sub("", reference)
+
+
 def _is_right(text: str, reference: str, scaled: bool) -> bool:
     wanted = parse_number(reference)
     if wanted is None:
         return not scaled and _is_text_or_formula(text, reference)
     tagged = _find_tagged(text)
     if tagged is None:
-        return value_of(_last(NUMBER, plain_text(text, scaled))) == wanted
+        number = _last(NUMBER, joined_thousands(plain_text(text, scaled)))
+        return number is not None and is_stated(number) and value_of(number) == wanted
     stated = joined_thousands(plain_text(tagged.text, scaled))
     candidate = _result(stated, tagged.enclosed)
     if any(equal_formulas(exact, reference) for exact in _before_rounding(tagged.text, tagged.enclosed)):
@@ -166,7 +216,8 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
         return equal_formulas(_result(tagged.text, tagged.enclosed), reference)
     if _is_no_number(stated, candidate, tagged.enclosed):
         return False
-    value = value_of(_last(NUMBER, candidate) if tagged.enclosed else NUMBER.search(candidate))
+    number = _last(NUMBER, candidate) if tagged.enclosed else NUMBER.search(candidate)
+    value = value_of(number) if number and is_stated(number) else None
     if value is None or value == wanted:
         return value is not None
     is_percentage, wants_percentage = (PERCENT.search(each) is not None for each in (tagged.text, reference))
@@ -183,7 +234,9 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
         if chosen:
             is_only_one = _OTHER_CHOICE.search(chosen.string, chosen.end()) is None
             return is_only_one and (chosen[1] or chosen[2]).casefold() == choice[1].casefold()
-    if _same_text(stated, reference):
+    if _same_text(stated, reference) or _same_time(stated, reference):
+        return True
+    if (digits := _WITH_BASE.fullmatch(reference)) and stated.strip() == digits[1]:
         return True
     if _LETTERS.fullmatch(reference) and _LETTERS.fullmatch(stated):
         return False
@@ -202,10 +255,13 @@ def _stated_text(text: str, reference: str) -> str | None:
         return enclosed
     tag = next(filter(None, (_last(pattern, text) for pattern in _TEXT_TAGS)), None)
     line = text[tag.end() :].partition("\n")[0] if tag else text.strip()
-    if "\n" in line and _CHOICE.match(replaced(reference, TEXT_COMMANDS).strip()):
+    is_choice = _CHOICE.match(replaced(reference, TEXT_COMMANDS).strip())
+    if is_choice and tag is None and (letter := _correct_choice(line)):
+        return letter
+    if is_choice and "\n" in line:
         return _last_choice(replaced(line, TEXT_COMMANDS).strip())
-    if tag is None and (math := _LAST_MATH.search(line[-MAX_LINE_CHARS:])):
-        return math[1]
+    if tag is None and (math := _last_math(line)):
+        return math
     return None if len(line) > MAX_LINE_CHARS or "\n" in line else _math_or_sentence(line)
 
 
@@ -217,10 +273,24 @@ def _last_choice(text: str) -> str | None:
     return lines[-1][0]
 
 
+def _last_math(text: str) -> str | None:
+    """The formulas with which a text ends; None if it negates or bounds them, as in `not $5$`."""
+    end = text[-MAX_LINE_CHARS:]
+    math = _LAST_MATH.search(end)
+    return ", ".join(_IN_MATH.findall(math[1])) if math and is_statement(end, math.start()) else None
+
+
+def _correct_choice(text: str) -> str | None:
+    """`B` of a text that ends with `Option B is correct.`; None if it says this of another choice too."""
+    found = [*_CORRECT_CHOICE.finditer(text)]
+    is_last = bool(found) and not text[found[-1].end() :].strip(".! ")
+    return found[-1][1] if is_last and len({each[1] for each in found}) == 1 else None
+
+
 def _math_or_sentence(text: str) -> str:
-    """The formula with which a statement starts, or its first sentence: `$x + y$` of `$x + y$. I hope it is right.`"""
+    """The formulas with which a statement starts, or its first sentence: `x + y` of `$x + y$. I hope it is right.`"""
     if math := _MATH.match(text):
-        return math[1]
+        return ", ".join(_IN_MATH.findall(math[1]))
     end = _TEXT_END.search(text)
     return (text[: end.start()] if end else text).rstrip(" ,")
 
@@ -239,7 +309,7 @@ def _before_rounding(stated: str, enclosed: bool) -> list[str]:
 
 def _is_no_number(stated: str, candidate: str, enclosed: bool) -> bool:
     """Whether a statement is algebra, or consists of several numbers; without an end, it may be `42, 6 a day`."""
-    if _ALGEBRA.search(without_numbers(candidate)):
+    if any(pattern.search(without_numbers(candidate)) for pattern in _ALGEBRA):
         return True
     pattern = _SEVERAL if enclosed else _ALTERNATIVES
     is_several = pattern.fullmatch(without_numbers(stated))
@@ -258,7 +328,14 @@ def _find_tagged(text: str) -> _Tagged | None:
         return _Tagged(inner, enclosed=True)
     for pattern in (_HASHES, _ANSWER_IS):
         if found := _last(pattern, text):
+            math = _MATH.match(found[1])
+            formulas = _IN_MATH.findall(math[1]) if math else []
+            if len(formulas) > 1:
+                return _Tagged(", ".join(formulas), enclosed=True)
             return _Tagged(_statement(found[1]), enclosed=False)
+    last_math = _last_math(text)
+    if last_math and "\n" not in last_math.strip() and _DIGIT.search(last_math):
+        return _Tagged(last_math, enclosed=True)
     return None
 
 
@@ -281,13 +358,24 @@ def _last_boxes(text: str) -> list[str]:
     """The contents of the last box, and of those before it that a comma, `and` or `or` joins to it."""
     contents: list[str] = []
     start = len(text)
-    for opening in reversed([*_BOXED.finditer(text)]):
+    openings = [*_BOXED.finditer(text)]
+    if len(openings) > 1 and _repeats_cut_off(text, *openings[-2:]):
+        start = openings.pop().start()
+    for opening in reversed(openings):
         content, end = _box_content(text, opening, start)
         if contents and not _BETWEEN_BOXES.fullmatch(text, end, start):
             break
         contents.append(content)
         start = opening.start()
     return contents[::-1]
+
+
+def _repeats_cut_off(text: str, previous: re.Match[str], last: re.Match[str]) -> bool:
+    """Whether the last box is cut off, and begins like the box before it: the answer repeats itself up to its limit."""
+    content, end = _box_content(text, last, len(text))
+    complete, complete_end = _box_content(text, previous, last.start())
+    is_cut_off = last[1] is not None and last.end() + len(content) == end
+    return is_cut_off and complete_end < last.start() and complete.startswith(content.strip())
 
 
 def _box_content(text: str, opening: re.Match[str], limit: int) -> tuple[str, int]:
@@ -306,6 +394,10 @@ def _box_content(text: str, opening: re.Match[str], limit: int) -> tuple[str, in
 def _statement(text: str) -> str:
     """The stated result, without the rest of the line: `40 of 50 = 20. Check: 2 * 20 = 40`."""
     number = _DIGIT.search(text)
+    sentence_end = _TEXT_END.search(text, number.end()) if number else None
+    sentence = text[: sentence_end.start()] if sentence_end else text
+    if _ONLY_NUMBERS.fullmatch(without_numbers(plain_text(sentence))):
+        return sentence
     end = _STATEMENT_END.search(text, number.end()) if number else None
     return _ASIDE.sub(" ", text[: end.start()] if end else text)
 
@@ -332,3 +424,12 @@ def _same_text(candidate: str, reference: str) -> bool:
     texts = (" ".join(replaced(text, TEXT_COMMANDS).split()) for text in (candidate, reference))
     candidate, reference = (re.sub(r"(?<!\w) | (?!\w)", "", text) for text in texts)
     return candidate.rstrip(".").casefold() == reference.rstrip(".").casefold()
+
+
+def _same_time(candidate: str, reference: str) -> bool:
+    """Whether both are the same time of day; `a.m.` and `p.m.` may be missing on one side."""
+    times = [_TIME.fullmatch(" ".join(replaced(text, TEXT_COMMANDS).split())) for text in (candidate, reference)]
+    one, other = (time and (int(time[1]), int(time[2] or 0), (time[3] or "").casefold()) for time in times)
+    if one is None or other is None or not (one[2] or other[2]):
+        return False
+    return one[:2] == other[:2] and (one[2] == other[2] or not (one[2] and other[2]))
