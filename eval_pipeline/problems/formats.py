@@ -201,6 +201,9 @@ def parse_gsm8k(record: Record) -> Problem:
 # MATH (Hendrycks et al. 2021, arXiv 2103.03874), MATH-500 and AIME: `problem`, and `answer` or a `solution` whose last
 # `\boxed{...}` is the answer
 
+_CHOICE_KEYS = ("options", "choices")
+_UNANSWERED = ("proof", "notfound", "not found")
+"""Answers of NuminaMath's rows that have no result to compare."""
 _MATH_INSTRUCTION = """{problem}
 
 Solve this step by step. Then write the result inside \\boxed{{}}."""
@@ -209,6 +212,11 @@ Solve this step by step. Then write the result inside \\boxed{{}}."""
 def parse_math(record: Record) -> Problem:
     """The problem of one row. Rows without an id are named `math/1`, `math/2`, after their number in the file."""
     ids = ("unique_id", "problem_id", "task_id", "id", "ID")
+    if key := next((key for key in _CHOICE_KEYS if record.fields.get(key)), None):
+        raise record.error(
+            f"{key!r} contains choices, which the format math does not show to the model; write them into the problem, "
+            f"set the answer to a letter or a value, and remove {key!r}"
+        )
     solution = record.optional_text("solution", "Solution")
     reference = _math_answer(record) or (last_boxed(solution or "") or "").strip()
     if not reference:
@@ -230,6 +238,8 @@ def _math_answer(record: Record) -> str:
     text = str(answer) if is_number else record.text("answer", "Answer")
     if has_decoded_escape(text):
         raise record.error("'answer' has a control character where LaTeX has a backslash; write \\\\frac in JSON")
+    if text.strip().casefold() in _UNANSWERED:
+        raise record.error(f"'answer' is {text.strip()!r}, which no answer of a model equals; remove the row")
     return (last_boxed(text) or text.rpartition("####")[2]).strip()
 
 

@@ -18,6 +18,9 @@ MAX_CUTS = 8
 """One or two find the end of a program in prose; without a limit, hostile text would be parsed once per line."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _WRITERS = ("write", "writelines", "stdout")
+_NAMES = (ast.Name, ast.Attribute)
+_UNITTEST_RUNNERS = frozenset(("TextTestRunner", "TestLoader", "defaultTestLoader", "TestSuite"))
+_UNITTEST_RESULTS = frozenset(("wasSuccessful", "failures", "errors"))
 _LOOKUPS = frozenset(("globals", "locals", "vars", "dir", "eval", "exec", "__subclasses__"))
 """With these, code may use a definition without its name."""
 
@@ -203,6 +206,8 @@ def fault_of_test(tree: ast.Module, needs_assert: bool = True) -> str | None:
         The rest of a sentence that begins with the test's name.
     """
     running, unused = running_nodes(tree.body)
+    if _ignores_unittest(tree):
+        return "runs unittest but ignores the result; assert that its wasSuccessful() is true"
     if any(isinstance(node, ast.Assert) for node in running):
         return None
     if needs_assert:
@@ -217,6 +222,19 @@ def fault_of_test(tree: ast.Module, needs_assert: bool = True) -> str | None:
     if isinstance(first, _DEFINITIONS):
         return f"defines {first.name} but never calls it; call it, or write the asserts at the top level"
     return "asserts only if __name__ is '__main__', which it is not; write the asserts at the top level"
+
+
+def _ignores_unittest(tree: ast.Module) -> bool:
+    """Whether a test runs unittest's tests, but neither reads their result nor asserts anything outside of classes."""
+    nodes = [*ast.walk(tree)]
+    names = {node.attr if isinstance(node, ast.Attribute) else node.id for node in nodes if isinstance(node, _NAMES)}
+    outside_classes = (part for each in tree.body if not isinstance(each, ast.ClassDef) for part in ast.walk(each))
+    if names & _UNITTEST_RESULTS or any(isinstance(node, (ast.Assert, ast.Raise)) for node in outside_classes):
+        return False
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    options = {ast.unparse(option) for call in calls for option in call.keywords}
+    called = {call.func.attr for call in calls if isinstance(call.func, ast.Attribute)}
+    return ("run" in called and bool(names & _UNITTEST_RUNNERS)) or ("main" in called and "exit=False" in options)
 
 
 def can_fail(nodes: list[ast.AST]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -10,6 +11,7 @@ import regex
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, ScoredAnswer, Tests
 from eval_pipeline.judge.scorers import require_scorer
+from eval_pipeline.judge.verdicts import outputs_match
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import PARSE_ERRORS, fault_of_test, parse
 from eval_pipeline.problems.record import Record
@@ -27,6 +29,10 @@ _BEGINS_AS_TESTS = regex.compile(
     r"""|\s*\[\s*["']\s*assert\b"""
 )
 """Tests in another form: a dictionary of Python, a list with one object per test, or a list of assertions."""
+_CONTAINS_TESTS = regex.compile(r"^\s*(?:assert|(?:async\s+)?def|class)\b", regex.MULTILINE)
+"""Text that is Python source, if it parses."""
+_COMPRESSED = regex.compile(r"(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])(?=[^0-9]*[0-9])[A-Za-z0-9+/\s]{200,}={0,2}\s*")
+"""Base64, as LiveCodeBench has it around compressed tests; no answer is that long without any other sign."""
 
 
 def parse_problem(record: Record) -> Problem:
@@ -93,6 +99,10 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
         raise UserError(f"{problem_id} lacks reward_model.ground_truth; set it to a string, a number or tests")
     if _BEGINS_AS_TESTS.match(str(text)):
         raise UserError(f"cannot read the tests of {problem_id} (reward_model.ground_truth); {_FORM}")
+    if _is_source(str(text)):
+        raise UserError(f"the reward_model.ground_truth of {problem_id} is Python source; {_FORM}")
+    if _COMPRESSED.fullmatch(str(text)):
+        raise UserError(f"the reward_model.ground_truth of {problem_id} is base64; decode it, then {_FORM}")
     return ReferenceAnswer(str(text))
 
 
@@ -117,11 +127,28 @@ def _tests_of(fields: Mapping[str, Any], problem_id: str) -> Tests:
         return FunctionTests(fields["entry_point"], tuple(fields["tests"]), **more)
     if _is_program(fields):
         return ProgramTests(tuple(map(ProgramCase, fields["inputs"], fields["outputs"])), fields.get("tolerance"))
+    if fields.get("fn_name") is not None:
+        raise UserError(
+            f"the tests of {problem_id} (reward_model.ground_truth) have fn_name, which is not supported; use "
+            "entry_point and tests, such as ['assert f(1) == 2'], instead of fn_name, inputs and outputs"
+        )
     raise UserError(f"cannot read the tests of {problem_id} (reward_model.ground_truth); {_FORM}")
 
 
+def _is_source(text: str) -> bool:
+    """Whether a text is Python with an assert or a definition."""
+    if not _CONTAINS_TESTS.search(text):
+        return False
+    try:
+        tree = parse(text)
+    except PARSE_ERRORS:
+        return False
+    kinds = (ast.Assert, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return any(isinstance(node, kinds) for node in tree.body)
+
+
 def refuse_idle_tests(tests: Tests, where: str) -> None:
-    """Refuse Python tests that no answer passes, or every answer.
+    """Refuse Python tests that no answer passes, or every answer, and programs whose tests contradict each other.
 
     Not part of `read_tests`, which rewards call for every answer.
 
@@ -130,8 +157,11 @@ def refuse_idle_tests(tests: Tests, where: str) -> None:
         where: the row.
 
     Raises:
-        UserError: a test does not parse, or never uses the answer.
+        UserError: a test does not parse, or never uses the answer, or two tests have the same input and different
+            outputs.
     """
+    if isinstance(tests, ProgramTests) and (stdin := _contradictory_input(tests)) is not None:
+        raise UserError(f"two tests of {where} have the input {stdin[:40]!r} and different outputs; remove one")
     for index, source in enumerate(tests.tests if isinstance(tests, FunctionTests) else ()):
         try:
             fault = fault_of_test(parse(source), needs_assert=False)
@@ -189,6 +219,16 @@ def _is_program(fields: Mapping[str, Any]) -> bool:
         and isinstance(tolerance, int | float | None)
         and fields.get("fn_name") is None
     )
+
+
+def _contradictory_input(tests: ProgramTests) -> str | None:
+    """An input for which two tests expect different outputs, so that no program passes; None if there is none."""
+    first: dict[str, ProgramCase] = {}
+    for case in tests.cases:
+        earlier = first.setdefault(case.stdin, case)
+        if case.expected != earlier.expected and not outputs_match(case.expected, earlier.expected, tests.tolerance):
+            return case.stdin
+    return None
 
 
 def _is_list_of_text(value: Any) -> TypeGuard[list[str]]:

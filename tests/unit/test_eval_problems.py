@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,7 @@ def short(value: Any) -> str:
     ("truth", "answer"),
     [
         *((text, text) for text in (r"\{1,2\}", "[0, 1)", "{1, 2}", "[1, 2, 3]", '{"a", "b"}', "{'a': 1}")),
+        *((text, text) for text in ("import substitution", "class A", "Assert: x", "a" * 300)),
         *((text, text) for text in ("{x: x > 0}", "{", "[", "null", "1e3", "[" * 100_000, "1" * 5000, 'say "42"')),
         ('"42"', "42"),
         (' "Paris" ', "Paris"),
@@ -130,6 +133,10 @@ def test_tests_may_be_nested_json() -> None:
         ("", "lacks"),
         (' "" ', "lacks"),
         (["42"], "is a list; join"),
+        ("assert f(1) == 2\nassert f(2) == 3", "is Python source"),
+        ("from solution import f\n\ndef test_a():\n    assert f(1) == 2", "is Python source"),
+        (base64.b64encode(zlib.compress(bytes(range(256)))).decode(), "is base64"),
+        ({"inputs": ["1"], "outputs": ["2"], "fn_name": "f"}, "have fn_name"),
         (None, "lacks"),
     ],
     ids=short,
@@ -214,6 +221,10 @@ def test_problem_sample_is_spread_and_deterministic(quickstart: Path) -> None:
         ("math", {**MATH, "solution": r"\boxed{}"}, "line 2: there is no 'answer'"),
         ("math", {**MATH, "answer": "\frac{1}{2}"}, "line 2: 'answer' has a control character"),
         ("math", {**MATH, "answer": True}, "line 2: 'answer' or 'Answer' must be a string"),
+        ("math", {**MATH, "options": ["1", "2"], "answer": "B"}, "line 2: 'options' contains choices"),
+        ("math", {**MATH, "choices": ["1", "2"], "answer": 1}, "line 2: 'choices' contains choices"),
+        ("math", {**MATH, "answer": "proof"}, "line 2: 'answer' is 'proof'"),
+        ("math", {**MATH, "answer": " NotFound"}, "line 2: 'answer' is 'NotFound'"),
         ("math", {**MATH, "problem": None}, "line 2: the row has no 'problem', 'question', 'Problem' or 'prompt' "),
     ],
 )
@@ -263,9 +274,27 @@ def test_tests_that_never_run_are_rejected(tmp_path: Path, format: str) -> None:
 
 
 def test_verl_tests_that_cannot_judge_are_rejected(tmp_path: Path) -> None:
-    for test, says in {"f(": "is not Python", "# nothing": "asserts nothing"}.items():
+    case = "class T(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(1), 2)\n"
+    run = "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))"
+    faults = {
+        "f(": "is not Python",
+        "# nothing": "asserts nothing",
+        f"{case}{run}": "runs unittest but ignores the result",
+        f"{case}result = {run}": "runs unittest but ignores the result",
+        f"{case}unittest.main(exit=False)": "runs unittest but ignores the result",
+    }
+    for test, says in faults.items():
         with pytest.raises(UserError, match=rf"line 1: tests\[0\] of p7 {says}"):
             load(tmp_path, "verl", of_function("verl", test))
+    load(tmp_path, "verl", of_function("verl", f"{case}result = {run}\nassert result.wasSuccessful()"))
+
+
+def test_verl_tests_that_contradict_each_other_are_rejected(tmp_path: Path) -> None:
+    truth: dict[str, Any] = {"inputs": ["1\n", "1\n"], "outputs": ["2\n", "2 \n"]}
+    load(tmp_path, "verl", {**VERL, "reward_model": {"ground_truth": truth}})
+    truth["outputs"][1] = "3\n"
+    with pytest.raises(UserError, match="line 1: two tests of p7 have the input '1.*' and different outputs"):
+        load(tmp_path, "verl", {**VERL, "reward_model": {"ground_truth": truth}})
 
 
 def test_output_beyond_limit_is_rejected(tmp_path: Path) -> None:
