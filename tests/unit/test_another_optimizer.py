@@ -111,6 +111,18 @@ def test_run_started_from_weights_resumes_with_optimizer(
     assert second.startswith("Loading model, optimizer, extra from global_step_2, which this run saved")
 
 
+def test_start_from_weights_without_remaining_steps_is_rejected(
+    quickstart: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    named = f"trainer.resume_from_path={run_dir}/global_step_1", "trainer.total_training_steps=1"
+    message = "global_step_1 continues after step 1, but this run ends at step 1; raise trainer.total_training_steps"
+    for words in ([run_dir, "trainer.checkpoint.load_contents=[model]"], [tmp_path / "other"]):
+        with pytest.raises(UserError, match=rf"{message}, or .* model.partial_pretrain=.*/global_step_1/huggingface "):
+            make_trainer(small_config(quickstart, *words, *named))
+    for words in (named, named[1:]):  # a finished run
+        assert make_trainer(small_config(quickstart, run_dir, *words)).steps_left == 0
+
+
 def test_new_optimizer_takes_learning_rate_of_resumed_schedule(quickstart: Path, run_dir: Path) -> None:
     [rate] = make_trainer(small_config(quickstart, run_dir)).lr_scheduler.get_last_lr()
     words = "trainer.checkpoint.load_contents=[model,extra]", f"trainer.resume_from_path={run_dir}/global_step_1"

@@ -25,7 +25,7 @@ from verl_ext.checkpoint.load import read_data_state
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.manifest import EXPORT, Manifest, is_verl_checkpoint, step_of
 from verl_ext.checkpoint.rebuild import write_deferred_export
-from verl_ext.checkpoint.resume import agree_on_checkpoint, agree_on_contents
+from verl_ext.checkpoint.resume import CONTENTS, agree_on_checkpoint, agree_on_contents
 from verl_ext.checkpoint.save import add_metrics
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
@@ -120,6 +120,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.build_batches()
         self.global_step = self.saved_step = self.load_position()
         self.total_training_steps = self.config.trainer.total_training_steps or self.steps_of_epochs
+        self.require_steps_after_start()
         self.model = self.fsdp_model = self.build_model()
         self.model_config = self.model.config
         self.optimizer = build_optimizer(self.model, self.config.optim)
@@ -496,6 +497,31 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             )
         return step_of(path) or 0
 
+    def require_steps_after_start(self) -> None:
+        """Refuse a last step that the checkpoint in `resume_from_path` has reached: no step would be trained or saved.
+
+        A finished run that names its own checkpoint, with all of its contents, is resumed like any finished run.
+
+        Raises:
+            UserError: no step is left.
+        """
+        trainer, path = self.config.trainer, self.checkpoint
+        if path is None or self.steps_left > 0 or trainer.resume_from_path is None:
+            return
+        is_own = path.parent.resolve() == self.run_dir.resolve()
+        if path != Path(trainer.resume_from_path) or (is_own and {*CONTENTS} <= {*self.load_contents}):
+            return
+        length = "total_epochs" if trainer.total_training_steps is None else "total_training_steps"
+        raise UserError(
+            f"trainer.resume_from_path {path} continues after step {self.global_step}, but this run ends at step "
+            f"{self.total_training_steps}; raise trainer.{length}, or start a new run {self.weights_of(path)}"
+        )
+
+    def weights_of(self, checkpoint: Path) -> str:
+        """Name the settings that start a run at step 0 from the weights of a checkpoint."""
+        key = "controller.init_from" if self.config.stage == "budget" else "model.partial_pretrain"
+        return f"from its weights with {key}={checkpoint / EXPORT} trainer.resume_from_path=null"
+
     def load_checkpoint(self) -> int:
         """Load the checkpoint to resume from, except its `data_state`, and return its step; 0 if there is none.
 
@@ -553,9 +579,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         if path is None or path.parent == self.run_dir:
             self.train_sampler.load_state_dict(state)
         else:  # this run is already a new one
-            key = "controller.init_from" if self.config.stage == "budget" else "model.partial_pretrain"
-            weights = f"start from its weights with {key}={path / EXPORT} trainer.resume_from_path=null"
-            self.train_sampler.load_state_dict(state, weights)
+            self.train_sampler.load_state_dict(state, f"start {self.weights_of(path)}")
 
 
 class NonFiniteGuard:
