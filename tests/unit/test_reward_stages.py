@@ -216,11 +216,15 @@ def test_replacement_prompts_do_not_depend_on_interpreter(controlled: BudgetTrai
     assert found == [[0, 1, 3], [0, 3, 1], [3, 0, 1], [1, 3, 0]]
 
 
-def test_sample_tables_have_configured_number_of_rows(controlled: BudgetTrainer) -> None:
+def test_sample_tables_have_configured_number_of_rows_in_complete_groups(tmp_path: Path) -> None:
+    controlled = budget_trainer(tmp_path, "rollout.n=4")  # more than trainer.samples_per_table
     controlled.fit()
     rows = [json.loads(line) for line in (controlled.run_dir / SAMPLES_FILE).read_text().splitlines()]
-    steps = {split: [row["step"] for row in rows if row["split"] == split] for split in ("train", "eval")}
-    assert steps == {"train": [1, 1, 1, 2, 2, 2], "eval": [0, 0, 2, 2]}
+    found = {
+        split: [(row["step"], row["number"]) for row in rows if row["split"] == split] for split in ("train", "eval")
+    }
+    assert found["train"] == [(step, number) for step in (1, 2) for number in range(4)]
+    assert [step for step, _ in found["eval"]] == [0, 0, 2, 2]
 
 
 def test_prompts_are_shared_only_if_configured(quickstart: Path, tmp_path: Path) -> None:

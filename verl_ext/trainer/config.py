@@ -370,7 +370,7 @@ class RewardTrainerConfig(TrainerConfig):
         "Steps between validations; -1: only the last step",
     )
     log_samples_every: int = setting(10, "Steps between sample tables", ge=1, also=(0, "never"))
-    samples_per_table: int = setting(8, "Rows of a sample table", ge=1)
+    samples_per_table: int = setting(8, "Rows of a sample table; in training, rounded up to complete groups", ge=1)
 
 
 @dataclass(kw_only=True)

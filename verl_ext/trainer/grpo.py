@@ -6,6 +6,7 @@ actions are completions.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from abc import abstractmethod
@@ -229,9 +230,16 @@ class RewardTrainer(PipelineTrainer):
         """Use the trajectories of this rank while the model still has the weights that generated them; collective."""
 
     def log_samples(self, split: str, trajectories: Sequence[Trajectory]) -> None:
-        """Write rank 0's first `trainer.samples_per_table` samples: whole groups, or the same evaluation prompts."""
-        shown = trajectories[: self.config.trainer.samples_per_table]
+        """Write rank 0's first samples: `shown_in_training`, or `trainer.samples_per_table` evaluation prompts."""
+        limit = self.config.trainer.samples_per_table
+        shown = self.shown_in_training(trajectories) if split == "train" else trajectories[:limit]
         self.logger.log_samples(self.global_step, sample_rows(split, shown, self.policy, self.environment))
+
+    def shown_in_training(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """Return the first groups that have at least `trainer.samples_per_table` samples together."""
+        group_size = self.config.rollout.n
+        num_groups = math.ceil(self.config.trainer.samples_per_table / group_size)
+        return trajectories[: num_groups * group_size]
 
     def with_step_costs(self, metrics: Metrics, num_samples: int) -> Metrics:
         """Add a step's time and memory: seconds of the slowest rank, throughput of all ranks.
@@ -381,8 +389,9 @@ class GRPOTrainer(RewardTrainer):
         """Write the tokens of the samples that `log_samples` writes."""
         trainer = self.config.trainer
         if trainer.log_sample_tokens and self.logs_samples:
-            shown = trajectories[: trainer.samples_per_table]
-            rows = self.policy.token_rows(shown, self.config.data.micro_batch_size_per_gpu)
+            rows = self.policy.token_rows(
+                self.shown_in_training(trajectories), self.config.data.micro_batch_size_per_gpu
+            )
             self.logger.log_sample_tokens(self.global_step, rows)
 
     def autocast(self) -> AbstractContextManager[Any]:
