@@ -13,6 +13,7 @@ import pytest
 from verl_ext.data.prepare import prepare
 from verl_ext.data.prepare.tables import read_parquet, write_parquet
 from verl_ext.errors import UserError
+from verl_ext.trainer.stages import GRPOConfig, load_config
 
 Row = dict[str, Any]
 
@@ -120,6 +121,28 @@ def test_next_command_has_matching_reward(
     prepare(["prompts", "--input", str(path), "--output", str(tmp_path / "out")], is_typed=True)
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert {f"reward.functions=[{reward}]", "recipe=custom", "model.partial_pretrain=MODEL"} <= {*words}
+
+
+@pytest.mark.parametrize(
+    ("fraction", "files"),
+    [
+        ("0.5", {"data.train_files={output}/train.parquet", "data.val_files={output}/val.parquet"}),
+        ("0", {"data.train_files={output}/train.parquet", "data.val_files=null"}),
+        ("1", {"data.train_files=FILE", "data.val_files={output}/val.parquet"}),
+    ],
+)
+@pytest.mark.parametrize("command", ["chat", "prompts"])
+def test_next_command_names_only_written_files(
+    tmp_path: Path, command: str, fraction: str, files: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = tmp_path / "mine.jsonl", tmp_path / "out"
+    path.write_text("\n".join(json.dumps({"prompt": f"q{index}", "answer": f"{index}"}) for index in range(4)))
+    prepare([command, "--input", str(path), "--output", str(output), "--val-fraction", fraction], is_typed=True)
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert {word for word in words if "_files=" in word} == {file.format(output=output) for file in files}
+    config = load_config("grpo" if command == "prompts" else "sft", [word for word in words if "=" in word])
+    if fraction == "0" and isinstance(config, GRPOConfig):
+        assert config.data.eval_split == "train"  # the launcher requires data.val_files otherwise
 
 
 def test_same_prompt_stays_in_one_split(tmp_path: Path) -> None:

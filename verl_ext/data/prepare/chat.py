@@ -16,7 +16,6 @@ from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
 from verl_ext.data.prepare.conversation import ChatColumns, ChatLayout, detect_layout, to_conversation
 from verl_ext.data.prepare.tables import (
     INPUT_HELP,
-    RUN_FILES,
     NumberedRows,
     Row,
     RowConverter,
@@ -26,6 +25,7 @@ from verl_ext.data.prepare.tables import (
     read_rows,
     refuse_overwritten_inputs,
     require_object,
+    run_overrides,
     write_split,
 )
 from verl_ext.errors import UserError, first_line_of
@@ -73,7 +73,8 @@ def prepare_chats(arguments: argparse.Namespace) -> PrepareResult:
     grouped_by = f"{arguments.id_key} (--id-key)"
     written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed, grouped_by)
     percentiles = length_percentiles(lengths, "chars" if measures_chars else "tokens")
-    return PrepareResult([f"{name}.parquet" for name in written], {**counts, **written, **percentiles})
+    files = [f"{name}.parquet" for name in written]
+    return PrepareResult(files, {**counts, **written, **percentiles}, next_overrides=run_overrides(files))
 
 
 # Reading
@@ -233,7 +234,7 @@ COMMAND = PrepareCommand(
         "row."
     ),
     example="chat --input mine.jsonl --exclude data/quickstart/problems.jsonl --output data/mine",
-    next_command=f"sft 2 recipe=smollm2_135m trainer.experiment_name=mine {RUN_FILES}",
+    next_command="sft 2 recipe=smollm2_135m trainer.experiment_name=mine",
     version=2,
     add_arguments=add_arguments,
     run=prepare_chats,

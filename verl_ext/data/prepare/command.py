@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,11 +38,13 @@ class PrepareResult:
         files: written files, relative to the output directory.
         counts: statistics by name, which are printed and stored.
         next_fields: values for the fields of `PrepareCommand.next_command` other than `output`.
+        next_overrides: words to append to it, with the same fields.
     """
 
     files: list[str]
     counts: dict[str, float]
     next_fields: dict[str, str] = field(default_factory=dict)
+    next_overrides: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,8 @@ class PrepareCommand:
 
     def next_words(self, output: str, result: PrepareResult) -> list[str]:
         """The command line to run after this command has written its output directory."""
-        name, *words = (word.format(output=output, **result.next_fields) for word in self.next_command.split())
+        words = [*self.next_command.split(), *result.next_overrides]
+        name, *words = (word.format(output=output, **result.next_fields) for word in words)
         return [*typed_command(name), *words]
 
 

@@ -10,7 +10,15 @@ from typing import Any
 
 from verl_ext.console import progress_bar
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.tables import RUN_FILES, TRAIN_NAME, VAL_NAME, Row, read_jsonl, rl_prompt_row, write_parquet
+from verl_ext.data.prepare.tables import (
+    TRAIN_NAME,
+    VAL_NAME,
+    Row,
+    read_jsonl,
+    rl_prompt_row,
+    run_overrides,
+    write_parquet,
+)
 from verl_ext.errors import UserError, first_line_of
 
 STYLES = ("plain", "think")
@@ -62,7 +70,8 @@ def prepare_gsm8k(arguments: argparse.Namespace) -> PrepareResult:
             rows = [_to_rl_row(row, split) for row in rows]
         write_parquet(Path(arguments.output) / name, rows)
         counts[name.removesuffix(".parquet")] = len(rows)
-    return PrepareResult(list(SPLIT_FILES.values()), counts, {"command": TRAINED_BY[arguments.task]})
+    files, command = list(SPLIT_FILES.values()), TRAINED_BY[arguments.task]
+    return PrepareResult(files, counts, {"command": command}, run_overrides(files))
 
 
 def _read_split(source: str, config: str, split: str) -> Iterable[Any]:
@@ -111,7 +120,7 @@ COMMAND = PrepareCommand(
     name="gsm8k",
     help="Turn GSM8K into train.parquet (its train split) and val.parquet (its test split).",
     example="gsm8k --source openai/gsm8k --style think --output data/gsm8k",
-    next_command="{command} 8 recipe=gsm8k " + RUN_FILES,
+    next_command="{command} 8 recipe=gsm8k",
     version=2,
     add_arguments=add_arguments,
     run=prepare_gsm8k,

@@ -22,13 +22,13 @@ from verl_ext.data.prepare.conversation import (
 )
 from verl_ext.data.prepare.tables import (
     INPUT_HELP,
-    RUN_FILES,
     Row,
     RowConverter,
     RowError,
     add_split_arguments,
     read_rows,
     refuse_overwritten_inputs,
+    run_overrides,
     write_split,
 )
 from verl_ext.errors import UserError
@@ -66,7 +66,9 @@ def prepare_prompts(arguments: argparse.Namespace) -> PrepareResult:
         Path(arguments.output), _with_one_type(rows), groups, arguments.val_fraction, arguments.seed, "prompt"
     )
     reward = _fitting_reward([row.get("reward_model", {}).get("ground_truth") for row in rows])
-    return PrepareResult([f"{name}.parquet" for name in written], {**counts, **written}, {"reward": reward})
+    files = [f"{name}.parquet" for name in written]
+    overrides = run_overrides(files, without_val="data.val_files=null data.eval_split=train")
+    return PrepareResult(files, {**counts, **written}, {"reward": reward}, overrides)
 
 
 def to_prompt_row(row: Row, number: int, notes: Counter[str], *, prompt_key: str, source: str) -> Row:
@@ -204,8 +206,7 @@ COMMAND = PrepareCommand(
     help="Convert prompts with their correct answers or tests to train.parquet and val.parquet for GRPO.",
     example="prompts --input mine.jsonl --output data/mine",
     next_command=(
-        "grpo 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] "
-        f"trainer.experiment_name=mine {RUN_FILES}"
+        "grpo 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] trainer.experiment_name=mine"
     ),
     version=1,
     add_arguments=add_arguments,

@@ -10,7 +10,7 @@ from typing import Any
 from verl_ext.cli import IntArg
 from verl_ext.console import progress_bar
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.tables import TRAIN_NAME, VAL_NAME, Row, rl_prompt_row, write_parquet
+from verl_ext.data.prepare.tables import TRAIN_NAME, VAL_NAME, Row, rl_prompt_row, run_overrides, write_parquet
 from verl_ext.errors import UserError, first_line_of
 
 SEEDS_APART = 10_000_000
@@ -58,7 +58,8 @@ def prepare_reasoning_gym(arguments: argparse.Namespace) -> PrepareResult:
             rows = [_to_row(task, split, number, entry, shots) for number, entry in enumerate(entries)]
             write_parquet(Path(arguments.output) / name, rows)
             counts[split] = len(rows)
-    return PrepareResult([f"{split}.parquet" for split in counts], counts)
+    files = [f"{split}.parquet" for split in counts]
+    return PrepareResult(files, counts, next_overrides=run_overrides(files))
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -130,10 +131,7 @@ COMMAND = PrepareCommand(
         "val.parquet."
     ),
     example="reasoning_gym --task letter_counting --set max_words=8 --output data/letter_counting",
-    next_command=(
-        "grpo 2 recipe=smollm2_reasoning trainer.experiment_name=mine data.train_files={output}/train.parquet "
-        "data.val_files={output}/val.parquet"
-    ),
+    next_command="grpo 2 recipe=smollm2_reasoning trainer.experiment_name=mine",
     version=1,
     add_arguments=add_arguments,
     run=prepare_reasoning_gym,

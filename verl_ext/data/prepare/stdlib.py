@@ -16,7 +16,7 @@ from pathlib import Path
 
 from verl_ext.console import progress_bar
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
-from verl_ext.data.prepare.tables import RUN_FILES, Row, add_split_arguments, write_split
+from verl_ext.data.prepare.tables import Row, add_split_arguments, run_overrides, write_split
 from verl_ext.errors import UserError, first_line_of
 
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
@@ -46,7 +46,8 @@ def prepare_stdlib(arguments: argparse.Namespace) -> PrepareResult:
     rows = _collect_rows(root, counts)
     groups = [row["source"] for row in rows]
     written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed, "source file")
-    return PrepareResult([f"{name}.parquet" for name in written], {**counts, **written})
+    files = [f"{name}.parquet" for name in written]
+    return PrepareResult(files, {**counts, **written}, next_overrides=run_overrides(files))
 
 
 def _collect_rows(root: Path, counts: Counter[str]) -> list[Row]:
@@ -151,7 +152,7 @@ COMMAND = PrepareCommand(
     name="stdlib",
     help="Create samples that map a signature and docstring to the function, from the installed standard library.",
     example="stdlib --output data/stdlib",
-    next_command=f"sft 2 recipe=smollm2_135m {RUN_FILES}",
+    next_command="sft 2 recipe=smollm2_135m",
     version=1,
     add_arguments=add_arguments,
     run=prepare_stdlib,

@@ -9,7 +9,7 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,6 @@ NumberedRows = Iterator[tuple[int, Any]]
 INPUT_HELP = "*.parquet, *.csv, *.tsv, or JSON with any other suffix: one row per line, or a list of rows"
 TRAIN_NAME = "train.parquet"
 VAL_NAME = "val.parquet"
-RUN_FILES = "data.train_files={output}/train.parquet data.val_files={output}/val.parquet"
-"""Overrides that train on both files."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -450,3 +448,15 @@ def write_split(
         else:
             path.unlink(missing_ok=True)  # left by an earlier preparation with another share
     return {name: len(part) for name, part in parts.items() if part}
+
+
+def run_overrides(written: Collection[str], without_val: str = "data.val_files=null") -> list[str]:
+    """The overrides that train on the written files, for `PrepareResult.next_overrides`.
+
+    Args:
+        written: the names of the files; `FILE` stands for a training file that is not among them.
+        without_val: overrides for a run without a validation file; the recipe's file belongs to other training data.
+    """
+    train = f"{{output}}/{TRAIN_NAME}" if TRAIN_NAME in written else "FILE"
+    val = f"data.val_files={{output}}/{VAL_NAME}" if VAL_NAME in written else without_val
+    return [f"data.train_files={train}", *val.split()]
