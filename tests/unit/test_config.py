@@ -99,6 +99,12 @@ def test_overrides_follow_hydra() -> None:
     assert config.optim.override_optimizer_config == {"fused": True}
 
 
+@pytest.mark.parametrize("override", ["hydra.run.dir=/tmp/x", "hydra/job_logging=disabled"])
+def test_keys_of_hydra_are_rejected_without_advice_to_add_them(override: str) -> None:
+    with pytest.raises(UserError, match="Hydra's own keys have no effect here, so remove it$"):
+        load_config("sft", [override])
+
+
 def test_null_and_list_values_are_accepted() -> None:
     words = ["trainer.max_ckpt_to_keep=null", "data.val_files=null", "model.target_modules=[q_proj,v_proj]"]
     config = load_config("sft", words)

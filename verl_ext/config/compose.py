@@ -160,6 +160,8 @@ class Composer:
         return True
 
     def _suggestion(self, name: str) -> str:
+        if re.match(r"hydra[./]", name):
+            return "Hydra's own keys have no effect here, so remove it"
         meant = meant_key(name, [each for each, key in self._keys.items() if not key.setting.unused])
         if meant == RANKS:
             return "pass the number of ranks as the first argument of the command"
