@@ -238,6 +238,7 @@ def test_command_output_and_exit_code_say_whether_it_fits(capsys: pytest.Capture
     assert main(["recipe=qwen2.5_coder_7b", "gpus=8"]) == 0
     told = capsys.readouterr().out
     assert "7,615,616,512 parameters" in told and "using built-in dimensions" in told and "It fits." in told
+    assert "\nMemory of a rank at its peak (" in told  # on CPUs, there is no GPU
     assert main(["recipe=qwen2.5_coder_7b", "gpus=1", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)
     assert not found["fits"] and "GPUs" in found["advice"]

@@ -147,7 +147,7 @@ def as_text(plan: RunPlan, notes: Iterable[str]) -> str:
         f"global batch: {work.samples} samples, mean length {work.tokens_per_sample:,.0f} tokens",
         *(f"note: {each}" for each in notes),
         "",
-        f"Memory of a GPU at its peak ({plan.memory.peak_phase}), GiB",
+        f"Memory of a rank at its peak ({plan.memory.peak_phase}), GiB",
         *(f"  {part:24}{value / GIB:9.2f}" for part, value in plan.memory.peak.items()),
         f"  {'total':24}{plan.memory.peak_bytes / GIB:9.2f}   of {cluster.hardware.memory_bytes / GIB:.1f}",
         f"  in other phases: {other_phases(plan)}",
