@@ -34,8 +34,8 @@ OUR_BACKENDS = ("console", "tensorboard", "wandb")
 class MetricsRecorder:
     """Records the metrics, samples and events of a run, on rank 0.
 
-    If `metrics.jsonl`, `samples.jsonl` or `events.jsonl` cannot be written, the run stops. If another sink fails, it is
-    dropped with one warning.
+    If one of its `.jsonl` files cannot be written, the run stops. If a sink fails, such as the CSV tables or a tracker,
+    it is dropped with one warning.
 
     Args:
         run_dir: the run directory; created if it is missing.
