@@ -21,14 +21,17 @@ from verl_ext.verl_api import (
 )
 
 SUM_NORM = "seq-mean-token-sum-norm"
+ROUNDING_ERROR = 1e-12
+"""Largest relative difference of rewards that counts as none; a reward is a sum of a few float64 numbers."""
 
 
 # Advantages
 
 
 def has_signal(rewards: Sequence[float | None]) -> bool:
-    """Whether the rewards of a group, except None, differ in float32, the dtype of advantages."""
-    return len(torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float32).unique()) > 1
+    """Whether the rewards of a group, except None, differ by more than float64's rounding error, as 0.1 + 0.2 and 0.3."""
+    known = [reward for reward in rewards if reward is not None]
+    return bool(known) and max(known) - min(known) > ROUNDING_ERROR * max(map(abs, known))
 
 
 def group_advantages(rewards: Sequence[float | None], group_size: int, divide_by_std: bool) -> list[float]:
@@ -43,16 +46,17 @@ def group_advantages(rewards: Sequence[float | None], group_size: int, divide_by
         divide_by_std: `algorithm.norm_adv_by_std_in_grpo`.
 
     Returns:
-        One advantage per sample, exact in float32; 0 for samples without a reward and in groups without signal.
+        One advantage per sample, computed in float64; 0 for samples without a reward and in groups without signal.
     """
     assert group_size > 1 and len(rewards) % group_size == 0, "groups are complete and have at least two samples"
     rewarded = torch.tensor([reward is not None for reward in rewards], dtype=torch.bool)
-    known = torch.tensor([reward for reward in rewards if reward is not None])
-    advantages = torch.zeros(len(rewards))
+    # float32 would round away the differences of rewards that share a large offset
+    known = torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float64)
+    advantages = torch.zeros(len(rewards), dtype=torch.float64)
     if len(known):
         groups = np.arange(len(rewards))[rewarded.numpy()] // group_size
         values, _ = compute_grpo_outcome_advantage(
-            known[:, None], torch.ones(len(known), 1), groups, norm_adv_by_std_in_grpo=divide_by_std
+            known[:, None], torch.ones_like(known)[:, None], groups, norm_adv_by_std_in_grpo=divide_by_std
         )
         advantages[rewarded] = values[:, 0]
     for start in range(0, len(rewards), group_size):
