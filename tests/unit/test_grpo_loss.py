@@ -313,6 +313,21 @@ def test_loss_equals_published_formula(loss: str, mode: Any, seed: int) -> None:
     assert_same(micro_batch_loss(inputs, actor, whole(inputs))[0], reference(inputs, actor), inputs)
 
 
+@pytest.mark.parametrize("loss", get_args(LossMode))
+@pytest.mark.parametrize("log_ratio", [1000.0, -1000.0])
+def test_large_log_ratios_do_not_overflow(loss: str, log_ratio: float) -> None:
+    inputs = plain_inputs(3)
+    inputs = replace(
+        inputs, **{name: getattr(inputs, name).float() for name in ("old_log_probs", "advantages", "mask")}
+    )
+    log_probs = inputs.log_probs.detach().float()
+    log_probs[0, 0] = inputs.old_log_probs[0, 0] + log_ratio
+    for sign in (-1.0, 1.0):
+        signed = replace(inputs, log_probs=log_probs.clone().requires_grad_(), advantages=sign * inputs.advantages)
+        value, _ = micro_batch_loss(signed, with_loss(loss), whole(signed))
+        assert value.isfinite() and gradient(value, signed).isfinite().all()
+
+
 @pytest.mark.parametrize("loss", ["gspo", "sapo", "gpg", "cispo", "geo_mean"])
 def test_losses_agree_before_first_update(loss: str) -> None:
     """With one update per step, all give the policy gradient, averaged over tokens and then over samples."""

@@ -23,6 +23,10 @@ from verl_ext.verl_api import (
 SUM_NORM = "seq-mean-token-sum-norm"
 ROUNDING_ERROR = 1e-12
 """Largest relative difference of rewards that counts as none; a reward is a sum of a few float64 numbers."""
+MAX_LOG_RATIO = 20.0
+"""Largest absolute log ratio in a loss, as in verl's `vanilla`; the exponential of a larger one may overflow."""
+UNBOUNDED_LOSSES = ("clip_cov", "kl_cov", "geo_mean")
+"""verl's losses that take the exponential of any log ratio."""
 
 
 # Advantages
@@ -153,10 +157,14 @@ def micro_batch_loss(
 def _policy_loss(
     inputs: LossInputs, actor: ActorConfig, batch: GlobalBatch, normalization: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    mode, mask = actor.policy_loss.loss_mode, inputs.mask
+    mode, mask, log_probs = actor.policy_loss.loss_mode, inputs.mask, inputs.log_probs
+    if mode in UNBOUNDED_LOSSES:
+        difference = log_probs - inputs.old_log_probs
+        bounded = inputs.old_log_probs + difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_probs = torch.where(difference.abs() > MAX_LOG_RATIO, bounded, log_probs)  # others stay exactly the same
     value, metrics = get_policy_loss_fn(mode)(
         old_log_prob=inputs.old_log_probs,
-        log_prob=inputs.log_probs,
+        log_prob=log_probs,
         advantages=inputs.advantages,
         response_mask=mask,
         loss_agg_mode=actor.loss_agg_mode,
