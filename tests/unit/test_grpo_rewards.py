@@ -143,6 +143,20 @@ def test_reward_entries_are_parsed(tmp_path: Path) -> None:
     assert wanted[2].plugin is not None and wanted[2].plugin.location == str(tmp_path / "mine.py")
 
 
+def test_reward_paths_may_contain_signs_of_the_syntax(tmp_path: Path) -> None:
+    path = tmp_path / "a=b*2: c" / "mi=ne*.py"
+    path.parent.mkdir()
+    path.write_text(CUSTOM)
+    for entry, name, weight in (
+        (f"{path}:score", "score", 1),
+        (f"x={path}:score", "x", 1),
+        (f" x = {path}:score * .5", "x", 0.5),
+    ):
+        [spec] = parse_reward_functions([entry])
+        assert spec.plugin is not None and spec.plugin.location == str(path)
+        assert (spec.name, spec.weight) == (name, weight)
+
+
 @pytest.mark.parametrize(
     ("entries", "says"),
     [

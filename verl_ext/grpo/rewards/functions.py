@@ -125,7 +125,7 @@ def parse_reward_functions(entries: Sequence[str]) -> list[RewardSpec]:
 
 
 def _parse_entry(entry: str) -> RewardSpec:
-    name, _, weight_text = entry.partition("*")
+    name, _, weight_text = entry.rpartition("*") if "*" in entry.rpartition(":")[2] else (entry, "", "")
     name = name.strip()
     weight = _parse_weight(weight_text.strip() or "1", entry)
     if name in BUILTIN_REWARDS:
@@ -137,7 +137,11 @@ def _parse_entry(entry: str) -> RewardSpec:
             raise UserError(f"reward.functions names the file '{name}' without a function; write {name}:FUNCTION")
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(BUILTIN_REWARDS)}, or path.py:function"
         raise UserError(f"reward.functions names '{name}', which does not exist; {fix}")
-    given, _, path_text = path_text.rpartition("=")
+    given, equals, rest = path_text.partition("=")
+    if equals and "/" not in given:  # otherwise, the path contains the sign
+        path_text = rest.strip()
+    else:
+        given = ""
     metric = given.strip() or function
     if metric in RESERVED or not re.fullmatch(r"\w+", metric):
         raise UserError(
