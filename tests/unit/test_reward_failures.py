@@ -64,12 +64,15 @@ def mine(tmp_path: Path) -> Path:
         (np.float32(0.5), 0.5),
         (np.bool_(False), 0.0),
         (torch.tensor(2.0), 2.0),
+        (np.array([0.5]), 0.5),
+        (torch.tensor([0.5], requires_grad=True), 0.5),
         (decimal.Decimal("0.5"), 0.5),
         ({"score": 3, "accuracy": 1}, 3.0),
         (None, None),  # as in TRL, it does not apply
         ({"score": None}, None),
     ],
 )
+@pytest.mark.filterwarnings("error")  # float() of an array or a tensor with a gradient is deprecated
 def test_accepts_numeric_score(value: Any, score: float | None) -> None:
     assert score_of(value) == score
 
@@ -85,6 +88,8 @@ def test_accepts_numeric_score(value: Any, score: float | None) -> None:
         (float("-inf"), "-inf"),
         ({"value": 1}, "'score'"),
         ({"score": "1"}, "'1'"),
+        (np.array([1.0, 2.0]), "a ndarray"),
+        (torch.tensor([1.0, 2.0]), "a Tensor"),
     ],
 )
 def test_rejects_non_numeric_score(value: Any, shown: str) -> None:

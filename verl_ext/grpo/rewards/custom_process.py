@@ -92,6 +92,8 @@ def score_of(value: Any) -> float | None:
     if value is None:
         return None
     try:
+        if callable(getattr(value, "item", None)):  # float() warns about an array, and about a tensor with a gradient
+            value = value.item()
         if isinstance(value, str | bytes | bytearray):  # float() would read some of them
             raise TypeError
         score = float(value)
