@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.bandit import DECISIONS, Bandit, Machine, grpo_step, prompts
+from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import STOP_SIGNALS, Stop
 from verl_ext.grpo.config import (
     AlgorithmConfig,
@@ -32,7 +33,7 @@ from verl_ext.grpo.protocols import (
     StepResult,
     Trajectory,
 )
-from verl_ext.grpo.step import GRPOStep
+from verl_ext.grpo.step import GRPOStep, numbers_in_step
 from verl_ext.processes import StopSignals
 from verl_ext.trainer.grpo import GRPOTrainer
 from verl_ext.trainer.preemption import StopVote
@@ -65,7 +66,7 @@ def step_of(
     num_mini_batches: int = 1,
     micro_batch_size: int = 64,
     lr: float = 0.0,
-    replacement_prompts: Callable[[int, int], Sequence[Prompt]] = lambda round_number, count: [],
+    replacement_prompts: Callable[[int, Sequence[int]], Sequence[Prompt]] = lambda round_number, numbers: [],
 ) -> GRPOStep:
     """A step for the bandit; with a learning rate of 0, gradients accumulate."""
 
@@ -180,12 +181,11 @@ def test_groups_without_signal_are_replaced_up_to_limit() -> None:
     bandit = Bandit(40)
     with torch.no_grad():
         bandit.scores[:20] = torch.eye(4).repeat(5, 1) * 50  # always right: nothing to learn
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, list[int]]] = []
 
-    def more(number: int, count: int) -> list[Prompt]:
-        asked.append((number, count))
-        rows = [10 + count_so_far for count_so_far in range(count)] if number == 1 else list(range(20, 20 + count))
-        return prompts(*rows)
+    def more(round_number: int, numbers: Sequence[int]) -> list[Prompt]:
+        asked.append((round_number, list(numbers)))
+        return prompts(*((10 if round_number == 1 else 20) + number for number in numbers))
 
     def run(max_rounds: int) -> tuple[list[int], Metrics]:
         step = step_of(bandit, algorithm=dynamic(max_rounds), replacement_prompts=more)
@@ -196,12 +196,24 @@ def test_groups_without_signal_are_replaced_up_to_limit() -> None:
     assert indices == [0, 25, 1, 30] and metrics["train/groups_without_signal"] == 2
     assert metrics["train/num_groups"] == 4
     indices, metrics = run(3)
-    assert asked == [(1, 2), (2, 2)] and metrics["train/groups_replaced"] == 2
+    assert asked == [(1, [0, 1]), (2, [0, 1])] and metrics["train/groups_replaced"] == 2
     assert indices == [20, 25, 21, 30] and metrics["train/groups_without_signal"] == 0
     asked.clear()
     _, metrics = run(1)
-    assert asked == [(1, 2)]
+    assert asked == [(1, [0, 1])]
     assert metrics["train/groups_replaced"] == 0 and metrics["train/groups_without_signal"] == 2
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_groups_have_same_replacement_on_any_number_of_ranks(num_ranks: int) -> None:
+    """Two updates of eight prompts each; every third prompt has no signal."""
+    samplers = [GlobalBatchSampler(16, 16, rank, num_ranks, seed=0, num_mini_batches=2) for rank in range(num_ranks)]
+    rows = [next(iter(sampler)) for sampler in samplers]
+    groups = [[index for index, row in enumerate(part) if row % 3 == 0] for part in rows]
+    numbers = numbers_in_step(groups, per_update=8 // num_ranks)
+    found = {rows[rank][i]: n for rank in range(num_ranks) for i, n in zip(groups[rank], numbers[rank], strict=True)}
+    [order] = GlobalBatchSampler(16, 16, 0, 1, seed=0)
+    assert found == {row: number for number, row in enumerate(row for row in order if row % 3 == 0)}
 
 
 class ImpreciseMachine(Machine):
@@ -227,13 +239,13 @@ def test_rewards_equal_up_to_rounding_have_no_signal() -> None:
     assert not any(trajectory.advantage for trajectory in trajectories[:GROUP])
     asked = []
 
-    def more(number: int, count: int) -> list[Prompt]:
-        asked.append(count)
-        return prompts(1 if number == 1 else 30)  # the first of them is no better
+    def more(round_number: int, numbers: Sequence[int]) -> list[Prompt]:
+        asked.append(list(numbers))
+        return prompts(1 if round_number == 1 else 30)  # the first of them is no better
 
     step = step_of(Bandit(40), machine, algorithm=dynamic(2), replacement_prompts=more)
     trajectories, _ = step.run(prompts(0, 25), 1)
-    assert asked == [1, 1] and [trajectory.prompt.index for trajectory in trajectories[::GROUP]] == [30, 25]
+    assert asked == [[0], [0]] and [trajectory.prompt.index for trajectory in trajectories[::GROUP]] == [30, 25]
 
 
 BROKEN = [(0, 1), (0, 6), (4, 3), *((1, number) for number in range(1, GROUP))]
@@ -264,7 +276,7 @@ def test_group_with_one_reward_is_replaced() -> None:
         Bandit(40),
         BrokenMachine(*BROKEN),
         algorithm=dynamic(1),
-        replacement_prompts=lambda number, count: prompts(*range(4, 4 + count)),
+        replacement_prompts=lambda number, numbers: prompts(*(4 + each for each in numbers)),
     )
     trajectories, _ = step.run(prompts(0, 1, 5), 1)
     assert [trajectory.prompt.index for trajectory in trajectories[::GROUP]] == [0, 4, 5]

@@ -208,7 +208,7 @@ def test_replacement_prompts_do_not_depend_on_interpreter(controlled: BudgetTrai
 
     def rows(step: int) -> list[int]:
         controlled.global_step = step
-        rounds = [controlled.replacement_prompts(number, 2) for number in (1, 2)]
+        rounds = [controlled.replacement_prompts(number, [0, 1]) for number in (1, 2)]
         return [prompt.index for prompts in rounds for prompt in prompts]
 
     found = [rows(step) for step in (1, 2, 3, 4)]

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import torch
+import torch.distributed as dist
 
-from verl_ext.distributed import reduce_over_ranks
+from verl_ext.distributed import gather_results, reduce_over_ranks
 from verl_ext.grpo.algorithm import (
     GlobalBatch,
     LossInputs,
@@ -60,8 +61,8 @@ class GRPOStep:
         timer: measures `rollout`, `reward`, `advantages`, `shard` and `update`.
         device: device for reductions over ranks.
         before_micro_batch: called before each forward pass; its argument says whether it is an update's last one.
-        replacement_prompts: given a round of dynamic sampling, from 1, and a count, returns up to that many prompts of
-            this rank.
+        replacement_prompts: given a round of dynamic sampling, from 1, and the numbers of this rank's groups among all
+            groups to replace, ascending, returns a prompt for each; for the last ones none if there are too few.
         before_update: called with the trajectories of this rank before the update.
         max_engine_gap: see `EngineGuard`.
         trace: records the events of each sample; None disables it.
@@ -81,7 +82,7 @@ class GRPOStep:
     timer: StepTimer
     device: str
     before_micro_batch: Callable[[bool], None]
-    replacement_prompts: Callable[[int, int], Sequence[Prompt]]
+    replacement_prompts: Callable[[int, Sequence[int]], Sequence[Prompt]]
     before_update: Callable[[Sequence[Trajectory]], None]
     max_engine_gap: float
     trace: TraceFile | None
@@ -156,20 +157,24 @@ class GRPOStep:
     def replace_groups_without_signal(self, trajectories: list[Trajectory], step: int) -> int:
         """Replace groups of equal rewards with groups of other prompts: dynamic sampling (DAPO, arXiv 2503.14476).
 
+        Each such group has one candidate per round, whichever rank trains it, so the number of ranks changes nothing.
+
         Returns:
             Number of replaced groups; groups still without signal after the last round stay.
         """
         size, num_replaced = self.group_size, 0
         for round_number in range(1, self.algorithm.dynamic_sampling.max_rounds + 1):
-            without_signal = self._groups_without_signal(trajectories)
-            if not self._largest(len(without_signal)):
+            places = self._groups_without_signal(trajectories)
+            if not self._largest(len(places)):
                 break
-            fresh = self.rollout(self.replacement_prompts(round_number, len(without_signal)), step, size)
+            per_update = len(trajectories) // size // self.num_mini_batches
+            numbers = self._numbers_in_step([place // size for place in places], per_update)
+            fresh = self.rollout(self.replacement_prompts(round_number, numbers), step, size)
             unusable = self._groups_without_signal(fresh)
-            useful = [start for start in range(0, len(fresh), size) if start not in unusable]
-            for place, start in zip(without_signal, useful):
-                trajectories[place : place + size] = fresh[start : start + size]
-            num_replaced += min(len(without_signal), len(useful))
+            for place, start in zip(places, range(0, len(fresh), size)):
+                if start not in unusable:
+                    trajectories[place : place + size] = fresh[start : start + size]
+                    num_replaced += 1
         return num_replaced
 
     def _groups_without_signal(self, trajectories: Sequence[Trajectory]) -> list[int]:
@@ -177,6 +182,10 @@ class GRPOStep:
         rewards = [trajectory.total_reward for trajectory in trajectories]
         starts = range(0, len(rewards), self.group_size)
         return [start for start in starts if not has_signal(rewards[start : start + self.group_size])]
+
+    @staticmethod
+    def _numbers_in_step(groups: list[int], per_update: int) -> list[int]:
+        return numbers_in_step(gather_results(lambda: groups), per_update)[dist.get_rank()]
 
     def _largest(self, count: int) -> float:
         return reduce_over_ranks(maxima={"count": count}, device=self.device)["count"]
@@ -312,3 +321,15 @@ class GRPOStep:
             for trajectory in trajectories:
                 identity = f"{step}/{trajectory.prompt.sample_id}/{trajectory.number}"
                 self.trace.async_span(identity, "update", start, time.perf_counter())
+
+
+def numbers_in_step(groups: Sequence[Sequence[int]], per_update: int) -> list[list[int]]:
+    """Number some groups of all ranks in the order of the step's prompts, which every update splits over the ranks.
+
+    Args:
+        groups: for each rank, the indices of some of its groups, ascending.
+        per_update: groups of a rank in each update.
+    """
+    order = sorted((index // per_update, rank, index) for rank, indices in enumerate(groups) for index in indices)
+    number_of = {(rank, index): number for number, (_, rank, index) in enumerate(order)}
+    return [[number_of[rank, index] for index in indices] for rank, indices in enumerate(groups)]

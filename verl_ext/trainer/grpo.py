@@ -206,19 +206,19 @@ class RewardTrainer(PipelineTrainer):
         """Names of the data sources that evaluations measure separately; see `source_names`."""
         return {}
 
-    def replacement_prompts(self, round_number: int, count: int) -> Sequence[Prompt]:
-        """Return prompts for a round of dynamic sampling, different on each rank and the same in a resumed run.
+    def replacement_prompts(self, round_number: int, numbers: Sequence[int]) -> Sequence[Prompt]:
+        """Return prompts for a round of dynamic sampling, the same in a resumed run and on any number of ranks.
 
         Args:
             round_number: number of the round in the step, from 1.
-            count: maximum number of prompts for this rank.
+            numbers: numbers of this rank's groups among all groups to replace, ascending.
         """
         seed = sample_seed(self.config.trainer.seed, self.global_step, "replacement prompts", 0)
         order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(seed)).tolist()
         # one whole batch per round, so that no prompt is used twice in a step
         size = self.config.data.train_batch_size
         fresh = [row for row in order if row not in self.rows_of_step][(round_number - 1) * size : round_number * size]
-        return prompts_of([self.train_dataset[row] for row in fresh[self.dp_rank :: self.dp_size][:count]])
+        return prompts_of([self.train_dataset[fresh[number]] for number in numbers if number < len(fresh)])
 
     @property
     def logs_samples(self) -> bool:
