@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +248,69 @@ def test_system_turn_that_template_omits_is_rejected(tokenizer: PreTrainedTokeni
     assert loop in tokenizer.chat_template
     tokenizer.chat_template = tokenizer.chat_template.replace(loop, f"{loop} if message.role != 'system'")
     dataset_of(rows[:1], tokenizer, tmp_path)
-    with pytest.raises(UserError, match="row 1 cannot be used: it has a system turn, .*data.chat_template"):
+    with pytest.raises(
+        UserError, match="row 1 cannot be used: .* omits the text of turn 0, whose role is system; .*data.chat_template"
+    ):
         dataset_of(rows, tokenizer, tmp_path)
+
+
+FIRST_SYSTEM_TEMPLATE = (
+    "{% if messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{% for m in messages if m.role in ['user', 'assistant', 'ipython'] %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] if not loop.last else m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Like the templates of GPT-OSS and Qwen3-VL, it renders only a first system turn."""
+FIRST, LATER = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Now in French."}
+QUESTION, ANSWER = {"role": "user", "content": "Write f."}, {"role": "assistant", "content": "Done."}
+
+
+@pytest.mark.parametrize(
+    ("chat", "says"),
+    [
+        ([FIRST, QUESTION, ANSWER, QUESTION, ANSWER], None),
+        ([FIRST, QUESTION, ANSWER, LATER, QUESTION, ANSWER], "omits the text of turn 3, whose role is system"),
+        ([FIRST, LATER, QUESTION, ANSWER], "omits the text of turn 1, whose role is system"),
+        ([FIRST, {"role": "system", "content": " "}, QUESTION, ANSWER], None),
+        ([QUESTION, ANSWER, {"role": "tool", "content": "3"}, ANSWER], "omits the text of turn 2, whose role is tool"),
+        ([{**QUESTION, "role": "User"}, ANSWER], "turn 0 has the role 'User', which the chat template does not know"),
+        ([QUESTION, {**QUESTION, "role": "ipython"}, ANSWER], None),  # the template knows it
+        ([{**LATER, "role": "developer"}, QUESTION, ANSWER], None),
+        ([FIRST, {**LATER, "role": "developer"}, QUESTION, ANSWER], "both system and developer turns"),
+    ],
+)
+def test_turns_that_template_omits_are_rejected(
+    chat: list[dict[str, Any]], says: str | None, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """The position of a turn matters, so a chat of other roles before it makes no difference."""
+    tokenizer.chat_template = FIRST_SYSTEM_TEMPLATE
+    rows = [{"messages": [FIRST, QUESTION, ANSWER]}, {"messages": chat}]
+    with pytest.raises(UserError, match=f"row 1 cannot be used: .*{says}") if says else nullcontext():
+        text = tokenizer.decode(dataset_of(rows, tokenizer, tmp_path)[1]["input_ids"])
+        assert all(turn["content"].strip() in text for turn in chat)
+
+
+def test_chats_of_same_roles_are_checked_with_one_rendering(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, rendered = ChatTemplate(tokenizer, {}), []
+    apply = ChatTemplate._apply
+    monkeypatch.setattr(ChatTemplate, "_apply", lambda *args: rendered.append(args) or apply(*args))
+    for text in ("a", "b", "c"):
+        template.require_rendered([{**QUESTION, "content": text}, ANSWER])
+    assert len(rendered) == 1
+    template.require_rendered([FIRST, QUESTION, ANSWER])
+    assert len(rendered) == 2
+
+
+def test_template_may_drop_text_of_earlier_assistant_turns(tokenizer: PreTrainedTokenizerBase) -> None:
+    """GPT-OSS renders the text before a tool call only until the answer, because it is reasoning."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.last or not m.tool_calls %}{{ m.content }}{% endif %}"
+        "{{ m.tool_calls }}{% endfor %}"
+    )
+    call = {"role": "assistant", "content": "I call f.", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    ChatTemplate(tokenizer, {}).require_rendered([QUESTION, call, ANSWER])
 
 
 def test_converted_row_is_named_by_its_origin(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, time
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
 
-from verl_ext.data.config import ChatDataConfig
+from verl_ext.data.config import DEVELOPER, ROLES, ChatDataConfig
 from verl_ext.data.dataset import conversion_advice, drop_nulls, place_of, require_columns
 from verl_ext.data.training_templates import TEMPLATE_NAMES, marks_generation, read_chat_template, without_date
 from verl_ext.errors import UserError
@@ -66,6 +66,10 @@ def check_messages(messages: Any, column: str = "messages", *, is_prompt: bool =
         fix = conversion_advice(command)
         raise UserError(f"its column '{column}' is not a list of turns with role and content; {fix}")
     turns = [_check_turn(message, turn) for turn, message in enumerate(messages)]
+    if any(turn["role"] == DEVELOPER for turn in turns):  # few templates know the role
+        if any(turn["role"] == "system" for turn in turns):
+            raise UserError("it has both system and developer turns; merge them into one system turn")
+        turns = [{**turn, "role": "system"} if turn["role"] == DEVELOPER else turn for turn in turns]
     if is_prompt:
         if turns[-1]["role"] == "assistant":
             raise UserError("its last turn is the assistant's; end a prompt with a user turn")
@@ -95,6 +99,10 @@ def _check_turn(message: dict[str, Any], turn: int) -> dict[str, Any]:
     elif checked["content"] is None:
         raise UserError(f"turn {turn} has no content; drop the row from the file")
     return checked
+
+
+def _has_text(turn: Message) -> bool:
+    return bool((turn["content"] or "").strip())
 
 
 def _content_text(content: Any, turn: int) -> str | None:
@@ -191,32 +199,74 @@ class ChatTemplate:
             )
         return text[start:].lstrip()
 
-    def require_rendered(self, chat: Sequence[Message] = (), tools: Any = None) -> None:
-        """Refuse a chat or tools that the template would omit.
+    def require_rendered(
+        self, chat: Sequence[Message], columns: Mapping[str, Any] | None = None, *, prompt: bool = False
+    ) -> None:
+        """Refuse a chat that the template would not render completely; renders once per sequence of roles.
+
+        Args:
+            chat: turns from `check_messages`.
+            columns: template arguments of the chat, such as `tools`.
+            prompt: whether the chat is rendered with the generation prompt.
 
         Raises:
-            UserError: the template omits a system turn, a text of an assistant turn, or the tools.
+            UserError: the template omits a turn, a text of an assistant turn, or the tools, or knows no such role.
         """
-        source = str(self.tokenizer.chat_template)
-        given = [key for turn in chat for key in ASSISTANT_TEXT_KEYS if turn.get(key)] + ["tools"] * bool(tools)
+        source, columns = str(self.tokenizer.chat_template), columns or {}
+        given = [key for turn in chat for key in ASSISTANT_TEXT_KEYS if turn.get(key)]
+        given += ["tools"] * bool(columns.get("tools"))
         if lost := next((key for key in given if not re.search(rf"\b{key}\b", source)), None):
             raise UserError(
                 f"it has {lost}, which the chat template omits; set data.chat_template to one that renders {lost}"
             )
-        if any(turn["role"] == "system" and turn["content"] for turn in chat) and not self._renders_system:
+        shape = (
+            *((turn["role"], _has_text(turn), bool(turn.get("tool_calls"))) for turn in chat),
+            *((key, key == "tools" or value) for key, value in columns.items()),
+            prompt,
+        )
+        if shape in self._rendered_shapes:
+            return
+        for number, turn in enumerate(chat):
+            if turn["role"] not in ROLES and not re.search(rf"""['"]{re.escape(turn["role"])}['"]""", source):
+                raise UserError(
+                    f"turn {number} has the role {turn['role']!r}, which the chat template does not know; set it to "
+                    f"one of {', '.join(ROLES)}"
+                )
+        if (omitted := self._omitted_turn(chat, columns, prompt)) is not None:
+            role = chat[omitted]["role"]
+            fix = "drop the row" if role == "assistant" else "put the text at the beginning of a user turn"
             raise UserError(
-                "it has a system turn, which the chat template omits; set data.chat_template to one that renders "
-                "system turns, or put the text at the beginning of the user turn"
+                f"the chat template omits the text of turn {omitted}, whose role is {role}; set data.chat_template to "
+                f"one that renders it, or {fix}"
             )
+        self._rendered_shapes.add(shape)
 
     @cached_property
-    def _renders_system(self) -> bool:
-        """Whether the text of a system turn makes a difference; True if the template refuses system turns."""
-        # the chat ends with the user, because some templates put the system text into the last turn if it is the user's
-        chats = ([{**SYSTEM, "content": content}, PROBE[0]] for content in (SYSTEM["content"], ANSWER))
-        with suppress(*TEMPLATE_ERRORS):  # reported for the first row, which it affects, too
-            return len({self._apply(chat, True, {}) for chat in chats}) > 1
-        return True
+    def _rendered_shapes(self) -> set[Hashable]:
+        """Chats without omitted turns, as the roles of their turns and which of them have text or tool calls."""
+        return set()
+
+    def _omitted_turn(self, chat: Sequence[Message], columns: Mapping[str, Any], prompt: bool) -> int | None:
+        """The first turn whose text makes no difference; None if the template refuses the chat.
+
+        Templates may drop the text of an earlier assistant turn, usually its reasoning, if they render it at the end.
+        """
+
+        def text_with(changed: int | None = None, end: int | None = None) -> str:
+            turns = [
+                {**turn, "content": f"{'Other' if number == changed else 'Text'}{number}x"} if _has_text(turn) else turn
+                for number, turn in enumerate(chat[:end])
+            ]
+            return self._apply(turns, prompt and end is None, columns)
+
+        with suppress(*TEMPLATE_ERRORS):  # reported when the row itself is rendered
+            text = text_with()
+            for number, turn in enumerate(chat):
+                if not _has_text(turn) or f"Text{number}x" in text or text_with(number) != text:
+                    continue
+                if turn["role"] != "assistant" or f"Text{number}x" not in text_with(end=number + 1):
+                    return number
+        return None
 
     @property
     def trained_header(self) -> str:
@@ -404,6 +454,8 @@ class ChatEncoder:
         places = [place_of(name, first + i, record) for i, record in enumerate(records)]
         chats = [self._at(place, self._messages, record) for place, record in zip(places, records)]
         columns = [self._at(place, self._columns, record) for place, record in zip(places, records)]
+        for place, chat, more in zip(places, chats, columns):
+            self._at(place, partial(self.template.require_rendered, chat), more)
         encoded = zip(places, self.template.encode(chats, columns))
         samples = [self._at(place, self._truncate, item) for place, item in encoded]
         return [
@@ -422,13 +474,10 @@ class ChatEncoder:
         require_columns("it", record, self.config.columns)
         multiturn = self.config.multiturn
         if multiturn.enable:
-            chat = check_messages(drop_nulls(record[multiturn.messages_key]), multiturn.messages_key)
-        else:
-            prompt = pick(record[self.config.prompt_key], self.config.prompt_dict_keys)
-            response = pick(record[self.config.response_key], self.config.response_dict_keys)
-            chat = check_messages([{"role": "user", "content": prompt}, {"role": "assistant", "content": response}])
-        self.template.require_rendered(chat)
-        return chat
+            return check_messages(drop_nulls(record[multiturn.messages_key]), multiturn.messages_key)
+        prompt = pick(record[self.config.prompt_key], self.config.prompt_dict_keys)
+        response = pick(record[self.config.response_key], self.config.response_dict_keys)
+        return check_messages([{"role": "user", "content": prompt}, {"role": "assistant", "content": response}])
 
     def _columns(self, record: dict[str, Any]) -> dict[str, Any]:
         keys = {"tools": self.config.multiturn.tools_key, "enable_thinking": self.config.multiturn.enable_thinking_key}
@@ -438,7 +487,6 @@ class ChatEncoder:
                 found["tools"] = json.loads(found["tools"])
             except (ValueError, RecursionError) as error:
                 raise UserError(f"its column '{keys['tools']}' is not JSON ({error}); write a list of tools") from error
-        self.template.require_rendered(tools=found.get("tools"))
         return {name: value for name, value in found.items() if value is not None}
 
     def _truncate(self, encoded: Encoded) -> tuple[list[int], list[int], bool]:

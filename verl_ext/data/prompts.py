@@ -78,7 +78,7 @@ class PromptDataset(SampleDataset):
             extra = _struct(record, "extra_info")
             _struct(record, "reward_model")
             turns = self._turns(record)
-            self._template.require_rendered(turns)
+            self._template.require_rendered(turns, prompt=True)
             text = self._template.render(turns, prompt=True)
         except (UserError, *TEMPLATE_ERRORS) as error:
             raise UserError(f"{place_of(name, row, record)} cannot be used: {error}") from error

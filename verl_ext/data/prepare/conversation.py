@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.commands import program
-from verl_ext.data.config import MESSAGES_KEYS, PREFERENCE_KEYS, PROMPT_KEYS, RESPONSE_KEYS
+from verl_ext.data.config import DEVELOPER, MESSAGES_KEYS, PREFERENCE_KEYS, PROMPT_KEYS, RESPONSE_KEYS, ROLES
 from verl_ext.data.dataset import ORIGIN_KEY
 from verl_ext.data.prepare.tables import Row, RowError
 from verl_ext.errors import UserError
@@ -36,8 +36,6 @@ METADATA_KEYS = re.compile(
 """Text columns that describe a conversation without being part of it."""
 VERDICT_KEYS = ("label", "kto_tag")
 """Columns that are false for a rejected answer, in data for KTO."""
-ROLES = ("system", "user", "assistant", "tool")
-DEVELOPER = "developer"
 FUNCTION_CALL = "function_call"
 SHAREGPT_ROLES = {
     **{role: role for role in (*ROLES, DEVELOPER, FUNCTION_CALL)},
