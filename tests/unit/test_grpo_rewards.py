@@ -380,6 +380,16 @@ def test_failing_custom_reward_affects_only_its_sample(
     failures = {text: reward.failures["score"] for text, reward in rewards.items() if reward.failures}
     assert {*failures} == {"raise", "hang", "die", "none", "nan", "text"}
     assert [text for text, failure in failures.items() if failure.timed_out] == ["hang"]
+    assert {text: failure.kind for text, failure in failures.items()} == {
+        "raise": "ValueError",
+        "hang": "time-out",
+        "die": "crash",
+        "none": "None",
+        "nan": "nan",
+        "text": "str",
+    }
+    assert rewards["raise"].texts["reward_failure"] == "score: ValueError: no good"
+    assert rewards["good"].texts["reward_failure"] == ""
     assert failures["raise"].reason == "ValueError: no good"
     assert "mine.py" in failures["raise"].traceback and 'raise ValueError("no good")' in failures["raise"].traceback
     assert "custom_process.py" not in failures["raise"].traceback  # its frames are of no use to the user

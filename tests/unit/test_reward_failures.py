@@ -19,6 +19,7 @@ from verl_ext.grpo.guards import TIMED_OUT_STEPS, RewardGuard
 from verl_ext.grpo.protocols import Reward, RewardError, RewardFailure, Trajectory
 from verl_ext.grpo.rewards.check import check_reward_functions
 from verl_ext.grpo.rewards.custom_process import UserFunction, score_of
+from verl_ext.grpo.rewards.text_environment import INAPPLICABLE
 from verl_ext.plugins import Plugin
 from verl_ext.trainer.stages import GRPOConfig, load_config
 
@@ -280,7 +281,8 @@ def test_row_of_trial_is_reported_with_its_source_file(mine: Path, rows: Path) -
         check_rewards_of(config_of(rows, f"{mine}:text"))
 
 
-RAISED, TIMED_OUT = RewardFailure("ValueError: no good", "Traceback: here"), RewardFailure("too long", timed_out=True)
+RAISED = RewardFailure("ValueError: no good", "Traceback: here", kind="ValueError")
+TIMED_OUT = RewardFailure("too long", timed_out=True, kind="time-out")
 
 
 def check(guard: RewardGuard, step: int, failures: Sequence[RewardFailure | None]) -> None:
@@ -308,9 +310,30 @@ def test_failing_function_is_reported_once(guard: RewardGuard, capsys: pytest.Ca
     assert "step 2: the reward near failed on 2 of 3 samples" in shown and "an answer to s" in shown
 
 
-@pytest.mark.parametrize("failures", [[RAISED, RAISED], [TIMED_OUT, RAISED]])
-def test_function_failing_on_every_sample_stops_run(guard: RewardGuard, failures: list[RewardFailure]) -> None:
-    with pytest.raises(UserError, match="step 1: the reward near failed on all 2 samples .ValueError|too long"):
+def test_each_cause_of_failure_is_reported_once(guard: RewardGuard, capsys: pytest.CaptureFixture[str]) -> None:
+    """A time-out or None, for example in the first evaluation, must not hide a later exception."""
+    guard.report("evaluation at step 0", [rewarded({"near": INAPPLICABLE})])
+    check(guard, 1, [INAPPLICABLE, RAISED, RAISED, TIMED_OUT, None])
+    check(guard, 2, [INAPPLICABLE, RAISED, TIMED_OUT, None])
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert "failed on 1 of 1 samples (1 None)" in first and first.count("First failure") == 1
+    shown = "\n".join(lines)
+    assert "step 1: the reward near failed on 4 of 5 samples (2 ValueError, 1 None, 1 time-out)" in shown
+    assert shown.count("warning") == shown.count("Traceback: here") == shown.count("too long") == 1
+    assert INAPPLICABLE.reason not in shown
+
+
+@pytest.mark.parametrize(
+    ("failures", "says"),
+    [
+        ([RAISED, RAISED], r"2 samples \(ValueError: no good\)"),
+        ([TIMED_OUT, TIMED_OUT, RAISED], r"3 samples \(2 time-out, 1 ValueError; for example, ValueError: no good\)"),
+    ],
+)
+def test_function_failing_on_every_sample_stops_run(
+    guard: RewardGuard, failures: list[RewardFailure], says: str
+) -> None:
+    with pytest.raises(UserError, match=f"step 1: the reward near failed on all {says}"):
         check(guard, 1, failures)
 
 

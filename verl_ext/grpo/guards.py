@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,14 +16,31 @@ from verl_ext.grpo.protocols import Policy, RewardFailure, Trajectory
 
 TIMED_OUT_STEPS = 3
 """Consecutive steps with only time-outs after which the run stops; a machine can be busy for one or two."""
+TOTAL = "*"
+"""Name of the number of samples among the names of reward functions."""
 FLOAT32_GAP = 0.01
 """In nats. In float32, engine and trainer differ by less than 1e-4; a larger gap means that the weights differ."""
 CHECKED_STEPS = 2
 """Steps to check after a start: the first uses the loaded weights, the second the weights after an update."""
 
 
+@dataclass
+class FailureKind:
+    """The failures of one reward function with one cause, in a step.
+
+    Attributes:
+        count: number of failed samples.
+        failure: the first one.
+        sample: a description of its sample.
+    """
+
+    count: int
+    failure: RewardFailure
+    sample: str
+
+
 class RewardGuard:
-    """Reports each failing reward function once, and stops the run if one fails on every sample of a step.
+    """Reports each cause of failing rewards once, and stops the run if a function fails on every sample of a step.
 
     Args:
         names: names of the reward functions, the same on every rank.
@@ -32,39 +50,34 @@ class RewardGuard:
 
     def __init__(self, names: Sequence[str], describe: Callable[[Trajectory], str], device: str) -> None:
         self.names, self.describe, self.device = names, describe, device
-        self._reported: set[str] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._timed_out_steps: Counter[str] = Counter()
 
-    def report(self, when: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Print each function's first failure with its traceback; collective.
+    def report(self, when: str, trajectories: Sequence[Trajectory]) -> tuple[float, dict[str, dict[str, FailureKind]]]:
+        """Print the first failure of each new kind with its traceback; collective.
 
         Args:
             when: names the step or validation, such as `step 4`.
             trajectories: trajectories of this rank, with their rewards.
 
         Returns:
-            Counts over all ranks: `samples`, and `NAME failed` and `NAME timed out` for each function.
+            Over all ranks, the number of samples, and the failures by function and kind.
         """
-        sums = {"samples": float(len(trajectories))}
-        for name in self.names:
-            failures = [failure for _, failure in _failures(name, trajectories)]
-            sums[f"{name} failed"] = len(failures)
-            sums[f"{name} timed out"] = sum(failure.timed_out for failure in failures)
-        counts = reduce_over_ranks(sums=sums, device=self.device)
-        for name in self.names:
-            failed = counts[f"{name} failed"]
-            if not failed or name in self._reported:
-                continue
-            self._reported.add(name)
-            failure, sample = self._first(name, trajectories)
-            if dist.get_rank() == 0:
-                more = f"{sample}\n{failure.traceback}".rstrip()
+        sums = {name: sum(1.0 for _ in _failures(name, trajectories)) for name in self.names}
+        counts = reduce_over_ranks(sums={**sums, TOTAL: len(trajectories)}, device=self.device)
+        found = {name: self._kinds(name, trajectories) for name in self.names if counts[name]}
+        for name, kinds in found.items():
+            new = [kind for kind in kinds if (name, kind) not in self._reported]
+            self._reported.update((name, kind) for kind in new)
+            if new and dist.get_rank() == 0:
+                first = sorted((kinds[kind] for kind in new), key=lambda each: not each.failure.traceback)
+                shown = [f"{each.failure.reason}; {each.sample}\n{each.failure.traceback}".rstrip() for each in first]
                 warn(
-                    f"{when}: the reward {name} failed on {failed:.0f} of {counts['samples']:.0f} samples, which "
-                    f"therefore have no reward: {failure.reason}. Further failures are only counted, in "
-                    f"train/reward_failures. First failure: {more}"
+                    f"{when}: the reward {name} failed on {counts[name]:.0f} of {counts[TOTAL]:.0f} samples "
+                    f"({summary(kinds)}), which therefore have no reward. Later failures with the same cause are only "
+                    "counted, in train/reward_failures. First failure: " + "\nFirst failure: ".join(shown)
                 )
-        return counts
+        return counts[TOTAL], found
 
     def check(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Report, and stop the run if a function failed on all samples of all ranks; collective.
@@ -74,16 +87,20 @@ class RewardGuard:
         Raises:
             UserError: on every rank, before the step's update.
         """
-        counts = self.report(f"step {step}", trajectories)
-        total = counts["samples"]
+        total, found = self.report(f"step {step}", trajectories)
         for name in self.names:
-            all_failed, all_timed_out = (counts[f"{name} {what}"] == total for what in ("failed", "timed out"))
+            kinds = found.get(name, {})
+            all_failed = bool(kinds) and sum(each.count for each in kinds.values()) == total
+            all_timed_out = all_failed and all(each.failure.timed_out for each in kinds.values())
             self._timed_out_steps[name] = self._timed_out_steps[name] + 1 if all_timed_out else 0
             if self._timed_out_steps[name] == TIMED_OUT_STEPS:
                 what = f"timed out on every sample of {TIMED_OUT_STEPS} steps in a row"
                 fix = "make it faster or raise reward.time_limit_s"
             elif all_failed and not all_timed_out:
-                what = f"failed on all {total:.0f} samples ({self._first(name, trajectories)[0].reason})"
+                # a traceback helps more than, for example, a time-out
+                cause = max(kinds.values(), key=lambda each: (bool(each.failure.traceback), each.count))
+                several = f"{summary(kinds)}; for example, " if len(kinds) > 1 else ""
+                what = f"failed on all {total:.0f} samples ({several}{cause.failure.reason})"
                 fix = "fix the cause"
             else:
                 continue
@@ -92,15 +109,28 @@ class RewardGuard:
                 "same command again (earlier checkpoints are intact)"
             )
 
-    def _first(self, name: str, trajectories: Sequence[Trajectory]) -> tuple[RewardFailure, str]:
-        """A failure of one function and its sample, from the first rank that has one; collective."""
+    def _kinds(self, name: str, trajectories: Sequence[Trajectory]) -> dict[str, FailureKind]:
+        """The failures of one function over all ranks by kind, the most frequent first; collective."""
 
-        def first_of_rank() -> tuple[RewardFailure, str] | None:
-            return next(
-                ((failure, self.describe(trajectory)) for trajectory, failure in _failures(name, trajectories)), None
-            )
+        def of_rank() -> dict[str, FailureKind]:
+            kinds: dict[str, FailureKind] = {}
+            for trajectory, failure in _failures(name, trajectories):
+                if failure.kind not in kinds:
+                    is_new = (name, failure.kind) not in self._reported
+                    kinds[failure.kind] = FailureKind(0, failure, self.describe(trajectory) if is_new else "")
+                kinds[failure.kind].count += 1
+            return kinds
 
-        return next(found for found in gather_results(first_of_rank) if found is not None)
+        found: dict[str, FailureKind] = {}
+        for kinds in gather_results(of_rank):
+            for kind, each in kinds.items():
+                found.setdefault(kind, replace(each, count=0)).count += each.count
+        return dict(sorted(found.items(), key=lambda item: -item[1].count))
+
+
+def summary(kinds: Mapping[str, FailureKind]) -> str:
+    """The number of failures of each kind, such as `12 ZeroDivisionError, 5 None`."""
+    return ", ".join(f"{each.count} {kind}" for kind, each in kinds.items())
 
 
 def _failures(name: str, trajectories: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, RewardFailure]]:

@@ -62,11 +62,13 @@ class RewardFailure:
         reason: why it failed, in one line.
         traceback: traceback of the user's code; empty if it did not raise.
         timed_out: whether the call took longer than `reward.time_limit_s`.
+        kind: what failures of one cause share, such as ZeroDivisionError or None; each kind is reported once.
     """
 
     reason: str
     traceback: str = ""
     timed_out: bool = False
+    kind: str = "other"
 
 
 class RewardError(Exception):

@@ -115,7 +115,7 @@ RULES: tuple[Rule, ...] = (
          bounds(checks.reward_failure_share, "reward functions failed {1:.3g} times in a step of {2} samples",
                 above={WARNING: "reward_failure_share", ALARM: "reward_failure_share_alarm"}),
          "Reward calls fail on more than reward_failure_share of the samples; alarm above reward_failure_share_alarm.",
-         "fix the reward function: the output of the run has the traceback of its first failure", GRPO),
+         "fix the reward function: the output of the run shows the first failure of each cause", GRPO),
     Rule("accuracy_zero", checks.accuracy_zero,
          "No answer has been right for stuck_epochs, or 100 steps.",
          "compare the answers in samples.jsonl with their references", REWARDED),

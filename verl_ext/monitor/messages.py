@@ -43,8 +43,8 @@ MESSAGES = {
     "if it should still rise, look at the weights of the reward functions": "若奖励仍应上升，检查各奖励函数的权重",
     "check the reward functions and their weights": "检查奖励函数及其权重",
     "check the reward functions, their weights and the temperature": "检查奖励函数、其权重以及采样温度",
-    "fix the reward function: the output of the run has the traceback of its first failure": (
-        "修复奖励函数：任务输出中有其首次失败的堆栈信息"
+    "fix the reward function: the output of the run shows the first failure of each cause": (
+        "修复奖励函数：任务输出中有每种失败原因的首次失败"
     ),
     "compare the answers in samples.jsonl with their references": "将 samples.jsonl 中的回答与参考答案对照",
     "if it should still rise, train longer or adjust optim.lr": "若仍应上升，延长训练或调整 optim.lr",

@@ -72,7 +72,8 @@ class UserFunction:
         try:
             value = self._function(**_keywords(answer)) if self._by_keywords else self._function(answer)
         except BaseException as error:  # also SystemExit and KeyboardInterrupt: only this sample loses its reward
-            raise RewardError(RewardFailure(one_line(error)[:_MAX_CHARACTERS], _traceback_of(error))) from error
+            reason, kind = one_line(error)[:_MAX_CHARACTERS], type(error).__name__
+            raise RewardError(RewardFailure(reason, _traceback_of(error), kind=kind)) from error
         return score_of(value)
 
 
@@ -87,7 +88,7 @@ def score_of(value: Any) -> float | None:
     """
     if isinstance(value, Mapping):
         if "score" not in value:
-            raise RewardError(RewardFailure("it returned a mapping without the key 'score'"))
+            raise RewardError(RewardFailure("it returned a mapping without the key 'score'", kind="no score"))
         value = value["score"]
     if value is None:
         return None
@@ -99,9 +100,10 @@ def score_of(value: Any) -> float | None:
         score = float(value)
     except Exception:  # a user's class may raise anything
         shown = f"{value!r:.100}" if isinstance(value, str | bytes | int) else f"a {type(value).__name__}"
-        raise RewardError(RewardFailure(f"it returned {shown}, which is not a number")) from None
+        failure = RewardFailure(f"it returned {shown}, which is not a number", kind=type(value).__name__)
+        raise RewardError(failure) from None
     if not math.isfinite(score):
-        raise RewardError(RewardFailure(f"it returned {score}, which is not a finite number"))
+        raise RewardError(RewardFailure(f"it returned {score}, which is not a finite number", kind=f"{score}"))
     return score
 
 

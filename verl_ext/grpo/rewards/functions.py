@@ -73,7 +73,7 @@ BUILTIN_REWARDS = (*VERDICT_REWARDS, *TEXT_REWARDS, LENGTH_PENALTY)
 RESERVED = (
     *BUILTIN_REWARDS, "reward_total", "adv", "seq_prompt_len", "seq_completion_len", "seq_total_len",
     "rollout_logprob_diff", "step", "attempt", "split", "sample_id", "number", "prompt", "answer", "advantage",
-    "error_type", "message",
+    "error_type", "message", "reward_failure",
 )  # fmt: skip
 """Names of other metrics or columns; a user's function may not have them."""
 

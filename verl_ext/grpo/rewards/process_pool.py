@@ -23,7 +23,7 @@ from verl_ext.plugins import Plugin
 from verl_ext.processes import has_ended
 
 _KILL_GROUP_AT_END_OF_INPUT = ("/bin/sh", "-c", 'read -r line; kill -KILL "-$1"', "sh")
-ENDED = RewardFailure("it ended its process")
+ENDED = RewardFailure("it ended its process", kind="crash")
 START_S = 120.0
 """Time limit for importing the user's file; imports do not count toward the function's time limit."""
 
@@ -163,7 +163,7 @@ class _Process:
             size = SIZE.unpack(self._read(SIZE.size, deadline))[0]
             return pickle.loads(self._read(size, deadline))
         except TimeoutError:
-            failure = RewardFailure(f"it took more than {time_limit_s:g} s", timed_out=True)
+            failure = RewardFailure(f"it took more than {time_limit_s:g} s", timed_out=True, kind="time-out")
         except EOFError:
             failure = ENDED
         self.kill()

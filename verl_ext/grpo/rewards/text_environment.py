@@ -37,8 +37,10 @@ MAX_REWARD = 1e15
 """Largest absolute value of a weighted reward; advantages are computed in float32, and contain its square."""
 MAX_REFERENCE_CHARACTERS = 2000
 """Maximum length of a reference in the sample table; the tests of a program can be much longer."""
-INAPPLICABLE = RewardFailure("it does not apply (None), and neither does any other reward function")
+INAPPLICABLE = RewardFailure("it does not apply (None), and neither does any other reward function", kind="None")
 """Failure of every reward function if none of them applies to a sample."""
+FAILURE = "reward_failure"
+"""Column of the sample table with the reasons of failed reward functions, for recipes with users' functions."""
 VERDICT = "verdict"
 """Key of the future that all rewards from the judge's verdict share."""
 
@@ -118,18 +120,21 @@ class TextEnvironment(Environment):
             except RewardError as error:
                 failures[spec.name] = error.failure
             except Exception as error:  # the sample has no reward, and the failure is reported
-                failures[spec.name] = RewardFailure(f"{error}" or type(error).__name__)
+                failures[spec.name] = RewardFailure(f"{error}" or type(error).__name__, kind=type(error).__name__)
         if not components and not failures:
             failures = dict.fromkeys(self.reward_names, INAPPLICABLE)
         if VERDICT in futures:
             texts = texts | _verdict_texts(futures[VERDICT])
+        if any(spec.plugin is not None for spec in self._specs):
+            texts = texts | {FAILURE: "; ".join(f"{name}: {failure.reason}" for name, failure in failures.items())}
         done = max(finished_at, default=0.0)
         return StepResult(reward=Reward(components, failures, texts=texts, finished_at=done))
 
 
 def _weighted(weight: float, value: float) -> float:
     if not abs(weight * value) <= MAX_REWARD:
-        raise RewardError(RewardFailure(f"its value {value:.3g} times its weight {weight:g} exceeds {MAX_REWARD:g}"))
+        reason = f"its value {value:.3g} times its weight {weight:g} exceeds {MAX_REWARD:g}"
+        raise RewardError(RewardFailure(reason, kind="too large"))
     return weight * value
 
 
