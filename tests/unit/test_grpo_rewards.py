@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -395,6 +396,30 @@ def test_failing_custom_reward_affects_only_its_sample(
     assert "custom_process.py" not in failures["raise"].traceback  # its frames are of no use to the user
     assert "nan" in failures["nan"].reason and "None" in failures["none"].reason and "'0.5'" in failures["text"].reason
     assert not failures["nan"].traceback and "ended its process" in failures["die"].reason
+
+
+@pytest.mark.parametrize("opened", [["TMP/mine.py:score", "reward_format"]], indirect=True)
+def test_missing_rewards_are_counted_by_function(
+    opened: TextEnvironment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first time-out is reported at once."""
+    release, call = threading.Event(), process_pool._Process.call
+
+    def call_or_wait(process: Any, answer: RewardedAnswer, time_limit_s: float) -> float | None:
+        if answer.text == "last":
+            release.wait(300)
+        return call(process, answer, time_limit_s if answer.text == "hang" else 300)
+
+    monkeypatch.setattr(process_pool._Process, "call", call_or_wait)
+    waits = [opened.step(sample(text, "0.5", extra_info={"index": 3})) for text in ("hang", "hang", "good", "last")]
+    for wait in waits[:3]:
+        wait()
+    assert opened.waiting_for() == "score (3 of 4 samples done, 2 timed out)"
+    assert capsys.readouterr().err.count("the call is repeated once") == 1
+    release.set()
+    waits[3]()
+    assert opened.waiting_for() == ""
+    opened.end_batch()
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from tests.helpers.bandit import DECISIONS, Bandit, Machine, grpo_step, prompts
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.errors import STOP_SIGNALS, Stop
+from verl_ext.grpo import guards
 from verl_ext.grpo.config import (
     AlgorithmConfig,
     DynamicSamplingConfig,
@@ -163,6 +165,34 @@ def test_multi_turn_episodes_collect_all_turns() -> None:
     alone = step_of(bandit, Patient()).rollout(prompts(3), 1, GROUP)
     for one, other in zip(alone, trajectories[GROUP:], strict=True):
         assert [turn.action[0].tolist() for turn in one.turns] == [turn.action[0].tolist() for turn in other.turns]
+
+
+def test_long_wait_for_rewards_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, reported = [], threading.Event()
+
+    class Slow(Machine):
+        """Its last reward arrives once the wait has been reported."""
+
+        def step(self, trajectory: Trajectory) -> Callable[[], StepResult]:
+            def wait() -> StepResult:
+                assert trajectory.number or step_number > 1 or reported.wait(300)
+                return StepResult(reward=self.reward_of(trajectory))
+
+            return wait
+
+        def waiting_for(self) -> str:
+            return "pay (4 of 8 samples done)"
+
+    def warn(message: str) -> None:
+        said.append(message)
+        reported.set()
+
+    monkeypatch.setattr(guards, "warn", warn)
+    monkeypatch.setattr(guards, "WARN_AFTER_S", 0.25)
+    step = step_of(Bandit(6), Slow())
+    for step_number in (1, 2):
+        step.rollout(prompts(0), step_number, GROUP)
+    assert said == ["step 1: waiting for rewards for 0 s: pay (4 of 8 samples done)"]
 
 
 def test_endless_episode_raises() -> None:

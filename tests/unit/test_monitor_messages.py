@@ -46,7 +46,7 @@ ENDS = (
     LOST, "stopped by SIGTERM after step 9", "stopped by the deadline after step 9",
     "stopped by the health rule overfitting after step 9", "stopped by SIGTERM", "stopped by a signal to a rank",
     "stopped immediately by SIGTERM", "stopped immediately by a second SIGINT",
-    "killed after SIGTERM because saving took longer than trainer.preemption.grace_s=60 s",
+    "killed after SIGTERM because the step and the save took longer than trainer.preemption.grace_s=60 s",
 )  # fmt: skip
 """Reasons in `run.json`, of `trainer.run_logger` and `launch.report`."""
 DISK = ("it cannot be read (EIO)", "its files cannot be read (EIO)", "it has no shards")

@@ -1,9 +1,12 @@
-"""Guards that stop a run that cannot learn: rewards that always fail, or an engine whose weights differ."""
+"""Guards of a run that cannot learn: rewards that fail or take long, or an engine whose weights differ."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +17,8 @@ from verl_ext.distributed import gather_results, reduce_over_ranks
 from verl_ext.errors import UserError
 from verl_ext.grpo.protocols import Policy, RewardFailure, Trajectory
 
+WARN_AFTER_S = 30.0
+"""Seconds of waiting for rewards after which a line reports it."""
 TIMED_OUT_STEPS = 3
 """Consecutive steps with only time-outs after which the run stops; a machine can be busy for one or two."""
 TOTAL = "*"
@@ -22,6 +27,36 @@ FLOAT32_GAP = 0.01
 """In nats. In float32, engine and trainer differ by less than 1e-4; a larger gap means that the weights differ."""
 CHECKED_STEPS = 2
 """Steps to check after a start: the first uses the loaded weights, the second the weights after an update."""
+
+
+class WaitGuard:
+    """Warns if rewards take long, once per rollout, and then only if one takes more than twice the longest so far.
+
+    Args:
+        waiting_for: describes the missing rewards.
+    """
+
+    def __init__(self, waiting_for: Callable[[], str]) -> None:
+        self._waiting_for, self._after_s = waiting_for, WARN_AFTER_S
+
+    @contextmanager
+    def watch(self, when: str) -> Iterator[None]:
+        """Watch the wait in the `with` block; `when` names the step or validation."""
+        start = time.monotonic()
+        timer = threading.Timer(self._after_s, self._warn, [when])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            waited_s = time.monotonic() - start
+            if waited_s > self._after_s:
+                self._after_s = 2 * waited_s
+
+    def _warn(self, when: str) -> None:
+        on_rank = f" on rank {dist.get_rank()}" if dist.get_world_size() > 1 else ""
+        warn(f"{when}: waiting for rewards for {self._after_s:.0f} s{on_rank}: {self._waiting_for()}")
 
 
 @dataclass

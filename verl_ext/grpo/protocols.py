@@ -182,6 +182,10 @@ class Environment(ABC):
             raised.
         """
 
+    def waiting_for(self) -> str:
+        """Describe the answers of the batch that have not arrived, for a warning; called from another thread."""
+        return ""
+
     def end_batch(self) -> None:  # noqa: B027  # by default there is nothing to do
         """Release what the trajectories of a batch share; called after all answers have arrived."""
 

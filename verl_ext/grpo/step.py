@@ -19,7 +19,7 @@ from verl_ext.grpo.algorithm import (
     rollout_is_weights,
 )
 from verl_ext.grpo.config import ActorConfig, AlgorithmConfig
-from verl_ext.grpo.guards import EngineGuard, RewardGuard
+from verl_ext.grpo.guards import EngineGuard, RewardGuard, WaitGuard
 from verl_ext.grpo.metrics import ALL_STATISTICS, UpdateMetrics, describe, distribution_metrics
 from verl_ext.grpo.protocols import Environment, Metrics, MicroBatch, Policy, Prompt, Trajectory
 from verl_ext.metrics.timing import StepTimer, TraceFile
@@ -90,6 +90,7 @@ class GRPOStep:
     def __post_init__(self) -> None:
         names, device = self.environment.reward_names, self.device
         self.reward_guard = RewardGuard(names, lambda each: describe(each, self.policy), device)
+        self.wait_guard = WaitGuard(self.environment.waiting_for)
         self.engine_guard = EngineGuard(self.policy, self.max_engine_gap, self.micro_batch_size, device)
 
     def run(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Trajectory], Metrics]:
@@ -137,12 +138,13 @@ class GRPOStep:
         """Run episodes and return them in the order of prompts and numbers; inside `Policy.sampling`."""
         trajectories = [self.environment.reset(prompt, number) for prompt in prompts for number in range(group_size)]
         live, run_name = trajectories, f"eval {step}" if greedy else f"{step}"
+        when = f"{'evaluation at ' if greedy else ''}step {step}"
         for _ in range(self.environment.max_turns):
             start, waits = time.perf_counter(), []
             with self.timer.measure("rollout"):  # rewards are computed while other trajectories still generate
                 for trajectory in self.policy.generate(live, step, greedy):
                     waits.append((trajectory, self.environment.step(trajectory), time.perf_counter()))
-            with self.timer.measure("reward"):
+            with self.timer.measure("reward"), self.wait_guard.watch(when):
                 for trajectory, wait, generated_at in waits:
                     trajectory.advance(wait())
                     self._trace_turn(run_name, trajectory, start, generated_at)

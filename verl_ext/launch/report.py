@@ -111,7 +111,7 @@ def stop_reason(stopped: Stopped, grace_s: float) -> str:
         return "stopped by a signal to a rank"
     if request.was_too_slow:
         limit = f"trainer.preemption.grace_s={grace_s:g} s"
-        return f"killed after {request.signal.name} because saving took longer than {limit}"
+        return f"killed after {request.signal.name} because the step and the save took longer than {limit}"
     if request.immediate is not None:
         second = "a second " if request.immediate is Signals.SIGINT else ""
         return f"stopped immediately by {second}{request.immediate.name}"

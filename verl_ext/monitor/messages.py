@@ -275,7 +275,9 @@ MESSAGES = {
     "stopped by a signal to a rank": "因某个 rank 收到信号而停止",
     "stopped immediately by {}": "因 {} 立即停止",
     "stopped immediately by a second {}": "因第二次 {} 立即停止",
-    "killed after {} because saving took longer than {text}": "收到 {} 后保存用时超过 {}，被强制终止",
+    "killed after {} because the step and the save took longer than {text}": (
+        "收到 {} 后当前步和保存用时超过 {}，被强制终止"
+    ),
     "killed or lost": "被终止或失联",
     "the attempt did not record its end": "这次启动没有记录结束",
     # Checkpoints

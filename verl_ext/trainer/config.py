@@ -239,7 +239,9 @@ class PlateauOptimConfig(OptimConfig):
 class PreemptionConfig:
     """`trainer.preemption`: how the run reacts to preemption."""
 
-    grace_s: float = setting(120.0, "Seconds to save after a signal, before the ranks are killed", gt=0)
+    grace_s: float = setting(
+        120.0, "Seconds to end the step and save after a signal, before the ranks are killed", gt=0
+    )
     deadline: float | str | None = setting(None, "Time of preemption, in Unix seconds or ISO 8601")
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
 
+from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.grpo.protocols import RewardError, RewardFailure
 from verl_ext.grpo.rewards.answer import RewardedAnswer
@@ -42,6 +43,7 @@ class RewardProcessPool:
 
     def __init__(self, plugin: Plugin, time_limit_s: float, num_workers: int) -> None:
         self._plugin, self._time_limit_s = plugin, time_limit_s
+        self._has_warned = False
         self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
         for _ in range(num_workers - 1):
             self._idle.put(None)
@@ -66,6 +68,12 @@ class RewardProcessPool:
         except RewardError as error:
             if not error.failure.timed_out and error.failure != ENDED:
                 raise
+            if error.failure.timed_out and not self._has_warned:
+                self._has_warned = True
+                warn(
+                    f"the reward function {self._plugin} took more than {self._time_limit_s:g} s for "
+                    f"{answer.sample_id}; the call is repeated once, and later time-outs are only counted"
+                )
         # the machine, or a service that the function calls, may have been busy, or the kernel killed the process
         return self._score_once(answer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -60,6 +61,7 @@ class TextEnvironment(Environment):
             UserError: a function cannot be loaded, or the judge's isolation does not work here.
         """
         self._specs = parse_reward_functions(reward.functions)
+        self._batch: defaultdict[str, list[Future[Any]]] = defaultdict(list)
         self.reward_names = [spec.name for spec in self._specs]
         num_workers = reward.num_workers or max(len(os.sched_getaffinity(0)) // num_ranks_here, 1)
         with ExitStack() as started:  # closed if a later function cannot be loaded
@@ -89,11 +91,24 @@ class TextEnvironment(Environment):
             futures[VERDICT], runs_tests = self._judge.submit(answer)
             specs = [spec for spec in specs if runs_tests or spec.name not in PROGRAM_REWARDS]
         finished_at: list[float] = []
-        for future in futures.values():
+        for name, future in futures.items():
+            self._batch[name].append(future)
             future.add_done_callback(lambda _: finished_at.append(time.perf_counter()))
         return partial(self._wait, specs, futures, finished_at, _texts(answer))
 
+    def waiting_for(self) -> str:
+        parts = []
+        for name, futures in self._batch.items():
+            done = [future for future in futures if future.done()]
+            if len(done) < len(futures):
+                timed_out = sum(has_timed_out(future) for future in done)
+                also = f", {timed_out} timed out" if timed_out else ""
+                shown = "the judge" if name == VERDICT else name
+                parts.append(f"{shown} ({len(done)} of {len(futures)} samples done{also})")
+        return ", ".join(parts)
+
     def end_batch(self) -> None:
+        self._batch = defaultdict(list)
         if self._judge is not None:
             self._judge.forget()
 
@@ -129,6 +144,12 @@ class TextEnvironment(Environment):
             texts = texts | {FAILURE: "; ".join(f"{name}: {failure.reason}" for name, failure in failures.items())}
         done = max(finished_at, default=0.0)
         return StepResult(reward=Reward(components, failures, texts=texts, finished_at=done))
+
+
+def has_timed_out(done: Future[Any]) -> bool:
+    """Whether a call failed because it exceeded its time limit."""
+    error = done.exception()
+    return isinstance(error, RewardError) and error.failure.timed_out
 
 
 def _weighted(weight: float, value: float) -> float:
