@@ -106,6 +106,7 @@ def test_template_gets_given_date(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "does not terminate"),
         ("{{ raise_exception('no questions') }}", "cannot render mine/1 .*no questions"),
+        ("{% for m in messages %}<|image_pad|>{{ m.role }}{% endfor %}", "omits the question of mine/1"),
     ],
 )
 def test_rejects_failing_or_endless_template(template: str, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +114,8 @@ def test_rejects_failing_or_endless_template(template: str, names: str, monkeypa
     monkeypatch.setattr(PROCESSOR, "chat_template", template)
     with pytest.raises(UserError, match=names):
         batcher().check([ImageChat(tuple(questions_on_one_image(1, 2)))])
+    with pytest.raises(UserError, match=names):
+        batcher().check([ImageChat((question(1),))])
 
 
 def test_rejects_texts_with_image_token() -> None:

@@ -161,14 +161,16 @@ class ImageChatCollator:
         }
 
     def check(self, chats: Iterable[ImageChat]) -> None:
-        """Refuse chats that the template cannot continue, before a step fails on only one rank.
+        """Refuse chats that the template cannot render, before a step fails on only one rank.
+
+        Renders the first chat, and all with several questions.
 
         Raises:
-            UserError: the template cannot continue a chat, or a text contains the token of an image.
+            UserError: the template cannot render a chat, or a text contains the token of an image.
         """
-        for chat in chats:
+        for number, chat in enumerate(chats):
             require_no_placeholders(chat.questions, self.processor, with_answers=True)
-            if len(chat.questions) > 1:
+            if number == 0 or len(chat.questions) > 1:
                 self._turns(chat)
 
     def tokens(self, chat: ImageChat, num_image_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,8 +190,8 @@ class ImageChatCollator:
         """For each answer, the text since the previous answer, and the answer.
 
         Raises:
-            UserError: the template refuses the chat, does not terminate, or renders earlier turns differently once
-                later turns follow.
+            UserError: the template refuses the chat, does not terminate, omits a question, or renders earlier turns
+                differently once later turns follow.
         """
         clock = clock_arguments(self.processor.chat_template, self.now)
         messages: list[dict[str, Any]] = []
@@ -213,7 +215,12 @@ class ImageChatCollator:
                     f"{chat.answers[number - 1]!r}, when another question follows; "
                     "set data.questions_per_chat=1"
                 )
-            turns.append((text.removeprefix(written), answer))
+            added = text.removeprefix(written)
+            if question.question.strip() not in added:
+                raise UserError(
+                    f"the chat template omits the question of {question.sample_id}; correct the model's template"
+                )
+            turns.append((added, answer))
             messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
             written = text + answer + self.processor.tokenizer.decode([self.end_token])
         return turns
