@@ -383,7 +383,7 @@ def test_failing_custom_reward_affects_only_its_sample(
     assert [text for text, failure in failures.items() if failure.timed_out] == ["hang"]
     assert {text: failure.kind for text, failure in failures.items()} == {
         "raise": "ValueError",
-        "hang": "time-out",
+        "hang": "timeout",
         "die": "crash",
         "none": "None",
         "nan": "nan",
@@ -402,7 +402,7 @@ def test_failing_custom_reward_affects_only_its_sample(
 def test_missing_rewards_are_counted_by_function(
     opened: TextEnvironment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first time-out is reported at once."""
+    """The first timeout is reported at once."""
     release, call = threading.Event(), process_pool._Process.call
 
     def call_or_wait(process: Any, answer: RewardedAnswer, time_limit_s: float) -> float | None:

@@ -282,7 +282,7 @@ def test_row_of_trial_is_reported_with_its_source_file(mine: Path, rows: Path) -
 
 
 RAISED = RewardFailure("ValueError: no good", "Traceback: here", kind="ValueError")
-TIMED_OUT = RewardFailure("too long", timed_out=True, kind="time-out")
+TIMED_OUT = RewardFailure("too long", timed_out=True, kind="timeout")
 
 
 def check(guard: RewardGuard, step: int, failures: Sequence[RewardFailure | None]) -> None:
@@ -311,14 +311,14 @@ def test_failing_function_is_reported_once(guard: RewardGuard, capsys: pytest.Ca
 
 
 def test_each_cause_of_failure_is_reported_once(guard: RewardGuard, capsys: pytest.CaptureFixture[str]) -> None:
-    """A time-out or None, for example in the first evaluation, must not hide a later exception."""
+    """A timeout or None, for example in the first evaluation, must not hide a later exception."""
     guard.report("evaluation at step 0", [rewarded({"near": INAPPLICABLE})])
     check(guard, 1, [INAPPLICABLE, RAISED, RAISED, TIMED_OUT, None])
     check(guard, 2, [INAPPLICABLE, RAISED, TIMED_OUT, None])
     first, *lines = capsys.readouterr().err.splitlines()
     assert "failed on 1 of 1 samples (1 None)" in first and first.count("First failure") == 1
     shown = "\n".join(lines)
-    assert "step 1: the reward near failed on 4 of 5 samples (2 ValueError, 1 None, 1 time-out)" in shown
+    assert "step 1: the reward near failed on 4 of 5 samples (2 ValueError, 1 None, 1 timeout)" in shown
     assert shown.count("warning") == shown.count("Traceback: here") == shown.count("too long") == 1
     assert INAPPLICABLE.reason not in shown
 
@@ -327,7 +327,7 @@ def test_each_cause_of_failure_is_reported_once(guard: RewardGuard, capsys: pyte
     ("failures", "says"),
     [
         ([RAISED, RAISED], r"2 samples \(ValueError: no good\)"),
-        ([TIMED_OUT, TIMED_OUT, RAISED], r"3 samples \(2 time-out, 1 ValueError; for example, ValueError: no good\)"),
+        ([TIMED_OUT, TIMED_OUT, RAISED], r"3 samples \(2 timeout, 1 ValueError; for example, ValueError: no good\)"),
     ],
 )
 def test_function_failing_on_every_sample_stops_run(

@@ -20,7 +20,7 @@ from verl_ext.grpo.protocols import Policy, RewardFailure, Trajectory
 WARN_AFTER_S = 30.0
 """Seconds of waiting for rewards after which a line reports it."""
 TIMED_OUT_STEPS = 3
-"""Consecutive steps with only time-outs after which the run stops; a machine can be busy for one or two."""
+"""Consecutive steps with only timeouts after which the run stops; a machine can be busy for one or two."""
 TOTAL = "*"
 """Name of the number of samples among the names of reward functions."""
 FLOAT32_GAP = 0.01
@@ -132,7 +132,7 @@ class RewardGuard:
                 what = f"timed out on every sample of {TIMED_OUT_STEPS} steps in a row"
                 fix = "make it faster or raise reward.time_limit_s"
             elif all_failed and not all_timed_out:
-                # a traceback helps more than, for example, a time-out
+                # a traceback helps more than, for example, a timeout
                 cause = max(kinds.values(), key=lambda each: (bool(each.failure.traceback), each.count))
                 several = f"{summary(kinds)}; for example, " if len(kinds) > 1 else ""
                 what = f"failed on all {total:.0f} samples ({several}{cause.failure.reason})"

@@ -72,7 +72,7 @@ class RewardProcessPool:
                 self._has_warned = True
                 warn(
                     f"the reward function {self._plugin} took more than {self._time_limit_s:g} s for "
-                    f"{answer.sample_id}; the call is repeated once, and later time-outs are only counted"
+                    f"{answer.sample_id}; the call is repeated once, and later timeouts are only counted"
                 )
         # the machine, or a service that the function calls, may have been busy, or the kernel killed the process
         return self._score_once(answer)
@@ -171,7 +171,7 @@ class _Process:
             size = SIZE.unpack(self._read(SIZE.size, deadline))[0]
             return pickle.loads(self._read(size, deadline))
         except TimeoutError:
-            failure = RewardFailure(f"it took more than {time_limit_s:g} s", timed_out=True, kind="time-out")
+            failure = RewardFailure(f"it took more than {time_limit_s:g} s", timed_out=True, kind="timeout")
         except EOFError:
             failure = ENDED
         self.kill()
