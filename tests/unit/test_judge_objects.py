@@ -132,6 +132,53 @@ class A:
     def __add__(self, other): return A(self.x + other.x)
     def check(self, x): return self.x == x
 """
+RUNNER = """
+import unittest
+class T(unittest.TestCase):
+    def test_value(self):
+        for x in (1, 2):
+            with self.subTest(x=x): self.assertEqual(f(x), x + 1)
+    def test_error(self):
+        with self.assertRaises(Exception): f("x")
+result = unittest.TestResult()
+unittest.defaultTestLoader.loadTestsFromTestCase(T).run(result)
+assert result.wasSuccessful()
+"""
+TASKS = """
+import asyncio
+async def call():
+    assert f(1) == 2
+async def main():
+    tasks = [asyncio.ensure_future(call())]
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled(): task.result()
+asyncio.run(main())
+"""
+SEQUENCE = """
+class Pairs:
+    def __getitem__(self, i):
+        if i > 2: raise IndexError
+        return i, f(i)
+for i, value in Pairs(): assert value == i + 1
+"""
+ASYNC_ITERATOR = """
+import asyncio
+class Values:
+    def __aiter__(self): return self
+    async def __anext__(self): return f(1)
+async def main():
+    async for value in Values(): assert value == 2
+asyncio.run(main())
+"""
+THREAD = """
+import threading
+values = []
+thread = threading.Thread(target=lambda: values.append(f(1)))
+thread.start()
+thread.join()
+for value in values: assert value == 2
+"""
 REVERSE = """
 def f(head):
     last = None
@@ -243,6 +290,56 @@ CASES = {
     "an end that the test expects": (
         "def f(x): raise StopIteration",
         "try: f(1)\nexcept StopIteration: pass\nelse: assert False",
+        True,
+    ),
+    "the tests of unittest": ("def f(x): return x + 1", RUNNER, True),
+    "a skipped test": ("import unittest\ndef f(x): raise unittest.SkipTest", RUNNER, False),
+    "a skipped test by its own class": (
+        "import unittest\nclass E(unittest.SkipTest): pass\nclass f:\n    def __init__(self, x): raise E",
+        RUNNER,
+        False,
+    ),
+    "the end of a test of unittest": ("import unittest\ndef f(x): raise unittest.case._ShouldStop", RUNNER, False),
+    "a cancelled task": ("import asyncio\ndef f(x): raise asyncio.CancelledError", TASKS, False),
+    "a cancelled task that the test expects": (
+        "import asyncio\nasync def f(x): raise asyncio.CancelledError",
+        "import asyncio\nasync def main():\n    try: await f(1)\n    except asyncio.CancelledError: return 1\n"
+        "assert asyncio.run(main()) == 1",
+        True,
+    ),
+    "an end of a sequence of the test": ("def f(x): raise IndexError", SEQUENCE, False),
+    "an end of an asynchronous iterator of the test": ("def f(x): raise StopAsyncIteration", ASYNC_ITERATOR, False),
+    "an end of a thread": ("def f(x): raise SystemExit", THREAD, False),
+    "an end of a thread by a class named as a word of the test": (
+        "class values(Exception): pass\ndef f(x): raise values",
+        THREAD,
+        False,
+    ),
+    "no attribute of an object of the test": (
+        "def f(x): raise AttributeError",
+        "class A:\n    @property\n    def b(self): return f(1)\na = A()\nif hasattr(a, 'b'): assert a.b == 2",
+        False,
+    ),
+    "an error that its callback gets back": (
+        "def f(g):\n    try: g()\n    except KeyError: return 1\ndef h(): raise KeyError",
+        "def g(): h()\nassert f(g) == 1",
+        True,
+    ),
+    "an error that its context manager gets back": (
+        "import contextlib\n@contextlib.contextmanager\ndef f():\n    try: yield\n    except KeyError: pass\n"
+        "def h(): raise KeyError",
+        "g = h\nwith f(): g()",
+        True,
+    ),
+    "errors that the test handles by other names": (
+        "class E(Exception): pass\nErrors = E, KeyError\ndef f(x): raise [E, KeyError, OSError, IndexError][x]",
+        "for x in (0, 1):\n    try: f(x)\n    except Errors: pass\ntry: f(2)\nexcept IOError: pass\n"
+        "try: f(3)\nexcept LookupError: pass",
+        True,
+    ),
+    "an end of its own sequence": (
+        "class f:\n    def __getitem__(self, i):\n        if i > 2: raise IndexError\n        return i",
+        "assert list(f()) == [0, 1, 2] and not hasattr(f(), 'x')",
         True,
     ),
     "a generator that is sent to": (

@@ -211,6 +211,38 @@ def is_of_test(error: Any) -> bool:
     return isinstance(error, AssertionError) and not isinstance(error, AnswerException)
 
 
+_CONTROL_FLOW = frozenset(
+    (
+        *("builtins:StopIteration", "builtins:StopAsyncIteration", "builtins:GeneratorExit", "bdb:BdbQuit"),
+        *("asyncio.exceptions:CancelledError", "concurrent.futures._base:CancelledError"),
+    )
+)
+
+
+def control_flow(error: BaseException) -> type | None:
+    """The class, if an exception is one by which Python, asyncio or unittest end or skip something without a failure.
+
+    Returns:
+        The exception's class of Python or the standard library; None for any other exception.
+    """
+    for base in type(error).__mro__:
+        name = known_name(base)
+        if name in _CONTROL_FLOW or (name is not None and name.startswith("unittest.")):
+            return base
+    return None
+
+
+def is_named(kind: type, words: frozenset[str]) -> bool:
+    """Whether one of these words is a name of an exception class of Python or the standard library.
+
+    An answer's class has any name that the answer likes.
+    """
+    if known_name(kind) is None:
+        return False
+    names = vars(sys.modules[kind.__module__])
+    return any(names.get(word) is kind for word in words)
+
+
 def description_of(error: BaseException | None) -> tuple[Any, ...]:
     """What to send of an exception to the side that handles it: its class, its arguments, and the original there.
 

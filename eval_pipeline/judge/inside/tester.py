@@ -6,6 +6,7 @@ import builtins
 import io
 import marshal
 import random
+import re
 import reprlib
 import resource
 import signal
@@ -13,6 +14,7 @@ import socket
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import protocol
@@ -28,6 +30,9 @@ _EXTRA_MEMORY_MB = 256
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 _OF_FUNCTIONS = frozenset(("__name__", "__qualname__", "__doc__"))
 """What an answer may read of a function or class of the test."""
+_PROBES = frozenset(("lookup", "getattr", "next", "iter", "len", "getitem", "hash", "str", "repr", "format"))
+"""Operations whose exceptions Python and its libraries may handle, such as the end of an iteration."""
+_RAISED = "@raised"
 _MAX_GROWTH_KB = 32 << 10
 """A process whose memory has grown by more than this runs no further tests."""
 
@@ -107,6 +112,8 @@ def run_test(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[st
         exec(test or compile(job["test"], _TEST_FILE, "exec", dont_inherit=True), names)
     except BaseException as error:
         return "failed" if remote.is_of_test(error) else "error", _message(error, job["test"])
+    if (unhandled := peer.unhandled()) is not None:
+        return "error", f"the answer raised {unhandled.__name__}, which the test does not handle"
     return "passed", ""
 
 
@@ -184,6 +191,10 @@ class TesterPeer(Peer):
         """The most recently looked up `send` of an object of the answer."""
         self._failed: AssertionError | None = None
         """An assertion of the test that failed in a function that the answer called during the current request."""
+        self._num_raised: dict[type, int] = {}
+        """How many exceptions of each class the answer raised and has not got back."""
+        self._offered: set[type] = set()
+        """Exception classes that the test took from the answer's names or attributes."""
 
     def look_up(self, name: str) -> tuple[bool, Any]:
         """Whether the answer defines a name, and its value."""
@@ -221,7 +232,10 @@ class TesterPeer(Peer):
 
         def throw(*arguments: Any) -> Any:
             error = next((part for part in arguments if isinstance(part, BaseException)), None)
-            return found(*arguments) if error is None else self._handed_over("throw", value, error)
+            if error is None:
+                return found(*arguments)
+            self._return(error)
+            return self._handed_over("throw", value, error)
 
         return throw
 
@@ -235,7 +249,10 @@ class TesterPeer(Peer):
             return super().leave(manager, error)
         may_swallow = not remote.is_of_test(error) and not skips_assertions(sys._getframe(2), self.sources)
         try:
-            return self._handed_over("exit", manager, error) and may_swallow
+            swallows = self._handed_over("exit", manager, error) and may_swallow
+            if swallows:
+                self._return(error)
+            return swallows
         except ConversationError:
             raise
         except BaseException:
@@ -260,6 +277,40 @@ class TesterPeer(Peer):
                 raise
             self._failed = self._failed or error
             raise AssertionError from None  # the answer must not see the message
+        except BaseException as error:
+            self._return(error)
+            raise
+
+    def unhandled(self) -> type | None:
+        """An exception class of the answer that something must have handled, but not the test by naming it or a base.
+
+        Python and its libraries treat some exceptions as the end of an iteration, as a skipped test, or as none at all,
+        if they come out of a method or thread of the test. That must not pass assertions that never ran.
+        """
+        if not self._num_raised or re.search(r"\bexcept\s*:", "\n".join(self.sources.values())):
+            return None
+        words = self._words()
+        return next((kind for kind in self._num_raised if not self._may_handle(kind, words)), None)
+
+    def _words(self) -> frozenset[str]:
+        """The words of the test, except the names of exceptions that it raises itself."""
+        return frozenset(re.findall(r"\w+", re.sub(r"\braise\s+[\w.]+", "", "\n".join(self.sources.values()))))
+
+    def _may_handle(self, kind: type, words: frozenset[str]) -> bool:
+        bases = [base for base in kind.__mro__ if issubclass(base, BaseException)]
+        return any(base in self._offered or remote.is_named(base, words) for base in bases)
+
+    def _return(self, error: BaseException | None) -> None:
+        """Note that the answer gets an exception back, and with it those that led to it."""
+        seen: set[int] = set()
+        while error is not None and id(error) not in seen:
+            seen.add(id(error))
+            if vars(error).pop(_RAISED, False):
+                kind = type(error)
+                self._num_raised[kind] -= 1
+                if self._num_raised[kind] == 0:
+                    del self._num_raised[kind]
+            error = error.__context__ if error.__cause__ is None else error.__cause__
 
     def _perform(self, operation: str, arguments: tuple[Any, ...]) -> Any:
         if operation == "call":
@@ -321,21 +372,46 @@ class TesterPeer(Peer):
             self._converted.clear()
         outer, self._failed = self._failed, None
         try:
-            return super()._request(operation, arguments, containers)
+            result = super()._request(operation, arguments, containers)
+            if operation in ("lookup", "getattr"):
+                self._offered.update(_exception_classes(result))
+            return result
         except ConversationError as error:
             self.lost = error
             raise
-        except StopIteration as error:
-            if operation in ("next", "throw") or (operation == "call" and arguments[0] is self._generators_send):
+        except BaseException as error:
+            if isinstance(error, StopIteration) and self._may_stop(operation, arguments):
                 raise
-            if any("StopIteration" in source for source in self.sources.values()):
-                raise
-            # it would silently end a loop over `map`, and skip the assertions in the loop
-            raise RuntimeError("the answer raised StopIteration") from error
+            if (kind := remote.control_flow(error)) is not None and not self._expects(kind):
+                # it would silently end a loop over `map`, or skip a test, and with it the assertions in there
+                error = RuntimeError(f"the answer raised {type(error).__name__}").with_traceback(error.__traceback__)
+            if operation not in _PROBES:
+                vars(error)[_RAISED] = True
+                self._num_raised[type(error)] = self._num_raised.get(type(error), 0) + 1
+            raise error
         finally:
             failed, self._failed = self._failed, outer
             if failed is not None and self.lost is None:
                 raise failed  # whatever the answer did with the exception
+
+    def _may_stop(self, operation: str, arguments: tuple[Any, ...]) -> bool:
+        """Whether an operation is one that StopIteration ends properly."""
+        return operation in ("next", "throw") or (operation == "call" and arguments[0] is self._generators_send)
+
+    def _expects(self, kind: type) -> bool:
+        """Whether the test names an exception that libraries use to control themselves, to handle it itself."""
+        # unittest raises and handles its own, whatever the test names
+        is_own = kind.__module__.startswith("unittest")
+        return not is_own and kind.__name__ in self._words()
+
+
+def _exception_classes(value: Any) -> Iterator[type]:
+    """The exception classes in the reply to a lookup, or in an attribute: one, or several in a tuple."""
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _exception_classes(part)
+    elif isinstance(value, type) and issubclass(value, BaseException):
+        yield value
 
 
 def _are_constant(arguments: tuple[Any, ...]) -> bool:
