@@ -87,6 +87,26 @@ FUNCTIONS: dict[str, tuple[str, str]] = {
         "runtime_error",
     ),
     "memory behind a file descriptor": ("import os\nos.memfd_create('x')", "runtime_error"),
+    "data in the sockets of many processes": (
+        "import os, socket, time\ndone, ready = os.pipe()\nfor _ in range(28):\n    if os.fork() == 0:\n"
+        "        pairs = [socket.socketpair() for _ in range(27)]\n        for end in sum(pairs, ()):\n"
+        "            end.setblocking(False)\n            try:\n                while True: end.send(bytes(2**16))\n"
+        "            except OSError: pass\n        os.write(ready, b'x')\n        time.sleep(60)\n"
+        "count = 0\nwhile count < 28: count += len(os.read(done, 28))\ntime.sleep(0.5)\n" + RIGHT,
+        "runtime_error",
+    ),
+    "larger buffers of sockets and pipes": (
+        "import fcntl, os, socket\nours, theirs = socket.socketpair()\n"
+        "before = ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)\n"
+        "for option in (socket.SO_SNDBUF, socket.SO_RCVBUF, 32, 33):\n"
+        "    ours.setsockopt(socket.SOL_SOCKET, option, 2 * before)\n"
+        "assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before\n"
+        "ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)\n"
+        "assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED)\n"
+        "try: fcntl.fcntl(os.pipe()[0], fcntl.F_SETPIPE_SZ, 2**20)\nexcept PermissionError: pass\n"
+        "else: raise RuntimeError('a larger pipe')\n" + RIGHT,
+        "success",
+    ),
     "disk filler": (
         "import os\nn = 0\nwhile True:\n    n += 1\n    with open(f'f{n}', 'wb') as file:\n"
         "        file.write(bytes(2**20))",

@@ -24,6 +24,7 @@ from tests.helpers.judge import (
 )
 
 TELLING = (
+    *("data in the sockets of many processes", "larger buffers of sockets and pipes"),
     *("memory bomb", "memory behind a file descriptor", "memory of its parent", "scan of memory"),
     *("daemon", "stop itself", "loop with all signals blocked"),
     *("lease of a file that others open", "datagrams to paths"),

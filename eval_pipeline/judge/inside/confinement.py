@@ -18,11 +18,11 @@ from typing import Any
 
 import kernel
 import seccomp
+from usage import MAX_OPEN_FILES
 
 RPC, STATUS, _FIRST_FREE = 3, 4, 5
 _MB = 1 << 20
 _STACK_BYTES = 64 * _MB
-_MAX_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def resource_limits(limits: dict[str, Any], num_unlimited: int) -> list[tuple[in
         resource.RLIMIT_AS: limits["memory_mb"] * _MB,
         resource.RLIMIT_CPU: int(limits["cpu_s"]) + 1,  # soft and hard limit are equal, so the signal cannot be caught
         resource.RLIMIT_FSIZE: limits["file_mb"] * _MB,
-        resource.RLIMIT_NOFILE: _MAX_FILES,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
     }
     if num_unlimited >= 0:
         wanted[resource.RLIMIT_NPROC] = limits["num_processes"] + num_unlimited

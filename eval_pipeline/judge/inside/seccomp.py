@@ -1,9 +1,9 @@
 """System calls that no honest answer needs, refused by a filter in the kernel.
 
 Each refusal closes a way around the limits or the namespaces: memory that no process is charged for, sockets (AF_VSOCK
-of a virtual machine ignores network namespaces), more namespaces, access to other processes. `sigaction` for SIGCHLD is
-not refused but has no effect, because honest programs call it. If a parent ignored that signal, the kernel would not
-add the CPU time of its children to any readable sum.
+of a virtual machine ignores network namespaces), more namespaces, access to other processes. Calls that honest programs
+make succeed without effect: `sigaction` for SIGCHLD, because the kernel would not add the CPU time of the children of a
+process that ignores it to any readable sum, and `setsockopt` for the sizes of buffers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from kernel import PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
 
@@ -86,9 +86,11 @@ _REFUSED_ON_THE_HOST = {
 }
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _PRLIMIT, _MMAP, _KILL = (56, 220), (435, 435), (302, 261), (9, 222), (62, 129)
-_SOCKETPAIR, _FCNTL, _SIGACTION, _PRCTL = (53, 199), (72, 25), (13, 134), (157, 167)
+_SOCKETPAIR, _SETSOCKOPT, _FCNTL, _SIGACTION = (53, 199), (54, 208), (72, 25), (13, 134)
+_PRCTL = (157, 167)
 _SIGCHLD = 17
-_KIND_OF_SOCKET, _STREAM, _SET_LEASE = 0xF, 1, 1024
+_KIND_OF_SOCKET, _STREAM, _SET_LEASE, _SET_PIPE_SIZE = 0xF, 1, 1024, 1031
+_BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and those that ignore the maximum
 _NEW_NAMESPACES = 0x7E020080
 _MAP_SHARED_ANONYMOUS = 0x21
 _X32 = 0x40000000
@@ -130,6 +132,9 @@ def _rules_of_answers(column: int) -> list[bytes]:
         *_when(_SOCKETPAIR[column], 1, [_step(_AND, _KIND_OF_SOCKET), _step(_EQUAL, _STREAM, 1, 0), _REFUSE]),
         # a lease delays other processes that open the file
         *_when(_FCNTL[column], 1, [_step(_EQUAL, _SET_LEASE, 0, 1), _REFUSE]),
+        # no process is charged for buffers
+        *_when(_FCNTL[column], 1, [_step(_EQUAL, _SET_PIPE_SIZE, 0, 1), _REFUSE]),
+        *_when(_SETSOCKOPT[column], 2, _matching(_BUFFER_SIZES, _PRETEND)),
         # otherwise the supervisor could no longer see its open files
         *_when(_PRCTL[column], 0, [_step(_EQUAL, PR_SET_DUMPABLE, 0, 1), _REFUSE]),
         *_when(_SIGACTION[column], 0, [_step(_EQUAL, _SIGCHLD, 0, 5), *_PRETEND_UNLESS_QUERY]),
@@ -166,12 +171,18 @@ def _when(number: int, argument: int, steps: list[bytes]) -> list[bytes]:
     return [_step(_EQUAL, number, 0, len(body)), *body]
 
 
+def _matching(values: Sequence[int], then: bytes) -> list[bytes]:
+    """A step for each of these values of the loaded argument."""
+    return [step for value in values for step in (_step(_EQUAL, value, 0, 1), then)]
+
+
 _REFUSE = _step(_RETURN, _ERRNO | errno.EPERM)
+_PRETEND = _step(_RETURN, _ERRNO | 0)
 # with a null pointer (compared in two halves) as its second argument, the call only reads the disposition
 _PRETEND_UNLESS_QUERY = [
     *(_step(_LOAD, _ARGUMENTS + 8), _step(_EQUAL, 0, 0, 2)),
     *(_step(_LOAD, _ARGUMENTS + 12), _step(_EQUAL, 0, 1, 0)),
-    _step(_RETURN, _ERRNO | 0),
+    _PRETEND,
 ]
 # built once, before any answer runs
 SUPERVISOR_FILTER = Filter(_filter(_REFUSED_TO_SUPERVISORS, _rules_of_supervisors))

@@ -168,6 +168,8 @@ class Supervisor:
         if usage.cpu_s + waited_cpu_s > limits["cpu_s"]:
             return "cpu"
         max_memory = limits["memory_mb"] * _MB
+        if usage.memory_bytes + self._tree.max_buffer_bytes(usage.num_tasks) > max_memory:
+            max_memory -= self._tree.buffer_bytes()
         if usage.memory_bytes > max_memory and (usage.num_tasks == 1 or self._tree.shared_memory() > max_memory):
             return "memory"
         # never reached where the kernel counts tasks

@@ -9,6 +9,7 @@ import errno
 import itertools
 import mmap
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +17,9 @@ from dataclasses import dataclass
 
 MAX_FILES = 4096
 """Files and directories that an answer may have; an empty one costs kernel memory too."""
+MAX_OPEN_FILES = 64
+"""Open files of each process of an answer."""
+_PIPE_BYTES = 1 << 16
 _BLOCK = 512
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -50,6 +54,7 @@ class ProcessTree:
         self._page = page
         self.fd = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._own = 0
+        self._socket_bytes = _socket_bytes()
         self.counted: list[int] = []
 
     def find_self(self) -> None:
@@ -86,22 +91,35 @@ class ProcessTree:
     def deleted_bytes(self) -> int:
         """Bytes on disk of deleted files that the counted descendants hold open."""
         sizes: dict[tuple[int, int], int] = {}
+        for path, status in self._open_files():
+            if status.st_nlink == 0 and stat.S_ISREG(status.st_mode):
+                with suppress(OSError):  # closed meanwhile
+                    # a sealed file from the server is not on a disk
+                    if not os.readlink(path, dir_fd=self.fd).startswith("/memfd:"):
+                        sizes[status.st_dev, status.st_ino] = status.st_blocks * _BLOCK
+        return sum(sizes.values())
+
+    def buffer_bytes(self) -> int:
+        """Kernel memory that data in the sockets and pipes of the counted descendants can take."""
+        sizes = {}
+        for _, status in self._open_files():
+            if stat.S_ISSOCK(status.st_mode) or stat.S_ISFIFO(status.st_mode):
+                is_socket = stat.S_ISSOCK(status.st_mode)
+                sizes[status.st_dev, status.st_ino] = self._socket_bytes if is_socket else _PIPE_BYTES
+        return sum(sizes.values())
+
+    def max_buffer_bytes(self, num_tasks: int) -> int:
+        """The most that `buffer_bytes` can be for this number of processes and threads, without looking at any."""
+        return num_tasks * MAX_OPEN_FILES * max(self._socket_bytes, _PIPE_BYTES)
+
+    def _open_files(self) -> Iterator[tuple[str, os.stat_result]]:
         for pid in self.counted:
             # a thread may have its own table of open files, and the first thread may have ended
             for task in self._names(f"{pid}/task"):
-                sizes.update(self._deleted(f"{pid}/task/{task}/fd"))
-        return sum(sizes.values())
-
-    def _deleted(self, folder: str) -> Iterator[tuple[tuple[int, int], int]]:
-        for name in self._names(folder):
-            try:
-                status = os.stat(f"{folder}/{name}", dir_fd=self.fd)
-                if status.st_nlink == 0 and stat.S_ISREG(status.st_mode):
-                    # a sealed file from the server is not on a disk
-                    if not os.readlink(f"{folder}/{name}", dir_fd=self.fd).startswith("/memfd:"):
-                        yield (status.st_dev, status.st_ino), status.st_blocks * _BLOCK
-            except OSError:  # closed meanwhile
-                continue
+                folder = f"{pid}/task/{task}/fd"
+                for name in self._names(folder):
+                    with suppress(OSError):  # closed meanwhile
+                        yield f"{folder}/{name}", os.stat(f"{folder}/{name}", dir_fd=self.fd)
 
     def _names(self, folder: str) -> list[str]:
         """The names in a directory of /proc; empty if the process has ended."""
@@ -147,6 +165,13 @@ class ProcessTree:
             return 0
         finally:
             os.close(fd)
+
+
+def _socket_bytes() -> int:
+    """How much data a socket buffers on its way to another."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        return ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 # The temporary directory of an answer. An answer can nest directories deeper than Python's recursion limit and the
