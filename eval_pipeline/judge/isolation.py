@@ -28,6 +28,7 @@ _INSIDE = Path(__file__).with_name("inside")
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SCRATCH_BYTES = 1 << 20
 _PACKAGES = "/packages"
+_NOBODY = 65534
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class IsolationLevel:
     def command(self, role: Role) -> list[str]:
         """The command of a zygote, which gets its control socket as standard input and an empty environment."""
         single_use = self.single_use and role == "answer"
-        as_root = self.bwrap is not None and os.geteuid() == 0
+        as_root = self.bwrap is not None and _can_become_nobody()
         options = {
             "role": role,
             "server": os.getpid(),  # shown in a list of processes
@@ -115,6 +116,17 @@ def _bwrap_programs() -> list[str]:
     return [program for program in programs if program is not None and os.access(program, os.X_OK)]
 
 
+def _can_become_nobody() -> bool:
+    """Whether this is root and may switch to another user; in a user namespace, that user may not exist."""
+    if os.geteuid() != 0:
+        return False
+    own = Path("/proc/self")
+    return (own / "setgroups").read_text().strip() == "allow" and all(
+        any(int(first) <= _NOBODY < int(first) + int(count) for first, _, count in map(str.split, file.open()))
+        for file in (own / "uid_map", own / "gid_map")
+    )
+
+
 def _bwrap_options(as_root: bool, single_use: bool, visible: dict[str, str]) -> list[str]:
     options = ["--die-with-parent", "--new-session", "--clearenv", "--setenv", "PYTHONHASHSEED", "0"]
     options += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
@@ -123,7 +135,7 @@ def _bwrap_options(as_root: bool, single_use: bool, visible: dict[str, str]) -> 
         options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         # bubblewrap allows only root inside to mount, which a supervisor without nesting must do
-        inner = "0" if single_use else "65534"
+        inner = "0" if single_use else str(_NOBODY)
         options += ["--unshare-user", "--uid", inner, "--gid", inner]
     if single_use:
         options += ["--as-pid-1", "--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_KILL"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,7 @@ from eval_pipeline.judge import JudgeClient, ResourceLimits, Verdict
 from eval_pipeline.judge.isolation import IsolationLevel, candidate_levels
 from eval_pipeline.judge.sandbox import ReadWriteLock
 from eval_pipeline.judge.server import JudgeWorker
+from tests.helpers import ROOT
 from tests.helpers.judge import function, judge_config, script
 from verl_ext.errors import UserError
 
@@ -114,6 +117,25 @@ def test_child_processes_are_supported(worker: JudgeWorker) -> None:
     """A program may ignore SIGCHLD and start child processes."""
     verdict = worker.judge(script(HONEST_CHILDREN), ResourceLimits())
     assert (verdict.error_type, verdict.message) == ("success", "")
+
+
+_AS_MAPPED_ROOT = """
+from eval_pipeline.judge import JudgeClient
+from tests.helpers.judge import judge_config
+with JudgeClient(judge_config("bwrap", 1)) as judge:
+    print(judge.run("import os\\nprint(os.getuid(), os.getgid(), os.listdir('/proc'))").result().stdout)
+"""
+
+
+def test_root_of_user_namespace_uses_bwrap() -> None:
+    """Rootless containers map only one user to root, which cannot become another user."""
+    unshare = ["unshare", "--user", "--map-root-user", "--mount"]
+    try:
+        subprocess.run([*unshare, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this machine allows no user namespaces")
+    done = subprocess.run([*unshare, sys.executable, "-c", _AS_MAPPED_ROOT], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "b'65534 65534 []\\n'\n", done.stderr
 
 
 def test_fallback_is_reported_once(
