@@ -32,7 +32,7 @@ _EXTRA_TEST_S = 5.0
 _GRACE_S = 15.0
 """The supervisor enforces the wall-clock limit; if it has not replied this long afterwards, it counts as broken."""
 _ERROR_CHARS = 2000
-_NUMBERS = {"exit": int, "cpu_s": float, "wall_s": float}
+_NUMBERS = {"exit": int, "cpu_s": float, "wall_s": float, "idle_s": float}
 _DIED = FunctionOutcome("died", "the test could not be finished with what the answer returned")
 
 
@@ -194,7 +194,7 @@ def read_report(message: dict[str, Any], blob: bytes) -> RunReport:
     """The report of a supervisor, which is not trusted to be well-formed.
 
     Args:
-        message: `reason`, `exit`, `cpu_s`, `wall_s` and the `sizes` of the parts of the blob.
+        message: `reason`, `exit`, `cpu_s`, `wall_s`, `idle_s` and the `sizes` of the parts of the blob.
         blob: standard output, standard error, and the status of compiling.
 
     Raises:
@@ -220,6 +220,7 @@ def read_report(message: dict[str, Any], blob: bytes) -> RunReport:
         exit_code=message["exit"],
         cpu_s=message["cpu_s"],
         wall_s=message["wall_s"],
+        idle_s=message["idle_s"],
         stdout=output,
         stderr=errors.decode(errors="replace")[-_ERROR_CHARS:],
         syntax_error=syntax_error,
@@ -268,7 +269,7 @@ class TesterProcess:
                 if (received := protocol.receive(self._control)) is not None:
                     message = received[0]
                     self.is_clean = message["is_clean"]
-                    return FunctionOutcome(message["outcome"], message["message"])
+                    return FunctionOutcome(message["outcome"], message["message"], message["waited_s"])
         return _DIED
 
     def fileno(self) -> int:

@@ -45,6 +45,7 @@ from eval_pipeline.judge.verdicts import (
     combine_results,
     judge_function_run,
     judge_program_run,
+    may_be_starved,
 )
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program
@@ -132,7 +133,10 @@ class JudgeWorker:
 
     def _run(self, request: ProgramRun, limits: ResourceLimits) -> RunReport:
         with self._sandboxes.runs_of(request.program, "", limits) as runs:
-            return self._not_starved(lambda: runs.run_program(request.stdin), lambda report: report.end == "wall")
+            return self._not_starved(
+                lambda: runs.run_program(request.stdin),
+                lambda report: report.end == "wall" and may_be_starved(report.idle_s, limits),
+            )
 
     def _judge(self, submission: Submission, limits: ResourceLimits) -> Verdict:
         tests = submission.tests

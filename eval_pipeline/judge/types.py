@@ -137,6 +137,8 @@ class RunReport:
     wall_s: float
     stdout: bytes = b""
     """The beginning of standard output, up to `ResourceLimits.output_mb`."""
+    idle_s: float = 0.0
+    """Wall-clock seconds in which all processes slept, and none waited for a processor or a disk."""
     stderr: str = ""
     """The end of standard error, at most 2,000 characters."""
     syntax_error: str | None = None
@@ -151,6 +153,8 @@ class FunctionOutcome:
     """"failed": an assertion of the test; "error": an exception; "lost": the answer ended before the test; "died": the
     process of the test ended."""
     message: str
+    waited_s: float = 0.0
+    """Wall-clock seconds in which the test waited for the answer."""
 
 
 # Configuration

@@ -13,6 +13,7 @@ from eval_pipeline.judge.types import ErrorType, FunctionOutcome, ProgramCase, R
 MESSAGE_CHARS = 500
 _BY_SEVERITY: tuple[ErrorType, ...] = ("syntax_error", "timeout", "runtime_error", "wrong_answer", "success")
 _SHOWN_CHARS = 120
+_IDLE_SHARE = 0.8
 _SCANNED_CHARS = 1 << 17
 _MB = 1 << 20
 
@@ -25,8 +26,8 @@ class TestResult:
     message: str
     wall_s: float
     is_doubtful: bool = False
-    """Whether the machine may be the cause, so that another run decides: the answer hit the wall-clock limit with CPU
-    time left, or the test's process was killed."""
+    """Whether the machine may be the cause, so that another run decides: the answer hit the wall-clock limit, but did
+    not sleep for most of the time, or the test's process was killed."""
 
 
 NO_PROGRAM = TestResult("syntax_error", "no program in the answer", 0.0)
@@ -56,7 +57,8 @@ def _numbered(number: int, result: TestResult) -> str:
 
 def judge_function_run(report: RunReport, outcome: FunctionOutcome, limits: ResourceLimits) -> TestResult:
     """Judge one test of a function from the answer's run and the test's outcome."""
-    if (stopped := _stopped(report, limits)) is not None:
+    # a test that waits for a processor, and not for the answer, keeps the answer waiting
+    if (stopped := _stopped(report, limits, min(report.idle_s, outcome.waited_s))) is not None:
         return stopped
     wall_s = report.wall_s
     match outcome.kind:
@@ -76,7 +78,7 @@ def judge_program_run(
     report: RunReport, case: ProgramCase, match: Callable[[str, str], bool], limits: ResourceLimits
 ) -> TestResult:
     """Judge one run of a program by its output; `match` says whether it equals the expected output."""
-    if (stopped := _stopped(report, limits)) is not None:
+    if (stopped := _stopped(report, limits, report.idle_s)) is not None:
         return stopped
     if report.exit_code != 0:
         return TestResult("runtime_error", _ending(report), report.wall_s)
@@ -89,13 +91,24 @@ def judge_program_run(
     return TestResult("wrong_answer", message, report.wall_s)
 
 
-def _stopped(report: RunReport, limits: ResourceLimits) -> TestResult | None:
+def may_be_starved(idle_s: float, limits: ResourceLimits) -> bool:
+    """Whether a run that hit the wall-clock limit might have ended in time on an idle machine.
+
+    Args:
+        idle_s: how long the run waited for nothing that the machine does.
+        limits: the limits of the run.
+    """
+    return idle_s < _IDLE_SHARE * limits.wall_s
+
+
+def _stopped(report: RunReport, limits: ResourceLimits, idle_s: float) -> TestResult | None:
     """The result of a run that did not compile or hit a limit; None for any other."""
     match report.end:
         case "cpu":
             return TestResult("timeout", f"more than {limits.cpu_s:g} s of CPU time", report.wall_s)
         case "wall":
-            return TestResult("timeout", f"more than {limits.wall_s:g} s", report.wall_s, is_doubtful=True)
+            is_doubtful = may_be_starved(idle_s, limits)
+            return TestResult("timeout", f"more than {limits.wall_s:g} s", report.wall_s, is_doubtful)
         case "memory" | "processes" | "files":
             return TestResult("runtime_error", f"more {report.end} than allowed", report.wall_s)
     if report.syntax_error is not None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from eval_pipeline.judge import JudgeClient, ResourceLimits, Verdict
+from eval_pipeline.judge import FunctionTests, JudgeClient, ResourceLimits, Verdict
+from eval_pipeline.judge import runs as runs_module
 from eval_pipeline.judge.isolation import IsolationLevel, candidate_levels
 from eval_pipeline.judge.sandbox import ReadWriteLock
 from eval_pipeline.judge.server import JudgeWorker
@@ -111,6 +112,64 @@ def test_time_of_unreaped_children_counts(worker: JudgeWorker, way: str) -> None
         report = runs.run_program("")
     assert report.end == "cpu"
     assert len(report.stdout) * CHILD_S < 2 * limits.cpu_s + 1
+
+
+BURN = "def burn():\n    while True: pass\n"
+WAITING = {
+    "sleeps": ("import time\ntime.sleep(100)", True),
+    "has deadlocked threads": (
+        "import threading\nlock = threading.Lock()\nlock.acquire()\n"
+        "threads = [threading.Thread(target=lock.acquire) for _ in range(3)]\n"
+        "for thread in threads: thread.start()\nthreads[0].join()",
+        True,
+    ),
+    "stops itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", True),
+    "computes": (BURN + "burn()", False),
+    "computes in a thread": (
+        BURN + "import threading\nthread = threading.Thread(target=burn)\nthread.start()\nthread.join()",
+        False,
+    ),
+    "computes in a child": (BURN + "import os\nif os.fork() == 0: burn()\nos.wait()", False),
+    "prints": ("while True: print('x' * 9999)", False),
+}
+
+
+@pytest.mark.parametrize("way", WAITING)
+def test_run_is_idle_only_if_all_its_processes_sleep(worker: JudgeWorker, way: str) -> None:
+    """A process that waits for a processor looks like one that computes."""
+    program, is_idle = WAITING[way]
+    limits = ResourceLimits(cpu_s=100, wall_s=1)
+    with worker._sandboxes.runs_of(program, "", limits) as runs:
+        report = runs.run_program("")
+    assert report.end == "wall"
+    assert (report.idle_s > 0.5) == is_idle, report
+
+
+SLEEPERS = {
+    "function": function("import time\ndef f(x): time.sleep(1000)"),
+    "program": script("import time\ntime.sleep(1000)"),
+}
+
+
+@pytest.mark.parametrize("kind", SLEEPERS)
+def test_sleeping_answer_is_not_repeated(worker: JudgeWorker, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repetition runs alone, so it would stop all other workers."""
+    monkeypatch.setattr(ReadWriteLock, "exclusive", None)
+    verdict = worker.judge(SLEEPERS[kind], ResourceLimits(cpu_s=2, wall_s=2))
+    assert (verdict.error_type, verdict.message) == ("timeout", "test 1: more than 2 s")
+
+
+@pytest.mark.parametrize("test", ["while True: pass", "import time\ntime.sleep(1000)"])
+def test_answer_whose_test_keeps_it_waiting_is_repeated(
+    worker: JudgeWorker, test: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine may be the reason why the test takes so long."""
+    monkeypatch.setattr(runs_module, "_EXTRA_TEST_S", 0.5)
+    limits = ResourceLimits(cpu_s=100, wall_s=1)
+    with worker._sandboxes.runs_of("def f(x): return 2", "", limits) as runs:
+        report, outcome = runs.run_test(FunctionTests("f", (test,)), f"f(1)\n{test}")
+    assert report.end == "wall" or outcome.kind == "died"
+    assert outcome.waited_s < 0.5
 
 
 def test_child_processes_are_supported(worker: JudgeWorker) -> None:

@@ -24,7 +24,14 @@ from supervisor import PipeCapture, unforked  # noqa: E402  the modules of that 
 
 sys.path.remove(INSIDE)
 
-REPORT: dict[str, Any] = {"reason": "exited", "exit": 0, "cpu_s": 0.5, "wall_s": 0.5, "sizes": [2, 1, 18]}
+REPORT: dict[str, Any] = {
+    "reason": "exited",
+    "exit": 0,
+    "cpu_s": 0.5,
+    "wall_s": 0.5,
+    "idle_s": 0.0,
+    "sizes": [2, 1, 18],
+}
 BLOB = b'12e{"compiled": true}'
 
 
@@ -40,6 +47,7 @@ def test_report_separates_stdout_and_stderr() -> None:
         ({"reason": None}, BLOB),
         ({"exit": "0"}, BLOB),
         ({"cpu_s": None}, BLOB),
+        ({"idle_s": None}, BLOB),
         ({"sizes": [2, 1]}, BLOB),
         ({"sizes": [2, 1, 19]}, BLOB),
         ({"sizes": [-2, 5, 18]}, BLOB),

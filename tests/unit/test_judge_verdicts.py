@@ -255,6 +255,20 @@ def test_hanging_test_is_not_repeated() -> None:
     assert (early.error_type, early.is_doubtful) == ("runtime_error", True)
 
 
+@pytest.mark.parametrize(
+    ("idle_s", "waited_s", "is_doubtful"), [(9.9, 9.8, False), (2, 9.8, True), (9.9, 2, True), (0, 0, True)]
+)
+def test_only_run_that_may_be_starved_is_repeated(idle_s: float, waited_s: float, is_doubtful: bool) -> None:
+    """A run that hit the wall-clock limit is not, if it slept while its test waited for it."""
+    limits = ResourceLimits(cpu_s=10, wall_s=10)
+    report = RunReport("wall", exit_code=-9, cpu_s=0, wall_s=10, idle_s=idle_s)
+    outcome = FunctionOutcome("lost", "the other side is gone", waited_s)
+    result = judge_function_run(report, outcome, limits)
+    assert (result.error_type, result.is_doubtful) == ("timeout", is_doubtful)
+    result = judge_program_run(report, ProgramCase("", ""), partial(outputs_match, tolerance=None), limits)
+    assert (result.error_type, result.is_doubtful) == ("timeout", idle_s < 8)
+
+
 def test_numbers_may_differ_within_tolerance(judged: Judged) -> None:
     assert judged("within the tolerance").error_type == "success"
     assert judged("without a tolerance").error_type == "wrong_answer"

@@ -21,7 +21,7 @@ import confinement
 import kernel
 import protocol
 from jail import HostJail, Jail, NamespaceJail
-from usage import ProcessTree
+from usage import ProcessTree, Usage
 
 _MB = 1 << 20
 _FIRST_LOOK_S = 0.02
@@ -92,7 +92,7 @@ class Supervisor:
         for fd in (*inner, null, *fds):
             os.close(fd)
         captures = self._captures(outer, int(limits["output_mb"] * _MB))
-        reason = self._watch(pid, captures, limits)
+        reason, idle_s = self._watch(pid, captures, limits)
         wall_s = time.monotonic() - started
         status = self._jail.end_all(pid)
         if reason in ("exited", "ended") and self._jail.too_large(limits["file_mb"]):
@@ -106,6 +106,7 @@ class Supervisor:
             "exit": status,
             "cpu_s": cpu_s,
             "wall_s": wall_s,
+            "idle_s": idle_s,
             "sizes": [len(part) for part in parts],
         }
         return report, parts
@@ -120,7 +121,7 @@ class Supervisor:
             PipeCapture(fds[2], self._status, _STATUS),
         ]
 
-    def _watch(self, pid: int, captures: list[PipeCapture], limits: dict[str, Any]) -> str:
+    def _watch(self, pid: int, captures: list[PipeCapture], limits: dict[str, Any]) -> tuple[str, float]:
         """Wait until a run is over. The caller kills its processes.
 
         Args:
@@ -130,7 +131,7 @@ class Supervisor:
 
         Returns:
             "exited"; the limit that it hit ("cpu", "wall", "memory", "processes", "files"); "ended" if the server ended
-            the run; or "gone" if the server is gone.
+            the run; or "gone" if the server is gone. And for how many seconds all its processes were seen asleep.
         """
         pidfd = os.pidfd_open(pid)
         poll = select.poll()
@@ -141,30 +142,37 @@ class Supervisor:
         started = time.monotonic()
         deadline, next_look = started + limits["wall_s"], started + _FIRST_LOOK_S
         cpu_s_before = _children_cpu_s()
+        last_look, idle_s, has_read = started, 0.0, False
         try:
             while True:
                 ready = [fd for fd, _ in poll.poll(max(0.0, min(deadline, next_look) - time.monotonic()) * 1000)]
                 for fd in ready:
-                    if fd in by_fd and not by_fd[fd].read():
-                        poll.unregister(fd)
+                    if fd in by_fd:
+                        has_read = True  # the run may have waited for this process
+                        if not by_fd[fd].read():
+                            poll.unregister(fd)
                 if control_fd in ready and protocol.receive(self._control) is None:
-                    return "gone"
+                    return "gone", idle_s
                 if pidfd in ready:
-                    return "exited"
+                    return "exited", idle_s
                 if control_fd in ready:
-                    return "ended"
+                    return "ended", idle_s
                 if time.monotonic() >= deadline:
-                    return "wall"
-                if time.monotonic() >= next_look:
-                    if excess := self._excess(limits, _children_cpu_s() - cpu_s_before):
-                        return excess
+                    return "wall", idle_s
+                if (now := time.monotonic()) >= next_look:
+                    usage = self._tree.usage()
+                    if excess := self._excess(usage, limits, _children_cpu_s() - cpu_s_before):
+                        return excess, idle_s
+                    if usage.is_asleep and not has_read:
+                        # not what happened while this process itself waited for a processor
+                        idle_s += min(now - last_look, 2 * _LOOK_S)
+                    last_look, has_read = now, False
                     next_look = time.monotonic() + _LOOK_S
         finally:
             os.close(pidfd)
 
-    def _excess(self, limits: dict[str, Any], waited_cpu_s: float) -> str:
+    def _excess(self, usage: Usage, limits: dict[str, Any], waited_cpu_s: float) -> str:
         """The limit that the processes exceed now; empty if they exceed none."""
-        usage = self._tree.usage()
         if usage.cpu_s + waited_cpu_s > limits["cpu_s"]:
             return "cpu"
         max_memory = limits["memory_mb"] * _MB

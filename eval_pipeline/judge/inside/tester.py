@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import io
 import marshal
+import math
 import random
 import re
 import reprlib
@@ -12,6 +14,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 import traceback
 import types
 from collections.abc import Iterator
@@ -47,6 +50,7 @@ def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
         job, blob, (connection,) = received
         _limit(job["limits"])
         random.seed(0)
+        delay_s = _delay_s()
         with socket.socket(fileno=connection) as answer:
             peer = TesterPeer(answer)
             outcome, message = _judge(job, blob, peer)
@@ -55,6 +59,8 @@ def work(fds: list[int], options: dict[str, Any], policy_for: Any) -> None:
         is_small = _memory_kb() < max_kb and len(sys.modules) == num_modules
         is_clean = job["leaves_no_trace"] and is_small and (peer.lost is None or isinstance(peer.lost, GoneError))
         reply = {"outcome": outcome, "message": message[:_MESSAGE_CHARS], "is_clean": is_clean}
+        # when an answer has replied, the time until this process runs again is not the answer's
+        reply["waited_s"] = max(0.0, peer.waited_s - (_delay_s() - delay_s))
         protocol.send(control, reply)
 
 
@@ -64,6 +70,15 @@ def _judge(job: dict[str, Any], compiled: bytes, peer: TesterPeer) -> tuple[str,
         return outcome, message
     # without its answer, the outcome of the test does not count
     return "lost" if isinstance(peer.lost, GoneError) else "error", str(peer.lost)
+
+
+def _delay_s() -> float:
+    """For how long this process has waited for a processor; infinite if the kernel does not tell."""
+    try:
+        with open("/proc/self/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, LookupError):
+        return math.inf
 
 
 def _memory_kb() -> int:
@@ -175,6 +190,7 @@ class TesterPeer(Peer):
 
     Attributes:
         lost: why the answer can no longer be reached.
+        waited_s: wall-clock seconds that the test's only thread has waited for the answer.
         sources: test and preamble, by file name.
     """
 
@@ -184,6 +200,7 @@ class TesterPeer(Peer):
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection)
         self.lost: ConversationError | None = None
+        self.waited_s = 0.0
         self.sources: dict[str, str] = {}
         self._classes = remote.AnswerExceptionClasses()
         self._converted: dict[tuple[Any, ...], Any] = {}
@@ -393,6 +410,14 @@ class TesterPeer(Peer):
             failed, self._failed = self._failed, outer
             if failed is not None and self.lost is None:
                 raise failed  # whatever the answer did with the exception
+
+    def _take(self, size: int) -> bytes:
+        started = time.monotonic()
+        try:
+            return super()._take(size)
+        finally:
+            if _thread._count() == 0:
+                self.waited_s += time.monotonic() - started
 
     def _may_stop(self, operation: str, arguments: tuple[Any, ...]) -> bool:
         """Whether an operation is one that StopIteration ends properly."""

@@ -24,6 +24,7 @@ _BLOCK = 512
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 # fields of /proc/PID/stat, counted from the one after the command's name
+_STATE, _ASLEEP = 0, (b"S", b"T", b"t", b"Z", b"X")
 _PARENT, _UTIME, _STIME, _CUTIME, _CSTIME, _THREADS = 1, 11, 12, 13, 14, 17
 
 
@@ -37,6 +38,8 @@ class Usage:
     """Resident pages that belong to no file; pages that processes share since a fork count for each of them."""
     cpu_s: float
     """CPU seconds of the descendants, and of their children that they have waited for."""
+    is_asleep: bool
+    """Whether every process and thread sleeps or is stopped, so that none waits for a processor or a disk."""
 
 
 class ProcessTree:
@@ -82,7 +85,8 @@ class ProcessTree:
         self.counted = list(processes)
         ticks = sum(int(fields[n]) for fields in processes.values() for n in (_UTIME, _STIME, _CUTIME, _CSTIME))
         num_tasks = sum(int(fields[_THREADS]) for fields in processes.values())
-        return Usage(num_tasks, sum(map(self._memory, processes)), ticks * _TICK_S)
+        is_asleep = all(self._is_asleep(pid, fields) for pid, fields in processes.items())
+        return Usage(num_tasks, sum(map(self._memory, processes)), ticks * _TICK_S, is_asleep)
 
     def shared_memory(self) -> int:
         """Resident bytes of all descendants, counting shared pages once; slower than `usage`."""
@@ -120,6 +124,12 @@ class ProcessTree:
                 for name in self._names(folder):
                     with suppress(OSError):  # closed meanwhile
                         yield f"{folder}/{name}", os.stat(f"{folder}/{name}", dir_fd=self.fd)
+
+    def _is_asleep(self, pid: int, fields: list[bytes]) -> bool:
+        if fields[_STATE] not in _ASLEEP or int(fields[_THREADS]) == 1:
+            return fields[_STATE] in _ASLEEP
+        threads = (self._stat(f"{pid}/task/{task}") for task in self._names(f"{pid}/task"))
+        return all(thread[_STATE] in _ASLEEP for thread in threads if thread)
 
     def _names(self, folder: str) -> list[str]:
         """The names in a directory of /proc; empty if the process has ended."""
