@@ -50,8 +50,21 @@ def test_hostile_answer_is_contained(server: JudgeClient, name: str) -> None:
     wait_until_nothing_is_left(server)
 
 
+FLAGS = """
+import array, fcntl, os
+try:
+    file, flags = os.open(p, os.O_RDONLY), array.array("l", [0])
+    fcntl.ioctl(file, 0x80086601, flags, True)  # FS_IOC_GETFLAGS
+    flags[0] ^= 0x80  # no access times
+    fcntl.ioctl(file, 0x40086602, flags)  # FS_IOC_SETFLAGS
+    raise RuntimeError("it has changed the flags")
+except OSError as error:
+    assert error.errno == 25, error
+"""
+
+
 def test_protected_files_keep_mode_owner_times_and_attributes(server: JudgeClient, tmp_path: Path) -> None:
-    """Not even the owner of a protected file can change them."""
+    """Not even the owner of a protected file can change them, and no attribute can be read."""
     if server.isolation == "rlimits":
         pytest.skip("this level does not protect files")
     victim = tmp_path / "victim"
@@ -63,6 +76,11 @@ def test_protected_files_keep_mode_owner_times_and_attributes(server: JudgeClien
     for call in calls:
         program = f"import os\np = {str(victim)!r}\ntry: os.{call}\nexcept OSError: pass\n{RIGHT}"
         assert judged(server, function(program, TEST))[0] == "success"
+    for call in ("getxattr(p, 'user.kept')", "listxattr(p)"):
+        program = f"import os\np = {str(victim)!r}\nos.{call}\n{RIGHT}"
+        assert judged(server, function(program, TEST))[0] == "runtime_error"
+    # a file that answers may open
+    assert judged(server, function(f"p = {os.__file__!r}\n{FLAGS}{RIGHT}", TEST)) == ("success", "")
     after = victim.stat()
     assert (after.st_mode, after.st_uid, after.st_mtime) == (before.st_mode, before.st_uid, before.st_mtime)
     assert os.listxattr(victim) == ["user.kept"]

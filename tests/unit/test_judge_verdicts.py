@@ -123,6 +123,11 @@ SCRIPTS = {
         "    print(file.read().decode())",
         "success",
     ),
+    "copied files": (
+        "import os, shutil\nopen('a', 'w').write('2')\nshutil.copy('a', 'b')\nshutil.copy2('b', 'c')\n"
+        "os.mkdir('d')\nshutil.copytree('d', 'e')\nos.chmod('c', 0o600)\nprint(open('c').read())",
+        "success",
+    ),
     "process pool": (
         "import multiprocessing\ndef g(x): return x + 1\nif __name__ == '__main__':\n"
         "    with multiprocessing.Pool(2) as pool: print(pool.map(g, [1])[0])",

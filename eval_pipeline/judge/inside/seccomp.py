@@ -3,7 +3,7 @@
 Each refusal closes a way around the limits or the namespaces: memory that no process is charged for, sockets (AF_VSOCK
 of a virtual machine ignores network namespaces), more namespaces, access to other processes. Calls that honest programs
 make succeed without effect: `sigaction` for SIGCHLD, because the kernel would not add the CPU time of the children of a
-process that ignores it to any readable sum, and `setsockopt` for the sizes of buffers.
+process that ignores it to any readable sum, `setsockopt` for the sizes of buffers, and the like.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ _REFUSED_TO_ANSWERS = {
     "umount2": (166, 39),
     "memfd_create": (319, 279),
 }
-# Landlock does not keep the owner of a file from changing everything but its content
-_REFUSED_ON_THE_HOST = {
+# Landlock does not keep the owner of a file from changing everything but its content, wherever the file is. Programs
+# that copy their own files copy modes, owners and times too, so these calls succeed without effect.
+_WITHOUT_EFFECT_ON_THE_HOST = {
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -74,20 +75,34 @@ _REFUSED_ON_THE_HOST = {
     "utimes": (235, None),
     "futimesat": (261, None),
     "utimensat": (280, 88),
+}
+# Nor does it keep anybody from reading attributes. To programs that copy files, it looks as if there were none.
+_UNSUPPORTED_ON_THE_HOST = {
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),
     "fsetxattr": (190, 7),
+    "getxattr": (191, 8),
+    "lgetxattr": (192, 9),
+    "fgetxattr": (193, 10),
+    "listxattr": (194, 11),
+    "llistxattr": (195, 12),
+    "flistxattr": (196, 13),
     "removexattr": (197, 14),
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
     "setxattrat": (463, 463),
+    "getxattrat": (464, 464),
+    "listxattrat": (465, 465),
     "removexattrat": (466, 466),
+    "file_getattr": (468, 468),
     "file_setattr": (469, 469),
 }
+# TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FIOASYNC; others change the flags of files
+_ALLOWED_IOCTLS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x5452)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _PRLIMIT, _MMAP, _KILL = (56, 220), (435, 435), (302, 261), (9, 222), (62, 129)
 _SOCKETPAIR, _SETSOCKOPT, _FCNTL, _SIGACTION = (53, 199), (54, 208), (72, 25), (13, 134)
-_PRCTL = (157, 167)
+_PRCTL, _IOCTL = (157, 167), (16, 29)
 _SIGCHLD = 17
 _KIND_OF_SOCKET, _STREAM, _SET_LEASE, _SET_PIPE_SIZE = 0xF, 1, 1024, 1031
 _BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and those that ignore the maximum
@@ -100,8 +115,11 @@ _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 
 
-def _filter(refused: Mapping[str, tuple[int, int | None]], rules: Callable[[int], list[bytes]]) -> bytes:
-    """Build a filter for this machine's processor: refused calls, then rules about arguments.
+_Calls = Mapping[str, tuple[int, int | None]]
+
+
+def _filter(refused: _Calls, rules: Callable[[int], list[bytes]]) -> bytes:
+    """Build a filter for this machine's processor: refused calls, then rules about others.
 
     Raises:
         OSError: the system call numbers of this processor are unknown.
@@ -111,9 +129,13 @@ def _filter(refused: Mapping[str, tuple[int, int | None]], rules: Callable[[int]
     column, arch = _ARCHITECTURES[os.uname().machine]
     steps = [_step(_LOAD, _ARCH), _step(_EQUAL, arch, 1, 0), _step(_RETURN, _KILL_PROCESS), _step(_LOAD, _NUMBER)]
     steps += [_step(_AT_LEAST, _X32, 0, 1), _REFUSE]
-    for number in (numbers[column] for numbers in refused.values()):
-        steps += [] if number is None else [_step(_EQUAL, number, 0, 1), _REFUSE]
+    steps += _on_calls(refused, column, _REFUSE)
     return b"".join([*steps, *rules(column), _step(_RETURN, _ALLOW)])
+
+
+def _on_calls(calls: _Calls, column: int, then: bytes) -> list[bytes]:
+    """A step for each of these system calls."""
+    return _matching([numbers[column] for numbers in calls.values()], then)
 
 
 def _rules_of_supervisors(column: int) -> list[bytes]:
@@ -138,6 +160,16 @@ def _rules_of_answers(column: int) -> list[bytes]:
         # otherwise the supervisor could no longer see its open files
         *_when(_PRCTL[column], 0, [_step(_EQUAL, PR_SET_DUMPABLE, 0, 1), _REFUSE]),
         *_when(_SIGACTION[column], 0, [_step(_EQUAL, _SIGCHLD, 0, 5), *_PRETEND_UNLESS_QUERY]),
+    ]
+
+
+def _rules_on_the_host(column: int) -> list[bytes]:
+    num_allowed = len(_ALLOWED_IOCTLS)
+    allowed = [_step(_EQUAL, request, num_allowed - n, 0) for n, request in enumerate(_ALLOWED_IOCTLS)]
+    return [
+        *_on_calls(_WITHOUT_EFFECT_ON_THE_HOST, column, _PRETEND),
+        *_on_calls(_UNSUPPORTED_ON_THE_HOST, column, _step(_RETURN, _ERRNO | errno.ENOTSUP)),
+        *_when(_IOCTL[column], 1, [*allowed, _step(_RETURN, _ERRNO | errno.ENOTTY)]),
     ]
 
 
@@ -171,9 +203,9 @@ def _when(number: int, argument: int, steps: list[bytes]) -> list[bytes]:
     return [_step(_EQUAL, number, 0, len(body)), *body]
 
 
-def _matching(values: Sequence[int], then: bytes) -> list[bytes]:
-    """A step for each of these values of the loaded argument."""
-    return [step for value in values for step in (_step(_EQUAL, value, 0, 1), then)]
+def _matching(values: Sequence[int | None], then: bytes) -> list[bytes]:
+    """A step for each of these values of what was loaded last."""
+    return [step for value in values if value is not None for step in (_step(_EQUAL, value, 0, 1), then)]
 
 
 _REFUSE = _step(_RETURN, _ERRNO | errno.EPERM)
@@ -189,5 +221,5 @@ SUPERVISOR_FILTER = Filter(_filter(_REFUSED_TO_SUPERVISORS, _rules_of_supervisor
 """Refuses what neither supervisors nor answers need. Installed once, before supervisors are forked."""
 ANSWER_FILTER = Filter(_filter(_REFUSED_TO_ANSWERS, _rules_of_answers))
 """Installed in answers, in addition to `SUPERVISOR_FILTER`."""
-HOST_ANSWER_FILTER = Filter(_filter(_REFUSED_ON_THE_HOST, lambda column: []))
+HOST_ANSWER_FILTER = Filter(_filter({}, _rules_on_the_host))
 """Installed in answers that only Landlock keeps from the host's files, in addition to both."""
