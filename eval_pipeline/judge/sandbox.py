@@ -114,10 +114,11 @@ class Zygote:
         return ours
 
     def failure(self) -> str:
-        """The end of its standard error."""
+        """The last line of its standard error, which is the exception if it is a traceback."""
         self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, self._log.tell() - 2000))
-        return f"the {self._role} sandbox failed: {self._log.read().decode(errors='replace').strip()}"
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return f"the {self._role} sandbox failed: {lines[-1] if lines else 'it ended without an error message'}"
 
     def close(self) -> None:
         """End the process and everything that it forked."""

@@ -224,7 +224,7 @@ def _find_level(isolation: str, packages: tuple[JudgePackage, ...]) -> tuple[Iso
         worker.close()
         if verdict.error_type == "success":
             return level, reasons
-        reasons.append(f"{level.name}: {' '.join(verdict.message.split())[-200:]}")
+        reasons.append(f"{level.name}: {' '.join(verdict.message.split())}")
     return None, reasons
 
 

@@ -197,6 +197,38 @@ def test_root_of_user_namespace_uses_bwrap() -> None:
     assert done.stdout == "b'65534 65534 []\\n'\n", done.stderr
 
 
+_WITHOUT_CALLS = """
+import sys
+sys.path.insert(0, "eval_pipeline/judge/inside")
+import errno, seccomp
+steps = seccomp._matching([int(number) for number in sys.argv[2:]], seccomp._step(6, 0x50000 | errno.ENOSYS))
+allow = seccomp._step(6, 0x7FFF0000)
+seccomp.Filter(b"".join([seccomp._step(0x20, 0), *steps, allow])).install()
+sys.path.pop(0)
+from eval_pipeline.judge import JudgeClient
+from tests.helpers.judge import judge_config
+from verl_ext.errors import UserError
+try:
+    JudgeClient(judge_config(sys.argv[1], 1)).__enter__()
+except UserError as error:
+    print(error)
+"""
+MISSING = {
+    "Landlock": ("sandlock", (444, 445, 446), "the kernel has no Landlock, but sandlock needs version"),
+    "pidfd_open": ("rlimits", (434,), "pidfd_open: Function not implemented"),
+}
+"""The level, the numbers of system calls on every processor, and what the message says."""
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_message_names_missing_feature_of_kernel(name: str) -> None:
+    """The kernel answers these calls as if it did not know them."""
+    level, numbers, expected = MISSING[name]
+    command = [sys.executable, "-c", _WITHOUT_CALLS, level, *map(str, numbers)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert expected in done.stdout and "Traceback" not in done.stdout, done.stdout + done.stderr
+
+
 def test_fallback_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,9 +47,9 @@ def run(
             _setrlimit(*limit)
         confinement.confine(jail.policy, jail.drop_user)
         random.seed(0)
-    except BaseException:
+    except BaseException as error:
         if is_open:
-            _say({"failed": traceback.format_exc()})
+            _say({"failed": f"the answer's process cannot be confined: {describe(error)}"})
         os._exit(1)
     code = _compile(program)
     file = f"{directory}/answer.py"

@@ -6,6 +6,7 @@ After the fork, every page that the process touches must be copied, so the code 
 from __future__ import annotations
 
 import _thread
+import errno
 import fcntl
 import functools
 import os
@@ -170,11 +171,18 @@ def landlock_policy(site_packages: str, package_paths: list[str]) -> Callable[[s
     Args:
         site_packages: folder where the package sandlock is installed.
         package_paths: files and folders that answers may read in addition to the system and Python.
+
+    Raises:
+        OSError: the kernel's Landlock is missing or too old.
     """
     sys.path.append(site_packages)
     import sandlock
 
     sys.path.remove(site_packages)
+    version, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+    if version < needed:
+        has = "no Landlock" if version < 1 else f"version {version} of Landlock"
+        raise OSError(errno.ENOSYS, f"the kernel has {has}, but sandlock needs version {needed}")
     wanted = (*_READABLE_SYSTEM, *_READABLE_DEVICES, sys.base_prefix, sys.base_exec_prefix, *package_paths)
     readable = [path for path in wanted if os.path.exists(path)]
 

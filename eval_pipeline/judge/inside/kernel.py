@@ -35,6 +35,14 @@ def prctl(option: int, argument: int, argument2: int = 0) -> None:
     _check(_libc.prctl(option, argument, argument2, 0, 0), f"prctl({option})")
 
 
+def pidfd_open(pid: int) -> int:
+    """A file descriptor of a process, which is readable once the process has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        raise OSError(error.errno, f"pidfd_open: {error.strerror}") from error
+
+
 def unshare(flags: int) -> None:
     """Move the calling process to new namespaces of the kinds in `flags`, `CLONE_…`."""
     _check(_libc.unshare(flags), "unshare")

@@ -190,7 +190,10 @@ class Filter:
             OSError: this kernel has no seccomp filters.
         """
         prctl(PR_SET_NO_NEW_PRIVS, 1)
-        prctl(PR_SET_SECCOMP, 2, self._address)
+        try:
+            prctl(PR_SET_SECCOMP, 2, self._address)
+        except OSError as error:
+            raise OSError(error.errno, f"the kernel has no seccomp filters ({error.strerror})") from error
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

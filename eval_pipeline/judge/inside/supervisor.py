@@ -133,7 +133,7 @@ class Supervisor:
             "exited"; the limit that it hit ("cpu", "wall", "memory", "processes", "files"); "ended" if the server ended
             the run; or "gone" if the server is gone. And for how many seconds all its processes were seen asleep.
         """
-        pidfd = os.pidfd_open(pid)
+        pidfd = kernel.pidfd_open(pid)
         poll = select.poll()
         by_fd = {capture.fd: capture for capture in captures}
         control_fd = self._control.fileno()
