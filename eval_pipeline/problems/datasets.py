@@ -248,6 +248,8 @@ def load_problems(source: DatasetSource, output_mb: float | None = None) -> list
         problems[problem.problem_id] = problem
     if not problems:
         raise UserError(f"{source.path} contains no problems; write one JSON object per line")
+    num_divided = sum(verl_rl.needs_one_process(problem.tests) for problem in problems.values())
+    verl_rl.warn_of_divided_tests(num_divided, f"the dataset {source.name}")
     return list(problems.values())
 
 

@@ -15,6 +15,7 @@ from eval_pipeline.judge.verdicts import outputs_match
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import PARSE_ERRORS, fault_of_test, parse
 from eval_pipeline.problems.record import Record
+from verl_ext.console import warn
 from verl_ext.errors import UserError, one_line
 from verl_ext.files import parse_json
 
@@ -193,6 +194,27 @@ def refuse_long_outputs(tests: Tests, where: str, output_mb: float, fix: str) ->
                 f"output {index} of {where} has {size:,} bytes, but the judge reads at most {limit:,}, so no program "
                 f"passes; {fix}"
             )
+
+
+_NEEDS_ONE_PROCESS = regex.compile(
+    r"\b(?:unittest\.mock|import\s+mock|from\s+mock|from\s+unittest\s+import\b.*\bmock|mock\.patch"
+    r"|tempfile\.|(?:import|from)\s+tempfile|redirect_stdout|redirect_stderr|capsys)\b"
+)
+
+
+def needs_one_process(tests: Tests) -> bool:
+    """Whether right answers may fail Python tests because a test and its answer run in separate processes."""
+    return isinstance(tests, FunctionTests) and any(map(_NEEDS_ONE_PROCESS.search, tests.tests))
+
+
+def warn_of_divided_tests(num_rows: int, where: str) -> None:
+    """Warn of the rows of a dataset of which `needs_one_process` is true."""
+    if num_rows:
+        warn(
+            f"{num_rows} row{'' if num_rows == 1 else 's'} of {where} may fail right answers, because the tests use "
+            "mock, tempfile, redirect_stdout or capsys, but run in another process and directory than the answer; "
+            "test what a function returns, or drop the rows"
+        )
 
 
 def ground_truth_of(tests: Tests) -> str:

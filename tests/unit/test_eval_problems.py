@@ -61,6 +61,26 @@ def load(tmp_path: Path, format: str, *rows: Any) -> list[Problem]:
     return load_problems(DatasetSource("d", format, write_lines(tmp_path / "rows.jsonl", *rows)))
 
 
+@pytest.mark.parametrize(
+    ("test", "is_warned"),
+    [
+        ("from unittest.mock import patch\nwith patch('random.randint'): assert f(1)", True),
+        ("from unittest import TestCase, mock\nassert f(1)", True),
+        ("import tempfile\nassert f(tempfile.mkdtemp())", True),
+        ("import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out: f(1)\nassert out", True),
+        ("import unittest\nmock = {'mock': 'tempfile'}\nassert f(mock) == 'mock data'", False),
+    ],
+)
+def test_warns_once_of_tests_that_need_one_process(
+    test: str, is_warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The judge runs a test and its answer in separate processes and directories."""
+    rows = [{**QUICKSTART, "problem_id": f"p{n}", "tests": [test]} for n in range(2)]
+    load(tmp_path, "quickstart", *rows, {**QUICKSTART, "problem_id": "other"})
+    warned = capsys.readouterr().err
+    assert warned.count("warning: 2 rows of the dataset d ") == warned.count("warning") == is_warned, warned
+
+
 VERL = {
     "data_source": "d",
     "prompt": [{"role": "user", "content": "How many?"}],

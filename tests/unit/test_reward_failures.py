@@ -267,6 +267,17 @@ def test_rejects_or_warns_about_ground_truths_that_give_zeros(
     assert ("<answer>" in capsys.readouterr().err) == warned
 
 
+def test_warns_of_tests_that_need_one_process(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    test = "import tempfile\\nassert f(tempfile.mkdtemp())"
+    frame = pd.read_parquet(rows)
+    frame["reward_model"] = [{"ground_truth": f'{{"entry_point": "f", "tests": ["{test}"]}}'}] * 2
+    frame.to_parquet(rows)
+    config = config_of(rows, "code_tests")
+    config.data.eval_every_steps = 0  # the same rows are its validation set
+    check_rewards_of(config)
+    assert capsys.readouterr().err.count(f"2 rows of {rows} may fail right answers") == 1
+
+
 def test_rejected_row_is_reported_with_its_source_file(rows: Path) -> None:
     frame = pd.read_parquet(rows)
     frame["reward_model"] = [{"ground_truth": truth} for truth in ("72", '{"entry_point": "f"')]

@@ -13,7 +13,13 @@ from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer, Resou
 from eval_pipeline.judge.isolation import find_packages
 from eval_pipeline.judge.numeric_answer import has_decoded_escape, is_right, parse_number
 from eval_pipeline.judge.scorers import require_scorer
-from eval_pipeline.problems.verl_rl import read_tests, refuse_idle_tests, refuse_long_outputs
+from eval_pipeline.problems.verl_rl import (
+    needs_one_process,
+    read_tests,
+    refuse_idle_tests,
+    refuse_long_outputs,
+    warn_of_divided_tests,
+)
 from verl_ext.console import print_line, warn
 from verl_ext.data.config import PromptDataConfig, file_list
 from verl_ext.data.dataset import ANSWER_KEYS, ORIGIN_KEY, drop_nulls, iter_parquet_rows, place_of, reading_parquet
@@ -124,7 +130,8 @@ def check_columns(path: Path, judged: list[str], need_tests: list[str]) -> bool:
     if schema.field("reward_model").type.get_field_index("ground_truth") < 0:
         raise UserError(f"the column 'reward_model' of {path} has no field 'ground_truth', {needs}")
     columns = ["reward_model.ground_truth", *({ORIGIN_KEY} & {*schema.names})]
-    rows, runs_tests = iter_parquet_rows(path, columns, batch_size=64), False  # tests may be megabytes
+    rows = iter_parquet_rows(path, columns, batch_size=64)  # tests may be megabytes
+    runs_tests, num_divided = False, 0
     for row, record in enumerate(map(drop_nulls, rows)):
         where = place_of(str(path), row, record)
         truth = (record.get("reward_model") or {}).get("ground_truth")
@@ -134,6 +141,8 @@ def check_columns(path: Path, judged: list[str], need_tests: list[str]) -> bool:
         check_tests(tests, where)
         runs_tests = runs_tests or has_tests(tests)
         refuse_without_tests(need_tests, tests, where)
+        num_divided += needs_one_process(tests)
+    warn_of_divided_tests(num_divided, str(path))
     return runs_tests
 
 
