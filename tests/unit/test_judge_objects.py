@@ -337,6 +337,17 @@ CASES = {
         "try: f(3)\nexcept LookupError: pass",
         True,
     ),
+    "an error that the test handles by an alias": (
+        "import socket\ndef f(x): raise socket.timeout",
+        "import socket\ntry: f(1)\nexcept socket.timeout: pass\nelse: assert False",
+        True,
+    ),
+    "an error that the test takes from a future": (
+        "def f(x): raise ValueError",
+        "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(1) as pool:\n"
+        "    assert pool.submit(f, 1).exception() is not None",
+        True,
+    ),
     "an end of its own sequence": (
         "class f:\n    def __getitem__(self, i):\n        if i > 2: raise IndexError\n        return i",
         "assert list(f()) == [0, 1, 2] and not hasattr(f(), 'x')",

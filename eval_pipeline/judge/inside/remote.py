@@ -235,12 +235,13 @@ def control_flow(error: BaseException) -> type | None:
 def is_named(kind: type, words: frozenset[str]) -> bool:
     """Whether one of these words is a name of an exception class of Python or the standard library.
 
-    An answer's class has any name that the answer likes.
+    It may be an alias in a module that the words name, too, such as `socket.timeout`. An answer's class has any name
+    that the answer likes.
     """
     if known_name(kind) is None:
         return False
-    names = vars(sys.modules[kind.__module__])
-    return any(names.get(word) is kind for word in words)
+    modules = [sys.modules[name] for name in (kind.__module__, *words) if name in sys.modules]
+    return any(vars(module).get(word) is kind for module in modules for word in words)
 
 
 def description_of(error: BaseException | None) -> tuple[Any, ...]:

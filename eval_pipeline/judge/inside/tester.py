@@ -35,6 +35,8 @@ _OF_FUNCTIONS = frozenset(("__name__", "__qualname__", "__doc__"))
 """What an answer may read of a function or class of the test."""
 _PROBES = frozenset(("lookup", "getattr", "next", "iter", "len", "getitem", "hash", "str", "repr", "format"))
 """Operations whose exceptions Python and its libraries may handle, such as the end of an iteration."""
+_TAKES_ALL = re.compile(r"\bexcept\s*:|\.exception\(|\breturn_exceptions\b")
+"""Code that takes any exception, the last two from a `Future` and from `asyncio.gather`."""
 _RAISED = "@raised"
 _MAX_GROWTH_KB = 32 << 10
 """A process whose memory has grown by more than this runs no further tests."""
@@ -304,7 +306,7 @@ class TesterPeer(Peer):
         Python and its libraries treat some exceptions as the end of an iteration, as a skipped test, or as none at all,
         if they come out of a method or thread of the test. That must not pass assertions that never ran.
         """
-        if not self._num_raised or re.search(r"\bexcept\s*:", "\n".join(self.sources.values())):
+        if not self._num_raised or _TAKES_ALL.search("\n".join(self.sources.values())):
             return None
         words = self._words()
         return next((kind for kind in self._num_raised if not self._may_handle(kind, words)), None)
