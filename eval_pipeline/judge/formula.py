@@ -13,6 +13,7 @@ from __future__ import annotations
 import cmath
 import math
 import operator
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -38,6 +39,10 @@ MAX_FORMULA_CHARS = 400
 MIN_DEFINED = 3
 
 
+RATIO = re.compile(r"^([0-9]+) ?: ?([0-9]+)$")
+"""A ratio of two numbers: `9:14`."""
+
+
 def equal_formulas(one: str, other: str) -> bool:
     """Whether two formulas have the same value; False if one cannot be parsed.
 
@@ -52,6 +57,8 @@ def equal_formulas(one: str, other: str) -> bool:
 def _equal_texts(texts: list[str]) -> bool:
     if any(len(text) > MAX_FORMULA_CHARS or PROSE.search(text) for text in texts):
         return False
+    if any("/" in text or "\\frac" in text for text in texts):  # a ratio equals a quotient, and no decimal
+        texts = [RATIO.sub(r"\1/\2", text) for text in texts]
     is_complex = any(IMAGINARY.search(text) for text in texts)
     lefts, rights = (_readings(text, is_complex) for text in texts)
     return any(_equal_readings(left, right) for left, right in product(lefts, rights))
@@ -116,8 +123,6 @@ def _equal(left: Formula, right: Formula) -> bool:
     if isinstance(left, Expression) and isinstance(right, Expression):
         return _equal_values(left, right)
     left, right = _without_signs(left), _without_signs(right)
-    if isinstance(left, Expression) or isinstance(right, Expression):
-        return _equal_quotients(left, right)
     if not (isinstance(left, Collection) and isinstance(right, Collection)):
         return False
     kinds = {left.kind, right.kind}
@@ -127,18 +132,6 @@ def _equal(left: Formula, right: Formula) -> bool:
     if len(left.items) != len(right.items) or not (len(kinds) == 1 or kinds == {"list", "()"}):
         return False
     return all(_has_sorted_names(each.items) for each in (left, right)) and all(map(_equal, left.items, right.items))
-
-
-def _equal_quotients(left: Formula, right: Formula) -> bool:
-    """Whether a ratio and an expression are equal: `9:14` and `9/14`."""
-    sides = []
-    for side in (left, right):
-        is_ratio = isinstance(side, Collection) and side.kind == ":"
-        parts = side.items if isinstance(side, Collection) and is_ratio else (side,)
-        if not all(isinstance(part, Expression) for part in parts):
-            return False
-        sides.append(apply(operator.truediv, *parts) if is_ratio else side)
-    return _equal(*sides)
 
 
 def _has_sorted_names(items: tuple[Formula, ...]) -> bool:

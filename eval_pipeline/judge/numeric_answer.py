@@ -25,7 +25,7 @@ from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
-from eval_pipeline.judge.formula import equal_formulas, is_rounded
+from eval_pipeline.judge.formula import RATIO, equal_formulas, is_rounded
 from eval_pipeline.judge.formula_parser import PERIODIC
 from eval_pipeline.judge.number_notation import (
     NUMBER,
@@ -214,6 +214,8 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
         return True
     if PERIODIC.search(candidate) or _FORMULA.search(without_numbers(candidate)):
         return equal_formulas(_result(tagged.text, tagged.enclosed), reference)
+    if tagged.enclosed and RATIO.search(candidate.strip()):
+        return equal_formulas(candidate, reference)
     if _is_no_number(stated, candidate, tagged.enclosed):
         return False
     number = _last(NUMBER, candidate) if tagged.enclosed else NUMBER.search(candidate)

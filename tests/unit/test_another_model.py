@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.errors import UserError
-from verl_ext.trainer.grpo import GRPOTrainer
+from verl_ext.trainer.grpo import GRPOTrainer, RewardTrainer
 from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import SFTConfig
 
@@ -79,6 +79,13 @@ def test_rejects_another_reference_model(quickstart: Path, tmp_path: Path) -> No
     weights.write_bytes(content)
     with pytest.raises(UserError, match="moved differs from the reference model .* so far; restore the original"):
         GRPOTrainer.require_same_reference(trainer(first.reference_digest))
+
+
+def test_checkpoint_of_sft_has_no_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    monkeypatch.setattr(RewardTrainer, "load_data_state", lambda self, state: None)
+    trainer.load_data_state({})
+    assert trainer.saved_reference_digest == ""
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

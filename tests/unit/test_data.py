@@ -273,7 +273,7 @@ QUESTION, ANSWER = {"role": "user", "content": "Write f."}, {"role": "assistant"
         ([FIRST, LATER, QUESTION, ANSWER], "omits the text of turn 1, whose role is system"),
         ([FIRST, {"role": "system", "content": " "}, QUESTION, ANSWER], None),
         ([QUESTION, ANSWER, {"role": "tool", "content": "3"}, ANSWER], "omits the text of turn 2, whose role is tool"),
-        ([{**QUESTION, "role": "User"}, ANSWER], "turn 0 has the role 'User', which the chat template does not know"),
+        ([{**QUESTION, "role": "User"}, ANSWER], "turn 0 has the role 'User'; set it to system, user, "),
         ([QUESTION, {**QUESTION, "role": "ipython"}, ANSWER], None),  # the template knows it
         ([{**LATER, "role": "developer"}, QUESTION, ANSWER], None),
         ([FIRST, {**LATER, "role": "developer"}, QUESTION, ANSWER], "both system and developer turns"),

@@ -382,7 +382,7 @@ def test_failing_custom_reward_affects_only_its_sample(
     assert {*failures} == {"raise", "hang", "die", "none", "nan", "text"}
     assert [text for text, failure in failures.items() if failure.timed_out] == ["hang"]
     assert {text: failure.kind for text, failure in failures.items()} == {
-        "raise": "ValueError",
+        "raise": "ValueError in line 5",
         "hang": "timeout",
         "die": "crash",
         "none": "None",

@@ -195,6 +195,32 @@ def test_long_wait_for_rewards_is_reported_once(monkeypatch: pytest.MonkeyPatch)
     assert said == ["step 1: waiting for rewards for 0 s: pay (4 of 8 samples done)"]
 
 
+def test_wait_without_missing_rewards_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last one may arrive just then; the budget controller's environment computes rewards itself."""
+    guards.WaitGuard(lambda: "")._warn("step 1")
+    assert capsys.readouterr().err == ""
+
+
+def test_failures_in_replaced_groups_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(guards, "warn", said.append)
+
+    class Failing(Machine):
+        def reward_of(self, trajectory: Trajectory) -> Reward:
+            index = trajectory.prompt.index
+            if index < 2:
+                return Reward({}, {"pay": RewardFailure(f"of prompt {index}", kind=f"kind {index}")})
+            return super().reward_of(trajectory)
+
+    def more(round_number: int, numbers: Sequence[int]) -> list[Prompt]:
+        return prompts(*(1 if round_number == 1 else 30 for _ in numbers))
+
+    step = step_of(Bandit(40), Failing(), algorithm=dynamic(2), replacement_prompts=more)
+    trajectories, _ = step.run(prompts(0, 25), 1)
+    assert [each.prompt.index for each in trajectories[::GROUP]] == [30, 25]
+    assert ["kind 0" in said[0], "kind 1" in said[1], len(said)] == [True, True, 2]
+
+
 def test_endless_episode_raises() -> None:
     class Endless(Machine):
         max_turns = 2

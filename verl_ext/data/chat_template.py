@@ -229,8 +229,8 @@ class ChatTemplate:
         for number, turn in enumerate(chat):
             if turn["role"] not in ROLES and not re.search(rf"""['"]{re.escape(turn["role"])}['"]""", source):
                 raise UserError(
-                    f"turn {number} has the role {turn['role']!r}, which the chat template does not know; set it to "
-                    f"one of {', '.join(ROLES)}"
+                    f"turn {number} has the role {turn['role']!r}; set it to {', '.join(ROLES)} or a role that the "
+                    "chat template names"
                 )
         if (omitted := self._omitted_turn(chat, columns, prompt)) is not None:
             role = chat[omitted]["role"]

@@ -55,8 +55,11 @@ class WaitGuard:
                 self._after_s = 2 * waited_s
 
     def _warn(self, when: str) -> None:
+        missing = self._waiting_for()
+        if not missing:  # the last one has just arrived, or the environment computes rewards itself
+            return
         on_rank = f" on rank {dist.get_rank()}" if dist.get_world_size() > 1 else ""
-        warn(f"{when}: waiting for rewards for {self._after_s:.0f} s{on_rank}: {self._waiting_for()}")
+        warn(f"{when}: waiting for rewards for {self._after_s:.0f} s{on_rank}: {missing}")
 
 
 @dataclass

@@ -169,9 +169,11 @@ class GRPOStep:
             places = self._groups_without_signal(trajectories)
             if not self._largest(len(places)):
                 break
+            self.reward_guard.report(f"step {step}", trajectories)  # groups without rewards are replaced, too
             per_update = len(trajectories) // size // self.num_mini_batches
             numbers = self._numbers_in_step([place // size for place in places], per_update)
             fresh = self.rollout(self.replacement_prompts(round_number, numbers), step, size)
+            self.reward_guard.report(f"step {step}", fresh)
             unusable = self._groups_without_signal(fresh)
             for place, start in zip(places, range(0, len(fresh), size)):
                 if start not in unusable:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -68,16 +69,20 @@ class ActivationCounter:
     def count(self, work: RankWorkload) -> Activations:
         """Return the activations of the largest micro-batch.
 
-        A compiled layer saves less, because `torch.compile` recomputes elementwise operations in the backward pass.
+        A compiled layer saves less, because `torch.compile` recomputes elementwise operations in the backward pass. To
+        count it, all compiled functions of the process are dropped (`torch.compiler.reset`).
 
         Raises:
             UserError: the model does not run without data.
         """
-        settings = (work.attention, work.compute_bytes)
+        window = getattr(self._model.config.get_text_config(), "sliding_window", None) or math.inf
+        # beyond a sliding window, transformers gives sdpa a mask
+        attention: Attention = "masked" if work.attention == "causal" and work.row_tokens > window else work.attention
+        settings = (attention, work.compute_bytes)
         try:
             found = self._eager(work.rows, work.row_tokens, *settings)
             if work.compiled:
-                row_tokens = work.row_tokens if work.attention in QUADRATIC else COMPILED_TOKENS
+                row_tokens = work.row_tokens if attention in QUADRATIC else COMPILED_TOKENS
                 saved = self._saved_if_compiled(row_tokens, *settings)
                 found = replace(found, layer=saved * work.tokens // (COMPILED_ROWS * row_tokens))
         except Exception as error:  # architectures fail in different ways

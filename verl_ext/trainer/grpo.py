@@ -383,7 +383,7 @@ class GRPOTrainer(RewardTrainer):
 
     def load_data_state(self, state: dict[str, Any]) -> None:
         super().load_data_state(state)
-        self.saved_reference_digest = state["reference_digest"]
+        self.saved_reference_digest = state.get("reference_digest", "")  # missing: a checkpoint of SFT or of verl
 
     def before_update(self, trajectories: Sequence[Trajectory]) -> None:
         """Write the tokens of the samples that `log_samples` writes."""

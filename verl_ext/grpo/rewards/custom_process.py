@@ -72,9 +72,16 @@ class UserFunction:
         try:
             value = self._function(**_keywords(answer)) if self._by_keywords else self._function(answer)
         except BaseException as error:  # also SystemExit and KeyboardInterrupt: only this sample loses its reward
-            reason, kind = one_line(error)[:_MAX_CHARACTERS], type(error).__name__
-            raise RewardError(RewardFailure(reason, _traceback_of(error), kind=kind)) from error
+            reason = one_line(error)[:_MAX_CHARACTERS]
+            raise RewardError(RewardFailure(reason, _traceback_of(error), kind=_kind_of(error))) from error
         return score_of(value)
+
+
+def _kind_of(error: BaseException) -> str:
+    """Name the exception and the line of the function's file that raised it, such as `KeyError in line 6`."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without this file
+    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+    return f"{type(error).__name__} in line {lines[-1]}" if lines else type(error).__name__
 
 
 def score_of(value: Any) -> float | None:

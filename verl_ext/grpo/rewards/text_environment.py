@@ -35,7 +35,7 @@ from verl_ext.grpo.rewards.functions import (
 from verl_ext.grpo.rewards.process_pool import RewardProcessPool
 
 MAX_REWARD = 1e15
-"""Largest absolute value of a weighted reward; advantages are computed in float32, and contain its square."""
+"""Largest absolute value of a weighted reward; larger ones leave float64 too few digits for advantages."""
 MAX_REFERENCE_CHARACTERS = 2000
 """Maximum length of a reference in the sample table; the tests of a program can be much longer."""
 INAPPLICABLE = RewardFailure("it does not apply (None), and neither does any other reward function", kind="None")
