@@ -218,6 +218,13 @@ def test_bf16_export_decides_in_fp32(tmp_path: Path) -> None:
     assert {part.dtype for part in logits} == {torch.float32}
 
 
+def test_export_of_another_release_loads(tmp_path: Path) -> None:
+    controller = controller_of(SPACES["experts"])
+    controller.config.vlm = {"path": "somewhere", "tier_sizes": [1], "max_new_tokens": 1, "num_blocks": 4}
+    controller.save_pretrained(tmp_path)
+    assert load_controller(tmp_path)[1].tier_sizes == (1,)
+
+
 def test_new_controller_is_uniform_and_uses_every_input() -> None:
     space = SPACES["experts"]
     controller = controller_of(space)

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +200,8 @@ def load_controller(
     """
     try:
         controller = BudgetController.from_pretrained(directory, dtype=torch.float32).eval()
-        recorded = controller.config.vlm
+        names = {each.name for each in fields(ControlledModel)}  # another release may have written further ones
+        recorded = {name: value for name, value in controller.config.vlm.items() if name in names}
         known: dict[str, Any] = {"path": vlm or recorded["path"], "trust_remote_code": trust_remote_code}
         controlled = ControlledModel(**{**recorded, **known, "tier_sizes": tuple(recorded["tier_sizes"])})
     except Exception as error:  # a damaged export can raise anything
