@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from verl_ext import distributed
+from verl_ext.trainer import device
 from verl_ext.trainer.__main__ import run_rank
 from verl_ext.trainer.stages import load_config
 
@@ -19,6 +20,8 @@ VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC")
 def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
+    # the heap of a process that keeps freed memory grows until the process cannot fork
+    monkeypatch.setattr(device, "keep_freed_memory", lambda: None)
     yield
     torch.use_deterministic_algorithms(False)
 
