@@ -245,9 +245,10 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, the logarithm of the softmax's denominator, and `extra_bytes` that are saved as well.
 
-    This is an operator because torch.compile would not save what a function allocates.
+    It has no kernel, because it gets tensors without data. It is an operator, because torch.compile would not save what
+    a function allocates.
     """
-    raise NotImplementedError
+    raise NotImplementedError("only tensors without data have attention here")
 
 
 @torch.library.custom_op("verl_ext::attention_backward", mutates_args=())
@@ -260,7 +261,7 @@ def attention_backward(
         gradient: gradient of the output.
         saved: inputs and outputs of `attention_forward`.
     """
-    raise NotImplementedError
+    raise NotImplementedError("only tensors without data have attention here")
 
 
 @attention_forward.register_fake
