@@ -15,6 +15,8 @@ from verl_ext.monitor.colors import TEXTS
 from verl_ext.monitor.state import TABS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from playwright.sync_api import Browser, FloatRect, Locator, Page
 
 LONG = "a_long_name_of_an_experiment_" * 2
@@ -98,6 +100,21 @@ def box_of(element: Locator) -> FloatRect:
     box = element.bounding_box()
     assert box is not None
     return box
+
+
+def test_updates_keep_the_focus(chromium: Browser, tmp_path: Path) -> None:
+    run_dir = tmp_path / "checkpoints/p/one"
+    write_record(run_dir)
+    write_rows(run_dir, 1, range(1, 8))
+    with monitor(run_dir.parents[1], tmp_path / "monitor.sqlite") as address, visit(chromium, address) as page:
+        wait_for_text(page, "runs", "7 / 100")
+        focusable = (("checkbox", "p/one"), ("link", "p/one"), ("columnheader", "Loss"))
+        for step, (role, name) in enumerate(focusable, start=8):
+            element = page.get_by_role(role, name=name, exact=True)
+            element.focus()
+            write_rows(run_dir, 1, range(step, step + 1))
+            wait_for_text(page, "runs", f"{step} / 100")
+            expect(element).to_be_focused()
 
 
 def test_runs_samples_and_help_are_reached_by_keyboard(chromium: Browser, address: str) -> None:

@@ -10,7 +10,7 @@ from nicegui import ui
 
 from verl_ext.metrics.run_record import seconds_of
 from verl_ext.monitor.messages import translate_message
-from verl_ext.monitor.panels import GRID, Panel, clip, columns_of, data_table, flatten, heading, tag
+from verl_ext.monitor.panels import GRID, DataTable, Panel, clip, columns_of, data_table, flatten, heading, tag
 from verl_ext.monitor.run_files import config_error, config_or_empty
 from verl_ext.monitor.text import format_time
 
@@ -28,7 +28,7 @@ class ConfigurationPanel(Panel):
     def build(self) -> None:
         """Create the tables."""
         self._shown: object = None
-        self._tables: dict[str, ui.table] = {}
+        self._tables: dict[str, DataTable] = {}
         self._attempts: list[Attempt] = []
         self._config: dict[str, str] = {}
         heading(self.say("Attempts"))
@@ -59,7 +59,7 @@ class ConfigurationPanel(Panel):
     def _copy(self) -> None:
         ui.clipboard.write(self._command.text)
 
-    def _table(self, name: str, columns: Sequence[str], key: str, pagination: int | None = None) -> ui.table:
+    def _table(self, name: str, columns: Sequence[str], key: str, pagination: int | None = None) -> DataTable:
         listed = columns_of(columns, self.say)
         self._tables[name] = data_table(name, listed, key, self.say, "Not recorded", pagination=pagination)
         return self._tables[name]

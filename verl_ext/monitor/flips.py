@@ -233,8 +233,8 @@ class FlipsPanel(Panel):
                 select.on_value_change(lambda event, name=name: self._choose(name, event))
             self._summary = tag(ui.row().classes("w-full items-center gap-x-6 gap-y-1"), "flips summary")
             columns = columns_of(("Problem", "A", "B", "Tests passed"), self.say)
-            self._table = data_table("flips", columns, "key", self.say, "No problem flipped", pagination=10)
-            self._table.add_slot("body-cell-Problem", LINK)
+            options: dict[str, Any] = {"templates": {"body-cell-Problem": LINK}, "pagination": 10}
+            self._table = data_table("flips", columns, "key", self.say, "No problem flipped", **options)
             self._table.on("open", self._open)
             self._detail = tag(ui.column().classes("w-full"), "flip")
         self._box.set_visibility(False)

@@ -89,17 +89,18 @@ class RunTable(Panel):
             for column, (name, _, align, form) in zip(columns_of(labels, lambda name: self.say(labels[name])), COLUMNS)
         ]
         options: dict[str, Any] = {"selection": "multiple", "pagination": self._pagination()}
-        self._table = data_table("runs", columns, "path", self.say, **options)
+        templates = {
+            "body-cell-path": LINK,
+            "body-cell-step": PROGRESS,
+            "body-selection": CHECKBOX,
+            "header-selection": CHECKBOX_OF_ALL.format(self.say("Select all runs")),
+            **{f"body-cell-{name}": BADGE.replace("NAME", name) for name in ("status", "health")},
+        }
+        self._table = data_table("runs", columns, "path", self.say, templates=templates, **options)
         self._table.props(remove="wrap-cells")
         self._table.on_select(self._count_selected)
         self._table.on_pagination_change(self._sort)
         self._table.on("open", self._open)
-        self._table.add_slot("body-cell-path", LINK)
-        self._table.add_slot("body-cell-step", PROGRESS)
-        self._table.add_slot("body-selection", CHECKBOX)
-        self._table.add_slot("header-selection", CHECKBOX_OF_ALL.format(self.say("Select all runs")))
-        for name in ("status", "health"):
-            self._table.add_slot(f"body-cell-{name}", BADGE.replace("NAME", name))
         search.bind_value_to(self._table, "filter", forward=lambda text: text or "")
         self._count_selected()
         self._empty = tag(ui.label(self.say("No run yet")).classes("text-lg"), "empty")

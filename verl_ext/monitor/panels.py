@@ -105,14 +105,19 @@ def columns_of(names: Iterable[str], say: Callable[[str], str]) -> list[dict[str
     return [{"name": name, "label": say(name), "field": name, "align": "left", "sortable": True} for name in names]
 
 
+class DataTable(ui.table, component="data_table.js"):  # type: ignore[call-arg]  # mypy does not see the base class
+    """A table whose cells have templates, and keep the focus when the table is updated."""
+
+
 def data_table(
     name: str,
     columns: list[dict[str, Any]],
     key: str,
     say: Callable[[str], str],
     empty: str = "Nothing yet",
+    templates: Mapping[str, str] | None = None,
     **more: Any,
-) -> ui.table:
+) -> DataTable:
     """Create a table in the page's language that the keyboard can sort.
 
     Args:
@@ -121,9 +126,10 @@ def data_table(
         key: column that identifies a row.
         say: translates a text of the page.
         empty: text of a table without rows.
-        more: passed to `ui.table`.
+        templates: Vue template by name of a slot of `QTable`; its variable `props` is the slot's.
+        more: passed to `DataTable`.
     """
-    table = tag(ui.table(columns=columns, rows=[], row_key=key, **more).classes("w-full"), name)
+    table = tag(DataTable(columns=columns, rows=[], row_key=key, **more).classes("w-full"), name)
     table.props("flat bordered dense wrap-cells").props.update(
         {
             "no-data-label": say(empty),
@@ -132,9 +138,9 @@ def data_table(
             ":pagination-label": "(first, last, all) => `${first}–${last} / ${all}`",
             ":selected-rows-label": f"count => {json.dumps(say('{} selected'))}.replace('{{}}', count)",
             ":sort-method": SORT,
+            "templates": {"header-cell": SORTABLE_HEADER, **(templates or {})},
         }
     )
-    table.add_slot("header-cell", SORTABLE_HEADER)
     return table
 
 
