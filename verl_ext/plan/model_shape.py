@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -248,9 +247,8 @@ def empty_model(config: PretrainedConfig, settings: ModelConfig | None = None) -
         UserError: transformers cannot build the model, or peft cannot add the adapters.
     """
     try:
-        with init_empty_weights():
+        with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        model.tie_weights()  # without memory, shared parameters are separated
     except Exception as error:  # architectures fail in different ways
         raise UserError(
             f"transformers cannot build a causal language model of {config.model_type} ({first_line_of(error)}); "
@@ -260,7 +258,7 @@ def empty_model(config: PretrainedConfig, settings: ModelConfig | None = None) -
         return model
     from verl_ext.trainer.model import add_lora  # here, because it takes seconds to import
 
-    with init_empty_weights():
+    with torch.device("meta"):
         return add_lora(model, settings)
 
 
