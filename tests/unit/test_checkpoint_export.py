@@ -24,6 +24,7 @@ from verl_ext.checkpoint.config import ExportConfig
 from verl_ext.checkpoint.manifest import ADAPTER, EXPORT, OURS, Manifest, damaged_files, read_complete
 from verl_ext.checkpoint.rebuild import evaluation_command, export, export_dtype_of, write_deferred_export
 from verl_ext.distributed import to_full
+from verl_ext.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 EVERYTHING = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
@@ -104,6 +105,10 @@ def remove_tokenizer(export: Path) -> None:
     (export / "tokenizer.json").unlink()
 
 
+def cut_tokenizer(export: Path) -> None:
+    os.truncate(export / "tokenizer.json", 100)
+
+
 @pytest.mark.parametrize("damage", [remove_export, cut_weights, remove_tokenizer])
 def test_resumed_run_writes_damaged_export_again(
     damage: Callable[[Path], None], quickstart: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -135,7 +140,10 @@ def test_skipped_export_keeps_configuration_of_its_save(quickstart: Path, tmp_pa
     assert contents(exports[0]) == contents(exports[1])
 
 
-def test_missing_configuration_is_taken_from_other_export_of_run(quickstart: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [remove_export, remove_tokenizer, cut_tokenizer])
+def test_lost_files_of_export_are_taken_from_other_checkpoint(
+    damage: Callable[[Path], None], quickstart: Path, tmp_path: Path
+) -> None:
     trainer = make_trainer(small_config(quickstart, tmp_path, EVERYTHING))
     for step, batch in zip((1, 2), trainer.batches(), strict=False):
         trainer.training_step(batch)
@@ -143,13 +151,33 @@ def test_missing_configuration_is_taken_from_other_export_of_run(quickstart: Pat
     trainer.checkpoint_manager.wait()
     checkpoint = tmp_path / "global_step_2"
     before = contents(checkpoint / EXPORT)
-    remove_export(checkpoint / EXPORT)
+    damage(checkpoint / EXPORT)
     options: dict[str, Any] = {"step": None, "dtype": None, "max_shard_gib": 1.0}
     assert export(Namespace(run_dir=tmp_path, output=None, **options)) == 0
     assert contents(checkpoint / EXPORT) == before and not damaged_files(checkpoint)
-    remove_export(checkpoint / EXPORT)
+    damage(checkpoint / EXPORT)
     assert export(Namespace(run_dir=tmp_path, output=tmp_path / "model", **options)) == 0
     assert contents(tmp_path / "model") == before
+
+
+def test_lost_tokenizer_of_only_checkpoint_is_named(
+    quickstart: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(small_config(quickstart, tmp_path, EVERYTHING))
+    trainer.save_checkpoint(1)
+    trainer.checkpoint_manager.wait()
+    checkpoint = tmp_path / "global_step_1"
+    tokenizer, damaged = checkpoint / EXPORT / "tokenizer.json", checkpoint / EXPORT / "tokenizer_config.json"
+    content = tokenizer.read_bytes()
+    remove_tokenizer(checkpoint / EXPORT)
+    arguments = Namespace(run_dir=tmp_path, step=None, output=None, dtype=None, max_shard_gib=1.0)
+    with pytest.raises(UserError, match="tokenizer.json is missing.*; copy it there from the model"):
+        export(arguments)
+    tokenizer.write_bytes(content)
+    damaged.write_text("{}")
+    assert export(arguments) == 0
+    assert "tokenizer_config.json has 2 bytes instead of" in capfd.readouterr().err
+    assert damaged.read_text() == "{}" and not damaged_files(checkpoint) and not read_complete(checkpoint).deferred
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -24,7 +24,6 @@ from verl_ext.checkpoint.manifest import (
     EXPORT,
     MANIFEST,
     MODEL,
-    FileEntry,
     Manifest,
     damaged_files,
     is_verl_checkpoint,
@@ -118,10 +117,11 @@ def rebuild_export(
         max_shard_gib: maximum size of a file, in GiB.
         progress: see `Progress`.
         small_files: content of the configuration, tokenizer and similar files, by path relative to the export; empty to
-            use those of the checkpoint, or of another checkpoint of the run if they are missing.
+            use those of the checkpoint, and for missing or damaged ones those of another checkpoint of the run.
 
     Raises:
-        UserError: the shards are damaged or incomplete, or a file cannot be written.
+        UserError: the shards are damaged or incomplete, a small file is missing and no other checkpoint has it, or a
+            file cannot be written.
     """
     if output is not None and output.exists():
         raise UserError(f"{output} already exists; specify a new directory")
@@ -132,7 +132,7 @@ def rebuild_export(
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
-            for name, content in (small_files or _small_files_of_sibling(checkpoint)).items():
+            for name, content in (small_files or _small_files_of_siblings(checkpoint)).items():
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 (partial / name).write_bytes(content)
             write_weights(checkpoint, partial, dtype, max_shard_gib, progress)
@@ -171,20 +171,52 @@ def write_deferred_export(checkpoint: Path, config: ExportConfig, small_files: M
         warn(f"{checkpoint.name} has no export yet: {error}")
 
 
-def _small_files_of_sibling(checkpoint: Path) -> dict[str, bytes]:
-    """The small files of another export of the run, if the checkpoint has none; all exports of a run share them."""
-    if (checkpoint / EXPORT / "config.json").exists():
+def _small_files_of_siblings(checkpoint: Path) -> dict[str, bytes]:
+    """Read the missing and damaged small files of an export from other checkpoints; all exports of a run share them."""
+    siblings = [each for each in list_checkpoints(checkpoint.parent) if each.name != checkpoint.name]
+    problems = _damaged_small_files(checkpoint)
+    if not problems and not (checkpoint / EXPORT / "config.json").exists():  # it was saved without an export
+        source = next((each for each in siblings if _has_undamaged(each, f"{EXPORT}/config.json")), None)
+        names = [name for name in _small_files(source) if _has_undamaged(source, name)] if source else []
+        problems = dict.fromkeys(names, "is missing")
+    found = {}
+    for name, problem in problems.items():
+        source = next((each for each in siblings if _has_undamaged(each, name)), None)
+        if source is not None:
+            print_line(f"{checkpoint.name}/{name} {problem}; using that of {source.name}", sys.stderr)
+            found[name.removeprefix(f"{EXPORT}/")] = (source / name).read_bytes()
+        elif (checkpoint / name).is_file():
+            warn(f"{checkpoint.name}/{name} {problem}, and no other checkpoint has it; the export contains it as it is")
+        else:
+            raise UserError(
+                f"{checkpoint / name} {problem}, and no other checkpoint of the run has it; copy it there from the "
+                "model that the run started from"
+            )
+    return found
+
+
+def _small_files(checkpoint: Path) -> list[str]:
+    """Paths in a checkpoint of its export's files, except weights and links that point outside the checkpoint."""
+    return sorted(
+        str(path.relative_to(checkpoint))
+        for path in (checkpoint / EXPORT).rglob("*")
+        if path.is_file() and not _is_weights(path.name) and not _points_outside(path, checkpoint)
+    )
+
+
+def _damaged_small_files(checkpoint: Path) -> dict[str, str]:
+    try:
+        names = [name for name in Manifest.read(checkpoint).files if name.startswith(f"{EXPORT}/")]
+        return damaged_files(checkpoint, [name for name in names if not _is_weights(name)])
+    except ValueError:  # `require_undamaged_shards` reports it
         return {}
-    for sibling in list_checkpoints(checkpoint.parent):
-        source = sibling / EXPORT
-        if (source / "config.json").is_file():
-            print_line(f"{checkpoint.name} has no {EXPORT}/config.json; using that of {sibling.name}", sys.stderr)
-            return {
-                str(path.relative_to(source)): path.read_bytes()
-                for path in source.rglob("*")
-                if path.is_file() and not _is_weights(path.name) and not _points_outside(path, sibling)
-            }
-    return {}
+
+
+def _has_undamaged(checkpoint: Path, name: str) -> bool:
+    try:
+        return name in _small_files(checkpoint) and not damaged_files(checkpoint, [name])
+    except ValueError:  # it has no manifest
+        return False
 
 
 def _can_be_checked(checkpoint: Path) -> bool:
@@ -281,11 +313,8 @@ def _move_into_checkpoint(checkpoint: Path, partial: Path) -> None:
     entries = {f"{EXPORT}/{path}": sync_and_digest(partial / path) for path in written}
     manifest = Manifest.read(checkpoint) if (checkpoint / MANIFEST).exists() else None
     if manifest is not None:
-        rest = {
-            name: entry
-            for name, entry in manifest.files.items()
-            if not name.startswith(f"{EXPORT}/") or (name not in entries and _remains(checkpoint / name, entry))
-        }
+        is_old = {name: name.startswith(f"{EXPORT}/") and _is_weights(name) for name in manifest.files}
+        rest = {name: entry for name, entry in manifest.files.items() if not is_old[name]}
         replace_file(checkpoint / MANIFEST, [replace(manifest, files=rest, deferred=(EXPORT,)).to_json()])
     for path in target.iterdir():
         if _is_weights(path.name):
@@ -296,14 +325,12 @@ def _move_into_checkpoint(checkpoint: Path, partial: Path) -> None:
     shutil.rmtree(partial)
     sync_directory(target)
     if manifest is not None:
-        replace_file(checkpoint / MANIFEST, [replace(manifest, files={**rest, **entries}, deferred=()).to_json()])
-
-
-def _remains(path: Path, entry: FileEntry) -> bool:
-    """Whether a file of an export is whole, and stays when its weights are replaced."""
-    return not _is_weights(path.name) and path.is_file() and path.stat().st_size == entry["bytes"]
+        kept = {name: sync_and_digest(checkpoint / name) for name in _small_files(checkpoint) if name in rest}
+        others = {name: entry for name, entry in rest.items() if not name.startswith(f"{EXPORT}/")}
+        files = {**others, **kept, **entries}
+        replace_file(checkpoint / MANIFEST, [replace(manifest, files=files, deferred=()).to_json()])
 
 
 def _is_weights(name: str) -> bool:
     """Whether a file in `huggingface/` holds weights or their index."""
-    return name.endswith(".safetensors") or name == INDEX
+    return name.endswith((".safetensors", INDEX))
