@@ -440,6 +440,18 @@ def test_killed_idle_process_costs_no_reward(tmp_path: Path, is_noticed: bool) -
         pool.close()
 
 
+def test_closed_pool_ends_running_call(tmp_path: Path) -> None:
+    """A run that stops does not wait for its rewards; the call would take the time limit twice."""
+    text = "import pathlib, threading\ndef score(**_):\n    pathlib.Path('STARTED').touch(); threading.Event().wait()\n"
+    (tmp_path / "mine.py").write_text(text.replace("STARTED", str(tmp_path / "started")))
+    pool = RewardProcessPool(Plugin("reward.functions", f"{tmp_path}/mine.py", "score"), 300.0, 1)
+    future = pool.submit(answer("good"))
+    wait_until((tmp_path / "started").exists)
+    pool.close()
+    with pytest.raises(RewardError, match="ended its process"):
+        future.result()
+
+
 def test_unloadable_reward_function_is_rejected(tmp_path: Path) -> None:
     """The error is raised before the run begins."""
     (tmp_path / "mine.py").write_text("import nothing_of_this_name\n")

@@ -69,6 +69,7 @@ def step_of(
     micro_batch_size: int = 64,
     lr: float = 0.0,
     replacement_prompts: Callable[[int, Sequence[int]], Sequence[Prompt]] = lambda round_number, numbers: [],
+    wait: Callable[[Callable[[], object]], None] = lambda is_waiting: None,
 ) -> GRPOStep:
     """A step for the bandit; with a learning rate of 0, gradients accumulate."""
 
@@ -93,6 +94,7 @@ def step_of(
         num_ranks=1,
         optimizer_step=optimizer_step,
         replacement_prompts=replacement_prompts,
+        wait=wait,
     )
 
 
@@ -479,6 +481,25 @@ def test_stop_during_validation_ends_sampling_before_save() -> None:
     with pytest.raises(Stop, match="SIGTERM"):
         trainer.validate()
     assert bandit.versions == [3] and not bandit.samples
+
+
+def test_step_is_abandoned_while_rewards_are_missing() -> None:
+    vote = StopVote(StopSignals(STOP_SIGNALS), None, grace_s=10.0)
+    vote.note(step_s=9.0, save_s=2.0)
+    vote.raise_if_stopping()
+    bandit, machine = Bandit(6), Machine()
+    step = step_of(bandit, machine, wait=vote.wait_or_abandon_step)
+    machine.step = lambda trajectory: lambda: pytest.fail("it waits for a reward")  # type: ignore[method-assign]
+
+    def waiting_for() -> str:
+        assert vote.signals is not None
+        vote.signals.received.append(signal.SIGTERM)
+        return "a slow reward"
+
+    step.environment.waiting_for = waiting_for  # type: ignore[method-assign]
+    with pytest.raises(Stop, match="SIGTERM"):
+        step.run(prompts(0, 1), 1)
+    assert bandit.versions == [0] and not bandit.samples
 
 
 @pytest.mark.parametrize(("num_epochs", "num_mini_batches"), [(1, 1), (2, 4)])

@@ -369,20 +369,22 @@ def test_rendezvous_timeout_fails_launch(num_nodes: int, advice: str) -> None:
 
 
 def test_short_grace_period_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
-    vote = StopVote(None, None)
-    config = load_config("sft", ["trainer.preemption.grace_s=60"])
-    trainer: Any = SimpleNamespace(stop_vote=vote, config=config, is_main=True, warned_of_grace=False)
+    vote = StopVote(None, None, grace_s=60.0)
+    trainer: Any = SimpleNamespace(stop_vote=vote, is_main=True, grace_warnings=set())
     vote.expected_save_s = 50.0
     PipelineTrainer.warn_if_grace_is_short(trainer)
     assert capsys.readouterr().err == ""
     vote.note(step_s=20.0)
     for _ in range(2):
         PipelineTrainer.warn_if_grace_is_short(trainer)
-    expected = (
-        "a step and a save may take 70 s, but a stop signal leaves 60 s for them; raise trainer.preemption.grace_s"
-    )
-    assert capsys.readouterr().err == f"warning: {expected}\n"
-    trainer.warned_of_grace = False
-    vote.note(save_s=30.0)
+    expected = "a step and a save may take 70 s, but trainer.preemption.grace_s=60, so a stop abandons the step"
+    assert capsys.readouterr().err.startswith(f"warning: {expected}") and len(trainer.grace_warnings) == 1
+    vote.note(save_s=70.0)
+    for _ in range(2):
+        PipelineTrainer.warn_if_grace_is_short(trainer)
+    expected = "a save may take 70 s, but trainer.preemption.grace_s=60, so a stop loses the steps after the last save"
+    assert capsys.readouterr().err.startswith(f"warning: {expected}") and len(trainer.grace_warnings) == 2
+    trainer.grace_warnings.clear()
+    vote.longest_save_s = 30.0
     PipelineTrainer.warn_if_grace_is_short(trainer)
     assert capsys.readouterr().err == ""

@@ -61,6 +61,7 @@ class GRPOStep:
         timer: measures `rollout`, `reward`, `advantages`, `shard` and `update`.
         device: device for reductions over ranks.
         before_micro_batch: called before each forward pass; its argument says whether it is an update's last one.
+        wait: called before rewards are used, with a function that is true while rewards are missing; may raise.
         replacement_prompts: given a round of dynamic sampling, from 1, and the numbers of this rank's groups among all
             groups to replace, ascending, returns a prompt for each; for the last ones none if there are too few.
         before_update: called with the trajectories of this rank before the update.
@@ -82,6 +83,7 @@ class GRPOStep:
     timer: StepTimer
     device: str
     before_micro_batch: Callable[[bool], None]
+    wait: Callable[[Callable[[], object]], None]
     replacement_prompts: Callable[[int, Sequence[int]], Sequence[Prompt]]
     before_update: Callable[[Sequence[Trajectory]], None]
     max_engine_gap: float
@@ -145,6 +147,7 @@ class GRPOStep:
                 for trajectory in self.policy.generate(live, step, greedy):
                     waits.append((trajectory, self.environment.step(trajectory), time.perf_counter()))
             with self.timer.measure("reward"), self.wait_guard.watch(when):
+                self.wait(self.environment.waiting_for)
                 for trajectory, wait, generated_at in waits:
                     trajectory.advance(wait())
                     self._trace_turn(run_name, trajectory, start, generated_at)

@@ -69,7 +69,7 @@ class RewardTrainer(PipelineTrainer):
         with torch.random.fork_rng(devices=[]):  # building an engine must not change a resumed run's random numbers
             self.policy = self.build_policy()
         fsdp = config.model.fsdp_config
-        reshard_policy = FSDPReshardPolicy.of_config(fsdp, self.model, self.precision, self.device_name)
+        self.reshard_policy = FSDPReshardPolicy.of_config(fsdp, self.model, self.precision, self.device_name)
         self.step = GRPOStep(
             self.policy,
             self.environment,
@@ -83,7 +83,8 @@ class RewardTrainer(PipelineTrainer):
             optimizer_step=lambda loss: self.optimizer_step(loss)[1],
             timer=self.timer,
             device=self.device_name,
-            before_micro_batch=reshard_policy.before_micro_batch,
+            before_micro_batch=self.before_micro_batch,
+            wait=self.stop_vote.wait_or_abandon_step,
             replacement_prompts=self.replacement_prompts,
             before_update=self.before_update,
             max_engine_gap=self.max_engine_gap(),

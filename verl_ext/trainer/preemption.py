@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -19,6 +20,8 @@ SLACK = 1.25
 """Safety factor for the expected duration of the next step and save."""
 SLACK_S = 5.0
 """Seconds for closing the trackers and exiting."""
+POLL_S = 0.05
+"""Seconds between two looks at signals during a wait."""
 DEADLINE_VARIABLES = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
@@ -40,16 +43,26 @@ class StopVote:
             step boundary, even after several signals; only the launcher stops it sooner.
         deadline: time of preemption, in seconds since 1970; None if unknown.
         rules: health rules that stop the run; the same on every rank.
+        grace_s: seconds between a signal and the end of the ranks.
 
     Attributes:
+        can_abandon_step: whether a signal stops the run in the middle of the current step, because the longest step and
+            a save would take longer than `grace_s`; the same on every rank.
         expected_save_s: expected duration of a save until one is measured.
         failed_rule: rule that has found a problem, from `rules`; set on rank 0 only.
         longest_step_s: longest step so far, in seconds.
         longest_save_s: longest save so far, in seconds.
     """
 
-    def __init__(self, signals: StopSignals | None, deadline: float | None, rules: Sequence[str] = ()) -> None:
-        self.signals, self.deadline = signals, deadline
+    def __init__(
+        self,
+        signals: StopSignals | None,
+        deadline: float | None,
+        rules: Sequence[str] = (),
+        grace_s: float = math.inf,
+    ) -> None:
+        self.signals, self.deadline, self.grace_s = signals, deadline, grace_s
+        self.can_abandon_step = False
         self._rules = list(rules)
         self.failed_rule: str | None = None
         self.longest_step_s = self.longest_save_s = self.expected_save_s = 0.0
@@ -67,7 +80,17 @@ class StopVote:
 
     def needed_s(self, num_saves: int = 1) -> float:
         """Seconds that the longest step so far and saves take; until a step has ended, only the expected saves."""
-        return self.longest_step_s + num_saves * (self.longest_save_s or self.expected_save_s)
+        return self.longest_step_s + num_saves * self.save_s
+
+    @property
+    def save_s(self) -> float:
+        """Seconds of the longest save so far; before the first one, its expected duration."""
+        return self.longest_save_s or self.expected_save_s
+
+    @property
+    def _signal(self) -> int:
+        """The first stop signal of this rank; 0 without one."""
+        return int(self.signals.received[0]) if self.signals is not None and self.signals.received else 0
 
     def raise_if_stopping(self, is_writing: bool = False) -> bool:
         """Stop all ranks if any rank must stop; collective.
@@ -81,11 +104,11 @@ class StopVote:
         Raises:
             Stop: on every rank.
         """
-        asked = int(self.signals.received[0]) if self.signals is not None and self.signals.received else 0
         rule = 0 if self.failed_rule is None else 1 + self._rules.index(self.failed_rule)
-        votes = torch.tensor([asked, self.deadline_is_near(is_writing), rule, is_writing], dtype=torch.int64)
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        number, near, rule, writing = votes.tolist()
+        is_short = bool(self.longest_step_s) and self.needed_s() > self.grace_s
+        votes = (self._signal, self.deadline_is_near(is_writing), rule, is_writing, is_short)
+        number, near, rule, writing, any_is_short = _maxima(*votes)
+        self.can_abandon_step = bool(any_is_short)
         if number:
             raise Stop(signal.Signals(number).name, is_urgent=True)
         if near:
@@ -93,6 +116,25 @@ class StopVote:
         if rule:
             raise Stop(f"the health rule {self._rules[rule - 1]}", UNHEALTHY_EXIT_CODE)
         return bool(writing)
+
+    def wait_or_abandon_step(self, is_waiting: Callable[[], object]) -> None:
+        """Wait while `is_waiting` is true, if a signal could abandon the step in the meantime; collective.
+
+        Raises:
+            Stop: on every rank; see `raise_if_abandoning_step`.
+        """
+        while self.can_abandon_step and not self._signal and is_waiting():
+            time.sleep(POLL_S)
+        self.raise_if_abandoning_step()
+
+    def raise_if_abandoning_step(self) -> None:
+        """Stop all ranks in the middle of a step if any rank has a signal and `can_abandon_step` is true; collective.
+
+        Raises:
+            Stop: on every rank.
+        """
+        if self.can_abandon_step and (number := _maxima(self._signal)[0]):
+            raise Stop(signal.Signals(number).name, is_urgent=True)
 
     def deadline_is_near(self, is_writing: bool) -> bool:
         """Whether another step and a save might end too late; never before the first step.
@@ -104,6 +146,13 @@ class StopVote:
             return False
         needed_s = SLACK * self.needed_s(2 if is_writing else 1) + SLACK_S
         return time.time() + needed_s >= self.deadline
+
+
+def _maxima(*values: int) -> list[int]:
+    """The maximum of each value over all ranks; collective."""
+    votes = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return votes.tolist()
 
 
 def known_deadline(config: PreemptionConfig, warns: bool) -> float | None:

@@ -49,13 +49,11 @@ class SFTTrainer(PipelineTrainer):
 
     Attributes:
         token_loss: computes the summed loss of a micro-batch.
-        reshard_policy: decides whether weights stay gathered between micro-batches.
     """
 
     config: SFTConfig | VLMSFTConfig
     collator: Collator
     token_loss: TokenLoss
-    reshard_policy: FSDPReshardPolicy
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -203,7 +201,7 @@ class SFTTrainer(PipelineTrainer):
         total = torch.zeros((), dtype=torch.float64, device=self.device_name)
         with self.sequence_parallelism():  # also around the backward pass, where checkpointed layers run forward again
             for number, micro_batch in enumerate(batch.micro_batches):
-                self.reshard_policy.before_micro_batch(is_last=number == len(batch.micro_batches) - 1)
+                self.before_micro_batch(is_last=number == len(batch.micro_batches) - 1)
                 with self.partial_model(number):
                     loss = self.summed_loss(micro_batch)
                     (loss * (self.dp_size / num_tokens)).backward()

@@ -40,6 +40,7 @@ from verl_ext.files import GIB, free_bytes
 from verl_ext.metrics.timing import StepTimer, TraceFile, startup
 from verl_ext.processes import StopSignals
 from verl_ext.trainer.device import resolve_device, resolve_precision
+from verl_ext.trainer.fsdp import FSDPReshardPolicy
 from verl_ext.trainer.model import build_model, forward_settings, recorded_check
 from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
 from verl_ext.trainer.preemption import StopVote, ignore_stop_signals, known_deadline
@@ -82,10 +83,12 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         total_training_steps: step at which the run is finished.
         owes_validation: whether the run stopped before the validation of its current step.
         data_digest: identifies the training data; empty if it cannot be computed.
+        reshard_policy: decides whether weights stay gathered between micro-batches.
     """
 
     config: RunConfig
     checkpoint_manager: CheckpointManager
+    reshard_policy: FSDPReshardPolicy
     train_sampler: GlobalBatchSampler  # type: ignore[assignment]  # verl builds a DistributedSampler
 
     def __init__(
@@ -112,7 +115,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.timer = StepTimer(on_gpu=self.device_name == "cuda", on_part=None if trace is None else trace.span)
         self.guard = NonFiniteGuard(self.config.trainer.max_nonfinite_steps, self.train_dataset.describe)
         deadline = known_deadline(self.config.trainer.preemption, self.is_main)
-        self.stop_vote = StopVote(signals, deadline, list(self.config.health.stop_on))
+        grace_s = self.config.trainer.preemption.grace_s
+        self.stop_vote = StopVote(signals, deadline, list(self.config.health.stop_on), grace_s)
 
         self.forward_check: dict[str, Any] = {}
         self.checkpoint, self.load_contents = self.choose_checkpoint()
@@ -128,7 +132,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         startup.mark("model")
         self.checkpoint_manager = self.build_checkpoint_manager()
         self.stop_vote.expected_save_s = self.checkpoint_manager.expected_save_s()
-        self.warned_of_grace = False
+        self.grace_warnings: set[str] = set()
         self.step_metrics: Metrics = {}
         self.load_checkpoint()
 
@@ -289,8 +293,14 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             self.run_validation()
             self.add_metrics_to_checkpoint()
         for batch in self.batches():
+            rng_state = self.checkpoint_manager.get_rng_state() if self.stop_vote.can_abandon_step else {}
+            try:
+                metrics = self.training_step(batch)
+            except Stop:
+                self.abandon_step(rng_state)
+                raise
             self.step_metrics = {}
-            self.log(self.training_step(batch))
+            self.log(metrics)
             self.end_step_timing()
             self.guard.check(self.global_step, batch.rows)
             self.train_sampler.advance()
@@ -311,6 +321,33 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
                     batch = next(batches)
                 self.global_step += 1
                 yield batch
+
+    def before_micro_batch(self, is_last: bool) -> None:
+        """Prepare the next forward and backward pass; collective.
+
+        Args:
+            is_last: whether it is the last one before an update.
+
+        Raises:
+            Stop: on every rank, if a signal leaves no time to complete the step.
+        """
+        self.stop_vote.raise_if_abandoning_step()
+        self.reshard_policy.before_micro_batch(is_last)
+
+    def abandon_step(self, rng_state: dict[str, Any]) -> None:
+        """Restore the state after the previous step; the next start repeats this one.
+
+        Args:
+            rng_state: random number generators at the start of the step.
+        """
+        if self.is_main:
+            print_line(
+                f"Step {self.global_step} is abandoned: trainer.preemption.grace_s is too short for it and a save"
+            )
+        self.reshard_policy.reshard()
+        self.optimizer.zero_grad()
+        self.checkpoint_manager.load_rng_state(rng_state)
+        self.global_step -= 1
 
     @property
     def steps_left(self) -> int:
@@ -359,13 +396,17 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.warn_if_grace_is_short()
 
     def warn_if_grace_is_short(self) -> None:
-        """Warn once if a step and a save take longer than a stop may take."""
-        needed_s, grace_s = self.stop_vote.needed_s(), self.config.trainer.preemption.grace_s
-        if self.is_main and needed_s > grace_s and not self.warned_of_grace:
-            self.warned_of_grace = True
+        """Warn once if a save, and once if a step and a save take longer than a stop may take."""
+        vote = self.stop_vote
+        if vote.save_s > vote.grace_s:
+            what, seconds, effect = "a save", vote.save_s, "a stop loses the steps after the last save"
+        else:
+            what, seconds, effect = "a step and a save", vote.needed_s(), "a stop abandons the step in progress"
+        if self.is_main and seconds > vote.grace_s and what not in self.grace_warnings:
+            self.grace_warnings.add(what)
             warn(
-                f"a step and a save may take {needed_s:.0f} s, but a stop signal leaves {grace_s:g} s for them; raise "
-                "trainer.preemption.grace_s"
+                f"{what} may take {seconds:.0f} s, but trainer.preemption.grace_s={vote.grace_s:g}, so {effect}; raise "
+                "grace_s if the machine allows"
             )
 
     def optimizer_step(self, loss: float | torch.Tensor) -> tuple[float, float]:
@@ -384,6 +425,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         both = torch.stack([torch.as_tensor(loss, device=norm.device).double(), norm.double()]).tolist()
         finite = all(map(math.isfinite, both))
+        self.stop_vote.can_abandon_step = False  # from here, the step cannot be undone
         if finite:
             self.optimizer.step()
             self.lr_scheduler.step()

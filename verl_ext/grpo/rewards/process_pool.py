@@ -43,7 +43,8 @@ class RewardProcessPool:
 
     def __init__(self, plugin: Plugin, time_limit_s: float, num_workers: int) -> None:
         self._plugin, self._time_limit_s = plugin, time_limit_s
-        self._has_warned = False
+        self._has_warned = self._is_closed = False
+        self._busy: set[_Process] = set()
         self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
         for _ in range(num_workers - 1):
             self._idle.put(None)
@@ -66,7 +67,7 @@ class RewardProcessPool:
         try:
             return self._score_once(answer)
         except RewardError as error:
-            if not error.failure.timed_out and error.failure != ENDED:
+            if self._is_closed or (not error.failure.timed_out and error.failure != ENDED):
                 raise
             if error.failure.timed_out and not self._has_warned:
                 self._has_warned = True
@@ -78,21 +79,29 @@ class RewardProcessPool:
         return self._score_once(answer)
 
     def close(self) -> None:
-        """End the processes; pending answers fail."""
+        """End the processes; pending and running calls fail."""
+        self._is_closed = True
+        for busy in list(self._busy):
+            busy.interrupt()
         self._threads.shutdown(cancel_futures=True)
         while not self._idle.empty():
             if (process := self._idle.get()) is not None:
                 process.kill()
 
     def _score_once(self, answer: RewardedAnswer) -> float | None:
-        process = self._idle.get()
+        idle, process = self._idle.get(), None
         try:
-            if process is not None and process.has_ended():  # killed while it was idle
-                process.kill()
-                process = None
-            process = process or _Process(self._plugin)
+            if idle is not None and idle.has_ended():  # killed while it was idle
+                idle.kill()
+                idle = None
+            process = idle or _Process(self._plugin)
+            self._busy.add(process)
+            if self._is_closed:
+                process.interrupt()
             return process.call(answer, self._time_limit_s)
         finally:
+            if process is not None:
+                self._busy.discard(process)
             # a process that failed to answer is not used again; the next call starts another
             self._idle.put(process if process is not None and process.is_alive else None)
 
@@ -149,6 +158,11 @@ class _Process:
         if isinstance(reply, RewardFailure):
             raise RewardError(reply)
         return reply
+
+    def interrupt(self) -> None:
+        """Let a call in another thread fail at once; that thread then calls `kill`."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
 
     def has_ended(self) -> bool:
         """Whether the process has ended; it stays a zombie, so that its number is not reused before `kill`."""

@@ -1,0 +1,93 @@
+"""A stop abandons the step in progress if the grace period is too short for it and a save."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.trainer import make_trainer, small_config
+from verl_ext.checkpoint.manifest import EXPORT, read_complete
+from verl_ext.errors import STOP_SIGNALS, Stop
+from verl_ext.processes import StopSignals
+from verl_ext.trainer.preemption import StopVote
+from verl_ext.trainer.sft import SFTTrainer
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture
+def signals() -> Iterator[StopSignals]:
+    signals = StopSignals(STOP_SIGNALS)
+    yield signals
+    signals.uninstall()
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+def start(quickstart: Path, run_dir: Path, grace_s: float) -> SFTTrainer:
+    settings = ("trainer.total_training_steps=4", "data.packing=false", f"trainer.preemption.grace_s={grace_s}")
+    return make_trainer(small_config(quickstart, run_dir, *settings))
+
+
+def signal_in_step(trainer: SFTTrainer, number: int) -> list[torch.Tensor]:
+    """Send SIGTERM in the first of two micro-batches of a step; return the random state before it, once it is known."""
+    random_states, summed_loss = [], trainer.summed_loss
+
+    def compute(micro_batch: Any) -> torch.Tensor:
+        if trainer.global_step == number and not random_states:
+            random_states.append(torch.get_rng_state())
+            torch.rand(1)  # as dropout does
+            os.kill(os.getpid(), signal.SIGTERM)
+        return summed_loss(micro_batch)
+
+    trainer.summed_loss = compute  # type: ignore[method-assign]
+    return random_states
+
+
+def test_resumed_run_repeats_abandoned_step(
+    quickstart: Path, tmp_path: Path, signals: StopSignals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start(quickstart, tmp_path / "undisturbed", grace_s=120).fit()
+    run_dir = tmp_path / "run"
+    trainer = start(quickstart, run_dir, grace_s=0.001)
+    trainer.stop_vote.signals = signals
+    random_states = signal_in_step(trainer, 3)
+    with pytest.raises(Stop, match="SIGTERM"):
+        trainer.fit()
+    assert "Step 3 is abandoned" in capfd.readouterr().out
+    assert list(losses(run_dir)) == [1, 2] and torch.equal(torch.get_rng_state(), random_states[0])
+    manifest = read_complete(run_dir / "global_step_2")
+    assert manifest.metrics["train/loss"] == losses(run_dir)[2] and manifest.deferred == (EXPORT,)
+    resumed = start(quickstart, run_dir, grace_s=120)
+    assert resumed.global_step == 2
+    resumed.fit()
+    assert losses(run_dir) == losses(tmp_path / "undisturbed")
+
+
+def test_step_is_completed_if_time_is_left(quickstart: Path, tmp_path: Path, signals: StopSignals) -> None:
+    trainer = start(quickstart, tmp_path, grace_s=120)
+    trainer.stop_vote.signals = signals
+    signal_in_step(trainer, 3)
+    with pytest.raises(Stop, match="SIGTERM"):
+        trainer.fit()
+    assert list(losses(tmp_path)) == [1, 2, 3] and (tmp_path / "global_step_3").exists()
+
+
+def test_fast_steps_are_never_abandoned(signals: StopSignals) -> None:
+    vote = StopVote(signals, None, grace_s=10.0)
+    vote.note(step_s=7.0, save_s=2.0)
+    vote.raise_if_stopping()
+    signals.received.append(signal.SIGTERM)
+    vote.raise_if_abandoning_step()
+    with pytest.raises(Stop):
+        vote.raise_if_stopping()
