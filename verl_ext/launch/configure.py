@@ -107,6 +107,11 @@ def num_nodes() -> int:
     return int(nodes)
 
 
+def is_first_node() -> bool:
+    """Whether this is the first of the nodes, from NODE_RANK, which `num_nodes` checks."""
+    return int(os.environ.get("NODE_RANK", "0")) == 0
+
+
 # The recipe `verl`: commands written for verl's own trainer
 
 

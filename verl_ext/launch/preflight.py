@@ -28,7 +28,7 @@ from verl_ext.data.training_templates import parse_chat_template, read_chat_temp
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError, first_line_of
 from verl_ext.hardware import listed_gpus, visible_gpus
 from verl_ext.health.rules import load_rules
-from verl_ext.launch.configure import has_custom_class, resolve_model
+from verl_ext.launch.configure import has_custom_class, is_first_node, resolve_model
 from verl_ext.launch.report import WRITTEN
 from verl_ext.launch.watcher import evaluation_environment
 from verl_ext.metrics.recorder import require_known_backends
@@ -367,7 +367,7 @@ def check_evaluation(config: RunConfig) -> None:
     Raises:
         UserError: the recipe, one of its local data files, the sandbox, or `eval.devices` cannot be used.
     """
-    if not config.eval.watch or int(os.environ.get("NODE_RANK", "0")) != 0:
+    if not config.eval.watch or not is_first_node():
         return
     command = [sys.executable, "-m", "eval_pipeline", "check", "--watch", "--json"]
     command.append(f"--recipe={config.eval.recipe_name}")  # one word, even if the name starts with a dash

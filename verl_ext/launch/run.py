@@ -29,7 +29,7 @@ from verl_ext.data.config import file_list
 from verl_ext.data.dataset import sampled_digest
 from verl_ext.errors import UserError
 from verl_ext.files import hold_run_lock
-from verl_ext.launch.configure import resume_candidate
+from verl_ext.launch.configure import is_first_node, resume_candidate
 from verl_ext.launch.outcome import Failure, HandledStop, Outcome, Stopped, is_crash, run_with_restarts
 from verl_ext.launch.ranks import run_ranks
 from verl_ext.launch.report import print_run_summary, report
@@ -66,25 +66,25 @@ def run_until_finished(
         StopRequest: a stop signal came before training started.
     """
     run_dir, record = config.trainer.run_dir, RunRecord(config.trainer.run_dir)
-    is_first_node = int(os.environ.get("NODE_RANK", "0")) == 0
+    is_first = is_first_node()
     with signals.raising():
         if is_finished(config, record):
-            if is_first_node:
+            if is_first:
                 clean_up_finished_run(run_dir)
             print_finished(config)
-            with watching(config, is_first_node, signals) as watcher:
+            with watching(config, is_first, signals) as watcher:
                 return 0 if watcher is None else watcher.finish(signals)
         refuse_other_settings(config, record)
         resume_candidate(config)
         make_run_directory(run_dir)
-    with hold_run_lock(run_dir) if is_first_node else nullcontext(False) as is_alone:
+    with hold_run_lock(run_dir) if is_first else nullcontext(False) as is_alone:
         if is_alone:
             with signals.raising():
                 remove_leftovers(run_dir, warn)  # first, because this frees space on a full disk
-        launch = Launch(config, signals, record if is_first_node else None, provenance)
+        launch = Launch(config, signals, record if is_first else None, provenance)
         launch.mark_waiting()  # before the watcher starts: the record may still say that a shorter run is finished
-        heartbeat = send_heartbeats(run_dir) if is_first_node else nullcontext()
-        name = "launcher" if is_first_node else f"launcher of node {os.environ['NODE_RANK']}"
+        heartbeat = send_heartbeats(run_dir) if is_first else nullcontext()
+        name = "launcher" if is_first else f"launcher of node {os.environ['NODE_RANK']}"
         with recording_console(run_dir, name):
             print_start(config)
             print_changes(config)
@@ -92,7 +92,7 @@ def run_until_finished(
                 heartbeat,
                 launch.recording_refusal(),
                 hold_model(config),
-                watching(config, is_first_node, signals) as watcher,
+                watching(config, is_first, signals) as watcher,
             ):
                 code = report(launch.run(restarts), config, launch.record)
                 return code if code or watcher is None else watcher.finish(signals)
@@ -281,7 +281,7 @@ def warn_of_incomparable_validations(config: RunConfig, checkpoint: Path) -> Non
 def input_digests(config: RunConfig) -> dict[str, str]:
     """Return the digests of the files that determine what a validation measures, by path: reward functions and data.
 
-    Files that cannot be read are left out, such as those of a dataset class that reads its data from elsewhere.
+    Skips unreadable files, such as those of a dataset class that reads its data from elsewhere.
     """
     paths: list[str] = []
     if isinstance(config, GRPOConfig):
