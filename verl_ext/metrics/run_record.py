@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from verl_ext.console import warn
-from verl_ext.errors import UserError
+from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json, replace_file, write_errors
 from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
 from verl_ext.processes import pid_namespace, start_ticks
@@ -266,7 +266,8 @@ def load_run(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return _new_run()
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the run record {path} ({error}); delete or rename it") from error
+        remedy = "make it readable" if isinstance(error, OSError) else "delete or rename it"
+        raise UserError(f"cannot read the run record {path} ({first_line_of(error)}); {remedy}") from error
     if not _is_run(run):
         raise UserError(f"{path} is not a run record; delete or rename it")
     return {**_new_run(), **run}
