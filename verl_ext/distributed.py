@@ -131,6 +131,11 @@ def _all_reduce(values: Sequence[float], operation: Any, device: torch.device | 
 # Process groups and meshes
 
 
+def local_world_size() -> int:
+    """Return the number of ranks on this node, from torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def init_process_group(device_name: str) -> None:
     """Join the ranks that torchrun started, with gloo for CPU tensors and NCCL or HCCL for accelerator tensors.
 

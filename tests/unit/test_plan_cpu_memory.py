@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -22,7 +23,7 @@ from verl_ext.plan import cpu_memory
 from verl_ext.plan.cpu_memory import check_memory, largest_of_samples, plan_with_data
 from verl_ext.plan.workload import packs
 from verl_ext.trainer.config import GatheringFSDPConfig
-from verl_ext.trainer.fsdp import keeps_gathered
+from verl_ext.trainer.fsdp import FSDPReshardPolicy, keeps_gathered
 from verl_ext.trainer.stages import RunConfig, SFTConfig, load_config
 
 REASONING = ("recipe=smollm2_reasoning", "model.mixed_precision=fp32")
@@ -116,6 +117,13 @@ def test_limited_process_does_not_keep_weights_gathered(free: Any, monkeypatch: 
     assert keeps_gathered(GatheringFSDPConfig(), model, torch.float32, "cpu")
     monkeypatch.setattr(hardware, "cgroup_memory", lambda *_: Memory(total=4 * GIB, available=4 * GIB))
     assert not keeps_gathered(GatheringFSDPConfig(), model, torch.float32, "cpu")
+
+
+def test_rank_with_little_memory_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that gathers weights would wait for the others forever. The other rank is mocked."""
+    monkeypatch.setattr("verl_ext.trainer.fsdp.gather_results", lambda function: [function(), False])
+    policy = FSDPReshardPolicy.of_config(GatheringFSDPConfig(keep_gathered=True), Mock(), torch.float32, "cpu")
+    assert not policy.keeps_gathered
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def run_rank(config: RunConfig) -> int:
             build_meshes,
             init_process_group,
             local_rank_zero_first,
+            local_world_size,
             on_every_rank,
             on_rank_zero,
         )
@@ -136,7 +137,7 @@ def run_rank(config: RunConfig) -> int:
     if device_name == "cpu":
         from verl_ext.plan.cpu_memory import check_memory
 
-        num_ranks, num_ranks_here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_ranks, num_ranks_here = dist.get_world_size(), local_world_size()
         on_rank_zero(lambda: check_memory(config, datasets[0], num_ranks, num_ranks_here))
     startup.mark("data")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
+from verl_ext.distributed import gather_results, local_world_size
 from verl_ext.errors import UserError
 from verl_ext.hardware import process_memory
 from verl_ext.trainer.config import BYTES_OF_GRADIENT, GATHERED_SHARE, FSDPConfig, GatheringFSDPConfig
@@ -86,7 +86,7 @@ def layer_classes(model: PreTrainedModel, configured: Any) -> list[str]:
 
 
 class FSDPReshardPolicy:
-    """Gathers weights and reduces gradients only once per step if memory allows.
+    """Gathers weights and reduces gradients only once per update if memory allows.
 
     Otherwise each micro-batch gathers every block twice and reduces its gradients.
 
@@ -103,9 +103,15 @@ class FSDPReshardPolicy:
     def of_config(
         cls, config: FSDPConfig, model: torch.nn.Module, precision: torch.dtype, device_name: str
     ) -> FSDPReshardPolicy:
-        """Create the policy of `model.fsdp_config`; models without `keep_gathered` are too small for it to matter."""
-        keeps = isinstance(config, GatheringFSDPConfig) and keeps_gathered(config, model, precision, device_name)
-        return cls(model, keeps)
+        """Create the policy of `model.fsdp_config`; collective.
+
+        Models without `keep_gathered` are too small for it to matter.
+        """
+        if not isinstance(config, GatheringFSDPConfig):
+            return cls(model, keeps_gathered=False)
+        # all ranks must do the same, but those of different machines may differ in memory
+        found = gather_results(lambda: keeps_gathered(config, model, precision, device_name))
+        return cls(model, all(found))
 
     def before_micro_batch(self, is_last: bool) -> None:
         """Configure resharding and reduction for the next forward and backward pass.
@@ -141,7 +147,7 @@ def keeps_gathered(
 
 
 def _memory_of_rank(device_name: str) -> float:
-    """The memory of this rank in bytes, the same on all ranks of equal machines."""
+    """This rank's share of its machine's memory, in bytes."""
     if device_name == "cpu":
-        return process_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return process_memory().total / local_world_size()
     return float(getattr(torch, device_name).get_device_properties(0).total_memory)

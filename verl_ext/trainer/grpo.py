@@ -7,7 +7,6 @@ actions are completions.
 from __future__ import annotations
 
 import math
-import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.data.dataset import SampleDataset, sampled_digest
 from verl_ext.data.prompts import PromptBatch
-from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero, reduce_over_ranks
+from verl_ext.distributed import gather_results, local_world_size, on_every_rank, on_rank_zero, reduce_over_ranks
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.guards import FLOAT32_GAP
@@ -291,7 +290,7 @@ class GRPOTrainer(RewardTrainer):
         Raises:
             UserError: a function cannot be loaded, or the judge's isolation does not work here.
         """
-        config, num_ranks_here = self.config, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        config, num_ranks_here = self.config, local_world_size()
         return on_every_rank(lambda: TextEnvironment(config.reward, config.data.max_response_length, num_ranks_here))
 
     def build_policy(self) -> TokenPolicy:
