@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -13,7 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.data import CHAT, dataset_of
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.data.chat_template import stop_token_ids
-from verl_ext.trainer.grpo import generation_settings
+from verl_ext.trainer.grpo import GRPOTrainer
+from verl_ext.trainer.model import generation_config_of
+from verl_ext.trainer.stages import load_config
 from verl_ext.trainer.tokenizer import missing_eos_token
 
 END_OF_TEXT, TURN_END = 0, 2  # of the quickstart's tokenizer
@@ -44,8 +49,24 @@ def test_export_stops_at_end_of_turn_of_training_data(
     make_trainer(config).save_checkpoint(1)
     export = tmp_path / "global_step_1/huggingface"
     assert AutoModelForCausalLM.from_pretrained(export).generation_config.eos_token_id == [TURN_END, END_OF_TEXT]
-    assert set(stop_token_ids(generation_settings(str(export)), AutoTokenizer.from_pretrained(export))) == {0, 2}
+    assert set(stop_token_ids(generation_config_of(str(export)), AutoTokenizer.from_pretrained(export))) == {0, 2}
     assert "Turns end with <|im_end|>" in capsys.readouterr().err
+
+
+def test_grpo_stops_at_eos_of_model_without_generation_config(
+    base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (base_model / "generation_config.json").unlink()
+    path = base_model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": TURN_END}))
+    config = load_config("grpo", [f"model.partial_pretrain={base_model}", "rollout.engine=hf"])
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    engine = Mock()
+    monkeypatch.setattr("verl_ext.trainer.grpo.HFEngine", engine)
+    trainer: Any = SimpleNamespace(config=config, model=None, tokenizer=tokenizer, autocast=None, device_name="cpu")
+    GRPOTrainer.build_engine(trainer)
+    _, _, ends, *_ = engine.call_args.args
+    assert ends == [TURN_END, END_OF_TEXT]
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.data.dataset import SampleDataset, sampled_digest
@@ -38,7 +38,7 @@ from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.device import autocast, peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy
 from verl_ext.trainer.fused_cross_entropy import TokenLoss
-from verl_ext.trainer.model import build_model, disable_dropout, local_model_path
+from verl_ext.trainer.model import build_model, disable_dropout, generation_config_of, local_model_path
 from verl_ext.trainer.packed_attention import attend_within_samples, enable_packing
 from verl_ext.trainer.stages import GRPOConfig, RewardStageConfig
 from verl_ext.trainer.trainer import Metrics, PipelineTrainer
@@ -327,7 +327,7 @@ class GRPOTrainer(RewardTrainer):
                 may wait for this one, so they would not reach a collective.
         """
         rollout, data, path = self.config.rollout, self.config.data, local_model_path(self.config)
-        ends = stop_token_ids(generation_settings(path), self.tokenizer)
+        ends = stop_token_ids(generation_config_of(path), self.tokenizer)
         if rollout.engine == "hf":
             pad_token_id = self.tokenizer.pad_token_id
             return HFEngine(self.model, pad_token_id, ends, rollout.max_num_seqs, self.autocast, self.device_name)
@@ -412,11 +412,3 @@ def bucket_bytes(rollout: RolloutConfig, device_name: str) -> int:
     """Return the maximum bytes of weights in transit to the engine."""
     megabytes = rollout.update_weights_bucket_megabytes
     return (min(megabytes, CPU_BUCKET_MB) if device_name == "cpu" else megabytes) * MB
-
-
-def generation_settings(path: str) -> GenerationConfig | None:
-    """Read the generation settings of a model's directory, if any."""
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:
-        return None
