@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,16 @@ def test_step_is_completed_if_time_is_left(quickstart: Path, tmp_path: Path, sig
     with pytest.raises(Stop, match="SIGTERM"):
         trainer.fit()
     assert list(losses(tmp_path)) == [1, 2, 3] and (tmp_path / "global_step_3").exists()
+
+
+def test_validation_expects_to_wait_for_background_save(quickstart: Path, tmp_path: Path) -> None:
+    trainer = start(quickstart, tmp_path, grace_s=120)
+    trainer.checkpoint_manager._background = Future()  # never ends
+    trainer.stop_vote.deadline = time.time() + 1000
+    trainer.stop_vote.note(step_s=1.0, save_s=600.0)  # time for one save, but not for two
+    assert trainer.val_dataset is not None
+    with pytest.raises(Stop, match="the deadline"):
+        trainer.validate()
 
 
 def test_fast_steps_are_never_abandoned(signals: StopSignals) -> None:

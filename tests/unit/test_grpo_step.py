@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -469,7 +470,7 @@ def test_stop_during_validation_ends_sampling_before_save() -> None:
     bandit, signals = Bandit(6), StopSignals(STOP_SIGNALS)
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     trainer.policy, trainer.global_step, trainer.stop_vote = bandit, 3, StopVote(signals, None)
-    trainer.step = step_of(bandit)
+    trainer.step, trainer.checkpoint_manager = step_of(bandit), Mock(is_writing=False)
 
     def batches() -> Iterator[list[Prompt]]:
         yield prompts(0, 1)

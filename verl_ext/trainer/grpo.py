@@ -157,7 +157,7 @@ class RewardTrainer(PipelineTrainer):
         trajectories: list[Trajectory] = []
         with self.policy.sampling(self.global_step):  # a stop inside the block frees the GPU for the save
             for prompts in batches:
-                self.stop_vote.raise_if_stopping()
+                self.stop_vote.raise_if_stopping(self.checkpoint_manager.is_writing)
                 batch_start = time.perf_counter()
                 trajectories += self.step.rollout(prompts, self.global_step, group_size=1, greedy=True)
                 # a batch may take longer than a step; before the first step, no deadline stops a run

@@ -292,7 +292,7 @@ class SFTTrainer(PipelineTrainer):
         total = torch.zeros((), dtype=torch.float64, device=self.device_name)
         collate, rank, num_ranks = self.collator.micro_batch, self.dp_rank, self.dp_size
         for micro_batch in validation_micro_batches(dataset, plan, collate, rank, num_ranks):
-            self.stop_vote.raise_if_stopping()
+            self.stop_vote.raise_if_stopping(self.checkpoint_manager.is_writing)
             num_tokens += int(micro_batch["loss_mask"][:, 1:].sum())
             total += self.summed_loss(micro_batch)
         num_loss_tokens = self.sum_over_data_ranks(num_tokens)
