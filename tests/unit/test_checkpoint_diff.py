@@ -11,7 +11,8 @@ import torch
 from tests.helpers.checkpoints import checkpoint_command
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint.__main__ import SHOWN
-from verl_ext.checkpoint.manifest import shard_name
+from verl_ext.checkpoint.compare import compare
+from verl_ext.checkpoint.manifest import OPTIMIZER, shard_name
 
 SHARDS = "trainer.checkpoint.save_contents=[model,optimizer,extra]"
 
@@ -87,3 +88,24 @@ def test_diff_rejects_paths_that_are_not_checkpoints(run_dir: Path) -> None:
     assert "has no checkpoint of step 9" in checkpoint_command("diff", run_dir, 1, 9, code=2)
     assert "is neither a step of" in checkpoint_command("diff", run_dir, 1, run_dir, code=2)
     assert "is not a directory" in checkpoint_command("diff", run_dir / "none", 1, 2, code=2)
+
+
+def test_export_rejects_checkpoint_that_does_not_exist(run_dir: Path) -> None:
+    assert "global_step_9 is not a directory" in checkpoint_command("export", run_dir / "global_step_9", code=2)
+
+
+def test_diff_compares_every_rank_of_optimizer_state_without_rows(tmp_path: Path) -> None:
+    """verl's FSDP1 saves each rank's part of the optimizer state as a plain tensor."""
+    for step in (1, 2):
+        checkpoint = tmp_path / f"global_step_{step}"
+        checkpoint.mkdir()
+        for rank in range(2):
+            moment = torch.full((3,), float(rank * step))  # only rank 1's part changes
+            state = {"step": torch.tensor(1.0), "exp_avg": moment}
+            torch.save({"state": {0: state}}, checkpoint / shard_name(OPTIMIZER, 2, rank))
+        torch.save({}, checkpoint / "data.pt")
+    found = compare(tmp_path / "global_step_1", tmp_path / "global_step_2", [OPTIMIZER], lambda num_bytes: None)
+    assert {each.name: each.largest for each in found} == {
+        **{"optim.0.step": 0.0, "optim.0.exp_avg.rank0": 0.0},
+        "optim.0.exp_avg.rank1": 1.0,
+    }

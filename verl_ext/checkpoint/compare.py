@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from verl_ext.checkpoint.inspection import require_steps
-from verl_ext.checkpoint.manifest import MODEL, OPTIMIZER, step_of
+from verl_ext.checkpoint.manifest import MODEL, OPTIMIZER, is_verl_checkpoint, step_of
 from verl_ext.checkpoint.shards import SavedTensor, ShardFiles
 from verl_ext.console import print_line, progress_bar, text_table
 from verl_ext.errors import UserError
@@ -23,7 +23,8 @@ class Difference:
     """Result of comparing one tensor.
 
     Attributes:
-        name: name of the tensor; optimizer state is named `optim.<parameter index>.<entry>`.
+        name: name of the tensor; optimizer state is named `optim.<parameter index>.<entry>`, followed by `.rank<rank>`
+            if verl's FSDP1 saved it.
         largest: largest absolute difference between corresponding elements.
         relative: `largest` divided by the largest absolute element of the first tensor.
         what: description of the difference; empty if the tensors are equal bit for bit.
@@ -85,12 +86,32 @@ def _tensors(checkpoint: Path, kind: str) -> dict[str, SavedTensor]:
     content: dict[Any, Any] = files.content(0)
     if kind == MODEL:
         return {name: files.tensor(name) for name in content}
-    return {
-        f"{kind}.{index}.{name}": files.tensor("state", index, name)
-        for index, entry in content["state"].items()
-        for name, value in entry.items()
-        if isinstance(value, torch.Tensor)
-    }
+    tensors: dict[str, SavedTensor] = {}
+    by_rank = files.world_size > 1 and is_verl_checkpoint(checkpoint)
+    for index, entry in content["state"].items():
+        for name, value in entry.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            saved = files.tensor("state", index, name)
+            if by_rank and value.dim() and not saved.sharded:
+                parts = {
+                    f"{kind}.{index}.{name}.rank{rank}": PlainPart(saved, rank) for rank in range(files.world_size)
+                }
+                tensors |= parts
+            else:
+                tensors[f"{kind}.{index}.{name}"] = saved
+    return tensors
+
+
+class PlainPart(SavedTensor):
+    """One rank's part of a tensor whose parts do not say which rows they are, as verl's FSDP1 saves optimizer state."""
+
+    def __init__(self, whole: SavedTensor, rank: int) -> None:
+        super().__init__(whole.files, whole.keys)
+        self._rank = rank
+
+    def piece(self, rank: int) -> torch.Tensor:
+        return super().piece(self._rank)
 
 
 def _compare_tensors(name: str, first: SavedTensor | None, second: SavedTensor | None) -> Difference:
