@@ -37,6 +37,21 @@ def test_tensorboard_has_rows_of_both_attempts_before_close(tmp_path):
         recorder.close()
 
 
+def test_tensorboard_hides_lost_steps_of_earlier_attempts(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for attempt, first_step, steps in ((1, 0, range(5)), (2, 2, (3, 4)), (3, 4, (5,))):
+        recorder = make_recorder(tmp_path, "tensorboard", attempt=attempt, first_step=first_step)
+        for step in steps:
+            recorder.log(step, {"train/loss": float(attempt)})
+        recorder.close()
+        [own] = (path for path in (tmp_path / "tensorboard").iterdir() if path.suffix != ".attempt")
+        own.rename(own.with_name(f"events.out.tfevents.{attempt}.attempt"))  # all have the time of the same second
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert found == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 3.0)]
+
+
 def test_verl_file_tracker_writes_one_file_per_attempt(tmp_path, monkeypatch):
     monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
     for attempt in (1, 2):

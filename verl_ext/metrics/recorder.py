@@ -49,6 +49,7 @@ class MetricsRecorder:
         by_epoch: whether the CSV tables have one row per epoch, from `log_epoch`, instead of one per step.
         log_file: whether to write the console's lines also to `train.log`.
         wandb_proxy: see `open_wandb_run`.
+        first_step: step from which the attempt starts.
 
     Raises:
         UserError: a backend is unknown, or `metrics.jsonl` cannot be written.
@@ -68,6 +69,7 @@ class MetricsRecorder:
         by_epoch: bool = False,
         log_file: bool = False,
         wandb_proxy: str | None = None,
+        first_step: int = 0,
     ) -> None:
         require_known_backends(backends)
         run_dir = Path(run_dir)
@@ -83,7 +85,7 @@ class MetricsRecorder:
         if "console" in backends:
             self._sinks.append(ConsoleSink(total_steps=total_steps, log_every=log_every))
         if "tensorboard" in backends:
-            self._add("tensorboard", partial(TensorBoardSink, run_dir / "tensorboard"))
+            self._add("tensorboard", partial(TensorBoardSink, run_dir / "tensorboard", first_step))
         if "wandb" in backends:
             self._add("wandb", partial(_open_wandb, run_dir, project, experiment, config, wandb_proxy))
         others = [name for name in dict.fromkeys(backends) if name not in OUR_BACKENDS]

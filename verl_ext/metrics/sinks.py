@@ -69,16 +69,21 @@ def epoch_tags(split: str, row: Mapping[str, float]) -> dict[str, float]:
 
 
 class TensorBoardSink(MetricsSink):
-    """Writes event files into one directory, one file per attempt."""
+    """Writes event files into one directory, one file per attempt.
+
+    Args:
+        first_step: step from which this attempt starts; TensorBoard hides later points of earlier attempts.
+    """
 
     # Not verl's adapter, which buffers points for up to two minutes; a kill would lose them.
 
     name = "tensorboard"
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory))
+        # step 0 has the validation before training, which a start at step 0 repeats
+        self._writer = SummaryWriter(str(directory), purge_step=first_step + 1 if first_step else 0)
 
     def log_row(self, row: MetricsRow) -> None:
         """Write the metrics as scalars at the row's step."""

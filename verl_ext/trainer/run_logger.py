@@ -90,6 +90,7 @@ class RunLogger:
             by_epoch=self.config.stage == "budget",
             log_file=self.config.stage in REWARDED,
             wandb_proxy=self.config.trainer.wandb_proxy,
+            first_step=self.first_step,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
