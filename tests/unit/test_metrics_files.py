@@ -3,10 +3,12 @@
 import csv
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from verl_ext.errors import UserError
+from verl_ext.files import LineWriter
 from verl_ext.metrics.csv_tables import TRAINING_FILE, VALIDATION_FILE, StepTables
 from verl_ext.metrics.jsonl import MetricsFile, MetricsRow, read_metrics
 from verl_ext.metrics.timing import TraceFile
@@ -173,22 +175,30 @@ def test_torn_csv_header_starts_new_table(tmp_path):
     assert [row["train/loss"] for row in read_csv(tmp_path / TRAINING_FILE)] == ["2.0"]
 
 
-@pytest.mark.parametrize("blocked", ["trace", "trace/attempt_2_rank_0.json"])
+@pytest.mark.parametrize("blocked", ["trace", "trace/attempt_1_rank_0.json"])
 def test_unopenable_trace_does_not_stop_run(tmp_path, capsys, blocked):
     if blocked == "trace":
         (tmp_path / blocked).write_text("a file where the directory belongs")
     else:
-        (tmp_path / blocked).mkdir(parents=True)  # counts as one attempt, and blocks the name of the second
-    trace = TraceFile(tmp_path, 0)
+        (tmp_path / blocked).mkdir(parents=True)
+    trace = TraceFile(tmp_path, 1, 0)
     trace.span("step", 0.0, 1.0)
     assert capsys.readouterr().err.count("the trace of rank 0 ends here") == 1
 
 
-def test_unwritable_trace_does_not_stop_run(tmp_path, capsys):
+def test_trace_replaces_file_of_unrecorded_start(tmp_path):
+    for name in ("killed", "resumed"):
+        TraceFile(tmp_path, 2, 1).span(name, 0.0, 1.0)
+    [path] = (tmp_path / "trace").iterdir()
+    assert path.name == "attempt_2_rank_1.json"
+    events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    assert [event["name"] for event in events] == ["process_name", "resumed"]
+
+
+def test_unwritable_trace_does_not_stop_run(tmp_path, capsys, monkeypatch):
     """One message reports it."""
-    (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "attempt_2_rank_0.json").symlink_to("/dev/full")  # its own name counts as an attempt
-    trace = TraceFile(tmp_path, 0)
+    monkeypatch.setattr("verl_ext.metrics.timing.LineWriter", lambda path: LineWriter(Path("/dev/full")))
+    trace = TraceFile(tmp_path, 1, 0)
     trace.span("step", 0.0, 1.0)
     trace.async_span("1/p/0", "rollout", 0.0, 1.0)
     said = capsys.readouterr()

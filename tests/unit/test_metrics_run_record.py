@@ -176,3 +176,19 @@ def test_first_start_defaults_to_first_attempt(tmp_path):
     assert record.first_start() == datetime(2026, 7, 4, 9, 30)
     record.mark_waiting(first_start=["damaged"])
     assert record.first_start() == attempt.astimezone().replace(tzinfo=None)
+
+
+def test_next_attempt_is_number_of_next_start(tmp_path):
+    record = RunRecord(tmp_path)
+    for number in (1, 2):
+        assert record.next_attempt() == number
+        start(record)
+        record.end_attempt("stopped", 1, "stopped")
+
+
+def test_unreadable_record_names_file_once(tmp_path):
+    path = tmp_path / "run.json"
+    path.mkdir()
+    with pytest.raises(UserError) as caught:
+        RunRecord(tmp_path).read()
+    assert str(caught.value) == f"cannot read the run record {path} (Is a directory); make it readable"

@@ -86,6 +86,14 @@ class RunRecord:
                 return datetime.fromtimestamp(seconds)
         return None
 
+    def next_attempt(self) -> int:
+        """Return the number that `start_attempt` will return.
+
+        Raises:
+            UserError: a damaged file cannot be renamed.
+        """
+        return self._next_number(self._load())
+
     def mark_waiting(self, launch: Mapping[str, Any] | None = None, **identity: Unpack[RunIdentity]) -> None:
         """Record that a launch was requested but has not started training; earlier attempts stay.
 

@@ -93,16 +93,21 @@ class TraceFile:
 
     The format is a JSON array of Google's "Trace Event Format". Its closing bracket is optional, so the file is valid
     whenever the rank ends. If the file cannot be written, the trace ends with a warning and the run continues.
+
+    Args:
+        attempt: number of the attempt (start) of the run, from 1; replaces the file of a start with that number that
+            was not recorded.
     """
 
-    def __init__(self, run_dir: Path, rank: int) -> None:
+    def __init__(self, run_dir: Path, attempt: int, rank: int) -> None:
         self._rank = rank
         self._writer: LineWriter | None = None
         directory = run_dir / TRACE_DIRECTORY
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            number = 1 + len(list(directory.glob(f"attempt_*_rank_{rank}.json")))
-            self._writer = LineWriter(directory / f"attempt_{number}_rank_{rank}.json")
+            path = directory / f"attempt_{attempt}_rank_{rank}.json"
+            path.unlink(missing_ok=True)
+            self._writer = LineWriter(path)
         except OSError as error:
             self._stop(error)
         self._write("[")

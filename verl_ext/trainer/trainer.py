@@ -37,6 +37,7 @@ from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import Stop, UserError
 from verl_ext.files import GIB, free_bytes
+from verl_ext.metrics.run_record import RunRecord
 from verl_ext.metrics.timing import StepTimer, TraceFile, startup
 from verl_ext.processes import StopSignals
 from verl_ext.trainer.device import resolve_device, resolve_precision
@@ -111,7 +112,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.tokenizer, self.train_dataset = tokenizer, unpadded(train_dataset)
         self.val_dataset = None if val_dataset is None else unpadded(val_dataset)
 
-        trace = self.trace = TraceFile(self.run_dir, device_mesh.get_rank()) if self.config.trainer.trace else None
+        trace = self.trace = self.open_trace() if self.config.trainer.trace else None
         self.timer = StepTimer(on_gpu=self.device_name == "cuda", on_part=None if trace is None else trace.span)
         self.guard = NonFiniteGuard(self.config.trainer.max_nonfinite_steps, self.train_dataset.describe)
         deadline = known_deadline(self.config.trainer.preemption, self.is_main)
@@ -180,6 +181,11 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         return build_model(self.config, self.device_mesh, self.precision, before_sharding, checkpoint), recorded
 
     # Building
+
+    def open_trace(self) -> TraceFile:
+        """Open this rank's trace of the attempt that begins with this start; collective."""
+        attempt = on_rank_zero(RunRecord(self.run_dir).next_attempt)
+        return TraceFile(self.run_dir, attempt, self.device_mesh.get_rank())
 
     def build_batches(self) -> None:
         """Build the sampler and the loader."""
