@@ -168,6 +168,10 @@ def test_crash_during_export_leaves_checkpoint_without_export(tmp_path: Path, mo
         with pytest.raises(Exception, match="Input/output"):
             rebuild_export(checkpoint, None, "bf16", 1.0)
     assert weights not in Manifest.read(checkpoint).files and why_incomplete(checkpoint) is None
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("verl_ext.checkpoint.rebuild.write_weights", Mock(side_effect=KeyboardInterrupt))
+        rebuild_export(checkpoint, None, "bf16", 1.0)
+    assert not list(checkpoint.glob("*.partial"))
     rebuild_export(checkpoint, None, "bf16", 1.0)
     assert weights in Manifest.read(checkpoint).files and why_incomplete(checkpoint) is None
     write_manifest(checkpoint, replace(Manifest.read(checkpoint), step=2))

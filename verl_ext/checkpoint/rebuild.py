@@ -141,7 +141,7 @@ def rebuild_export(
                 os.rename(partial, output)
             else:
                 _move_into_checkpoint(checkpoint, partial)
-        except Exception:  # the disk may be full, and later saves need the space
+        except BaseException:  # the disk may be full, and later saves need the space
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return target
