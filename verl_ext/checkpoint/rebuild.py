@@ -74,10 +74,10 @@ def evaluation_command(export: Path) -> list[str]:
 
 
 def _choose(run_dir: Path, step: int | None) -> Path:
-    if step_of(run_dir.resolve()) is not None and step is None:
-        return run_dir.resolve()
     if not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a directory; specify a run directory or a global_step_N in it")
+    if step_of(run_dir.resolve()) is not None and step is None:
+        return run_dir.resolve()
     if step is not None:
         return require_steps(run_dir, [step])[0]
     newest = newest_resumable(run_dir)
