@@ -74,6 +74,23 @@ def test_evaluation_gets_share_of_cores(monkeypatch: pytest.MonkeyPatch, cores: 
     assert evaluation_environment(config)["OMP_NUM_THREADS"] == threads
 
 
+def test_restarted_evaluation_does_not_get_variables_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, str]] = []
+
+    def start(command: list[str], env: dict[str, str], **options: Any) -> Any:
+        environments.append(env)
+        os.environ["VERL_LOGGING_LEVEL"] = "WARN"  # the launcher sets it for the ranks
+        return SimpleNamespace(wait=lambda: 9 if len(environments) == 1 else 0, send_signal=lambda number: None)
+
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "")
+    monkeypatch.delenv("VERL_LOGGING_LEVEL")  # restored at the end
+    monkeypatch.setattr("verl_ext.launch.watcher.subprocess.Popen", start)
+    monkeypatch.setattr("verl_ext.launch.outcome.FIRST_PAUSE_S", 0)
+    watcher = EvalWatcher(load_config("sft", [f"trainer.default_local_dir={tmp_path}"]))
+    watcher.finish(StopSignals())
+    assert [env.get("VERL_LOGGING_LEVEL") for env in environments] == [None, None]
+
+
 def test_keeps_omp_num_threads_set_by_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert evaluation_environment(load_config("sft", []))["OMP_NUM_THREADS"] == "3"

@@ -50,6 +50,7 @@ class EvalWatcher:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._run_dir = config.trainer.run_dir.absolute()
+        self._environment = evaluation_environment(config)  # before the launcher sets variables for the ranks
         self._log_path = self._run_dir / LOG
         with write_errors(self._log_path):
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +134,7 @@ class EvalWatcher:
             try:
                 self._process = subprocess.Popen(
                     command,
-                    env=evaluation_environment(self._config),
+                    env=self._environment,
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
                     stderr=self._log,
