@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_ext.config.schema import value_at
 from verl_ext.data.chat_template import pick
 from verl_ext.errors import UserError
 from verl_ext.launch.__main__ import parse_arguments
@@ -87,6 +88,22 @@ def test_paths_resolve_from_caller_directory(stock_run: Path, monkeypatch: pytes
     assert files == [f"{caller}/a.parquet", "/b.parquet"]
     assert (val, model, config.trainer.default_local_dir) == (f"{caller}/c.parquet", f"{caller}/model", f"{caller}/sft")
     assert paths("google/gemma-2b-it")[2] == "google/gemma-2b-it"  # a name on the Hub
+
+
+def test_inputs_of_other_stages_resolve_from_caller_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(tmp_path))
+    keys = {
+        "model.sft_run": "sft",
+        "controller.init_from": "best_model.pt",
+        "controller.importance_file": "blocks.json",
+    }
+    keys["latency.file"] = "latency.json"
+    for name in keys.values():
+        (tmp_path / name).touch()
+    config = resolve_config("grpo", ["recipe=budget_controller", *(f"{key}={name}" for key, name in keys.items())])
+    assert {key: value_at(config, key) for key in keys} == {key: str(tmp_path / name) for key, name in keys.items()}
+    absent = resolve_config("grpo", ["recipe=budget_controller", "latency.file=nowhere.json"])
+    assert value_at(absent, "latency.file") == "nowhere.json"
 
 
 def test_contradicting_rank_counts_are_rejected() -> None:

@@ -57,6 +57,8 @@ PATHS = (
     "data.train_files", "data.val_files", "data.custom_cls.path", "model.partial_pretrain", "model.lora_adapter_path",
     "trainer.default_local_dir", "trainer.resume_from_path",
 )  # fmt: skip
+OTHER_INPUTS = ("model.sft_run", "controller.init_from", "controller.importance_file", "latency.file")
+"""Further paths, of stages that verl does not have."""
 
 
 def configure(arguments: argparse.Namespace) -> RunConfig:
@@ -166,7 +168,7 @@ def with_paths_of_caller(config: RunConfig) -> RunConfig:
 def with_inputs_of_caller(config: RunConfig) -> RunConfig:
     """Resolve relative paths of inputs that exist in the caller's directory and not in the repository."""
     caller = caller_directory()
-    inputs = [key for key in PATHS if key != "trainer.default_local_dir"]
+    inputs = [key for key in (*PATHS, *OTHER_INPUTS) if key != "trainer.default_local_dir"]
     return with_paths(config, inputs, lambda key, path: not Path(path).exists() and (caller / path).exists())
 
 
@@ -175,7 +177,7 @@ def with_paths(config: RunConfig, keys: Iterable[str], is_of_caller: Callable[[s
 
     Args:
         config: is modified.
-        keys: settings that hold a path or a list of paths.
+        keys: settings that hold a path or a list of paths; those that the stage lacks are skipped.
         is_of_caller: whether to resolve a path, given its key and itself.
     """
 
