@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -13,7 +14,7 @@ from tests.helpers.checkpoints import retention
 from verl_ext.checkpoint.manifest import TRACKER, Manifest, list_checkpoints, why_incomplete
 from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.retention import rotate
-from verl_ext.checkpoint.save import commit_directory, sync_and_digest
+from verl_ext.checkpoint.save import add_metrics, commit_directory, sync_and_digest
 from verl_ext.errors import UserError
 
 
@@ -62,6 +63,35 @@ def test_replaced_best_checkpoint_is_renamed_with_its_record(tmp_path: Path) -> 
     assert len(list(tmp_path.glob("global_step_10_replaced_*"))) == 1
     assert len(list(tmp_path.glob("best_checkpoint_replaced_*.json"))) == 1
     assert not (tmp_path / "best_checkpoint.json").exists()  # it would name weights that were not selected
+
+
+@pytest.mark.parametrize("failing", ["global_step_10.tmp", "global_step_10"])
+def test_failed_commit_keeps_checkpoint_and_its_selection(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (commit(tmp_path, 10) / "first").touch()
+    (tmp_path / "best_checkpoint.json").write_text('{"step": 10}')
+    rename, failed = os.rename, []
+
+    def fail_once(source: Path, target: Path) -> None:
+        if source.name == failing and not failed:
+            failed.append(source)
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail_once)
+        with pytest.raises(OSError, match="Input/output error"):
+            commit(tmp_path, 10)
+    assert (tmp_path / "global_step_10/first").exists()
+    assert (tmp_path / "best_checkpoint.json").read_text() == '{"step": 10}'
+    assert not list(tmp_path.glob("*_replaced_*"))
+
+
+def test_metrics_of_checkpoint_with_damaged_manifest_are_refused(tmp_path: Path) -> None:
+    (commit(tmp_path, 10) / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"its manifest.json cannot be read .*; restore"):
+        add_metrics(tmp_path / "global_step_10", {"val/loss": 1.0})
 
 
 def test_replaced_protected_checkpoint_is_renamed_and_kept(tmp_path: Path) -> None:

@@ -217,12 +217,15 @@ def commit_directory(temporary: Path, final: Path, manifest: Manifest) -> None:
             after the commit.
     """
     write_manifest(temporary, manifest)  # step 3
-    replaced = _move_existing_aside(final) if final.exists() else None  # step 4
+    renamed: list[tuple[Path, Path]] = []
     try:
+        for path, new_name in _names_aside(final):  # step 4
+            os.rename(path, new_name)
+            renamed.append((path, new_name))
         os.rename(temporary, final)  # step 5
     except OSError:
-        if replaced is not None:
-            os.rename(replaced, final)
+        for path, new_name in reversed(renamed):
+            os.rename(new_name, path)
         raise
     sync_directory(final.parent)
     write_tracker(final.parent, manifest.step)  # step 6
@@ -234,7 +237,13 @@ def add_metrics(checkpoint: Path, metrics: dict[str, float]) -> None:
     Raises:
         UserError: the manifest cannot be read or written.
     """
-    manifest = Manifest.read(checkpoint)
+    try:
+        manifest = Manifest.read(checkpoint)
+    except ValueError as error:
+        raise UserError(
+            f"the metrics of {checkpoint} cannot be recorded: {error}; restore the file, or delete the checkpoint and "
+            "run the same command again"
+        ) from error
     with write_errors(checkpoint):
         replace_file(checkpoint / MANIFEST, [replace(manifest, metrics=manifest.metrics | metrics).to_json()])
 
@@ -246,14 +255,18 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         sync_directory(path)
 
 
-def _move_existing_aside(final: Path) -> Path:
-    """Rename an existing checkpoint out of the way, and return its new path."""
+def _names_aside(final: Path) -> list[tuple[Path, Path]]:
+    """Return what to rename before the commit, and the new names: an existing checkpoint and the file that selects it.
+
+    The file must not name the new checkpoint.
+    """
+    if not final.exists():
+        return []
     is_kept = is_verl_checkpoint(final) or bool(why_protected(final))
-    replaced = _replaced_name(final) if is_kept else removal_name(final)
-    if read_best_file(final.parent)[0] == final:  # the file must not name the new checkpoint
-        os.rename(final.parent / BEST, _replaced_name(final.parent / BEST))
-    os.rename(final, replaced)
-    return replaced
+    renames = [(final, _replaced_name(final) if is_kept else removal_name(final))]
+    if read_best_file(final.parent)[0] == final:
+        renames.insert(0, (final.parent / BEST, _replaced_name(final.parent / BEST)))
+    return renames
 
 
 def _replaced_name(path: Path) -> Path:
