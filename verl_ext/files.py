@@ -325,10 +325,13 @@ def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 @contextmanager
-def hold_run_lock(run_dir: Path) -> Iterator[bool]:
+def hold_run_lock(run_dir: Path, remedy: str = "wait for it, or stop it") -> Iterator[bool]:
     """Hold `run.lock` of a run directory; the file names the current holder.
 
     This works even on a disk without space for the name or the file, because `prune` must be able to free space there.
+
+    Args:
+        remedy: advice if another live launch holds the lock.
 
     Yields:
         Whether this is certainly the only launch; False if the file system does not support locks, see `lock_file`.
@@ -353,16 +356,26 @@ def hold_run_lock(run_dir: Path) -> Iterator[bool]:
         locked = lock_file(file, wait=False)
         if locked is False:
             file.seek(0)
-            raise UserError(
-                f"{run_dir} is in use by {file.read().strip() or 'another launch'}; wait for it, stop it, "
-                "or set a different trainer.experiment_name"
-            )
+            raise UserError(f"{run_dir} is in use by {file.read().strip() or 'another launch'}; {remedy}")
         _write_holder(file, f"process {os.getpid()} on {socket.gethostname()}\n")
         try:
             yield locked is True
         finally:
             with suppress(UserError):  # an error of the block is more important
                 _write_holder(file, "")  # before the release, so that the next holder's name is not lost
+
+
+def is_run_locked(run_dir: Path) -> bool:
+    """Whether another process holds `run.lock`, without creating or changing the file.
+
+    False if the file is missing or cannot be read, or if the file system does not support locks.
+    """
+    try:
+        with open(run_dir / RUN_LOCK, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def _write_holder(file: TextIO, name: str) -> None:

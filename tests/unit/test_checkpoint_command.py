@@ -195,8 +195,13 @@ def test_prune_by_step_rejects_protected_checkpoints_with_fix(run_dir: Path) -> 
 def test_prune_rejects_running_training(run_dir: Path) -> None:
     with hold_run_lock(run_dir):
         message = checkpoint_command("prune", run_dir, "--yes", code=2)
-        assert f"in use by process {os.getpid()} on " in message
-        assert "global_step_10" in checkpoint_command("prune", run_dir, "--dry-run")
+        assert f"in use by process {os.getpid()} on " in message and message.rstrip().endswith(
+            "wait for it, or stop it"
+        )
+        (run_dir / "global_step_45.tmp").mkdir()
+        planned = checkpoint_command("prune", run_dir, "--dry-run")
+        assert "global_step_10" in planned and "in use" in planned and "global_step_45" not in planned
+    assert "global_step_45.tmp (leftover)" in checkpoint_command("prune", run_dir, "--dry-run")
     assert kept(run_dir) == [10, 20, 30, 40]
 
 

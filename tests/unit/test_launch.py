@@ -150,7 +150,7 @@ def test_sft_on_gpus_has_expandable_segments(
 
 def test_run_lock_rejects_second_launch(tmp_path: Path) -> None:
     with hold_run_lock(tmp_path):
-        with pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()} on .*; wait for it, or stop it$"):
             with hold_run_lock(tmp_path):
                 pass
     with hold_run_lock(tmp_path):

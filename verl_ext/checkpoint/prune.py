@@ -29,17 +29,20 @@ from verl_ext.checkpoint.retention import (
 )
 from verl_ext.console import print_line, print_summary, warn
 from verl_ext.errors import UserError
-from verl_ext.files import format_bytes, hold_run_lock
+from verl_ext.files import format_bytes, hold_run_lock, is_run_locked
 
 
 def prune(arguments: argparse.Namespace) -> int:
     """Print what will be removed, ask for confirmation, and remove it. Return 1 if anything remains."""
     run_dir = require_run_dir(arguments.run_dir)
-    with nullcontext(True) if arguments.dry_run else hold_run_lock(run_dir) as is_alone:
+    lock = nullcontext(not is_run_locked(run_dir)) if arguments.dry_run else hold_run_lock(run_dir)
+    with lock as is_alone:
         plan = _plan(run_dir, arguments)
         leftovers = [*find_leftovers(run_dir), *find_temporary_files(run_dir)] if arguments.step is None else []
         if not is_alone:  # without a lock, an apparent leftover may be a save in progress
             leftovers = []
+            if arguments.dry_run:
+                print_line(f"{run_dir} is in use; prune requires that the run has ended. Leftovers are not listed.")
         if not plan.remove and not plan.strip and not leftovers:
             print_line("Nothing to remove; `ls` shows why each checkpoint is kept.")
             return 0

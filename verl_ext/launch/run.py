@@ -44,6 +44,8 @@ MAY_DIFFER = (*NOT_IDENTITY, "trainer.default_local_dir", "trainer.resume_", "tr
 """Keys that may differ from the settings of a finished run."""
 NAMES = ("trainer.project_name", "trainer.experiment_name")
 """Keys without an effect on training."""
+LOCK_REMEDY = "wait for it, stop it, or set a different trainer.experiment_name"
+"""Advice if another launch is using the run directory."""
 MAX_SHOWN = 3
 """Maximum number of changed keys in one line."""
 
@@ -77,7 +79,7 @@ def run_until_finished(
         refuse_other_settings(config, record)
         resume_candidate(config)
         make_run_directory(run_dir)
-    with hold_run_lock(run_dir) if is_first else nullcontext(False) as is_alone:
+    with hold_run_lock(run_dir, LOCK_REMEDY) if is_first else nullcontext(False) as is_alone:
         if is_alone:
             with signals.raising():
                 remove_leftovers(run_dir, warn)  # first, because this frees space on a full disk
