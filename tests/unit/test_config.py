@@ -156,9 +156,12 @@ def test_error_in_recipe_file_names_the_file(tmp_path: Path) -> None:
         ("trainer.checkpoint.export.every", 99999999999, "at most 2147483647, or null for every save"),
         ("trainer.resume_mode", "resume_path", "has no path; set trainer.resume_from_path"),
         ("trainer.resume_from_path", "/nowhere/global_step_1", "not a global_step_N directory"),
+        ("trainer.resume_from_path", "{directory}/global_step_1.tmp", "not a global_step_N directory"),
     ],
 )
-def test_invalid_values_are_rejected(key: str, value: object, names: str) -> None:
+def test_invalid_values_are_rejected(key: str, value: object, names: str, tmp_path: Path) -> None:
+    (tmp_path / "global_step_1.tmp").mkdir()
+    value = value.format(directory=tmp_path) if isinstance(value, str) else value
     text = json.dumps(value) if value != value or value not in (math.inf, -math.inf) else "inf"
     with pytest.raises(UserError, match=names):
         check_settings(load_config("sft", [f"{key}={'nan' if value != value else text}"]))

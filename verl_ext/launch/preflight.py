@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.manifest import TRACKER
+from verl_ext.checkpoint.manifest import TRACKER, step_of
 from verl_ext.commands import missing_package, program, require_optional_package
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import find_recipe
@@ -96,7 +96,7 @@ def check_settings(config: RunConfig) -> None:
     check_best_metric(config.trainer.checkpoint.best_metric)
     path = config.trainer.resume_from_path
     if path is not None and config.trainer.resume_mode != "disable":
-        if not Path(path).is_dir() or not Path(path).name.startswith("global_step_"):
+        if not Path(path).is_dir() or step_of(Path(path)) is None:
             raise UserError(
                 f"trainer.resume_from_path is '{path}', which is not a global_step_N directory; specify one, or set "
                 "it to null"
