@@ -125,13 +125,14 @@ def test_model_class_patched_by_vllm_still_works_in_trainer() -> None:
             [60, 40],
             "rank 1 has 40.0 GiB of 80.0 GiB free, .*=0.7 needs 56.0 GiB; .* or set .*utilization to 0.5 or less",
         ),
+        ([60, 0.5], "=0.7 needs 56.0 GiB; end other processes on the GPU$"),
     ],
 )
 def test_rank_with_too_little_gpu_memory_stops_all(
-    monkeypatch: pytest.MonkeyPatch, free: list[int], says: str | None
+    monkeypatch: pytest.MonkeyPatch, free: list[float], says: str | None
 ) -> None:
     """The GPUs' memory is mocked."""
-    sizes = [(gib << 30, 80 << 30) for gib in free]
+    sizes = [(int(gib * 2**30), 80 << 30) for gib in free]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: sizes[0])
     monkeypatch.setattr(dist, "get_world_size", lambda: len(sizes))
     monkeypatch.setattr(dist, "all_gather_object", lambda found, own: found.__setitem__(slice(None), sizes))

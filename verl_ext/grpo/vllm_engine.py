@@ -234,10 +234,11 @@ def require_free_memory(utilization: float) -> None:
     for rank, (free, total) in enumerate(everyone):
         if free < utilization * total:
             fitting = math.floor(100 * free / total) / 100
+            lower = f", or set rollout.gpu_memory_utilization to {fitting} or less" if fitting else ""
             raise UserError(
                 f"the GPU of rank {rank} has {format_bytes(free)} of {format_bytes(total)} free, but "
                 f"rollout.gpu_memory_utilization={utilization} needs {format_bytes(math.ceil(utilization * total))}; "
-                f"end other processes on the GPU, or set rollout.gpu_memory_utilization to {fitting} or less"
+                f"end other processes on the GPU{lower}"
             )
 
 
