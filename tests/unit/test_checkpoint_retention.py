@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -199,6 +200,17 @@ def test_lease_file_is_renewed_and_removed(tmp_path: Path, monkeypatch: pytest.M
         wait_until(lambda: json.loads(path.read_text())["expires"] > first["expires"])
     assert not list(checkpoint.glob("lease*"))
     assert why_incomplete(checkpoint) is None
+
+
+def test_reader_without_lease_gets_warning_and_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse = Mock(side_effect=OSError(errno.EACCES, "Permission denied"))
+    monkeypatch.setattr("verl_ext.checkpoint.lease.replace_file", refuse)
+    with pytest.raises(UserError, match="the reader's error") as caught, hold_lease(save(tmp_path, 1)):
+        raise UserError("the reader's error")
+    assert caught.value.__context__ is None
+    assert "a running training job may remove it" in capsys.readouterr().err
 
 
 def test_lease_of_killed_local_process_is_ignored(tmp_path: Path) -> None:

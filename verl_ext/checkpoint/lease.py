@@ -34,12 +34,15 @@ def hold_lease(checkpoint: Path) -> Iterator[None]:
         FileNotFoundError: the checkpoint does not exist.
     """
     path = checkpoint / f"lease.{socket.gethostname()}.{os.getpid()}.json"
+    is_held = False
     try:
         _write(path)
+        is_held = True
     except FileNotFoundError:
         raise
     except OSError as error:
         warn(f"cannot protect {checkpoint} ({error.strerror}); a running training job may remove it")
+    if not is_held:  # not in the handler, where errors of the block would show this one as their context
         yield
         return
     ended = threading.Event()
