@@ -236,7 +236,8 @@ class CheckpointManager(FSDPCheckpointManager):
 
         Args:
             state: the saved state of the schedule.
-            updates_per_step: that of the saved state; the position counts updates, and keeps its step.
+            updates_per_step: updates per step of the run that saved the state; the saved position counts updates and
+                is converted.
         """
         scheduler = self.lr_scheduler
         if isinstance(scheduler, LambdaLR):

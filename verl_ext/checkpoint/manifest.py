@@ -88,7 +88,7 @@ class Manifest:
     """Content of `manifest.json`, which is written after all other files of a checkpoint.
 
     Attributes:
-        step: number of completed optimizer steps.
+        step: number of completed training steps.
         world_size: number of ranks that wrote the shards.
         config_digest: digest of the run's configuration.
         files: size and digest by relative path.
@@ -245,7 +245,7 @@ def read_complete(directory: Path) -> Manifest:
 
 
 def _why_not_whole(directory: Path, manifest: Manifest, name: str) -> str | None:
-    """Why a file of a checkpoint is missing or has another size; None if it does not."""
+    """Describe why a file is missing or has the wrong size; None if it is intact."""
     try:
         size = (directory / name).stat().st_size
     except OSError as error:

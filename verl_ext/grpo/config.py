@@ -85,7 +85,7 @@ class ActorConfig:
     clip_ratio_low: float = setting(0.2, "Clip ratios below 1 minus this", ge=0, le=1)
     clip_ratio_high: float = setting(0.2, "Clip ratios above 1 plus this", ge=0)
     clip_ratio_c: float = setting(3.0, "Dual clip: maximum ratio if the advantage is negative", gt=1)
-    entropy_coeff: float = setting(0.0, "Entropy bonus", ge=0)
+    entropy_coeff: float = setting(0.0, "Weight of the entropy bonus", ge=0)
 
     # The loss reads these, but only `TokenActorConfig` has keys for them; without annotations they are not fields.
     policy_loss, tau_pos, tau_neg = TokenLossConfig(), 1.0, 1.05
@@ -171,7 +171,7 @@ class RolloutConfig(GroupConfig):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto", "dtype of vLLM's weights; auto: bfloat16 on GPUs, float32 on CPUs"
     )
-    max_num_seqs: int = setting(256, "Concurrent completions per rank", ge=1)
+    max_num_seqs: int = setting(256, "Concurrent completions per engine", ge=1)
     tensor_model_parallel_size: int = setting(1, "Ranks per vLLM engine", ge=1)
     gpu_memory_utilization: float = setting(0.5, "Fraction of GPU memory for vLLM", ge=0.01, le=1)
     free_cache_engine: bool = setting(True, "Free vLLM's GPU memory during updates")

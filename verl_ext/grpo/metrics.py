@@ -19,7 +19,7 @@ ALL_STATISTICS = ("mean", "std", "min", "max")
 CORRECTNESS = ("reward_correct", "code_tests")
 """Reward functions that measure how often answers are right."""
 MAX_SOURCES, MAX_NAME_CHARACTERS = 20, 40
-"""Maximum number of data sources with metrics of their own, and length of a source in a metric's name."""
+"""Maximum number of data sources with separate metrics, and length of a source in a metric's name."""
 MAX_SHOWN_CHARACTERS = 300
 """Maximum length of a sample in a message."""
 

@@ -227,7 +227,7 @@ class Policy(ABC):
         `Stop`.
 
         Args:
-            version: number of updates of the model so far, which identifies its weights.
+            version: number of completed training steps, which identifies the weights.
 
         Yields:
             Metrics of the weight sync, by full name.

@@ -85,7 +85,7 @@ class RolloutEngine(ABC):
         """Allocate memory for generation, and load the trained weights if they changed; collective.
 
         Args:
-            version: number of updates of the trained model so far.
+            version: number of completed training steps, which identifies the weights.
 
         Returns:
             Metrics by full name.
@@ -115,7 +115,7 @@ def sample_seed(run_seed: int, step: int, sample_id: str, number: int) -> int:
 
     Args:
         run_seed: `trainer.seed`.
-        step: optimizer step.
+        step: training step.
         sample_id: id of the prompt.
         number: index of the sample in its group.
     """

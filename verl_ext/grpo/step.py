@@ -100,7 +100,7 @@ class GRPOStep:
 
         Args:
             prompts: prompts of this rank.
-            step: number of the optimizer step, from 1.
+            step: number of the training step, from 1.
 
         Returns:
             The trajectories, group by group, with their advantages; and metrics of groups and updates.

@@ -143,7 +143,7 @@ class TokenPolicy(Policy):
         Both are at the sampling temperature, before top_p and top_k.
 
         Args:
-            trajectories: as many on every rank.
+            trajectories: trajectories of this rank; every rank has the same number.
             micro_batch_size: samples in a forward pass.
         """
         rows = []

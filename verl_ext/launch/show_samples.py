@@ -20,7 +20,7 @@ def show_samples(config: RunConfig, num_samples: int) -> None:
     """Check the model and the data as for training, then tokenize and print samples as the trainer gets them.
 
     Args:
-        config: of an SFT run whose inputs are prepared.
+        config: configuration of an SFT run whose inputs are prepared.
         num_samples: number of samples, from the first row on.
 
     Raises:

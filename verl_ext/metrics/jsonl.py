@@ -34,7 +34,7 @@ class MetricsRow(NamedTuple):
     """Metrics that were logged together.
 
     Attributes:
-        step: number of optimizer steps since the run started.
+        step: number of training steps since the run started.
         attempt: number of the attempt (start) of the run, from 1.
         time: time of logging, in seconds since 1970.
         metrics: value by metric name; in a file of another program, values may have any type.

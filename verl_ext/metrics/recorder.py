@@ -44,7 +44,7 @@ class MetricsRecorder:
         project: the project's name in the trackers.
         experiment: the run's name in the project.
         config: the resolved configuration, for the trackers.
-        total_steps: number of optimizer steps of the whole run.
+        total_steps: number of training steps of the whole run.
         log_every: steps between two console lines.
         by_epoch: whether the CSV tables have one row per epoch, from `log_epoch`, instead of one per step.
         log_file: whether to write the console's lines also to `train.log`.

@@ -99,7 +99,9 @@ _TRAINING = Section(
         "train/grad_norm": Metric("1", "L2 norm of the whole gradient before clipping.", "all shards"),
         "train/num_loss_tokens": Metric("token", "Tokens that contribute to the loss.", SUM),
         "train/epoch": Metric("epoch", "Passes over the training data since the run began, such as 1.5.", SAME),
-        "train/skipped_steps": Metric("step", "Updates skipped so far because of a non-finite loss or gradient.", SAME),
+        "train/skipped_steps": Metric(
+            "update", "Updates skipped so far because of a non-finite loss or gradient.", SAME
+        ),
         "train/time(s)": Metric(
             "s", "Forward, backward and update, without waiting for data (named as in verl).", LARGEST
         ),
@@ -179,7 +181,7 @@ _GRPO = Section(
             SAMPLES,
         ),
         "{train,eval}/samples_without_reward": Metric("sample", "Samples dropped because a reward failed.", SUM),
-        "{train,eval}/reward_failures": Metric("sample", "Reward calls that returned no reward.", SUM),
+        "{train,eval}/reward_failures": Metric("call", "Reward calls that returned no reward.", SUM),
         "{train,eval}/seq_prompt_len_{mean,max}": Metric("token", "Length of a prompt.", SAMPLES),
         "{train,eval}/seq_completion_len_{mean,max}": Metric("token", "Length of a completion.", SAMPLES),
         "{train,eval}/seq_total_len_{mean,max}": Metric("token", "Length of prompt and completion.", SAMPLES),

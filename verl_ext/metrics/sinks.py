@@ -161,7 +161,7 @@ class ConsoleSink(MetricsSink):
     """Prints a line every `log_every` steps, at the last step, and for each validation, epoch and event.
 
     Args:
-        total_steps: number of optimizer steps of the whole run.
+        total_steps: number of training steps of the whole run.
         log_every: steps between two lines, at least 1.
         show: receives each line; the default prints it above a progress bar.
     """

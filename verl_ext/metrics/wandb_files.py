@@ -42,7 +42,7 @@ def sync_command(directory: Path, pattern: str) -> str:
 
     Args:
         directory: parent of the directory `wandb`.
-        pattern: of the names in it, which the shell expands.
+        pattern: shell pattern for the run directories in `wandb`.
     """
     python, files = (shlex.quote(typed_path(path)) for path in (sys.executable, directory / "wandb"))
     return f"{python} -m wandb sync {files}/{pattern}"

@@ -83,7 +83,7 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations to save memory")
     trust_remote_code: bool = setting(False, "Run the model's own code")
     lora_rank: int = setting(0, "LoRA rank; 0 trains the full model", ge=0)
-    lora_alpha: int = setting(16, "LoRA scaling")
+    lora_alpha: int = setting(16, "LoRA alpha; adapters are scaled by `lora_alpha` / `lora_rank`")
     lora_adapter_path: str | None = setting(None, "Directory of LoRA adapters to train further", path=True)
     target_modules: str | list[str] = setting("all-linear", "Modules with LoRA adapters")
     use_liger: bool = setting(False, "Use Liger kernels; on GPUs also for `fused_loss`")
@@ -308,7 +308,9 @@ class TrainerConfig:
     project_name: str = setting("gsm8k-sft", "Project name in paths and trackers", nonempty=True)
     experiment_name: str = setting("test", "Run name in paths and trackers", nonempty=True)
     total_epochs: int = setting(4, "Passes over the data", ge=1)
-    total_training_steps: int | None = setting(None, "Last step; does not change the schedule", ge=1, null="all epochs")
+    total_training_steps: int | None = setting(
+        None, "Last step; lengthens the schedule only beyond all epochs", ge=1, null="all epochs"
+    )
     logger: list[str] = setting(["console", "wandb"], "Backends of verl's Tracking, such as tensorboard")
     wandb_proxy: str | None = setting(None, "HTTPS proxy for W&B", nonempty=True, null="HTTPS_PROXY, if it is set")
     seed: int = setting(42, "Seed of initialization, dropout and data order", ge=0, le=2**31 - 1)

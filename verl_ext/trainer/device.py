@@ -30,7 +30,7 @@ LARGEST_INT = 2**31 - 1
 
 
 def device_names(device: str) -> list[str]:
-    """Return the name of each accelerator that this process sees, or of the processor."""
+    """Return the name of each CUDA GPU that this process sees; otherwise, the name of the CPU."""
     if device == "cuda":
         return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return [cpu_name() or device]

@@ -33,7 +33,7 @@ class RunLogger:
         config: the resolved configuration; written to `config.yaml` in the run directory.
         first_step: step of the checkpoint from which this start resumes.
         total_steps: step at which the run is finished.
-        steps_per_epoch: number of optimizer steps in a pass over the data.
+        steps_per_epoch: number of training steps in a pass over the data.
         world_size: number of ranks.
         is_main: whether this is rank 0.
         precision: dtype of the forward pass.

@@ -79,7 +79,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         checkpoint: checkpoint to resume from; None starts at step 0.
         load_contents: what to load from it, names of `resume.CONTENTS`.
         forward_check: what the stage found about its model by forward passes with the initial weights.
-        global_step: number of optimizer steps so far.
+        global_step: number of training steps so far.
         saved_step: step of the last checkpoint.
         total_training_steps: step at which the run is finished.
         owes_validation: whether the run stopped before the validation of its current step.
