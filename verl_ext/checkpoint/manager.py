@@ -111,7 +111,7 @@ class CheckpointManager(FSDPCheckpointManager):
         state = self._state()
         is_deferred = self.defers_export and self._export.is_due(global_step)
         weights = None if is_deferred else self._export.at(global_step, state[MODEL])
-        adapters = adapter_files(self.model, state[MODEL], self.rank == 0) if MODEL in state else {}
+        adapters = adapter_files(self.model, state[MODEL], self.rank == 0)
         writer = CheckpointWriter(
             final=Path(local_path),
             rank=self.rank,

@@ -173,9 +173,9 @@ def plan_rotation(run_dir: Path, max_to_keep: int | None, config: CheckpointConf
 
 def apply_plan(plan: RotationPlan, warn: Warn) -> list[Path]:
     """Carry out a plan, warn of failures, and return the removed checkpoints."""
-    removed = [path for path in plan.remove if _is_free(path, warn) and _attempt(remove_tree, path, warn)]
+    removed = [path for path in plan.remove if _is_free(path, warn) and _try_or_warn(remove_tree, path, warn)]
     for path in plan.strip:  # last, because it writes a manifest, which a full disk has room for only now
-        _attempt(drop_optimizer, path, warn)
+        _try_or_warn(drop_optimizer, path, warn)
     return removed
 
 
@@ -214,11 +214,11 @@ def _is_free(checkpoint: Path, warn: Warn) -> bool:
     return not reasons
 
 
-def _attempt(action: Callable[[Path], None], path: Path, warn: Warn) -> bool:
+def _try_or_warn(action: Callable[[Path], None], path: Path, warn: Warn) -> bool:
     try:
         action(path)
     except (OSError, ValueError) as error:
-        warn(f"{path} could not be cleaned up ({error}); check its permissions, and the next rotation retries")
+        warn(f"{path} could not be cleaned up ({error}); check its permissions; the next rotation retries")
         return False
     return True
 
@@ -244,9 +244,9 @@ def removal_name(path: Path) -> Path:
 def remove_leftovers(run_dir: Path, warn: Warn) -> None:
     """Remove leftovers of interrupted saves and removals, under the conditions of `rotate`."""
     for path in find_leftovers(run_dir):
-        _attempt(shutil.rmtree, path, warn)
+        _try_or_warn(shutil.rmtree, path, warn)
     for path in find_temporary_files(run_dir):
-        _attempt(Path.unlink, path, warn)
+        _try_or_warn(Path.unlink, path, warn)
 
 
 def find_leftovers(run_dir: Path) -> list[Path]:

@@ -148,7 +148,7 @@ class CheckpointWriter:
             warn_if_next_will_not_fit(run_dir, self.num_bytes)
         except (OSError, ValueError) as error:  # the checkpoint is safe, and the next rotation tries again
             warn(
-                f"old checkpoints in {run_dir} could not be removed ({error}); check the permissions, and the next "
+                f"old checkpoints in {run_dir} could not be removed ({error}); check its permissions; the next "
                 "rotation retries"
             )
 

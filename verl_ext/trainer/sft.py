@@ -241,9 +241,9 @@ class SFTTrainer(PipelineTrainer):
         """Return time and memory of the step: seconds of the slowest rank, throughput of all ranks."""
         seconds = self.step_seconds()
         compute = seconds["time/train/forward_backward_s"] + seconds["time/train/optimizer_s"]
-        flops = self.flops(batch, seconds["time/train/step_s"])
+        mfu = self.mfu(batch, seconds["time/train/step_s"])
         reduced = reduce_over_ranks(
-            sums={"tokens": sum(batch.lengths), "samples": len(batch.rows), **flops},
+            sums={"tokens": sum(batch.lengths), "samples": len(batch.rows), **mfu},
             maxima={**seconds, "train/time(s)": compute, **peak_memory(self.device_name)},
         )
         copies = self.config.sequence_parallel_size  # of each sample
@@ -254,7 +254,7 @@ class SFTTrainer(PipelineTrainer):
             reduced["throughput/train/mfu"] = reduced.pop("mfu") / (self.dp_size * copies) / copies
         return reduced
 
-    def flops(self, batch: TokenBatch, seconds: float) -> Metrics:
+    def mfu(self, batch: TokenBatch, seconds: float) -> Metrics:
         """Return this rank's fraction of the GPU's peak by verl's count; empty on CPUs, whose peak verl guesses."""
         if self.device_name != "cuda":
             return {}
