@@ -41,7 +41,7 @@ LONGEST_FIRST = (
     *("eval_engines", "sft_command", "grpo_command", "launcher_signals", "budget_command", "eval_during_training"),
     *("monitor_browser", "eval_ray", "eval_watch", "grpo_engines", "faults", "secrets_in_a_run", "judge_hostile"),
     *("preemption", "from_verl", "damaged_checkpoints", "eval_run", "failed_saves"),
-    *("judge_verdicts", "compiled_blocks", "grpo_rewards", "eval_adaptive", "eval_extract", "token_cache"),
+    *("judge_verdicts", "compiled_blocks", "grpo_rewards", "eval_extract", "token_cache"),
 )
 """Files that take 10 s or more, as `-p tests.helpers.costs` measures: the two workers end at about the same time."""
 

@@ -35,7 +35,7 @@ class Bandit(Policy):
     metric_names = ("pulled",)
 
     def __init__(self, num_prompts: int, seed: int = 0) -> None:
-        """Random scores."""
+        """Initialize the scores at random."""
         generator = torch.Generator().manual_seed(seed)
         scores = torch.randn(num_prompts, NUM_ARMS, generator=generator, dtype=torch.float64)
         self.scores = torch.nn.Parameter(scores)
@@ -62,8 +62,8 @@ class Bandit(Policy):
             log_probs = self.scores[index].log_softmax(-1)
             seed = step * 10_000 + index * 100 + trajectory.number + 1_000_000 * turn
             generator = torch.Generator().manual_seed(seed)
-            drawn = torch.multinomial(log_probs.exp(), DECISIONS, replacement=True, generator=generator)
-            arms = log_probs.argmax().expand(DECISIONS) if greedy else drawn
+            sampled = torch.multinomial(log_probs.exp(), DECISIONS, replacement=True, generator=generator)
+            arms = log_probs.argmax().expand(DECISIONS) if greedy else sampled
             yield trajectory.act((arms, log_probs[arms]))
 
     def collate(self, trajectories: Sequence[Trajectory]) -> MicroBatch:

@@ -90,7 +90,7 @@ def commit(run_dir: Path, step: int, export: Path | None = None) -> Path:
 
     Args:
         run_dir: the run.
-        step: of the checkpoint.
+        step: step of the checkpoint.
         export: copied into it; None for a small one with a shard.
 
     Returns:

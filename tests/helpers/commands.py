@@ -20,7 +20,7 @@ from verl_ext.checkpoint.manifest import damaged_files
 from verl_ext.metrics.jsonl import read_metrics
 
 NUM_STEPS = 6
-"""Of an `SFTRun`: an epoch and a half, so step 4 is the end of an epoch."""
+"""Number of steps of an `SFTRun`: one and a half epochs, so step 4 ends an epoch."""
 FAULTS = ROOT / "tests/faults"
 
 
@@ -49,11 +49,11 @@ class TrainingRun:
 
     Args:
         words: the command line.
-        run_dir: where it writes; may hold checkpoints already.
+        run_dir: run directory; may already contain checkpoints.
         imports: what a warm start has loaded, see `warm.popen`.
         cold: start new processes only.
         cwd: working directory of the command; None for this process's.
-        variables: of the environment.
+        variables: additional environment variables.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TrainingRun:
         Args:
             hold: the call.
             directory: an empty one, for the two files by which test and rank communicate.
-            overrides: of the recipe, for this start.
+            overrides: recipe overrides for this start.
         """
         with self.started(*overrides, **hold.variables(directory)) as process:
             wait_until((directory / "reached").exists, process)
@@ -149,9 +149,9 @@ class SFTRun(TrainingRun):
     """`run_sft.sh` on the session's quickstart with dropout.
 
     Args:
-        quickstart: of the fixture of that name.
-        run_dir: where it writes; may hold checkpoints already.
-        overrides: of the recipe, for every start.
+        quickstart: directory of the `quickstart` fixture.
+        run_dir: run directory; may already contain checkpoints.
+        overrides: recipe overrides for every start.
         num_ranks: number of ranks.
         dropout: needed to notice a resume that lost the random state; its masks depend on the number of ranks.
         prefix: words before the command, such as `setpriv` and its options; they make it a cold start.
@@ -181,7 +181,7 @@ class SFTRun(TrainingRun):
 
     @property
     def last_checkpoint(self) -> Path:
-        """Of a finished run."""
+        """The last checkpoint of a finished run."""
         return self.run_dir / f"global_step_{NUM_STEPS}"
 
 
@@ -189,9 +189,9 @@ class GRPORun(TrainingRun):
     """`run_grpo.sh` of four steps on the session's quickstart.
 
     Args:
-        quickstart: of the fixture of that name.
-        run_dir: where it writes; may hold checkpoints already.
-        overrides: of the recipe, for every start.
+        quickstart: directory of the `quickstart` fixture.
+        run_dir: run directory; may already contain checkpoints.
+        overrides: recipe overrides for every start.
         num_ranks: number of ranks.
         cold: start new processes only.
     """
@@ -224,8 +224,8 @@ class RecipeRun(TrainingRun):
     Args:
         script: `run_sft.sh` or `run_grpo.sh`.
         recipe: the file.
-        run_dir: where it writes; may hold checkpoints already.
-        overrides: of the recipe, for every start.
+        run_dir: run directory; may already contain checkpoints.
+        overrides: recipe overrides for every start.
         num_ranks: number of ranks.
         cold: start new processes only.
         cwd: working directory of the command; None for this process's.
@@ -250,7 +250,7 @@ class Hold:
     """A call at which a rank waits until the test releases it; implemented by `tests/faults/sitecustomize.py`.
 
     Attributes:
-        module: where the function is looked up when it is called.
+        module: module in which the function is looked up.
         function: its name there, `function` or `Class.method`.
         match: a part of a number, text or path among the arguments of the calls that count.
         rank: the rank that waits.
@@ -312,8 +312,8 @@ def assert_resumes(run: SFTRun, undisturbed: SFTRun, step: int, *overrides: str)
     Args:
         run: started any number of times.
         undisturbed: the same run without interruption.
-        step: of the checkpoint.
-        overrides: of the recipe, for this start.
+        step: step of the checkpoint.
+        overrides: recipe overrides for this start.
 
     Returns:
         The command's output.

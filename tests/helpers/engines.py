@@ -71,7 +71,7 @@ def owner_of(export: Path, settings: EngineConfig, *, cold: bool = False) -> Ite
 
     Args:
         export: the model.
-        settings: of the engine.
+        settings: configuration of the engine.
         cold: start new processes only.
     """
     words = [sys.executable, "-m", "tests.ranks.engine_owner", str(export), json.dumps(asdict(settings))]

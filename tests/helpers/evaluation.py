@@ -69,7 +69,7 @@ def write_recipe(path: Path, tiers: Mapping[str, Mapping[str, Sequence[Mapping[s
     """Write a recipe and its datasets.
 
     Args:
-        path: of the recipe.
+        path: path of the recipe.
         tiers: name of a tier to name of a dataset to its problems.
         keys: further keys of the recipe.
     """

@@ -44,7 +44,7 @@ class Point:
         hold: the call at which the rank waits.
         names: the checkpoint directories at this point, without `global_step_`.
         tracker: the content of the tracker file at this point.
-        overrides: of the recipe.
+        overrides: recipe overrides.
         is_in_commit: whether rank 0 alone passes it.
     """
 
@@ -88,14 +88,14 @@ def assert_killed_run_resumes(
     """Kill ranks of a run at a point and check that the same command resumes without any loss.
 
     Args:
-        name: of the point.
+        name: key of `POINTS`.
         victims: the ranks, or `ANY`.
         resumes_from: step of the checkpoint from which the second start resumes.
         undisturbed: the same run without interruption.
-        quickstart: of the fixture of that name.
+        quickstart: directory of the `quickstart` fixture.
         directory: an empty one.
-        overrides: of the recipe.
-        seed: of the choice of the rank; None for a choice that differs between calls.
+        overrides: recipe overrides.
+        seed: random seed for choosing the rank; None chooses differently in each call.
     """
     victims = victims or (random.Random(seed).randrange(2),)
     run = SFTRun(quickstart, directory / "run", *POINTS[name].overrides, *overrides)
@@ -151,15 +151,15 @@ def assert_is_at(name: str, run: SFTRun, rank: int) -> None:
 
 
 def assert_random_kills_lose_nothing(
-    chance: random.Random, max_kills: int, undisturbed: SFTRun, quickstart: Path, directory: Path
+    rng: random.Random, max_kills: int, undisturbed: SFTRun, quickstart: Path, directory: Path
 ) -> int:
     """Kill each start of a run at a random moment until it finishes; check that nothing is lost.
 
     Args:
-        chance: chooses moments and victims.
+        rng: chooses when and which process to kill.
         max_kills: the maximum number of kills; the start after them is not killed.
         undisturbed: the same run without interruption.
-        quickstart: of the fixture of that name.
+        quickstart: directory of the `quickstart` fixture.
         directory: a new one.
 
     Returns:
@@ -167,7 +167,7 @@ def assert_random_kills_lose_nothing(
     """
     directory.mkdir()
     run, num_kills = SFTRun(quickstart, directory / "run", "trainer.save_freq=1"), 0
-    while num_kills < max_kills and killed_at_random(chance, run, directory / f"output_{num_kills}") != 0:
+    while num_kills < max_kills and killed_at_random(rng, run, directory / f"output_{num_kills}") != 0:
         num_kills += 1
     if num_kills == max_kills:
         run.finish()
@@ -178,10 +178,10 @@ def assert_random_kills_lose_nothing(
     return num_kills
 
 
-def killed_at_random(chance: random.Random, run: SFTRun, output: Path) -> int:
+def killed_at_random(rng: random.Random, run: SFTRun, output: Path) -> int:
     """Start a run, SIGKILL its launcher or a rank during the start or some steps later; the command's exit code."""
-    num_steps, victim = chance.randint(0, 2), chance.choice(["launcher", "rank 0", "rank 1"])
-    delay_s, before = chance.uniform(0, 0.5 if num_steps else 2), run.last_logged()
+    num_steps, victim = rng.randint(0, 2), rng.choice(["launcher", "rank 0", "rank 1"])
+    delay_s, before = rng.uniform(0, 0.5 if num_steps else 2), run.last_logged()
     with output.open("w") as file:
         process = run.popen(stdout=file, stderr=file)
     wait_until(lambda: process.poll() is not None or run.last_logged() >= before + num_steps)
@@ -217,9 +217,9 @@ def assert_stop_loses_no_step(
     Args:
         number: the signal.
         receiver: `launcher` or `rank N`.
-        override: of the recipe, for both starts.
+        override: recipe override for both starts.
         undisturbed: the same run without interruption.
-        quickstart: of the fixture of that name.
+        quickstart: directory of the `quickstart` fixture.
         run_dir: an empty one.
     """
     run = SFTRun(quickstart, run_dir, "trainer.save_freq=-1", "trainer.max_ckpt_to_keep=null")

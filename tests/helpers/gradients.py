@@ -36,7 +36,7 @@ def assert_ways_agree(
 
     Args:
         data: the chats.
-        quickstart: of the fixture of that name.
+        quickstart: directory of the `quickstart` fixture.
         directory: an empty one.
         ways: keys of `WAYS` in `tests/ranks/gradients.py`, the first of which is the reference; none for all of them.
     """

@@ -27,5 +27,5 @@ def rewards_of(environment: Environment, trajectories: Sequence[Trajectory]) -> 
     waits = [environment.step(trajectory) for trajectory in trajectories]
     rewards = [wait().reward for wait in waits]
     environment.end_batch()
-    assert all(rewards), "an episode goes on"
+    assert all(rewards), "an episode has not ended"
     return [reward for reward in rewards if reward is not None]

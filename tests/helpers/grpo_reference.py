@@ -50,7 +50,7 @@ def make_model(distance: float = 0.0) -> PreTrainedModel:
     """A small model whose probabilities are far from uniform.
 
     Args:
-        distance: of its weights from those of the model with distance 0.
+        distance: scale of the random change to its weights.
     """
     config = Qwen2Config(
         vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -179,9 +179,9 @@ def assert_engines_follow_weights(quickstart: Path, directory: Path, kinds: list
     Both engines sample the same tokens, on prompts of several cache blocks, from weights of several buckets.
 
     Args:
-        quickstart: of the fixture of that name.
+        quickstart: directory of the `quickstart` fixture.
         directory: an empty one to write to.
-        kinds: of `write_engine_models`; experts come first, since the first engine of a process decides whether vLLM
+        kinds: keys of `configs` above; experts come first, since the first engine of a process decides whether vLLM
             has a group for experts.
     """
     write_engine_models(quickstart, directory)
@@ -202,4 +202,4 @@ def assert_engines_follow_weights(quickstart: Path, directory: Path, kinds: list
                         assert results[0][f"{engine} {temperature} repeats"], (kind, results[0])
                 # the engines use the same random numbers, and their probabilities differ by rounding only
                 assert result["same 0.0"] == result["same 0.8"] == 8, (kind, result)
-                assert result["different 0.8"] > 4, "samples of one prompt do not have seeds of their own"
+                assert result["different 0.8"] > 4, "samples of one prompt share a seed"

@@ -33,11 +33,11 @@ class Curve:
 
     Attributes:
         name: what happens.
-        stage: of the run.
+        stage: stage of the run.
         rows: step and metrics, by the number of a seed.
         complaints: rules that must be at warning or alarm at its end.
         limits: thresholds that differ from the defaults.
-        untrained_loss: of random guessing, if the run started from untrained weights.
+        untrained_loss: loss of random guessing if the run started from untrained weights.
         notices: rules that must be at notice at its end; others may be too.
     """
 
@@ -331,9 +331,9 @@ def write_run(run_dir: Path, curve_name: str, status: str = "finished", reason: 
     """Write a run of 300 steps with the metrics of a curve, and with its one checkpoint, of the last step.
 
     Args:
-        run_dir: where to.
+        run_dir: directory to create.
         curve_name: one of `CURVES`.
-        status: of the run.
+        status: status of the run.
         reason: why its last attempt ended.
 
     Returns:

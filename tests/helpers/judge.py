@@ -152,7 +152,7 @@ def killing_judges(process: subprocess.Popen[Any], seed: int) -> Iterator[list[i
     """Kill each judge server that a process or its children have started, at a random moment after its first verdict.
 
     Args:
-        process: of the command.
+        process: process of the command.
         seed: decides the moments.
 
     Yields:

@@ -114,7 +114,7 @@ class SmallLaunches:
             pause_s: seconds before the first restart.
             leave_after_s: seconds that the launcher waits for torchrun when no rank is left.
             environment: additional variables.
-            options: of `subprocess.Popen`.
+            options: keyword arguments of `subprocess.Popen`.
         """
         files = self.directory / f"files{len(self.launchers)}"
         for directory in (self.run_dir, files):

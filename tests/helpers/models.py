@@ -84,9 +84,9 @@ class Support:
     """What can be done with the models of a family that people fine-tune today; a page of the reference has the table.
 
     Attributes:
-        models: of the family.
-        family: in `PACKING_FAMILIES` or `PADDING_FAMILIES`.
-        reasons: by cell of `CELLS` why it does not work; every other cell does.
+        models: name of the models.
+        family: key of `PACKING_FAMILIES` or `PADDING_FAMILIES`.
+        reasons: reason for each entry of `CELLS` that does not work.
     """
 
     models: str
@@ -198,8 +198,8 @@ def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: 
 
     Args:
         model: changed in place.
-        tokenizer: of the model.
-        answers: by prompt.
+        tokenizer: the model's tokenizer.
+        answers: answer to each prompt.
     """
     import torch
 
@@ -214,17 +214,18 @@ def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: 
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads slow such a small model down tenfold on a busy machine
-    for step in range(600):
-        outputs = model(**inputs, labels=labels)
-        is_right = (outputs.logits.argmax(-1)[:, :-1] == learned[:, 1:]) | (learned[:, 1:] < 0)
-        if step >= 120 and is_right.all():
-            break
-        optimizer.zero_grad()
-        outputs.loss.backward()
-        optimizer.step()
-    else:
-        raise AssertionError("the model did not learn the answers")
-    torch.set_num_threads(num_threads)
+    try:
+        for step in range(600):
+            outputs = model(**inputs, labels=labels)
+            is_right = (outputs.logits.argmax(-1)[:, :-1] == learned[:, 1:]) | (learned[:, 1:] < 0)
+            if step >= 120 and is_right.all():
+                return
+            optimizer.zero_grad()
+            outputs.loss.backward()
+            optimizer.step()
+    finally:
+        torch.set_num_threads(num_threads)
+    raise AssertionError("the model did not learn the answers")
 
 
 def cache_as_hub(model: Path, name: str, home: Path) -> Path:

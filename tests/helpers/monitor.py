@@ -227,7 +227,7 @@ def assert_update_cost_is_flat(directory: Path, num_parts: int, steps_per_part: 
 
     Args:
         directory: an empty one.
-        num_parts: of the run; memory and work are measured after each.
+        num_parts: number of parts of the run; memory and work are measured after each.
         steps_per_part: above the number of points that a chart shows.
     """
     from verl_ext.monitor.curves import MAX_POINTS

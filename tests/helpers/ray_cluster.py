@@ -32,7 +32,7 @@ TIMES = ("avg_judge_time", "cost_per_solved_judge_time", "throughput")
 
 @contextmanager
 def cluster_of_two() -> Iterator[Cluster]:
-    """A head and one more node, whose sockets and logs are in a directory of their own."""
+    """A head node and a worker node with a separate directory for sockets and logs."""
     from ray.cluster_utils import Cluster
 
     directory = tempfile.mkdtemp(prefix="r")  # the path of a socket has at most 107 characters
@@ -107,10 +107,10 @@ class RayEvaluation:
     It runs in a new process, because the command sets variables before it imports Ray.
 
     Args:
-        inputs: of `make_inputs`.
+        inputs: directory from `make_inputs`.
         output: the output directory.
-        cluster: where the workers run.
-        overrides: of the recipe.
+        cluster: cluster that runs the workers.
+        overrides: recipe overrides.
     """
 
     def __init__(self, inputs: Path, output: Path, cluster: Cluster, *overrides: str) -> None:

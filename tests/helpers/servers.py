@@ -29,11 +29,11 @@ def serving(
     """Start a server; its process and its port.
 
     Args:
-        name: of the model, as requests name it.
+        name: model name in requests.
         root: the path that the server reports for the model.
         port: 0 for any free one.
         num_answers: the server kills itself at the next request.
-        text: of every answer.
+        text: text of every answer.
     """
     words = ["-m", "tests.helpers.servers", str(port), name, root, str(num_answers), text]
     process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -27,7 +27,7 @@ SNAPSHOTS = ROOT / "tests/data/snapshots"
 RECORDS = bool(os.environ.get("SNAPSHOT_UPDATE"))
 """Whether to write the snapshots. Every test that does so fails."""
 HOME = "/home/user"
-"""Of the commands that tests run, so that no snapshot has the home directory of a machine."""
+"""HOME of commands that tests run, so that snapshots do not contain a real home directory."""
 LAUNCHER_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_PORT", "VERL_EXT_CALLED_FROM")
 
 
@@ -37,7 +37,7 @@ def check_snapshot(name: str, found: Any) -> None:
     With SNAPSHOT_UPDATE=1 in the environment, write the snapshot and fail.
 
     Args:
-        name: of the snapshot, a JSON file.
+        name: file name of the snapshot.
         found: what JSON can hold; 1, 1.0 and true differ.
     """
     path, text = SNAPSHOTS / name, json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"

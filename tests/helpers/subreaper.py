@@ -1,7 +1,7 @@
 """Runs a command and fails if it leaves processes behind: `python -m tests.helpers.subreaper COMMAND ...`.
 
 The kernel gives every orphan below this process to it, so an orphan shows whatever it did to leave its parent: a rank
-whose launcher was killed, an engine whose evaluation ended, an answer that started a session of its own. The exit code
+whose launcher was killed, an engine whose evaluation ended, an answer that started a new session. The exit code
 is the command's, or 1 if it was 0 and processes were left. They are named and killed.
 """
 

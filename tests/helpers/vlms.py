@@ -138,7 +138,7 @@ def qwen3_5(experts: bool = False, seed: int = 0) -> tuple[nn.Module, Qwen3VLPro
 
 
 def qwen3_processor() -> Qwen3VLProcessor:
-    """Of patches of 8 pixels."""
+    """A processor with a patch size of 8 pixels."""
     images = Qwen2VLImageProcessor(patch_size=8, size={"shortest_edge": 256, "longest_edge": 65536})
     return Qwen3VLProcessor(images, tokenizer(), Qwen3VLVideoProcessor(patch_size=8), chat_template=TEMPLATE)
 
@@ -243,7 +243,7 @@ class StandInMixture(nn.Module):
 
 
 class StandInBlock(nn.Module):
-    """A block by the signature of `MolmoDecoderLayer`: one head, a cache of its own, experts or none."""
+    """A block by the signature of `MolmoDecoderLayer`: one attention head, its own cache, and optionally experts."""
 
     def __init__(self, width: int, num_experts: int, top_k: int) -> None:
         super().__init__()

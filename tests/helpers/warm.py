@@ -47,7 +47,7 @@ READ_LATER = re.compile(
     r"PYTHON(PATH|HASHSEED|UNBUFFERED)|GLOO_SOCKET_IFNAME|LD_LIBRARY_PATH|HF_TOKEN|RAY_(TMPDIR|USAGE_STATS_ENABLED)"
     r"|VERL_(EXT_\w+|FILE_LOGGER_PATH|LOGGING_LEVEL)|TORCHELASTIC_\w+|TORCH_NCCL_\w+|VLLM_\w+"
 )
-"""Of these, variables that are read later, or that the launcher sets to the same value for every process."""
+"""Exceptions to `READ_AT_IMPORT`: read later, or set by the launcher to the same value for every process."""
 SCRIPTS = {
     str(ROOT / "run_sft.sh"): ("verl_ext.launch", "sft"),
     str(ROOT / "run_grpo.sh"): ("verl_ext.launch", "grpo"),
@@ -68,7 +68,7 @@ def popen(words: Sequence[str | os.PathLike[str]], *, imports: str = "torch", **
     Args:
         words: `bash run_sft.sh ...`, `python -m MODULE ...`, or any other command.
         imports: what the server has loaded: `torch`, or `vllm` for commands whose own processes run vLLM.
-        options: of `subprocess.Popen`. `preexec_fn` and anything else that a fork cannot follow start cold.
+        options: arguments of `subprocess.Popen`; `preexec_fn` and others that a fork cannot apply start cold.
 
     Returns:
         The process; it has the interface of `subprocess.Popen`.

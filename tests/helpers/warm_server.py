@@ -69,7 +69,7 @@ class Server:
     """Forks commands and reports their ends.
 
     Args:
-        listener: where test processes connect.
+        listener: socket to which test processes connect.
         base_path: `sys.path` without the entries of `PYTHONPATH` and of the working directory.
     """
 

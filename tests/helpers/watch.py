@@ -1,4 +1,4 @@
-"""`watch` on runs that are made by hand, and a watcher that is killed again and again."""
+"""Runs without a trainer for `watch`, and a watcher that is killed repeatedly."""
 
 from __future__ import annotations
 
@@ -68,22 +68,22 @@ def evaluated_run(run_dir: Path, export: Path) -> tuple[str | Path, ...]:
 
 
 @dataclass
-class Killing:
-    """A watcher that is started and killed again and again during one evaluation.
+class WatcherKiller:
+    """Starts and kills a watcher repeatedly during one evaluation.
 
     Attributes:
-        run_dir: of the run, whose only checkpoint is that of step 10.
-        num_problems: of the recipe.
-        words: of the command.
-        log: where its output goes.
-        dice: decides when it is killed within a phase.
+        run_dir: run directory; its only checkpoint is step 10.
+        num_problems: number of problems in the recipe.
+        words: arguments of the command.
+        log: file for the output.
+        rng: chooses the time of the kill within a phase.
     """
 
     run_dir: Path
     num_problems: int
     words: tuple[str | Path, ...]
     log: Path
-    dice: random.Random
+    rng: random.Random
 
     def kill_at(self, phase: str) -> str:
         """Start it, kill it in a phase, and wait until everything that it started has ended.
@@ -108,7 +108,7 @@ class Killing:
                 return self.has_come_to(phase, process, before)
 
             wait_until(has_come, pause_s=0.002)
-            pause = time.monotonic() + self.dice.uniform(0, PAUSES[phase])
+            pause = time.monotonic() + self.rng.uniform(0, PAUSES[phase])
             wait_until(lambda: has_ended() or time.monotonic() >= pause, pause_s=0.01)
             process.kill()
             process.wait()
@@ -152,7 +152,7 @@ def kills_change_nothing(directory: Path, export: Path, phases: Sequence[str], n
     Args:
         directory: an empty one.
         export: the model, which solves the problems.
-        phases: of `Killing.kill_at`.
+        phases: arguments of `WatcherKiller.kill_at`.
         num_problems: evaluated in batches of 4.
         seed: decides when it is killed within a phase.
     """
@@ -167,7 +167,7 @@ def kills_change_nothing(directory: Path, export: Path, phases: Sequence[str], n
     options = ("--recipe", write_recipe(directory / "slow.yaml", tiers, batch_size=4, judge=judge), "--no-wandb")
     undisturbed = Path(shutil.copytree(run_dir, directory / "undisturbed"))
     words = ("watch", run_dir, *options)
-    killing = Killing(run_dir, num_problems, words, directory / "killed.log", random.Random(seed))
+    killing = WatcherKiller(run_dir, num_problems, words, directory / "killed.log", random.Random(seed))
     for number, phase in enumerate(phases, start=1):
         print(f"kill {number:2}: {killing.kill_at(phase)}", flush=True)
     num_left = num_problems - killing.progress()[1]
