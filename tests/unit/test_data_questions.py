@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from tests.helpers.data import noise
 from verl_ext.data.config import QuestionSource
-from verl_ext.data.image_questions import PUBLIC_DATASETS, ImageQuestion, ImageQuestionDataset
+from verl_ext.data.image_questions import PUBLIC_DATASETS, ImageQuestion, ImageQuestionDataset, question_of
 from verl_ext.errors import UserError
 
 
@@ -194,6 +194,7 @@ def test_images_that_processors_reject_count_as_unreadable(
     [
         ({"answers": []}, r"row 1 of text_vqa has no answer \(its answers are empty\)"),
         ({"answers": ["", " "]}, "has no answer"),
+        ({"answers": [None, None]}, "has no answer"),
         ({"question": " "}, "row 1 of text_vqa has no question"),
         ({"image": None}, "row 1 of text_vqa has no image"),
     ],
@@ -203,6 +204,39 @@ def test_invalid_question_rows_are_rejected(change: dict[str, Any], message: str
     rows[1] |= change
     with pytest.raises(UserError, match=message):
         ImageQuestionDataset({"text_vqa": QuestionSource(source=write(tmp_path / "t", rows))}, "train")
+
+
+@pytest.mark.parametrize(
+    ("answers", "references"),
+    [
+        (["no", None], ("no",)),
+        ([{"answer": "no"}, {"answer": None}, None], ("no",)),
+        ([7, None], ("7",)),
+        (7, ("7",)),
+        (0.5, ("0.5",)),
+        ([0.5, float("nan")], ("0.5",)),
+        ({"answer": "no"}, ("no",)),
+    ],
+)
+def test_answers_are_texts_or_numbers_and_null_is_none(answers: Any, references: tuple[str, ...]) -> None:
+    record = {"image": png(), "question": "?", "answers": answers}
+    assert question_of("mine", 0, record, "", None).references == references
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answers": True}, "row 3 of mine has a value of the type bool as an answer; answers must be texts"),
+        ({"answers": [["no"]]}, "has a value of the type list as an answer"),
+        ({"answers": {"text": "no"}}, "has a dictionary without the key 'answer' as an answer"),
+        ({"answers": [float("inf")]}, "has the number inf as an answer"),
+        ({"image": 3}, "row 3 of mine has an image of the type int; store the encoded image as bytes"),
+    ],
+)
+def test_columns_of_wrong_type_are_rejected(change: dict[str, Any], message: str) -> None:
+    record = {"image": png(), "question": "?", "answers": ["no"], **change}
+    with pytest.raises(UserError, match=message):
+        question_of("mine", 3, record, "", None)
 
 
 @pytest.mark.parametrize("name", ["coco_2014_vqa", "okvqa", "coco_caption"])

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from verl_ext.console import print_line
 from verl_ext.data.config import QuestionSource
-from verl_ext.data.image_questions import ImageQuestionDataset
+from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset
 from verl_ext.errors import UserError, exit_on_user_error
 
 
@@ -51,6 +51,17 @@ def test_rejects_image_that_is_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "data" / "pipe.png")
     with pytest.raises(UserError, match="is not a file"):
         read(tmp_path / "data", "pipe.png")
+
+
+def test_text_in_place_of_bytes_names_no_file(tmp_path: Path) -> None:
+    private, pipe = tmp_path / "private.png", tmp_path / "pipe.png"
+    private.write_bytes(encoded("png"))
+    os.mkfifo(pipe)
+    for text in (private, pipe):
+        with pytest.raises(UserError, match="row 0 of mine has an image of the type str; store the encoded image"):
+            read(tmp_path / "data", {"bytes": str(text), "path": None})
+    with pytest.raises(UserError, match="is not a file"):
+        ImageQuestion("q", str(pipe), "?", ("x",)).load_image()
 
 
 def test_rejects_image_formats_read_by_other_programs(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Does not import torch, because the launcher checks that the data of a recipe exi
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -102,21 +103,30 @@ class ImageQuestion:
             UserError: the image cannot be read, or is too narrow.
         """
         try:
-            source: Any = io.BytesIO(self.image) if isinstance(self.image, bytes) else self.image
+            source: Any = io.BytesIO(self.image) if isinstance(self.image, bytes) else Path(self.image)
             if isinstance(source, Path) and not source.is_file():
                 raise OSError(f"{source} is not a file")  # reading a pipe or a device may block forever
             with Image.open(source, formats=FORMATS) as opened:
                 image = to_rgb(opened)
         except Exception as error:  # decoders raise anything on damaged files, such as SyntaxError (PNG)
             raise UserError(f"the image of {self.sample_id} cannot be read: {error}") from error
-        ratio = max(image.size) / min(image.size)
-        if ratio > MAX_ASPECT_RATIO:
-            width, height = image.size
-            raise UserError(
-                f"the image of {self.sample_id} is {width}x{height} pixels, an aspect ratio of {ratio:.0f}, and "
-                f"processors accept at most {MAX_ASPECT_RATIO}"
-            )
+        if problem := why_not_processable(image):
+            raise UserError(f"the image of {self.sample_id} {problem}")
         return image
+
+
+def why_not_processable(image: Image.Image) -> str | None:
+    """Why processors refuse an image of this size, as the predicate of a sentence; None if they accept it."""
+    width, height = image.size
+    if min(width, height) < 1:
+        return f"is {width}x{height} pixels, so it is empty"
+    ratio = max(width, height) / min(width, height)
+    if ratio > MAX_ASPECT_RATIO:
+        return (
+            f"is {width}x{height} pixels, an aspect ratio of {ratio:.0f}, and processors accept at most "
+            f"{MAX_ASPECT_RATIO}"
+        )
+    return None
 
 
 class ImageQuestionDataset(SampleDataset):
@@ -193,16 +203,21 @@ def require_no_placeholders(samples: Iterable[ImageQuestion], processor: Any, wi
     Raises:
         UserError: a text contains such a token.
     """
-    found = (getattr(processor, name, None) for name in ("image_token", "video_token"))  # not every processor has them
-    tokens = [token for token in found if isinstance(token, str) and token]
     for sample in samples:
         texts = {"question": [sample.question], "answers": sample.references if with_answers else []}
         for part, each in texts.items():
-            if token := next((token for token in tokens if any(token in text for text in each)), None):
+            if token := placeholder_in(each, processor):
                 raise UserError(
                     f"the {part} of {sample.sample_id} contain{'s' * (part == 'question')} {token}, which the model "
                     "reads as an image or video; remove it"
                 )
+
+
+def placeholder_in(texts: Iterable[str], processor: Any) -> str | None:
+    """The processor's token of an image or video that one of the texts contains; None without such a token."""
+    found = (getattr(processor, name, None) for name in ("image_token", "video_token"))  # not every processor has them
+    tokens = [token for token in found if isinstance(token, str) and token]
+    return next((token for text in texts for token in tokens if token in text), None)
 
 
 def _read_questions(
@@ -246,11 +261,18 @@ def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str, fol
         folder: folder that may contain the row's image; None if the row itself must contain it.
 
     Raises:
-        UserError: the row has no image, no question or no answer, or names an image outside the folder.
+        UserError: the row has no image, no question or no answer, names an image outside the folder, or has a value of
+            another type.
     """
     public = PUBLIC_DATASETS.get(name)
     question = record.get("question") or (public.question if public else None) or ""
-    references = tuple(text for text in reference_answers(record) if text.strip())
+    try:
+        references = tuple(text for text in reference_answers(record) if text.strip())
+    except TypeError as error:
+        raise UserError(
+            f"row {row} of {name} has {error} as an answer; answers must be texts, finite numbers, or dictionaries "
+            "with such an 'answer'"
+        ) from error
     number = record.get("question_id", record.get("id", row))
     for part, is_there in {
         "question": isinstance(question, str) and question.strip(),
@@ -261,6 +283,10 @@ def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str, fol
             raise UserError(f"row {row} of {name} has no {part}; correct it or remove it")
     try:
         image = image_of(record["image"], folder)
+    except TypeError as error:
+        raise UserError(
+            f"row {row} of {name} has an image of {error}; store the encoded image as bytes, or the name of its file"
+        ) from error
     except ValueError as error:
         raise UserError(
             f"row {row} of {name} names an image {error}; set data.datasets.{name}.images to the folder of all images"
@@ -269,23 +295,42 @@ def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str, fol
 
 
 def reference_answers(record: Mapping[str, Any]) -> list[str]:
-    """The references of a row: a text, a list of texts, or as in VQAv2 a list of dictionaries with `answer`."""
+    """The references of a row: a text, a list of texts, or as in VQAv2 a list of dictionaries with `answer`.
+
+    A number counts as its text, and null as no answer; pandas writes null as NaN.
+
+    Raises:
+        TypeError: an answer is neither a text nor a number; the message describes it.
+    """
     given = record.get("answers", record.get("answer"))
-    listed = [given] if isinstance(given, str | Mapping) else ([] if given is None else list(given))
-    return [str(each["answer"] if isinstance(each, Mapping) else each) for each in listed]
+    found = []
+    for each in given if isinstance(given, list | tuple) else [given]:
+        if isinstance(each, Mapping) and "answer" not in each:
+            raise TypeError("a dictionary without the key 'answer'")
+        answer = each["answer"] if isinstance(each, Mapping) else each
+        if answer is None or (isinstance(answer, float) and math.isnan(answer)):
+            continue
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise TypeError(f"a value of the type {type(answer).__name__}")
+        if isinstance(answer, float) and math.isinf(answer):
+            raise TypeError(f"the number {answer}")
+        found.append(str(answer))
+    return found
 
 
 def image_of(column: Any, folder: Path | None) -> bytes | Path:
     """The bytes of an image in a column of `datasets` or parquet files, or its path in the folder.
 
     Raises:
+        TypeError: the column holds neither bytes nor a path; the message names the type.
         ValueError: the path leads out of the folder, directly or through a link; the message names the target.
     """
-    if isinstance(column, Mapping) and column.get("bytes") is not None:
-        return column["bytes"]
-    if isinstance(column, bytes):
-        return column
-    named = str(column.get("path") if isinstance(column, Mapping) else column)
+    content, named = (column.get("bytes"), column.get("path")) if isinstance(column, Mapping) else (None, column)
+    value = named if content is None else content
+    if isinstance(value, bytes):
+        return value
+    if content is not None or not isinstance(named, str):  # text in `bytes` must not name a file
+        raise TypeError(f"the type {type(value).__name__}")
     if folder is None:
         raise ValueError(f"by its path {named}")
     root = folder.resolve()
