@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.vlm import load_weights
 from verl_ext.data.image_questions import load_image_questions
 from verl_ext.errors import UserError
-from verl_ext.launch.preflight import check_budget_files, check_settings
+from verl_ext.launch.preflight import check_budget_files, check_resumed_stage, check_settings
 from verl_ext.metrics.csv_tables import EPOCH_COLUMNS, EpochSums, EpochTables
 from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.metrics.registry import lookup_metric
+from verl_ext.metrics.run_record import RunRecord
 from verl_ext.metrics.sinks import LogFileSink, epoch_line, epoch_tags
 from verl_ext.trainer.budget import save_weights
 from verl_ext.trainer.optimizer import PlateauScheduler
@@ -112,6 +114,54 @@ def test_budgets_of_full_need_latency_model(recipe: Path) -> None:
 def test_fewer_questions_than_batch_size_are_rejected(recipe: Path) -> None:
     with pytest.raises(UserError, match="there are 4 questions to train on"):
         load_image_questions(config_of(recipe, "data.train_batch_size=50").data)
+
+
+@pytest.mark.parametrize(
+    ("stage", "remedy"),
+    [
+        ("budget", None),
+        ("vlm_sft", "and model.sft_run=RUN to train a controller of its model"),
+        ("sft", ""),
+        ("grpo", ""),
+        (None, None),
+    ],
+)
+def test_checkpoint_of_another_stage_is_not_resumed(
+    stage: str | None, remedy: str | None, recipe: Path, tmp_path: Path
+) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    for run_dir in (own, other):
+        (run_dir / "global_step_2").mkdir(parents=True)
+        RunRecord(run_dir).mark_waiting(stage="budget")  # a launch has changed it
+        if stage is not None:
+            (run_dir / "config.yaml").write_text(f"stage: {stage}\n")
+    named = f"trainer.resume_from_path={other / 'global_step_2'}"
+    for run_dir, overrides, fix in (
+        (own, [f"trainer.default_local_dir={own}"], "set trainer.experiment_name to a new name"),
+        (other, [f"trainer.default_local_dir={tmp_path / 'new'}", named], "set trainer.resume_from_path=null"),
+    ):
+        config = config_of(recipe, *overrides)
+        if remedy is None:
+            check_resumed_stage(config)
+            continue
+        says = re.escape(f"{run_dir}/global_step_2 is a checkpoint of the stage {stage}, which the stage budget cannot")
+        with pytest.raises(UserError, match=f"{says} resume; {fix}.*{remedy.replace('RUN', str(run_dir))}$"):
+            check_resumed_stage(config)
+        check_resumed_stage(config_of(recipe, *overrides, "trainer.resume_mode=disable"))
+
+
+def test_language_models_resume_from_each_other_in_another_run(tmp_path: Path) -> None:
+    for stage in ("sft", "vlm_sft"):
+        (tmp_path / stage / "global_step_2").mkdir(parents=True)
+        RunRecord(tmp_path / stage).mark_waiting(stage=stage)
+    new = f"trainer.default_local_dir={tmp_path / 'new'}"
+    check_resumed_stage(load_config("grpo", [new, f"trainer.resume_from_path={tmp_path / 'sft/global_step_2'}"]))
+    with pytest.raises(UserError, match="is a checkpoint of the stage vlm_sft"):
+        check_resumed_stage(
+            load_config("grpo", [new, f"trainer.resume_from_path={tmp_path / 'vlm_sft/global_step_2'}"])
+        )
+    with pytest.raises(UserError, match=f"model.partial_pretrain={tmp_path}/sft/global_step_N/huggingface"):
+        check_resumed_stage(load_config("grpo", [f"trainer.default_local_dir={tmp_path / 'sft'}"]))
 
 
 def test_weights_of_another_size_are_rejected(recipe: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
 import pytest
@@ -180,6 +180,50 @@ def test_rejects_question_with_image_token(controlled: BudgetTrainer) -> None:
     samples[-1] = replace(samples[-1], question="what is <|image_pad|> ?")
     with pytest.raises(UserError, match=r"the question of val/tiny/\d+ contains <\|image_pad\|>"):
         controlled.build_runner()
+
+
+def test_resuming_refuses_another_vision_language_model(controlled: BudgetTrainer) -> None:
+    state = controlled.data_state()
+    controlled.load_data_state({key: value for key, value in state.items() if key != "vlm_fingerprint"})
+    controlled.build_runner()  # a checkpoint of an earlier version
+    controlled.load_data_state(state)
+    controlled.build_runner()
+    controlled.load_data_state({**state, "vlm_fingerprint": "2:qwen3_vl_moe:0"})
+    controlled.checkpoint = controlled.run_dir / "global_step_2"
+    with pytest.raises(UserError, match="was trained for another vision-language model or dtype than .*init_from="):
+        controlled.build_runner()
+
+
+def test_resuming_refuses_checkpoint_without_controller_state(controlled: BudgetTrainer) -> None:
+    state = controlled.data_state() | {"num_samples": 99}
+    del state["epoch_sums"]
+    controlled.checkpoint = controlled.run_dir / "global_step_2"
+    with pytest.raises(UserError, match="global_step_2 is not a checkpoint of the stage budget") as refused:
+        controlled.load_data_state(state)
+    assert "init_from" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("controller.tier_sizes", [256, 1024, 9216]),
+        ("controller.max_new_tokens", 9),
+        ("data.question_suffix", " Think."),
+    ],
+)
+def test_settings_of_answers_make_rewards_incomparable(
+    key: str, value: Any, controlled: BudgetTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {**controlled.data_state(), "best_reward": 0.5}
+    earlier = {name: state["reward_terms"][name] for name in ("budgets_ms", "reward", "latency")}
+    for terms in (state["reward_terms"], earlier):  # earlier versions saved fewer terms
+        controlled.load_data_state({**state, "reward_terms": terms})
+        controlled.load_checkpoint()
+        assert controlled.best_reward == 0.5 and "not comparable" not in capsys.readouterr().err
+    set_at(controlled.config, key, value)
+    controlled.load_data_state(state)
+    controlled.load_checkpoint()
+    assert controlled.best_reward == float("-inf") and "not comparable" in capsys.readouterr().err
 
 
 def test_validation_may_use_latency_of_training(controlled: BudgetTrainer) -> None:

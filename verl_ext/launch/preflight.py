@@ -13,13 +13,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.manifest import TRACKER, step_of
+from verl_ext.checkpoint.manifest import EXPORT, TRACKER, list_checkpoints, step_of
 from verl_ext.commands import missing_package, program, require_optional_package
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import find_recipe
+from verl_ext.config.run_config import read_config_file
 from verl_ext.config.schema import as_dict
 from verl_ext.data.config import TextDataConfig, file_list
 from verl_ext.data.dataset import check_parquet
@@ -33,11 +35,14 @@ from verl_ext.launch.report import WRITTEN
 from verl_ext.launch.watcher import evaluation_environment
 from verl_ext.metrics.recorder import require_known_backends
 from verl_ext.metrics.registry import lookup_metric
+from verl_ext.metrics.run_record import RunRecord
 from verl_ext.model_files import check_model_files, require_chat_template
 from verl_ext.plugins import Plugin, is_module
 from verl_ext.processes import defer_gc, hold_stop_signals
 from verl_ext.trainer.config import OptimConfig, TrainerConfig
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, RunConfig, SFTConfig, VLMSFTConfig
+
+LANGUAGE_MODEL_STAGES = frozenset({"sft", "grpo"})
 
 
 def prepare_inputs(config: RunConfig) -> None:
@@ -76,6 +81,7 @@ def check_config(config: RunConfig) -> None:
     check_settings(config)
     check_components(config)
     check_run_directory(config.trainer.run_dir)
+    check_resumed_stage(config)
 
 
 def needed_commands(config: RunConfig) -> list[str]:
@@ -246,6 +252,54 @@ def check_run_directory(run_dir: Path) -> None:
             if each.is_dir() != is_directory:
                 found, wanted = ("not a directory", "directory") if is_directory else ("a directory", "file")
                 raise UserError(f"{each} is {found}, but the run writes a {wanted} with that name; move or rename it")
+
+
+def check_resumed_stage(config: RunConfig) -> None:
+    """Refuse to resume a run of another stage, before its `run.json` changes.
+
+    The stages of language models can start from each other's checkpoints, but not in the same run directory.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode == "disable":
+        return
+    named = None if trainer.resume_from_path is None else Path(trainer.resume_from_path)
+    if named is not None and (stage := stage_of_run(named.parent)) not in (None, config.stage):
+        if not {stage, config.stage} <= LANGUAGE_MODEL_STAGES:
+            own_model = _start_from_model(config, stage, named.parent)
+            raise UserError(
+                f"trainer.resume_from_path={named} is a checkpoint of the stage {stage}, which the stage "
+                f"{config.stage} cannot resume; set trainer.resume_from_path=null{own_model}"
+            )
+    checkpoints = list_checkpoints(trainer.run_dir) if named is None or trainer.resume_mode == "auto" else []
+    if checkpoints and (stage := stage_of_run(trainer.run_dir)) not in (None, config.stage):
+        raise UserError(
+            f"{checkpoints[0]} is a checkpoint of the stage {stage}, which the stage {config.stage} cannot resume; set "
+            f"trainer.experiment_name to a new name{_start_from_model(config, stage, trainer.run_dir)}"
+        )
+
+
+def _start_from_model(config: RunConfig, stage: str | None, run_dir: Path) -> str:
+    """How to start from the model that a run of another stage has trained; empty if this stage cannot use it."""
+    if isinstance(config, BudgetConfig) and stage == "vlm_sft":
+        return f", and model.sft_run={run_dir} to train a controller of its model"
+    if {stage, config.stage} <= LANGUAGE_MODEL_STAGES:
+        return f", and model.partial_pretrain={run_dir}/global_step_N/{EXPORT} to start from its weights"
+    return ""
+
+
+def stage_of_run(run_dir: Path) -> str | None:
+    """The stage of a run: from its `config.yaml`, else from `run.json`; None if it has neither, as verl's own runs.
+
+    A launch changes `run.json` before its ranks accept the checkpoint, and `config.yaml` only after that.
+    """
+    with suppress(UserError):  # damaged files are replaced
+        if (path := run_dir / "config.yaml").is_file():
+            stage = read_config_file(path).get("stage")
+            return stage if isinstance(stage, str) else None
+    with suppress(UserError):
+        stage = RunRecord(run_dir).read()["stage"]
+        return stage if isinstance(stage, str) else None
+    return None
 
 
 # Model and data

@@ -37,6 +37,7 @@ from verl_ext.controller.vlm import STATE_KEY, ControlledModel, fingerprint, loa
 from verl_ext.data.image_questions import ImageQuestionDataset, require_no_placeholders
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks, to_full
+from verl_ext.errors import UserError
 from verl_ext.files import replacing, write_errors
 from verl_ext.metrics.csv_tables import EpochSums
 from verl_ext.plugins import Plugin
@@ -65,6 +66,7 @@ class BudgetTrainer(RewardTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.epoch_sums, self.best_reward = EpochSums(), float("-inf")  # `load_position` restores them
         self.saved_reward_terms: dict[str, Any] | None = None
+        self.saved_fingerprint: str | None = None
         super().__init__(*args, **kwargs)
 
     # The controller and the model that it controls
@@ -94,12 +96,25 @@ class BudgetTrainer(RewardTrainer):
         """Build the frozen model, unsharded on every rank.
 
         Raises:
-            UserError: the model cannot be loaded, or a question contains its token of an image.
+            UserError: the model cannot be loaded, the checkpoint to resume from was trained for another one, or a
+                question contains its token of an image.
         """
-        controller, device, named = self.config.controller, self.config.trainer.device, self.config.model.adapter
+        config, controller = self.config, self.config.controller
+        device, named = config.trainer.device, config.model.adapter
         dtype = pick_precision(controller.dtype, device)
         plugin = None if named is None else Plugin.parse(named, "model.adapter")
         runner = self.controlled_model().runner(device, dtype, plugin, max_encodings=controller.max_encodings)
+        self.vlm_fingerprint = fingerprint(runner.adapter.model)
+        if self.saved_fingerprint not in (
+            None,
+            self.vlm_fingerprint,
+        ):  # None: it starts at step 0, or the key is missing
+            assert self.checkpoint is not None
+            raise UserError(
+                f"{self.checkpoint} was trained for another vision-language model or dtype than "
+                f"{config.model.partial_pretrain}; restore its model and controller.dtype, or set "
+                f"trainer.experiment_name to a new name to start {self.weights_of(self.checkpoint)}"
+            )
         samples = [*self.train_dataset.samples, *self.val_dataset.samples]
         require_no_placeholders(samples, runner.adapter.processor)
         return runner
@@ -135,7 +150,7 @@ class BudgetTrainer(RewardTrainer):
                 vlm={
                     **self.controlled_model().to_dict(),
                     "path": path,
-                    "fingerprint": fingerprint(self.runner.adapter.model),
+                    "fingerprint": self.vlm_fingerprint,
                 },
             )
         )
@@ -276,31 +291,43 @@ class BudgetTrainer(RewardTrainer):
 
     def data_state(self) -> dict[str, Any]:
         state = {"epoch_sums": asdict(self.epoch_sums), "best_reward": self.best_reward}
-        return {**super().data_state(), **state, "reward_terms": self.reward_terms()}
+        terms = {"reward_terms": self.reward_terms(), "vlm_fingerprint": self.vlm_fingerprint}
+        return {**super().data_state(), **state, **terms}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
+        if "epoch_sums" not in state:  # first, because the advice for other data assumes a controller
+            raise UserError(
+                f"{self.checkpoint} is not a checkpoint of the stage budget; specify one, or set "
+                "trainer.experiment_name to a new name and trainer.resume_from_path=null"
+            )
         super().load_data_state(state)
         self.epoch_sums = EpochSums(**state["epoch_sums"])
         self.best_reward, self.saved_reward_terms = state["best_reward"], state["reward_terms"]
+        self.saved_fingerprint = state.get("vlm_fingerprint")  # checkpoints of earlier versions do not have it
 
     def reward_terms(self) -> dict[str, Any]:
         """What a validation's reward depends on besides the controller."""
-        latency = self.config.latency
+        latency, controller = self.config.latency, self.config.controller
         return {
             "budgets_ms": self.budgets_ms,
             "reward": asdict(self.config.reward),
             "latency": (latency.source, latency.percentile, latency.validation),
+            "tier_sizes": list(controller.tier_sizes),
+            "max_new_tokens": controller.max_new_tokens,
+            "question_suffix": self.config.data.question_suffix,
         }
 
     def load_checkpoint(self) -> int:
-        """Forget the best reward if the budgets or the reward have changed."""
+        """Forget the best reward if what rewards depend on has changed."""
         step = super().load_checkpoint()
-        if self.saved_reward_terms not in (None, self.reward_terms()):  # None: it starts at step 0
+        saved, now = self.saved_reward_terms or {}, self.reward_terms()  # empty: it starts at step 0
+        if any(now[name] != saved.get(name, now[name]) for name in now):  # earlier versions saved fewer terms
             self.best_reward = float("-inf")
             self.lr_scheduler.forget_best()
             if self.is_main:
                 warn(
-                    "the budgets, the latency's percentile or the reward have changed, so rewards before and after "
+                    "the budgets, the latency's percentile, the reward, controller.tier_sizes, "
+                    "controller.max_new_tokens or data.question_suffix have changed, so rewards before and after "
                     f"step {step} are not comparable; {BEST_MODEL} and the learning-rate plateau are reset"
                 )
         return step
