@@ -127,6 +127,10 @@ def test_scores_of_another_model_are_rejected(saved: Path, tmp_path: Path) -> No
     path.write_text(json.dumps({str(block): 1.0 for block in range(1, 7)}))
     with pytest.raises(UserError, match="scores for 6 blocks, but this model has 4; create"):
         load_importance(path, adapter)
+    for score in ("NaN", "-Infinity", "1e39"):
+        path.write_text(f'{{"importance_scores": {{"1": 0.5, "2": {score}, "3": 0.1}}}}')
+        with pytest.raises(UserError, match="has no block importance .the score of block 2 is"):
+            load_importance(path, adapter)
     path.write_text('{"importance_scores": [1, 2]}')
     with pytest.raises(UserError, match="has no block importance"):
         load_importance(path, adapter)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -146,6 +147,29 @@ def test_latency_model_round_trips_and_rejects_other_files(tmp_path: Path) -> No
             LatencyModel.load(path)
     with pytest.raises(UserError, match="is not a latency model"):
         LatencyModel.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r2": None}, "its r2 is None, not a finite number"),
+        ({"r2": math.nan}, "its r2 is nan"),
+        ({"deciding_ms": "1"}, "its deciding_ms is '1', not a finite number of at least 0"),
+        ({"deciding_ms": -1.0}, "its deciding_ms is -1.0"),
+        ({"deciding_ms": math.inf}, "its deciding_ms is inf"),
+        ({"scatter": {"90": -1.0}}, "its scatter of 90 is -1.0"),
+        ({"scatter": [1.0]}, ""),
+        ({"coefficients": {**TRUTH, "vision_ms": {**TRUTH["vision_ms"], "call": -1.0}}}, "its vision_ms of call is -1"),
+        ({"coefficients": {**TRUTH, "vision_ms": {**TRUTH["vision_ms"], "call": "1"}}}, "its vision_ms of call is '1'"),
+        ({"model": 3}, "its model is not text"),
+    ],
+)
+def test_damaged_latency_model_is_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    replace(model(TRUTH), **changes).save(tmp_path / "latency.json")
+    with pytest.raises(UserError, match=f"latency.json is not a latency model .*{message}"):
+        LatencyModel.load(tmp_path / "latency.json")
+    replace(model(TRUTH), r2=-3.0, deciding_ms=2).save(tmp_path / "latency.json")  # a poor fit only causes a warning
+    assert LatencyModel.load(tmp_path / "latency.json").r2 == -3
 
 
 def test_reward_components_match_documentation() -> None:

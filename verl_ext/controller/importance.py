@@ -25,6 +25,9 @@ block is skipped, averaged over questions. Block 0 always runs and has no import
 SCORE_KEYS = ("importance_scores", "merged_scores", "train_scores")
 """Keys of the scores in a file; a file may also consist of the scores alone."""
 
+MAX_SCORE = 1e18
+"""Maximum absolute value of a score; the variance of larger scores would overflow in float32."""
+
 
 @clean_exit()
 def main() -> None:
@@ -79,6 +82,9 @@ def load_importance(file: str | Path, adapter: VLMAdapter) -> dict[int, float]:
         content = parse_json(path.read_text())
         by_block = next((content[key] for key in SCORE_KEYS if key in content), content)
         scores = {int(block): float(score) for block, score in by_block.items()}
+        for block, score in scores.items():
+            if not abs(score) <= MAX_SCORE:  # also refuses NaN
+                raise ValueError(f"the score of block {block} is {score}")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} has no block importance ({error}); create it with `python -m verl_ext.controller.importance`"

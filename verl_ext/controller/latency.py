@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import random
 import statistics
@@ -129,13 +130,25 @@ class LatencyModel:
             model = cls(**parse_json(path.read_text(encoding="utf-8")))
             if {part: tuple(names) for part, names in model.coefficients.items()} != FEATURES:
                 raise ValueError("its coefficients have other names")
-            if not isinstance(model.machine, str):
-                raise TypeError("its machine is not text")
+            for name in ("machine", "model"):
+                if not isinstance(getattr(model, name), str):
+                    raise TypeError(f"its {name} is not text")
+            _require_number("r2", model.r2, least=-math.inf)
+            _require_number("deciding_ms", model.deciding_ms)
+            for name, numbers in {**model.coefficients, "scatter": model.scatter}.items():
+                for key, value in numbers.items():
+                    _require_number(f"{name} of {key}", value)
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{path} is not a latency model ({error}); create one with `python -m verl_ext.controller.calibrate`"
             ) from error
         return model
+
+
+def _require_number(name: str, value: Any, least: float = 0.0) -> None:
+    """Refuse a value that is not a finite number of at least `least`."""
+    if type(value) not in (int, float) or not (math.isfinite(value) and value >= least):
+        raise ValueError(f"its {name} is {value!r}, not a finite number{' of at least 0' * (least == 0)}")
 
 
 def fit_coefficients(workloads: Sequence[RunWorkload], latencies: Sequence[Latency]) -> dict[str, dict[str, float]]:
