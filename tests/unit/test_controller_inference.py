@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.testing import assert_close
 
 from tests.helpers import vlms
@@ -58,8 +62,26 @@ def test_image_is_encoded_once_per_needed_tier(tier: int, monkeypatch: pytest.Mo
     assert seen == Counter({0: 1, tier: 1}) and found.configuration.tier == tier
     assert found.answer == adaptive.runner.run(sample, found.configuration).answer
     assert found.total_ms == found.decision_ms + found.latency.total_ms and 0 < found.network_ms < found.decision_ms
-    with pytest.raises(ValueError, match="budget_ms is nan; it must be a positive number"):
-        adaptive.answer(sample.load_image(), sample.question, float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budget_ms": math.nan}, "budget_ms is nan; it must be a positive number"),
+        ({"budget_ms": "30"}, "budget_ms is '30'; it must be a positive number"),
+        ({"question": " "}, "question is ' '; it must be text that is not empty"),
+        ({"question": None}, "question is None"),
+        ({"question": "what is <|image_pad|> ?"}, r"the question contains <\|image_pad\|>"),
+        ({"image": Image.new("RGB", (0, 0))}, "the image is 0x0 pixels, so it is empty"),
+        ({"image": Image.new("RGB", (1001, 5))}, "the image is 1001x5 pixels, an aspect ratio of 200"),
+    ],
+)
+def test_invalid_arguments_of_answer_are_rejected(changes: dict[str, Any], message: str) -> None:
+    arguments = {"image": question(1).load_image(), "question": question(1).question, "budget_ms": np.float32(20)}
+    adaptive = model(0)
+    assert adaptive.answer(**arguments).total_ms > 0
+    with pytest.raises(ValueError, match=message):
+        adaptive.answer(**{**arguments, **changes})
 
 
 def test_chosen_configuration_is_the_mode() -> None:

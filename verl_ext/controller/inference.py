@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from PIL import Image
@@ -16,7 +17,7 @@ from verl_ext.controller.network import BudgetController, Logits
 from verl_ext.controller.source import ControllerSource
 from verl_ext.controller.space import Configuration
 from verl_ext.controller.vlm import ControlledModel, default_device, load_controller
-from verl_ext.data.image_questions import to_rgb
+from verl_ext.data.image_questions import placeholder_in, to_rgb, why_not_processable
 from verl_ext.plugins import Plugin
 
 MAX_CACHED_BUDGETS = 256
@@ -148,11 +149,19 @@ class AdaptiveModel:
             budget_ms: latency budget of the answer; outside `trained_ms`, the choice may be poor.
 
         Raises:
-            ValueError: the budget is not positive and finite.
+            ValueError: the budget is not a positive finite number, the question is empty or contains the model's token
+                of an image or video, or the image is empty, has an aspect ratio above `MAX_ASPECT_RATIO`, or has a
+                brightness without a known range.
         """
-        if not 0 < budget_ms < math.inf:
-            raise ValueError(f"budget_ms is {budget_ms}; it must be a positive number of milliseconds")
+        if not isinstance(budget_ms, Real) or not 0 < budget_ms < math.inf:
+            raise ValueError(f"budget_ms is {budget_ms!r}; it must be a positive number of milliseconds")
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError(f"question is {question!r}; it must be text that is not empty")
+        if token := placeholder_in([question], self.runner.adapter.processor):
+            raise ValueError(f"the question contains {token}, which the model reads as an image or video; remove it")
         image = to_rgb(image)
+        if problem := why_not_processable(image):
+            raise ValueError(f"the image {problem}")
         low = self.runner.encode(image, question, 0)
         decision = self.decide(low, question, budget_ms)
         configuration = decision.configuration
