@@ -43,6 +43,19 @@ def load_pretrained_strict(loader: Any, path: str, **arguments: Any) -> Any:
     return model
 
 
+def require_no_controller(name: str, content: Mapping[str, Any]) -> None:
+    """Refuse the configuration of an exported budget controller, which transformers cannot load as a model.
+
+    Raises:
+        UserError: the message names the model.
+    """
+    if content.get("model_type") == CONTROLLER_TYPE:
+        raise UserError(
+            f"{name} is a budget controller, not a language or vision-language model; specify the model that it "
+            "controls, or an SFT run"
+        )
+
+
 def save_config(config: PreTrainedConfig, directory: Path) -> None:
     """Write `config.json` with rotary embeddings in both formats: `rope_parameters`, and `rope_theta` etc.
 
@@ -151,6 +164,7 @@ def check_model_files(model: str, trusted: bool) -> None:
             f"{path.absolute()} has no config.json, so it is not a Hugging Face model; correct model.partial_pretrain"
         )
     content = read_json(path / "config.json")
+    require_no_controller(str(path), content)
     require_readable(path)
     require_all_weights(path)
     if not trusted:

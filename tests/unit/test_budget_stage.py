@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tests.helpers.checkpoints import commit, flip_byte, truncate
 from tests.helpers.data import write_questions
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
-from verl_ext.controller.vlm import load_weights
+from verl_ext.controller.source import find_controller
+from verl_ext.controller.vlm import load_adapter, load_controller, load_weights
 from verl_ext.data.image_questions import load_image_questions
 from verl_ext.errors import UserError
 from verl_ext.launch.preflight import check_budget_files, check_resumed_stage, check_settings
@@ -21,6 +24,7 @@ from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.metrics.registry import lookup_metric
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.metrics.sinks import LogFileSink, epoch_line, epoch_tags
+from verl_ext.model_files import check_model_files
 from verl_ext.trainer.budget import save_weights
 from verl_ext.trainer.optimizer import PlateauScheduler
 from verl_ext.trainer.stages import BudgetConfig, load_config
@@ -167,10 +171,101 @@ def test_language_models_resume_from_each_other_in_another_run(tmp_path: Path) -
 def test_weights_of_another_size_are_rejected(recipe: Path, tmp_path: Path) -> None:
     controller, wider = (BudgetController(BudgetControllerConfig(**SIZES, hidden=hidden)) for hidden in (8, 16))
     wider.save_pretrained(tmp_path / "wider")
-    with pytest.raises(UserError, match="is not a controller of this size"):
-        load_weights(controller, recipe)
-    with pytest.raises(UserError, match=r"its projections.vision.1.weight has the shape \(16, 8\) instead of \(8, 8\)"):
+    with pytest.raises(
+        UserError, match=r"of this size \(it has the shape \(16, 8\) instead of \(8, 8\) in projections.vision.1.weight"
+    ):
         load_weights(controller, tmp_path / "wider")
+
+
+def test_paths_without_controller_are_rejected(recipe: Path, tmp_path: Path) -> None:
+    controller = BudgetController(BudgetControllerConfig(**SIZES, hidden=8))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "qwen3_vl"}')
+    with pytest.raises(UserError, match="init_from=.*/model cannot be used: .*/model has no export of a budget contr"):
+        load_weights(controller, tmp_path / "model")
+    torch.save({"weights": {}}, tmp_path / "other.pt")
+    damaged = {name: tensor.fill_(math.nan) for name, tensor in controller.state_dict().items()}
+    save_weights([tmp_path / "nan.pt"], damaged, {})
+    for path, why in {
+        recipe: "it is damaged, or another kind of file",
+        tmp_path / "other.pt": "it has no one_stage_controller_state_dict",
+        tmp_path / "nan.pt": "is not finite",
+    }.items():
+        with pytest.raises(UserError, match=f"init_from={path} is not a budget controller .*{why}") as refused:
+            load_weights(controller, path)
+        assert "\n" not in str(refused.value) and "this size" not in str(refused.value)
+
+
+@pytest.mark.parametrize("damage", ["missing", "nan"])
+def test_damaged_export_is_not_loaded(damage: str, tmp_path: Path) -> None:
+    vlm = {"path": "owner/model", "tier_sizes": [1], "max_new_tokens": 1}
+    controller = BudgetController(BudgetControllerConfig(**SIZES, hidden=8, vlm=vlm))
+    controller.save_pretrained(tmp_path / "export")
+    load_controller(tmp_path / "export")
+    file = tmp_path / "export/model.safetensors"
+    tensors = load_file(file)
+    if damage == "missing":
+        del tensors["trunk.2.weight"]
+    else:
+        tensors["trunk.2.weight"][0, 0] = math.nan
+    save_file(tensors, file, {"format": "pt"})
+    why = {
+        "missing": "lacks 1 of the model's weights, trunk.2.weight among them",
+        "nan": "trunk.2.weight is not finite",
+    }
+    with pytest.raises(UserError, match=why[damage]):
+        load_controller(tmp_path / "export")
+    with pytest.raises(UserError, match=why[damage]):
+        load_weights(controller, tmp_path / "export")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tier_sizes": [1, 2]},
+        {"tier_sizes": ["1"]},
+        {"tier_sizes": 1},
+        {"max_new_tokens": "3"},
+        {"max_new_tokens": 0},
+        {"num_threads": 1.5},
+        {"question_suffix": None},
+        {"path": None},
+        {"fingerprint": 3},
+    ],
+)
+def test_edited_export_is_not_loaded(changes: dict[str, Any], tmp_path: Path) -> None:
+    vlm = {"path": "owner/model", "tier_sizes": [1], "max_new_tokens": 1, **changes}
+    BudgetController(BudgetControllerConfig(**SIZES, hidden=8, vlm=vlm)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="is not an export of a budget controller"):
+        load_controller(tmp_path)
+
+
+def test_controller_of_run_is_found_undamaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained = BudgetController(BudgetControllerConfig(**SIZES, hidden=8))
+    trained.save_pretrained(tmp_path / "export")
+    run = tmp_path / "run"
+    for step in (2, 4, 6):
+        commit(run, step, tmp_path / "export")
+    truncate(run / "global_step_4/huggingface/model.safetensors")
+    (run / "global_step_6/manifest.json").unlink()
+    assert find_controller(run).step == 2
+    shown = capsys.readouterr().err
+    assert "global_step_6 is not complete" in shown and "global_step_4 has no complete huggingface/" in shown
+    controller = BudgetController(BudgetControllerConfig(**SIZES, hidden=8))
+    load_weights(controller, run)
+    assert torch.equal(controller.tier_head.bias, trained.tier_head.bias)
+    load_weights(controller, run / "global_step_2")
+    flip_byte(run / "global_step_2/huggingface/model.safetensors")
+    for path in (run, run / "global_step_2", run / "global_step_2/huggingface"):
+        with pytest.raises(UserError, match="global_step_2 is damaged: its file huggingface/model.safetensors has the"):
+            find_controller(path)
+
+
+def test_controller_is_not_accepted_as_model(tmp_path: Path) -> None:
+    BudgetController(BudgetControllerConfig(**SIZES, hidden=8)).save_pretrained(tmp_path)
+    for load in (lambda: check_model_files(str(tmp_path), False), lambda: load_adapter(str(tmp_path), (1,))):
+        with pytest.raises(UserError, match="is a budget controller, not a language or vision-language model"):
+            load()
 
 
 @pytest.mark.parametrize(

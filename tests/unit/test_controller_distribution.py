@@ -209,7 +209,7 @@ def test_saved_controller_gives_same_logits(space: ConfigurationSpace, tmp_path:
 def test_bf16_export_decides_in_fp32(tmp_path: Path) -> None:
     """This matches training, where features are in fp32, whatever the model's precision."""
     controller = controller_of(SPACES["experts"]).bfloat16()
-    controller.config.vlm = {"path": "somewhere", "tier_sizes": [1], "max_new_tokens": 1}
+    controller.config.vlm = {"path": "somewhere", "tier_sizes": [1, 2], "max_new_tokens": 1}
     controller.save_pretrained(tmp_path)
     loaded, _ = load_controller(tmp_path)
     decide = TracedController(loaded)
@@ -220,9 +220,9 @@ def test_bf16_export_decides_in_fp32(tmp_path: Path) -> None:
 
 def test_export_of_another_release_loads(tmp_path: Path) -> None:
     controller = controller_of(SPACES["experts"])
-    controller.config.vlm = {"path": "somewhere", "tier_sizes": [1], "max_new_tokens": 1, "num_blocks": 4}
+    controller.config.vlm = {"path": "somewhere", "tier_sizes": [1, 2], "max_new_tokens": 1, "num_blocks": 4}
     controller.save_pretrained(tmp_path)
-    assert load_controller(tmp_path)[1].tier_sizes == (1,)
+    assert load_controller(tmp_path)[1].tier_sizes == (1, 2)
 
 
 def test_new_controller_is_uniform_and_uses_every_input() -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.manifest import EXPORT, complete_checkpoints, step_of
+from verl_ext.checkpoint.manifest import (
+    EXPORT,
+    MANIFEST,
+    Manifest,
+    damaged_files,
+    list_checkpoints,
+    read_complete,
+    step_of,
+)
+from verl_ext.commands import program
 from verl_ext.config.run_config import read_config_file
+from verl_ext.console import warn
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json
 from verl_ext.model_files import CONTROLLER_TYPE
@@ -59,19 +70,17 @@ class ControllerSource:
 
 
 def find_controller(path: Path) -> ControllerSource:
-    """Find the controller at a path.
+    """Find the controller at a path, and compare the files of a checkpoint's export with its manifest.
 
     Args:
         path: an export, a `global_step_N`, or a run directory, whose newest complete checkpoint with an export is used.
 
     Raises:
-        UserError: the path has no controller.
+        UserError: the path has no controller, or the export is damaged.
     """
     path = path.resolve()
     if step_of(path) is None and path.name != EXPORT:
-        complete = complete_checkpoints(path).items()
-        exported = (each for each, saved in complete if (each / EXPORT).is_dir() and EXPORT not in saved.deferred)
-        path = next(exported, path)
+        path = _newest_exported(path) or path
     export = path / EXPORT if step_of(path) is not None else path
     if not _is_controller(export):
         raise UserError(
@@ -79,7 +88,44 @@ def find_controller(path: Path) -> ControllerSource:
             "budget, its global_step_N, or the run's directory"
         )
     step = step_of(export.parent)
-    return ControllerSource(export) if step is None else ControllerSource(export, export.parent.parent, step)
+    if step is None:
+        return ControllerSource(export)
+    _require_undamaged(export.parent)
+    return ControllerSource(export, export.parent.parent, step)
+
+
+def _newest_exported(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run with an export; warns if a newer one is skipped as incomplete."""
+    problems = []
+    for checkpoint in list_checkpoints(run_dir):
+        try:
+            manifest = read_complete(checkpoint)
+        except ValueError as error:
+            problems.append(f"{checkpoint.name} is not complete: {error}")
+            continue
+        if EXPORT in manifest.deferred:
+            problems.append(f"{checkpoint.name} has no complete {EXPORT}/")
+        elif (checkpoint / EXPORT).is_dir():
+            for problem in problems:
+                warn(f"{problem}; using {checkpoint.name} instead")
+            return checkpoint
+    return None
+
+
+def _require_undamaged(checkpoint: Path) -> None:
+    """Refuse a checkpoint whose export differs from its manifest; a copy of the export alone has none."""
+    if not (checkpoint / MANIFEST).is_file():
+        return
+    try:
+        names = [name for name in Manifest.read(checkpoint).files if name.startswith(f"{EXPORT}/")]
+        damage = next((f"its file {name} {what}" for name, what in damaged_files(checkpoint, names).items()), None)
+    except ValueError as error:
+        damage = str(error)
+    if damage is not None:
+        raise UserError(
+            f"{checkpoint} is damaged: {damage}; write its {EXPORT}/ again with `{program('checkpoint')} export "
+            f"{shlex.quote(str(checkpoint))}`, or specify another checkpoint"
+        )
 
 
 def _is_controller(export: Path) -> bool:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -17,10 +18,20 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from verl_ext.console import warn
 from verl_ext.controller.adapters import ADAPTERS, VLMAdapter, adapter_for
+from verl_ext.controller.config import require_ascending
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
+from verl_ext.controller.source import find_controller
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_files import is_hub_name, load_pretrained_strict, require_no_remote_code
+from verl_ext.model_files import (
+    CONTROLLER_TYPE,
+    config_of,
+    is_hub_name,
+    load_pretrained_strict,
+    read_json,
+    require_no_controller,
+    require_no_remote_code,
+)
 from verl_ext.plugins import Plugin
 
 FINGERPRINT_VERSION = 2
@@ -59,6 +70,7 @@ def load_adapter(
     """
     name = str(Path(path).expanduser())
     require_no_remote_code(name, trust_remote_code)
+    require_no_controller(path, config_of(name))
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         custom_class = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
@@ -125,6 +137,11 @@ def matches_fingerprint(recorded: str | None, adapter: VLMAdapter) -> bool:
 
 # Controllers
 
+_CONTROLLED_TYPES: dict[str, tuple[type, ...]] = {
+    **{"path": (str,), "max_new_tokens": (int,), "question_suffix": (str,), "trust_remote_code": (bool,)},
+    **{"fingerprint": (str, NoneType), "num_threads": (int, NoneType), "adapter": (str, NoneType)},
+}
+
 
 @dataclass(frozen=True)
 class ControlledModel:
@@ -148,6 +165,22 @@ class ControlledModel:
     fingerprint: str | None = None
     num_threads: int | None = None
     adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check values that may come from a file.
+
+        Raises:
+            UserError: a number is below 1, or the tiers are not ascending.
+            TypeError: a value has another type.
+        """
+        for name, kinds in _CONTROLLED_TYPES.items():
+            if type(getattr(self, name)) not in kinds:  # not isinstance, because a bool is no number
+                raise TypeError(f"its {name} is {getattr(self, name)!r}")
+        if not all(type(size) is int for size in self.tier_sizes):
+            raise TypeError(f"its tier_sizes are {list(self.tier_sizes)}")
+        require_ascending("tier_sizes", self.tier_sizes)
+        if self.max_new_tokens < 1 or (self.num_threads or 1) < 1:
+            raise UserError("max_new_tokens and num_threads must be at least 1")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -196,14 +229,16 @@ def load_controller(
             export also names the model.
 
     Raises:
-        UserError: the directory is not a controller's export, or the model has moved.
+        UserError: the directory is not a controller's export or is damaged, or the model has moved.
     """
     try:
-        controller = BudgetController.from_pretrained(directory, dtype=torch.float32).eval()
+        controller = read_export(directory).eval()
         names = {each.name for each in fields(ControlledModel)}  # another release may have written further ones
         recorded = {name: value for name, value in controller.config.vlm.items() if name in names}
         known: dict[str, Any] = {"path": vlm or recorded["path"], "trust_remote_code": trust_remote_code}
         controlled = ControlledModel(**{**recorded, **known, "tier_sizes": tuple(recorded["tier_sizes"])})
+        if len(controlled.tier_sizes) != len(controller.space.tiers):
+            raise ValueError(f"it has {len(controller.space.tiers)} tiers, but {len(controlled.tier_sizes)} tier_sizes")
     except Exception as error:  # a damaged export can raise anything
         raise UserError(
             f"{directory} is not an export of a budget controller ({first_line_of(error)}); specify the huggingface "
@@ -217,34 +252,86 @@ def load_controller(
     return controller, controlled
 
 
+def read_export(directory: Path) -> BudgetController:
+    """Load an exported controller in float32.
+
+    Raises:
+        UserError: the export is not a controller's, or lacks weights, or has weights that are not finite.
+        Exception: the export is damaged in another way.
+    """
+    if read_json(directory / "config.json").get("model_type") != CONTROLLER_TYPE:
+        raise UserError(f"the model_type in its config.json is not {CONTROLLER_TYPE}")
+    controller: BudgetController = load_pretrained_strict(BudgetController, str(directory), dtype=torch.float32)
+    require_finite(controller.state_dict())
+    return controller
+
+
+def require_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuse weights that are not finite, as in a damaged file.
+
+    Raises:
+        UserError: the message names the first such tensor.
+    """
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"its {name} is not finite")
+
+
 def load_weights(controller: BudgetController, path: Path) -> None:
     """Load the weights of an export or a `best_model.pt` into a controller of the same size.
 
     Warns if they were trained for another vision-language model or for other budgets.
 
+    Args:
+        path: a `best_model.pt` or `checkpoint_epoch_N.pt`, or a directory that `find_controller` accepts.
+
     Raises:
-        UserError: the file is missing, or holds a controller of another size.
+        UserError: the path holds no controller, a damaged one, or one of another size.
     """
+    key = f"controller.init_from={path}"
     try:
-        if path.is_dir():
-            source = BudgetController.from_pretrained(path)
+        export = find_controller(path).export if path.is_dir() else None
+    except UserError as error:
+        raise UserError(f"{key} cannot be used: {error}") from error
+    try:
+        if export is not None:
+            source = read_export(export)
             weights, config = source.state_dict(), source.config.to_dict()
         else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-            weights, config = content[STATE_KEY], content.get("config", {})
-        for name, tensor in controller.state_dict().items():
-            if weights[name].shape != tensor.shape:
-                found, expected = (tuple(each.shape) for each in (weights[name], tensor))
-                raise ValueError(f"its {name} has the shape {found} instead of {expected}")
-        controller.load_state_dict(weights)
+            weights, config = _read_weights_file(path)
     except Exception as error:  # a damaged file can raise anything
+        why = str(error) if isinstance(error, UserError) else "it is damaged, or another kind of file"
         raise UserError(
-            f"controller.init_from={path} is not a controller of this size ({first_line_of(error)}); specify a "
-            "best_model.pt that was trained for this model with these settings"
+            f"{key} is not a budget controller ({why}); specify a best_model.pt, an export or the directory of a run "
+            "of the stage budget"
         ) from error
+    for name, tensor in controller.state_dict().items():
+        if name not in weights or weights[name].shape != tensor.shape:
+            expected, found = tuple(tensor.shape), tuple(weights[name].shape) if name in weights else None
+            has = f"lacks {name}" if found is None else f"has the shape {found} instead of {expected} in {name}"
+            raise UserError(
+                f"{key} is not a controller of this size (it {has}); specify one that was trained for a model of this "
+                "size with these settings"
+            )
+    controller.load_state_dict({name: weights[name] for name in controller.state_dict()})
     differences = training_differences(controller.config, config)
     if differences and os.environ.get("RANK", "0") == "0":
-        warn(f"controller.init_from={path} was trained for {' and '.join(differences)}")
+        warn(f"{key} was trained for {' and '.join(differences)}")
+
+
+def _read_weights_file(path: Path) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
+    """Read weights and configuration of a controller's `.pt` file.
+
+    Raises:
+        UserError: the file has no controller, or weights that are not finite.
+        Exception: the file cannot be read.
+    """
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(content, Mapping) or not isinstance(content.get(STATE_KEY), Mapping):
+        raise UserError(f"it has no {STATE_KEY}")
+    weights, config = content[STATE_KEY], content.get("config", {})
+    require_finite(weights)
+    return weights, config
 
 
 def training_differences(config: BudgetControllerConfig, other: Mapping[str, Any]) -> list[str]:
