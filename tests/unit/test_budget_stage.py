@@ -77,9 +77,15 @@ def test_recipe_names_its_stage(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("controller.budgets_ms=[90,10]", "two ascending numbers of milliseconds"),
-        ("controller.budgets_ms=[10]", "two ascending numbers of milliseconds"),
-        ("controller.budgets_of_full=[0.6,0.3]", "two ascending fractions of the full model's latency"),
+        ("controller.budgets_ms=[90,10]", "two ascending, positive and finite numbers of milliseconds up to"),
+        ("controller.budgets_ms=[10]", "two ascending, positive and finite numbers of milliseconds up to"),
+        ("controller.budgets_ms=[0,60]", "two ascending, positive and finite numbers of milliseconds up to"),
+        ("controller.budgets_ms=[60,inf]", "controller.budgets_ms.*finite"),
+        ("controller.budgets_ms=[60,1e10]", "milliseconds up to 1,000,000,000"),
+        (
+            "controller.budgets_of_full=[0.6,0.3]",
+            "two ascending, positive and finite fractions of the full model's latency",
+        ),
         ("latency.percentile=80", "must be 50, 75, 90 or 95"),
         ("rollout.n=1", "rollout.n is 1"),
         ("latency.source=guessed", "must be model or measured"),

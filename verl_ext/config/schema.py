@@ -341,7 +341,8 @@ def check_value(key: Key, value: Any) -> None:
             raise UserError(f"{name} is {shown}; it must be at most {LARGEST}{key.exceptions}")
         if not says.allows(item):
             is_infinite = isinstance(item, float) and math.isinf(item)
-            takes = key.takes.replace("a number", "a finite number") if is_infinite else key.takes
+            finite = key.takes.replace("a number", "a finite number").replace("of numbers", "of finite numbers")
+            takes = finite if is_infinite else key.takes
             raise UserError(f"{name} is {shown}; it must be {takes}")
 
 

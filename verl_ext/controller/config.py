@@ -14,6 +14,8 @@ from verl_ext.grpo.config import ActorConfig
 Percentile = Literal[50, 75, 90, 95]
 PERCENTILES: tuple[int, ...] = get_args(Percentile)
 """Percentiles of single runs that a latency model records."""
+MAX_BUDGET_MS = 1e9
+"""Maximum budget, more than eleven days."""
 
 
 @dataclass(kw_only=True)
@@ -40,7 +42,9 @@ class ControllerConfig:
     hidden: int = setting(256, "Hidden size", ge=1)
     dropout: float = setting(0.1, "Dropout during updates", ge=0, le=0.99)
     importance_file: str | None = setting(None, "Output of `verl_ext.controller.importance`")
-    init_from: str | None = setting(None, "Initial controller: best_model.pt, checkpoint_epoch_N.pt or an export")
+    init_from: str | None = setting(
+        None, "Initial controller: best_model.pt, checkpoint_epoch_N.pt, an export, a checkpoint or a run directory"
+    )
     max_new_tokens: int = setting(16, "Maximum answer tokens", ge=1)
     dtype: Literal["auto", "bf16", "fp32"] = setting("auto", "dtype of the vision-language model")
     max_encodings: int = setting(256, "Maximum encoded images to cache", ge=1)
@@ -49,7 +53,7 @@ class ControllerConfig:
         """Refuse tiers, experts and budgets that are not ascending."""
         require_ascending("controller.tier_sizes", self.tier_sizes)
         require_ascending("controller.topk_choices", self.topk_choices, may_be_empty=True)
-        require_budgets("controller.budgets_ms", self.budgets_ms, "numbers of milliseconds")
+        require_budgets("controller.budgets_ms", self.budgets_ms, "numbers of milliseconds", MAX_BUDGET_MS)
         if self.budgets_of_full is not None:
             require_budgets("controller.budgets_of_full", self.budgets_of_full, "fractions of the full model's latency")
 
@@ -109,7 +113,8 @@ def require_ascending(key: str, values: Sequence[int], may_be_empty: bool = Fals
         raise UserError(f"{key} is {list(values)}; it must be a list of ascending integers of at least 1")
 
 
-def require_budgets(key: str, budgets: Sequence[float], unit: str) -> None:
-    """Refuse budgets that are not two ascending positive numbers."""
-    if len(budgets) != 2 or not 0 < budgets[0] <= budgets[1] < math.inf:
-        raise UserError(f"{key} is {list(budgets)}; it must be two ascending {unit}")
+def require_budgets(key: str, budgets: Sequence[float], unit: str, largest: float = math.inf) -> None:
+    """Refuse budgets that are not two ascending positive finite numbers up to `largest`."""
+    if len(budgets) != 2 or not 0 < budgets[0] <= budgets[1] <= largest or math.isinf(budgets[1]):
+        bound = "" if math.isinf(largest) else f" up to {largest:,.0f}"
+        raise UserError(f"{key} is {list(budgets)}; it must be two ascending, positive and finite {unit}{bound}")
