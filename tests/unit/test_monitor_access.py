@@ -188,3 +188,22 @@ def test_ctrl_c_stops_monitor_cleanly(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     told, complained = process.communicate(timeout=30)
     assert (process.returncode, told.splitlines()[-1], complained) == (0, "Ended by SIGINT.", "")
+
+
+def test_ipv6_address_is_checked_and_printed_in_brackets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = []
+    monkeypatch.setattr("verl_ext.monitor.server.serve", lambda *values: served.append(values))
+    try:
+        taken = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with taken:
+        port = taken.getsockname()[1]
+        words = ["--root", str(tmp_path), "--host", "::1", "--port", str(port)]
+        with pytest.raises(SystemExit):
+            main(words)
+    assert "cannot be used (Address already in use" in capsys.readouterr().err
+    assert main(words) == 0 and f"http://[::1]:{port}/ " in capsys.readouterr().out
+    assert served[0][2:] == ("::1", port, None)

@@ -133,7 +133,8 @@ def serve_runs(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.root} is not a directory; set --root to the directory that contains the runs")
     check_token(arguments.host, token)
     check_port(arguments.host, arguments.port)
-    address = f"http://{arguments.host}:{arguments.port}/"
+    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    address = f"http://{host}:{arguments.port}/"
     # a token from the environment is not printed, because the output may end up in a log
     shown = "..." if arguments.token is None else quote(arguments.token, safe="")
     query = "" if token is None else f"?token={shown}"
@@ -164,7 +165,7 @@ def check_port(host: str, port: int) -> None:
         UserError: the port is in use, or not allowed.
     """
     try:
-        with socket.create_server((host, port)):
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
     except (OSError, OverflowError) as error:
         raise UserError(
