@@ -322,6 +322,22 @@ def test_other_machines_need_token(chromium: Browser, root: Path, tmp_path: Path
         page.close()
 
 
+def test_two_monitors_of_one_host_keep_visitors_and_preferences(chromium: Browser, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    one, other = ((tmp_path / name, tmp_path / f"{name}.sqlite", "--token", name) for name in ("one", "other"))
+    with monitor(*one) as first, monitor(*other) as second:
+        page = chromium.new_page()
+        page.goto(f"{first}?token=one")
+        page.get_by_test_id("language").get_by_text("中文").click()
+        page.wait_for_function("() => document.body.innerText.includes('训练监控')")
+        assert page.goto(f"{second}?token=other").status == 200
+        wait_for_text(page, "empty", "No run yet")
+        assert page.goto(first).status == 200
+        wait_for_text(page, "empty", "还没有任务")
+        page.close()
+
+
 def test_empty_root_is_reported(chromium: Browser, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with monitor(tmp_path / "checkpoints", tmp_path / "monitor.sqlite") as address:

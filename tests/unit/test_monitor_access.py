@@ -19,7 +19,7 @@ from tests.helpers.monitor import write_record
 from tests.helpers.processes import free_port, wait_until
 from verl_ext.errors import UserError
 from verl_ext.monitor.__main__ import main
-from verl_ext.monitor.access import COOKIE, HEADERS, TokenAuth, check_token, digest_of, is_loopback
+from verl_ext.monitor.access import HEADERS, TokenAuth, check_token, cookie_of, digest_of, is_loopback
 from verl_ext.monitor.database import SQLITE_HEADER, MonitorDatabase
 from verl_ext.monitor.server import cookie_secret, escape_formula
 
@@ -46,7 +46,7 @@ def ask(token: str | None, kind: str = "http", query: str = "", **headers: str) 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 def test_requests_without_token_are_rejected(kind: str) -> None:
-    for headers in ({}, {"cookie": f"{COOKIE}=wrong"}, {"host": "localhost:6007"}):
+    for headers in ({}, {"cookie": f"{cookie_of('secret')}=wrong"}, {"host": "localhost:6007"}):
         reached, sent = ask("secret", kind, "token=guess", **headers)
         assert not reached and sent[0].get("status") == 403 or sent[0] == {"type": "websocket.close", "code": 1008}
 
@@ -56,9 +56,11 @@ def test_token_in_url_becomes_cookie() -> None:
     assert reached
     [cookie] = [value.decode() for name, value in start["headers"] if name == b"set-cookie"]
     assert (
-        cookie.startswith(f"{COOKIE}={digest_of('secret')};") and "HttpOnly" in cookie and "SameSite=Strict" in cookie
+        cookie.startswith(f"{cookie_of('secret')}={digest_of('secret')};")
+        and "HttpOnly" in cookie
+        and "SameSite=Strict" in cookie
     )
-    kept = f'x={{"a": [1]}}; {COOKIE}={digest_of("secret")}'
+    kept = f'x={{"a": [1]}}; {cookie_of("secret")}={digest_of("secret")}'
     assert ask("secret", "websocket", cookie=kept)[0]
     reached, [start] = ask("secret", query="token=wrong", cookie=kept)
     assert reached and start["headers"] == [*HEADERS]  # a wrong token does not revoke the cookie
@@ -71,7 +73,7 @@ def test_token_is_removed_from_query() -> None:
         seen.append(scope["query_string"])
 
     for query in (b"token=secret&run=a%2Bb&x=", b"EIO=4&client_id=a+b%20c"):
-        cookie = [(b"cookie", f"{COOKIE}={digest_of('secret')}".encode())]
+        cookie = [(b"cookie", f"{cookie_of('secret')}={digest_of('secret')}".encode())]
         scope = {"type": "http", "headers": cookie, "query_string": query}
         asyncio.run(TokenAuth(page, "secret")(scope, None, None))  # type: ignore[arg-type]
     assert seen == [b"run=a%2Bb&x=", b"EIO=4&client_id=a+b%20c"]
@@ -79,7 +81,7 @@ def test_token_is_removed_from_query() -> None:
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 def test_rejects_requests_from_other_origins(kind: str) -> None:
-    kept = {"cookie": f"{COOKIE}={digest_of('secret')}"}
+    kept = {"cookie": f"{cookie_of('secret')}={digest_of('secret')}"}
     for origin in ("http://evil.example", "https://localhost:6007.evil.example", "http://localhost:8000", "null"):
         assert not ask(None, kind, host="localhost:6007", origin=origin)[0], origin
         assert not ask("secret", kind, host="localhost:6007", origin=origin, **kept)[0], origin
@@ -188,6 +190,18 @@ def test_ctrl_c_stops_monitor_cleanly(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     told, complained = process.communicate(timeout=30)
     assert (process.returncode, told.splitlines()[-1], complained) == (0, "Ended by SIGINT.", "")
+
+
+def test_monitors_on_other_ports_have_other_cookies() -> None:
+    """A browser sends and replaces the cookies of a host name on all of its ports."""
+    kept = {}
+    for token in ("secret", "other"):
+        name, value = (
+            dict(ask(token, query=f"token={token}")[1][0]["headers"])[b"set-cookie"].decode().split(";")[0].split("=")
+        )
+        kept[name] = value
+    cookies = "; ".join(f"{name}={value}" for name, value in kept.items())
+    assert ask("secret", cookie=cookies)[0] and ask("other", cookie=cookies)[0]
 
 
 def test_ipv6_address_is_checked_and_printed_in_brackets(

@@ -16,7 +16,6 @@ from verl_ext.errors import UserError
 
 MIN_TOKEN_LENGTH = 12
 """Minimum length of a token if other machines can reach the page, because they can guess without limit."""
-COOKIE = "verl_ext_monitor"
 REFUSAL = b"The token is missing or wrong: open the address that the monitor printed, with ?token=... at its end.\n"
 HEADERS = (
     (b"referrer-policy", b"no-referrer"),  # the address may contain the token
@@ -73,6 +72,7 @@ class TokenAuth:
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app, self._token = app, token
+        self._cookie = cookie_of(token or "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request as an ASGI application."""
@@ -88,7 +88,7 @@ class TokenAuth:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                cookie = f"{COOKIE}={digest_of(self._token or '')}; HttpOnly; SameSite=Strict; Path=/"
+                cookie = f"{self._cookie}={digest_of(self._token or '')}; HttpOnly; SameSite=Strict; Path=/"
                 more = [*HEADERS, (b"set-cookie", cookie.encode("latin-1"))] if has_token else HEADERS
                 message["headers"] = [*message.get("headers", []), *more]
             await send(message)
@@ -100,7 +100,8 @@ class TokenAuth:
             host = headers.get("host", "")
             name = host.rsplit(":", 1)[0] if host.count(":") == 1 or host.startswith("[") else host
             return is_loopback(name.strip("[]"))
-        return is_same_secret(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""), digest_of(self._token))
+        cookie = cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
+        return is_same_secret(cookie, digest_of(self._token))
 
 
 def is_from_elsewhere(headers: Mapping[str, str]) -> bool:
@@ -115,6 +116,11 @@ def without_token(scope: Scope) -> bytes:
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     kept = [(name, value) for name, value in pairs if name != "token"]
     return query if kept == pairs else urlencode(kept).encode("latin-1")
+
+
+def cookie_of(secret: str, name: str = "verl_ext_monitor") -> str:
+    """Return the name of a cookie that depends on a secret: monitors on other ports of a host share its cookies."""
+    return f"{name}_{digest_of(secret)[:8]}"
 
 
 def digest_of(token: str) -> str:

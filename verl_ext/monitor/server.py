@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from verl_ext.metrics.jsonl import KEY_COLUMNS
-from verl_ext.monitor.access import TokenAuth
+from verl_ext.monitor.access import TokenAuth, cookie_of
 from verl_ext.monitor.database import MonitorDatabase
 from verl_ext.monitor.follower import RunFollower
 
@@ -47,13 +47,15 @@ def serve(root: Path, database: Path, host: str, port: int, token: str | None) -
     app.on_startup(gc.freeze)  # modules are never freed; scanning them in a collection delays pages by 0.1 s
     app.on_startup(follower.start)
     app.on_shutdown(follower.stop)
+    secret = cookie_secret(database)
     ui.run(
         host=host,
         port=port,
         show=False,
         reload=False,
         show_welcome_message=False,
-        storage_secret=cookie_secret(database),
+        storage_secret=secret,
+        session_middleware_kwargs={"session_cookie": cookie_of(secret, "verl_ext_monitor_session")},
         title=TITLE,
     )
 
