@@ -32,7 +32,7 @@ from verl_ext.monitor.charts import schedule_points
 from verl_ext.monitor.database import MonitorDatabase, database_for
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.run_files import events_of_row
-from verl_ext.monitor.server import csv_lines, csv_response
+from verl_ext.monitor.server import csv_blocks, csv_lines, csv_response
 
 
 @pytest.fixture
@@ -369,6 +369,17 @@ def test_csv_has_every_row_and_metric_but_no_formula(root: Path, follower: RunFo
     lines = [line.rstrip("\n") for line in csv_lines(follower.database_path, follower.runs["p/e"].id)]
     assert lines[0] == 'step,attempt,time,train/loss,"train/=cmd, x"' and len(lines) == 4
     assert lines[1].startswith("1,1,") and lines[1].endswith(",1.0,") and lines[3].endswith(",3.0,Infinity")
+
+
+def test_csv_is_sent_in_blocks(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/e")
+    write_rows(root / "p/e", 1, range(1, 2500))
+    look(follower)
+    place = follower.database_path, follower.runs["p/e"].id
+    blocks = [*csv_blocks(*place)]
+    assert [block.count("\n") for block in blocks] == [1000, 1000, 500] and "".join(blocks) == "".join(
+        csv_lines(*place)
+    )
 
 
 def test_run_at_root_can_be_downloaded(root: Path, follower: RunFollower) -> None:
