@@ -27,6 +27,7 @@ from tests.helpers.monitor import (
 )
 from tests.helpers.processes import wait_until
 from verl_ext.monitor.follower import RunFollower
+from verl_ext.monitor.sample_rows import sample_sources
 from verl_ext.processes import pid_namespace
 
 
@@ -301,3 +302,42 @@ def test_failed_search_for_runs_is_retried(
     monkeypatch.setattr(idle_follower._database, "live_runs", live_runs)
     follow_until(lambda: len(looks) >= 5, idle_follower)
     assert capsys.readouterr().err.count("cannot search for runs: OSError: the database is locked") == 1
+
+
+def test_directory_that_is_not_utf8_does_not_hide_other_runs(root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/e")
+    write_record(root / os.fsdecode(b"bad_\xff"))
+    write_rows(root / os.fsdecode(b"bad_\xff"), 1, range(1, 3))
+    for name in (b"few_qa.jsonl", b"\xff_qa.jsonl"):
+        path = root / "p/e/eval/eval_step_8/qa_logs" / os.fsdecode(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    look(follower)
+    assert follower.problems == {"bad_\\xff/run.json": "its path is not UTF-8"} and [*follower.runs] == ["p/e"]
+    assert [*sample_sources(root / "p/e").values()] == ["few · step 8"]
+
+
+@pytest.mark.parametrize("text", ['{"datasets": {"a": {"rate": NaN}}}', '{"datasets": {"a": 1e400}}', '{"datasets": {'])
+def test_unreadable_evaluation_is_reported_once_it_is_settled(text: str, root: Path, follower: RunFollower) -> None:
+    write_record(root / "p/e")
+    path = write_evaluation(root / "p/e", 8)
+    path.write_text(text)
+    other = write_evaluation(root / "p/e", 16)
+    other.write_text("[1]")
+    os.utime(other, (1e9, 1e9))
+    look(follower)
+    assert follower.problems == {}, "one may be incomplete, and the other is another kind of file"
+    os.utime(path, (1e9, 1e9))
+    look(follower)
+    assert follower.problems == {"p/e/eval/eval_step_8/metrics.json": "not JSON"}
+    assert follower.problems_of(follower.runs["p/e"]) == {"eval/eval_step_8/metrics.json": "not JSON"}
+    write_evaluation(root / "p/e", 8, gsm8k={"accepted_at_1": 0.5})
+    look(follower)
+    assert follower.problems == {} and count(follower, "evaluations") == 1
+    path.write_text(text)
+    os.utime(path, (1e9, 1e9))
+    look(follower)
+    assert len(follower.problems) == 1
+    shutil.rmtree(path.parent)
+    look(follower)
+    assert follower.problems == {}

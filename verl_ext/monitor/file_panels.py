@@ -27,7 +27,7 @@ from verl_ext.monitor.database import LogEvent
 from verl_ext.monitor.messages import translate_event, translate_message
 from verl_ext.monitor.panels import Panel, columns_of, data_table, heading, tag
 from verl_ext.monitor.run_files import stamp_of
-from verl_ext.monitor.text import format_time
+from verl_ext.monitor.text import format_path, format_time
 
 LAST_LINES = 200
 """Number of log lines to show."""
@@ -88,7 +88,7 @@ def checkpoint_rows(run_dir: Path) -> list[dict[str, Any]]:
         return [{"Step": "-", "State": first_line_of(error), **empty}]
     return [
         {
-            "Step": each.path.name,
+            "Step": format_path(Path(each.path.name)),
             "Size": format_bytes(each.num_bytes),
             "Saved": format_time(each.manifest.time) if each.manifest is not None and each.manifest.time else "",
             "State": each.state,

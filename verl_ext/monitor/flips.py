@@ -29,7 +29,7 @@ from verl_ext.monitor.panels import (
     heading,
     tag,
 )
-from verl_ext.monitor.run_files import stamp_of
+from verl_ext.monitor.run_files import is_utf8, stamp_of
 from verl_ext.monitor.samples import text_box
 from verl_ext.significance import paired_test
 
@@ -103,7 +103,8 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     found = []
     for path in (run_dir / "eval").glob("eval_*/metrics.json"):
         try:
-            found.append(_read_evaluation(path, stamp_of(path)))
+            if is_utf8(path.relative_to(run_dir)):
+                found.append(_read_evaluation(path, stamp_of(path)))
         except (OSError, ValueError):
             continue
     return sorted(found, key=lambda each: (each.step is not None, each.step or 0, each.label))
@@ -115,7 +116,7 @@ def _read_evaluation(path: Path, stamp: str) -> Evaluation:
     content = content if isinstance(content, dict) else {}
     step, protocols = content.get("step"), content.get("protocol")
     protocols = protocols if isinstance(protocols, dict) else {}
-    judged = [each.stem for each in (path.parent / "verdicts").glob("*.jsonl")]
+    judged = [each.stem for each in (path.parent / "verdicts").glob("*.jsonl") if is_utf8(Path(each.name))]
     # in the order of the evaluation; names come from the directory, because those in the file may be paths
     datasets = sorted(judged, key=lambda name: (list(protocols).index(name) if name in protocols else math.inf, name))
     return Evaluation(

@@ -42,6 +42,7 @@ from verl_ext.monitor.run_files import (
     with_counts,
 )
 from verl_ext.monitor.sharing import SharedResults
+from verl_ext.monitor.text import format_path
 
 POLL_S = 0.3
 """Seconds between two reads of the files of live runs."""
@@ -51,6 +52,8 @@ DUMP_ROWS = 4096
 """Number of rows after which the curves of a run are saved; a restart reads at most as many."""
 IDLE_S = 60.0
 """Seconds after the last row of a live run until its curves are saved."""
+SETTLED_S = 10.0
+"""Seconds since the last change of a file after which it is complete, unless its writer was killed."""
 MAX_CACHED_CHARTS, MAX_CACHED_FILES = 64, 8
 """Number of drawn charts, of up to 1 MB per metric, and of file contents, of up to 100 MB, that pages share."""
 MAX_CACHED_RUNS = 32
@@ -178,9 +181,13 @@ class RunFollower(threading.Thread):
         return self.root / run.path
 
     def problems_of(self, run: RunInfo) -> dict[str, str]:
-        """Return the reason by name of each file of a run that cannot be read."""
-        paths = {PurePath(path): reason for path, reason in self.problems.items()}
-        return {path.name: reason for path, reason in paths.items() if path.parent == PurePath(run.path)}
+        """Return the reason by path of each file of a run that cannot be read."""
+        directory, paths = PurePath(run.path), {PurePath(path): reason for path, reason in self.problems.items()}
+        return {
+            str(path.relative_to(directory)): reason
+            for path, reason in paths.items()
+            if directory in (path.parent, _run_of_evaluation(path))
+        }
 
     def _state_of(self, run: RunInfo) -> RunCurves:
         """Return the curves of a run from memory, or else the last saved ones, without envelopes."""
@@ -240,10 +247,14 @@ class RunFollower(threading.Thread):
                         self._read_evaluations(run, directory)
                         self._read_origin(run, directory)
                         ids.append(run)
+            except UnicodeEncodeError:  # neither the database nor an address can have such a path
+                self._set_problem(directory / RUN_FILE, "its path is not UTF-8")
             except Exception as error:  # a run's files may contain anything, and must not affect other runs
                 self._set_problem(directory / RUN_FILE, one_line(error))
         self._found_problems = {
-            path: reason for path, reason in self._found_problems.items() if path.parent in directories
+            path: reason
+            for path, reason in self._found_problems.items()
+            if path.parent in directories or (_run_of_evaluation(path) in directories and path.exists())
         }
         self._delete_missing({*directories}, [Path(error.filename) for error in errors])
         return ids
@@ -264,7 +275,9 @@ class RunFollower(threading.Thread):
                 self._stored_runs, self._database_version = self._database.runs(), version
                 self._runs_changed = False
             runs = {path: self._with_death(run) for path, run in self._stored_runs.items()}
-            problems = {str(path.relative_to(self.root)): reason for path, reason in self._found_problems.items()}
+            problems = {
+                format_path(path.relative_to(self.root)): reason for path, reason in self._found_problems.items()
+            }
             if (runs, problems) != (self.runs, self.problems):
                 self.runs, self.problems = runs, problems
                 self.version += 1
@@ -328,6 +341,7 @@ class RunFollower(threading.Thread):
             if match is None:
                 continue
             step = int(match[1])
+            problem = None
             try:
                 stamp = stamp_of(path)
                 if known.get(step) != stamp:
@@ -335,9 +349,17 @@ class RunFollower(threading.Thread):
                     metrics = {name: each for name, each in datasets.items() if isinstance(each, dict)}
                     self._database.replace_evaluation(run, step, stamp, metrics)
                     self._runs_changed = True
-            except (OSError, ValueError, TypeError, KeyError, AttributeError):
-                continue  # incomplete, or another kind of file
-            there.add(step)
+                there.add(step)
+            except FileNotFoundError:  # it was deleted meanwhile
+                continue
+            except OSError as error:
+                problem = error.strerror or one_line(error)
+            except ValueError:
+                is_settled = time.time() - float(stamp.partition(":")[0]) / 1e9 > SETTLED_S
+                problem = "not JSON" if is_settled else None  # otherwise it may be incomplete
+            except (TypeError, KeyError, AttributeError):
+                pass  # another kind of file
+            self._set_problem(path, problem)
         for step in known.keys() - there:
             self._database.replace_evaluation(run, step, "", {})
             self._runs_changed = True
@@ -467,12 +489,17 @@ class RunFollower(threading.Thread):
             self._found_problems.pop(path, None)
         else:
             self._found_problems[path] = reason
-            self._warn_once(f"{path} cannot be read ({reason})")
+            self._warn_once(f"{format_path(path)} cannot be read ({reason})")
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             warn(message)
+
+
+def _run_of_evaluation(path: PurePath) -> PurePath | None:
+    """Return the run that a file `eval/eval_step_N/metrics.json` belongs to; None for other files."""
+    return path.parents[2] if path.match("eval/eval_step_*/metrics.json") else None
 
 
 def _are_attempts(value: object) -> bool:

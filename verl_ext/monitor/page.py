@@ -275,7 +275,7 @@ class RunStatusBar:
                     ui.tooltip(self._say(hint))
 
     def show(self, run: RunInfo, curves: RunCurves, problems: Mapping[str, str]) -> None:
-        """Show the current status of a run; `problems` has the reason by name of a file that cannot be read."""
+        """Show the current status of a run; `problems` has the reason by path of a file that cannot be read."""
         with curves.lock:
             step, latest = curves.step, dict(curves.latest)
             left = curves.seconds_left(run.total_steps) if run.status == "running" else None

@@ -19,6 +19,7 @@ from verl_ext.health.rule import LOSS
 from verl_ext.metrics.jsonl import METRICS_FILE, MetricsRow, is_count, is_number, parse_row
 from verl_ext.metrics.run_record import RUN_FILE, seconds_of
 from verl_ext.monitor.database import LogEvent
+from verl_ext.monitor.text import format_path
 
 BLOCK_BYTES = 8 << 20
 """Number of bytes to read from a file at a time."""
@@ -50,6 +51,11 @@ def stamp_of(path: Path) -> str:
     """
     status = path.stat()
     return f"{status.st_mtime_ns}:{status.st_size}"
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether a path can be in an address and in the database; the names of other files may have any bytes."""
+    return format_path(path) == str(path)
 
 
 def config_or_empty(directory: Path) -> dict[str, Any]:

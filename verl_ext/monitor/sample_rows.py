@@ -13,6 +13,7 @@ import orjson
 
 from verl_ext.metrics.jsonl import SAMPLES_FILE, parse_object
 from verl_ext.monitor.panels import clip
+from verl_ext.monitor.run_files import is_utf8
 from verl_ext.monitor.state import PageState
 
 SAMPLES_BYTES = 16 << 20
@@ -33,9 +34,10 @@ Row = dict[str, Any]
 
 
 def sample_sources(run_dir: Path) -> dict[str, str]:
-    """Return labels of the sample files of a run, by relative path, with the newest evaluation first."""
+    """Return labels of the sample files of a run, by relative path in UTF-8, with the newest evaluation first."""
     found = {SAMPLES_FILE: "training"} if (run_dir / SAMPLES_FILE).is_file() else {}
-    logs = {path: path.parent.parent.name for path in (run_dir / "eval").glob("eval_step_*/qa_logs/*_qa.jsonl")}
+    paths = (run_dir / "eval").glob("eval_step_*/qa_logs/*_qa.jsonl")
+    logs = {path: path.parent.parent.name for path in paths if is_utf8(path.relative_to(run_dir))}
     newest_first = sorted(sorted(logs), key=lambda path: (len(logs[path]), logs[path]), reverse=True)
     for path in newest_first:
         step, dataset = path.parent.parent.name.removeprefix("eval_step_"), path.name.removesuffix("_qa.jsonl")

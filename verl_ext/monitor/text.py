@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
+from pathlib import Path
 
 LANGUAGES = {"en": "English", "zh": "中文"}
 
@@ -223,6 +225,11 @@ CHINESE = {
 def translate(language: str, text: str) -> str:
     """Translate a text of the page to `en` or `zh`; text without a translation stays unchanged."""
     return CHINESE.get(text, text) if language == "zh" else text
+
+
+def format_path(path: Path) -> str:
+    """Return a path as text that can be sent to a browser: bytes that are not UTF-8 are escaped, such as `\\xff`."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def format_time(seconds: float) -> str:
