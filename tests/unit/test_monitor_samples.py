@@ -16,7 +16,7 @@ from tests.helpers.pages import element, on_client, panel_of, texts_of
 from verl_ext.monitor import sample_tokens
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.sample_rows import as_cell, groups_of, matches, read_samples, sample_columns, sample_sources
-from verl_ext.monitor.samples import MAX_SAMPLES, SamplesPanel
+from verl_ext.monitor.samples import MAX_SAMPLES, ROW_KEY, SamplesPanel
 from verl_ext.monitor.state import PageState
 
 
@@ -181,5 +181,52 @@ def test_tokens_are_colored_by_difference_and_by_mask(
         element(client, "token pages").set_value(2)
         assert element(client, "token pages").visible
         assert [*pages, texts_of(element(client, "tokens"))] == [["Q", "<b>"], ["!"]]
+
+    on_client(check)
+
+
+def test_selected_sample_stays_selected_when_newer_ones_arrive(root: Path, follower: RunFollower) -> None:
+    def write(*names: str) -> None:
+        rows = [{"step": 4, "sample_id": name, "answer": f"answer {name}"} for name in names]
+        rows += [{"answer": f"answer {name}"} for name in names]  # without an identifier
+        (root / "p/old/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    async def check(client: Client) -> None:
+        def row_of(answer: str) -> dict[str, Any]:
+            return next(row for row in table.rows if row["answer"] == answer)
+
+        async def select(row: dict[str, Any]) -> None:
+            await panel._select(GenericEventArguments(sender=table, client=client, args=[None, row, 0]))
+
+        write("a", "b")
+        panel, table = panel_of(SamplesPanel, follower, PageState(run="p/old")), element(client, "samples")
+        await panel.show()
+        assert len({row[ROW_KEY] for row in table.rows}) == 4
+        old = row_of("answer a")
+        await select(old)
+        write("a", "b", "c")
+        await panel.show()
+        assert table.selected[0][ROW_KEY] == row_of("answer a")[ROW_KEY]
+        await select({**old, ROW_KEY: "gone"})
+        await select(old)  # the browser's older row
+        assert "answer a" in texts_of(element(client, "sample"))
+
+    on_client(check)
+
+
+def test_equal_group_is_not_drawn_again(root: Path, follower: RunFollower) -> None:
+    path = root / "p/old/samples.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in GROUPED))
+
+    async def check(client: Client) -> None:
+        panel = panel_of(SamplesPanel, follower, PageState(run="p/old", grouped=True, sample="v"))
+        await panel.show()
+        drawn = element(client, "group")
+        path.write_text(path.read_text() + json.dumps({**GROUPED[1], "number": 2}) + "\n")
+        await panel.show()
+        assert element(client, "group") is drawn
+        path.write_text(path.read_text() + json.dumps({**GROUPED[0], "step": 8}) + "\n")
+        await panel.show()
+        assert element(client, "group") is not drawn
 
     on_client(check)

@@ -160,6 +160,21 @@ def key_of_sample(row: Row) -> str:
     return " ".join(as_text(row[name]) for name in IDENTIFIERS if row.get(name) not in (None, ""))
 
 
+def rows_by_key(rows: Sequence[Row]) -> dict[str, Row]:
+    """Return samples by a key that newer samples do not change: the name in the address, and a number if it repeats.
+
+    Args:
+        rows: newest first, as the result.
+    """
+    counts: Counter[str] = Counter()
+    found = {}
+    for row in reversed(rows):
+        name = key_of_sample(row)
+        counts[name] += 1
+        found[f"{name}\0{counts[name]}"] = row
+    return dict(reversed(found.items()))
+
+
 def is_short(value: Any) -> bool:
     """Whether a value of a sample fits into a short column."""
     return not isinstance(value, (dict, list)) and len(as_text(value)) <= SHORT_CHARACTERS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from verl_ext.monitor.sample_rows import (
     matches,
     read_samples,
     reward_of,
+    rows_by_key,
     sample_columns,
     sample_sources,
     values_of,
@@ -33,7 +35,7 @@ from verl_ext.monitor.sample_rows import (
 from verl_ext.monitor.sample_tokens import DIFFERENCE, MASK, draw_tokens, num_pages, read_tokens
 
 ROW_KEY = "__row"
-"""Key for the number of a sample in the list; not `id`, because samples may have such a column."""
+"""Key of a sample or group in the list; not `id`, because samples may have such a column."""
 MAX_SAMPLES = 1000
 """Maximum number of samples in the list; a search covers all samples that were read."""
 MAX_CARDS = 64
@@ -55,7 +57,8 @@ class SamplesPanel(Panel):
         self._is_cut = False
         self._shown_key = ""
         self._samples: list[Row] = []
-        self._groups: list[Group] = []
+        self._listed: dict[str, Row | Group] = {}  # what passes the filters, by key of the list
+        self._shown_group: Group | None = None
         with ui.row().classes("w-full items-center gap-4"):
             self._build_filters()
             grouped = ui.switch(self.say("Side by side"), value=self.state.grouped)
@@ -128,20 +131,21 @@ class SamplesPanel(Panel):
         self._offer_values()
         if self.state.grouped:
             chosen = {id(row) for row in self._samples if matches(row, self.state)}
-            self._groups = [each for each in groups_of(self._samples) if any(id(row) in chosen for row in each.rows)]
-            cells = list(map(group_cells, self._groups[:MAX_SAMPLES]))
+            groups = [each for each in groups_of(self._samples) if any(id(row) in chosen for row in each.rows)]
+            self._listed = {each.key: each for each in groups}
+            cells = list(map(group_cells, groups[:MAX_SAMPLES]))
             names = [name for name in (cells[0] if cells else ()) if any(row[name] not in (None, "") for row in cells)]
-            rows = [row | {ROW_KEY: number} for number, row in enumerate(cells)]
-            num_found = len(self._groups)
-            self._show_group(next((each for each in self._groups if each.key == self.state.sample), None))
+            rows = [row | {ROW_KEY: group.key} for group, row in zip(groups, cells)]
+            self._show_group(next((each for each in groups if each.key == self.state.sample), None))
         else:
-            listed = [(number, row) for number, row in enumerate(self._samples) if matches(row, self.state)]
-            num_found = len(listed)
-            names = sample_columns([row for _, row in listed])
+            found = {key: row for key, row in rows_by_key(self._samples).items() if matches(row, self.state)}
+            self._listed = {**found}
+            names = sample_columns([*found.values()])
             rows = [
-                {name: as_cell(row.get(name)) for name in names} | {ROW_KEY: number}
-                for number, row in listed[:MAX_SAMPLES]
+                {name: as_cell(row.get(name)) for name in names} | {ROW_KEY: key}
+                for key, row in islice(found.items(), MAX_SAMPLES)
             ]
+        num_found = len(self._listed)
         self._table.columns = columns_of(names, self.say)
         self._table.rows = rows
         notes = [self.say("Only the newest samples of the file are shown")] if self._is_cut else []
@@ -190,25 +194,27 @@ class SamplesPanel(Panel):
 
     async def _select(self, event: GenericEventArguments) -> None:
         shown = event.args[1]
-        number, listed = shown[ROW_KEY], self._groups if self.state.grouped else self._samples
-        if isinstance(number, int) and 0 <= number < len(listed):
-            self._table.selected = [shown]
-            if self.state.grouped:
-                self.go(sample=self._groups[number].key, push=False)
-                self._show_group(self._groups[number])
-            else:
-                self.go(sample=key_of_sample(self._samples[number]), push=False)
-                await self._open(self._samples[number])
+        found = self._listed.get(shown[ROW_KEY])
+        if found is None:  # it no longer passes the filters
+            return
+        self._table.selected = [shown]
+        if isinstance(found, Group):
+            self.go(sample=found.key, push=False)
+            self._show_group(found)
+        else:
+            self.go(sample=key_of_sample(found), push=False)
+            await self._open(found)
 
     async def _show_sample_of_address(self) -> None:
         """Show the selected sample of a link or of a reloaded page in the list."""
         key = self.state.sample
         if self.state.grouped or not key or key == self._shown_key:
             return
-        number = next((number for number, row in enumerate(self._samples) if key_of_sample(row) == key), None)
-        if number is not None:
-            self._table.selected = [row for row in self._table.rows if row[ROW_KEY] == number]
-            await self._open(self._samples[number])
+        found = rows_by_key(self._samples).items()
+        shown, sample = next(((name, row) for name, row in found if key_of_sample(row) == key), (None, None))
+        if sample is not None:
+            self._table.selected = [row for row in self._table.rows if row[ROW_KEY] == shown]
+            await self._open(sample)
 
     async def _open(self, row: Row) -> None:
         self._shown_key = key_of_sample(row)
@@ -255,7 +261,10 @@ class SamplesPanel(Panel):
         draw()
 
     def _show_group(self, group: Group | None) -> None:
-        """Show the samples of a group side by side, below their prompt."""
+        """Show the samples of a group side by side, below their prompt, unless they are shown already."""
+        if group == self._shown_group:
+            return
+        self._shown_group = group
         if group is None:
             self._show_sample(None)
             return
