@@ -56,6 +56,7 @@ def test_url_round_trips_page_state() -> None:
         source="eval/eval_step_4/qa_logs/few_qa.jsonl", step=40, search="what? <b>",
         split="eval", error="timeout", reward_from=-0.5, reward_to=1.0, grouped=True, sample="4 x/1", colors="mask",
         dataset="a&b", a="base_x", b="step_4", problem="p #1", log_source="console", log_search="x",
+        setting_search="lr", changed="1",
     )  # fmt: skip
     assert PageState.from_query(state.to_query()) == state
     table = PageState(filter="a & b", sort="-step")
@@ -184,8 +185,19 @@ def test_filter_order_and_log_search_are_in_the_address(root: Path, follower: Ru
         await panel._choose()
         assert state.log_source == ""
 
+    async def check_configuration(client: Client) -> None:
+        (root / "p/old/config.yaml").write_text("stage: sft\n")
+        state = PageState(run="p/old", setting_search="stage", changed="1")
+        await panel_of(ConfigurationPanel, follower, state).show()
+        settings = element(client, "settings")
+        assert (settings.props["filter"], settings.rows) == ("stage", [])
+        element(client, "setting search").set_value(None)
+        element(client, "changed only").set_value(False)
+        assert (state.setting_search, state.changed, len(settings.rows)) == ("", "", 1)
+
     on_client(check_table)
     on_client(check_log)
+    on_client(check_configuration)
 
 
 def test_comparison_does_not_affect_the_next_run(follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,6 +403,13 @@ def test_configuration_tab_shows_attempts_and_changed_settings(root: Path, follo
         element(client, "attempt").set_value(1)
         assert element(client, "command").text == "bash run_sft.sh 1 <b>x</b>"
         assert rows() == [("optim.lr", "1e-05", "", ""), ("stage", "sft", "", ""), ("gone", "[1]", "", "")]
+        for chosen, shown in ((1, 1), (2, 2), (4, 5)):  # the last one is followed
+            element(client, "attempt").set_value(chosen)
+            record["attempts"].append({**record["attempts"][1], "attempt": len(record["attempts"]) + 1})
+            (run_dir / "run.json").write_text(json.dumps(record))
+            look(follower)
+            await panel.show()
+            assert element(client, "attempt").value == shown
 
     on_client(check)
 

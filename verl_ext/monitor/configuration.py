@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 from nicegui import ui
+from nicegui.events import ValueChangeEventArguments
 
 from verl_ext.metrics.run_record import seconds_of
 from verl_ext.monitor.messages import translate_message
@@ -49,10 +50,13 @@ class ConfigurationPanel(Panel):
                     self._table(name.lower(), ("Name", "Value"), "Name")
         heading(self.say("Settings"))
         with ui.row().classes("w-full items-center gap-4"):
-            search = ui.input(self.say("Search")).props("clearable dense debounce=200").classes("w-full sm:w-80")
-            tag(search, "setting search")
-            self._changed = tag(ui.switch(self.say("Changed settings only")), "changed only")
-            self._changed.on_value_change(self._draw)
+            search = ui.input(self.say("Search"), value=self.state.setting_search)
+            search.props("clearable dense debounce=200").classes("w-full sm:w-80")
+            tag(search, "setting search").on_value_change(
+                lambda event: self.go(push=False, setting_search=event.value or "")
+            )
+            changed = ui.switch(self.say("Changed settings only"), value=bool(self.state.changed))
+            self._changed = tag(changed, "changed only").on_value_change(self._choose_changed)
         keys = self._table("settings", KEY_COLUMNS, "Key", pagination=25)
         search.bind_value_to(keys, "filter", forward=lambda text: text or "")
 
@@ -77,8 +81,18 @@ class ConfigurationPanel(Panel):
         self._tables["settings"].props["no-data-label"] = error or self.say("Not recorded")
         self._attempts, self._config = attempts_of(run.record), config
         self._tables["attempts"].rows = [attempt_row(each, self.state.language) for each in self._attempts]
-        numbers = [each["attempt"] for each in self._attempts]
-        self._select.set_options(numbers, value=numbers[-1] if numbers else None)
+        self._offer_attempts([each["attempt"] for each in self._attempts])
+        self._draw()
+
+    def _offer_attempts(self, numbers: list[int]) -> None:
+        """Keep a chosen earlier attempt; otherwise choose the last one, also when the run is restarted."""
+        chosen = self._select.value
+        was_last = chosen == next(reversed(self._select.options), None)
+        kept = chosen in numbers and not was_last
+        self._select.set_options(numbers, value=chosen if kept else next(reversed(numbers), None))
+
+    def _choose_changed(self, event: ValueChangeEventArguments) -> None:
+        self.go(push=False, changed="1" if event.value else "")
         self._draw()
 
     def _draw(self) -> None:

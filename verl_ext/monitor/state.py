@@ -14,7 +14,7 @@ from verl_ext.monitor.text import LANGUAGES, translate
 TABS = ("Training", "Evaluation", "Compare", "Checkpoints", "Samples", "Health", "Log", "Configuration")
 OF_RUN_TEXTS = (
     *("source", "split", "error", "sample", "colors", "search", "dataset", "a", "b", "problem"),
-    *("log_source", "log_search"),
+    *("log_source", "log_search", "setting_search", "changed"),
 )
 OF_TABLE_TEXTS = ("filter", "sort")
 OF_RUN: dict[str, Any] = dict.fromkeys(OF_RUN_TEXTS, "") | dict.fromkeys(("step", "reward_from", "reward_to"))
@@ -54,6 +54,8 @@ class PageState:
         problem: flipped problem whose answers are shown; empty for none.
         log_source: console, or empty for the events.
         log_search: text that the shown lines of the log contain.
+        setting_search: text that the shown settings contain.
+        changed: 1 to show only settings that were changed; empty for all.
         filter: text that the rows of the run table contain.
         sort: column by which the run table is sorted, with a minus for descending order; empty for none.
         preferences: language (en or zh), dark and fold; the browser stores them for new pages.
@@ -83,6 +85,8 @@ class PageState:
     problem: str = ""
     log_source: str = ""
     log_search: str = ""
+    setting_search: str = ""
+    changed: str = ""
     filter: str = ""
     sort: str = ""
     preferences: MutableMapping[str, Any] = field(default_factory=dict)
