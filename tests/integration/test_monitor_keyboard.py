@@ -117,10 +117,50 @@ def test_updates_keep_the_focus(chromium: Browser, tmp_path: Path) -> None:
             expect(element).to_be_focused()
 
 
+def test_updates_keep_the_selected_text(chromium: Browser, tmp_path: Path) -> None:
+    run_dir = tmp_path / "checkpoints/p/one"
+    write_record(run_dir)
+    with monitor(run_dir.parents[1], tmp_path / "monitor.sqlite") as address, visit(chromium, address) as page:
+
+        def log(number: int) -> None:
+            event = {"time": number, "step": 1, "level": "warning", "name": f"rule{number}", "text": "it is 0"}
+            for name, line in (("events.jsonl", json.dumps(event)), ("console.log", f"line {number}")):
+                with open(run_dir / name, "a") as file:
+                    file.write(line + "\n")
+            write_rows(run_dir, 1, range(number, number + 1))
+
+        def assert_keeps_text(element: str, shown: Locator, number: int, news: str) -> None:
+            shown.evaluate("box => getSelection().selectAllChildren(box)")
+            selected = page.evaluate("() => getSelection().toString()")
+            log(number)
+            wait_for_text(page, element, news)
+            assert selected and page.evaluate("() => getSelection().toString()") == selected
+
+        for number in range(1, 8):
+            log(number)
+        page.get_by_test_id("earlier").get_by_text("Earlier warnings (2)").click()
+        alarms = page.get_by_test_id("alarm")
+        expect(alarms.last).to_be_visible()
+        alarms.last.focus()
+        assert_keeps_text("alarms", alarms.nth(1), 8, "rule8")
+        expect(alarms.last).to_be_focused()
+        page.goto(f"{address}?run=p/one&tab=Log&log_source=console")
+        wait_for_text(page, "log", "line 8")
+        assert_keeps_text("log", page.get_by_test_id("log").get_by_text("line 7"), 9, "line 9")
+        page.goto(f"{address}?runs=p/one&tab=Compare")
+        wait_for_text(page, "latest values", "9")
+        header = page.get_by_test_id("latest values").get_by_role("columnheader").first
+        header.press("Enter")
+        cell = page.get_by_test_id("latest values").get_by_role("cell", name="train/loss")
+        assert_keeps_text("latest values", cell, 10, "10")
+        expect(header).to_have_attribute("aria-sort", "ascending")
+        expect(header).to_be_focused()
+
+
 def test_runs_samples_and_help_are_reached_by_keyboard(chromium: Browser, address: str) -> None:
     with visit(chromium, address) as page:
         wait_for_text(page, "runs", "p/one")
-        page.get_by_role("checkbox", name="Select all runs").press("Space")
+        page.get_by_role("checkbox", name="Select all runs on this page").press("Space")
         wait_for_text(page, "advice", "2 selected")
         color = "() => getComputedStyle(document.querySelector('[data-testid=runs] a')).color"
         for is_dark in (0, 1):

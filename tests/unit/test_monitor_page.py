@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,18 @@ import pytest
 from nicegui import Client, ui
 from nicegui.events import ValueChangeEventArguments
 
-from tests.helpers.monitor import following, look, write_record, write_rows
-from tests.helpers.pages import element, on_client, panel_of
+from tests.helpers.monitor import following, look, write_evaluation, write_record, write_rows
+from tests.helpers.pages import element, on_client, panel_of, texts_of
 from verl_ext.config.schema import to_yaml
-from verl_ext.monitor import charts, page
+from verl_ext.monitor import charts, file_panels, page
 from verl_ext.monitor.charts import short_names
 from verl_ext.monitor.configuration import ConfigurationPanel
-from verl_ext.monitor.file_panels import HealthPanel, LogPanel
+from verl_ext.monitor.file_panels import LAST_LINES, HealthPanel, LogPanel
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.overview import RunTable
 from verl_ext.monitor.page import MonitorPage
 from verl_ext.monitor.panels import ComparePanel, TrainingPanel, differing_keys, flatten, rates_by_step
+from verl_ext.monitor.sharing import SharedResults
 from verl_ext.monitor.state import MAX_COMPARED, TABS, PageState
 from verl_ext.trainer.stages import load_config
 
@@ -349,12 +351,20 @@ def test_compare_shows_differing_configuration_keys(root: Path, follower: RunFol
 
     async def check(client: Client) -> None:
         state = PageState(runs=("p/new", "p/old", "p/gone"), metrics=("train/loss", "no/such"))
-        await panel_of(ComparePanel, follower, state).show()
+        panel = panel_of(ComparePanel, follower, state)
+        await panel.show()
         assert element(client, "compared").value == ["p/new", "p/old"]
         rows = {row["key"]: (row["run0"], row["run1"]) for row in element(client, "differences").rows}
         assert rows == {"optim.lr": ("2e-05", "1e-05")}
         [latest] = element(client, "latest values").rows
         assert latest == {"key": "train/loss", "run0": "8", "run1": "5"}
+        tables = [element(client, name) for name in ("latest values", "differences")]
+        write_rows(root / "p/new", 1, range(9, 10))
+        (root / "p/new/config.yaml").write_text(to_yaml(load_config("sft", ["optim.lr=3e-05"])))
+        look(follower)
+        await panel.show()
+        assert [element(client, name) for name in ("latest values", "differences")] == tables
+        assert [table.rows[0]["run0"] for table in tables] == ["9", "3e-05"]
         names = [line["name"] for line in element(client, "chart comparison train/loss").options["series"]]
         assert names == ["new", "old"]
         assert element(client, "compared note").text.startswith("2 of the 3 runs in the address are shown")
@@ -532,3 +542,117 @@ def test_run_table_shows_chains_progress_and_current_warnings(
 
     on_client(check)
     on_client(check_sorted)
+
+
+def test_only_existing_runs_stay_selected(root: Path, follower: RunFollower) -> None:
+    for name in ("new", "other"):
+        write_record(root / f"p/{name}")
+    write_evaluation(root / "p/new", 8, gsm8k={"accepted_at_1": 0.5})
+    look(follower)
+
+    async def check(client: Client) -> None:
+        panel = panel_of(RunTable, follower, PageState())
+        table, advice = element(client, "runs"), element(client, "advice")
+        table.selected = [*table.rows]
+        panel._count_selected()
+        assert len(table.rows) == 4 and advice.text.endswith("(3 selected)")
+        assert {row["path"] for row in table.selected} == {"p/old", "p/new", "p/other"}
+        (root / "p/other/run.json").unlink()
+        look(follower)
+        await panel.show()
+        assert {row["path"] for row in table.selected} == {"p/old", "p/new"} and advice.text.endswith("(2 selected)")
+
+    on_client(check)
+
+
+def test_new_warning_leaves_others_and_their_fold_as_they_are(root: Path, follower: RunFollower) -> None:
+    def write(number: int) -> None:
+        event = {"time": number, "step": 1, "name": f"rule{number}", "level": "alarm", "text": f"alarm {number}"}
+        with open(root / "p/old/events.jsonl", "a") as file:
+            file.write(json.dumps(event) + "\n")
+
+    async def check(client: Client) -> None:
+        def texts(name: str) -> list[str]:
+            return [text for text in texts_of(element(client, name)) if text.startswith("rule")]
+
+        for number in range(1, 8):
+            write(number)
+        look(follower)
+        panel = panel_of(RunTable, follower, PageState())
+        fold = element(client, "earlier")
+        fold.set_value(True)
+        lines = dict(panel._alarms._lines)
+        for number in (8, 3, 9):  # the first rule that has reported twice moves to the top
+            write(number if number != 3 else 10)
+        look(follower)
+        await panel.show()
+        shown = [f"rule{number}: alarm {number}" for number in (10, 9, 8, 7, 6, 5, 4, 3, 2, 1)]
+        assert texts("alarms") == shown[:5] and texts("earlier") == shown[5:]
+        assert fold.value and fold.visible and fold.text == "Earlier warnings (5)"
+        assert {*lines.items()} <= {*panel._alarms._lines.items()}
+        (root / "p/old/events.jsonl").unlink()
+        write(1)
+        look(follower)
+        await panel.show()
+        assert texts("alarms") == shown[-1:] and not fold.visible
+
+    on_client(check)
+
+
+def test_new_lines_of_console_leave_others_as_they_are(root: Path, follower: RunFollower) -> None:
+    path = root / "p/old/console.log"
+
+    async def check(client: Client) -> None:
+        async def labels(content: str) -> list[ui.label]:
+            path.write_text(content)
+            await panel.show()
+            shown = [each for each in log.descendants() if isinstance(each, ui.label)]
+            assert [each.text for each in shown] == [line for line in content.splitlines() if line][-LAST_LINES:]
+            return shown
+
+        panel, log = panel_of(LogPanel, follower, PageState(run="p/old", log_source="console")), element(client, "log")
+        first = await labels("one\n\ntwo\nthr")
+        assert (await labels("one\n\ntwo\nthree\nfour\n"))[:2] == first[:2], "the last line was incomplete"
+        many = "".join(f"line {number}\n" for number in range(LAST_LINES))
+        second = await labels("one\n\ntwo\nthree\nfour\n" + many)
+        assert (await labels(path.read_text() + "more\n"))[:-1] == second[1:]
+        await labels("another file\n")
+
+    on_client(check)
+
+
+@pytest.mark.parametrize("source", ["", "console"])
+def test_log_search_finds_new_lines(source: str, root: Path, follower: RunFollower) -> None:
+    path = root / "p/old/console.log"
+    path.write_text("no match\n")
+
+    async def check(client: Client) -> None:
+        panel = panel_of(LogPanel, follower, PageState(run="p/old", log_source=source, log_search="loss 20"))
+        await panel.show()
+        table = element(client, "found")
+        assert table.visible and table.rows == []
+        path.write_text("no match\nrank 0: loss 20\n")
+        write_rows(root / "p/old", 1, range(6, 21))
+        look(follower)
+        deadline = time.monotonic() + 60
+        while not table.rows and time.monotonic() < deadline:  # a search of the console may be too recent
+            await panel.show()
+        [row] = table.rows
+        assert "loss 20" in row["text"]
+
+    on_client(check)
+
+
+def test_equal_health_is_not_drawn_again(root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "p/old/config.yaml").write_text(to_yaml(load_config("sft", [])))
+    monkeypatch.setattr(file_panels, "_files_state", lambda directory: object())  # always due
+
+    async def check(client: Client) -> None:
+        panel = panel_of(HealthPanel, follower, PageState(run="p/old"))
+        await panel.show()
+        first = [*element(client, "health").descendants()]
+        follower.files = SharedResults(1)
+        await panel.show()
+        assert [*element(client, "health").descendants()] == first and len(first) > 20
+
+    on_client(check)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from verl_ext.health.run_directory import RunDirectory
 from verl_ext.metrics.jsonl import EVENTS_FILE, METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE
 from verl_ext.monitor.colors import LEVELS, text_classes
-from verl_ext.monitor.database import LogEvent
+from verl_ext.monitor.database import LogEvent, RunInfo
 from verl_ext.monitor.messages import translate_event, translate_message
 from verl_ext.monitor.panels import Panel, columns_of, data_table, heading, tag
 from verl_ext.monitor.run_files import stamp_of
@@ -119,7 +120,7 @@ class HealthPanel(Panel):
         directory = self.follower.directory(run)
         key, look = ("health", directory), partial(_look, directory)
         found = await background.io_bound(self.follower.files.get, key, _files_state(directory), look, 10.0)
-        if found is None or found is self._shown:  # None if the tab was closed meanwhile
+        if found is None or found == self._shown:  # None if the tab was closed meanwhile
             return
         self._shown = found
         self._box.clear()
@@ -176,6 +177,7 @@ class LogPanel(Panel):
         """Create the log and the table of search results."""
         self._last = 0
         self._shown: object = None
+        self._console: list[str] = []  # lines of the console in the log
         sources = {name: self.say(name.capitalize()) for name in ("events", "console")}
         chosen = self.state.log_source if self.state.log_source in sources else "events"
         source = ui.toggle(sources, value=chosen).props("no-caps")
@@ -183,29 +185,33 @@ class LogPanel(Panel):
         search = ui.input(self.say("Search the log"), value=self.state.log_search)
         search.props("clearable debounce=300").classes("w-full sm:w-96")
         self._search = tag(search, "search").on_value_change(self._choose)
-        self._is_new = True
         self._log = tag(ui.log(max_lines=LAST_LINES).classes("w-full h-[32rem]"), "log")
         columns = columns_of(("time", "kind", "step", "text"), lambda name: self.say(name.capitalize()))
         self._table = data_table("found", columns, "id", self.say, "No matching rows", pagination=50)
         self._table.set_visibility(False)
 
     async def show(self) -> None:
-        """Append new lines; clear the log first for another run or a replaced metrics file."""
+        """Append new lines and search in them."""
         run = self.run
         if run is None:
             return
-        if self._is_new:  # the address may have a search
-            self._is_new = False
-            await self._find()
         if self._source.value == "console":
             await self._show_console(self.follower.directory(run) / CONSOLE_LOG)
-            return
-        if self._shown != (run.id, run.generation):
+            await self._find()  # even without new lines, because the last result may be older
+        elif self._show_events(run):
+            await self._find()
+
+    def _show_events(self, run: RunInfo) -> bool:
+        """Append new events, and return whether there are any; another run or metrics file clears the log first."""
+        is_other = self._shown != (run.id, run.generation)
+        if is_other:
             self._shown, self._last = (run.id, run.generation), 0
             self._log.clear()
-        for number, event in self.follower.reader.last_events(run.id, self._last, LAST_LINES):
+        events = self.follower.reader.last_events(run.id, self._last, LAST_LINES)
+        for number, event in events:
             self._last = max(self._last, number)
             self._log.push(self._line_of(event), classes=text_classes(EVENT_COLORS.get(event.kind, "grey")))
+        return is_other or bool(events)
 
     def _line_of(self, event: LogEvent) -> str:
         where = "" if event.step is None else f"{self.say('step {}').format(event.step)}: "
@@ -217,12 +223,26 @@ class LogPanel(Panel):
             return
         self._shown = path, stamp
         lines = await background.io_bound(last_lines, path, LAST_LINES) if stamp else [self.say("Nothing yet")]
-        self._log.clear()
-        for line in lines:
+        if lines is not None:  # None if the tab was closed meanwhile
+            self._append(lines)
+
+    def _append(self, lines: list[str]) -> None:
+        """Show lines of the console; those that the log has already stay, so that their text can be selected."""
+        kept, without_last = num_repeated(self._console, lines), num_repeated(self._console[:-1], lines)
+        if without_last > kept:  # the last line was incomplete
+            self._log.remove(len(self._console) - 1)
+            self._console.pop()
+            kept = without_last
+        elif not kept:
+            self._log.clear()
+            self._console.clear()
+        for line in lines[kept:]:
             self._log.push(line)
+        self._console = [*self._console, *lines[kept:]][-LAST_LINES:]
 
     async def _switch(self) -> None:
         self._log.clear()
+        self._console.clear()
         self._shown, self._last = None, 0
         await self._choose()
         await self.show()
@@ -234,27 +254,44 @@ class LogPanel(Panel):
         await self._find()
 
     async def _find(self) -> None:
-        wanted = (self._search.value or "").strip()
+        """List the lines with the searched text; the console is read for at most a tenth of the time."""
+        searched = wanted, source = self._searched
         self._table.set_visibility(bool(wanted))
         self._log.set_visibility(not wanted)
         run = self.run  # read once, because the follower may drop it at any time
-        if wanted and run is not None and self._source.value == "console":
+        if not wanted or run is None:
+            return
+        if source == "console":
             path = self.follower.directory(run) / CONSOLE_LOG
-            lines = await background.io_bound(find_lines, path, wanted, FOUND_LINES)
-            self._table.rows = [
-                {"id": number, "kind": self.say("line {}").format(number), "text": line} for number, line in lines
-            ]
-        elif wanted and run is not None:
+            find, stamp = partial(find_lines, path, wanted, FOUND_LINES), stamp_of(path) if path.exists() else ""
+            lines = await background.io_bound(self.follower.files.get, ("found", path, wanted), stamp, find, 10.0)
+            if lines is None or searched != self._searched:
+                return
+            rows = [{"id": number, "kind": self.say("line {}").format(number), "text": line} for number, line in lines]
+        else:
             found = self.follower.reader.search_events(run.id, wanted, FOUND_LINES)
-            self._table.rows = [
+            rows = [
                 {"id": number, "time": format_time(each.time), "kind": self.say(each.kind), "step": each.step}
                 | {"text": translate_event(self.state.language, each)}
                 for number, each in found
             ]
+        if rows != self._table.rows:
+            self._table.rows = rows
+
+    @property
+    def _searched(self) -> tuple[str, str]:
+        """The searched text, and where it is searched."""
+        return (self._search.value or "").strip(), self._source.value
+
+
+def num_repeated(shown: Sequence[str], lines: Sequence[str]) -> int:
+    """Return how many of the first lines are the last shown ones."""
+    sizes = range(min(len(shown), len(lines)), 0, -1)
+    return next((size for size in sizes if shown[-size:] == lines[:size]), 0)
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a text file, at most `count` and `TAIL_BYTES`; none if it cannot be read."""
+    """The last lines of a text file with text, at most `count` and `TAIL_BYTES`; none if it cannot be read."""
     try:
         with open(path, "rb") as file:
             start = max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0)
@@ -262,7 +299,7 @@ def last_lines(path: Path, count: int) -> list[str]:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-    return lines[1 if start else 0 :][-count:]
+    return [line for line in lines[1 if start else 0 :] if line][-count:]
 
 
 def find_lines(path: Path, wanted: str, count: int) -> list[tuple[int, str]]:

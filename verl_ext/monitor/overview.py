@@ -93,11 +93,11 @@ class RunTable(Panel):
             "body-cell-path": LINK,
             "body-cell-step": PROGRESS,
             "body-selection": CHECKBOX,
-            "header-selection": CHECKBOX_OF_ALL.format(self.say("Select all runs")),
+            "header-selection": CHECKBOX_OF_ALL.format(self.say("Select all runs on this page")),
             **{f"body-cell-{name}": BADGE.replace("NAME", name) for name in ("status", "health")},
         }
         self._table = data_table("runs", columns, "path", self.say, templates=templates, **options)
-        self._table.props(remove="wrap-cells")
+        self._table.props("hide-selected-banner", remove="wrap-cells")
         self._table.on_select(self._count_selected)
         self._table.on_pagination_change(self._sort)
         self._table.on("open", self._open)
@@ -123,6 +123,7 @@ class RunTable(Panel):
         self._table.set_visibility(bool(rows))
         if rows != self._table.rows:
             self._table.rows = rows
+            self._count_selected()
 
     def _problem_lines(self) -> list[str]:
         """Say which files cannot be read."""
@@ -191,7 +192,7 @@ class RunTable(Panel):
         self.go(run=str(path), runs=(), **({"tab": str(tab)} if tab else {}))
 
     def _selected(self) -> tuple[str, ...]:
-        return tuple(row["path"] for row in self._table.selected if row["path"] == row["run"])
+        return tuple(row["path"] for row in self._table.selected)
 
     def _pagination(self) -> dict[str, Any]:
         """Return the page size and the order of the rows, as Quasar describes them."""
@@ -206,6 +207,11 @@ class RunTable(Panel):
             self.change(sort=order)
 
     def _count_selected(self) -> None:
+        """Say how many runs are selected; evaluations, which the header selects, too, and deleted runs are not."""
+        known = {row["path"] for row in self._table.rows if row["path"] == row["run"]}
+        kept = [row for row in self._table.selected if row["path"] in known]
+        if len(kept) < len(self._table.selected):
+            self._table.selected = kept
         count = len(self._selected())
         self._compare.set_enabled(1 < count <= MAX_COMPARED)
         text = self.say("Select 2 to {} runs to compare them").format(MAX_COMPARED)
@@ -221,25 +227,32 @@ class AlarmList:
     def __init__(self, panel: Panel) -> None:
         self._panel = panel
         self._shown: object = None
+        self._lines: dict[tuple[str, LogEvent], ui.link] = {}
         self._box = tag(ui.column().classes("w-full gap-1"), "alarms")
+        self._fold = tag(ui.expansion().classes("w-full").props("dense"), "earlier")
+        with self._fold:
+            self._earlier = ui.column().classes("w-full gap-1")
 
     def redraw(self) -> None:
-        """Draw the findings if they have changed."""
+        """Draw the findings that have changed; the others keep the focus."""
         found = current_findings(self._panel.follower.runs)
         if found == self._shown:
             return
         self._shown = found
-        self._box.clear()
-        with self._box:
-            for path, event in found[:SHOWN_ALARMS]:
-                self._line(path, event)
-            if len(found) > SHOWN_ALARMS:
-                fold = ui.expansion(f"{self._panel.say('Earlier warnings')} ({len(found) - SHOWN_ALARMS})")
-                with fold.classes("w-full").props("dense"), ui.column().classes("w-full gap-1"):
-                    for path, event in found[SHOWN_ALARMS:]:
-                        self._line(path, event)
+        for key in self._lines.keys() - {*found}:
+            self._lines.pop(key).delete()
+        for box, keys in ((self._box, found[:SHOWN_ALARMS]), (self._earlier, found[SHOWN_ALARMS:])):
+            for place, key in enumerate(keys):
+                if key not in self._lines:
+                    with box:
+                        self._lines[key] = self._line(*key)
+                line = self._lines[key]
+                if [*box][place : place + 1] != [line]:
+                    line.move(box, place)
+        self._fold.set_text(f"{self._panel.say('Earlier warnings')} ({len(found) - SHOWN_ALARMS})")
+        self._fold.set_visibility(len(found) > SHOWN_ALARMS)
 
-    def _line(self, path: str, event: LogEvent) -> None:
+    def _line(self, path: str, event: LogEvent) -> ui.link:
         link = ui.link(target=f"?{urlencode({'run': path, 'tab': 'Health'})}")
         link.classes("w-full flex flex-wrap items-baseline gap-x-2 rounded border border-gray-500 p-2")
         link.classes("text-inherit no-underline")
@@ -249,6 +262,7 @@ class AlarmList:
             ui.label(path).classes("font-medium break-all")
             ui.label(translate_event(self._panel.state.language, event)).classes("text-sm break-words min-w-0")
             ui.label(format_time(event.time)).classes("text-xs opacity-70")
+        return link
 
 
 def current_findings(runs: Mapping[str, RunInfo]) -> list[tuple[str, LogEvent]]:

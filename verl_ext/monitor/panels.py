@@ -462,7 +462,8 @@ class ComparePanel(Panel):
     def build(self) -> None:
         """Create the selectors and the boxes for charts and tables."""
         self._cards: dict[str, ChartCard] = {}
-        self._tables: object = None
+        self._tables: dict[str, DataTable] = {}
+        self._shown_tables: object = None
         with ui.row().classes("w-full items-center gap-4"):
             self.build_style_controls()
         label = self.say("Runs to compare (at most {})").format(MAX_COMPARED)
@@ -548,27 +549,38 @@ class ComparePanel(Panel):
         values = {name: [format_number(latest[run.path].get(name)) for run in runs] for name in metrics}
         configs = [flatten(config_or_empty(self.follower.directory(run))) for run in runs]
         differences = differing_keys(configs)
-        shown = [run.path for run in runs], values, differences
-        if shown == self._tables:
-            return
-        self._tables = shown
+        paths = [run.path for run in runs]
+        shown = paths, bool(differences)
+        if shown != self._shown_tables:
+            self._shown_tables = shown
+            self._build_tables(paths, bool(differences))
+        self._fill_table("latest values", values)
+        if differences:
+            self._fill_table("differences", differences)
+
+    def _build_tables(self, paths: list[str], has_differences: bool) -> None:
+        """Create the tables; they stay while the runs log, with the order and the focus that the visitor chose."""
         self._differences.clear()
         with self._differences:
             heading(self.say("Latest values"))
-            self._table([run.path for run in runs], self.say("Metric"), values, "latest values")
-            if len(runs) > 1:
-                title = "Keys that differ" if differences else "The configurations are the same"
+            self._build_table("latest values", self.say("Metric"), paths)
+            if len(paths) > 1:
+                title = "Keys that differ" if has_differences else "The configurations are the same"
                 tag(heading(self.say(title)), "configuration")
-            if differences:
-                self._table([run.path for run in runs], self.say("Configuration"), differences, "differences")
+            if has_differences:
+                self._build_table("differences", self.say("Configuration"), paths)
 
-    def _table(self, paths: list[str], label: str, rows: Mapping[str, list[str]], name: str) -> None:
+    def _build_table(self, name: str, label: str, paths: list[str]) -> None:
         labels = {"key": label, **{f"run{place}": path for place, path in enumerate(paths)}}
+        self._tables[name] = data_table(name, columns_of(labels, lambda each: labels[each]), "key", self.say)
+
+    def _fill_table(self, name: str, rows: Mapping[str, list[str]]) -> None:
         found = [
             {"key": key, **{f"run{place}": clip(value) for place, value in enumerate(values)}}
             for key, values in rows.items()
         ]
-        data_table(name, columns_of(labels, lambda each: labels[each]), "key", self.say).rows = found
+        if found != self._tables[name].rows:
+            self._tables[name].rows = found
 
 
 def clip(text: str, length: int = MAX_SHOWN_CHARACTERS) -> str:

@@ -70,7 +70,7 @@ CHINESE = {
     "evaluation": "评估",
     "Earlier warnings": "更早的警告",
     "Select 2 to {} runs to compare them": "勾选 2 至 {} 个任务即可对比",
-    "Select all runs": "选择所有任务",
+    "Select all runs on this page": "选择本页的所有任务",
     "{} selected": "已选 {} 个",
     "Status": "状态",
     "Stage": "阶段",
