@@ -105,10 +105,8 @@ class BudgetTrainer(RewardTrainer):
         plugin = None if named is None else Plugin.parse(named, "model.adapter")
         runner = self.controlled_model().runner(device, dtype, plugin, max_encodings=controller.max_encodings)
         self.vlm_fingerprint = fingerprint(runner.adapter.model)
-        if self.saved_fingerprint not in (
-            None,
-            self.vlm_fingerprint,
-        ):  # None: it starts at step 0, or the key is missing
+        saved = self.saved_fingerprint  # None: it starts at step 0, or an earlier version wrote the checkpoint
+        if saved not in (None, self.vlm_fingerprint):
             assert self.checkpoint is not None
             raise UserError(
                 f"{self.checkpoint} was trained for another vision-language model or dtype than "
@@ -303,7 +301,7 @@ class BudgetTrainer(RewardTrainer):
         super().load_data_state(state)
         self.epoch_sums = EpochSums(**state["epoch_sums"])
         self.best_reward, self.saved_reward_terms = state["best_reward"], state["reward_terms"]
-        self.saved_fingerprint = state.get("vlm_fingerprint")  # checkpoints of earlier versions do not have it
+        self.saved_fingerprint = state.get("vlm_fingerprint")
 
     def reward_terms(self) -> dict[str, Any]:
         """What a validation's reward depends on besides the controller."""
