@@ -103,3 +103,12 @@ def test_fast_steps_are_never_abandoned(signals: StopSignals) -> None:
     vote.raise_if_abandoning_step()
     with pytest.raises(Stop):
         vote.raise_if_stopping()
+
+
+def test_wait_without_signal_ends_with_the_last_reward() -> None:
+    vote = StopVote(StopSignals(STOP_SIGNALS), None, grace_s=10.0)
+    vote.note(step_s=9.0, save_s=2.0)
+    vote.raise_if_stopping()
+    answers = iter(("a slow reward", "a slow reward", ""))
+    vote.wait_or_abandon_step(lambda: next(answers))
+    assert next(answers, None) is None

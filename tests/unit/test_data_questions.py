@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,7 @@ def test_invalid_question_rows_are_rejected(change: dict[str, Any], message: str
         (7, ("7",)),
         (0.5, ("0.5",)),
         ([0.5, float("nan")], ("0.5",)),
+        ([Decimal("3.5"), Decimal("nan")], ("3.5",)),
         ({"answer": "no"}, ("no",)),
     ],
 )

@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -308,11 +309,11 @@ def reference_answers(record: Mapping[str, Any]) -> list[str]:
         if isinstance(each, Mapping) and "answer" not in each:
             raise TypeError("a dictionary without the key 'answer'")
         answer = each["answer"] if isinstance(each, Mapping) else each
-        if answer is None or (isinstance(answer, float) and math.isnan(answer)):
+        if answer is None or (isinstance(answer, float | Decimal) and math.isnan(answer)):
             continue
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
             raise TypeError(f"a value of the type {type(answer).__name__}")
-        if isinstance(answer, float) and math.isinf(answer):
+        if isinstance(answer, float | Decimal) and math.isinf(answer):
             raise TypeError(f"the number {answer}")
         found.append(str(answer))
     return found

@@ -110,8 +110,9 @@ class BudgetTrainer(RewardTrainer):
             assert self.checkpoint is not None
             raise UserError(
                 f"{self.checkpoint} was trained for another vision-language model or dtype than "
-                f"{config.model.partial_pretrain}; restore its model and controller.dtype, or set "
-                f"trainer.experiment_name to a new name to start {self.weights_of(self.checkpoint)}"
+                f"{config.model.partial_pretrain}; restore its model, set controller.dtype to the previous dtype (auto "
+                "depends on the device), or set trainer.experiment_name to a new name to start "
+                f"{self.weights_of(self.checkpoint)}"
             )
         samples = [*self.train_dataset.samples, *self.val_dataset.samples]
         require_no_placeholders(samples, runner.adapter.processor)

@@ -118,14 +118,16 @@ class StopVote:
         return bool(writing)
 
     def wait_or_abandon_step(self, is_waiting: Callable[[], object]) -> None:
-        """Wait while `is_waiting` is true, if a signal could abandon the step in the meantime; collective.
+        """Wait while `is_waiting` is true on any rank, if a signal could abandon the step in the meantime; collective.
 
         Raises:
             Stop: on every rank; see `raise_if_abandoning_step`.
         """
-        while self.can_abandon_step and not self._signal and is_waiting():
+        while self.can_abandon_step:
+            self.raise_if_abandoning_step()
+            if not _maxima(bool(is_waiting()))[0]:
+                return
             time.sleep(POLL_S)
-        self.raise_if_abandoning_step()
 
     def raise_if_abandoning_step(self) -> None:
         """Stop all ranks in the middle of a step if any rank has a signal and `can_abandon_step` is true; collective.
