@@ -88,14 +88,21 @@ def test_repeated_signals_to_rank_are_one_request(start: object) -> None:
     assert ask(process, "now") == "SIGTERM"
 
 
-@pytest.mark.parametrize(("has_engine", "printed"), [(True, "last line\n"), (False, "last line\natexit\n")])
-def test_rank_with_vllm_on_gpu_leaves_without_destructors(has_engine: bool, printed: str) -> None:
-    """The GPU and vLLM are mocked."""
+@pytest.mark.parametrize(("has_engine", "printed"), [(True, "last line\n"), (False, "last line\nthread\natexit\n")])
+def test_rank_leaves_without_destructors(has_engine: bool, printed: str) -> None:
+    """With vLLM on a GPU, both of which are mocked, also without exit handlers."""
     program = """
-        import atexit, sys
+        import atexit, sys, threading
         import torch
         from verl_ext.trainer.__main__ import leave
 
+        class Kept:
+            def __del__(self):
+                print("destructor")
+
+        kept, is_ending = Kept(), threading.Event()
+        threading.Thread(target=lambda: is_ending.wait() and print("thread"), daemon=sys.argv[1] == "True").start()
+        threading._register_atexit(is_ending.set)
         atexit.register(print, "atexit")
         torch.cuda.is_initialized = lambda: True
         if sys.argv[1] == "True":
