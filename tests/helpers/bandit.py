@@ -131,6 +131,7 @@ def grpo_step(
         "timer": StepTimer(),
         "device": "cpu",
         "before_micro_batch": lambda is_last: None,
+        "is_interrupted": lambda: False,
         "wait": lambda is_waiting: None,
         "replacement_prompts": lambda round_number, numbers: [],
         "before_update": lambda trajectories: None,

@@ -193,6 +193,7 @@ def assert_engines_follow_weights(quickstart: Path, directory: Path, kinds: list
         assert list(of_kinds) == kinds
         for kind, results in of_kinds.items():
             assert len(results) == ENGINE_STEPS
+            assert set(results[-1]["answers after interruption"].values()) == {0}, kind
             assert results[0]["alone 0.0"] and results[0]["alone 0.8"] and results[-1]["finds non-finite"], kind
             for result in results:
                 assert result["buckets"] > 2, kind

@@ -19,11 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.grpo_reference import ENGINE_STEPS
 from tests.helpers.trainer import sharded
-from verl_ext.errors import UserError
+from verl_ext.errors import STOP_SIGNALS, UserError
 from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.hf_engine import HFEngine
-from verl_ext.grpo.sampling import Completion, SampleRequest, SamplingArgs
+from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
 from verl_ext.grpo.vllm_engine import TensorParallelGroup, VLLMRolloutEngine, WeightSync
+from verl_ext.processes import StopSignals
+from verl_ext.trainer.preemption import StopVote
 
 LENGTHS = (150, 20, 7, 133)
 """Of prompts, with two samples each; a block of vLLM's cache has 32 tokens."""
@@ -105,9 +107,28 @@ def results_of(directory: Path, kind: str) -> list[dict[str, Any]]:
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    results[-1]["answers after interruption"] = {
+        name: answers_after_interruption(engine, requests) for name, engine in (("vllm", vllm), ("hf", hf))
+    }
     results[-1]["finds non-finite"] = finds_non_finite_logits(vllm, requests)
     vllm.close()
     return results
+
+
+def answers_after_interruption(engine: RolloutEngine, requests: list[SampleRequest]) -> int:
+    """Number of completions of up to 100 tokens if rank 1 gets a signal."""
+    signals = StopSignals(STOP_SIGNALS)
+    vote = StopVote(signals, None)
+    engine.is_interrupted = vote.is_interrupted
+    with vote.validation():
+        if dist.get_rank() == 1:
+            signals.received.append(STOP_SIGNALS[0])
+            assert vote.is_interrupted()
+        dist.barrier()
+        count = len(dict(engine.generate(requests, SamplingArgs(0.0, 1.0, -1, 100))))
+        assert vote.is_interrupted()
+    del engine.is_interrupted
+    return count
 
 
 def finds_non_finite_logits(engine: VLLMRolloutEngine, requests: list[SampleRequest]) -> bool:

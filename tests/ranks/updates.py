@@ -68,6 +68,7 @@ def updated(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         num_ranks=ranks,
         optimizer_step=descend,
         before_micro_batch=FSDPReshardPolicy(model, case.keeps_gathered).before_micro_batch,
+        is_interrupted=lambda: False,
         wait=lambda is_waiting: None,
     )
     metrics = step.update(mine)

@@ -100,9 +100,22 @@ def test_fast_steps_are_never_abandoned(signals: StopSignals) -> None:
     vote.note(step_s=7.0, save_s=2.0)
     vote.raise_if_stopping()
     signals.received.append(signal.SIGTERM)
-    vote.raise_if_abandoning_step()
+    vote.raise_if_interrupted()
     with pytest.raises(Stop):
         vote.raise_if_stopping()
+
+
+def test_signal_interrupts_validation_but_not_a_fast_step(signals: StopSignals) -> None:
+    vote = StopVote(signals, None, grace_s=10.0)
+    vote.note(step_s=7.0, save_s=2.0)
+    vote.raise_if_stopping()
+    signals.received.append(signal.SIGTERM)
+    assert not vote.is_interrupted()
+    with vote.validation():
+        assert vote.is_interrupted()
+        with pytest.raises(Stop, match="SIGTERM"):
+            vote.wait_unless_interrupted(lambda: True)
+    assert not vote.is_interrupted()
 
 
 def test_wait_without_signal_ends_with_the_last_reward() -> None:
@@ -110,5 +123,5 @@ def test_wait_without_signal_ends_with_the_last_reward() -> None:
     vote.note(step_s=9.0, save_s=2.0)
     vote.raise_if_stopping()
     answers = iter(("a slow reward", "a slow reward", ""))
-    vote.wait_or_abandon_step(lambda: next(answers))
+    vote.wait_unless_interrupted(lambda: next(answers))
     assert next(answers, None) is None

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -70,7 +71,7 @@ def step_of(
     micro_batch_size: int = 64,
     lr: float = 0.0,
     replacement_prompts: Callable[[int, Sequence[int]], Sequence[Prompt]] = lambda round_number, numbers: [],
-    wait: Callable[[Callable[[], object]], None] = lambda is_waiting: None,
+    vote: StopVote | None = None,
 ) -> GRPOStep:
     """A step for the bandit; with a learning rate of 0, gradients accumulate."""
 
@@ -83,6 +84,7 @@ def step_of(
             bandit.scores.grad = None
         return norm
 
+    stops = {"is_interrupted": vote.is_interrupted, "wait": vote.wait_unless_interrupted} if vote else {}
     return grpo_step(
         bandit,
         machine or Machine(),
@@ -95,7 +97,7 @@ def step_of(
         num_ranks=1,
         optimizer_step=optimizer_step,
         replacement_prompts=replacement_prompts,
-        wait=wait,
+        **stops,
     )
 
 
@@ -484,12 +486,35 @@ def test_stop_during_validation_ends_sampling_before_save() -> None:
     assert bandit.versions == [3] and not bandit.samples
 
 
-def test_step_is_abandoned_while_rewards_are_missing() -> None:
+def impatient_vote() -> StopVote:
+    """A vote that abandons steps."""
     vote = StopVote(StopSignals(STOP_SIGNALS), None, grace_s=10.0)
     vote.note(step_s=9.0, save_s=2.0)
     vote.raise_if_stopping()
-    bandit, machine = Bandit(6), Machine()
-    step = step_of(bandit, machine, wait=vote.wait_or_abandon_step)
+    return vote
+
+
+def test_step_is_abandoned_while_rewards_are_computed() -> None:
+    """The rewards of a budget controller are computed one after the other, when they are requested."""
+    vote, bandit, machine, num_rewards = impatient_vote(), Bandit(6), Machine(), 0
+
+    def answer(trajectory: Trajectory) -> StepResult:
+        nonlocal num_rewards
+        num_rewards += 1
+        if num_rewards == 3:
+            assert vote.signals is not None
+            vote.signals.received.append(signal.SIGTERM)
+        return StepResult(reward=Reward({"pay": 1.0}))
+
+    machine.step = lambda trajectory: partial(answer, trajectory)  # type: ignore[method-assign]
+    with pytest.raises(Stop, match="SIGTERM"):
+        step_of(bandit, machine, vote=vote).run(prompts(0, 1), 1)
+    assert num_rewards == 3
+
+
+def test_step_is_abandoned_while_rewards_are_missing() -> None:
+    vote, bandit, machine = impatient_vote(), Bandit(6), Machine()
+    step = step_of(bandit, machine, vote=vote)
     machine.step = lambda trajectory: lambda: pytest.fail("it waits for a reward")  # type: ignore[method-assign]
 
     def waiting_for() -> str:

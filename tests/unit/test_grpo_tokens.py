@@ -166,6 +166,13 @@ def test_engine_log_probs_equal_model_log_probs(model: PreTrainedModel, pad: int
             assert logits.argmax(-1).tolist() == list(completion.token_ids)
 
 
+def test_interrupted_engine_ends_without_the_current_batch(model: PreTrainedModel, pad: int) -> None:
+    engine, calls = engine_of(model, pad, batch_size=2, end=-1), iter(range(100))
+    engine.is_interrupted = lambda group: next(calls) >= SAMPLING.max_tokens + 4  # in the second batch
+    assert len(dict(engine.generate(requests(9, 8, 7, 6), SAMPLING))) == 2
+    assert next(calls) < 2 * SAMPLING.max_tokens
+
+
 def test_completions_end_at_eos_or_limit(model: PreTrainedModel, pad: int) -> None:
     (whole,) = generated(engine_of(model, pad), requests(5))
     assert whole.truncated and len(whole.token_ids) == 12

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from verl_ext.checkpoint.hf_tensors import unwrap_peft
 from verl_ext.grpo.sampling import (
@@ -60,7 +67,10 @@ class HFEngine(RolloutEngine):
             with unsharded_layers(self._model), plain_attention(self._model), self._autocast():
                 for start in range(0, len(order), self._batch_size):
                     numbers = order[start : start + self._batch_size]
-                    yield from zip(numbers, self._batch([requests[number] for number in numbers], sampling))
+                    completions = self._batch([requests[number] for number in numbers], sampling)
+                    if self.is_interrupted(None):
+                        return
+                    yield from zip(numbers, completions)
         finally:
             self._model.train(was_training)
 
@@ -76,6 +86,7 @@ class HFEngine(RolloutEngine):
             attention_mask=attention_mask,
             past_key_values=self._prompt_cache(requests, input_ids, attention_mask),
             logits_processor=LogitsProcessorList([processor]),
+            stopping_criteria=StoppingCriteriaList([self._stops]),
             # every rank has the full model, so ranks with fewer or no prompts need no extra forward passes
             synced_gpus=False,
             generation_config=GenerationConfig(
@@ -124,6 +135,10 @@ class HFEngine(RolloutEngine):
         )
         cache.reorder_cache(torch.tensor(prompt_of_request, device=input_ids.device))
         return cache
+
+    def _stops(self, input_ids: torch.Tensor, scores: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """Stopping criterion of transformers: ends all rows, (rows,) bool, if the engine is interrupted."""
+        return torch.full((len(input_ids),), self.is_interrupted(None), device=input_ids.device)
 
     def _completion(self, tokens: list[int], log_probs: torch.Tensor) -> Completion:
         ends = [position for position, token in enumerate(tokens) if token in self._eos]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from verl_ext.errors import UserError
@@ -80,6 +81,8 @@ class RolloutEngine(ABC):
 
     dtype: torch.dtype | None = None
     """dtype of the engine's own weights; None if the trained model itself generates."""
+    is_interrupted: Callable[[dist.ProcessGroup | None], bool] = staticmethod(lambda group: False)
+    """Whether `generate` must end early; collective over the ranks of a group, which share an engine."""
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Allocate memory for generation, and load the trained weights if they changed; collective.
@@ -97,7 +100,7 @@ class RolloutEngine(ABC):
         """Generate a completion for each request.
 
         Yields:
-            Index of the request and its completion without text, once finished.
+            Index of the request and its completion without text, once finished; not all if `is_interrupted`.
         """
 
     def release_memory(self) -> None:  # noqa: B027  # by default there is nothing to do

@@ -61,7 +61,9 @@ class GRPOStep:
         timer: measures `rollout`, `reward`, `advantages`, `shard` and `update`.
         device: device for reductions over ranks.
         before_micro_batch: called before each forward pass; its argument says whether it is an update's last one.
-        wait: called before rewards are used, with a function that is true while rewards are missing; may raise.
+        is_interrupted: whether this rank must skip the rest of its work and call `wait`, which then raises.
+        wait: called before and after rewards are used, with a function that is true while rewards are missing; may
+            raise `Stop`.
         replacement_prompts: given a round of dynamic sampling, from 1, and the numbers of this rank's groups among all
             groups to replace, ascending, returns a prompt for each; for the last ones none if there are too few.
         before_update: called with the trajectories of this rank before the update.
@@ -83,6 +85,7 @@ class GRPOStep:
     timer: StepTimer
     device: str
     before_micro_batch: Callable[[bool], None]
+    is_interrupted: Callable[[], bool]
     wait: Callable[[Callable[[], object]], None]
     replacement_prompts: Callable[[int, Sequence[int]], Sequence[Prompt]]
     before_update: Callable[[Sequence[Trajectory]], None]
@@ -149,8 +152,11 @@ class GRPOStep:
             with self.timer.measure("reward"), self.wait_guard.watch(when):
                 self.wait(self.environment.waiting_for)
                 for trajectory, wait, generated_at in waits:
+                    if self.is_interrupted():
+                        break
                     trajectory.advance(wait())
                     self._trace_turn(run_name, trajectory, start, generated_at)
+                self.wait(self.environment.waiting_for)
             live = [trajectory for trajectory in trajectories if trajectory.reward is None]
             # every rank runs the same number of rounds; with a single turn there is nothing to agree on
             if self.environment.max_turns > 1 and not self._largest(len(live)):

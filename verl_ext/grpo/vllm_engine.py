@@ -147,7 +147,7 @@ class VLLMRolloutEngine(RolloutEngine):
             for index, request in enumerate(requests):
                 prompt = {"prompt_token_ids": list(request.prompt_ids)}
                 self._engine.add_request(str(index), prompt, self._sampling_params(request, sampling, self._end_tokens))
-            while self._engine.has_unfinished_requests():
+            while self._engine.has_unfinished_requests() and not self.is_interrupted(self._tp_group.group):
                 for output in self._engine.step():
                     if output.finished and int(output.request_id) in own:
                         yield int(output.request_id) - own.start, _completion(output.outputs[0])

@@ -83,7 +83,8 @@ class RewardTrainer(PipelineTrainer):
             timer=self.timer,
             device=self.device_name,
             before_micro_batch=self.before_micro_batch,
-            wait=self.stop_vote.wait_or_abandon_step,
+            is_interrupted=self.stop_vote.is_interrupted,
+            wait=self.stop_vote.wait_unless_interrupted,
             replacement_prompts=self.replacement_prompts,
             before_update=self.before_update,
             max_engine_gap=self.max_engine_gap(),
@@ -301,11 +302,12 @@ class GRPOTrainer(RewardTrainer):
         """
         config, rollout = self.config, self.config.rollout
         # First, because vLLM patches classes of transformers for models that it does not implement itself.
-        reference = self.build_reference()
+        reference, engine = self.build_reference(), self.build_engine()
+        engine.is_interrupted = self.stop_vote.is_interrupted
         return TokenPolicy(
             self.model,
             self.tokenizer,
-            self.build_engine(),
+            engine,
             TokenBatcher(
                 self.tokenizer.pad_token_id,
                 forward_flops(self.model) if config.actor.share_prompts else None,

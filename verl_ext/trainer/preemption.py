@@ -6,10 +6,12 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from verl_ext.console import warn
 from verl_ext.errors import STOP_SIGNALS, UNHEALTHY_EXIT_CODE, Stop
@@ -22,6 +24,9 @@ SLACK_S = 5.0
 """Seconds for closing the trackers and exiting."""
 POLL_S = 0.05
 """Seconds between two looks at signals during a wait."""
+STORE_POLL_S = 0.5
+"""Seconds between two looks at the process group's store, which a rank with a signal writes."""
+STOP_KEY = "verl_ext/stop"
 DEADLINE_VARIABLES = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
@@ -48,6 +53,7 @@ class StopVote:
     Attributes:
         can_abandon_step: whether a signal stops the run in the middle of the current step, because the longest step and
             a save would take longer than `grace_s`; the same on every rank.
+        is_validating: whether the run validates, which a signal always interrupts.
         expected_save_s: expected duration of a save until one is measured.
         failed_rule: rule that has found a problem, from `rules`; set on rank 0 only.
         longest_step_s: longest step so far, in seconds.
@@ -62,7 +68,8 @@ class StopVote:
         grace_s: float = math.inf,
     ) -> None:
         self.signals, self.deadline, self.grace_s = signals, deadline, grace_s
-        self.can_abandon_step = False
+        self.can_abandon_step = self.is_validating = False
+        self._knows_signal, self._asked_at = False, -math.inf  # of any rank; when it last asked the store
         self._rules = list(rules)
         self.failed_rule: str | None = None
         self.longest_step_s = self.longest_save_s = self.expected_save_s = 0.0
@@ -117,26 +124,66 @@ class StopVote:
             raise Stop(f"the health rule {self._rules[rule - 1]}", UNHEALTHY_EXIT_CODE)
         return bool(writing)
 
-    def wait_or_abandon_step(self, is_waiting: Callable[[], object]) -> None:
-        """Wait while `is_waiting` is true on any rank, if a signal could abandon the step in the meantime; collective.
+    # Between step boundaries
+
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """Return a context in which every signal interrupts the work in progress."""
+        self.is_validating = True
+        try:
+            yield
+        finally:
+            self.is_validating = False
+
+    @property
+    def can_interrupt(self) -> bool:
+        """Whether a signal interrupts the work in progress; the same on every rank."""
+        return self.can_abandon_step or self.is_validating
+
+    def wait_unless_interrupted(self, is_waiting: Callable[[], object]) -> None:
+        """Wait while `is_waiting` is true on any rank, if a signal can interrupt the wait; collective.
 
         Raises:
-            Stop: on every rank; see `raise_if_abandoning_step`.
+            Stop: on every rank; see `raise_if_interrupted`.
         """
-        while self.can_abandon_step:
-            self.raise_if_abandoning_step()
+        while self.can_interrupt:
+            self.raise_if_interrupted()
             if not _maxima(bool(is_waiting()))[0]:
                 return
             time.sleep(POLL_S)
 
-    def raise_if_abandoning_step(self) -> None:
-        """Stop all ranks in the middle of a step if any rank has a signal and `can_abandon_step` is true; collective.
+    def raise_if_interrupted(self) -> None:
+        """Stop all ranks between step boundaries if any rank has a signal and `can_interrupt` is true; collective.
 
         Raises:
             Stop: on every rank.
         """
-        if self.can_abandon_step and (number := _maxima(self._signal)[0]):
+        if self.can_interrupt and (number := _maxima(self._signal)[0]):
             raise Stop(signal.Signals(number).name, is_urgent=True)
+
+    def is_interrupted(self, group: dist.ProcessGroup | None = None) -> bool:
+        """Whether this rank must end its work early and call `raise_if_interrupted`, because any rank has a signal.
+
+        Other ranks may learn of the signal up to `STORE_POLL_S` later.
+
+        Args:
+            group: ranks that must get the same answer; collective over them.
+        """
+        if not self.can_interrupt:
+            return False
+        knows_signal = self._look_for_signal()
+        return knows_signal if group is None else bool(_maxima(knows_signal, group=group)[0])
+
+    def _look_for_signal(self) -> bool:
+        if self._knows_signal:
+            return True
+        if self._signal:
+            _get_default_store().set(STOP_KEY, "")
+            self._knows_signal = True
+        elif time.monotonic() - self._asked_at > STORE_POLL_S:
+            self._knows_signal = _get_default_store().check([STOP_KEY])
+            self._asked_at = time.monotonic()
+        return self._knows_signal
 
     def deadline_is_near(self, is_writing: bool) -> bool:
         """Whether another step and a save might end too late; never before the first step.
@@ -150,10 +197,10 @@ class StopVote:
         return time.time() + needed_s >= self.deadline
 
 
-def _maxima(*values: int) -> list[int]:
-    """The maximum of each value over all ranks; collective."""
+def _maxima(*values: int, group: dist.ProcessGroup | None = None) -> list[int]:
+    """The maximum of each value over the ranks of a group, by default all; collective."""
     votes = torch.tensor(values, dtype=torch.int64)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
     return votes.tolist()
 
 

@@ -337,7 +337,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         Raises:
             Stop: on every rank, if a signal leaves no time to complete the step.
         """
-        self.stop_vote.raise_if_abandoning_step()
+        self.stop_vote.raise_if_interrupted()
         self.reshard_policy.before_micro_batch(is_last)
 
     def abandon_step(self, rng_state: dict[str, Any]) -> None:
@@ -379,7 +379,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def run_validation(self) -> None:
         """Validate; if a stop interrupts the validation, the next start runs it."""
         self.owes_validation = True
-        metrics = self.validate()
+        with self.stop_vote.validation():
+            metrics = self.validate()
         self.owes_validation = False
         self.log(metrics)
 
