@@ -231,8 +231,10 @@ def word_of(hint: Any) -> str:
 
 
 def description_of(key: Key) -> str:
-    """The description, with links to the guides that it names."""
-    return re.sub(r"docs/guides/(\w+)\.md", r"[\1.md](../guides/\1.md)", key.setting.doc)
+    """The description, with links to the guides that it names, and the settings that the key needs."""
+    needs = " or ".join(f"`{each}`" for each in key.setting.needs)
+    text = f"{key.setting.doc} (only with {needs})" if needs else key.setting.doc
+    return re.sub(r"docs/guides/(\w+)\.md", r"[\1.md](../guides/\1.md)", text)
 
 
 def in_yaml(value: Any) -> str:

@@ -58,7 +58,9 @@ KEYS = _by_name(
         "actor.ppo_epochs": "num_iterations",
         "actor.loss_agg_mode": "loss_type",
         "actor.policy_loss.loss_mode": "importance_sampling_level loss_mode policy_loss",
-        "reward.functions reward.accuracy": "reward reward_fn reward_funcs reward_function custom_reward_function.path",
+        "reward.functions reward.accuracy": (
+            "reward reward_fn reward_funcs reward_weights reward_function custom_reward_function.path"
+        ),
         "model.mixed_precision": "bf16 fp16 torch_dtype dtype",
         "model.enable_gradient_checkpointing": "gradient_checkpointing",
         "model.attn_implementation": "flash_attention",

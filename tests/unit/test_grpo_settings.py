@@ -6,16 +6,19 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import yaml
 
 from eval_pipeline.judge import JudgeClient, JudgeConfig, ResourceLimits
 from tests.helpers.grpo import MAX_TOKENS
+from verl_ext.config.schema import keys, without_effect
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import RewardConfig, RolloutConfig
 from verl_ext.grpo.rewards import text_environment
 from verl_ext.grpo.rewards.check import check_reward_settings
 from verl_ext.grpo.vllm_engine import _arguments
+from verl_ext.launch.configure import resolve_config
 from verl_ext.trainer.grpo import CPU_BUCKET_MB, bucket_bytes
-from verl_ext.trainer.stages import GRPOConfig, load_config
+from verl_ext.trainer.stages import STAGES, GRPOConfig, load_config
 from verl_ext.vllm_setup import small_model_arguments
 
 
@@ -157,3 +160,33 @@ def test_covariance_losses_need_one_micro_batch_per_update(loss: str, num_ranks:
     )
     with pytest.raises(UserError, match=says) if loss != "vanilla" else nullcontext():
         config.check_ranks(num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["actor.kl_loss_coef=0.5"], ["actor.kl_loss_coef=0.5 has no effect without actor.use_kl_loss=true"]),
+        (["actor.kl_loss_coef=0.5", "actor.use_kl_loss=true", "rollout.engine=hf"], []),
+        (
+            ["model.lora_alpha=8"],
+            ["model.lora_alpha=8 has no effect without model.lora_rank or model.lora_adapter_path"],
+        ),
+        (["model.lora_alpha=8", "model.lora_rank=4"], []),
+        (["model.lora_alpha=8", "model.lora_adapter_path=/adapters"], []),
+    ],
+)
+def test_settings_without_effect_are_named(
+    words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert without_effect(resolve_config("grpo", words)) == told
+    assert capsys.readouterr().err.splitlines() == [f"warning: {sentence}" for sentence in told]
+    assert without_effect(resolve_config("grpo", [])) == []
+
+
+def test_needed_settings_exist() -> None:
+    for stage in STAGES.values():
+        known = keys(stage.root)
+        needs = [need.partition("=") for key in known.values() for need in key.setting.needs]
+        assert all(known[name].fits(yaml.safe_load(value)) for name, _, value in needs if value), stage
+        assert {name for name, _, _ in needs} <= {*known}, stage
+    assert len([key for key in keys(GRPOConfig).values() if key.setting.needs]) > 10

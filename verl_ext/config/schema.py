@@ -43,6 +43,8 @@ class Setting:
         quoted: whether text that looks like a number must be in quotes.
         hidden: whether messages omit the value, which may be a secret.
         unused: whether the key exists only for compatibility with verl's recipes; only the default is valid.
+        needs: keys of which one must differ from its default, or have the value after `=`, for this key to have an
+            effect; empty if it always has one.
     """
 
     doc: str
@@ -58,6 +60,7 @@ class Setting:
     quoted: bool = False
     hidden: bool = False
     unused: bool = False
+    needs: tuple[str, ...] = ()
 
     def allows(self, value: Any) -> bool:
         """Whether a number is within the limits; other values always are."""
@@ -344,6 +347,28 @@ def check_value(key: Key, value: Any) -> None:
             finite = key.takes.replace("a number", "a finite number").replace("of numbers", "of finite numbers")
             takes = finite if is_infinite else key.takes
             raise UserError(f"{name} is {shown}; it must be {takes}")
+
+
+def without_effect(config: Any) -> list[str]:
+    """A sentence for each key that is set, but has no effect because of the values of other keys.
+
+    Args:
+        config: an instance of a root.
+    """
+    known = keys(type(config))
+
+    def is_met(need: str) -> bool:
+        name, _, wanted = need.partition("=")
+        value = value_at(config, name)
+        return _yaml(value) == wanted if wanted else value != known[name].default
+
+    return [
+        f"{name}={_yaml(value)} has no effect without {' or '.join(key.setting.needs)}"
+        for name, key in known.items()
+        if key.setting.needs
+        and (value := value_at(config, name)) != key.default
+        and not any(map(is_met, key.setting.needs))
+    ]
 
 
 def flat(section: Any) -> dict[str, Any]:

@@ -12,6 +12,11 @@ KLType = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
 ]
 
+# What settings need to have an effect, see `Setting.needs`
+CLIP_COV, KL_COV, SAPO = ((f"actor.policy_loss.loss_mode={name}",) for name in ("clip_cov", "kl_cov", "sapo"))
+KL_LOSS = ("actor.use_kl_loss=true",)
+VLLM = ("rollout.engine=vllm",)
+
 
 @dataclass(kw_only=True)
 class DynamicSamplingConfig:
@@ -25,7 +30,9 @@ class RolloutCorrectionConfig:
     """`algorithm.rollout_correction`: truncated importance sampling against the engine's probabilities."""
 
     rollout_is: Literal["token", "sequence"] | None = setting(None, "Importance sampling level; null disables it")
-    rollout_is_threshold: float = setting(2.0, "Maximum importance weight", ge=1e-9)
+    rollout_is_threshold: float = setting(
+        2.0, "Maximum importance weight", ge=1e-9, needs=("algorithm.rollout_correction.rollout_is",)
+    )
 
 
 @dataclass(kw_only=True)
@@ -67,11 +74,11 @@ class TokenLossConfig:
     """`actor.policy_loss`: a loss of verl's registry and its settings."""
 
     loss_mode: LossMode = setting("vanilla", "Policy loss; see docs/guides/grpo.md")
-    clip_cov_ratio: float = setting(0.0002, "Fraction of tokens that clip_cov excludes", gt=0, le=1)
-    clip_cov_lb: float = setting(1.0, "Minimum covariance of these tokens")
-    clip_cov_ub: float = setting(5.0, "Maximum covariance of these tokens")
-    kl_cov_ratio: float = setting(0.0002, "Fraction of tokens that kl_cov penalizes", gt=0, le=1)
-    ppo_kl_coef: float = setting(0.1, "Weight of that penalty", ge=0)
+    clip_cov_ratio: float = setting(0.0002, "Fraction of tokens that clip_cov excludes", gt=0, le=1, needs=CLIP_COV)
+    clip_cov_lb: float = setting(1.0, "Minimum covariance of these tokens", needs=CLIP_COV)
+    clip_cov_ub: float = setting(5.0, "Maximum covariance of these tokens", needs=CLIP_COV)
+    kl_cov_ratio: float = setting(0.0002, "Fraction of tokens that kl_cov penalizes", gt=0, le=1, needs=KL_COV)
+    ppo_kl_coef: float = setting(0.1, "Weight of that penalty", ge=0, needs=KL_COV)
 
 
 @dataclass(kw_only=True)
@@ -104,21 +111,25 @@ class TokenActorConfig(ActorConfig):
     """`actor` of language models."""
 
     policy_loss: TokenLossConfig = section(TokenLossConfig)
-    tau_pos: float = setting(1.0, "sapo's temperature for positive advantages", gt=0)
-    tau_neg: float = setting(1.05, "sapo's temperature for negative advantages", gt=0)
+    tau_pos: float = setting(1.0, "sapo's temperature for positive advantages", gt=0, needs=SAPO)
+    tau_neg: float = setting(1.05, "sapo's temperature for negative advantages", gt=0, needs=SAPO)
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         setting("token-mean", "Aggregation of token losses")
     )
     loss_scale_factor: int | None = setting(  # type: ignore[assignment]  # no key, hence None, in the base class
-        None, "Divisor of seq-mean-token-sum-norm; null: max_response_length", ge=1
+        None,
+        "Divisor of seq-mean-token-sum-norm; null: max_response_length",
+        ge=1,
+        needs=("actor.loss_agg_mode=seq-mean-token-sum-norm",),
     )
     share_prompts: bool = setting(True, "Compute a group's prompt once if possible")
     use_kl_loss: bool = setting(False, "KL penalty toward the initial model")
-    kl_loss_coef: float = setting(0.001, "Weight of that penalty", ge=0)
+    kl_loss_coef: float = setting(0.001, "Weight of that penalty", ge=0, needs=KL_LOSS)
     kl_loss_type: KLType = setting(
         "low_var_kl",
         "KL estimator; a trailing + keeps the value but uses the gradient of k2. low_var_kl and k3 are clamped to 10 "
         "per token and have no gradient where clamped; low_var_kl+ and k2 do",
+        needs=KL_LOSS,
     )
 
     def check(self) -> None:
@@ -169,16 +180,16 @@ class RolloutConfig(GroupConfig):
     top_p: float = setting(1.0, "Nucleus sampling threshold", ge=1e-6, le=1)
     top_k: int = setting(-1, "Most likely tokens to sample from; -1: all", ge=-1)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
-        "auto", "dtype of vLLM's weights; auto: bfloat16 on GPUs, float32 on CPUs"
+        "auto", "dtype of vLLM's weights; auto: bfloat16 on GPUs, float32 on CPUs", needs=VLLM
     )
     max_num_seqs: int = setting(256, "Concurrent completions per engine", ge=1)
-    tensor_model_parallel_size: int = setting(1, "Ranks per vLLM engine", ge=1)
-    gpu_memory_utilization: float = setting(0.5, "Fraction of GPU memory for vLLM", ge=0.01, le=1)
-    free_cache_engine: bool = setting(True, "Free vLLM's GPU memory during updates")
+    tensor_model_parallel_size: int = setting(1, "Ranks per vLLM engine", ge=1, needs=VLLM)
+    gpu_memory_utilization: float = setting(0.5, "Fraction of GPU memory for vLLM", ge=0.01, le=1, needs=VLLM)
+    free_cache_engine: bool = setting(True, "Free vLLM's GPU memory during updates", needs=VLLM)
     update_weights_bucket_megabytes: int = setting(
-        512, "Bucket size of a weight sync, in MB; capped at 4 MB on CPUs", ge=1
+        512, "Bucket size of a weight sync, in MB; capped at 4 MB on CPUs", ge=1, needs=VLLM
     )
-    vllm: dict[str, Any] = setting({}, "Arguments of vllm.LLM")
+    vllm: dict[str, Any] = setting({}, "Arguments of vllm.LLM", needs=VLLM)
 
 
 @dataclass(kw_only=True)

@@ -24,8 +24,8 @@ from verl_ext.commands import program
 from verl_ext.config.compose import override_of
 from verl_ext.config.recipes import default_recipe
 from verl_ext.config.run_config import read_config_file, refuse_interpolations
-from verl_ext.config.schema import as_dict, set_at, value_at
-from verl_ext.console import print_line
+from verl_ext.config.schema import as_dict, set_at, value_at, without_effect
+from verl_ext.console import print_line, warn
 from verl_ext.data.config import file_list
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json
@@ -136,6 +136,8 @@ def resolve_config(command: str, overrides: list[str]) -> RunConfig:
         return with_paths_of_caller(config)
     if unknown := composer_of(config.stage).unknown_keys_added_by(overrides):
         print_line(f"Keys added with + have no effect unless custom code reads them: {', '.join(unknown)}", sys.stderr)
+    for sentence in without_effect(config):
+        warn(sentence)
     return with_inputs_of_caller(config)
 
 

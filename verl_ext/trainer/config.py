@@ -29,6 +29,8 @@ MIN_CHUNK_TOKENS = 128
 """Minimum tokens per chunk of logits; matrix products of fewer rows are slow."""
 FUSED_OPTIMIZERS = ("Adam", "AdamW")
 """Classes of torch.optim whose fused GPU kernel supports FSDP2's DTensors; SGD's does not."""
+LORA = ("model.lora_rank", "model.lora_adapter_path")
+"""What settings of adapters need to have an effect, see `Setting.needs`."""
 
 
 def chunk_tokens(vocab_size: int, on_gpu: bool) -> int:
@@ -83,9 +85,9 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations to save memory")
     trust_remote_code: bool = setting(False, "Run the model's own code")
     lora_rank: int = setting(0, "LoRA rank; 0 trains the full model", ge=0)
-    lora_alpha: int = setting(16, "LoRA alpha; adapters are scaled by `lora_alpha` / `lora_rank`")
+    lora_alpha: int = setting(16, "LoRA alpha; adapters are scaled by `lora_alpha` / `lora_rank`", needs=LORA)
     lora_adapter_path: str | None = setting(None, "Directory of LoRA adapters to train further", path=True)
-    target_modules: str | list[str] = setting("all-linear", "Modules with LoRA adapters")
+    target_modules: str | list[str] = setting("all-linear", "Modules with LoRA adapters", needs=LORA)
     use_liger: bool = setting(False, "Use Liger kernels; on GPUs also for `fused_loss`")
     strategy: str = setting("fsdp2", "Sharding strategy; only fsdp2")
     attn_implementation: Attention = setting(
