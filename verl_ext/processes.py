@@ -57,6 +57,7 @@ class StopSignals:
 
     Attributes:
         received: all signals so far.
+        asked_at: `time.monotonic` of the first signal; infinity without one.
         immediate: the signal that requested an immediate stop, if any: a SIGQUIT, or a SIGINT more than
             `SAME_REQUEST_S` after another SIGINT.
     """
@@ -67,7 +68,7 @@ class StopSignals:
         self.received: list[signal.Signals] = []
         self.immediate: signal.Signals | None = None
         self._listened, self._kill_after_s = listened, kill_after_s
-        self._asked_at = self._interrupted_at = math.inf  # the first signal and the first SIGINT, by time.monotonic
+        self.asked_at = self._interrupted_at = math.inf  # the latter is of the first SIGINT
         self._raises = False
         self._request: StopRequest | None = None  # the last one that was raised
         self._previous: dict[signal.Signals, Any] = {}
@@ -109,7 +110,7 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now, asked = time.monotonic(), signal.Signals(number)
         self.received.append(asked)
-        self._asked_at = min(self._asked_at, now)
+        self.asked_at = min(self.asked_at, now)
         if asked is signal.SIGINT:
             self._interrupted_at = min(self._interrupted_at, now)
             is_immediate = now - self._interrupted_at > SAME_REQUEST_S
@@ -117,7 +118,7 @@ class StopSignals:
             is_immediate = asked is signal.SIGQUIT
         if is_immediate and self.immediate is None:
             self.immediate = asked
-        if self._kill_after_s is not None and (is_immediate or now - self._asked_at > self._kill_after_s):
+        if self._kill_after_s is not None and (is_immediate or now - self.asked_at > self._kill_after_s):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         if self._raises:

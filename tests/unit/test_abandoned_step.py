@@ -8,8 +8,10 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock, patch
 
 import pytest
 import torch
@@ -43,7 +45,8 @@ def start(quickstart: Path, run_dir: Path, grace_s: float) -> SFTTrainer:
 
 def signal_in_step(trainer: SFTTrainer, number: int) -> list[torch.Tensor]:
     """Send SIGTERM in the first of two micro-batches of a step; return the random state before it, once it is known."""
-    random_states, summed_loss = [], trainer.summed_loss
+    random_states: list[torch.Tensor] = []
+    summed_loss = trainer.summed_loss
 
     def compute(micro_batch: Any) -> torch.Tensor:
         if trainer.global_step == number and not random_states:
@@ -95,6 +98,36 @@ def test_validation_expects_to_wait_for_background_save(quickstart: Path, tmp_pa
         trainer.validate()
 
 
+def test_interrupted_validation_is_repeated_once(quickstart: Path, tmp_path: Path, signals: StopSignals) -> None:
+    """Also if the run is killed before it saves again."""
+
+    def start_run() -> tuple[SFTTrainer, Mock]:
+        trainer = make_trainer(
+            small_config(quickstart, tmp_path, "trainer.total_training_steps=4", "trainer.test_freq=2")
+        )
+        return trainer, patch.object(trainer, "validate", wraps=trainer.validate).start()
+
+    trainer, validate = start_run()
+    trainer.stop_vote.signals = signals
+
+    def interrupt() -> Any:
+        if trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return DEFAULT
+
+    validate.side_effect = interrupt
+    with pytest.raises(Stop, match="SIGTERM"):
+        trainer.fit()
+    for num_validations in (1, 0):
+        trainer, validate = start_run()
+        assert trainer.global_step == 2 and trainer.owes_validation
+        trainer.training_step = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+        assert validate.call_count == num_validations
+        assert "val/loss" in read_complete(tmp_path / "global_step_2").metrics
+
+
 def test_fast_steps_are_never_abandoned(signals: StopSignals) -> None:
     vote = StopVote(signals, None, grace_s=10.0)
     vote.note(step_s=7.0, save_s=2.0)
@@ -116,6 +149,19 @@ def test_signal_interrupts_validation_but_not_a_fast_step(signals: StopSignals) 
         with pytest.raises(Stop, match="SIGTERM"):
             vote.wait_unless_interrupted(lambda: True)
     assert not vote.is_interrupted()
+
+
+@pytest.mark.parametrize(("elapsed_s", "is_late"), [(1.0, False), (8.0, True)])
+def test_step_that_becomes_slow_is_abandoned_in_time(elapsed_s: float, is_late: bool, signals: StopSignals) -> None:
+    """Earlier steps fit into the grace period, but this one waits until only the rest of a step and a save do."""
+    vote = StopVote(signals, None, grace_s=10.0)
+    vote.note(step_s=3.0, save_s=2.0)
+    vote.raise_if_stopping()
+    signals.received.append(signal.SIGTERM)
+    signals.asked_at = time.monotonic() - elapsed_s
+    assert vote.is_interrupted() == is_late
+    with pytest.raises(Stop, match="SIGTERM") if is_late else nullcontext():
+        vote.wait_unless_interrupted(lambda: is_late)
 
 
 def test_wait_without_signal_ends_with_the_last_reward() -> None:

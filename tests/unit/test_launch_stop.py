@@ -33,8 +33,10 @@ from verl_ext.launch.outcome import (
     run_with_restarts,
 )
 from verl_ext.launch.ranks import rendezvous_failure
+from verl_ext.launch.report import report
 from verl_ext.launch.run import last_checkpoint
 from verl_ext.launch.watcher import EvalWatcher
+from verl_ext.metrics.run_record import RunRecord
 from verl_ext.processes import StopRequest, StopSignals, hold_stop_signals
 from verl_ext.trainer.config import PreemptionConfig, parse_deadline
 from verl_ext.trainer.preemption import DEADLINE_VARIABLES, StopVote, deadline_from_environment
@@ -232,6 +234,23 @@ def test_outcomes_distinguish_stop_from_crash(
     assert outcome == expected
 
 
+@pytest.mark.parametrize("has_saved", [False, True])
+def test_ranks_killed_after_their_save_were_not_too_slow(
+    has_saved: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config("sft", ["trainer.preemption.grace_s=60"])
+    config.trainer.default_local_dir = str(tmp_path)
+    record = RunRecord(tmp_path)
+    record.start_attempt(first_step=0, world_size=1, total_steps=4)
+    if has_saved:
+        record.end_attempt("stopped", 3, "stopped by SIGTERM after step 3")
+    killed = HandledStop(signal.SIGTERM, killed=True, was_too_slow=True)
+    assert report(Stopped(killed, 75), config, record) == 75
+    told = "".join(capsys.readouterr())
+    assert told.startswith("Stopped by SIGTERM" if has_saved else "error: killed after SIGTERM")
+    assert record.read()["attempts"][-1]["exit_reason"].startswith("stopped by" if has_saved else "killed after")
+
+
 CRASH = Failure("rank 0 failed", 1)
 
 
@@ -370,7 +389,8 @@ def test_rendezvous_timeout_fails_launch(num_nodes: int, advice: str) -> None:
 
 def test_short_grace_period_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     vote = StopVote(None, None, grace_s=60.0)
-    trainer: Any = SimpleNamespace(stop_vote=vote, is_main=True, grace_warnings=set())
+    config = load_config("sft", [])
+    trainer: Any = SimpleNamespace(stop_vote=vote, is_main=True, grace_warnings=set(), config=config)
     vote.expected_save_s = 50.0
     PipelineTrainer.warn_if_grace_is_short(trainer)
     assert capsys.readouterr().err == ""
@@ -388,3 +408,6 @@ def test_short_grace_period_is_reported_once(capsys: pytest.CaptureFixture[str])
     vote.longest_save_s = 30.0
     PipelineTrainer.warn_if_grace_is_short(trainer)
     assert capsys.readouterr().err == ""
+    config.trainer.checkpoint.async_save = True  # a stop may wait for a save in progress before its own
+    PipelineTrainer.warn_if_grace_is_short(trainer)
+    assert "a step and a save may take 80 s" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 
@@ -58,12 +59,14 @@ def report(outcome: Outcome, config: RunConfig, record: RunRecord | None) -> int
 
 
 def unless_ended_before(stopped: Stopped, record: RunRecord) -> Outcome:
-    """Return the outcome that rank 0 recorded: it may have finished or failed before the ranks were stopped."""
-    run = record.read()
+    """Return the outcome that rank 0 recorded: it may have finished, failed or saved before the ranks were killed."""
+    run, request = record.read(), stopped.request
     if run["status"] == "finished":
         return None
     if run["status"] == "failed":
         return Failure(run["attempts"][-1]["exit_reason"], exit_code=1)
+    if run["status"] == "stopped" and request is not None:
+        return replace(stopped, request=replace(request, was_too_slow=False))
     return stopped
 
 

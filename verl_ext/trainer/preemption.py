@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,12 @@ SLACK = 1.25
 """Safety factor for the expected duration of the next step and save."""
 SLACK_S = 5.0
 """Seconds for closing the trackers and exiting."""
-POLL_S = 0.05
+POLL_S = 0.02
 """Seconds between two looks at signals during a wait."""
 STORE_POLL_S = 0.5
 """Seconds between two looks at the process group's store, which a rank with a signal writes."""
-STOP_KEY = "verl_ext/stop"
+_numbers = count()
+"""Numbers of the votes of this process, which are the same on every rank."""
 DEADLINE_VARIABLES = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
@@ -57,6 +59,7 @@ class StopVote:
         expected_save_s: expected duration of a save until one is measured.
         failed_rule: rule that has found a problem, from `rules`; set on rank 0 only.
         longest_step_s: longest step so far, in seconds.
+        longest_rest_s: longest time from the last wait of a step to its end, in seconds.
         longest_save_s: longest save so far, in seconds.
     """
 
@@ -69,10 +72,13 @@ class StopVote:
     ) -> None:
         self.signals, self.deadline, self.grace_s = signals, deadline, grace_s
         self.can_abandon_step = self.is_validating = False
-        self._knows_signal, self._asked_at = False, -math.inf  # of any rank; when it last asked the store
+        self._is_late, self._num_saves = False, 1  # saves that a stop must wait for
+        self._learned_at, self._polled_at = math.inf, -math.inf  # of a signal to any rank; when it last asked the store
+        self._waited_at = math.inf
+        self._store_key = f"verl_ext/stop/{next(_numbers)}"
         self._rules = list(rules)
         self.failed_rule: str | None = None
-        self.longest_step_s = self.longest_save_s = self.expected_save_s = 0.0
+        self.longest_step_s = self.longest_rest_s = self.longest_save_s = self.expected_save_s = 0.0
 
     def arm(self) -> None:
         """Record signals from now on instead of ending this rank; collective."""
@@ -83,6 +89,8 @@ class StopVote:
     def note(self, *, step_s: float = 0.0, save_s: float = 0.0) -> None:
         """Record how long a step or a save took."""
         self.longest_step_s = max(self.longest_step_s, step_s)
+        if step_s:
+            self.longest_rest_s = max(self.longest_rest_s, time.monotonic() - self._waited_at)
         self.longest_save_s = max(self.longest_save_s, save_s)
 
     def needed_s(self, num_saves: int = 1) -> float:
@@ -112,10 +120,10 @@ class StopVote:
             Stop: on every rank.
         """
         rule = 0 if self.failed_rule is None else 1 + self._rules.index(self.failed_rule)
-        is_short = bool(self.longest_step_s) and self.needed_s() > self.grace_s
+        is_short = bool(self.longest_step_s) and self.needed_s(2 if is_writing else 1) > self.grace_s
         votes = (self._signal, self.deadline_is_near(is_writing), rule, is_writing, is_short)
         number, near, rule, writing, any_is_short = _maxima(*votes)
-        self.can_abandon_step = bool(any_is_short)
+        self.can_abandon_step, self._num_saves = bool(any_is_short), 2 if writing else 1
         if number:
             raise Stop(signal.Signals(number).name, is_urgent=True)
         if near:
@@ -140,18 +148,6 @@ class StopVote:
         """Whether a signal interrupts the work in progress; the same on every rank."""
         return self.can_abandon_step or self.is_validating
 
-    def wait_unless_interrupted(self, is_waiting: Callable[[], object]) -> None:
-        """Wait while `is_waiting` is true on any rank, if a signal can interrupt the wait; collective.
-
-        Raises:
-            Stop: on every rank; see `raise_if_interrupted`.
-        """
-        while self.can_interrupt:
-            self.raise_if_interrupted()
-            if not _maxima(bool(is_waiting()))[0]:
-                return
-            time.sleep(POLL_S)
-
     def raise_if_interrupted(self) -> None:
         """Stop all ranks between step boundaries if any rank has a signal and `can_interrupt` is true; collective.
 
@@ -161,29 +157,48 @@ class StopVote:
         if self.can_interrupt and (number := _maxima(self._signal)[0]):
             raise Stop(signal.Signals(number).name, is_urgent=True)
 
-    def is_interrupted(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Whether this rank must end its work early and call `raise_if_interrupted`, because any rank has a signal.
+    def wait_unless_interrupted(self, is_waiting: Callable[[], object]) -> None:
+        """Wait while `is_waiting` is true on any rank, before the first update of a step; collective.
 
-        Other ranks may learn of the signal up to `STORE_POLL_S` later.
+        Raises:
+            Stop: on every rank, if any rank has a signal, and `can_interrupt` is true or little time is left.
+        """
+        while True:
+            number, is_late, is_any_waiting = _maxima(self._signal, self.is_interrupted(), bool(is_waiting()))
+            if number and (self.can_interrupt or is_late):
+                raise Stop(signal.Signals(number).name, is_urgent=True)
+            if not is_any_waiting:
+                self._waited_at = time.monotonic()
+                return
+            time.sleep(POLL_S)
+
+    def is_interrupted(self, group: dist.ProcessGroup | None = None) -> bool:
+        """Whether this rank must end its work early and call `wait_unless_interrupted`, which then raises.
+
+        True after a signal to any rank, if `can_interrupt` is true or the rest of the step and a save might not fit
+        into the time left. Other ranks may learn of the signal up to `STORE_POLL_S` later.
 
         Args:
             group: ranks that must get the same answer; collective over them.
         """
-        if not self.can_interrupt:
-            return False
         knows_signal = self._look_for_signal()
-        return knows_signal if group is None else bool(_maxima(knows_signal, group=group)[0])
+        left_s = self._learned_at + self.grace_s - time.monotonic()
+        needed_s = self.longest_rest_s + SLACK * self._num_saves * self.save_s + SLACK_S
+        self._is_late |= knows_signal and left_s < needed_s
+        is_interrupted = knows_signal and (self.can_interrupt or self._is_late)
+        return is_interrupted if group is None else bool(_maxima(is_interrupted, group=group)[0])
 
     def _look_for_signal(self) -> bool:
-        if self._knows_signal:
-            return True
-        if self._signal:
-            _get_default_store().set(STOP_KEY, "")
-            self._knows_signal = True
-        elif time.monotonic() - self._asked_at > STORE_POLL_S:
-            self._knows_signal = _get_default_store().check([STOP_KEY])
-            self._asked_at = time.monotonic()
-        return self._knows_signal
+        """Whether this rank knows of a signal to any rank."""
+        if self._signal and self._learned_at == math.inf:
+            assert self.signals is not None
+            self._learned_at = min(self.signals.asked_at, time.monotonic())
+            _get_default_store().set(self._store_key, "")
+        elif self._learned_at == math.inf and time.monotonic() - self._polled_at > STORE_POLL_S:
+            self._polled_at = time.monotonic()
+            if _get_default_store().check([self._store_key]):
+                self._learned_at = self._polled_at
+        return self._learned_at < math.inf
 
     def deadline_is_near(self, is_writing: bool) -> bool:
         """Whether another step and a save might end too late; never before the first step.

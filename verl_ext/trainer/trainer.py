@@ -51,7 +51,8 @@ from verl_ext.trainer.tokenizer import tokenizer_of_exports
 from verl_ext.verl_api import FSDPSFTTrainer, PrecisionType, fsdp2_clip_grad_norm_
 
 Metrics = dict[str, float]
-KEPT_METRICS = ("train/", "val/", "eval/")
+VALIDATION_METRICS = ("val/", "eval/")
+KEPT_METRICS = ("train/", *VALIDATION_METRICS)
 """Prefixes of the metrics that a checkpoint's manifest keeps, for `best_metric`."""
 
 
@@ -89,6 +90,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
     config: RunConfig
     checkpoint_manager: CheckpointManager
+    owes_validation: bool
     reshard_policy: FSDPReshardPolicy
     train_sampler: GlobalBatchSampler  # type: ignore[assignment]  # verl builds a DistributedSampler
 
@@ -295,11 +297,13 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         """Run the remaining steps, each followed by validation and saving if due."""
         trainer = self.config.trainer
         self.stop_vote.raise_if_stopping()
+        if self.owes_validation and on_rank_zero(self.is_validated):  # by an earlier start from the same checkpoint
+            self.owes_validation = False
         if self.owes_validation or (self.global_step == 0 and trainer.val_before_train):
             self.run_validation()
             self.add_metrics_to_checkpoint()
         for batch in self.batches():
-            rng_state = self.checkpoint_manager.get_rng_state() if self.stop_vote.can_abandon_step else {}
+            rng_state = self.checkpoint_manager.get_rng_state()
             try:
                 metrics = self.training_step(batch)
             except Stop:
@@ -404,11 +408,15 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
     def warn_if_grace_is_short(self) -> None:
         """Warn once if a save, and once if a step and a save take longer than a stop may take."""
-        vote = self.stop_vote
+        vote, num_saves = self.stop_vote, 2 if self.config.trainer.checkpoint.async_save else 1
         if vote.save_s > vote.grace_s:
             what, seconds, effect = "a save", vote.save_s, "a stop loses the steps after the last save"
         else:
-            what, seconds, effect = "a step and a save", vote.needed_s(), "a stop abandons the step in progress"
+            what, seconds, effect = (
+                "a step and a save",
+                vote.needed_s(num_saves),
+                "a stop abandons the step in progress",
+            )
         if self.is_main and seconds > vote.grace_s and what not in self.grace_warnings:
             self.grace_warnings.add(what)
             warn(
@@ -470,6 +478,12 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             for name, value in self.step_metrics.items()
             if name.startswith(KEPT_METRICS) and math.isfinite(value)
         }
+
+    def is_validated(self) -> bool:
+        """Whether the checkpoint that this run resumed from has metrics of a validation."""
+        return self.checkpoint is not None and any(
+            name.startswith(VALIDATION_METRICS) for name in Manifest.read(self.checkpoint).metrics
+        )
 
     def add_metrics_to_checkpoint(self) -> None:
         """Record a validation that a stop had interrupted in the checkpoint of that stop, for `best_metric`."""
