@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.data import CHAT, dataset_of
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.data.chat_template import stop_token_ids
+from verl_ext.data.dataset import SampleDataset
+from verl_ext.errors import UserError
 from verl_ext.trainer.grpo import GRPOTrainer
 from verl_ext.trainer.model import generation_config_of
 from verl_ext.trainer.stages import load_config
-from verl_ext.trainer.tokenizer import missing_eos_token
+from verl_ext.trainer.tokenizer import missing_eos_token, require_embeddings
 
 END_OF_TEXT, TURN_END = 0, 2  # of the quickstart's tokenizer
 EXPORT = "trainer.checkpoint.save_contents=[model,hf_model]"
@@ -91,6 +93,19 @@ def test_warns_about_turns_without_end_token(
     overrides = [f"data.train_files={path}", "data.val_files=null", "trainer.test_freq=-1"]
     make_trainer(small_config(quickstart, tmp_path, *overrides, f"data.chat_template={template}"))
     assert "no turn ends with a stop token" in capsys.readouterr().err
+
+
+def test_token_without_embedding_is_refused_with_its_row(quickstart: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    added = len(tokenizer)
+    dataset = dataset_of([{"messages": CHAT[:2]}], tokenizer, tmp_path)
+    tokenizer.add_tokens(["<new>"])
+    require_embeddings(dataset, tokenizer, added)  # no sample uses the new token
+    said = [CHAT[0], {"role": "assistant", "content": "It is <new>."}]
+    dataset = dataset_of([{"messages": CHAT[:2]}, {"messages": said}], tokenizer, tmp_path)
+    with pytest.raises(UserError, match=rf"rows 1: token {added} \('<new>'\) exceeds the model's {added} embeddings"):
+        require_embeddings(dataset, tokenizer, added)
+    assert SampleDataset.first_token_from(dataset, added) == (1, added)
 
 
 def test_counts_last_loss_token_of_each_sample(quickstart: Path, tmp_path: Path) -> None:

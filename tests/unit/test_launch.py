@@ -393,6 +393,14 @@ def test_checks_write_nothing(quickstart: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_length_beyond_context_is_named(quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for length, is_told in ((1024, False), (1025, True)):
+        words = [*launch_arguments(quickstart, tmp_path / "run"), f"data.max_length={length}"]
+        check_all(configure(parse_arguments(words)))
+        told = f"warning: data.max_length={length} exceeds the model's context of 1024 tokens"
+        assert (told in capsys.readouterr().err) == is_told
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [

@@ -17,6 +17,7 @@ from tests.helpers.grpo import sample
 from verl_ext.errors import UserError
 from verl_ext.grpo.guards import TIMED_OUT_STEPS, RewardGuard
 from verl_ext.grpo.protocols import Reward, RewardError, RewardFailure, Trajectory
+from verl_ext.grpo.rewards.answer import RewardedAnswer
 from verl_ext.grpo.rewards.check import check_reward_functions
 from verl_ext.grpo.rewards.custom_process import UserFunction, score_of
 from verl_ext.grpo.rewards.text_environment import INAPPLICABLE
@@ -24,8 +25,11 @@ from verl_ext.plugins import Plugin
 from verl_ext.trainer.stages import GRPOConfig, load_config
 
 FUNCTIONS = """
-import os, sys, time
+import asyncio, os, sys, time
 def good(data_source, solution_str, ground_truth, extra_info, weight=2.0): return float(ground_truth) * weight
+async def asynchronous(ground_truth, **rest):
+    await asyncio.sleep(0)
+    return float(ground_truth)
 def open_ended(**arguments): return arguments["extra_info"]["index"]
 def sees_truth(solution_str, **rest): return {"72": 1.0}[solution_str]
 def raises(data_source, solution_str, ground_truth, extra_info): return helper(solution_str)
@@ -116,6 +120,11 @@ def test_rejects_function_that_cannot_be_called(mine: Path, name: str, says: str
         UserFunction(Plugin("reward.functions", str(mine), name))
 
 
+def test_asynchronous_function_gives_its_score(mine: Path) -> None:
+    function = UserFunction(Plugin("reward.functions", str(mine), "asynchronous"))
+    assert function(RewardedAnswer.to_prompt("1", {"reward_model": {"ground_truth": "7"}}, "7", num_tokens=1)) == 7
+
+
 def test_rejects_verl_style_function_named_by_module(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(mine.parent)
     with pytest.raises(UserError, match=r"one argument, a RewardedAnswer.*path\.py:function"):
@@ -144,7 +153,10 @@ def check_rewards_of(config: GRPOConfig) -> None:
 
 
 def test_accepts_working_functions(mine: Path, rows: Path) -> None:
-    ours = [f"{mine}:{name}" for name in ("good", "open_ended", "sees_truth", "slow_at_first", "reads_input")]
+    ours = [
+        f"{mine}:{name}"
+        for name in ("good", "asynchronous", "open_ended", "sees_truth", "slow_at_first", "reads_input")
+    ]
     check_rewards_of(config_of(rows, *ours, "reward_correct", "tag_count_reward"))
 
 

@@ -192,6 +192,13 @@ class ChatDataset(TokenDataset):
             "row": int(index),
         }
 
+    def first_token_from(self, minimum: int) -> tuple[int, int] | None:
+        ids = self.tokens.input_ids
+        if not len(ids) or ids.max() < minimum:
+            return None
+        position = int((ids >= minimum).argmax())
+        return int(np.searchsorted(self.offsets, position, side="right")) - 1, int(ids[position])
+
     def final_tokens(self) -> Counter[int]:
         with_loss = np.flatnonzero(self.tokens.loss_mask)
         last = with_loss[np.searchsorted(with_loss, self.offsets[1:]) - 1]  # at or before each sample's end

@@ -60,6 +60,19 @@ class SampleDataset(MapDataset):
     @abstractmethod
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
+    def first_token_from(self, minimum: int) -> tuple[int, int] | None:
+        """Find the first token whose number is at least `minimum`.
+
+        Returns:
+            Index of its sample, and the token; None if there is none.
+        """
+        for index in range(len(self)):
+            sample = self[index]
+            for token in sample["prompt_ids"] if "prompt_ids" in sample else sample["input_ids"].tolist():
+                if token >= minimum:
+                    return index, token
+        return None
+
     def describe(self, indices: Iterable[int]) -> str:
         """Names of samples for messages."""
         return ", ".join(self[index]["sample_id"] for index in indices)

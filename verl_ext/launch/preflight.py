@@ -23,6 +23,7 @@ from verl_ext.config.compose import load_yaml
 from verl_ext.config.recipes import find_recipe
 from verl_ext.config.run_config import read_config_file
 from verl_ext.config.schema import as_dict
+from verl_ext.console import warn
 from verl_ext.data.config import TextDataConfig, file_list
 from verl_ext.data.dataset import check_parquet
 from verl_ext.data.prepare.recipe_commands import is_within, missing_commands, output_of, run_commands, used_commands
@@ -326,6 +327,8 @@ def check_inputs(config: RunConfig, awaited: Sequence[Path] = (), *, fills_batch
         else:
             for key, name in here:
                 check_parquet(Path(name).expanduser(), key, config.data.columns)
+        if has_model and isinstance(config, SFTConfig):
+            warn_of_extended_context(config)
         if isinstance(config, GRPOConfig):
             check_prompts_and_rewards(config, has_model, has_data)
     elif isinstance(config, BudgetConfig):
@@ -366,19 +369,33 @@ def _smaller_batch(config: SFTConfig | GRPOConfig, num_rows: int) -> str:
     return f"set data.train_batch_size={batch}{also}"
 
 
+def warn_of_extended_context(config: SFTConfig) -> None:
+    """Warn if `data.max_length` exceeds the model's context, which is then extended as in verl."""
+    context = context_of(config)
+    if context is not None and config.data.max_length > context:
+        warn(
+            f"data.max_length={config.data.max_length} exceeds the model's context of {context} tokens, so the trained "
+            "model declares the longer context"
+        )
+
+
+def context_of(config: SFTConfig | GRPOConfig) -> int | None:
+    """Return the model's context in tokens; None if it is unknown or the model is a name on the Hub."""
+    path = Path(str(config.model.partial_pretrain)).expanduser() / "config.json"
+    return json.loads(path.read_text()).get("max_position_embeddings") if path.is_file() else None
+
+
 def check_prompts_and_rewards(config: GRPOConfig, has_model: bool, has_data: bool) -> None:
     """Check that prompts and completions fit into the model's context, and that the judge and the rewards work."""
     from verl_ext.grpo.rewards.check import check_judge, check_reward_functions
 
-    path = Path(str(config.model.partial_pretrain)).expanduser() / "config.json"
-    if has_model and path.is_file():
-        longest = json.loads(path.read_text()).get("max_position_embeddings")
-        wanted = config.data.max_prompt_length + config.data.max_response_length
-        if longest is not None and wanted > longest:
-            raise UserError(
-                f"data.max_prompt_length + data.max_response_length is {wanted}, more than the model's context of "
-                f"{longest} tokens; lower one of them"
-            )
+    context = context_of(config) if has_model else None
+    wanted = config.data.max_prompt_length + config.data.max_response_length
+    if context is not None and wanted > context:
+        raise UserError(
+            f"data.max_prompt_length + data.max_response_length is {wanted}, more than the model's context of "
+            f"{context} tokens; lower one of them"
+        )
     check_judge(config.reward)
     if has_data:
         check_reward_functions(config.reward, config.data)

@@ -166,7 +166,10 @@ def load_model(
     except UserError:
         raise
     except Exception as error:  # damaged models may raise anything
-        first_line, remedy = first_line_of(error), remedy_for(error, "restore it, or specify another model")
+        otherwise = "restore it, or specify another model"
+        if "ignore_mismatched_sizes" in str(error):  # learned positions cannot be extended to data.max_length
+            otherwise = f"if data.max_length exceeds the model's context, lower it; otherwise {otherwise}"
+        first_line, remedy = first_line_of(error), remedy_for(error, otherwise)
         raise UserError(
             f"model.partial_pretrain={config.model.partial_pretrain} cannot be loaded ({first_line}); {remedy}"
         ) from error

@@ -12,6 +12,7 @@ from verl_ext.checkpoint.hf_tensors import unwrap_peft
 from verl_ext.console import print_line, warn
 from verl_ext.data.chat_template import renders_alike, stop_token_ids
 from verl_ext.data.config import TextDataConfig
+from verl_ext.data.dataset import SampleDataset
 from verl_ext.data.training_templates import TEMPLATE_NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_files import require_no_remote_code
@@ -124,4 +125,22 @@ def warn_if_endless(end_tokens: Counter[int], known: list[int]) -> None:
         warn(
             "no turn ends with a stop token of the model, so its answers will run to the length limit; "
             "end turns with the tokenizer's eos_token in data.chat_template, or raise data.max_length"
+        )
+
+
+def require_embeddings(dataset: SampleDataset, tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> None:
+    """Refuse samples with tokens that the model has no embeddings for.
+
+    A tokenizer may have such tokens if no sample uses them: Gemma 3's has one for images.
+
+    Raises:
+        UserError: names a sample and its token.
+    """
+    found = dataset.first_token_from(num_embeddings)
+    if found is not None:
+        index, token = found
+        name = tokenizer.convert_ids_to_tokens(token)
+        raise UserError(
+            f"{dataset.describe([index])}: token {token} ({name!r}) exceeds the model's {num_embeddings} embeddings; "
+            "use the model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)) and save the model"
         )

@@ -47,7 +47,7 @@ from verl_ext.trainer.optimizer import build_optimizer, build_scheduler
 from verl_ext.trainer.preemption import StopVote, ignore_stop_signals, known_deadline
 from verl_ext.trainer.run_logger import RunLogger
 from verl_ext.trainer.stages import RunConfig, config_of
-from verl_ext.trainer.tokenizer import tokenizer_of_exports
+from verl_ext.trainer.tokenizer import require_embeddings, tokenizer_of_exports
 from verl_ext.verl_api import FSDPSFTTrainer, PrecisionType, fsdp2_clip_grad_norm_
 
 Metrics = dict[str, float]
@@ -180,7 +180,12 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.forward_check = {"settings": settings}
         recorded = recorded_check(self.own_checkpoint, settings)
         checkpoint = None if recorded is None else self.own_checkpoint  # without weights, nothing can be checked
-        return build_model(self.config, self.device_mesh, self.precision, before_sharding, checkpoint), recorded
+        model = build_model(self.config, self.device_mesh, self.precision, before_sharding, checkpoint)
+        num_embeddings = model.get_input_embeddings().weight.shape[0]
+        if len(self.tokenizer) > num_embeddings:
+            for dataset in filter(None, (self.train_dataset, self.val_dataset)):
+                require_embeddings(dataset, self.tokenizer, num_embeddings)
+        return model, recorded
 
     # Building
 

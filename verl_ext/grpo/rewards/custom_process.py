@@ -8,6 +8,7 @@ can be called, or a failure.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import os
@@ -71,6 +72,8 @@ class UserFunction:
         """
         try:
             value = self._function(**_keywords(answer)) if self._by_keywords else self._function(answer)
+            if inspect.iscoroutine(value):  # an asynchronous function
+                value = asyncio.run(value)
         except BaseException as error:  # also SystemExit and KeyboardInterrupt: only this sample loses its reward
             reason = one_line(error)[:_MAX_CHARACTERS]
             raise RewardError(RewardFailure(reason, _traceback_of(error), kind=_kind_of(error))) from error
