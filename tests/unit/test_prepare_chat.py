@@ -268,12 +268,16 @@ def test_preference_data_train_on_chosen_answers(tmp_path: Path, row: Row, reaso
 
 
 @pytest.mark.parametrize("column", ["label", "kto_tag"])
-def test_answers_labeled_as_bad_are_rejected(tmp_path: Path, column: str) -> None:
-    rows = [{"prompt": f"q{index}", "completion": "yes", column: index % 2 == 0} for index in range(6)]
-    with pytest.raises(UserError, match=f"row 2: its column '{column}' is false.*--skip-bad.*--metadata {column}"):
+@pytest.mark.parametrize(
+    ("good", "bad"), [(True, False), (1, 0), (1.0, 0.0), ("True", "False"), ("true", " FALSE"), ("1", "0"), ("1", "0.0")]
+)
+def test_answers_labeled_as_bad_are_rejected(tmp_path: Path, column: str, good: Any, bad: Any) -> None:
+    rows = [{"prompt": f"q{index}", "completion": "yes", column: bad if index % 2 else good} for index in range(6)]
+    found = str(bad).strip().lower()
+    with pytest.raises(UserError, match=f"row 2: its column '{column}' is {found},.*--skip-bad.*--metadata {column}"):
         run_chat(tmp_path, rows)
     train, val, counts = run_chat(tmp_path, rows, "--skip-bad")
-    assert counts["bad"] == 3 and all(row[column] for row in train + val)
+    assert counts["bad"] == 3 and [row[column] for row in train + val] == [good] * 3
     train, val, _ = run_chat(tmp_path, rows, "--metadata", column)
     assert len(train + val) == 6
 
