@@ -267,9 +267,20 @@ def test_preference_data_train_on_chosen_answers(tmp_path: Path, row: Row, reaso
     assert converted_row["messages"] == chat("q")
 
 
+def test_origins_of_files_with_equal_names_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        write_jsonl(Path(folder, "train.jsonl"), [{"messages": chat(folder)}])
+    prepare(["chat", "--input", "a/train.jsonl", "b/train.jsonl", "--output", "out", "--val-fraction", "0"])
+    origins = [row["converted_from"] for _, row in read_parquet(Path("out/train.parquet"))]
+    assert origins == ["a/train.jsonl row 1", "b/train.jsonl row 1"]
+
+
 @pytest.mark.parametrize("column", ["label", "kto_tag"])
 @pytest.mark.parametrize(
-    ("good", "bad"), [(True, False), (1, 0), (1.0, 0.0), ("True", "False"), ("true", " FALSE"), ("1", "0"), ("1", "0.0")]
+    ("good", "bad"),
+    [(True, False), (1, 0), (1.0, 0.0), ("True", "False"), ("true", " FALSE"), ("1", "0"), ("1", "0.0")],
 )
 def test_answers_labeled_as_bad_are_rejected(tmp_path: Path, column: str, good: Any, bad: Any) -> None:
     rows = [{"prompt": f"q{index}", "completion": "yes", column: bad if index % 2 else good} for index in range(6)]

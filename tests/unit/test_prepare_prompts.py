@@ -145,6 +145,34 @@ def test_next_command_names_only_written_files(
         assert config.data.eval_split == "train"  # the launcher requires data.val_files otherwise
 
 
+@pytest.mark.parametrize(
+    ("names", "sources", "origins"),
+    [
+        (["train.jsonl", "test.jsonl"], ["train", "test"], ["train.jsonl", "test.jsonl"]),
+        (
+            ["a/train.jsonl", "b/train.jsonl", "c/d.jsonl"],
+            ["a/train", "b/train", "d"],
+            ["a/train.jsonl", "b/train.jsonl", "d.jsonl"],
+        ),
+        (["a/b/x.jsonl", "c/b/x.jsonl"], ["a/b/x", "c/b/x"], ["a/b/x.jsonl", "c/b/x.jsonl"]),
+        (["a/x.jsonl", "a/x.json"], ["x", "x#2"], ["x.jsonl", "x.json"]),
+        (["a/x.jsonl", "a/x.jsonl"], ["x", "x#2"], ["x.jsonl", "x.jsonl#2"]),
+    ],
+)
+def test_rows_of_files_with_equal_names_have_different_ids(
+    names: list[str], sources: list[str], origins: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in names:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(json.dumps({"prompt": f"q of {name}", "answer": "1"}))
+    prepare(["prompts", "--input", *names, "--output", "out", "--val-fraction", "0"])
+    rows = [row for _, row in read_parquet(Path("out/train.parquet"))]
+    assert [row["extra_info"]["problem_id"] for row in rows] == [f"{source}/1" for source in sources]
+    assert [row["data_source"] for row in rows] == sources
+    assert [row["converted_from"] for row in rows] == [f"{origin} row 1" for origin in origins]
+
+
 def test_same_prompt_stays_in_one_split(tmp_path: Path) -> None:
     rows = [{"question": f"q{index % 5}", "answer": index} for index in range(50)]
     options = ("--prompt-key", "question", "--val-fraction", "0.2")

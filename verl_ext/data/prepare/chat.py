@@ -21,6 +21,7 @@ from verl_ext.data.prepare.tables import (
     RowConverter,
     RowError,
     add_split_arguments,
+    distinct_names,
     encode_mixed_columns,
     read_rows,
     refuse_overwritten_inputs,
@@ -82,10 +83,10 @@ def prepare_chats(arguments: argparse.Namespace) -> PrepareResult:
 
 def _read_conversations(arguments: argparse.Namespace, converter: RowConverter) -> Iterator[Row]:
     keys = ChatColumns(arguments.messages_key, arguments.prompt_key, arguments.response_key, tuple(arguments.metadata))
-    for name in arguments.input:
-        path = Path(name)
+    paths = [Path(name) for name in arguments.input]
+    for path, name in zip(paths, distinct_names(paths)):
         layout, rows = _find_layout(path, keys)
-        yield from converter.convert(path, rows, partial(to_conversation, layout=layout, keys=keys))
+        yield from converter.convert(path, name, rows, partial(to_conversation, layout=layout, keys=keys))
 
 
 def _find_layout(path: Path, keys: ChatColumns) -> tuple[ChatLayout | None, NumberedRows]:
@@ -235,7 +236,7 @@ COMMAND = PrepareCommand(
     ),
     example="chat --input mine.jsonl --exclude data/quickstart/problems.jsonl --output data/mine",
     next_command="sft 2 recipe=smollm2_135m trainer.experiment_name=mine",
-    version=2,
+    version=3,
     add_arguments=add_arguments,
     run=prepare_chats,
 )

@@ -26,6 +26,7 @@ from verl_ext.data.prepare.tables import (
     RowConverter,
     RowError,
     add_split_arguments,
+    distinct_names,
     read_rows,
     refuse_overwritten_inputs,
     run_overrides,
@@ -57,9 +58,11 @@ def prepare_prompts(arguments: argparse.Namespace) -> PrepareResult:
     counts: Counter[str] = Counter(read=0, bad=0)
     converter = RowConverter("prompts", arguments.skip_bad, counts)
     rows: list[Row] = []
-    for path in map(Path, arguments.input):
-        to_row = partial(to_prompt_row, prompt_key=arguments.prompt_key, source=path.stem)
-        rows += converter.convert(path, read_rows(path), to_row)
+    paths = [Path(name) for name in arguments.input]
+    sources = distinct_names([path.parent / path.stem for path in paths])
+    for path, name, source in zip(paths, distinct_names(paths), sources):
+        to_row = partial(to_prompt_row, prompt_key=arguments.prompt_key, source=source)
+        rows += converter.convert(path, name, read_rows(path), to_row)
     # With the same prompt on both sides of the split, validation would measure memorization.
     groups = [json.dumps(row["prompt"], sort_keys=True) for row in rows]
     written = write_split(
@@ -78,7 +81,7 @@ def to_prompt_row(row: Row, number: int, notes: Counter[str], *, prompt_key: str
         number: number of the row in its file.
         notes: counts the modified rows, by description of the change.
         prompt_key: column of the prompt, a text or a list of turns.
-        source: name of the file without the suffix.
+        source: name of the file without the suffix, different for each file.
 
     Returns:
         `prompt`, `data_source`, `reward_model` and `ability` if the row has them, and `extra_info` with all other
@@ -208,7 +211,7 @@ COMMAND = PrepareCommand(
     next_command=(
         "grpo 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] trainer.experiment_name=mine"
     ),
-    version=1,
+    version=2,
     add_arguments=add_arguments,
     run=prepare_prompts,
 )

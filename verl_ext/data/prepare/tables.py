@@ -18,7 +18,7 @@ from typing import Any
 from verl_ext.cli import FloatArg, IntArg
 from verl_ext.commands import program
 from verl_ext.console import print_line, progress_bar
-from verl_ext.data.dataset import ORIGIN_KEY, iter_parquet_rows
+from verl_ext.data.dataset import ORIGIN_KEY, iter_parquet_rows, unique_sample_ids
 from verl_ext.data.prepare.command import staged_file
 from verl_ext.errors import UserError, first_line_of
 
@@ -61,10 +61,13 @@ class RowConverter:
     skip_bad: bool
     counts: Counter[str]
 
-    def convert(self, path: Path, rows: NumberedRows, to_row: Callable[[Row, int, Counter[str]], Row]) -> Iterator[Row]:
+    def convert(
+        self, path: Path, name: str, rows: NumberedRows, to_row: Callable[[Row, int, Counter[str]], Row]
+    ) -> Iterator[Row]:
         """Convert the rows of a file, and add the source of each row.
 
         Args:
+            name: short name of the file; see `distinct_names`.
             to_row: converts a row, given its number and a counter for notes on changes; raises `RowError`.
 
         Raises:
@@ -78,7 +81,7 @@ class RowConverter:
             except RowError as error:
                 self.reject(error, f"{path} row {number}")
                 continue
-            yield {**row, ORIGIN_KEY: f"{path.name} row {number}"}
+            yield {**row, ORIGIN_KEY: f"{name} row {number}"}
         for note, count in notes.items():
             print_line(f"{path}: {note} in {count} rows")
 
@@ -106,6 +109,17 @@ def require_object(value: Any) -> Row:
     if not isinstance(value, dict):
         raise RowError(f"it has type {type(value).__name__}, not object")
     return value
+
+
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Name each path by its last part, or by as many parts as distinguish it; a repeated path gets a number."""
+    names = {path: path.name for path in paths}
+    for num_parts in range(2, max(len(path.parts) for path in paths) + 1):
+        counts = Counter(names.values())
+        for path, name in names.items():
+            if counts[name] > 1:
+                names[path] = Path(*path.parts[-num_parts:]).as_posix()
+    return list(unique_sample_ids(names[path] for path in paths))
 
 
 def refuse_overwritten_inputs(output: str, inputs: Iterable[str]) -> None:
