@@ -49,7 +49,12 @@ def test_converts_full_and_short_rows(tmp_path: Path) -> None:
     [
         (["007", "b"], ["007", "b"]),
         ([1, 2], [1, 2]),
-        ([1, 2.5], [1.0, 2.5]),
+        ([1.0, 2.5], [1.0, 2.5]),
+        ([42, 3.5], ["42", "3.5"]),
+        ([1, 2**63 - 1], [1, 2**63 - 1]),
+        ([1, 2**63], ["1", "9223372036854775808"]),
+        ([2**70, 2**70], ["1180591620717411303424"] * 2),
+        ([[1, 2], [2.5]], ["[1, 2]", "[2.5]"]),
         ([1, "b"], ["1", "b"]),
         ([["a", "b"], ["c"]], [["a", "b"], ["c"]]),
         ([{"tests": ["x"]}, {"other": 1}], ['{"tests": ["x"]}', '{"other": 1}']),
@@ -69,6 +74,21 @@ def test_accepts_prompts_without_answer_and_mixed_columns(tmp_path: Path) -> Non
     assert all(row.get("reward_model") is None for row in found)
     assert [row["extra_info"]["a"] for row in found] == ["{}", '{"d": 1}']
     assert [row["extra_info"]["c"] for row in found] == [None, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1, 0.5], [1.0, 0.5]),
+        ([[1, 0.5], [0]], [[1.0, 0.5], [0.0]]),
+        ([2**60 + 1, 1], [2**60 + 1, 1]),
+        ([2**60 + 1, 0.5], ["1152921504606846977", "0.5"]),
+        ([2**70, 1], ["1180591620717411303424", "1"]),
+    ],
+)
+def test_numbers_of_extra_info_keep_their_values(tmp_path: Path, values: list[Any], expected: list[Any]) -> None:
+    found = converted(tmp_path, [{"prompt": f"q{index}", "score": value} for index, value in enumerate(values)])
+    assert [row["extra_info"]["score"] for row in found] == expected
 
 
 def test_object_with_date_is_stored_as_text(tmp_path: Path) -> None:

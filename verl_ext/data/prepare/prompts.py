@@ -154,9 +154,12 @@ def _object(row: Row, name: str) -> Row:
 
 
 def _with_one_type(rows: list[Row]) -> list[Row]:
-    """Convert the ground truths, and each member of `extra_info`, to a single type, which parquet requires."""
+    """Convert the ground truths, and each member of `extra_info`, to a single type, which parquet requires.
+
+    The ground truths 42 and 3.5 become text, because a reward may compare an answer with the text of the number.
+    """
     members = dict.fromkeys(name for row in rows for name in row["extra_info"])
-    as_text = {name for name in members if not _is_uniform([row["extra_info"].get(name) for row in rows])}
+    as_text = {name for name in members if not _is_uniform([row["extra_info"].get(name) for row in rows], True)}
     answers_as_text = not _is_uniform([row.get("reward_model", {}).get("ground_truth") for row in rows])
     unified = []
     for row in rows:
@@ -173,18 +176,27 @@ def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _is_uniform(values: list[Any]) -> bool:
-    """Whether parquet returns these values unchanged: all are text, all are numbers, or all are lists of one kind."""
-    kinds = {_kind(value) for value in values if value is not None}
-    return len(kinds) <= 1 and not any(kind.endswith("object") for kind in kinds)
+def _is_uniform(values: list[Any], merges_numbers: bool = False) -> bool:
+    """Whether parquet returns these values unchanged: all have one simple type, or all are lists of one kind.
+
+    Args:
+        merges_numbers: whether integers next to floats may become floats of equal value.
+    """
+    for each in {False, merges_numbers}:
+        kinds = {_kind(value, each) for value in values if value is not None}
+        if len(kinds) <= 1 and not any(kind.endswith("object") for kind in kinds):
+            return True
+    return False
 
 
-def _kind(value: Any) -> str:
+def _kind(value: Any, merges_numbers: bool) -> str:
     if isinstance(value, list):
-        kinds = {_kind(item) for item in value}
+        kinds = {_kind(item, merges_numbers) for item in value}
         return f"list of {kinds.pop()}" if len(kinds) == 1 else "object"
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return "number"
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not -(2**63) <= value < 2**63:  # parquet has no larger integers
+            return "object"
+        return "float" if merges_numbers and abs(value) <= 2**53 else "int"
     return "object" if isinstance(value, dict) or value is None else type(value).__name__
 
 

@@ -311,7 +311,10 @@ def write_parquet(path: Path, rows: list[Row]) -> None:
         try:
             columns[name] = pyarrow.array([row.get(name) for row in rows])
         except (pyarrow.ArrowException, OverflowError) as error:
-            raise UserError(f"column {name!r} mixes types ({error}); use one type in all rows") from error
+            raise UserError(
+                f"column {name!r} mixes types or has an integer beyond 64 bits ({error}); use one type in all rows, and "
+                "text for such integers"
+            ) from error
     with staged_file(path) as temporary:
         try:
             pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
