@@ -56,6 +56,7 @@ class Comparator:
         return self._verdict({"answer": answer, "task": tests.task, "entry": tests.entry}, limits)
 
     def _verdict(self, question: dict[str, object], limits: ResourceLimits) -> Verdict:
+        self._connect()  # the start does not count as the answer's time
         started = time.monotonic()
         reply = self._ask(question, b"", limits.wall_s)
         wall_s = time.monotonic() - started
@@ -94,7 +95,7 @@ class Comparator:
 
     def _ask(self, question: dict[str, object], blob: bytes, timeout_s: float) -> dict[str, Any] | None:
         """The reply of the process; None if there is none in time."""
-        connection = self._connection or self._start()
+        connection = self._connect()
         connection.settimeout(timeout_s)  # sending blocks too if the process does not read
         try:
             protocol.send(connection, question, blob)
@@ -102,6 +103,10 @@ class Comparator:
         except TimeoutError:
             self.close()
             return None
+
+    def _connect(self) -> socket.socket:
+        """The connection to the process, which is started if it does not run."""
+        return self._connection or self._start()
 
     def _start(self) -> socket.socket:
         connection, theirs = socket.socketpair()

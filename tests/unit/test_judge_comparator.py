@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 import tracemalloc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest.mock import ANY
 
 import pytest
@@ -122,6 +124,21 @@ def comparator() -> Iterator[Comparator]:
     comparator = Comparator()
     yield comparator
     comparator.close()
+
+
+def test_time_of_first_answer_excludes_start_of_process(
+    comparator: Comparator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, start = SimpleNamespace(now=0.0), comparator._start
+
+    def slow_start() -> socket.socket:
+        clock.now += 5
+        return start()
+
+    monkeypatch.setattr(comparator_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(comparator, "_start", slow_start)
+    assert comparator.judge("42", "42", ResourceLimits()) == Verdict("success", 1, 1, "", 0.0)
+    assert clock.now == 5
 
 
 def test_long_outputs_are_compared_in_another_process(comparator: Comparator, monkeypatch: pytest.MonkeyPatch) -> None:
