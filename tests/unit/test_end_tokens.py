@@ -117,3 +117,12 @@ def test_counts_last_loss_token_of_each_sample(quickstart: Path, tmp_path: Path)
     assert cut[TURN_END] == 2 and cut.total() == 3
     assert missing_eos_token(cut, [END_OF_TEXT], tokenizer) == TURN_END
     assert missing_eos_token(cut, [TURN_END], tokenizer) is None
+
+
+def test_sample_without_loss_token_has_no_final_token(quickstart: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    long, options = [{"role": "user", "content": "x" * 200}, CHAT[1]], ("data.max_length=40", "data.truncation=right")
+    rows = [{"messages": messages} for messages in (long, CHAT[:2], long, CHAT, long)]
+    cut = dataset_of(rows, tokenizer, tmp_path, *options)
+    assert [bool(sample["loss_mask"].any()) for sample in map(cut.__getitem__, range(5))] == [False, True] * 2 + [False]
+    assert cut.final_tokens() == dataset_of([rows[1], rows[3]], tokenizer, tmp_path, *options).final_tokens()

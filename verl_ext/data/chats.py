@@ -201,8 +201,9 @@ class ChatDataset(TokenDataset):
 
     def final_tokens(self) -> Counter[int]:
         with_loss = np.flatnonzero(self.tokens.loss_mask)
-        last = with_loss[np.searchsorted(with_loss, self.offsets[1:]) - 1]  # at or before each sample's end
-        return Counter(self.tokens.input_ids[last[last >= self.offsets[:-1]]].tolist())
+        borders = np.searchsorted(with_loss, self.offsets)  # of the samples, in `with_loss`
+        last = with_loss[borders[1:][np.diff(borders) > 0] - 1]
+        return Counter(self.tokens.input_ids[last].tolist())
 
     def describe(self, indices: Iterable[int]) -> str:
         """Files and rows of samples, for messages."""
