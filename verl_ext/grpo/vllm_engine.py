@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from verl_ext.vllm_setup import (
 )
 
 Bucket = list[tuple[str, torch.Tensor]]
+STEPS_PER_LOOK = 16
+"""Engine steps between two looks at signals, for which ranks that share an engine wait for each other."""
 SETUP_TIMEOUT_S = 600
 """Time in which all ranks must have loaded vLLM; its default of half an hour would hide a rank that hangs."""
 
@@ -147,7 +149,11 @@ class VLLMRolloutEngine(RolloutEngine):
             for index, request in enumerate(requests):
                 prompt = {"prompt_token_ids": list(request.prompt_ids)}
                 self._engine.add_request(str(index), prompt, self._sampling_params(request, sampling, self._end_tokens))
-            while self._engine.has_unfinished_requests() and not self.is_interrupted(self._tp_group.group):
+            for number in count():
+                if not self._engine.has_unfinished_requests():
+                    break
+                if number % STEPS_PER_LOOK == 0 and self.is_interrupted(self._tp_group.group):
+                    break
                 for output in self._engine.step():
                     if output.finished and int(output.request_id) in own:
                         yield int(output.request_id) - own.start, _completion(output.outputs[0])
