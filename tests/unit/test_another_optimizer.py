@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from tests.helpers.trainer import make_trainer, small_config
+from verl_ext.checkpoint.load import load_optimizer
 from verl_ext.checkpoint.manifest import Manifest
+from verl_ext.checkpoint.shards import ShardFiles
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import resume_candidate
+from verl_ext.trainer.sft import SFTTrainer
 from verl_ext.trainer.stages import SFTConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -143,6 +146,45 @@ def test_changed_optim_keys_apply_to_first_step_after_resume(quickstart: Path, r
     assert (group["lr"], group["weight_decay"], group["betas"]) == (1e-3, 0.3, (0.8, 0.99))
     assert trainer.training_step(next(trainer.batches()))["train/lr(1e-3)"] == 1.0
     assert trainer.lr_scheduler.get_last_lr() == [1e-3] and trainer.optimizer.state
+
+
+def test_partial_resume_takes_learning_rate_of_new_schedule(quickstart: Path, run_dir: Path) -> None:
+    words = [f"trainer.resume_from_path={run_dir}/global_step_1", "trainer.checkpoint.load_contents=[model,optimizer]"]
+    words += ["optim.lr=1e-3", "optim.lr_scheduler=constant", "optim.lr_warmup_steps=0"]
+    trainer = make_trainer(small_config(quickstart, run_dir, *words))
+    [group] = trainer.optimizer.param_groups
+    assert group["lr"] == group["initial_lr"] == 1e-3 and trainer.optimizer.state
+    assert trainer.training_step(next(trainer.batches()))["train/lr(1e-3)"] == 1.0
+
+
+def test_changed_optimizer_arguments_apply_after_resume(quickstart: Path, run_dir: Path) -> None:
+    def with_arguments(arguments: str) -> SFTTrainer:
+        return make_trainer(small_config(quickstart, run_dir, f"optim.override_optimizer_config={arguments}"))
+
+    trainer = with_arguments("{eps: 0.1}")
+    assert trainer.optimizer.param_groups[0]["eps"] == 0.1 and trainer.optimizer.state
+    trainer.training_step(next(trainer.batches()))
+    trainer.train_sampler.advance()
+    trainer.save_checkpoint(2)
+    trainer.checkpoint_manager.wait()
+    assert with_arguments("null").optimizer.param_groups[0]["eps"] == 1e-8
+    with pytest.raises(UserError, match=r"with amsgrad=False, but this run's has amsgrad=True; restore the optim"):
+        with_arguments("{amsgrad: true}")
+
+
+def test_optimizer_from_elsewhere_keeps_state_among_hyperparameters(
+    quickstart: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in schedule-free optimizers, which count their steps in the parameter groups."""
+    config = small_config(quickstart, run_dir, "optim.override_optimizer_config={eps: 0.1}")
+    saved = torch.load(run_dir / "global_step_1/optim_world_size_1_rank_0.pt", weights_only=False)
+    saved["param_groups"][0].update(maximize=True, eps=0.2)
+    trainer = make_trainer(config)
+    monkeypatch.setattr(ShardFiles, "content", lambda self, rank: saved)
+    monkeypatch.setattr(torch.optim.AdamW, "__module__", "schedulefree")
+    load_optimizer(trainer.model, trainer.optimizer, run_dir / "global_step_1", ["eps"])
+    [group] = trainer.optimizer.param_groups
+    assert group["maximize"] is True and group["eps"] == 0.1
 
 
 def test_first_step_of_extended_run_follows_longer_schedule(quickstart: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,12 @@ from verl_ext.files import parse_json
 
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 """Matches the name of a tensor that belongs to a single expert of a mixture-of-experts layer."""
-OWN_HYPERPARAMETERS = ("betas", "weight_decay", "fused", "foreach", "capturable", "differentiable")
-"""Hyperparameters whose values in this run apply, not the saved ones: keys of `optim`, and choices of a kernel."""
+OWN_HYPERPARAMETERS = (
+    "lr", "initial_lr", "betas", "weight_decay", "fused", "foreach", "capturable", "differentiable",
+)  # fmt: skip
+"""Hyperparameters of any optimizer whose values in this run apply, not the saved ones: `optim`, choices of a kernel."""
+STATE_CHOICES = ("amsgrad", "centered", "momentum")
+"""Hyperparameters that add a tensor to the state of each parameter, unless they are 0 or False."""
 ARCHITECTURE = (
     "model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation",
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_parameters", "partial_rotary_factor",
@@ -148,13 +152,19 @@ def _require_same_names(saved: set[str], expected: set[str], checkpoint: Path) -
 
 
 @torch.no_grad()
-def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+def load_optimizer(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, checkpoint: Path, configured: Collection[str] = ()
+) -> None:
     """Load the optimizer's parameter groups and this rank's rows of its state.
+
+    This run's hyperparameters apply. An optimizer from outside torch may keep state among them, such as a step count,
+    so there only those apply that the configuration sets.
 
     Args:
         model: the model that the optimizer trains.
         optimizer: optimizer with the same parameters in the same order as the saved one.
         checkpoint: a complete `global_step_N`.
+        configured: names of hyperparameters that `optim.override_optimizer_config` sets.
 
     Raises:
         UserError: the checkpoint has no optimizer state, or the state of another optimizer.
@@ -172,7 +182,13 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, che
     if dropped and added:
         names = f"with {', '.join(sorted(dropped))}, but this run's has {', '.join(sorted(added))} instead"
         raise another_optimizer(checkpoint, names)
-    own_parts = [{key: own[key] for key in ("params", *OWN_HYPERPARAMETERS) if key in own} for own in own_groups]
+    for name in STATE_CHOICES:
+        values = [groups[0].get(name) for groups in (saved_groups, own_groups)]
+        if None not in values and bool(values[0]) != bool(values[1]):
+            raise another_optimizer(checkpoint, f"with {name}={values[0]}, but this run's has {name}={values[1]}")
+    is_torch = type(optimizer).__module__.startswith("torch.optim")
+    names_of_own = [*own_groups[0]] if is_torch else ["params", *OWN_HYPERPARAMETERS, *configured]
+    own_parts = [{key: own[key] for key in names_of_own if key in own} for own in own_groups]
     groups = [{**saved, **own} for saved, own in zip(saved_groups, own_parts)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class CheckpointManager(FSDPCheckpointManager):
         updates_per_step: int,
         config_digest: str,
         optimizer_name: str,
+        hyperparameters: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
         """Prepare exports and create a process group for saves; collective.
@@ -62,6 +63,7 @@ class CheckpointManager(FSDPCheckpointManager):
             dp_rank: data-parallel rank, which seeds random numbers; ranks that share a sequence have the same.
             updates_per_step: optimizer updates per step, each of which advances the schedule.
             optimizer_name: qualified class name of the optimizer, for the manifest.
+            hyperparameters: names that `optim.override_optimizer_config` sets; see `load_optimizer`.
             kwargs: `model`, `optimizer`, `lr_scheduler` and `processing_class`, as in verl's manager.
 
         Raises:
@@ -72,6 +74,7 @@ class CheckpointManager(FSDPCheckpointManager):
         self.config, self.seed, self.dp_rank = config, seed, dp_rank
         self.updates_per_step = updates_per_step
         self.config_digest, self.optimizer_name = config_digest, optimizer_name
+        self.hyperparameters = hyperparameters
         self.data_state: dict[str, Any] = {}
         self.step_metrics: dict[str, float] = {}
         self.defers_export = False
@@ -214,7 +217,7 @@ class CheckpointManager(FSDPCheckpointManager):
         if self.should_load_model:
             load_model(self.model, checkpoint)
         if self.should_load_optimizer:
-            load_optimizer(self.model, self.optimizer, checkpoint)
+            load_optimizer(self.model, self.optimizer, checkpoint, self.hyperparameters)
         if self.should_load_extra:
             self._load_extra(checkpoint)
 

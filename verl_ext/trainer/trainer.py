@@ -258,6 +258,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             updates_per_step=self.config.updates_per_step,
             config_digest=config_digest(as_dict(self.config)),
             optimizer_name=self.config.optim.class_name,
+            hyperparameters=[*(self.config.optim.override_optimizer_config or {})],
         )
 
     @cached_property
