@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -11,14 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.checkpoints import commit, flip_byte, truncate
+from tests.helpers.checkpoints import commit, flip_byte, save, truncate
 from tests.helpers.data import write_questions
+from verl_ext.config.schema import as_dict
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.source import find_controller
 from verl_ext.controller.vlm import load_adapter, load_controller, load_weights
 from verl_ext.data.image_questions import load_image_questions
 from verl_ext.errors import UserError
 from verl_ext.launch.preflight import check_budget_files, check_resumed_stage, check_settings
+from verl_ext.launch.run import print_changes
 from verl_ext.metrics.csv_tables import EPOCH_COLUMNS, EpochSums, EpochTables
 from verl_ext.metrics.jsonl import MetricsRow
 from verl_ext.metrics.registry import lookup_metric
@@ -376,3 +379,28 @@ def test_plateau_scheduler_reacts_only_to_validation(level: float) -> None:
     for reward in (level - 0.1, level + 0.1, level + 0.1):
         resumed.step(reward)
     assert resumed.get_last_lr() == [0.5] and resumed.best == level + 0.1
+
+
+def test_changed_plateau_settings_apply_after_resume() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    former = PlateauScheduler(optimizer, factor=0.5, patience=5)
+    for reward in (0.3, 0.2):
+        former.step(reward)
+    resumed = PlateauScheduler(optimizer, factor=0.1, patience=1)
+    resumed.load_state_dict(former.state_dict())
+    assert (resumed.best, resumed.num_bad_epochs) == (0.3, 1)
+    resumed.step(0.2)
+    assert resumed.get_last_lr() == [0.1]
+
+
+def test_changed_learning_rate_is_named_without_effect(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"trainer.default_local_dir={tmp_path / 'run'}", "optim.plateau_patience=3"
+    save(tmp_path / "run", 2)
+    (tmp_path / "run/config.yaml").write_text(json.dumps(as_dict(config_of(recipe, *words))))
+    print_changes(config_of(recipe, words[0], "optim.lr=0.5", "optim.plateau_patience=4"))
+    assert capsys.readouterr().out == (
+        "Resuming with changed settings: optim.lr: 0.0001 -> 0.5 (no effect: the saved learning rate applies), "
+        "optim.plateau_patience: 3 -> 4.\n"
+    )

@@ -20,6 +20,7 @@ from verl_ext.checkpoint.manifest import (
     step_of,
     why_incomplete,
 )
+from verl_ext.checkpoint.resume import contents_to_load
 from verl_ext.checkpoint.retention import find_leftovers, find_temporary_files, finite_metric, remove_leftovers
 from verl_ext.config.run_config import NOT_IDENTITY, changed_files, changes_validation, config_digest
 from verl_ext.config.schema import as_dict, flat
@@ -261,6 +262,10 @@ def print_changes(config: RunConfig) -> None:
         return
     changes = {key: change for key, change in changes.items() if key not in NAMES}
     texts = [*_as_text(changes), *(f"the content of {path}" for path in files)]
+    contents = contents_to_load(checkpoint, config.trainer, config.optim.class_name)
+    if isinstance(config, BudgetConfig) and "extra" in contents:
+        note = " (no effect: the saved learning rate applies)"
+        texts = [text + note * text.startswith("optim.lr: ") for text in texts]
     if len(texts) > MAX_SHOWN:
         print_line("\n  ".join(["Resuming with changed settings:", *texts]))
     elif texts:

@@ -234,7 +234,7 @@ class PlateauOptimConfig(OptimConfig):
     num_cycles: float = unused(0.5, "the learning rate falls on a plateau")
     total_training_steps: int = unused(-1, "the learning rate falls on a plateau")
     plateau_factor: float = setting(0.5, "Learning-rate factor on a plateau", ge=1e-6, le=1 - 1e-6)
-    plateau_patience: int = setting(5, "Evaluations without improvement before plateau_factor applies", ge=0)
+    plateau_patience: int = setting(5, "Epochs without improvement; after one more, plateau_factor applies", ge=0)
 
 
 @dataclass(kw_only=True)

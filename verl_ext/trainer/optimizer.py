@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, ones
@@ -91,7 +92,8 @@ class PlateauScheduler(ReduceLROnPlateau):
     """torch's scheduler, in a loop that calls `step` after each update; only validations change the learning rate.
 
     Args:
-        patience: number of validations without a higher reward before the learning rate falls.
+        patience: number of validations at the ends of epochs without a higher reward; after one more, the learning
+            rate falls.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: float, patience: int) -> None:
@@ -102,6 +104,10 @@ class PlateauScheduler(ReduceLROnPlateau):
         """Process the reward of a validation; without one, do nothing."""
         if metrics is not None:
             super().step(metrics)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the position and the learning rate; factor and patience remain those of this run."""
+        super().load_state_dict({**state_dict, "factor": self.factor, "patience": self.patience})
 
     def forget_best(self) -> None:
         """Compare the next rewards with each other only."""
