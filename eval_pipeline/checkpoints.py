@@ -15,11 +15,12 @@ from eval_pipeline.jobs import LEDGER_FILE
 from verl_ext.checkpoint.lease import hold_lease
 from verl_ext.checkpoint.manifest import (
     EXPORT,
+    INDEX,
     MANIFEST,
     Manifest,
-    damaged_files,
+    damaged_export_files,
+    exported_checkpoints,
     list_checkpoints,
-    read_complete,
     step_of,
 )
 from verl_ext.commands import program
@@ -30,7 +31,6 @@ from verl_ext.model_files import read_json
 
 MAX_LABEL = 120
 """Characters of a served model's label, which becomes part of file names."""
-SHARD_INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 EVAL_FOLDER = "eval"
 WORK_FOLDER = "work"
@@ -72,9 +72,8 @@ class EvalCheckpoint:
         if self.export is None:
             assert self.served is not None
             return asdict(self.served)
-        files = self._exported_files()
-        if files is not None:
-            return files
+        if self.step is not None and (self.path / MANIFEST).exists():  # verl itself writes none
+            return Manifest.read(self.path).export_entries
         stats = {path.name: path.stat() for path in sorted(self.export.iterdir()) if path.is_file()}
         return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
@@ -85,8 +84,7 @@ class EvalCheckpoint:
             UserError: a file is damaged, or the checkpoint is gone.
         """
         try:
-            files = self._exported_files()
-            damage = {} if files is None else damaged_files(self.path, files)
+            damage = {} if self.step is None else damaged_export_files(self.path)
         except ValueError as error:
             raise UserError(
                 f"cannot evaluate {self.path} ({error}); restore it or specify another checkpoint"
@@ -96,13 +94,6 @@ class EvalCheckpoint:
                 f"cannot evaluate {self.path}: its file {name} {problem}; export it again with "
                 f"`{program('checkpoint')} export {shlex.quote(str(self.run_dir))} --step {self.step}`"
             )
-
-    def _exported_files(self) -> dict[str, dict] | None:
-        """The export's entries in the manifest; None without a manifest, because verl itself writes none."""
-        if self.step is None or not (self.path / MANIFEST).exists():
-            return None
-        files = Manifest.read(self.path).files
-        return {name: entry for name, entry in files.items() if name.startswith(f"{EXPORT}/")}
 
 
 def find_checkpoint(path: Path) -> EvalCheckpoint:
@@ -153,20 +144,13 @@ class CheckpointScanner:
 
     def checkpoints(self) -> list[EvalCheckpoint]:
         """The checkpoints that can be evaluated now, oldest first."""
-        found = [self._check(path) for path in reversed(list_checkpoints(self._run_dir))]
-        return [checkpoint for checkpoint in found if checkpoint is not None]
+        found = [self._check(*each) for each in exported_checkpoints(self._run_dir, self._warn)]
+        return [checkpoint for checkpoint in reversed(found) if checkpoint is not None]
 
-    def _check(self, path: Path) -> EvalCheckpoint | None:
-        try:
-            manifest = read_complete(path)
-        except ValueError as error:
-            self._warn(path, str(error))
-            return None
-        if EXPORT in manifest.deferred:
+    def _check(self, path: Path, is_usable: bool) -> EvalCheckpoint | None:
+        if not is_usable:
             self._warn(path, "its export is damaged or was skipped; the next start of the run writes it")
             return None
-        if not (path / EXPORT / "config.json").is_file():
-            return None  # with `export.every`, not every checkpoint is exported
         if path not in self._found:
             try:
                 self._found[path] = find_checkpoint(path)
@@ -221,7 +205,7 @@ def check_export(export: Path) -> None:
 def _check_weights(export: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
-    index = export / SHARD_INDEX
+    index = export / INDEX
     shards = _shards_of(index) if index.is_file() else sorted(export.glob("*.safetensors"))
     if not shards:
         from_shards = (export.parent / "fsdp_config.json").exists()

@@ -257,6 +257,7 @@ def test_controller_of_run_is_found_undamaged(tmp_path: Path, capsys: pytest.Cap
         commit(run, step, tmp_path / "export")
     truncate(run / "global_step_4/huggingface/model.safetensors")
     (run / "global_step_6/manifest.json").unlink()
+    save(run, 8)  # as with `export.every`: a configuration, but no weights
     assert find_controller(run).step == 2
     shown = capsys.readouterr().err
     assert "global_step_6 is not complete" in shown and "global_step_4 has no complete huggingface/" in shown

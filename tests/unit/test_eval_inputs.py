@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from eval_pipeline.checkpoints import (
-    SHARD_INDEX,
     CheckpointScanner,
     EvalCheckpoint,
     EvalDir,
@@ -27,9 +26,9 @@ from eval_pipeline.checkpoints import (
 from eval_pipeline.engines import ServedModel
 from eval_pipeline.jobs import LEDGER_FILE
 from eval_pipeline.recipe import EvalDigests, load_eval_config
-from tests.helpers.checkpoints import commit, flip_byte, make_export
+from tests.helpers.checkpoints import commit, flip_byte, make_export, save
 from verl_ext.checkpoint.lease import lease_holders
-from verl_ext.checkpoint.manifest import Manifest
+from verl_ext.checkpoint.manifest import INDEX, Manifest
 from verl_ext.checkpoint.save import sync_and_digest
 from verl_ext.errors import UserError
 
@@ -110,10 +109,10 @@ def test_chat_template_is_required_in_either_file(tmp_path: Path) -> None:
 
 def test_missing_and_truncated_shards_are_rejected(tmp_path: Path) -> None:
     export = make_export(tmp_path / "base")
-    (export / SHARD_INDEX).write_text('{"weight_map": {"w": "model.safetensors", "v": "second.safetensors"}}')
+    (export / INDEX).write_text('{"weight_map": {"w": "model.safetensors", "v": "second.safetensors"}}')
     with pytest.raises(UserError, match="second.safetensors"):
         find_checkpoint(export)
-    (export / SHARD_INDEX).unlink()
+    (export / INDEX).unlink()
     weights = export / "model.safetensors"
     for size in (weights.stat().st_size - 4, 3, 0):
         weights.write_bytes(weights.read_bytes()[:size])
@@ -188,6 +187,7 @@ def test_scanner_finds_complete_checkpoints_and_warns_once(tmp_path: Path, capsy
     shutil.rmtree(without_export / "huggingface")
     files = {"model.pt": sync_and_digest(without_export / "model.pt")}
     (without_export / "manifest.json").write_text(Manifest(50, 1, "", files).to_json())
+    save(tmp_path, 70)  # as with `export.every`: a configuration, but no weights
     stopped = commit(tmp_path, 60)
     (stopped / "huggingface/model.safetensors").rename(tmp_path / "weights")
     complete = Manifest.read(stopped)

@@ -23,7 +23,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from verl_ext.checkpoint.config import ExportConfig
 from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, merge_rows, plan_to_json, unwrap_peft
-from verl_ext.checkpoint.manifest import ADAPTER, EXPORT, PLAN
+from verl_ext.checkpoint.manifest import ADAPTER, EXPORT, INDEX, PLAN
 from verl_ext.distributed import is_sharded, local_rows, on_every_rank, on_rank_zero, to_full, to_local
 from verl_ext.errors import UserError
 from verl_ext.files import GIB, temporary_directory, temporary_errors, write_errors
@@ -34,7 +34,6 @@ DTYPE_NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-INDEX = "model.safetensors.index.json"
 
 
 # The layout of the files

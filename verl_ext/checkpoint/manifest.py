@@ -15,7 +15,7 @@ import re
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,8 @@ OURS = (MANIFEST, PLAN)
 """Files that this pipeline writes into a checkpoint and verl does not."""
 TRACKER = "latest_checkpointed_iteration.txt"
 EXPORT = "huggingface"
+INDEX = "model.safetensors.index.json"
+"""File of an export with several weight files; says which of them holds a tensor."""
 ADAPTER = "lora_adapter"
 """Directory of LoRA adapters in a checkpoint, with verl's name."""
 DERIVED = (f"{EXPORT}/", f"{ADAPTER}/")
@@ -119,12 +121,17 @@ class Manifest:
     @property
     def has_damaged_export(self) -> bool:
         """Whether `read_complete` found that files of the export are missing or have another size."""
-        return EXPORT in self.deferred and bool(self.exported_files)
+        return EXPORT in self.deferred and bool(self.exported_weights)
 
     @property
-    def exported_files(self) -> list[str]:
+    def export_entries(self) -> dict[str, FileEntry]:
+        """The entries of the export in `files`; without weights if the checkpoint was saved without an export."""
+        return {name: entry for name, entry in self.files.items() if name.startswith(f"{EXPORT}/")}
+
+    @property
+    def exported_weights(self) -> list[str]:
         """Paths of the weights in the export; empty if the checkpoint has none."""
-        return [name for name in self.files if name.startswith(f"{EXPORT}/") and name.endswith(".safetensors")]
+        return [name for name in self.export_entries if name.endswith(".safetensors")]
 
     def with_files(self, files: dict[str, FileEntry]) -> Manifest:
         """A copy that lists other files."""
@@ -240,7 +247,7 @@ def read_complete(directory: Path) -> Manifest:
     for name, problem in problems.items():
         if not name.startswith(DERIVED):
             raise ValueError(problem)
-    is_damaged = bool(manifest.exported_files) and any(name.startswith(f"{EXPORT}/") for name in problems)
+    is_damaged = bool(manifest.exported_weights) and not problems.keys().isdisjoint(manifest.export_entries)
     return replace(manifest, deferred=(EXPORT,)) if is_damaged else manifest
 
 
@@ -261,6 +268,28 @@ def complete_checkpoints(run_dir: Path) -> dict[Path, Manifest]:
         with suppress(ValueError):
             found[path] = read_complete(path)
     return found
+
+
+def exported_checkpoints(
+    run_dir: Path, skip: Callable[[Path, str], None] = lambda path, problem: None
+) -> Iterator[tuple[Path, bool]]:
+    """The complete checkpoints of a run that have an export or owe one, newest first.
+
+    Args:
+        skip: called with each incomplete checkpoint and the reason.
+
+    Yields:
+        The checkpoint, and whether its export can be used. Otherwise, the export is damaged or the save skipped it, so
+        that the next start of the run writes it.
+    """
+    for path in list_checkpoints(run_dir):
+        try:
+            manifest = read_complete(path)
+        except ValueError as error:
+            skip(path, str(error))
+            continue
+        if EXPORT in manifest.deferred or has_export(path):
+            yield path, EXPORT not in manifest.deferred
 
 
 def committed_steps(run_dir: Path) -> list[int]:
@@ -323,6 +352,13 @@ def damaged_files(
             for name in names
         }
     return {name: problem for name, problem in found.items() if problem is not None}
+
+
+def damaged_export_files(checkpoint: Path) -> dict[str, str]:
+    """`damaged_files` of the export; empty without a manifest, such as for checkpoints of verl."""
+    if not (checkpoint / MANIFEST).exists():
+        return {}
+    return damaged_files(checkpoint, Manifest.read(checkpoint).export_entries)
 
 
 def _damage(path: Path, entry: FileEntry, progress: Callable[[int], None]) -> str | None:

@@ -16,12 +16,13 @@ from types import MappingProxyType
 import torch
 
 from verl_ext.checkpoint.config import ExportConfig
-from verl_ext.checkpoint.hf_export import INDEX, ExportWriter, SafetensorsLayout, create_files, layout_of
+from verl_ext.checkpoint.hf_export import ExportWriter, SafetensorsLayout, create_files, layout_of
 from verl_ext.checkpoint.hf_tensors import merge_rows, read_plan
 from verl_ext.checkpoint.inspection import newest_resumable, require_steps
 from verl_ext.checkpoint.lease import hold_lease
 from verl_ext.checkpoint.manifest import (
     EXPORT,
+    INDEX,
     MANIFEST,
     MODEL,
     Manifest,
@@ -206,8 +207,8 @@ def _small_files(checkpoint: Path) -> list[str]:
 
 def _damaged_small_files(checkpoint: Path) -> dict[str, str]:
     try:
-        names = [name for name in Manifest.read(checkpoint).files if name.startswith(f"{EXPORT}/")]
-        return damaged_files(checkpoint, [name for name in names if not _is_weights(name)])
+        names = [name for name in Manifest.read(checkpoint).export_entries if not _is_weights(name)]
+        return damaged_files(checkpoint, names)
     except ValueError:  # `require_undamaged_shards` reports it
         return {}
 
@@ -313,9 +314,9 @@ def _move_into_checkpoint(checkpoint: Path, partial: Path) -> None:
     entries = {f"{EXPORT}/{path}": sync_and_digest(partial / path) for path in written}
     manifest = Manifest.read(checkpoint) if (checkpoint / MANIFEST).exists() else None
     if manifest is not None:
-        is_old = {name: name.startswith(f"{EXPORT}/") and _is_weights(name) for name in manifest.files}
-        rest = {name: entry for name, entry in manifest.files.items() if not is_old[name]}
-        replace_file(checkpoint / MANIFEST, [replace(manifest, files=rest, deferred=(EXPORT,)).to_json()])
+        old = {name for name in manifest.export_entries if _is_weights(name)}
+        rest = manifest.with_files({name: entry for name, entry in manifest.files.items() if name not in old})
+        replace_file(checkpoint / MANIFEST, [replace(rest, deferred=(EXPORT,)).to_json()])
     for path in target.iterdir():
         if _is_weights(path.name):
             path.unlink()
@@ -325,8 +326,8 @@ def _move_into_checkpoint(checkpoint: Path, partial: Path) -> None:
     shutil.rmtree(partial)
     sync_directory(target)
     if manifest is not None:
-        kept = {name: sync_and_digest(checkpoint / name) for name in _small_files(checkpoint) if name in rest}
-        others = {name: entry for name, entry in rest.items() if not name.startswith(f"{EXPORT}/")}
+        kept = {name: sync_and_digest(checkpoint / name) for name in _small_files(checkpoint) if name in rest.files}
+        others = {name: entry for name, entry in rest.files.items() if name not in rest.export_entries}
         files = {**others, **kept, **entries}
         replace_file(checkpoint / MANIFEST, [replace(manifest, files=files, deferred=()).to_json()])
 

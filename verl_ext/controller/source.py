@@ -9,15 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl_ext.checkpoint.manifest import (
-    EXPORT,
-    MANIFEST,
-    Manifest,
-    damaged_files,
-    list_checkpoints,
-    read_complete,
-    step_of,
-)
+from verl_ext.checkpoint.manifest import EXPORT, damaged_export_files, exported_checkpoints, step_of
 from verl_ext.commands import program
 from verl_ext.config.run_config import read_config_file
 from verl_ext.console import warn
@@ -96,29 +88,24 @@ def find_controller(path: Path) -> ControllerSource:
 
 def _newest_exported(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run with an export; warns if a newer one is skipped as incomplete."""
-    problems = []
-    for checkpoint in list_checkpoints(run_dir):
-        try:
-            manifest = read_complete(checkpoint)
-        except ValueError as error:
-            problems.append(f"{checkpoint.name} is not complete: {error}")
-            continue
-        if EXPORT in manifest.deferred:
-            problems.append(f"{checkpoint.name} has no complete {EXPORT}/")
-        elif (checkpoint / EXPORT).is_dir():
+    problems: list[str] = []
+
+    def skip(checkpoint: Path, problem: str) -> None:
+        problems.append(f"{checkpoint.name} is not complete: {problem}")
+
+    for checkpoint, is_usable in exported_checkpoints(run_dir, skip):
+        if is_usable:
             for problem in problems:
                 warn(f"{problem}; using {checkpoint.name} instead")
             return checkpoint
+        problems.append(f"{checkpoint.name} has no complete {EXPORT}/")
     return None
 
 
 def _require_undamaged(checkpoint: Path) -> None:
     """Refuse a checkpoint whose export differs from its manifest; a copy of the export alone has none."""
-    if not (checkpoint / MANIFEST).is_file():
-        return
     try:
-        names = [name for name in Manifest.read(checkpoint).files if name.startswith(f"{EXPORT}/")]
-        damage = next((f"its file {name} {what}" for name, what in damaged_files(checkpoint, names).items()), None)
+        damage = next((f"its file {name} {what}" for name, what in damaged_export_files(checkpoint).items()), None)
     except ValueError as error:
         damage = str(error)
     if damage is not None:

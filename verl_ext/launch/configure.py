@@ -14,6 +14,7 @@ from verl_ext.checkpoint.manifest import (
     BEST,
     EXPORT,
     complete_checkpoints,
+    exported_checkpoints,
     has_export,
     is_verl_checkpoint,
     list_checkpoints,
@@ -344,16 +345,14 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
     Raises:
         UserError: there is none; the message gives the command that creates it, on `num_ranks` ranks.
     """
-    complete = complete_checkpoints(run_dir)
-    for checkpoint, manifest in complete.items():
-        if EXPORT in manifest.deferred:
+    for checkpoint, is_usable in exported_checkpoints(run_dir):
+        if not is_usable:
             raise UserError(
                 f"{checkpoint} has no complete {EXPORT}/, because its run was stopped or a file is damaged; write it "
                 f"with `{program('checkpoint')} export {shlex.quote(str(checkpoint))}`, or finish the run"
             )
-        if has_export(checkpoint):
-            return checkpoint / EXPORT
-    if complete:
+        return checkpoint / EXPORT
+    if complete := complete_checkpoints(run_dir):
         raise UserError(
             f"no checkpoint of model.sft_run={run_dir} has model weights in {EXPORT}/; write them with "
             f"`{program('checkpoint')} export {shlex.quote(str(next(iter(complete))))}`, or set model.partial_pretrain"
