@@ -235,6 +235,8 @@ def test_missing_exports_are_reported(
     (run_dir / "global_step_100/manifest.json").write_text(Manifest(100, 1, "", {}, deferred=deferred).to_json())
     change_config(run_dir, "trainer.checkpoint.export.every", every)
     assert run_health(run_dir, capsys)[1][point] == level
+    change_config(run_dir, "stage", "budget")  # whose controllers are exported, too
+    assert run_health(run_dir, capsys)[1][point] == level
     change_config(run_dir, "trainer.checkpoint.save_contents", ["model", "optimizer", "extra"])
     assert run_health(run_dir, capsys)[1][point] == "ok"
 

@@ -210,9 +210,9 @@ def checkpoints_are_complete(run: RunDirectory) -> CheckResult | None:
 
 
 def _export_is_due(run: RunDirectory, step: int) -> bool:
-    """Whether the last attempt had to export at a step; controllers have no export."""
+    """Whether the last attempt had to export at a step."""
     checkpoint = run.config["trainer"].get("checkpoint") or {}
-    if run.stage == "budget" or step <= run.first_step or "hf_model" not in checkpoint.get("save_contents", ()):
+    if step <= run.first_step or "hf_model" not in checkpoint.get("save_contents", ()):
         return False
     every = (checkpoint.get("export") or {}).get("every")
     return every is None or step % every == 0 or step == run.run["total_steps"]
