@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
@@ -194,12 +195,24 @@ def test_lease_file_is_renewed_and_removed(tmp_path: Path, monkeypatch: pytest.M
     checkpoint = save(tmp_path, 1)
     with hold_lease(checkpoint):
         (path,) = checkpoint.glob("lease.*.json")
-        assert path.name == f"lease.{socket.gethostname()}.{os.getpid()}.json"
+        assert path.name.startswith(f"lease.{socket.gethostname()}.{os.getpid()}.")
         first = json.loads(path.read_text())
         assert {"host", "pid", "time", "expires"} <= first.keys()
         wait_until(lambda: json.loads(path.read_text())["expires"] > first["expires"])
     assert not list(checkpoint.glob("lease*"))
     assert why_incomplete(checkpoint) is None
+
+
+def test_end_of_lease_keeps_lease_of_same_host_name_and_process_id(tmp_path: Path) -> None:
+    """Two containers can have both in common."""
+    checkpoint, other = save(tmp_path, 1), ExitStack()
+    with hold_lease(checkpoint):
+        other.enter_context(hold_lease(checkpoint))
+        assert len(list(checkpoint.glob("lease.*.json"))) == 2
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    assert lease_holders(checkpoint) == [holder]
+    other.close()
+    assert lease_holders(checkpoint) == []
 
 
 def test_reader_without_lease_gets_warning_and_its_own_error(
@@ -267,7 +280,9 @@ def test_malformed_lease_counts_until_old(tmp_path: Path, text: str) -> None:
     assert lease_holders(path.parent) == []
 
 
-def test_evaluation_takes_lease_and_continues_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_takes_lease_and_continues_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save(tmp_path, 1)
     checkpoint = EvalCheckpoint(path, path / "huggingface", run_dir=tmp_path, step=1)
     with lease_checkpoint(checkpoint):
@@ -276,7 +291,8 @@ def test_evaluation_takes_lease_and_continues_without(tmp_path: Path, capsys: py
     with lease_checkpoint(replace(checkpoint, run_dir=None)):
         assert lease_holders(path) == []
     # root can write into read-only directories, but not a file over a directory
-    (path / f"lease.{socket.gethostname()}.{os.getpid()}.json.tmp").mkdir()
+    monkeypatch.setattr("verl_ext.checkpoint.lease.token_hex", lambda length: "00ff00ff")
+    (path / f"lease.{socket.gethostname()}.{os.getpid()}.00ff00ff.json.tmp").mkdir()
     with lease_checkpoint(checkpoint):
         assert lease_holders(path) == []
     assert f"cannot protect {path} (Is a directory); a running training job may remove it" in capsys.readouterr().err

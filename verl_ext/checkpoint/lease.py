@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 from verl_ext.console import warn
 from verl_ext.files import LATEST, parse_json, replace_file
@@ -22,7 +23,7 @@ LIFETIME_S = 900.0
 
 @contextmanager
 def hold_lease(checkpoint: Path) -> Iterator[None]:
-    """Protect a checkpoint from rotation while this process reads it; one lease per process and checkpoint.
+    """Protect a checkpoint from rotation while this process reads it.
 
     A background thread renews the lease inside the context. A checkpoint that this process can only read, such as
     another user's, gets no lease, with a warning.
@@ -33,7 +34,8 @@ def hold_lease(checkpoint: Path) -> Iterator[None]:
     Raises:
         FileNotFoundError: the checkpoint does not exist.
     """
-    path = checkpoint / f"lease.{socket.gethostname()}.{os.getpid()}.json"
+    # unique, because containers can share a host name and process ids, and a process can hold several leases
+    path = checkpoint / f"lease.{socket.gethostname()}.{os.getpid()}.{token_hex(4)}.json"
     is_held = False
     try:
         _write(path)
@@ -63,7 +65,7 @@ def lease_holders(checkpoint: Path) -> list[str]:
     is older than `LIFETIME_S`.
     """
     holders = (_live_holder(path) for path in sorted(checkpoint.glob("lease.*.json")))
-    return [holder for holder in holders if holder is not None]
+    return [*dict.fromkeys(holder for holder in holders if holder is not None)]
 
 
 def _write(path: Path) -> None:
