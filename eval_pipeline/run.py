@@ -201,7 +201,9 @@ class JobRunner:
         self._report_failure(job.job, error, job.seconds, is_final)
 
     def _report_failure(self, job: Job, error: str, seconds: Mapping[str, float], is_final: bool = False) -> None:
-        self._jobs.fail(job, error, seconds, is_final)
+        if not self._jobs.fail(job, error, seconds, is_final):
+            warn(f"another process has taken over {job}, which failed in this process: {error}")
+            return
         attempts = job.attempts + 1
         left = self._jobs.max_attempts - attempts
         if is_final:

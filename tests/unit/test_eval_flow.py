@@ -8,6 +8,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,9 +20,17 @@ from eval_pipeline.jobs import Job
 from eval_pipeline.judge import ErrorType, Verdict
 from eval_pipeline.publish import Publisher
 from eval_pipeline.recipe import load_eval_config
-from eval_pipeline.run import EvalContext, TaskSource, write_job_result
+from eval_pipeline.run import EvalContext, JobRunner, TaskSource, write_job_result
 from eval_pipeline.watch import RunWatcher, evaluate_checkpoint, watch_run
-from eval_pipeline.worker import AnswerJudged, AnswerReceived, BatchFinished, BatchStarted, key_of
+from eval_pipeline.worker import (
+    AnswerJudged,
+    AnswerReceived,
+    BatchFailed,
+    BatchFinished,
+    BatchStarted,
+    Event,
+    key_of,
+)
 from tests.helpers.checkpoints import commit, make_export
 from verl_ext.metrics.run_record import RunRecord
 
@@ -304,6 +313,24 @@ def test_failed_evaluations_are_reported_at_end(
     assert evaluate_checkpoint(context, step_10(context), 1) == 1
     first, reason = capsys.readouterr().out.splitlines()
     assert first == "Failed: evaluation of step_10" and reason.split() == ["few", "the", "engine", "broke"]
+
+
+def test_failure_of_taken_over_job_is_left_to_other_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    context, pool = context_of(tmp_path), Mock()
+    tasks = context.add_jobs(step_10(context), tier=1)
+
+    def failing_after_loss(timeout_s: float) -> list[Event]:
+        [job] = context.jobs.jobs()
+        context.jobs.release(job, {})  # as if another process held the claim
+        return [BatchFailed(pool.submit.call_args.args[0].id, "no room")]
+
+    pool.events = failing_after_loss
+    JobRunner(context, pool).step(tasks)
+    [job] = context.jobs.jobs()
+    assert (job.state, job.attempts) == ("pending", 0)
+    told = capsys.readouterr().err
+    assert "another process has taken over step_10 on few, which failed in this process: no room" in told
+    assert "next attempt" not in told
 
 
 def test_checkpoint_removed_during_evaluation_keeps_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
