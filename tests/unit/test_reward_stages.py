@@ -209,6 +209,8 @@ def test_resuming_refuses_checkpoint_without_controller_state(controlled: Budget
         ("controller.tier_sizes", [256, 1024, 9216]),
         ("controller.max_new_tokens", 9),
         ("data.question_suffix", " Think."),
+        ("reward.efficiency", 0.9),
+        ("latency.percentile", 90),
     ],
 )
 def test_settings_of_answers_make_rewards_incomparable(
@@ -223,7 +225,8 @@ def test_settings_of_answers_make_rewards_incomparable(
     set_at(controlled.config, key, value)
     controlled.load_data_state(state)
     controlled.load_checkpoint()
-    assert controlled.best_reward == float("-inf") and "not comparable" in capsys.readouterr().err
+    assert controlled.best_reward == float("-inf")
+    assert f"are not comparable, because of changes in {key}; best_model.pt" in capsys.readouterr().err
 
 
 def test_validation_may_use_latency_of_training(controlled: BudgetTrainer) -> None:

@@ -319,17 +319,32 @@ class BudgetTrainer(RewardTrainer):
     def load_checkpoint(self) -> int:
         """Forget the best reward if what rewards depend on has changed."""
         step = super().load_checkpoint()
-        saved, now = self.saved_reward_terms or {}, self.reward_terms()  # empty: it starts at step 0
-        if any(now[name] != saved.get(name, now[name]) for name in now):  # earlier versions saved fewer terms
+        # empty: it starts at step 0
+        saved, now = (settings_of_terms(terms) for terms in (self.saved_reward_terms or {}, self.reward_terms()))
+        changed = [name for name in now if now[name] != saved.get(name, now[name])]  # earlier versions saved fewer
+        if changed:
             self.best_reward = float("-inf")
             self.lr_scheduler.forget_best()
             if self.is_main:
                 warn(
-                    "the budgets, the latency's percentile, the reward, controller.tier_sizes, "
-                    "controller.max_new_tokens or data.question_suffix have changed, so rewards before and after "
-                    f"step {step} are not comparable; {BEST_MODEL} and the learning-rate plateau are reset"
+                    f"rewards before and after step {step} are not comparable, because of changes in "
+                    f"{', '.join(changed)}; {BEST_MODEL} and the learning-rate plateau are reset"
                 )
         return step
+
+
+def settings_of_terms(terms: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `BudgetTrainer.reward_terms` by setting; the budgets can follow from several settings."""
+    found: dict[str, Any] = {}
+    for name, value in terms.items():
+        if name == "reward":
+            found |= {f"reward.{key}": weight for key, weight in value.items()}
+        elif name == "latency":
+            found |= dict(zip(("latency.source", "latency.percentile", "latency.validation"), value))
+        else:
+            names = {"budgets_ms": "the budgets", "question_suffix": "data.question_suffix"}
+            found[names.get(name, f"controller.{name}")] = value
+    return found
 
 
 def epoch_metrics(metrics: Metrics, kind: str) -> dict[str, float]:
