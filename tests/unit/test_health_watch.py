@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from verl_ext.config.run_config import NOT_MEASURED, TRAINING_DATA, changes_validation
+from verl_ext.config.schema import keys
 from verl_ext.errors import UserError
 from verl_ext.health.config import HealthLimits
 from verl_ext.health.context import LRSchedule, RunContext, comparable_from, configured_at
@@ -17,7 +19,7 @@ from verl_ext.health.rule import Finding, HealthView, Level, Rule, warning
 from verl_ext.health.rules import RULES
 from verl_ext.health.watch import CLEAR_CHECKS, HealthMonitor
 from verl_ext.launch.preflight import check_health
-from verl_ext.trainer.stages import load_config
+from verl_ext.trainer.stages import STAGES, load_config
 
 BY_NAME = {rule.name: rule for rule in RULES}
 
@@ -179,7 +181,32 @@ def test_changed_schedule_applies_from_step_of_its_attempt(num_steps: int) -> No
     ],
 )
 def test_validations_are_compared_from_last_change_of_what_they_measure(attempts: list[Any], first: int) -> None:
-    assert comparable_from(attempts) == first
+    assert comparable_from(attempts, {}) == first
+
+
+ON_TRAINING_DATA = {"eval_split": "train", "eval_batches": 2}
+
+
+@pytest.mark.parametrize(
+    ("key", "data", "changes"),
+    [
+        *((f"data.{key}", {}, True) for key in ("max_length", "truncation", "chat_template", "multiturn.messages_key")),
+        *((f"data.{key}", {}, True) for key in ("prompt_key", "datasets.x.val", "question_suffix", "a_new_setting")),
+        *((f"data.{key}", ON_TRAINING_DATA, True) for key in ("train_files", "train_batch_size", "train_max_samples")),
+        *((f"data.{key}", {}, False) for key in ("train_files", "train_batch_size", "train_max_samples")),
+        ("data.train_batch_size", {"eval_batches": -1}, False),
+        ("data.micro_batch_size_per_gpu", ON_TRAINING_DATA, False),
+        ("latency.percentile", {}, True),
+        ("optim.lr", ON_TRAINING_DATA, False),
+    ],
+)
+def test_setting_changes_what_validation_measures(key: str, data: dict[str, Any], changes: bool) -> None:
+    assert changes_validation([key], data) == changes
+
+
+def test_settings_without_effect_on_validation_exist() -> None:
+    known = {key for stage in STAGES.values() for key in keys(stage.root)}
+    assert {*NOT_MEASURED, *TRAINING_DATA} <= known
 
 
 def test_fall_at_change_of_rewards_is_no_finding() -> None:

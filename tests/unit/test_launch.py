@@ -555,6 +555,16 @@ def test_resumed_run_names_changed_reward_and_validation_files(
     assert "eval/reward_total_mean is not comparable before and after global_step_2" in err
 
 
+def test_digests_are_of_data_that_validations_use(tmp_path: Path) -> None:
+    files = [tmp_path / "train.parquet", tmp_path / "val.parquet"]
+    for path in files:
+        path.write_bytes(path.name.encode())
+    words = [f"data.{path.stem}_files={path}" for path in files]
+    for split, path in zip(("train", "test"), files):
+        config = load_config("grpo", [*words, f"data.eval_split={split}", "reward.functions=[reward_format]"])
+        assert list(input_digests(config)) == [str(path)]
+
+
 def test_resumed_run_keeps_first_start_of_its_checkpoint(quickstart: Path, tmp_path: Path) -> None:
     """A run that starts at step 0 gets the current time, even if the directory has a record of another run."""
     former, run_dir = datetime(2026, 7, 4, 9, 30), tmp_path / "run"

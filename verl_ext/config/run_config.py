@@ -27,10 +27,20 @@ ADDED_LATER = (
     "trainer.log_sample_tokens", "trainer.wandb_proxy", "algorithm.adv_estimator", "algorithm.use_kl_in_reward",
 )  # fmt: skip
 """Keys of `NOT_IDENTITY` that digests omit instead of setting to null, so that digests without them stay valid."""
-VALIDATION_KEYS = ("reward.", "data.val_", "data.eval_split", "data.eval_batches")
-"""Beginnings of the settings that determine what a validation measures."""
-NOT_MEASURED = ("reward.num_workers", "reward.isolation")
-"""Settings among these that do not change a reward."""
+VALIDATION_SECTIONS = ("data.", "reward.", "controller.", "latency.", "configurations.")
+"""Sections that determine what a validation measures. A setting counts unless it is among the following."""
+NOT_MEASURED = (
+    "data.balance_dp_token", "data.eval_every_steps", "data.max_tokens_per_gpu", "data.max_unreadable_images",
+    "data.micro_batch_size", "data.micro_batch_size_per_gpu", "data.num_tokenizers", "data.num_workers", "data.packing",
+    "data.token_cache", "data.use_shm", "reward.isolation", "reward.num_workers", "controller.dropout",
+    "controller.hidden", "controller.importance_file", "controller.init_from", "controller.max_active",
+    "controller.max_encodings", "controller.min_active", "controller.topk_choices", "latency.configurations",
+    "latency.repeats", "configurations.full_model_steps", "configurations.lowest_tier_steps",
+    "configurations.min_active", "configurations.share", "configurations.tier_weights", "configurations.topk_choices",
+)  # fmt: skip
+"""Settings of these sections that only determine how a run trains, or how fast it is."""
+TRAINING_DATA = ("data.train_files", "data.train_max_samples")
+"""Settings that count only if a run is validated on its training data."""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -95,6 +105,16 @@ def changed_files(previous: Mapping[str, str], now: Mapping[str, str]) -> list[s
     return [path for path, digest in now.items() if previous.get(path, digest) != digest]
 
 
-def changes_validation(changes: Iterable[str]) -> bool:
-    """Whether validations before and after some settings changed measure different things."""
-    return any(key.startswith(VALIDATION_KEYS) and key not in NOT_MEASURED for key in changes)
+def changes_validation(changes: Iterable[str], data: Mapping[str, Any]) -> bool:
+    """Whether validations before and after some settings changed measure different things.
+
+    Args:
+        changes: dotted keys of the changed settings.
+        data: the run's section `data`.
+    """
+    ignored = {*NOT_MEASURED}
+    if data.get("eval_split") != "train":
+        ignored |= {*TRAINING_DATA}
+    if data.get("eval_batches", -1) == -1:  # a validation takes all of the data
+        ignored.add("data.train_batch_size")
+    return any(key.startswith(VALIDATION_SECTIONS) and key not in ignored for key in changes)

@@ -164,7 +164,7 @@ class RunContext:
             checkpoints=partial(committed_steps, run_dir),
             untrained_loss=run["untrained_loss"],
             configured_at=configured_at(run["attempts"]),
-            comparable_from=comparable_from(run["attempts"]),
+            comparable_from=comparable_from(run["attempts"], data),
         )
 
 
@@ -174,15 +174,19 @@ def configured_at(attempts: Sequence[Mapping[str, Any]]) -> int:
     return changed[-1] if changed else 0
 
 
-def comparable_from(attempts: Sequence[Mapping[str, Any]]) -> int:
-    """Return the first step after the last change of rewards or validation data; 0 if they never changed."""
+def comparable_from(attempts: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> int:
+    """Return the first step after the last change of what a validation measures; 0 if it never changed.
+
+    Args:
+        data: the run's section `data`.
+    """
     first, files = 0, dict[str, str]()
     for each in attempts:
         resumed_at, now = each.get("first_step"), each.get("input_files") or {}
         if resumed_at is None:  # it ended before training
             continue
         own_first = resumed_at + 1 if resumed_at else 0
-        is_changed = changes_validation(each.get("config_changes") or ()) or changed_files(files, now)
+        is_changed = changes_validation(each.get("config_changes") or (), data) or changed_files(files, now)
         first, files = own_first if is_changed else min(first, own_first), {**files, **now}
     return first
 

@@ -270,7 +270,9 @@ def print_changes(config: RunConfig) -> None:
         print_line("\n  ".join(["Resuming with changed settings:", *texts]))
     elif texts:
         print_line(f"Resuming with changed settings: {', '.join(texts)}.")
-    if files or changes_validation(key for key, pair in changes.items() if None not in pair):
+    if "data.val_files" in changes and None in changes["data.val_files"]:
+        del changes["data.val_files"]  # there were no validations before, or there will be none
+    if files or changes_validation(changes, as_dict(config)["data"]):
         warn_of_incomparable_validations(config, checkpoint)
 
 
@@ -279,9 +281,9 @@ def warn_of_incomparable_validations(config: RunConfig, checkpoint: Path) -> Non
     run_dir, metric = config.trainer.run_dir, config.trainer.checkpoint.best_metric
     if any(finite_metric(manifest, metric) is not None for manifest in complete_checkpoints(run_dir).values()):
         warn(
-            f"{metric} is not comparable before and after {checkpoint.name}, because rewards or validation data have "
-            "changed, but the best checkpoint is chosen among all checkpoints; set trainer.experiment_name to a new "
-            "name to compare only new ones"
+            f"{metric} is not comparable before and after {checkpoint.name}, because rewards or the evaluated data "
+            "have changed, but the best checkpoint is chosen among all checkpoints; set trainer.experiment_name to a "
+            "new name to compare only new ones"
         )
 
 
@@ -296,7 +298,9 @@ def input_digests(config: RunConfig) -> dict[str, str]:
 
         plugins = [spec.plugin for spec in parse_reward_functions(list(config.reward.functions))]
         paths += [plugin.location for plugin in plugins if plugin is not None and plugin.is_file]
-    if isinstance(config, SFTConfig | GRPOConfig):
+    if isinstance(config, GRPOConfig) and config.data.eval_split == "train":
+        paths += file_list(config.data.train_files)
+    elif isinstance(config, SFTConfig | GRPOConfig):
         paths += file_list(config.data.val_files)
     digests = {}
     for path in paths:
