@@ -502,6 +502,11 @@ def test_resumed_run_names_changed_settings(
     save(run_dir, 2)
     assert printed("optim.lr=0.25", "trainer.preemption.grace_s=9") == ""
     assert printed("optim.lr=0.5") == "Resuming with changed settings: optim.lr: 0.25 -> 0.5.\n"
+    relative = (
+        f"trainer.default_local_dir={os.path.relpath(run_dir)}",
+        f"trainer.resume_from_path={run_dir}/global_step_2",
+    )
+    assert printed("optim.lr=0.5", *relative) == "Resuming with changed settings: optim.lr: 0.25 -> 0.5.\n"
     others = "optim.clip_grad=2", "data.train_batch_size=2", "optim.weight_decay=0.5"
     assert printed("optim.lr=0.5", "trainer.experiment_name=renamed", *others) == (
         "Resuming with changed settings:\n  data.train_batch_size: 32 -> 2\n  optim.clip_grad: 1.0 -> 2\n"

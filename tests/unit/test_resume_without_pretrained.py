@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -195,6 +196,13 @@ def test_partial_resume_needs_weights(contents: str, quickstart: Path, tmp_path:
     run.save()
     with pytest.raises(UserError, match=NEEDS_WEIGHTS):
         run.start(f"trainer.resume_from_path={run.checkpoint}", f"trainer.checkpoint.load_contents={contents}")
+
+
+def test_checkpoint_of_own_run_is_known_by_any_path(quickstart: Path, tmp_path: Path) -> None:
+    run = Run(quickstart, tmp_path)
+    run.save()
+    relative = f"trainer.default_local_dir={os.path.relpath(run.run_dir)}"
+    assert run.start(relative, f"trainer.resume_from_path={run.checkpoint}").global_step == SAVED_AT
 
 
 def test_start_from_another_run_needs_weights(quickstart: Path, tmp_path: Path) -> None:

@@ -133,8 +133,13 @@ def verify_on_all_ranks(checkpoint: Path) -> dict[str, str]:
 def _catch_up_tracker(checkpoint: Path, run_dir: Path) -> None:
     """Update a tracker that is behind the checkpoint; after the run's last checkpoint, no later save would do so."""
     tracked, step = read_tracker(run_dir)[0], step_of(checkpoint) or 0
-    if checkpoint.parent == run_dir and (tracked is None or (step_of(tracked) or 0) < step):
+    if is_of_run(checkpoint, run_dir) and (tracked is None or (step_of(tracked) or 0) < step):
         write_tracker(run_dir, step)
+
+
+def is_of_run(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether a checkpoint is in a run directory; one of the paths may be relative, or have links."""
+    return checkpoint.parent.resolve() == run_dir.resolve()
 
 
 # The choice of the checkpoint

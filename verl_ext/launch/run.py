@@ -20,7 +20,7 @@ from verl_ext.checkpoint.manifest import (
     step_of,
     why_incomplete,
 )
-from verl_ext.checkpoint.resume import contents_to_load
+from verl_ext.checkpoint.resume import contents_to_load, is_of_run
 from verl_ext.checkpoint.retention import find_leftovers, find_temporary_files, finite_metric, remove_leftovers
 from verl_ext.config.run_config import NOT_IDENTITY, changed_files, changes_validation, config_digest
 from verl_ext.config.schema import as_dict, flat
@@ -253,7 +253,7 @@ def print_start(config: RunConfig) -> None:
 def print_changes(config: RunConfig) -> None:
     """Name every setting and input file that a resumed run changes; a forgotten override would change one silently."""
     checkpoint = resume_candidate(config)
-    if checkpoint is None or checkpoint.parent != config.trainer.run_dir:
+    if checkpoint is None or not is_of_run(checkpoint, config.trainer.run_dir):
         return
     try:
         changes = changed_settings(config)

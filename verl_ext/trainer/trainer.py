@@ -25,7 +25,7 @@ from verl_ext.checkpoint.load import read_data_state
 from verl_ext.checkpoint.manager import CheckpointManager
 from verl_ext.checkpoint.manifest import EXPORT, Manifest, is_verl_checkpoint, step_of
 from verl_ext.checkpoint.rebuild import write_deferred_export
-from verl_ext.checkpoint.resume import CONTENTS, agree_on_checkpoint, agree_on_contents
+from verl_ext.checkpoint.resume import CONTENTS, agree_on_checkpoint, agree_on_contents, is_of_run
 from verl_ext.checkpoint.save import add_metrics
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
@@ -494,7 +494,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def add_metrics_to_checkpoint(self) -> None:
         """Record a validation that a stop had interrupted in the checkpoint of that stop, for `best_metric`."""
         path = self.checkpoint
-        if path is not None and path.parent == self.run_dir and step_of(path) == self.global_step:
+        if path is not None and is_of_run(path, self.run_dir) and step_of(path) == self.global_step:
             on_rank_zero(lambda: add_metrics(path, self.kept_metrics()))
 
     def save_checkpoint(self, step: int) -> None:
@@ -540,10 +540,11 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         Without pretrained weights, building a model may consume other random numbers. Code that is not part of
         transformers may change, and set more than weights when it loads a model.
         """
-        model, is_own = self.config.model, self.checkpoint is not None and self.checkpoint.parent == self.run_dir
+        model, path = self.config.model, self.checkpoint
+        is_own = path is not None and is_of_run(path, self.run_dir)
         has_own_code = model.trust_remote_code or model.external_lib is not None
         loads_all = {"model", "extra"} <= {*self.load_contents}
-        return self.checkpoint if is_own and loads_all and not has_own_code else None
+        return path if is_own and loads_all and not has_own_code else None
 
     def load_position(self) -> int:
         """Restore the `data_state` of the checkpoint to resume from, and return its step; 0 if there is none.
@@ -577,7 +578,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         trainer, path = self.config.trainer, self.checkpoint
         if path is None or self.steps_left > 0 or trainer.resume_from_path is None:
             return
-        is_own = path.parent.resolve() == self.run_dir.resolve()
+        is_own = is_of_run(path, self.run_dir)
         if path != Path(trainer.resume_from_path) or (is_own and {*CONTENTS} <= {*self.load_contents}):
             return
         length = "total_epochs" if trainer.total_training_steps is None else "total_training_steps"
@@ -602,7 +603,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             return 0
         self.checkpoint_manager.checkpoint_load_contents = self.load_contents
         self.checkpoint_manager.load_checkpoint(str(path))
-        if path.parent == self.run_dir:
+        if is_of_run(path, self.run_dir):
             export, small_files = self.config.trainer.checkpoint.export, self.checkpoint_manager.export_files
             on_rank_zero(lambda: write_deferred_export(path, export, small_files))
         return self.global_step
@@ -645,7 +646,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.guard.num_skipped = state.get("skipped_steps", 0)
         self.owes_validation = state.get("owes_validation", False)
         path = self.checkpoint
-        if path is None or path.parent == self.run_dir:
+        if path is None or is_of_run(path, self.run_dir):
             self.train_sampler.load_state_dict(state)
         else:  # this run is already a new one
             self.train_sampler.load_state_dict(state, f"start {self.weights_of(path)}")
