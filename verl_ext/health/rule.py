@@ -57,9 +57,9 @@ def ok(message: str) -> CheckResult:
     return CheckResult(Level.OK, message)
 
 
-def notice(message: str, advice: str | None = None) -> CheckResult:
+def notice(message: str) -> CheckResult:
     """A result that is worth knowing and often harmless."""
-    return CheckResult(Level.NOTICE, message, advice)
+    return CheckResult(Level.NOTICE, message)
 
 
 def warning(message: str) -> CheckResult:
