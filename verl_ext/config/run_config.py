@@ -100,6 +100,11 @@ def config_digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(OmegaConf.to_yaml(copy, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def num_updates(batch_size: int, mini_batch_size: int | None, num_passes: int = 1) -> int:
+    """Number of optimizer updates in a step: one for each mini-batch, in each pass over the step's samples."""
+    return num_passes * (batch_size // (mini_batch_size or batch_size))
+
+
 def changed_files(previous: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the files whose content has changed, from two records of digests by path; both must have the file."""
     return [path for path, digest in now.items() if previous.get(path, digest) != digest]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoint.manifest import committed_steps
-from verl_ext.config.run_config import changed_files, changes_validation, read_config_file
+from verl_ext.config.run_config import changed_files, changes_validation, num_updates, read_config_file
 from verl_ext.errors import UserError
 
 LANGUAGE = frozenset({"sft", "vlm_sft"})
@@ -90,7 +90,8 @@ def schedule_of(
     has_equal_epochs &= not any(each.get("first_step") for each in attempts[:1])
     if config["stage"] == "budget" or total_steps is None or steps_per_epoch is None or not has_equal_epochs:
         return None
-    per_step = updates_per_step(config)
+    batch, actor = config["data"]["train_batch_size"], config.get("actor")
+    per_step = num_updates(batch, actor["ppo_mini_batch_size"], actor["ppo_epochs"]) if actor else 1
     fixed = optim["total_training_steps"]
     length = per_step * (fixed if fixed > 0 else max(steps_per_epoch * trainer["total_epochs"], total_steps))
     steps = optim["lr_warmup_steps"]
@@ -104,14 +105,6 @@ def schedule_of(
         num_cycles=optim["num_cycles"],
         updates_per_step=per_step,
     )
-
-
-def updates_per_step(config: Mapping[str, Any]) -> int:
-    """Optimizer updates in a step of a resolved configuration."""
-    if config["stage"] != "grpo":
-        return 1
-    actor, batch = config["actor"], config["data"]["train_batch_size"]
-    return actor["ppo_epochs"] * (batch // (actor["ppo_mini_batch_size"] or batch))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.commands import program
 from verl_ext.config.compose import Composer, load_yaml
 from verl_ext.config.recipes import RECIPES, find_recipe
-from verl_ext.config.run_config import read_config_file
+from verl_ext.config.run_config import num_updates, read_config_file
 from verl_ext.config.schema import keys, section, setting
 from verl_ext.controller.config import (
     BudgetActorConfig,
@@ -194,11 +194,11 @@ class RewardStageConfig(RunConfig):
 
     @property
     def num_mini_batches(self) -> int:
-        return self.data.train_batch_size // (self.actor.ppo_mini_batch_size or self.data.train_batch_size)
+        return num_updates(self.data.train_batch_size, self.actor.ppo_mini_batch_size)
 
     @property
     def updates_per_step(self) -> int:
-        return self.num_mini_batches * self.actor.ppo_epochs
+        return num_updates(self.data.train_batch_size, self.actor.ppo_mini_batch_size, self.actor.ppo_epochs)
 
 
 @dataclass(kw_only=True)
