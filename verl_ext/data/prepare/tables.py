@@ -312,7 +312,7 @@ def write_parquet(path: Path, rows: list[Row]) -> None:
             columns[name] = pyarrow.array([row.get(name) for row in rows])
         except (pyarrow.ArrowException, OverflowError) as error:
             raise UserError(
-                f"column {name!r} mixes types or has an integer beyond 64 bits ({error}); use one type in all rows, and "
+                f"column {name!r} mixes types or has integers beyond 64 bits ({error}); use one type in all rows, and "
                 "text for such integers"
             ) from error
     with staged_file(path) as temporary:
