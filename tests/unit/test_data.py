@@ -540,7 +540,8 @@ class Listed(list):
 def test_validation_drops_no_sample_and_keeps_ranks_in_sync(ranks: int, packs: bool) -> None:
     dataset = Listed(samples([3, 9, 4, 8, 2, 7, 5]))
     plan, make = MicroBatchPlan(dataset.lengths, packs, max_tokens=12), MicroBatchCollator(0, packs).micro_batch
-    parts = [list(validation_micro_batches(dataset, plan, make, rank, ranks)) for rank in range(ranks)]
+    assigned = plan.assign(range(len(dataset)), ranks)
+    parts = [list(validation_micro_batches(dataset, assigned, make, rank)) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     counted = sum(int(micro["loss_mask"][:, 1:].sum()) for part in parts for micro in part)
     assert counted == dataset.lengths.sum() - len(dataset)

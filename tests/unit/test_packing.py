@@ -38,8 +38,41 @@ def test_first_fit_decreasing_is_near_optimal() -> None:
 
 
 def test_fill_evenly_leaves_no_bin_empty() -> None:
-    bins = fill_evenly(np.array([100.0, 1.0, 1.0, 1.0]), 4)
-    assert sorted(map(len, bins)) == [1, 1, 1, 1]
+    assert sorted(fill_evenly(np.array([100.0, 1.0, 1.0, 1.0]), 4)) == [0, 1, 2, 3]
+
+
+def some_lengths(rng: np.random.Generator) -> np.ndarray:
+    """Random lengths, often with ties."""
+    number, longest = int(rng.integers(1, 200)), int(rng.choice([1, 3, 50, 1000]))
+    lengths = rng.integers(0, longest + 1, number), np.full(number, longest), lengths_like_code(number)
+    return lengths[rng.integers(len(lengths))]
+
+
+def test_first_fit_decreasing_equals_linear_search() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        lengths, capacity = some_lengths(rng), int(rng.choice([1, 10, 100, 3000]))
+        bins: list[list[int]] = []
+        for place in np.argsort(-lengths, kind="stable").tolist():
+            rooms = [capacity - lengths[bin_].sum() for bin_ in bins]
+            number = next((n for n, room in enumerate(rooms) if room >= lengths[place]), len(bins))
+            bins += [[]] if number == len(bins) else []
+            bins[number].append(place)
+        assert first_fit_decreasing(lengths, capacity) == bins
+
+
+def test_fill_evenly_equals_one_sample_at_a_time() -> None:
+    """The order of ties counts: another plan would change the losses of a resumed run."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        lengths = some_lengths(rng)
+        costs = lengths * (1 + rng.choice([0, attention_share(64)]) * lengths)
+        num_bins = int(rng.integers(1, len(lengths) + 1))
+        loads, filled = [0.0] * num_bins, np.zeros(len(lengths), int)
+        for place in np.argsort(-costs, kind="stable").tolist():
+            filled[place] = loads.index(min(loads))
+            loads[filled[place]] += float(costs[place])
+        assert fill_evenly(costs, num_bins).tolist() == filled.tolist()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])

@@ -14,7 +14,7 @@ from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.config.schema import as_dict
-from verl_ext.data.batching import Prefetcher, TokenBatch, pad
+from verl_ext.data.batching import MicroBatchPlan, Prefetcher, TokenBatch, pad
 from verl_ext.errors import UserError
 from verl_ext.trainer.device import pick_attention
 from verl_ext.trainer.sft import SFTTrainer
@@ -142,12 +142,15 @@ def test_verls_validation_drops_samples(
     assert isinstance(trainer.train_dataloader, Prefetcher)  # one thread, whose batches are in memory anyway
 
 
-def test_validation_does_not_need_model_directory(quickstart: Path, tmp_path: Path) -> None:
+def test_second_validation_needs_neither_model_directory_nor_plan(
+    quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(quickstart / "model", model)
     trainer = make_trainer(small_config(quickstart, tmp_path, f"model.partial_pretrain={model}"))
     before = trainer.validate()["val/loss"]
     shutil.rmtree(model)
+    monkeypatch.setattr(MicroBatchPlan, "assign", None)
     assert trainer.validate()["val/loss"] == before
 
 

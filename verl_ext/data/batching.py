@@ -5,7 +5,6 @@ Samples are only rearranged within a global batch, so packing does not change wh
 
 from __future__ import annotations
 
-import heapq
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +52,7 @@ class MicroBatchPlan:
     def assign(self, rows: Sequence[int], num_ranks: int) -> RankMicroBatches:
         """Assign `rows` to micro-batches and ranks.
 
-        All ranks get the same number of rows if the number of ranks divides the number of rows.
+        All ranks get the same number of micro-batches if the number of ranks divides the number of rows.
         """
         lengths = self.lengths[np.asarray(rows)]
         bins = self._packed(lengths, num_ranks) if self.packs else self._padded(lengths, num_ranks)
@@ -63,12 +62,17 @@ class MicroBatchPlan:
     def _packed(self, lengths: np.ndarray, num_ranks: int) -> list[list[int]]:
         """The minimum number of micro-batches, filled evenly; a sample over `max_tokens` gets its own."""
         min_bins = len(first_fit_decreasing(lengths, self.max_tokens))
-        fitting = np.flatnonzero(lengths <= self.max_tokens)
         alone = [[place] for place in np.flatnonzero(lengths > self.max_tokens).tolist()]
+        fitting = np.flatnonzero(lengths <= self.max_tokens)
         costs = lengths[fitting] * (1 + self.quadratic * lengths[fitting])
+        order = np.argsort(-costs, kind="stable")  # once, because sorted costs are filled faster
+        fitting, costs = fitting[order], costs[order]
         for num_bins in range(-(-min_bins // num_ranks) * num_ranks, len(lengths), num_ranks):
-            bins = [fitting[bin_].tolist() for bin_ in fill_evenly(costs, num_bins - len(alone))]
-            if max(int(lengths[bin_].sum()) for bin_ in bins) <= self.max_tokens:
+            filled = fill_evenly(costs, num_bins - len(alone))
+            if np.bincount(filled, weights=lengths[fitting]).max() <= self.max_tokens:
+                bins: list[list[int]] = [[] for _ in range(num_bins - len(alone))]
+                for place, number in zip(fitting.tolist(), filled.tolist()):
+                    bins[number].append(place)
                 return alone + bins
         return [[place] for place in range(len(lengths))]
 
@@ -117,32 +121,51 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
         capacity: maximum tokens of a bin; a longer sample gets its own bin.
     """
     bins: list[list[int]] = []
-    room = np.empty(len(lengths), dtype=np.int64)
+    num_leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    room = [capacity] * (2 * num_leaves)  # a binary tree: the space of a bin, or of the emptier of two nodes
     for place in np.argsort(-lengths, kind="stable").tolist():
-        fitting = np.flatnonzero(room[: len(bins)] >= lengths[place])
-        if len(fitting):
-            bins[fitting[0]].append(place)
-            room[fitting[0]] -= lengths[place]
-        else:
-            room[len(bins)] = capacity - lengths[place]
-            bins.append([place])
+        length, node = int(lengths[place]), 1
+        if length > capacity:
+            node = num_leaves + len(bins)
+        while node < num_leaves:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        if node == num_leaves + len(bins):
+            bins.append([])
+        bins[node - num_leaves].append(place)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return bins
 
 
-def fill_evenly(costs: np.ndarray, num_bins: int) -> list[list[int]]:
+def fill_evenly(costs: np.ndarray, num_bins: int) -> np.ndarray:
     """Fill bins evenly: put each sample, costliest first, into the bin with the lowest cost (Graham 1969).
 
     Args:
         costs: cost of each sample (num_samples,), with at least `num_bins` samples.
         num_bins: number of bins; no bin stays empty.
+
+    Returns:
+        Number of each sample's bin (num_samples,); among bins of equal cost, the lowest number comes first.
     """
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    least = [(0.0, number) for number in range(num_bins)]
-    for place in np.argsort(-costs, kind="stable").tolist():
-        filled, number = heapq.heappop(least)
-        bins[number].append(place)
-        heapq.heappush(least, (filled + float(costs[place]), number))
-    return bins
+    order = np.argsort(-costs, kind="stable")
+    filled = np.empty(len(costs), dtype=np.int64)
+    loads, bins = np.zeros(num_bins), np.arange(num_bins)  # in the order in which the bins are due
+    start = 0
+    while start < len(order):
+        # Each sample goes to the next bin, until one of the bins just filled is due again.
+        places = order[start : start + num_bins]
+        grown = loads[: len(places)] + costs[places]
+        is_due_again = loads[1 : len(places)] >= np.minimum.accumulate(grown)[:-1]
+        size = int(is_due_again.argmax()) + 1 if is_due_again.any() else len(places)
+        filled[places[:size]] = bins[:size]
+        start += size
+        end = max(size, int(np.searchsorted(loads, grown[:size].max(), side="right")))  # later bins stay in order
+        loads[:size] = grown[:size]
+        due = np.lexsort((bins[:end], loads[:end]))
+        loads[:end], bins[:end] = loads[due], bins[due]
+    return filled
 
 
 def balance_ranks(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> RankMicroBatches:
@@ -283,14 +306,17 @@ def pad(samples: Sequence[Sample], pad_token_id: int) -> MicroBatch:
 
 
 def validation_micro_batches(
-    dataset: SampleDataset, plan: MicroBatchPlan, make: Callable[[list[Sample]], MicroBatch], rank: int, num_ranks: int
+    dataset: SampleDataset, assigned: RankMicroBatches, make: Callable[[list[Sample]], MicroBatch], rank: int
 ) -> Iterator[MicroBatch]:
     """This rank's share of a whole dataset: no sample is dropped, and all ranks get the same number of micro-batches.
 
     Every forward pass gathers parameters from all ranks, so a rank that runs out of samples repeats the first sample
     without loss tokens.
+
+    Args:
+        assigned: result of `MicroBatchPlan.assign` for all samples.
+        make: builds a micro-batch.
     """
-    assigned = plan.assign(range(len(dataset)), num_ranks)
     for rows in assigned[rank]:
         yield make([dataset[row] for row in rows])
     for _ in range(max(map(len, assigned)) - len(assigned[rank])):

@@ -19,6 +19,7 @@ from verl_ext.data.batching import (
     MicroBatch,
     MicroBatchCollator,
     MicroBatchPlan,
+    RankMicroBatches,
     TokenBatch,
     attention_share,
     plan_micro_batches,
@@ -276,7 +277,7 @@ class SFTTrainer(PipelineTrainer):
         start = time.perf_counter()
         self.model.eval()
         try:
-            mean, num_loss_tokens = self.mean_loss(self.val_dataset)
+            mean, num_loss_tokens = self.mean_loss(self.val_dataset, self.val_assignment)
         finally:
             self.reshard_policy.reshard()
         return {
@@ -286,12 +287,16 @@ class SFTTrainer(PipelineTrainer):
             "time/val/step_s": time.perf_counter() - start,
         }
 
-    def mean_loss(self, dataset: SampleDataset) -> tuple[float, float]:
+    @cached_property
+    def val_assignment(self) -> RankMicroBatches:
+        """The samples of each micro-batch of the validation set; large sets take seconds to assign."""
+        assert self.val_dataset is not None
+        return self.validation_plan(self.val_dataset).assign(range(len(self.val_dataset)), self.dp_size)
+
+    def mean_loss(self, dataset: SampleDataset, assigned: RankMicroBatches) -> tuple[float, float]:
         """Return the cross-entropy in nats per loss token and the number of loss tokens; the same on every rank."""
-        plan, num_tokens = self.validation_plan(dataset), 0
-        total = torch.zeros((), dtype=torch.float64, device=self.device_name)
-        collate, rank, num_ranks = self.collator.micro_batch, self.dp_rank, self.dp_size
-        for micro_batch in validation_micro_batches(dataset, plan, collate, rank, num_ranks):
+        total, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device_name), 0
+        for micro_batch in validation_micro_batches(dataset, assigned, self.collator.micro_batch, self.dp_rank):
             self.stop_vote.raise_if_stopping(self.checkpoint_manager.is_writing)
             num_tokens += int(micro_batch["loss_mask"][:, 1:].sum())
             total += self.summed_loss(micro_batch)

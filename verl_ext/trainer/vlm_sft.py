@@ -80,7 +80,7 @@ class VLMSFTTrainer(SFTTrainer):
         """Chats are grouped in the order of the data."""
 
     def validation_plan(self, dataset: SampleDataset) -> MicroBatchPlan:
-        """Chats with the same number of questions share a micro-batch."""
+        """Chats with similar numbers of questions share a micro-batch."""
         size = self.config.data.micro_batch_size_per_gpu
         assert isinstance(dataset, ImageChatDataset)
         return MicroBatchPlan(dataset.lengths, False, sys.maxsize, size)
