@@ -6,7 +6,6 @@ import ast
 import re
 import tomllib
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -87,24 +86,30 @@ def test_names_of_product_in_document_tables_exist() -> None:
     assert len(charts) == 6 and {*charts} <= {chart.name for chart in CHARTS}
     thresholds = [row for table in tables if "| rule |" in table for row in cells_of(table)[2:]]
     limits = {field.name for field in fields(HealthLimits)}
+    assert thresholds
     for _, rules, limit in thresholds:
         assert set(re.findall(r"`(\w+)`", rules)) <= {rule.name for rule in RULES}, rules
         assert set(re.findall(r"`(\w+)`", limit)) <= limits, limit
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_anchors_exist(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", page.read_text()):
+def test_anchors_exist() -> None:
+    links = [(page, *link) for page in PAGES for link in re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", page.read_text())]
+    missing = []
+    for page, target, anchor in links:
         headings = re.findall(r"^#+ (.+)$", (page.parent / target if target else page).read_text(), re.MULTILINE)
         slugs = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
-        assert anchor in slugs, f"{target}#{anchor}"
+        missing += [] if anchor in slugs else [f"{page.name}: {target}#{anchor}"]
+    assert links and not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_named_tests_exist(page: Path) -> None:
-    text = page.read_text()
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert (page.parent / target).exists(), target
-    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    for name in re.findall(r"`(test_\w+_\w+_\w+)`", text):  # three words and more: `test_freq` is a key
-        assert f"def {name}(" in tests or f"{name}.py" in {path.name for path in (ROOT / "tests").rglob("*.py")}, name
+def test_links_exist() -> None:
+    links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())]
+    assert links and not [(page.name, target) for page, target in links if not (page.parent / target).exists()]
+
+
+def test_named_tests_exist() -> None:
+    mark = re.compile(r"`(test_\w+_\w+_\w+)`")  # three words and more: `test_freq` is a key
+    named = {name for page in PAGES for name in mark.findall(page.read_text())}
+    paths = [*(ROOT / "tests").rglob("*.py")]
+    known = {path.stem for path in paths}.union(*(re.findall(r"def (test_\w+)\(", path.read_text()) for path in paths))
+    assert named and named <= known, named - known

@@ -304,9 +304,10 @@ def test_missing_sft_run_error_has_its_command(
 
 
 def test_shipped_recipes_build_on_shipped_sft_recipes() -> None:
-    for path in (RECIPES / "grpo").glob("*.yaml"):
-        run_dir = load_yaml(path).get("model", {}).get("sft_run")
-        assert run_dir is None or sft_recipe_of(Path(run_dir)) is not None, path
+    recipes = (RECIPES / "grpo").glob("*.yaml")
+    run_dirs = {path.stem: load_yaml(path).get("model", {}).get("sft_run") for path in recipes}
+    found = {name: sft_recipe_of(Path(run_dir)) for name, run_dir in run_dirs.items() if run_dir is not None}
+    assert found and None not in found.values(), found
 
 
 def test_missing_run_of_unknown_recipe_is_reported(quickstart: Path, tmp_path: Path) -> None:

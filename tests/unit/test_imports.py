@@ -137,7 +137,9 @@ def test_shared_sandbox_modules_import_no_other_sandbox_module() -> None:
 
 
 def test_judge_server_unpickles_no_sandbox_output() -> None:
-    for path in INSIDE.parent.glob("*.py"):
+    paths = [*INSIDE.parent.glob("*.py")]
+    assert paths
+    for path in paths:
         calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
         assert "pickle" not in imported_modules(path) and "marshal.loads" not in calls, path
 
