@@ -415,14 +415,9 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def warn_if_grace_is_short(self) -> None:
         """Warn once if a save, and once if a step and a save take longer than a stop may take."""
         vote, num_saves = self.stop_vote, 2 if self.config.trainer.checkpoint.async_save else 1
+        what, seconds, effect = "a step and a save", vote.needed_s(num_saves), "a stop abandons the step in progress"
         if vote.save_s > vote.grace_s:
             what, seconds, effect = "a save", vote.save_s, "a stop loses the steps after the last save"
-        else:
-            what, seconds, effect = (
-                "a step and a save",
-                vote.needed_s(num_saves),
-                "a stop abandons the step in progress",
-            )
         if self.is_main and seconds > vote.grace_s and what not in self.grace_warnings:
             self.grace_warnings.add(what)
             warn(
