@@ -14,6 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.helpers import ROOT
+from verl_ext.data.config import file_list
 from verl_ext.data.prepare import is_prepared, prepare
 from verl_ext.data.prepare.recipe_commands import run_commands
 from verl_ext.errors import UserError
@@ -193,6 +194,18 @@ def test_other_parquet_is_used_directly(repository: Path, columns: dict[str, obj
     assert config.data.train_files == "mine.parquet" and not conversions(config)
 
 
+@pytest.mark.parametrize(("stage", "column"), [("sft", "messages"), ("grpo", "prompt")])
+def test_parquet_is_not_validated_on_data_of_recipe(stage: str, column: str, repository: Path) -> None:
+    parquet.write_table(pyarrow.table({column: TURNS}), "mine.parquet")
+    mine = "data.train_files=mine.parquet"
+    with pytest.raises(UserError, match=r"data.val_files=\S+ belongs to the recipe's .*data.train_files=mine.parquet"):
+        launched(mine, stage=stage)
+    assert launched(mine, "data.val_files=mine.parquet", stage=stage).data.val_files == "mine.parquet"
+    [val] = file_list(launched(stage=stage).data.val_files)
+    part = Path(val).with_name("part.parquet")
+    assert launched(f"data.train_files={part}", stage=stage).data.val_files == val
+
+
 def test_converts_prompts_for_grpo(repository: Path) -> None:
     path = write(repository / "mine.jsonl", [{"ask": row["prompt"], "answer": row["answer"]} for row in PROMPTS])
     config = launched(f"data.train_files={path}", "data.prompt_key=ask", stage="grpo")
@@ -253,7 +266,6 @@ def test_files_are_also_searched_in_caller_directory(repository: Path, monkeypat
     [
         (["recipe=smollm2_135m"], ["smollm2", "stdlib"]),
         (["recipe=smollm2_135m", "data.train_files=t.parquet", "data.val_files=null"], ["smollm2"]),
-        (["recipe=smollm2_135m", "data.train_files=t.parquet"], ["smollm2", "stdlib"]),
         (["recipe=smollm2_135m", "model.partial_pretrain=m"], ["stdlib"]),
         (["recipe=smollm2_135m", "data.train_files={train}"], ["chat", "smollm2"]),
         (["recipe=smollm2_135m", "data.train_files={train}", "model.partial_pretrain=m"], ["chat"]),

@@ -27,7 +27,7 @@ from verl_ext.config.recipes import default_recipe
 from verl_ext.config.run_config import read_config_file, refuse_interpolations
 from verl_ext.config.schema import as_dict, set_at, value_at, without_effect
 from verl_ext.console import print_line, warn
-from verl_ext.data.config import file_list
+from verl_ext.data.config import ChatDataConfig, PromptDataConfig, file_list
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json
 from verl_ext.metrics.run_record import RunRecord
@@ -210,13 +210,30 @@ def convert_data_files(config: RunConfig, overrides: Sequence[str]) -> list[str]
     """
     if not isinstance(config, SFTConfig | GRPOConfig) or has_custom_class(config):
         return []
+    has_val_files = sets_val_files(config, overrides)
     if not config.data.raw_files(config.prepare):
+        if not has_val_files and config.recipe != VERL:
+            refuse_val_files_of_other_data(config.data)
         return []
     from verl_ext.data.prepare.recipe_commands import convert_raw_files
 
-    commands, sentences = convert_raw_files(config.data, has_val_files=sets_val_files(config, overrides))
+    commands, sentences = convert_raw_files(config.data, has_val_files)
     config.prepare = [*commands, *config.prepare]
     return sentences
+
+
+def refuse_val_files_of_other_data(data: ChatDataConfig | PromptDataConfig) -> None:
+    """Refuse validation files of the recipe that are not next to the training files, which the recipe does not name.
+
+    Raises:
+        UserError: names both.
+    """
+    train, val = file_list(data.train_files), file_list(data.val_files)
+    if val and {Path(name).parent for name in train}.isdisjoint(Path(name).parent for name in val):
+        raise UserError(
+            f"data.val_files={','.join(val)} belongs to the recipe's training data, not to "
+            f"data.train_files={','.join(train)}; set data.val_files to a file of yours, or to null"
+        )
 
 
 def has_custom_class(config: RunConfig) -> bool:
