@@ -57,7 +57,8 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_code(directory: Path, marker: Path, **config: Any) -> Path:
     """Write a model directory with custom code that its configuration names."""
     directory.mkdir(exist_ok=True)
-    code = f"import os\nos.makedirs({str(marker)!r}, exist_ok=True)\nfrom transformers import LlamaConfig as Planted\n"
+    code = f"import os\nos.makedirs({str(marker)!r}, exist_ok=True)\nfrom transformers import LlamaConfig\n"
+    code += "class Planted(LlamaConfig): pass\n"  # transformers marks the class itself as custom code
     (directory / "planted.py").write_text(code)
     auto_map = {"AutoConfig": "planted.Planted", "AutoModel": "planted.Planted", "AutoTokenizer": "planted.Planted"}
     content = {"model_type": "planted", "auto_map": auto_map, **config}
