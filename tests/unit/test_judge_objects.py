@@ -233,6 +233,25 @@ CASES = {
         "try:\n    with f(1) as y: assert y == 6\nexcept ValueError: pass",
         False,
     ),
+    "a with that ends": (
+        "class f:\n    log = []\n    def __enter__(self): return 1\n"
+        "    def __exit__(self, *error): f.log.append(error)",
+        "with f() as y: assert y == 1\nassert f.log == [(None, None, None)]",
+        True,
+    ),
+    "a with of a generator that ends": (
+        "import contextlib\nlog = []\n@contextlib.contextmanager\ndef f(x):\n    yield x + 1\n    log.append('end')",
+        "with f(1) as y: assert y == 2\nassert log == ['end']",
+        True,
+    ),
+    "a stack that ends": (
+        f"{SWALLOWS}import contextlib\nclosed = []\ndef g():\n    stack = contextlib.ExitStack()\n"
+        "    stack.callback(closed.append, 1)\n    return stack",
+        "import contextlib\nwith g() as s, contextlib.ExitStack() as t: assert t.enter_context(f(1)) == 5\n"
+        "assert closed == [1]",
+        True,
+    ),
+    "a with that swallows, but nothing raises": (SWALLOWS, "with f(1) as y: assert y == 5\nassert y == 5", True),
     "errors that a with may swallow": (SUPPRESS, SUPPRESSED, True),
     "errors that a generator may swallow": (SUPPRESS_BY_GENERATOR, SUPPRESSED, True),
     "a with that swallows all": (SWALLOWS, SUPPRESSED, False),
@@ -399,6 +418,12 @@ CASES = {
         "class A:\n    log = []\n    def __enter__(self): return 5\n"
         "    def __exit__(self, kind, *error): A.log.append((kind, isinstance(error[0], kind)))\n"
         "assert f(A()) == 6 and issubclass(A.log[0][0], AssertionError) and A.log[0][1]",
+        True,
+    ),
+    "a context manager of the test that ends": (
+        "def f(manager):\n    with manager as x: return x + 1",
+        "class A:\n    log = []\n    def __enter__(self): return 5\n"
+        "    def __exit__(self, *error): A.log.append(error)\nassert f(A()) == 6 and A.log == [(None, None, None)]",
         True,
     ),
     "an assertion of the answer in a generator of the test": (

@@ -259,7 +259,7 @@ def description_of(error: BaseException | None) -> tuple[Any, ...]:
     )
 
 
-def error_of_description(kind: str | None, arguments: tuple[Any, ...], original: Any) -> Any:
+def error_of_description(kind: str | None, arguments: tuple[Any, ...] = (), original: Any = None) -> Any:
     """Inverse of `description_of`: the exception, a similar one, or None."""
     if kind is None or original is not None:
         return original
