@@ -162,7 +162,8 @@ _FACTOR = re.compile(
 )
 _NO_FACTOR = re.compile(r"(?:[0-9]|(?<![A-Za-z\\])[A-Za-z]+)\s*$")
 _END = re.compile(r"\\end")
-_BRACKET = re.compile(r"[({]")
+_BRACE = re.compile(r"\{")
+_PARENTHESIS = re.compile(r"\(")
 _REALS = Collection("()", (constant(-math.inf), constant(math.inf)))
 _UNIT = re.compile(r' ?(/?) ?(?:"([^"]*)"|(?<![A-Za-z0-9])([A-Za-z]+)(?![A-Za-z(_]))(?: ?\^ ?(?:[23]|\{ ?[23] ?\}))?')
 _NOUN = re.compile(r"[a-z]+(?:[ /*^{}0-9-]+[a-z]+)*[ ^{}0-9-]*")
@@ -570,8 +571,15 @@ class Parser:
         return value if exponent is None else self._apply(power, value, exponent)
 
     def _function_argument(self) -> Formula:
-        """`(x+1)`, or a product up to the next sign or function: `\\sin 2x`."""
-        is_group = self._is_before(_BRACKET)
+        """`(x+1)`, or a product up to the next sign or function: `\\sin 2x`.
+
+        A power behind a parenthesis is one of the value: `\\sin(x)^2` is `(\\sin x)^2`.
+        """
+        if self._is_before(_PARENTHESIS):
+            argument = self._atom()
+            in_degrees = self._take_text("\\degree")
+            return self._apply(operator.mul, argument, constant(math.pi / 180)) if in_degrees else argument
+        is_group = self._is_before(_BRACE)
         value = self._factor()
         while not is_group and self._is_before(_FACTOR) and not self._is_before(_FUNCTION):
             value = self._apply(operator.mul, value, self._factor())

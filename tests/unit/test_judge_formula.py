@@ -132,6 +132,11 @@ from eval_pipeline.judge.formula import MAX_FORMULA_CHARS, equal_formulas
         ("3sin(x)", r"3\sin x"),
         ("3arcsin(x)", r"3\arcsin x"),
         (r"\{\}", r"\emptyset"),
+        (r"\sin(x)^2", r"\sin^2 x"),
+        (r"\ln(3)^2", r"(\ln 3)^2"),
+        (r"2\sin\left(2x\right)^{2}y", r"2y\sin^2(2x)"),
+        (r"\sin(30)^\circ", "1/2"),
+        (r"\sin x^2", r"\sin(x^2)"),
     ],
 )
 def test_equal_formulas(one: str, other: str) -> None:
@@ -209,6 +214,8 @@ def test_equal_formulas(one: str, other: str) -> None:
         ("2 cats 3 dogs", "6"),
         ("ab", "ba c"),
         (r"5\text{ cm}", r"5\text{ km}"),
+        (r"\sin(x)^2", r"\sin(x^2)"),
+        (r"\ln(x)^2", r"2\ln x"),
     ],
 )
 def test_unequal_formulas(one: str, other: str) -> None:
