@@ -90,6 +90,14 @@ _PROSE = re.compile(
     r"(?<![A-Za-z\\])(?!squared|cubed|factorial)[A-Za-z]{2}"
     r"|(?<![-+*/^,(\u00d7\u00f7\u00b7])[ \t](?=[(<>\u2264\u2265|{])"
 )
+# a word has a vowel; other letters are variables
+_WORD = re.compile(r"(?<![A-Za-z0-9])(?=[a-z]{0,20}?[aeiouy\u0080-\uffff])[A-Za-z\u0080-\uffff]{2,}", re.IGNORECASE)
+_OPERATOR = re.compile(r"[\\^_=+*/<>{}\[\]|]")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_CONSTANT = re.compile(
+    r"\+\s{0,3}(?:\\(?:text|mathrm)\s?\{ ?)?([cCkKD](?:_\{?[0-9]\}?)?|const(?:ant)?)\s?\}?\.?\s{0,9}$"
+)
+"""The constant of an integral."""
 _LETTERS = re.compile(r"\s*[A-Za-z]{2,}\s*")
 _FORMULA = re.compile(
     r"\\[A-Za-z]|[\^\u221a\u00b2\u00b3]|\| ?-?0 ?\||0!(?!=)|\{-?0\}|0 x 0|(?<![A-Za-z])sqrt|0 ?\u03c0"
@@ -122,9 +130,11 @@ _ALTERNATIVES = re.compile(
 )
 _ONLY_NUMBERS = re.compile(_ENUMERATION)
 _MODULUS = re.compile(r"\s{0,3}(?:\\pmod\s?\{?([0-9]{1,9})\}?|\((?:\\bmod|\\mod|mod)\s([0-9]{1,9})\))")
-_WITH_BASE = re.compile(r"\s*([0-9][0-9A-Z]{0,99})_\{?(?:\\text\{)?[0-9]{1,3}\}{0,2}\s*")
+_WITH_BASE = re.compile(r"\s*\(?([0-9][0-9A-Z]{0,99})\)?_\{?(?:\\text\{)?\(?([0-9]{1,3})\)?\}{0,2}\s*")
 _TIME = re.compile(r"([0-9]{1,2})(?:\{?:\}?([0-9]{2}))?(?:\s{0,3}([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _ROUNDED = re.compile(r"-?[0-9]{0,300}(?:\.[0-9]{1,300})?")
+LAST_CHOICE = "J"
+"""Last letter of a choice that may be written in either case."""
 MAX_LINE_CHARS = 400
 """Longest result of an answer without a box or answer tags."""
 
@@ -232,14 +242,19 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
     if stated is None:
         return False
     if choice := _CHOICE.match(replaced(reference, TEXT_COMMANDS).strip()):
-        chosen = _CHOSEN.match(replaced(stated, TEXT_COMMANDS))
-        if chosen:
+        stated_choice = replaced(stated, TEXT_COMMANDS).strip()
+        if chosen := _CHOSEN.match(stated_choice) or _CHOICE.match(stated_choice.rstrip(".")):
             is_only_one = _OTHER_CHOICE.search(chosen.string, chosen.end()) is None
-            return is_only_one and (chosen[1] or chosen[2]).casefold() == choice[1].casefold()
+            return is_only_one and _same_choice(chosen[chosen.lastindex or 0], choice[1])
     if _same_text(stated, reference) or _same_time(stated, reference):
         return True
-    if (digits := _WITH_BASE.fullmatch(reference)) and stated.strip() == digits[1]:
-        return True
+    if digits := _WITH_BASE.fullmatch(reference):
+        bare = "".join(replaced(stated, TEXT_COMMANDS).split()).upper()
+        found = _WITH_BASE.fullmatch(bare)
+        if bare == digits[1] or (found and found.groups() == digits.groups()):
+            return True
+    if _CONSTANT.search(reference) and "B" not in reference:
+        stated, reference = _with_constant(stated), _with_constant(reference)
     if _LETTERS.fullmatch(reference) and _LETTERS.fullmatch(stated):
         return False
     candidates = [stated, *_before_rounding(stated, enclosed=True)]
@@ -422,10 +437,28 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _same_text(candidate: str, reference: str) -> bool:
-    """Whether a part of an answer is the reference, ignoring case and whitespace around signs."""
+    """Whether a part of an answer is the reference, ignoring whitespace around signs and the case of words."""
     texts = (" ".join(replaced(text, TEXT_COMMANDS).split()) for text in (candidate, reference))
-    candidate, reference = (re.sub(r"(?<!\w) | (?!\w)", "", text) for text in texts)
-    return candidate.rstrip(".").casefold() == reference.rstrip(".").casefold()
+    candidate, reference = (re.sub(r"(?<!\w) | (?!\w)", "", text).rstrip(".") for text in texts)
+    return _with_small_words(candidate) == _with_small_words(reference)
+
+
+def _with_small_words(text: str) -> str:
+    """The text with its words in lower case, unless it is a formula, in which `m` and `M` differ."""
+    return text if _OPERATOR.search(text) else _WORD.sub(lambda word: word[0].casefold(), text)
+
+
+def _same_choice(letter: str, reference: str) -> bool:
+    """Whether two letters are the same choice; later letters of the alphabet are variables, in either case."""
+    return letter == reference or (letter.upper() == reference.upper() and letter.upper() <= LAST_CHOICE)
+
+
+def _with_constant(text: str) -> str:
+    """`x^2 + C` of `x^2 + k`, unless the formula contains the letter elsewhere."""
+    found = _CONSTANT.search(text)
+    if found is None or found[1][0] in _COMMAND.sub("", text[: found.start()]):
+        return text
+    return f"{text[: found.start()]}+ C"
 
 
 def _same_time(candidate: str, reference: str) -> bool:
