@@ -30,6 +30,7 @@ from eval_pipeline.judge.formula_values import (
     Relation,
     apply,
     constant,
+    intersection,
     is_infinite,
     reals_without,
     subtract,
@@ -49,6 +50,11 @@ def equal_formulas(one: str, other: str) -> bool:
     `a/bc` may mean `(a/b)c` and `a/(bc)`, and is equal to both; `1,234` may be a number and a list. Units behind a
     number are ignored if the other formula has none, and percent and degree signs always. A formula equals
     `x = formula`, `1 \\pm 2` equals the list of both values, and `x < 3` equals `(-\\infty, 3)`. `0.1666...` is 1/6.
+    A list equals `x = 3, y = 5` in this order only.
+
+    Args:
+        one: an answer.
+        other: the reference.
     """
     texts, texts_of_variables = ([normalize(text, with_units) for text in (one, other)] for with_units in (True, False))
     return _equal_texts(texts) or (texts != texts_of_variables and _equal_texts(texts_of_variables))
@@ -100,7 +106,7 @@ def _readings(text: str, is_complex: bool) -> list[_Reading]:
 
 # Comparison
 
-_UNORDERED = frozenset({"list", "set", "union"})
+_UNORDERED = frozenset({"list", "set", "union", "or"})
 
 
 def _equal_readings(left: _Reading, right: _Reading) -> bool:
@@ -122,23 +128,60 @@ def _equal(left: Formula, right: Formula) -> bool:
         return result is not None and _equal(left, result)
     if isinstance(left, Expression) and isinstance(right, Expression):
         return _equal_values(left, right)
-    left, right = _without_signs(left), _without_signs(right)
+    left, right = (_without_signs(_without_and(side)) for side in (left, right))
     if not (isinstance(left, Collection) and isinstance(right, Collection)):
         return False
     kinds = {left.kind, right.kind}
-    if kinds <= _UNORDERED:
+    if (kinds <= _UNORDERED and not _needs_order(left, right)) or kinds in ({"and"}, {"and", "list"}):
         found = [[_equal(item, other) for other in right.items] for item in left.items]
         return all(map(any, found)) and (all(map(any, zip(*found, strict=True))) if found else not right.items)
+    left, right = (_without_rows(side) for side in (left, right))
+    kinds = {left.kind, right.kind}
     if len(left.items) != len(right.items) or not (len(kinds) == 1 or kinds == {"list", "()"}):
         return False
-    return all(_has_sorted_names(each.items) for each in (left, right)) and all(map(_equal, left.items, right.items))
+    lefts, rights = left.items, right.items
+    if kinds == {"list", "()"}:
+        lefts, rights = _by_name(lefts), _by_name(rights)
+    return all(map(_equal, lefts, rights))
 
 
-def _has_sorted_names(items: tuple[Formula, ...]) -> bool:
-    """False if equations, such as `y = 1, x = 2`, are in another order than the entries of a tuple."""
-    firsts = [item.sides[0] for item in items if isinstance(item, Relation)]
-    names = [first.name for first in firsts if isinstance(first, Expression)]
-    return names == sorted(names)
+def _needs_order(answer: Collection, reference: Collection) -> bool:
+    """Whether the reference names its values, `x = 3, y = 5`, and the answer does not."""
+    return reference.kind == "list" and len(set(_names(reference.items))) > 1 and not _names(answer.items)
+
+
+def _names(items: tuple[Formula, ...]) -> list[str]:
+    """The names of variables that equations set."""
+    firsts = [item.sides[0] for item in items if isinstance(item, Relation) and set(item.operators) == {"="}]
+    return [first.name for first in firsts if isinstance(first, Expression) and first.name]
+
+
+def _by_name(items: tuple[Formula, ...]) -> tuple[Formula, ...]:
+    """The equations of `y = 1, x = 2` in the order of a tuple, `(2, 1)`."""
+    names = _names(items)
+    return (
+        tuple(item for _, item in sorted(zip(names, items), key=operator.itemgetter(0)))
+        if len(names) == len(items)
+        else items
+    )
+
+
+def _without_rows(formula: Collection) -> Collection:
+    """The tuple of a matrix with one column."""
+    rows = [item.items for item in formula.items if isinstance(item, Collection)]
+    is_column = formula.kind == "matrix" and all(len(row) == 1 for row in rows)
+    return Collection("()", tuple(row[0] for row in rows)) if is_column else formula
+
+
+def _without_and(formula: Formula) -> Formula:
+    """The set of `x > 2 and x < 5`, if it is one of real numbers; another formula as it is."""
+    if not isinstance(formula, Collection) or formula.kind != "and":
+        return formula
+    relations = [item for item in formula.items if isinstance(item, Relation)]
+    names = {side.name for relation in relations for side in relation.sides if isinstance(side, Expression)} - {""}
+    sets = [found for relation in relations if (found := _result(relation)) is not None]
+    common = intersection(sets) if len(names) == 1 and len(sets) == len(relations) else None
+    return formula if common is None else common
 
 
 def _without_signs(formula: Formula) -> Formula:

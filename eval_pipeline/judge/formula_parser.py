@@ -70,6 +70,10 @@ _SIGNS = str.maketrans(
 PERIODIC = re.compile(
     r"(?<![0-9.])([0-9]{0,9}\.[0-9]{0,6}?)([0-9]{1,6}?)\2{1,20}(?:\.\.\.|\u2026|\\[lc]?dots(?![A-Za-z]))"
 )
+# {x | x > 2}
+_SET_BUILDER = re.compile(
+    r"^\s{0,3}\\\{\s{0,3}([a-z])\s{0,3}(?:\\in\s{0,3}\\R\s{0,3})?(?:\||:|\\mid(?![a-z]))((?=[^|:{}]*\1)[^|:{}]*)\\\}\s{0,3}$"
+)
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s?\{([^{}]*)\}")
 _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     (
@@ -89,10 +93,13 @@ _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
     (re.compile(r"^([^{}]*)\\over(?![A-Za-z])([^{}]*)$"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\[dt]binom"), r"\\binom"),
+    (re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])|<="), r"\\le "),
     (re.compile(r"\\(?:geqslant|geq)(?![A-Za-z])|>="), r"\\ge "),
     (re.compile(r"\\neq(?![A-Za-z])|!="), r"\\ne "),
     (re.compile(r"\\approx(?![A-Za-z])"), "="),
+    (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), r"\\and "),
+    (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), r"\\or "),
     (re.compile(r"\\lt(?![A-Za-z])"), "<"),
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z])"), "*"),
@@ -106,8 +113,9 @@ _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"\^\s?(?:\\circ|\{\s?\\circ\s?\})"), r"\\degree "),
     (re.compile(r"\\?%"), " "),
     (re.compile(r"(?<=[0-9]) x (?=[0-9])"), "*"),
-    (re.compile(r"\\begin\{[bp]matrix\}"), r"\\matrix "),
-    (re.compile(r"\\end\{[bp]matrix\}"), r"\\end "),
+    (re.compile(r"\\begin\{[bp]matrix\}|[(\[] ?\\begin\{(?:small)?matrix\}"), r"\\matrix "),
+    (re.compile(r"\\end\{[bp]matrix\}|\\end\{(?:small)?matrix\} ?[)\]]"), r"\\end "),
+    (re.compile(r"(?<=\\\\)\[[0-9.]{1,5} ?(?:pt|em|ex|mm|cm)\]"), ""),
     (re.compile(r"[(\[] ?\\begin\{array\}\s?\{[lcr ]*\}"), r"\\matrix "),
     (re.compile(r"\\end\{array\} ?[)\]]"), r"\\end "),
     (re.compile(r"(?<=[\])}]) ?U ?(?=[\[({\\])"), r"\\cup "),
@@ -185,6 +193,7 @@ def normalize(text: str, with_units: bool = True) -> str:
         text = _UNITS_BEHIND_NUMBER.sub(_quote_units, _UNIT_FRACTION.sub(r"\1/\2", text))
     text = _WORDS.sub(_quote, text)
     text = _PLAIN_COMMAND.sub(lambda word: rf"\{_PLAIN_COMMANDS.get(word[1], word[1])} ", text)
+    text = _SET_BUILDER.sub(r"\2", text)
     return " ".join(text.split()).rstrip(".")
 
 
@@ -282,10 +291,14 @@ class Parser:
             items = [self._relation()]
             if self._take_text(":"):
                 items = [Collection(":", (items[0], self._relation()))]
-            while self._take(_SEPARATOR):
-                self._take(_SEPARATOR)  # `1, 2, and 3`
-                items.append(self._relation())
-        return items[0] if len(items) == 1 else Collection("list", tuple(items))
+        separators: set[str] = set()
+        while found := self._take(_SEPARATOR):
+            last = self._take(_SEPARATOR) or found  # `1, 2, and 3`
+            separators.add(last[0])
+            items.append(self._relation())
+        if len(items) == 1:
+            return items[0]
+        return Collection(_kind_of(items, separators), tuple(items))
 
     def _relation(self) -> Formula:
         sides, operators = [self._union()], []
@@ -498,7 +511,11 @@ class Parser:
                 raise NotAFormula("unequal braces")
             return Collection("set", items)
         if is_list and opening:
-            return Collection(opening + closing, items)
+            kind = opening + closing
+            rows = [item.items for item in items if isinstance(item, Collection) and item.kind == kind == "[]"]
+            if len(rows) == len(items):  # [[1,2],[3,4]]
+                return Collection("matrix", tuple(Collection("row", row) for row in rows))
+            return Collection(kind, items)
         if opening + closing not in ("", "()", "[]"):
             raise NotAFormula("unequal brackets")
         return inside
@@ -584,6 +601,16 @@ class Parser:
         while not is_group and self._is_before(_FACTOR) and not self._is_before(_FUNCTION):
             value = self._apply(operator.mul, value, self._factor())
         return value
+
+
+def _kind_of(items: list[Formula], separators: set[str]) -> str:
+    """`x = 1 and x = 2` is a list, but `x > 1 and x < 2`, and `x \\ne 1, x \\ne 2`, are both."""
+    operators = {sign for item in items if isinstance(item, Relation) for sign in item.operators}
+    if "=" in operators or not all(isinstance(item, Relation) for item in items):
+        return "list"
+    if separators == {"\\and"} or (operators == {"ne"} and "\\or" not in separators):
+        return "and"
+    return "or" if separators & {"\\and", "\\or"} else "list"
 
 
 def _repeating(whole: str, fixed: str, repeated: str) -> Fraction:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, TypeAlias
 
 MAX_BITS = 1 << 15
@@ -48,7 +48,8 @@ class Collection:
     """Several formulas."""
 
     kind: str
-    """`list`, `set`, `union`, `:`, `matrix`, `row`, `base`, or the brackets of a tuple or interval, such as `[)`."""
+    """`list`, `set`, `union`, `and` or `or` between inequalities, `:`, `matrix`, `row`, `base`, or the brackets of a
+    tuple or interval, such as `[)`."""
     items: tuple[Formula, ...]
 
 
@@ -70,13 +71,56 @@ def constant(value: Number) -> Expression:
 
 def reals_without(points: tuple[Formula, ...]) -> Collection | None:
     """The intervals between real points; None if a point is not a real number."""
-    ends: set[Fraction | float] = {-math.inf, math.inf}
-    for point in points:
-        value = point.values[0] if isinstance(point, Expression) and len(set(point.values)) == 1 else None
-        if not isinstance(value, (Fraction, float)):
+    values = [_real(point) for point in points]
+    if None in values:
+        return None
+    ends = sorted({-math.inf, math.inf, *(value for value in values if value is not None)})
+    return Collection("union", tuple(Collection("()", (constant(a), constant(b))) for a, b in pairwise(ends)))
+
+
+def intersection(sets: list[Formula]) -> Formula | None:
+    """The intersection of intervals, and of unions of intervals, with real ends; None for other sets."""
+    parts = [_intervals(each) for each in sets]
+    common: list[_Interval] = [((-math.inf, 0), (math.inf, 0))]
+    for intervals in parts:
+        if intervals is None:
             return None
-        ends.add(value)
-    return Collection("union", tuple(Collection("()", (constant(a), constant(b))) for a, b in pairwise(sorted(ends))))
+        pairs = [(max(a, c), min(b, d)) for (a, b), (c, d) in product(common, intervals)]
+        common = [(lower, upper) for lower, upper in pairs if lower <= upper]
+    found = tuple(_collection(*interval) for interval in common)
+    return found[0] if len(found) == 1 else Collection("union" if found else "set", found)
+
+
+_Interval: TypeAlias = "tuple[tuple[Fraction | float, int], tuple[Fraction | float, int]]"
+"""Both ends; the second number is 1 behind an open lower end and -1 before an open upper end, so that ends compare."""
+
+
+def _intervals(formula: Formula) -> list[_Interval] | None:
+    if not isinstance(formula, Collection):
+        return None
+    if formula.kind == "union":
+        parts = [_intervals(item) for item in formula.items]
+        return None if None in parts else [interval for part in parts for interval in part or ()]
+    if len(formula.kind) != 2 or len(formula.items) != 2:
+        return None
+    lower, upper = map(_real, formula.items)
+    if lower is None or upper is None:
+        return None
+    return [((lower, int(formula.kind[0] == "(")), (upper, -int(formula.kind[1] == ")")))]
+
+
+def _collection(lower: tuple[Fraction | float, int], upper: tuple[Fraction | float, int]) -> Formula:
+    if lower == upper:
+        return Collection("set", (constant(lower[0]),))
+    kind = ("(" if lower[1] or math.isinf(lower[0]) else "[") + (")" if upper[1] or math.isinf(upper[0]) else "]")
+    return Collection(kind, (constant(lower[0]), constant(upper[0])))
+
+
+def _real(formula: Formula) -> Fraction | float | None:
+    """The value of a formula that is a real number, or infinite."""
+    values = set(formula.values) if isinstance(formula, Expression) and not formula.is_word else set()
+    value = values.pop() if len(values) == 1 else None
+    return value if isinstance(value, Fraction | float) else None
 
 
 @lru_cache(maxsize=256)

@@ -23,8 +23,41 @@ LETTERS_AND_WORDS = [
     ("A+B+C", ("A+C+B",), ("A+B+D",)),
 ]
 
+SEVERAL_FORMULAS = [
+    # inequalities
+    ("(2,5)", (r"x>2 \text{ and } x<5", r"2<x \land x<5"), (r"x>2 \text{ or } x<5", r"x \ge 2 \text{ and } x<5")),
+    (
+        r"x<-1 \text{ or } x>3",
+        (r"x<-1, x>3", r"x > 3 \lor x < -1", r"(-\infty,-1)\cup(3,\infty)", r"\{x : x<-1 \text{ or } x>3\}"),
+        (r"x<-1 \text{ and } x>3", r"x<-1 \land x>3"),
+    ),
+    (r"\emptyset", (r"x<-1 \text{ and } x>3",), (r"x<-1 \text{ or } x>3",)),
+    (r"\{2\}", (r"x \ge 2 \text{ and } x \le 2",), (r"x > 2 \text{ and } x \le 2",)),
+    (r"x>2 \text{ and } x<5", ("(2,5)", r"x<5 \text{ and } x>2", "2<x<5"), ("x<5", "x>2 or x<5")),
+    (r"x>0 \text{ and } y>0", ("x>0, y>0", "y>0 and x>0"), (r"x>0 \text{ or } y>0", "x>0")),
+    (r"x \ne 1 \text{ and } x \ne 2", (r"x \ne 1, x \ne 2", r"\mathbb{R} \setminus \{1,2\}"), (r"x \ne 1",)),
+    ("x=1 or x=2", ("x=1 and x=2", "2,1"), ("1",)),
+    ("[2,5)", (r"\{x: 2 \le x < 5\}", r"\{x\in\mathbb{R} \mid 2 \leq x < 5\}"), (r"\{x\in\mathbb{Z} : 2\le x<5\}",)),
+    # named values
+    ("x=3, y=5", ("3,5", "(3,5)", "y=5, x=3"), ("5,3", "(5,3)", r"\{5,3\}", "x=5, y=3")),
+    ("3,5", ("5,3", "x=5, y=3"), ("3",)),
+    ("(3,-2)", ("y=-2, x=3", "3, -2"), ("x=-2, y=3", "-2, 3")),
+    # matrices and vectors
+    (
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        (r"\left[\begin{matrix}1&2\\[2pt]3&4\end{matrix}\right]", "[[1,2],[3,4]]"),
+        (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", "[[1,3],[2,4]]", "[1,2],[3,4]"),
+    ),
+    (
+        r"\begin{pmatrix}1\\2\end{pmatrix}",
+        (r"\langle 1,2\rangle", "(1,2)"),
+        ("(2,1)", r"\begin{pmatrix}1&2\end{pmatrix}"),
+    ),
+    (r"\binom{20}{10}", (r"{20 \choose 10}",), (r"{10 \choose 20}",)),
+]
 
-@pytest.mark.parametrize(("reference", "right", "wrong"), [*LETTERS_AND_WORDS])
+
+@pytest.mark.parametrize(("reference", "right", "wrong"), [*LETTERS_AND_WORDS, *SEVERAL_FORMULAS])
 def test_accepts_exactly_right_forms(reference: str, right: tuple[str, ...], wrong: tuple[str, ...]) -> None:
     accepted = [answer for answer in (*right, *wrong) if is_right(_tagged(answer), reference)]
     assert accepted == [*right]
