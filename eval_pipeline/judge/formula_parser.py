@@ -42,7 +42,7 @@ _GREEK = frozenset(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
     "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar".split()
 )
-_UNITS = {
+UNITS = {
     word: words.split()[0]
     for words in (
         "mm millimeter millimeters", "cm centimeter centimeters", "m meter meters", "km kilometer kilometers",
@@ -375,7 +375,7 @@ class Parser:
             return False
         found = self._take(_UNIT)
         words = (found[2] if found[2] is not None else found[3]).casefold() if found else ""
-        units = [_UNITS.get(word) for word in re.split(r"[^a-z]+", words) if word]
+        units = [UNITS.get(word) for word in re.split(r"[^a-z]+", words) if word]
         is_variable = found is not None and found[2] is None and len(words) < 2 and not follows_unit
         if found is not None and None in units and self._is_noun(found):
             units = [words.strip().removesuffix("s")]

@@ -116,19 +116,35 @@ _SCALE = re.compile(rf"(?<=[0-9]) {{0,4}}({'|'.join(POWERS)})s?\b", re.IGNORECAS
 
 # Words around a number with which a text does not state the number
 
-_NEGATED = r"(?:\b(?:not|never|cannot)|n['\u2019]t)(?: (?:be|equals?|to|just|only|exactly|necessarily|simply))*"
+_NEGATED = (
+    r"(?:\b(?:not|never|cannot|neither|nor|except(?: for)?|excluding|unlike|besides|(?:any|every)(?:thing|one)? but)"
+    r"|n['\u2019]t)(?: (?:be|equals?|to|just|only|exactly|necessarily|simply))*"
+)
 _BOUNDED = (
     r"(?<!\bnone other )\bthan(?: or equal to)?|\bat (?:most|least)|(?:^|\b(?:is|be|was) )up to"
     r"|\b(?:between|over|under|above|below|beyond|exceed(?:s|ing)?|differ(?:s|ent) from)"
 )
-_CHANGED = r"\b(?:half|twice|double|triple|thrice)(?: of)?|\b(?:root|square|cube|third|quarter|reciprocal|inverse) of"
+_CHANGED = (
+    r"\b(?:half|twice|double|triple|thrice)(?: of)?|\b(?:root|square|cube|third|quarter|reciprocal|inverse) of"
+    r"|\b(?:per ?cent|percentage|multiple|divisor) of|\b(?:times|plus|(?:divided|multiplied) by|log|ln|sin|cos|tan)"
+    r"|[0-9] of"
+)
 _BEFORE_UNSTATED = re.compile(rf"(?:{_NEGATED}|{_BOUNDED}|{_CHANGED})[ ($]*$", re.IGNORECASE)
-_AFTER_UNSTATED = re.compile(r" {0,3}(?:squared|cubed|factorial)\b", re.IGNORECASE)
+MULTIPLIERS = (
+    r"(?:squared|cubed|factorial|dozens?|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
+    r"|(?:ten-?|hundred-?)?(?:hundredths|thousandths|millionths))\b"
+)
+_DENIED = (
+    r"[ )$*]{0,4}(?:\?|(?:is|are|was|were|would be)(?:n['\u2019]t\b| not\b"
+    r"| (?:[a-z]{3,12}ly )?(?:wrong|incorrect|false|impossible|invalid)\b))"
+)
+_AFTER_UNSTATED = re.compile(rf" {{0,3}}{MULTIPLIERS}|{_DENIED}", re.IGNORECASE)
+_IS_DENIED = re.compile(_DENIED, re.IGNORECASE)
 _BEFORE_CHARS = 60
 
 
 def is_stated(number: re.Match[str]) -> bool:
-    """Whether a text states a number that it contains: not in `not 42`, `less than 42`, `half of 42`, `42 squared`.
+    """Whether a text states a number that it contains: not in `not 42`, `half of 42`, `42 squared`, `42 is wrong`.
 
     Args:
         number: a match of `NUMBER` in a plain text.
@@ -141,6 +157,11 @@ def is_statement(text: str, position: int) -> bool:
     """Whether the words before a position state what follows: not `not`, `less than` or `half of`."""
     before = text[max(0, position - _BEFORE_CHARS) : position]
     return _BEFORE_UNSTATED.search(" ".join(before.split())) is None
+
+
+def is_denied(text: str, position: int) -> bool:
+    """Whether a text denies or questions what ends at a position: `(B) is wrong`, `(B)?`."""
+    return _IS_DENIED.match(text, position) is not None
 
 
 def plain_text(text: str, scaled: bool = False) -> str:

@@ -24,15 +24,18 @@ import re
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from eval_pipeline.judge.formula import RATIO, equal_formulas, is_rounded
-from eval_pipeline.judge.formula_parser import PERIODIC
+from eval_pipeline.judge.formula_parser import PERIODIC, UNITS
 from eval_pipeline.judge.number_notation import (
+    MULTIPLIERS,
     NUMBER,
     PERCENT,
     POWERS,
     TEXT_COMMANDS,
     TYPOGRAPHY,
+    is_denied,
     is_stated,
     is_statement,
     joined_thousands,
@@ -87,7 +90,7 @@ _CHOSEN = re.compile(
 )
 _OTHER_CHOICE = re.compile(r"\([A-Za-z]\)|(?<![A-Za-z])[A-Z](?:[.)]|\s*$)")
 _PROSE = re.compile(
-    r"(?<![A-Za-z\\])(?!squared|cubed|factorial)[A-Za-z]{2}"
+    rf"(?<![A-Za-z\\])(?!{MULTIPLIERS})[A-Za-z]{{2}}"
     r"|(?<![-+*/^,(\u00d7\u00f7\u00b7])[ \t](?=[(<>\u2264\u2265|{])"
 )
 # a word has a vowel; other letters are variables
@@ -122,6 +125,27 @@ _ALGEBRA = [
 _SEVERAL = re.compile(
     r"[\s({\[\\]*(?:[A-Za-z] ?= ?)?0(?:(?: ?[,;] ?|:| : | {1,6}(?:(?:and|or|to) {1,4})?)(?:[A-Za-z] ?= ?)?-?0)+[^0]*"
 )
+# between the values of a list, but not before the thousands of `1,234`
+_SEPARATOR = re.compile(
+    r",(?![0-9]{3}(?![0-9]))|[;\n]|\\\\|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])"
+)
+_IN_BRACKETS = re.compile(r"[({][^(){}\n]{0,40}[)}] ?=")
+# x_1 = 1, f(0) = 1, First: 1, a) 1
+_LABEL = re.compile(
+    r"(?<![A-Za-z0-9\\])(?:\\?[A-Za-z]{1,20}[0-9]{0,2}(?:_\{?[A-Za-z0-9]{1,9}\}?)?(?:\([^()=\n]{0,20}\))? ?[:=]"
+    r"|\(?[A-Za-z]\)) ?(?=-?[$(]?\.?[0-9])"
+)
+_BEFORE_VALUES = re.compile(
+    r"[\s({\[\\$]*(?:(?:the )?(?:(?:final|possible) )?(?:(?:answers?|values?|solutions?) (?:is|are)|possible)? ?:? ?)?"
+    r"(?:(?:either|between|from|perhaps|maybe|possibly) )?[($-]{0,3}",
+    re.IGNORECASE,
+)
+_JOINT = re.compile(
+    r" *|(?: ?[A-Za-z]{1,20})?(?:\s*(?:[,;.|]|\n)\s*(?:and|or)?|\s+(?:and|or|to|vs\.?|out of|r|remainder))"
+    r"(?:\s*(?:maybe|perhaps|possibly|alternatively|either))?[ ,]*(?:- )?[($-]{0,3}",
+    re.IGNORECASE,
+)
+_MAX_JOINT_CHARS = 50
 _DECODED_ESCAPE = re.compile(r"[\x07\x08\x0b\x0c\r][a-z]|\t(?:ext|imes|frac|an\b|heta)|\n(?:eq|u\b)")
 # of statements without an end: `3 or 4`, `3 to 4`, `3:4`, and `3, 4` if nothing follows
 _ENUMERATION = r"[^0]*0(?:,? {1,4}(?:(?:and|or) {1,4})?-?0)+[^\w]*"
@@ -146,6 +170,8 @@ class _Tagged:
     text: str
     enclosed: bool
     """Whether the tag has an end, so that it contains nothing but the result."""
+    is_math: bool = False
+    """Whether it is a formula, as in a box, without prose around its value."""
 
 
 def after_reasoning(text: str) -> str | None:
@@ -220,11 +246,14 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
         return number is not None and is_stated(number) and value_of(number) == wanted
     stated = joined_thousands(plain_text(tagged.text, scaled))
     candidate = _result(stated, tagged.enclosed)
+    is_ratio = tagged.enclosed and RATIO.search(candidate.strip()) is not None
+    if tagged.enclosed and not is_ratio and (_has_several_values if tagged.is_math else _enumerates_values)(stated):
+        return False
     if any(equal_formulas(exact, reference) for exact in _before_rounding(tagged.text, tagged.enclosed)):
         return True
     if PERIODIC.search(candidate) or _FORMULA.search(without_numbers(candidate)):
         return equal_formulas(_result(tagged.text, tagged.enclosed), reference)
-    if tagged.enclosed and RATIO.search(candidate.strip()):
+    if is_ratio:
         return equal_formulas(candidate, reference)
     if _is_no_number(stated, candidate, tagged.enclosed):
         return False
@@ -245,7 +274,8 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
         stated_choice = replaced(stated, TEXT_COMMANDS).strip()
         if chosen := _CHOSEN.match(stated_choice) or _CHOICE.match(stated_choice.rstrip(".")):
             is_only_one = _OTHER_CHOICE.search(chosen.string, chosen.end()) is None
-            return is_only_one and _same_choice(chosen[chosen.lastindex or 0], choice[1])
+            is_stated_choice = is_only_one and not is_denied(chosen.string, chosen.end())
+            return is_stated_choice and _same_choice(chosen[chosen.lastindex or 0], choice[1])
     if _same_text(stated, reference) or _same_time(stated, reference):
         return True
     if digits := _WITH_BASE.fullmatch(reference):
@@ -308,8 +338,7 @@ def _math_or_sentence(text: str) -> str:
     """The formulas with which a statement starts, or its first sentence: `x + y` of `$x + y$. I hope it is right.`"""
     if math := _MATH.match(text):
         return ", ".join(_IN_MATH.findall(math[1]))
-    end = _TEXT_END.search(text)
-    return (text[: end.start()] if end else text).rstrip(" ,")
+    return _up_to(text, _TEXT_END.search(text)).rstrip(" ,")
 
 
 def _result(stated: str, enclosed: bool) -> str:
@@ -322,6 +351,32 @@ def _before_rounding(stated: str, enclosed: bool) -> list[str]:
     *exact, last = stated.rsplit("=", 3)
     result = _ROUNDED.fullmatch(plain_text(last if enclosed else _before_prose(last)).strip())
     return [each for each in exact if is_rounded(each, result[0])] if result else []
+
+
+def _has_several_values(formula: str) -> bool:
+    """Whether a formula contains different numbers, and not `6 * 7 = 42`: `2 hours 30 minutes`, `x_1 = 1, x_2 = 2`."""
+    values: set[Fraction | str | None] = set()
+    for part in _SEPARATOR.split(_IN_BRACKETS.sub("=", formula)):
+        result = _after_equals(part)
+        if _FORMULA.search(without_numbers(result)):
+            values.add(result.strip())
+        else:
+            values.update(map(value_of, NUMBER.finditer(result)))
+    return len(values) > 1
+
+
+def _enumerates_values(text: str) -> bool:
+    """Whether a text is nothing but different numbers, with names, units or nouns: `17 apples and 18 oranges`."""
+    text = _LABEL.sub("", text)
+    numbers = [*NUMBER.finditer(text)]
+    if len({*map(value_of, numbers)}) < 2 or not _BEFORE_VALUES.fullmatch(text, 0, numbers[0].start()):
+        return False
+    return all(_is_joint(text[one.end() : other.start()]) for one, other in pairwise(numbers))
+
+
+def _is_joint(text: str) -> bool:
+    is_short = len(text) <= _MAX_JOINT_CHARS
+    return is_short and (text.strip(" .").casefold() in UNITS or _JOINT.fullmatch(text) is not None)
 
 
 def _is_no_number(stated: str, candidate: str, enclosed: bool) -> bool:
@@ -342,13 +397,13 @@ def _enclosed(text: str) -> str | None:
 
 def _find_tagged(text: str) -> _Tagged | None:
     if (inner := _enclosed(text)) is not None:
-        return _Tagged(inner, enclosed=True)
+        return _Tagged(inner, enclosed=True, is_math=inner != _in_answer_tags(text))
     for pattern in (_HASHES, _ANSWER_IS):
         if found := _last(pattern, text):
             math = _MATH.match(found[1])
             formulas = _IN_MATH.findall(math[1]) if math else []
             if len(formulas) > 1:
-                return _Tagged(", ".join(formulas), enclosed=True)
+                return _Tagged(", ".join(formulas), enclosed=True, is_math=True)
             return _Tagged(_statement(found[1]), enclosed=False)
     last_math = _last_math(text)
     if last_math and "\n" not in last_math.strip() and _DIGIT.search(last_math):
@@ -412,11 +467,16 @@ def _statement(text: str) -> str:
     """The stated result, without the rest of the line: `40 of 50 = 20. Check: 2 * 20 = 40`."""
     number = _DIGIT.search(text)
     sentence_end = _TEXT_END.search(text, number.end()) if number else None
-    sentence = text[: sentence_end.start()] if sentence_end else text
+    sentence = _up_to(text, sentence_end)
     if _ONLY_NUMBERS.fullmatch(without_numbers(plain_text(sentence))):
         return sentence
     end = _STATEMENT_END.search(text, number.end()) if number else None
-    return _ASIDE.sub(" ", text[: end.start()] if end else text)
+    return _ASIDE.sub(" ", _up_to(text, end))
+
+
+def _up_to(text: str, end: re.Match[str] | None) -> str:
+    """The text before the end of a statement, with a question mark, which denies the statement."""
+    return text if end is None else text[: end.start() + end[0].startswith("?")]
 
 
 def _before_prose(text: str) -> str:

@@ -23,6 +23,17 @@ LETTERS_AND_WORDS = [
     ("A+B+C", ("A+C+B",), ("A+B+D",)),
 ]
 
+CHOICES = [
+    (
+        "B",
+        ("<answer>(B) is correct</answer>", "Answer: (B)."),
+        (
+            *("<answer>(B) is incorrect</answer>", "<answer>Option (B) is false</answer>", "Answer: B?"),
+            *("<answer>(B)? No.</answer>", "The answer is B? I am not sure; C is my final answer."),
+        ),
+    ),
+]
+
 SEVERAL_FORMULAS = [
     # inequalities
     ("(2,5)", (r"x>2 \text{ and } x<5", r"2<x \land x<5"), (r"x>2 \text{ or } x<5", r"x \ge 2 \text{ and } x<5")),
@@ -56,8 +67,53 @@ SEVERAL_FORMULAS = [
     (r"\binom{20}{10}", (r"{20 \choose 10}",), (r"{10 \choose 20}",)),
 ]
 
+SEVERAL_NUMBERS = [
+    ("30", (r"30\text{ minutes}",), (r"2\text{ hours }30\text{ minutes}", "<answer>2 hours 30 minutes</answer>")),
+    ("8", (r"x = 8\text{ cm}",), (r"5\text{ ft }8\text{ in}", r"3\text{ cm or }8\text{ cm}")),
+    (
+        "2",
+        (
+            *("x_1 = 2", "f(0, 1) = 2", r"\text{Total}=2", "6 - 4 = 2", "<answer>First: 2</answer>"),
+            *("|3 - 5| = 2", r"\max\{1, 2\} = 2", r"\gcd(4, 6) = 2", r"\frac{4}{2} = 2", r"P(1|3) = 2"),
+        ),
+        (
+            *(r"7\text{ remainder }2", r"x_1=1,\ x_2=2", r"x_{1}=1,\quad x_{2}=2", r"\theta=1 \text{ or } \theta=2"),
+            *("f(0)=1, f(1)=2", "1 | 2", r"\text{Either } 1 \text{ or } 2", r"1\\2", r"\text{max}=1,\ \text{min}=2"),
+            *(r"x=1, y=\sqrt{4}", "<answer>between 1 and 2</answer>", "<answer>First: 1. Second: 2.</answer>"),
+            *("<answer>f(0) = 1, f(1) = 2</answer>", "<answer>x = 1\ny = 2</answer>", "<answer>1 or 2 cats</answer>"),
+        ),
+    ),
+    (
+        "18",
+        ("<answer>18, or 18.0</answer>", "The answer is 18 (is it?)."),
+        (
+            *("<answer>17 or maybe 18</answer>", "<answer>a) 17 b) 18</answer>", "<answer>17\n18</answer>"),
+            *("<answer>17 apples and 18 oranges</answer>", "The answer is 18? No, it is 19."),
+        ),
+    ),
+    (
+        "42",
+        (
+            *("<answer>On day 2, 42 apples</answer>", "<answer>In 3 days, 42 apples</answer>"),
+            *("<answer>3 boxes and 39 more are 42</answer>", "<answer>The 5 numbers sum to 42</answer>"),
+            *("<answer>\n42\n</answer>", "<answer>42 quarters</answer>", "<answer>The factor of 42</answer>"),
+            *("The answer is not 5 but 42", "<answer>6 boxes of 7 = 42</answer>"),
+        ),
+        (
+            *("<answer>42 dozen</answer>", "The answer is 42 dozen.", "<answer>42 thirds</answer>"),
+            *("<answer>42 hundredths</answer>", "<answer>two times 42</answer>", "<answer>10% of 42</answer>"),
+            *("<answer>10 percent of 42</answer>", "<answer>a multiple of 42</answer>", "The answer is 42?"),
+            *("<answer>anything except 42</answer>", "<answer>everything but 42</answer>"),
+            *("<answer>neither 41 nor 42</answer>", "<answer>42 is incorrect</answer>", r"42\text{ is not it}"),
+        ),
+    ),
+    ("1234", ("1,234", "x=1,234", "<answer>1 234</answer>"), ("1,2,34", "1;234")),
+]
 
-@pytest.mark.parametrize(("reference", "right", "wrong"), [*LETTERS_AND_WORDS, *SEVERAL_FORMULAS])
+
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"), [*LETTERS_AND_WORDS, *SEVERAL_FORMULAS, *SEVERAL_NUMBERS, *CHOICES]
+)
 def test_accepts_exactly_right_forms(reference: str, right: tuple[str, ...], wrong: tuple[str, ...]) -> None:
     accepted = [answer for answer in (*right, *wrong) if is_right(_tagged(answer), reference)]
     assert accepted == [*right]
