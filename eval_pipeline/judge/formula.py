@@ -91,7 +91,7 @@ class _Reading:
     """One meaning of a text."""
 
     formula: Formula
-    units: frozenset[str]
+    units: dict[str, int]
 
 
 def _readings(text: str, is_complex: bool) -> list[_Reading]:
@@ -100,7 +100,7 @@ def _readings(text: str, is_complex: bool) -> list[_Reading]:
     for tight, joins in product((False, True) if "/" in text else (False,), (True, False) if "," in text else (True,)):
         parser = Parser(text, is_complex, tight, joins)
         with suppress(NotAFormula):
-            found.append(_Reading(parser.parse(), frozenset(parser.units)))
+            found.append(_Reading(parser.parse(), {unit: power for unit, power in parser.units.items() if power}))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -50,7 +51,7 @@ UNITS = {
         "s sec second seconds", "min minute minutes", "h hr hour hours", "day days", "week weeks", "month months",
         "yr year years", "mg milligram milligrams", "g gram grams", "kg kilogram kilograms", "lb lbs pound pounds",
         "oz ounce ounces", "ton tons", "deg degree degrees", "rad radian radians", "dollar dollars", "cent cents",
-        "ml milliliter milliliters", "l liter liters litre litres", "gal gallon gallons", "mph", "per", "percent",
+        "ml milliliter milliliters", "l liter liters litre litres", "gal gallon gallons", "per", "percent",
         "mol mole moles",
     )
     for word in words.split()
@@ -119,8 +120,11 @@ _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"[(\[] ?\\begin\{array\}\s?\{[lcr ]*\}"), r"\\matrix "),
     (re.compile(r"\\end\{array\} ?[)\]]"), r"\\end "),
     (re.compile(r"(?<=[\])}]) ?U ?(?=[\[({\\])"), r"\\cup "),
-    (re.compile(r"(?<![A-Za-z\\])(?:square|sq\.?|cubic) (?=[a-z])"), ""),
-    (re.compile(r"miles per hour"), "mph"),
+    (re.compile(r"(?<![A-Za-z\\])(?:square|sq\.?) ([a-z]{1,20})"), r"\1^2"),
+    (re.compile(r"(?<![A-Za-z\\])cubic ([a-z]{1,20})"), r"\1^3"),
+    (re.compile(r"(?<=[a-z]) squared(?![a-z])"), "^2"),
+    (re.compile(r"(?<=[a-z]) cubed(?![a-z])"), "^3"),
+    (re.compile(r"(?<![a-z])mph(?![a-z])"), "miles/hour"),
     (re.compile(r"(?<=[a-z]) per (?=[a-z])"), "/"),
 ]
 # units behind a number: 9.8 m/s^2, 5 \text{kg}*\text{m}^2, 3 \frac{m}{s}
@@ -143,6 +147,7 @@ _MIXED = re.compile(
     r"([0-9]+) ?(?:\\frac ?(?:\{ ?([0-9]+) ?\}|([0-9])) ?(?:\{ ?([0-9]+) ?\}|([0-9]))| ([0-9]+) ?/ ?([0-9]+))"
 )
 _DIGIT = re.compile(r"[0-9]")
+_CONSTANT = re.compile(r"[0-9]|\\pi")
 _FUNCTIONS_PATTERN = "|".join([*sorted(FUNCTIONS, key=len, reverse=True), "log", "lg"])
 _FUNCTION = re.compile(rf"\\?({_FUNCTIONS_PATTERN})(?![A-Za-z])")
 _PLAIN_NAMES = "|".join(["sqrt", "pi", "infinity", "infty", "or", "and", *(name for name in _GREEK if len(name) > 3)])
@@ -173,8 +178,13 @@ _END = re.compile(r"\\end")
 _BRACE = re.compile(r"\{")
 _PARENTHESIS = re.compile(r"\(")
 _REALS = Collection("()", (constant(-math.inf), constant(math.inf)))
-_UNIT = re.compile(r' ?(/?) ?(?:"([^"]*)"|(?<![A-Za-z0-9])([A-Za-z]+)(?![A-Za-z(_]))(?: ?\^ ?(?:[23]|\{ ?[23] ?\}))?')
-_NOUN = re.compile(r"[a-z]+(?:[ /*^{}0-9-]+[a-z]+)*[ ^{}0-9-]*")
+_UNIT = re.compile(
+    r' ?(/?) ?(?:"([^"]*)"|(?<![A-Za-z0-9])([A-Za-z]+)(?![A-Za-z(_]))(?: ?\^ ?(-?[1-9]|\{ ?-?[1-9] ?\})(?![0-9.]))?'
+)
+_UNIT_PART = re.compile(r"(/)|\^ ?\{? ?(-?[1-9])|([a-z]+)")
+_NOUN = re.compile(
+    r"(?!(?:is|are|was|were|not|times|dozens?|thirds)(?![a-z]))[a-z]+(?:[ /*^{}0-9-]+[a-z]+)*[ ^{}0-9-]*"
+)
 _OPENING = {"(": "(", "[": "[", "{": "", "\\{": "{", "\\langle": "("}
 _CLOSED = {")": ")", "]": "]", "}": "", "\\}": "}", "\\rangle": ")"}
 
@@ -226,11 +236,11 @@ class Parser:
         joins: whether `1,234` is a number and not a list.
 
     Attributes:
-        units: the ignored units.
+        units: the ignored units and their powers: 1 for `m` and -2 for `s` in `m/s^2`.
     """
 
     def __init__(self, text: str, is_complex: bool, tight: bool, joins: bool) -> None:
-        self.units: set[str] = set()
+        self.units: Counter[str] = Counter()
         self._text = text
         self._position = 0
         self._unit_end = -1
@@ -371,18 +381,18 @@ class Parser:
     def _take_unit(self, start: int) -> bool:
         """Skip a unit behind a number, with its power: `5 "cm" ^2`, `5 km/h`."""
         position, follows_unit = self._position, self._unit_end == self._position
-        if not _DIGIT.search(self._text, start, position):
+        if not _CONSTANT.search(self._text, start, position):
             return False
         found = self._take(_UNIT)
         words = (found[2] if found[2] is not None else found[3]).casefold() if found else ""
         units = [UNITS.get(word) for word in re.split(r"[^a-z]+", words) if word]
         is_variable = found is not None and found[2] is None and len(words) < 2 and not follows_unit
         if found is not None and None in units and self._is_noun(found):
-            units = [words.strip().removesuffix("s")]
+            units, words = [words], words.strip().removesuffix("s")
         if found is None or is_variable or (found[1] and not follows_unit) or not units or None in units:
             self._position = position
             return False
-        self.units.update(unit for unit in units if unit is not None)
+        self.units.update(_powers(words, found[1], found[4] or ""))
         self._unit_end = self._position
         return True
 
@@ -611,6 +621,23 @@ def _kind_of(items: list[Formula], separators: set[str]) -> str:
     if separators == {"\\and"} or (operators == {"ne"} and "\\or" not in separators):
         return "and"
     return "or" if separators & {"\\and", "\\or"} else "list"
+
+
+def _powers(words: str, slash: str, power: str) -> Counter[str]:
+    """The powers of the units in `m/s^2`, behind a slash if there is one, and the last of them to a further power."""
+    powers: list[tuple[str, int]] = []
+    sign = -1 if slash else 1
+    for found in _UNIT_PART.finditer(f"{words.strip()}^{power.strip('{} ')}" if power else words):
+        if found[1] or found[3] == "per":
+            sign = -1
+        elif found[3]:
+            powers.append((UNITS.get(found[3], found[3]), sign))
+        elif powers:
+            powers[-1] = powers[-1][0], powers[-1][1] * int(found[2])
+    total: Counter[str] = Counter()
+    for unit, exponent in powers:
+        total[unit] += exponent
+    return total
 
 
 def _repeating(whole: str, fixed: str, repeated: str) -> Fraction:

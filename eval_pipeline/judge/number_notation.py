@@ -143,6 +143,27 @@ _IS_DENIED = re.compile(_DENIED, re.IGNORECASE)
 _BEFORE_CHARS = 60
 
 
+_SIGNS_OF_UNITS = {
+    unit: re.compile(pattern, re.IGNORECASE)
+    for unit, pattern in {
+        "degree": r"\\circ(?![a-z])|\\degree|\u00b0|(?<![a-z])deg(?:rees?)?(?![a-z])",
+        "radian": r"(?<![a-z])rad(?:ians?)?(?![a-z])",
+        "dollar": r"\\\$|\A[^$]*\$[^$]*\Z|(?<![a-z])(?:dollars?|usd)(?![a-z])",
+        "cent": r"\u00a2|(?<![a-z])cents?(?![a-z])",
+        "euro": r"\u20ac|(?<![a-z])(?:euros?|eur)(?![a-z])",
+        "pound": r"\u00a3|\\pounds",
+        "yen": r"\u00a5|(?<![a-z])yen(?![a-z])",
+    }.items()
+}
+
+
+def has_other_unit(text: str, reference: str) -> bool:
+    """Whether an answer and its reference have different signs of angles or currencies: `5 cents` for `$5`."""
+    wanted = {unit for unit, pattern in _SIGNS_OF_UNITS.items() if pattern.search(reference)}
+    found = {unit for unit, pattern in _SIGNS_OF_UNITS.items() if pattern.search(text)} if wanted else set()
+    return bool(found) and not found & wanted
+
+
 def is_stated(number: re.Match[str]) -> bool:
     """Whether a text states a number that it contains: not in `not 42`, `half of 42`, `42 squared`, `42 is wrong`.
 

@@ -35,6 +35,7 @@ from eval_pipeline.judge.number_notation import (
     POWERS,
     TEXT_COMMANDS,
     TYPOGRAPHY,
+    has_other_unit,
     is_denied,
     is_stated,
     is_statement,
@@ -244,6 +245,8 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
     if tagged is None:
         number = _last(NUMBER, joined_thousands(plain_text(text, scaled)))
         return number is not None and is_stated(number) and value_of(number) == wanted
+    if has_other_unit(tagged.text, reference):
+        return False
     stated = joined_thousands(plain_text(tagged.text, scaled))
     candidate = _result(stated, tagged.enclosed)
     is_ratio = tagged.enclosed and RATIO.search(candidate.strip()) is not None
@@ -268,7 +271,7 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
 def _is_text_or_formula(text: str, reference: str) -> bool:
     """Whether an answer states a reference that is not a number: a formula, a choice such as `(B)`, or words."""
     stated = _stated_text(text, reference)
-    if stated is None:
+    if stated is None or has_other_unit(stated, reference):
         return False
     if choice := _CHOICE.match(replaced(reference, TEXT_COMMANDS).strip()):
         stated_choice = replaced(stated, TEXT_COMMANDS).strip()

@@ -110,9 +110,33 @@ SEVERAL_NUMBERS = [
     ("1234", ("1,234", "x=1,234", "<answer>1 234</answer>"), ("1,2,34", "1;234")),
 ]
 
+UNITS = [
+    (r"5 \text{ cm}", ("5", "5.0 cm"), (r"5\text{ cm}^2", "5 cm^3", r"5\text{ m}")),
+    (
+        r"5 \text{ cm}^2",
+        ("5", r"5\,\mathrm{cm}^{2}", r"5\text{ square centimeters}", r"5\text{ sq cm}", "5 cm\u00b2"),
+        (r"5\text{ cm}", r"5\text{ cm}^3", r"5\text{ square meters}"),
+    ),
+    (
+        r"9.8 \text{ m/s}^2",
+        (
+            *("9.8", r"9.8\,\mathrm{m/s^2}", r"9.8\ \text{m}\cdot\text{s}^{-2}", r"9.8 \text{ m s}^{-2}"),
+            *(r"9.8 \mathrm{~m} / \mathrm{s}^{2}", r"9.8 \text{ meters per second squared}", r"9.8\text{ m/s/s}"),
+        ),
+        (r"9.8 \text{ m/s}", r"9.8\text{ m}", r"9.8\text{ m s}^2", r"9.8 \text{ s/m}^2", r"9.8 \text{ km/s}^2"),
+    ),
+    (r"60 \text{ mph}", ("60", r"60\text{ miles per hour}", r"60 \text{ mi/h}"), (r"60\text{ km/h}",)),
+    (r"60^\circ", ("60", r"60\text{ degrees}"), (r"60\text{ rad}", "<answer>60 radians</answer>")),
+    (r"60\text{ rad}", ("60",), (r"60^\circ",)),
+    (r"\frac{\pi}{3}", (r"\frac{\pi}{3}\text{ radians}", r"\frac{\pi}{3} \text{ rad}"), (r"60^\circ",)),
+    (r"\$5", ("5", r"\$5", r"5\text{ dollars}", "The answer is $5."), (r"5\text{ cents}", "5\u20ac", "5 euros")),
+    (r"5\text{ cents}", ("5",), (r"\$5", r"5\text{ dollars}")),
+    (r"\sqrt{2}", (r"\sqrt2\text{ units}",), (r"\sqrt2\text{ is wrong}", r"\sqrt2\text{ dozen}")),
+]
+
 
 @pytest.mark.parametrize(
-    ("reference", "right", "wrong"), [*LETTERS_AND_WORDS, *SEVERAL_FORMULAS, *SEVERAL_NUMBERS, *CHOICES]
+    ("reference", "right", "wrong"), [*LETTERS_AND_WORDS, *SEVERAL_FORMULAS, *SEVERAL_NUMBERS, *CHOICES, *UNITS]
 )
 def test_accepts_exactly_right_forms(reference: str, right: tuple[str, ...], wrong: tuple[str, ...]) -> None:
     accepted = [answer for answer in (*right, *wrong) if is_right(_tagged(answer), reference)]
