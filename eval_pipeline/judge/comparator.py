@@ -66,7 +66,7 @@ class Comparator:
             return Verdict("success", 1, 1, "", wall_s)
         return Verdict("wrong_answer", 0, 1, reply["message"], wall_s)
 
-    def outputs_match(self, actual: str, expected: str, tolerance: float | None) -> bool:
+    def outputs_match(self, actual: str, expected: str, tolerance: float | None, any_case: bool = False) -> bool:
         """The result of `verdicts.outputs_match`; long outputs are compared in the process.
 
         Raises:
@@ -76,9 +76,10 @@ class Comparator:
         if actual == expected:
             return True
         if min(len(actual), len(expected)) < _LONG_CHARS:
-            return outputs_match(actual, expected, tolerance)
+            return outputs_match(actual, expected, tolerance, any_case)
         outputs = [text.encode(errors="surrogatepass") for text in (actual, expected)]
-        reply = self._ask({"tolerance": tolerance, "size": len(outputs[0])}, b"".join(outputs), _OUTPUTS_S)
+        question: dict[str, object] = {"tolerance": tolerance, "any_case": any_case, "size": len(outputs[0])}
+        reply = self._ask(question, b"".join(outputs), _OUTPUTS_S)
         if reply is None:
             raise OSError(f"two outputs could not be compared within {_OUTPUTS_S:g} s")
         return reply["right"]
@@ -157,7 +158,7 @@ def main() -> None:
 def _compare_outputs(question: dict[str, Any], blob: bytes) -> dict[str, object]:
     size = question["size"]
     actual, expected = (part.decode(errors="surrogatepass") for part in (blob[:size], blob[size:]))
-    return {"right": outputs_match(actual, expected, question["tolerance"])}
+    return {"right": outputs_match(actual, expected, question["tolerance"], question["any_case"])}
 
 
 def _compare_answer(question: dict[str, str]) -> dict[str, object]:

@@ -162,7 +162,7 @@ class JudgeWorker:
     ) -> list[Callable[[], TestResult]]:
         if isinstance(tests, FunctionTests):
             return [partial(_run_test, runs, tests, test, limits) for test in tests.tests]
-        match = partial(self._comparator.outputs_match, tolerance=tests.tolerance)
+        match = partial(self._comparator.outputs_match, tolerance=tests.tolerance, any_case=tests.any_case)
         return [partial(_run_case, runs, case, match, limits) for case in tests.cases]
 
     def _not_starved(self, run: Callable[[], T], is_doubtful: Callable[[T], bool]) -> T:

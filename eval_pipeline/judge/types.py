@@ -43,7 +43,9 @@ class ProgramTests:
     cases: tuple[ProgramCase, ...]
     """At least one."""
     tolerance: float | None = None
-    """Maximum absolute or relative difference between numbers; None compares text."""
+    """Maximum absolute or relative difference between numbers; None compares text, and decimal numbers by value."""
+    any_case: bool = False
+    """Whether letters may be printed in upper or lower case."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def _tests_from_json(kind: str, fields: dict[str, Any]) -> Tests:
         case "FunctionTests":
             return FunctionTests(**{**fields, "tests": tuple(fields["tests"])})
         case "ProgramTests":
-            return ProgramTests(tuple(ProgramCase(**case) for case in fields["cases"]), fields["tolerance"])
+            return ProgramTests(**{**fields, "cases": tuple(ProgramCase(**case) for case in fields["cases"])})
         case "ScoredAnswer":
             return ScoredAnswer(**fields)
     return ReferenceAnswer(**fields)

@@ -168,9 +168,10 @@ _BLOCK_CHARS = 1 << 14
 _TOKEN = re.compile(r"\n|\S+")
 _SPACE = re.compile(r"\s")
 _INTEGER = re.compile(r"([+-]?)([0-9]+)")
+_DECIMAL = re.compile(r"([+-]?)(?=\.?[0-9])([0-9]*)(?:\.([0-9]*))?")
 
 
-def outputs_match(actual: str, expected: str, tolerance: float | None) -> bool:
+def outputs_match(actual: str, expected: str, tolerance: float | None, any_case: bool = False) -> bool:
     """Whether two outputs are equal line by line, ignoring white space within lines and blank lines at both ends.
 
     Outputs may be megabytes of line breaks: the comparison ends at the first difference, and its memory does not depend
@@ -180,8 +181,12 @@ def outputs_match(actual: str, expected: str, tolerance: float | None) -> bool:
         actual: the program's output.
         expected: the expected output.
         tolerance: largest absolute or relative difference between two finite numbers at the same place. Integers must
-            be equal, because a count of 10^9 must not be off by 1000. None requires equal text.
+            be equal, because a count of 10^9 must not be off by 1000. None requires equal text, except that the value
+            of a decimal number counts: `0.5` equals an expected `0.50`.
+        any_case: whether letters may be in upper or lower case.
     """
+    if any_case:
+        actual, expected = actual.casefold(), expected.casefold()
     actual, expected = actual.strip(), expected.strip()
     if actual == expected:
         return True
@@ -213,6 +218,8 @@ def _tokens(text: str, start: int) -> Iterator[str]:
 def _same(actual: str, expected: str, tolerance: float | None) -> bool:
     if actual == expected:
         return True
+    if "." in expected and (value := _decimal(expected)) is not None and value == _decimal(actual):
+        return True
     if tolerance is None:
         return False
     ours, theirs = _integer(actual), _integer(expected)
@@ -231,6 +238,15 @@ def _integer(token: str) -> tuple[bool, str] | None:
         return None
     digits = match[2].lstrip("0")
     return match[1] == "-" and digits != "", digits
+
+
+def _decimal(token: str) -> tuple[bool, str, str] | None:
+    """Sign, integer and fractional digits of a decimal number, without zeros that do not change its value."""
+    match = _DECIMAL.fullmatch(token)
+    if match is None:
+        return None
+    whole, fraction = match[2].lstrip("0"), (match[3] or "").rstrip("0")
+    return match[1] == "-" and whole + fraction != "", whole, fraction
 
 
 def _finite(token: str) -> float | None:

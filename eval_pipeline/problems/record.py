@@ -181,6 +181,8 @@ def _fault_of_program(tests: ProgramTests) -> str | None:
             return f"whose cases[{index}] is {case!r}, not a ProgramCase of two strings"
     if not isinstance(tests.tolerance, int | float | None):
         return f"whose tolerance is {tests.tolerance!r}, not a number or None"
+    if not isinstance(tests.any_case, bool):
+        return f"whose any_case is {tests.any_case!r}, not true or false"
     return None
 
 

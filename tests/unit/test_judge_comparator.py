@@ -53,6 +53,17 @@ from eval_pipeline.judge.verdicts import outputs_match
         ("1_0", "10", 1e-6, False),
         ("x 1.0", "y 1.0", 1e-6, False),
         ("a\x0bb", "a b", None, True),
+        # decimal numbers have a value
+        ("0.5 2", "0.5000 2.0", None, True),
+        ("-.50 +3.", "-0.5 3.0", None, True),
+        ("-0.0", "0.00", None, True),
+        ("2.0", "2", None, False),
+        ("0.5001", "0.5", None, False),
+        ("05", "5", None, False),
+        ("1e0", "1.0", None, False),
+        ("-0.5", "0.5", None, False),
+        (".", "0.0", None, False),
+        ("1" * 5000, "1" * 5000 + ".0", None, True),
     ],
 )
 def test_outputs_match_up_to_white_space_and_tolerance(
@@ -152,6 +163,8 @@ def test_long_outputs_are_compared_in_another_process(comparator: Comparator, mo
         (LONG, LONG + "x", None, False),
     ):
         assert comparator.outputs_match(actual, expected, tolerance) is match
+    assert comparator.outputs_match(LONG + "yEs", LONG + "YES", None, any_case=True)
+    assert not comparator.outputs_match(LONG + "yEs", LONG + "YES", None)
     assert comparator.judge("The answer is 42.", "42", ResourceLimits()).error_type == "success"
 
 
