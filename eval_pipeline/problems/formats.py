@@ -236,11 +236,26 @@ def _math_answer(record: Record) -> str:
         return ""
     is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool) and math.isfinite(answer)
     text = str(answer) if is_number else record.text("answer", "Answer")
+    if (fault := fault_of_reference(text)) is not None:
+        raise record.error(f"'answer' {fault}")
+    return bare_reference(text).strip()
+
+
+def fault_of_reference(text: str) -> str | None:
+    """Why no answer of a model equals a reference, and what to do; None if one may."""
     if has_decoded_escape(text):
-        raise record.error("'answer' has a control character where LaTeX has a backslash; write \\\\frac in JSON")
+        return "has a control character where LaTeX has a backslash; write \\\\frac in JSON"
     if text.strip().casefold() in _UNANSWERED:
-        raise record.error(f"'answer' is {text.strip()!r}, which no answer of a model equals; remove the row")
-    return (last_boxed(text) or text.rpartition("####")[2]).strip()
+        return "says that there is no answer; remove the row"
+    return None
+
+
+def bare_reference(text: str) -> str:
+    """The reference without the box around it, or the solution up to `####` before it."""
+    _, mark, last = text.rpartition("####")
+    bare = last_boxed(text) or (last if mark else None)
+    # other white space than a blank may be the rest of a LaTeX command, see `fault_of_reference`
+    return text if bare is None else bare.lstrip(" ").rstrip()
 
 
 # CodeContests (Li et al. 2022, arXiv 2203.07814), and simpler rows of the same kind: `name`, `description`, and tests
@@ -262,16 +277,16 @@ nothing else, to standard output. Reply with the whole program in one ```python 
 def parse_codecontests(record: Record) -> Problem:
     """The problem of one row."""
     description = record.text("description", "prompt", "question")
-    tolerance = stated_tolerance(description)
+    tolerance, any_case = stated_tolerance(description), allows_any_case(description)
     return Problem(
         problem_id=record.identifier("name", "problem_id", "task_id", "id"),
         prompt=_CODECONTESTS_INSTRUCTION.format(description=description.strip()),
-        tests=ProgramTests(_cases(record, tolerance), tolerance),
+        tests=ProgramTests(_cases(record, tolerance, any_case), tolerance, any_case),
         canonical_solution=_canonical_solution(record),
     )
 
 
-def _cases(record: Record, tolerance: float | None) -> tuple[ProgramCase, ...]:
+def _cases(record: Record, tolerance: float | None, any_case: bool) -> tuple[ProgramCase, ...]:
     groups = {key: record.fields.get(key) for key in _TEST_KEYS}
     if record.first("input", "output") is not None:
         groups["the row"] = {"input": record.fields.get("input"), "output": record.fields.get("output")}
@@ -279,7 +294,7 @@ def _cases(record: Record, tolerance: float | None) -> tuple[ProgramCase, ...]:
     for key, tests in groups.items():
         for case in _cases_of(tests, key, record):
             first = cases.setdefault(case.stdin, case)
-            if key not in _PUBLISHED_KEYS and not outputs_match(case.expected, first.expected, tolerance):
+            if key not in _PUBLISHED_KEYS and not outputs_match(case.expected, first.expected, tolerance, any_case):
                 raise record.error(f"two tests have the input {case.stdin[:40]!r} and different outputs; remove one")
     if not cases:
         raise record.error(f"{', '.join(_TEST_KEYS)}, 'input' and 'output' contain no test; add one")
@@ -362,6 +377,14 @@ _STATED = [
 ]
 
 
+_CASE = r"in (?:any|either|arbitrary) (?:letter )?(?:case|register)\b"
+_ANY_CASE = re.compile(
+    rf"\byou (?:can|may) (?:print|output|write)\b[^.]{{0,80}}?\b{_CASE}"
+    rf"|\b(?:letters?|characters?) (?:can|may) be (?:printed |output )?{_CASE}",
+    re.IGNORECASE,
+)
+
+
 def stated_tolerance(description: str) -> float | None:
     """The largest absolute or relative error that the text of a problem accepts.
 
@@ -375,6 +398,11 @@ def stated_tolerance(description: str) -> float | None:
             return number
     named = (_NAMED_ERROR.search(sentence) and _IS_ACCEPTED.search(sentence) for sentence in sentences)
     return _UNSTATED_TOLERANCE if any(named) else None
+
+
+def allows_any_case(description: str) -> bool:
+    """Whether the text of a problem says that letters may be printed in upper or lower case, as Codeforces does."""
+    return _ANY_CASE.search(" ".join(description.split())) is not None
 
 
 def _plain(sentence: str) -> str:

@@ -12,6 +12,7 @@ import regex
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, ScoredAnswer, Tests
 from eval_pipeline.judge.scorers import require_scorer
 from eval_pipeline.judge.verdicts import outputs_match
+from eval_pipeline.problems.formats import bare_reference, fault_of_reference
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import PARSE_ERRORS, fault_of_test, parse
 from eval_pipeline.problems.record import Record
@@ -80,8 +81,8 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
 
     A mapping, or its JSON, with `entry_point` and `tests` (a list of Python sources; optionally `preamble` and
     `code_prompt`) describes a function; one with `inputs` and `outputs` (verl's format for code; optionally
-    `tolerance`) a program; one with `reasoning_gym` and `entry` an entry of that dataset. Any other text or number is
-    the correct answer itself; a JSON string is decoded first.
+    `tolerance` and `any_case`) a program; one with `reasoning_gym` and `entry` an entry of that dataset. Any other text
+    or number is the correct answer itself, in a box or behind `####` if there is one; a JSON string is decoded first.
 
     Raises:
         UserError: the ground truth is missing, or looks like tests but cannot be read, so that every answer would be
@@ -104,7 +105,9 @@ def read_tests(ground_truth: Any, problem_id: str) -> Tests:
         raise UserError(f"the reward_model.ground_truth of {problem_id} is Python source; {_FORM}")
     if _COMPRESSED.fullmatch(str(text)):
         raise UserError(f"the reward_model.ground_truth of {problem_id} is base64; decode it, then {_FORM}")
-    return ReferenceAnswer(str(text))
+    if not (reference := bare_reference(str(text))):
+        raise UserError(f"the reward_model.ground_truth of {problem_id} is {str(text)!r}, an empty answer; set it")
+    return ReferenceAnswer(reference)
 
 
 def _from_json(text: str, problem_id: str) -> Any:
@@ -127,7 +130,11 @@ def _tests_of(fields: Mapping[str, Any], problem_id: str) -> Tests:
         more = {key: str(fields.get(key) or "") for key in _OF_FUNCTIONS}
         return FunctionTests(fields["entry_point"], tuple(fields["tests"]), **more)
     if _is_program(fields):
-        return ProgramTests(tuple(map(ProgramCase, fields["inputs"], fields["outputs"])), fields.get("tolerance"))
+        return ProgramTests(
+            tuple(map(ProgramCase, fields["inputs"], fields["outputs"])),
+            fields.get("tolerance"),
+            fields.get("any_case") is True,
+        )
     if fields.get("fn_name") is not None:
         raise UserError(
             f"the tests of {problem_id} (reward_model.ground_truth) have fn_name, which is not supported; use "
@@ -149,7 +156,7 @@ def _is_source(text: str) -> bool:
 
 
 def refuse_idle_tests(tests: Tests, where: str) -> None:
-    """Refuse Python tests that no answer passes, or every answer, and programs whose tests contradict each other.
+    """Refuse references and tests that no answer passes, or every answer, and tests that contradict each other.
 
     Not part of `read_tests`, which rewards call for every answer.
 
@@ -158,9 +165,11 @@ def refuse_idle_tests(tests: Tests, where: str) -> None:
         where: the row.
 
     Raises:
-        UserError: a test does not parse, or never uses the answer, or two tests have the same input and different
-            outputs.
+        UserError: a reference is damaged, a test does not parse or never uses the answer, or two tests have the same
+            input and different outputs.
     """
+    if isinstance(tests, ReferenceAnswer) and (fault := fault_of_reference(tests.answer)) is not None:
+        raise UserError(f"the ground truth of {where}, {tests.answer[:60]!r}, {fault}")
     if isinstance(tests, ProgramTests) and (stdin := _contradictory_input(tests)) is not None:
         raise UserError(f"two tests of {where} have the input {stdin[:40]!r} and different outputs; remove one")
     for index, source in enumerate(tests.tests if isinstance(tests, FunctionTests) else ()):
@@ -227,8 +236,10 @@ def ground_truth_of(tests: Tests) -> str:
         more = {key: getattr(tests, key) for key in _OF_FUNCTIONS if getattr(tests, key)}
         return json.dumps({"entry_point": tests.entry_point, "tests": list(tests.tests), **more})
     inputs, outputs = [case.stdin for case in tests.cases], [case.expected for case in tests.cases]
-    tolerance = {} if tests.tolerance is None else {"tolerance": tests.tolerance}
-    return json.dumps({"inputs": inputs, "outputs": outputs, **tolerance})
+    more = ({} if tests.tolerance is None else {"tolerance": tests.tolerance}) | (
+        {"any_case": True} if tests.any_case else {}
+    )
+    return json.dumps({"inputs": inputs, "outputs": outputs, **more})
 
 
 def _is_program(fields: Mapping[str, Any]) -> bool:
@@ -248,7 +259,8 @@ def _contradictory_input(tests: ProgramTests) -> str | None:
     first: dict[str, ProgramCase] = {}
     for case in tests.cases:
         earlier = first.setdefault(case.stdin, case)
-        if case.expected != earlier.expected and not outputs_match(case.expected, earlier.expected, tests.tolerance):
+        options = tests.tolerance, tests.any_case
+        if case.expected != earlier.expected and not outputs_match(case.expected, earlier.expected, *options):
             return case.stdin
     return None
 

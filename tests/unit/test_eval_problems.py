@@ -19,7 +19,7 @@ import pytest
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems.datasets import load_problems, problems_digest
-from eval_pipeline.problems.formats import stated_tolerance
+from eval_pipeline.problems.formats import allows_any_case, stated_tolerance
 from eval_pipeline.problems.problem import DatasetSource, Problem
 from eval_pipeline.problems.verl_rl import ground_truth_of, read_tests
 from verl_ext.data.prepare.quickstart_families import BUGGY_FAMILIES
@@ -121,6 +121,9 @@ def short(value: Any) -> str:
         *((text, text) for text in ("import substitution", "class A", "Assert: x", "a" * 300)),
         *((text, text) for text in ("{x: x > 0}", "{", "[", "null", "1e3", "[" * 100_000, "1" * 5000, 'say "42"')),
         ('"42"', "42"),
+        (r"\boxed{42}", "42"),
+        ("6 * 7 = 42\n#### 42", "42"),
+        (r"It is $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
         (' "Paris" ', "Paris"),
         (json.dumps(json.dumps("42")), "42"),
         (42, "42"),
@@ -158,6 +161,7 @@ def test_tests_may_be_nested_json() -> None:
         (base64.b64encode(zlib.compress(bytes(range(256)))).decode(), "is base64"),
         ({"inputs": ["1"], "outputs": ["2"], "fn_name": "f"}, "have fn_name"),
         (None, "lacks"),
+        ("####", "an empty answer"),
     ],
     ids=short,
 )
@@ -243,8 +247,8 @@ def test_problem_sample_is_spread_and_deterministic(quickstart: Path) -> None:
         ("math", {**MATH, "answer": True}, "line 2: 'answer' or 'Answer' must be a string"),
         ("math", {**MATH, "options": ["1", "2"], "answer": "B"}, "line 2: 'options' contains choices"),
         ("math", {**MATH, "choices": ["1", "2"], "answer": 1}, "line 2: 'choices' contains choices"),
-        ("math", {**MATH, "answer": "proof"}, "line 2: 'answer' is 'proof'"),
-        ("math", {**MATH, "answer": " NotFound"}, "line 2: 'answer' is 'NotFound'"),
+        ("math", {**MATH, "answer": "proof"}, "line 2: 'answer' says that there is no answer"),
+        ("math", {**MATH, "answer": " NotFound"}, "line 2: 'answer' says that there is no answer"),
         ("math", {**MATH, "problem": None}, "line 2: the row has no 'problem', 'question', 'Problem' or 'prompt' "),
     ],
 )
@@ -586,6 +590,27 @@ def test_contradictory_tests_of_own_problem_are_rejected(tmp_path: Path, key: st
 )
 def test_tolerance_is_read_from_description(text: str, tolerance: float | None) -> None:
     assert stated_tolerance(text) == tolerance
+
+
+def test_damaged_reference_is_rejected(tmp_path: Path) -> None:
+    for truth, says in (("\x0crac{1}{2}", "has a control character"), ("proof", "there is no answer")):
+        with pytest.raises(UserError, match=says):
+            load(tmp_path, "verl", {**VERL, "reward_model": {"ground_truth": truth}})
+
+
+@pytest.mark.parametrize(
+    ("text", "any_case"),
+    [
+        ("You may print each letter in any case (YES, yes, Yes will all be recognized).", True),
+        ('You can output "YES" and "NO"\nin any case (for example, yEs).', True),
+        ("(you can print each letter in any register).", True),
+        ("Each letter may be printed in any case.", True),
+        ("In any case, print the answer. You may print the numbers in any order.", False),
+        ("You can print any of them. In any case the first counts.", False),
+    ],
+)
+def test_case_of_letters_is_read_from_description(text: str, any_case: bool) -> None:
+    assert allows_any_case(text) is any_case
 
 
 def test_gsm8k_reference_is_number_after_hashes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from threading import Timer
 
 from eval_pipeline.judge import JudgeClient, JudgeConfig, ReferenceAnswer, ResourceLimits, ScoredAnswer, Tests
 from eval_pipeline.judge.isolation import find_packages
-from eval_pipeline.judge.numeric_answer import has_decoded_escape, is_right, parse_number
+from eval_pipeline.judge.numeric_answer import is_right, parse_number
 from eval_pipeline.judge.scorers import require_scorer
 from eval_pipeline.problems.verl_rl import (
     needs_one_process,
@@ -166,11 +166,6 @@ def check_tests(tests: Tests, where: str) -> None:
     """
     refuse_idle_tests(tests, where)
     refuse_long_outputs(tests, where, ResourceLimits().output_mb, "drop the row")
-    if isinstance(tests, ReferenceAnswer) and has_decoded_escape(tests.answer):
-        raise UserError(
-            f"the ground truth of {where}, {abbreviated(tests.answer)}, has a control character where LaTeX has a "
-            "backslash; write \\\\frac in JSON"
-        )
 
 
 def refuse_without_tests(need_tests: list[str], tests: Tests, where: str) -> None:
