@@ -32,6 +32,11 @@ def _as_frac(vulgar: re.Match[str]) -> str:
     return rf"\frac{{{above}}}{{{below}}}"
 
 
+def _as_power(superscript: re.Match[str]) -> str:
+    digits = unicodedata.normalize("NFKC", superscript[0]).replace("\u2212", "-")
+    return f"^{{{digits}}}"
+
+
 _Replacements: TypeAlias = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
 
 # the beginning of a number or a root
@@ -52,6 +57,7 @@ _SIGN_WORDS: _Replacements = [
 
 TYPOGRAPHY: _Replacements = [
     (re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]"), "-"),  # hyphens, en dash, minus signs
+    (re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]{2,}|[\u2070\u00b9\u2074-\u2079]"), _as_power),
     (re.compile("[\u00a0\u2009\u202f]|(?<=[0-9])~(?=[0-9])"), " "),
     (re.compile("[\uff10-\uff19]"), lambda digit: unicodedata.normalize("NFKC", digit[0])),
     (re.compile("[\u00bc-\u00be\u2150-\u215e]"), _as_frac),
@@ -62,7 +68,12 @@ TYPOGRAPHY: _Replacements = [
     (re.compile("\u2248|\u2261|\\\\(?:approx|simeq|equiv)(?![A-Za-z])"), "="),
     (re.compile(r"(?<!\\)\\[()\[\]]"), "$"),
     (re.compile(r"\\(?:left|right|q?quad|displaystyle|[lL]arge)(?![a-z])"), " "),
-    (re.compile(r"\\(?:phantom|color)\{[^{}]*\}"), ""),
+    (re.compile(r"\\(?:phantom|(?:text)?color|hspace)\{[^{}]*\}"), ""),
+    (re.compile(r"\\(?:bf|rm|it|sf|tt|bfseries|(?:black)?square|Box|qed)(?![A-Za-z])"), " "),
+    (re.compile(r"\\(?:begin|end)\{(?:aligned|align\*?|gathered|split)\}"), " "),
+    (re.compile(r"\\(?:bm|bold|pmb|emph|text(?:sf|tt|sc|normal)|math(?:sf|tt))(?=\s?\{)"), r"\\text"),
+    (re.compile(r"\\(?:text|mathbf|mathrm|boldsymbol)\{(?=\\)"), "{"),
+    (re.compile(r"\\colon(?![A-Za-z])"), ":"),
     (re.compile(r"\\underline\{([^{}]*)\}"), r"\1"),
     # emphasis, and not the power of 2**3 and the product of 2*3
     (

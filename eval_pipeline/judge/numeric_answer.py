@@ -50,7 +50,7 @@ from eval_pipeline.judge.number_notation import (
 _REASONING_END = re.compile(r"(?:</think(?:ing)?>|\[/THINK\])(?![\"'\\]|`(?!``))")
 _OPENING_TAG = re.compile(r"<answer>", re.IGNORECASE)
 _CLOSING_TAG = re.compile(r"</answer>", re.IGNORECASE)
-_BOXED = re.compile(r"\\f?box(?:ed)?(?:\s{0,3}(\{)|\s{1,3}(?=[^\s{]))")
+_BOXED = re.compile(r"\\f?box(?:ed)?(?:\s{0,3}(\{)|\s{1,3}(?=[^\s{])|(?=[0-9]))")
 _BRACE = re.compile(r"[{}]")
 _BETWEEN_BOXES = re.compile(
     r"[$ \n]{0,4}(?:,|,? ?(?:\\text\{)? ?(?:and|or) ?\}?)[$ \n]{0,4}(?:[A-Za-z](?:_[0-9])? ?= ?)?", re.IGNORECASE
@@ -84,11 +84,14 @@ _CHOICE = re.compile(r"^\(?([A-Za-z])\)?$")
 _CHOICE_LINE = re.compile(r"^[ \t]*\(?([A-Za-z])\)?\.?[ \t]*$", re.MULTILINE)
 _CORRECT_CHOICE = re.compile(
     r"(?:^|[.!?:\n])[ \t]{0,4}(?i:(?:therefore|thus|so|hence|then|clearly),? )?(?i:the )?(?i:option |choice |answer )?"
-    r"\(?([A-Z])\)? is (?:the )?(?:correct|right)(?: (?:option|choice|answer))?(?=[.!\s]|$)"
+    r"(?:\(?([A-Z])\)? is (?:the )?(?:correct|right)(?: (?:option|choice|answer))?|(?:I (?:choose|pick|select)|"
+    r"(?i:solution is)) (?i:option |choice )?\(?([A-Z])\)?)(?=[.!\s]|$)"
 )
 _CHOSEN = re.compile(
-    r"\s*(?:(?i:option|choice) )?[\"'\u2018\u201c]?(?:\(([A-Za-z])\)|([A-Z])(?=[).:\"'\u2019\u201d\u3002]|\s*$))"
+    r"\s*(?:(?i:option|choice) )?[\"'\u2018\u201c]?(?:\(([A-Za-z])\)|([A-Z])(?=[).:\"'\u2019\u201d\u3002]|\s*$"
+    r"|(?:,|,? ?[-\u2014]) [A-Za-z]?[a-z]{2}(?!.*(?<![A-Za-z])[A-Z](?![A-Za-z]))))"
 )
+_NOT_CHOSEN = re.compile(r"\s*\((?:and )?not (?:\(?[A-Z]\)?(?:, | or |, or )?){1,9}\)")
 _OTHER_CHOICE = re.compile(r"\([A-Za-z]\)|(?<![A-Za-z])[A-Z](?:[.)]|\s*$)")
 _PROSE = re.compile(
     rf"(?<![A-Za-z\\])(?!{MULTIPLIERS})[A-Za-z]{{2}}"
@@ -102,6 +105,13 @@ _CONSTANT = re.compile(
     r"\+\s{0,3}(?:\\(?:text|mathrm)\s?\{ ?)?([cCkKD](?:_\{?[0-9]\}?)?|const(?:ant)?)\s?\}?\.?\s{0,9}$"
 )
 """The constant of an integral."""
+_PHRASES = [
+    (re.compile(r"(?:there (?:is|are) )?no solutions?|(?:the )?empty set"), r"\emptyset"),
+    (re.compile(r"(?:the (?:limit|value) )?does not exist|d\.?n\.?e"), "DNE"),
+    (re.compile(r"(?:positive )?infinity"), r"\infty"),
+    (re.compile(r"(?:all|any|the (?:set of )?)?(?: ?the)? ?(?:real numbers?|reals)"), r"\mathbb{R}"),
+]
+_MAX_PHRASE_CHARS = 60
 _LETTERS = re.compile(r"\s*[A-Za-z]{2,}\s*")
 _FORMULA = re.compile(
     r"\\[A-Za-z]|[\^\u221a\u00b2\u00b3]|\| ?-?0 ?\||0!(?!=)|\{-?0\}|0 x 0|(?<![A-Za-z])sqrt|0 ?\u03c0"
@@ -160,6 +170,10 @@ _TIME = re.compile(r"([0-9]{1,2})(?:\{?:\}?([0-9]{2}))?(?:\s{0,3}([ap])\.?\s?m\.
 _ROUNDED = re.compile(r"-?[0-9]{0,300}(?:\.[0-9]{1,300})?")
 LAST_CHOICE = "J"
 """Last letter of a choice that may be written in either case."""
+NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
+).split()
 MAX_LINE_CHARS = 400
 """Longest result of an answer without a box or answer tags."""
 
@@ -242,6 +256,8 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
     if wanted is None:
         return not scaled and _is_text_or_formula(text, reference)
     tagged = _find_tagged(text)
+    if (tagged is None or not _DIGIT.search(tagged.text)) and (word := _number_word(text)) is not None:
+        return word == wanted
     if tagged is None:
         number = _last(NUMBER, joined_thousands(plain_text(text, scaled)))
         return number is not None and is_stated(number) and value_of(number) == wanted
@@ -268,13 +284,20 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
     return is_percentage != wants_percentage and value == wanted * (100 if is_percentage else Fraction(1, 100))
 
 
+def _number_word(text: str) -> int | None:
+    """The number of an answer that is a word: `\\boxed{seven}`, `The answer is seven.`"""
+    words = replaced(_stated_text(text, "") or "", TEXT_COMMANDS).strip(" .").casefold()
+    return NUMBER_WORDS.index(words) if words in NUMBER_WORDS else None
+
+
 def _is_text_or_formula(text: str, reference: str) -> bool:
     """Whether an answer states a reference that is not a number: a formula, a choice such as `(B)`, or words."""
-    stated = _stated_text(text, reference)
+    stated, reference = _stated_text(text, reference), _as_sign(reference)
+    stated = stated and _as_sign(stated)
     if stated is None or has_other_unit(stated, reference):
         return False
     if choice := _CHOICE.match(replaced(reference, TEXT_COMMANDS).strip()):
-        stated_choice = replaced(stated, TEXT_COMMANDS).strip()
+        stated_choice = _NOT_CHOSEN.sub("", replaced(stated, TEXT_COMMANDS)).strip()
         if chosen := _CHOSEN.match(stated_choice) or _CHOICE.match(stated_choice.rstrip(".")):
             is_only_one = _OTHER_CHOICE.search(chosen.string, chosen.end()) is None
             is_stated_choice = is_only_one and not is_denied(chosen.string, chosen.end())
@@ -334,7 +357,8 @@ def _correct_choice(text: str) -> str | None:
     """`B` of a text that ends with `Option B is correct.`; None if it says this of another choice too."""
     found = [*_CORRECT_CHOICE.finditer(text)]
     is_last = bool(found) and not text[found[-1].end() :].strip(".! ")
-    return found[-1][1] if is_last and len({each[1] for each in found}) == 1 else None
+    letters = {each[1] or each[2] for each in found}
+    return letters.pop() if is_last and len(letters) == 1 else None
 
 
 def _math_or_sentence(text: str) -> str:
@@ -509,6 +533,14 @@ def _same_text(candidate: str, reference: str) -> bool:
 def _with_small_words(text: str) -> str:
     """The text with its words in lower case, unless it is a formula, in which `m` and `M` differ."""
     return text if _OPERATOR.search(text) else _WORD.sub(lambda word: word[0].casefold(), text)
+
+
+def _as_sign(text: str) -> str:
+    """The sign of words such as `no solution`, `does not exist` or `infinity`; another text as it is."""
+    if len(text) > _MAX_PHRASE_CHARS:
+        return text
+    words = " ".join(replaced(text, TEXT_COMMANDS).split()).rstrip(".").casefold()
+    return next((sign for pattern, sign in _PHRASES if pattern.fullmatch(words)), text)
 
 
 def _same_choice(letter: str, reference: str) -> bool:

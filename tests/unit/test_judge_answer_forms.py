@@ -26,8 +26,14 @@ LETTERS_AND_WORDS = [
 CHOICES = [
     (
         "B",
-        ("<answer>(B) is correct</answer>", "Answer: (B)."),
         (
+            *("<answer>(B) is correct</answer>", "Answer: (B).", "Answer: B, the rate doubles"),
+            *("Answer: B \u2013 the rate doubles", "Answer: B - the rate doubles", "Answer: B (not A)"),
+            *("A is wrong. I choose B.", "So:\n\nTherefore, the solution is (B).", "<answer>B (not A or C)</answer>"),
+        ),
+        (
+            *("Answer: B, C", "Answer: B, or C", "Answer: B, C both work", "Answer: B - A", "Answer: B - 2"),
+            *("Answer: B (or C)", "Answer: A (not B)", "I choose B or C.", "I choose B. I choose C."),
             *("<answer>(B) is incorrect</answer>", "<answer>Option (B) is false</answer>", "Answer: B?"),
             *("<answer>(B)? No.</answer>", "The answer is B? I am not sure; C is my final answer."),
         ),
@@ -134,9 +140,42 @@ UNITS = [
     (r"\sqrt{2}", (r"\sqrt2\text{ units}",), (r"\sqrt2\text{ is wrong}", r"\sqrt2\text{ dozen}")),
 ]
 
+NOTATIONS = [
+    (
+        "25",
+        (
+            *(r"{\bf 25}", r"\bm{25}", r"\textcolor{red}{25}", r"\texttt{25}", r"\mathsf{25}", r"\emph{25}"),
+            *(r"25 \square", r"$\boxed25$", r"\begin{aligned}25\end{aligned}", r"25\hspace{1em}", "5\u00b2"),
+        ),
+        (r"{\bf 26}", r"$\boxed2 5$", r"25 \square 2"),
+    ),
+    (r"\frac{3}{4}", (r"\mathbf{\frac{3}{4}}", r"\mathbf{0.75}"), (r"\mathbf{\frac{4}{3}}",)),
+    (r"6.02\times10^{23}", ("6.02 \u00d7 10\u00b2\u00b3",), ("6.02 \u00d7 10\u00b2\u2074",)),
+    ("0.001", ("10\u207b\u00b3",), ("10\u00b3",)),
+    ("x^{12}", ("x\u00b9\u00b2",), ("x\u00b9\u00b3", "2x")),
+    ("3:5", (r"3\colon5",), (r"5\colon3", "6:10")),
+    ("2:3:4", (r"2\colon3\colon4",), (r"2\colon3", "4:6:8")),
+    (
+        r"\text{no solution}",
+        (r"\text{No solutions}", r"\emptyset", r"\{\}", "There is no solution"),
+        ("0", "one solution"),
+    ),
+    (r"\emptyset", (r"\text{no solution}", r"\text{empty set}"), (r"\{0\}",)),
+    (r"\text{DNE}", (r"\text{does not exist}", "D.N.E."), (r"\text{exists}", r"\infty")),
+    (r"\infty", (r"\text{Infinity}",), (r"-\infty", r"\text{negative infinity}")),
+    (r"\mathbb{R}", (r"\text{all real numbers}", r"\text{All reals}"), (r"\mathbb{Q}", r"\text{all positive reals}")),
+    (
+        "7",
+        ("seven", "The answer is seven.", "#### Seven", "We have 3 and 4. The answer is seven."),
+        ("seventy", r"\text{seven or eight}", "The answer is eight."),
+    ),
+    ("4", ("four",), ("We have 3 and 4. The answer is seven.",)),
+]
+
 
 @pytest.mark.parametrize(
-    ("reference", "right", "wrong"), [*LETTERS_AND_WORDS, *SEVERAL_FORMULAS, *SEVERAL_NUMBERS, *CHOICES, *UNITS]
+    ("reference", "right", "wrong"),
+    [*LETTERS_AND_WORDS, *CHOICES, *SEVERAL_FORMULAS, *SEVERAL_NUMBERS, *UNITS, *NOTATIONS],
 )
 def test_accepts_exactly_right_forms(reference: str, right: tuple[str, ...], wrong: tuple[str, ...]) -> None:
     accepted = [answer for answer in (*right, *wrong) if is_right(_tagged(answer), reference)]
