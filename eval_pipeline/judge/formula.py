@@ -48,9 +48,9 @@ def equal_formulas(one: str, other: str) -> bool:
     """Whether two formulas have the same value; False if one cannot be parsed.
 
     `a/bc` may mean `(a/b)c` and `a/(bc)`, and is equal to both; `1,234` may be a number and a list. Units behind a
-    number are ignored if the other formula has none, and percent and degree signs always. A formula equals
-    `x = formula`, `1 \\pm 2` equals the list of both values, and `x < 3` equals `(-\\infty, 3)`. `0.1666...` is 1/6.
-    A list equals `x = 3, y = 5` in this order only.
+    number are ignored if the other formula has none, and percent and degree signs always. `x > 2 and x < 5` is `(2,
+    5)`. A formula equals `x = formula`, `1 \\pm 2` equals the list of both values, and `x < 3` equals `(-\\infty, 3)`.
+    `0.1666...` is 1/6. A list equals `x = 3, y = 5` in this order only.
 
     Args:
         one: an answer.

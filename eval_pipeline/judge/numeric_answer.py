@@ -5,10 +5,10 @@ The first of these tags that occurs is compared, at its last occurrence: `<answe
 tagged answer, the part after its last `=` counts: the last number inside a tag, the first one after `####` and `answer
 is`, which end with their sentence, or before a reason: `42 because 6 * 7 = 42`. A formula is compared by
 `judge/formula.py`. `\\sqrt{2} \\approx 1.41` equals both, and `50%` equals 50 and 0.5. `\\boxed{1} and \\boxed{2}` is a
-list. Several numbers and algebra (`3, 4`, `2x`, `x > 5`) equal no number. `negative 5` is -5, and `not 5`, `less than
-5` and `half of 5` state no number. A `!` is a factorial inside a tag or a formula, and ends a sentence elsewhere. `3
-million` equals 3000000, and also 3, for questions that ask for millions. Reasoning up to `</think>` counts only if no
-answer follows it.
+list. Several numbers and algebra (`3, 4`, `5 ft 8 in`, `2x`, `x > 5`) equal no number, except in prose between answer
+tags. `negative 5` is -5, and `not 5`, `less than 5`, `half of 5` and `5 is wrong` state no number. A `!` is a factorial
+inside a tag or a formula, and ends a sentence elsewhere. `3 million` equals 3000000, and also 3, for questions that ask
+for millions. Reasoning up to `</think>` counts only if no answer follows it.
 
 A reference that is not a number is a formula, the letter of a choice, or words. Such an answer has one of the tags, or
 is a single line, or ends with a formula between math delimiters. The letter of a choice may also be the last of several
