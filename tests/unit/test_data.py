@@ -191,6 +191,11 @@ def test_too_long_and_invalid_rows_are_named(tokenizer: PreTrainedTokenizerBase,
         "turn 0 has no role; set it": [{"content": "x"}, CHAT[1]],
         "turn 0 has no role; convert .*prepare chat --input": [{"from": "human", "value": "x"}],
         "is null; drop the row, or convert .*--skip-bad": None,
+        "turn 1 is an empty assistant turn; drop the row, or convert .*--skip-bad": [
+            CHAT[0],
+            {**CHAT[1], "content": " "},
+        ],
+        "not a list of turns .*prepare chat --input FILE --skip-bad --output DIR": [],
         "turn 0 has content that is not text": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, CHAT[1]],
         "not a list of turns .*prepare chat --input FILE --output DIR": "not a chat",
     }.items():
@@ -402,10 +407,10 @@ def test_unmarked_answers_are_counted(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'assistant' and m.content != 'no' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    pd.DataFrame({"messages": [CHAT, [CHAT[0], {**CHAT[1], "content": ""}]]}).to_parquet(tmp_path / "rows.parquet")
+    pd.DataFrame({"messages": [CHAT, [CHAT[0], {**CHAT[1], "content": "no"}]]}).to_parquet(tmp_path / "rows.parquet")
     config = small_config(tmp_path, tmp_path, f"data.token_cache={tmp_path / 'cache'}").data
     load_chat_files(str(tmp_path / "rows.parquet"), config, tokenizer, progress=True)
     assert "1 of 2 samples of" in (said := capsys.readouterr().err) and "no token to train on (first: row 1)" in said

@@ -63,7 +63,7 @@ def check_messages(messages: Any, column: str = "messages", *, is_prompt: bool =
         raise UserError(f"its column '{column}' is null; {fix}")
     is_chat = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
     if not is_chat or not messages:
-        fix = conversion_advice(command)
+        fix = conversion_advice(command, "--skip-bad " if is_chat else "")
         raise UserError(f"its column '{column}' is not a list of turns with role and content; {fix}")
     turns = [_check_turn(message, turn) for turn, message in enumerate(messages)]
     if any(turn["role"] == DEVELOPER for turn in turns):  # few templates know the role
@@ -79,6 +79,10 @@ def check_messages(messages: Any, column: str = "messages", *, is_prompt: bool =
     if turns[0]["role"] == "assistant":
         raise UserError("it begins with the assistant; put a user or system turn before it")
     for turn, message in enumerate(turns):
+        is_empty = not _has_text(message) and not any(message.get(name) for name in ASSISTANT_TEXT_KEYS)
+        if message["role"] == "assistant" and is_empty:
+            fix = f"drop the row, or {conversion_advice(command, '--skip-bad ')}"
+            raise UserError(f"turn {turn} is an empty assistant turn; {fix}")
         weight = message.get("weight")
         is_given = weight is not None and weight == weight  # a parquet file may hold NaN instead of null
         if message["role"] == "assistant" and is_given and weight != 1:
