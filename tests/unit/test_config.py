@@ -239,7 +239,7 @@ def test_data_and_model_are_checked_before_torchrun(quickstart: Path, tmp_path: 
     (tmp_path / "config.json").write_text("{")
     for override, names in {
         "data.train_files=/nowhere.parquet": "is not a file",
-        f"data.train_files={tmp_path}": "names the directory",
+        f"data.train_files={tmp_path}": r"names the directory.*such as data.train_files=\S+broken.parquet$",
         "data.train_files=s3://bucket/x.parquet": "names the remote file",
         f"data.train_files={broken}": "not a readable parquet file.*prepare it again",
         f"data.train_files={tmp_path}/chats.txt": r"not a readable parquet file.*\.parquet, \.jsonl",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from datetime import datetime
@@ -486,7 +487,21 @@ def test_rejects_row_whose_text_would_be_lost(tmp_path: Path, row: Row | str, re
     ],
 )
 def test_reads_supported_file_formats(tmp_path: Path, name: str, content: str) -> None:
-    assert [row["messages"][0]["content"] for row in converted(tmp_path, name, content)] == ["p", "q"]
+    compressed = f"{name}.gz", gzip.compress(content.encode())
+    for each in ((name, content), compressed):
+        assert [row["messages"][0]["content"] for row in converted(tmp_path, *each)] == ["p", "q"]
+    for damaged in (b"{}", compressed[1][:-9]):
+        with pytest.raises(UserError, match="cannot decompress .* compress it again"):
+            converted(tmp_path, compressed[0], damaged)
+
+
+def test_directory_is_rejected_with_its_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").touch()
+    with pytest.raises(UserError, match=r"is a directory; list its files, such as \S+/a.jsonl.gz$"):
+        prepare(["chat", "--input", str(tmp_path), "--output", str(tmp_path / "out")])
+    (tmp_path / "state.json").touch()
+    with pytest.raises(UserError, match=r"save_to_disk wrote it; convert it with .*to_parquet"):
+        prepare(["chat", "--input", str(tmp_path), "--output", str(tmp_path / "out")])
 
 
 def test_text_is_kept_verbatim(tmp_path: Path) -> None:
@@ -517,6 +532,7 @@ def test_text_is_kept_verbatim(tmp_path: Path) -> None:
         ("in.json", '[{"prompt": "p", "response": "r"} {}]', "after row 1"),
         ("in.json", '[{"prompt": "p", "response": "r"}, {]', "from row 2 on"),
         ("in.json", '{"data": []}', "row 1: its columns data contain no known conversation layout"),
+        ("in.jsonl", '{"text": "once"}', "only plain text, and training needs chats; split each text"),
     ],
 )
 def test_rejects_unreadable_file(tmp_path: Path, name: str, content: str | bytes, reason: str) -> None:

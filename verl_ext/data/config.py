@@ -13,7 +13,7 @@ from verl_ext.errors import UserError
 ALL = (-1, "all")
 VQA_METRICS = ("vqa", "cider")
 """Metrics that compare answers with references: VQA soft accuracy, or CIDEr for captions."""
-RAW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+RAW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".jsonl.gz", ".json.gz", ".csv.gz", ".tsv.gz")
 ROLES = ("system", "user", "assistant", "tool")
 DEVELOPER = "developer"
 """OpenAI's newer name of the role system; converted to it."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.commands import program
+from verl_ext.data.config import RAW_SUFFIXES
 from verl_ext.errors import UserError, first_line_of, remedy_for
 from verl_ext.paths import caller_directory
 
@@ -181,25 +182,39 @@ def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
     if re.match(r"[A-Za-z0-9]+:/", str(path)):  # Path collapses the two slashes of a URL
         raise UserError(f"data.{key} names the remote file {path}; copy it to a local or mounted path first")
     if path.is_dir():
-        raise UserError(
-            f"data.{key} names the directory {path.absolute()}; {_listing_advice(key, f'{path}/*.parquet')}"
-        )
+        raise UserError(f"data.{key} names the directory {path.absolute()}; {files_advice(path, f'data.{key}=')}")
     if not path.is_file():
         fix = f"create it, or set data.{key} to your data (docs/start/your_data.md)"
         if any(mark in str(path) for mark in "*?["):
-            fix = _listing_advice(key, str(path))
+            places = dict.fromkeys((str(path), str(caller_directory() / path)))  # the scripts change to the repository
+            fix = _listing_advice(f"data.{key}=", next(filter(None, (sorted(glob(place)) for place in places)), []))
         raise UserError(f"data.{key} names {path.absolute()}, which is not a file; {fix}")
     metadata = _read_metadata(path)
     require_columns(str(path), metadata.schema.to_arrow_schema().names, columns)
     return int(metadata.num_rows)
 
 
-def _listing_advice(key: str, pattern: str) -> str:
+def files_advice(directory: Path, setting: str = "") -> str:
+    """How to name the files of a directory instead.
+
+    Args:
+        setting: the key of a list of files, with `=`; empty if files are separate arguments.
+    """
+    if any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return (
+            "datasets.save_to_disk wrote it; convert it with "
+            "`datasets.load_from_disk(DIRECTORY).to_parquet(FILE)`, one file for each split, and specify that"
+        )
+    names = sorted(map(str, directory.iterdir()))
+    of_suffix = ([name for name in names if name.lower().endswith(each)] for each in (".parquet", *RAW_SUFFIXES))
+    return _listing_advice(setting, next(filter(None, of_suffix), []))
+
+
+def _listing_advice(setting: str, found: Sequence[str]) -> str:
     """How to name several files; with the first of them, if there are any."""
-    places = dict.fromkeys((pattern, str(caller_directory() / pattern)))  # the scripts change to the repository
-    found = next(filter(None, (sorted(glob(place)) for place in places)), ["a.parquet", "b.parquet"])
-    setting = f"data.{key}={found[0]}" if len(found) == 1 else f"data.{key}=[{found[0]},{found[1]}]"
-    return f"list its files, such as {shlex.quote(setting)}"
+    names = list(found[:2]) or ["a.parquet", "b.parquet"]
+    listed = setting + (names[0] if len(names) == 1 else f"[{','.join(names)}]") if setting else None
+    return f"list its files, such as {shlex.quote(listed) if listed else shlex.join(names)}"
 
 
 def conversion_advice(command: str, options: str = "") -> str:

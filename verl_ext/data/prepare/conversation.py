@@ -119,6 +119,10 @@ def detect_layout(row: Row, keys: ChatColumns) -> ChatLayout:
             "it has a chosen and a rejected answer, but training on preferences is not supported",
             f"train on the chosen answers with the option {option} chosen (for SFT data.{key}=chosen)",
         )
+    if row.keys() == {"text"}:
+        raise RowError(
+            "it has only plain text, and training needs chats", "split each text into a prompt and a response"
+        )
     if prompt is None or response is None:
         raise RowError(
             f"its columns {', '.join(sorted(row))} contain no known conversation layout",

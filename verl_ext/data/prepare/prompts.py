@@ -30,6 +30,7 @@ from verl_ext.data.prepare.tables import (
     read_rows,
     refuse_overwritten_inputs,
     run_overrides,
+    uncompressed,
     write_split,
 )
 from verl_ext.errors import UserError
@@ -59,7 +60,7 @@ def prepare_prompts(arguments: argparse.Namespace) -> PrepareResult:
     converter = RowConverter("prompts", arguments.skip_bad, counts)
     rows: list[Row] = []
     paths = [Path(name) for name in arguments.input]
-    sources = distinct_names([path.parent / path.stem for path in paths])
+    sources = distinct_names([uncompressed(path).with_suffix("") for path in paths])
     for path, name, source in zip(paths, distinct_names(paths), sources):
         to_row = partial(to_prompt_row, prompt_key=arguments.prompt_key, source=source)
         rows += converter.convert(path, name, read_rows(path), to_row)

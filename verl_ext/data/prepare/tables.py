@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import json
 import random
 import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from verl_ext.cli import FloatArg, IntArg
 from verl_ext.commands import program
 from verl_ext.console import print_line, progress_bar
-from verl_ext.data.dataset import ORIGIN_KEY, iter_parquet_rows, unique_sample_ids
+from verl_ext.data.dataset import ORIGIN_KEY, files_advice, iter_parquet_rows, unique_sample_ids
 from verl_ext.data.prepare.command import staged_file
 from verl_ext.errors import UserError, first_line_of
 
 Row = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Any]]
 """Rows with their numbers, from 1. An unreadable row is replaced by a `ValueError` with the reason."""
-INPUT_HELP = "*.parquet, *.csv, *.tsv, or JSON with any other suffix: one row per line, or a list of rows"
+INPUT_HELP = (
+    "*.parquet, *.csv, *.tsv, or JSON with any other suffix: one row per line, or a list of rows; CSV and JSON may be "
+    "compressed (*.gz)"
+)
 TRAIN_NAME = "train.parquet"
 VAL_NAME = "val.parquet"
 _SPACE = re.compile(r"\s*")
@@ -143,9 +148,11 @@ def read_rows(path: Path) -> NumberedRows:
     Raises:
         UserError: the file is missing or empty, or its format does not match its suffix.
     """
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; {files_advice(path)}")
     readers = {".parquet": read_parquet, ".csv": read_csv, ".tsv": read_csv}
     is_empty = True
-    for item in readers.get(path.suffix.lower(), read_json)(path):
+    for item in readers.get(uncompressed(path).suffix.lower(), read_json)(path):
         is_empty = False
         yield item
     if is_empty:
@@ -171,9 +178,9 @@ def read_csv(path: Path) -> NumberedRows:
     Raises:
         UserError: the file is missing, or is not CSV.
     """
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    delimiter = "\t" if uncompressed(path).suffix.lower() == ".tsv" else ","
     csv.field_size_limit(sys.maxsize)  # the default refuses fields of more than 128 KiB
-    with _read_errors(path), path.open(encoding="utf-8-sig", newline="") as file:
+    with _read_errors(path), _open_text(path, newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         header = [name.strip() for name in next(reader, [])]
         repeated = next((name for name in header if header.count(name) > 1), None)
@@ -195,9 +202,11 @@ def read_json(path: Path) -> NumberedRows:
         UserError: the file is missing, is not text, or is a list with a syntax error.
     """
     with _read_errors(path):
-        with path.open(encoding="utf-8-sig") as file:
-            first = file.read(4096).lstrip()[:1]
-        text = path.read_text(encoding="utf-8-sig").strip() if first == "[" or path.suffix == ".json" else ""
+        with _open_text(path) as file:
+            start = file.read(4096)
+            first = start.lstrip()[:1]
+            is_whole = first == "[" or uncompressed(path).suffix == ".json"
+            text = (start + file.read()).strip() if is_whole else ""
     if first == "[":
         yield from enumerate(_list_items(path, text), start=1)
     elif text and isinstance(value := _parse_json(text), dict):
@@ -212,16 +221,30 @@ def read_jsonl(path: Path) -> NumberedRows:
     Raises:
         UserError: the file is missing or not text.
     """
-    with _read_errors(path), path.open(encoding="utf-8-sig") as file:  # some editors write a byte-order mark
+    with _read_errors(path), _open_text(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield number, _parse_json(line)
+
+
+def uncompressed(path: Path) -> Path:
+    """The path without `.gz`."""
+    return path.with_suffix("") if path.suffix.lower() == ".gz" else path
+
+
+def _open_text(path: Path, newline: str | None = None) -> IO[str]:
+    # some editors write a byte-order mark
+    if uncompressed(path) != path:
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline=newline)
+    return path.open(encoding="utf-8-sig", newline=newline)
 
 
 @contextmanager
 def _read_errors(path: Path) -> Iterator[None]:
     try:
         yield
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise UserError(f"cannot decompress {path} ({first_line_of(error)}); compress it again with gzip") from error
     except OSError as error:
         raise UserError(f"cannot read {path} ({first_line_of(error)}); check its path") from error
     except UnicodeDecodeError as error:

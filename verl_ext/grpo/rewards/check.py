@@ -209,8 +209,7 @@ def check_ground_truth(judged: list[str], answer: RewardedAnswer) -> None:
     if not isinstance(tests, ReferenceAnswer):
         return
     truth, shown = tests.answer, abbreviated(tests.answer)
-    # GSM8K writes its reasoning before "####"
-    if "####" in truth or not is_right(f"<answer>{truth}</answer>", truth):
+    if not is_right(f"<answer>{truth}</answer>", truth):
         raise UserError(
             f"the reward reward_correct cannot compare completions with the ground truth of {where}, {shown}; set it "
             "to the final answer alone, such as 72, or use your own function, 'reward.functions=[path.py:function]'"
