@@ -407,8 +407,8 @@ def check(arguments: argparse.Namespace) -> int:
     from eval_pipeline.config import TIERS
     from eval_pipeline.judge import JudgeClient
     from eval_pipeline.pool import assign_gpus, require_engine
-    from eval_pipeline.problems.datasets import is_local, load_problems
-    from eval_pipeline.recipe import load_eval_config
+    from eval_pipeline.problems.datasets import RUNS_CODE, is_local, load_problems
+    from eval_pipeline.recipe import load_eval_config, selection_metric
 
     config = load_eval_config(arguments.recipe, arguments.overrides)
     require_engine(config)
@@ -418,7 +418,19 @@ def check(arguments: argparse.Namespace) -> int:
     if not sources:
         raise UserError("no tier of the recipe lists a dataset, so there is nothing to evaluate; set tiers.tier1")
     output_mb = config.judge.limits.output_mb
-    problems = {source.name: len(load_problems(source, output_mb)) if is_local(source) else None for source in sources}
+    counts: dict[str, int | None] = {}
+    runs_code: dict[str, bool | None] = {}
+    for source in sources:
+        if is_local(source):
+            problems = load_problems(source, output_mb)
+            counts[source.name] = len(problems)
+            runs_code[source.name] = any(problem.runs_code for problem in problems)
+        else:
+            counts[source.name] = None
+            runs_code[source.name] = RUNS_CODE.get(source.format)
+    selecting = [runs_code[name] for name in config.selected_on]
+    is_known = any(selecting) or None not in selecting
+    metric = selection_metric(config, any(selecting)) if is_known else config.selection.metric
     isolation: str | None = None
     num_gpus = 0
     is_local_pool = config.executor.kind == "local"
@@ -429,11 +441,12 @@ def check(arguments: argparse.Namespace) -> int:
         groups = assign_gpus(config.executor.num_workers, config.engine)
         num_gpus = sum(len(group.split(",")) for group in groups if group is not None)
     if arguments.json:
-        print_line(json.dumps({"problems": problems, "isolation": isolation, "gpus": num_gpus}))
+        print_line(
+            json.dumps({"problems": counts, "selection_metric": metric, "isolation": isolation, "gpus": num_gpus})
+        )
         return 0
-    counts = (
-        f"{name} ({'from the Hub' if count is None else f'{count} problems'})" for name, count in problems.items()
-    )
+    shown = (f"{name} ({'from the Hub' if count is None else f'{count} problems'})" for name, count in counts.items())
+    best = f"best checkpoint by {metric or 'exec_success_rate or accepted_at_1'} on {', '.join(config.selected_on)}"
     sandbox = "answers are judged on the Ray cluster" if isolation is None else f"isolation: {isolation}"
-    print_line(f"The recipe is valid: {', '.join(counts)}; {sandbox}; GPUs on this machine: {num_gpus}")
+    print_line(f"The recipe is valid: {', '.join(shown)}; {best}; {sandbox}; GPUs on this machine: {num_gpus}")
     return 0

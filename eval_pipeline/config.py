@@ -119,9 +119,9 @@ class EngineConfig:
 class SelectionConfig:
     """`selection`: how the best checkpoint is selected."""
 
-    metric: str = setting(
-        "exec_success_rate",
-        "Metric that selects the best checkpoint; see docs/guides/evaluation.md",
+    metric: str | None = setting(
+        None,
+        "Metric that selects the best checkpoint; null: exec_success_rate for code, accepted_at_1 otherwise",
         quoted=True,
     )
     mode: Literal["max", "min"] = setting("max", "Whether higher or lower is better; costs need min")
@@ -129,7 +129,7 @@ class SelectionConfig:
 
     def check(self) -> None:
         """Refuse a mode that would select the most expensive checkpoint."""
-        if self.metric.startswith("cost_per_solved_") and self.mode == "max":
+        if self.metric is not None and self.metric.startswith("cost_per_solved_") and self.mode == "max":
             raise UserError(f"selection.metric={self.metric} is a cost, so lower is better; set selection.mode=min")
 
 
@@ -181,6 +181,11 @@ class EvalConfig:
             for name in self.tiers.of(number):
                 first.setdefault(name, number)
         return list(first.items())
+
+    @property
+    def selected_on(self) -> list[str]:
+        """The datasets whose results select the best checkpoint."""
+        return self.tiers.tier1 if self.selection.dataset is None else [self.selection.dataset]
 
     def check(self) -> None:
         """Refuse malformed datasets, and settings of several components that contradict each other."""

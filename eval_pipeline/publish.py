@@ -6,6 +6,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from eval_pipeline.run import EvalContext, Task
 from verl_ext.checkpoint.manifest import BEST
 from verl_ext.commands import program
 from verl_ext.console import print_summary, typed_path, warn
+from verl_ext.errors import UserError
 from verl_ext.files import file_lock
 from verl_ext.metrics.wandb_sink import fill_wandb_run, open_wandb_run, persistent_run_id
 
@@ -115,6 +117,21 @@ class Publisher:
         datasets = {name: result for model in models for name, result in model.datasets.items()}
         return replace(models[0], datasets=datasets) if models else None
 
+    def select_again(self) -> None:
+        """Select the best checkpoint if `selection` has changed since the last time, even if no result is new.
+
+        Raises:
+            UserError: a file cannot be read or written.
+        """
+        config, directory = self._context.config, self._context.directory
+        rule = self._context.selection_metric(), config.selection.mode, set(config.selected_on)
+        with file_lock(directory.root / PUBLISH_LOCK):
+            with suppress(UserError):  # missing or damaged
+                last = read_best_checkpoint(directory.of_run)
+                if (last.metric, last.mode, set(last.settings)) == rule:
+                    return
+            self.update_best_checkpoint()
+
     def update_best_checkpoint(self) -> None:
         """Select the best checkpoint of the run, and write `best_checkpoint.json`.
 
@@ -126,10 +143,10 @@ class Publisher:
             return
         evaluated, exists = published_models(directory.root), (directory.run_dir / BEST).exists()
         if self._owns_selection or not exists:
-            config, selection = self._context.config, self._context.config.selection
-            names = config.tiers.tier1 if selection.dataset is None else [selection.dataset]
-            settings = {name: self._context.compared_settings(name) for name in names}
-            selected = select_best(evaluated, settings, selection.metric, selection.mode, selection.dataset)
+            selection = self._context.config.selection
+            settings = {name: self._context.compared_settings(name) for name in self._context.config.selected_on}
+            metric = self._context.selection_metric()
+            selected = select_best(evaluated, settings, metric, selection.mode, selection.dataset)
             why = "no checkpoint has results for the selection metric"
         else:
             last = read_best_checkpoint(directory.run_dir)

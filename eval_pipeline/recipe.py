@@ -22,6 +22,7 @@ from verl_ext.config.recipes import find_recipe
 from verl_ext.errors import UserError
 from verl_ext.metrics.registry import EVALUATION
 
+CODE_METRIC = "exec_success_rate"
 _NOT_DECISIVE = ("gpu_memory_utilization", "base_url", "concurrency", "timeout_s", "api_key_env")
 """Engine settings that change the speed or the origin of an answer, but not the answer."""
 
@@ -43,7 +44,8 @@ def load_eval_config(name: str | None, overrides: Sequence[str] = ()) -> EvalCon
     for dataset, source in config.sources.items():
         parser_of(source.format, f"datasets.{dataset}.format")
     find_packages(config.judge.packages)
-    _require_metric(config.selection.metric, config.sampling.num_samples)
+    if config.selection.metric is not None:
+        _require_metric(config.selection.metric, config.sampling.num_samples)
     return config
 
 
@@ -103,6 +105,24 @@ def _require_metric(metric: str, num_samples: int) -> None:
         few = "; pass_at_<k> needs sampling.num_samples of k or more" if metric.startswith("pass_at_") else ""
         choice = f"did you mean {near[0]!r}?" if near and not few else f"use one of {', '.join(known)}"
         raise UserError(f"selection.metric is {metric!r}, which no evaluation of this recipe reports{few}; {choice}")
+
+
+def selection_metric(config: EvalConfig, runs_code: bool) -> str:
+    """The metric that selects the best checkpoint: `selection.metric`, or by default the one that suits the problems.
+
+    Args:
+        runs_code: whether any problem of `config.selected_on` runs code.
+
+    Raises:
+        UserError: `selection.metric` is `exec_success_rate`, but no problem runs code, so that it would always be 1.
+    """
+    metric = config.selection.metric
+    if metric == CODE_METRIC and not runs_code:
+        raise UserError(
+            f"selection.metric is {CODE_METRIC}, which is 1 for every answer, because answers to "
+            f"{', '.join(config.selected_on)} are not run; set selection.metric=null or another metric"
+        )
+    return metric or (CODE_METRIC if runs_code else "accepted_at_1")
 
 
 @dataclass(frozen=True)

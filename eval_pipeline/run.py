@@ -16,7 +16,7 @@ from eval_pipeline.judge.isolation import versions_of
 from eval_pipeline.pool import LocalPool, WorkerPool
 from eval_pipeline.problems.datasets import load_problems, problems_digest
 from eval_pipeline.problems.problem import Problem
-from eval_pipeline.recipe import EvalDigests
+from eval_pipeline.recipe import EvalDigests, selection_metric
 from eval_pipeline.report.metrics import rate_intervals, summarize
 from eval_pipeline.report.results import (
     METRICS_FILE,
@@ -323,6 +323,15 @@ class EvalContext:
         """Digest of the problems of a dataset."""
         self.problems(dataset)
         return self._problem_digests[dataset]
+
+    def selection_metric(self) -> str:
+        """The metric that selects the best checkpoint.
+
+        Raises:
+            UserError: a dataset cannot be read, or has no such metric; see `recipe.selection_metric`.
+        """
+        runs_code = any(problem.runs_code for name in self.config.selected_on for problem in self.problems(name))
+        return selection_metric(self.config, runs_code)
 
     def compared_settings(self, dataset: str) -> dict[str, Any]:
         """The part of the protocol that must be equal for results to be comparable."""

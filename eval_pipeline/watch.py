@@ -39,10 +39,12 @@ def watch_run(context: EvalContext, recipe: Sequence[str]) -> int:
         0, or 1 if a job failed or there was no checkpoint to evaluate.
 
     Raises:
-        UserError: the run's record or a dataset cannot be read, or no job can run.
+        UserError: the run's record or a dataset cannot be read, the datasets have no such selection metric, or no job
+            can run.
     """
     if not context.config.tiers.names:
         raise UserError("no tier of the recipe lists a dataset, so there is nothing to evaluate; set tiers.tier1")
+    metric = context.selection_metric()
     require_engine(context.config)
     run_dir, results = typed_path(context.directory.of_run), typed_path(context.directory.root)
     print_line(f"Watching {run_dir} until the run has finished. Results go to {results}.")
@@ -59,7 +61,7 @@ def watch_run(context: EvalContext, recipe: Sequence[str]) -> int:
         selection = context.config.selection
         on = "the datasets of tiers.tier1" if selection.dataset is None else selection.dataset
         warn(
-            f"no best checkpoint was selected, because none has results for {selection.metric} on {on}; check "
+            f"no best checkpoint was selected, because none has results for {metric} on {on}; check "
             "selection.metric and selection.dataset"
         )
     failed = [job for job in context.jobs.jobs() if job.state == "failed" and job.key in watcher.wanted]
@@ -74,8 +76,9 @@ def evaluate_checkpoint(context: EvalContext, checkpoint: EvalCheckpoint, tier: 
         0, or 1 if a job failed.
 
     Raises:
-        UserError: no tier lists a dataset, a dataset cannot be read, the directory holds another model's evaluation,
-            another process evaluates this model there with other settings, or no job can run.
+        UserError: no tier lists a dataset, a dataset cannot be read or has no such selection metric, the directory
+            holds another model's evaluation, another process evaluates this model there with other settings, or no
+            job can run.
     """
     others = {job.checkpoint for job in context.jobs.jobs()} - {checkpoint.label}
     if context.directory.one_model and others:
@@ -83,6 +86,9 @@ def evaluate_checkpoint(context: EvalContext, checkpoint: EvalCheckpoint, tier: 
             f"{context.directory.root} holds the evaluation of {min(others)}; specify another --output for "
             f"{checkpoint.label}"
         )
+    run_dir = None if context.directory.one_model else context.directory.run_dir
+    if run_dir is not None and not (run_dir / BEST).exists():
+        context.selection_metric()  # refuse a metric before the evaluation, not when it selects
     tasks = context.add_jobs(checkpoint, tier)
     if not tasks:
         raise UserError(f"no tier of the recipe up to {tier} lists a dataset; set tiers.tier{tier}")
@@ -173,6 +179,7 @@ class RunWatcher:
             # Tier 3 depends on the selection. The tasks of tier 3 are passed too, or the best checkpoint would be
             # published while they run.
             self._publisher.publish([*self._tasks, *self._tier3])
+            self._publisher.select_again()
             self._tier3 = self._tier3_tasks(checkpoints)
             self._want(self._tier3)
             self.exhausted = not self._context.unfinished(self._tasks)

@@ -197,6 +197,8 @@ def _record(row: Any, where: str, number: int) -> Record:
 # Problems
 
 Parser = Callable[[Record], Problem]
+RUNS_CODE = {"quickstart": True, "humaneval": True, "mbpp": True, "codecontests": True, "gsm8k": False, "math": False}
+"""Whether all problems of a format run code, or none; in the other formats, it depends on the row."""
 FORMATS: dict[str, Parser] = {
     "quickstart": formats.parse_quickstart,
     "humaneval": formats.parse_humaneval,

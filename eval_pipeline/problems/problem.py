@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eval_pipeline.judge import Tests
+from eval_pipeline.judge import FunctionTests, ProgramTests, Tests
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,11 @@ class Problem:
     """An answer that passes, used only to check the judge."""
     earlier: tuple[tuple[str, str], ...] = ()
     """Role and text of the turns before the instruction: a system prompt, or solved examples."""
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether the judge runs the answer, so that an answer may fail to run."""
+        return isinstance(self.tests, FunctionTests | ProgramTests)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from eval_pipeline.worker import (
     key_of,
 )
 from tests.helpers.checkpoints import commit, make_export
+from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RunRecord
 
 NUM_PROBLEMS = 8
@@ -269,6 +270,47 @@ def test_side_evaluation_of_best_does_not_change_best(
     evaluated(another_context(watched, override, "wandb=false"), 10, 1, "runtime_error", owns_selection=False)
     assert best_of(watched) == before
     assert "best_checkpoint.json is unchanged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("format", "metric", "step"), [("gsm8k", "accepted_at_1", 10), ("few", "exec_success_rate", 20)]
+)
+def test_default_metric_follows_problems(tmp_path: Path, format: str, metric: str, step: int) -> None:
+    """Every answer without code counts as run, so the newest checkpoint would always be selected."""
+    rows = [
+        json.dumps({"question": f"1 + {number}?", "answer": f"#### {number + 1}"}) for number in range(NUM_PROBLEMS)
+    ]
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(rows))
+    overrides = [f"datasets.few.path={tmp_path}/{format}.jsonl", "wandb=false"]
+    overrides += ["datasets.few.format=gsm8k"] * (format == "gsm8k")
+    context = context_of(tmp_path, *overrides)
+    for at, num_right in ((10, 6), (20, 2)):
+        evaluated(context, at, num_right, "wrong_answer", owns_selection=True)
+    best = best_of(context)
+    assert (best["metric"], best["step"]) == (metric, step)
+
+
+def test_metric_without_code_is_refused_before_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    overrides = [f"datasets.few.path={tmp_path}/gsm8k.jsonl", "datasets.few.format=gsm8k"]
+    context = context_of(tmp_path, *overrides, "selection.metric=exec_success_rate")
+    for evaluate in (lambda: watch_run(context, []), lambda: evaluate_checkpoint(context, step_10(context), 1)):
+        with pytest.raises(UserError, match="selection.metric is exec_success_rate, which is 1 for every answer"):
+            evaluate()
+    assert context.jobs.jobs() == []
+
+
+def test_finished_run_is_selected_by_changed_rule(tmp_path: Path) -> None:
+    watched = chosen_run(tmp_path)
+    for step in (30, 40):
+        shutil.rmtree(watched.directory.of_run / f"global_step_{step}")
+    RunRecord(watched.directory.of_run).end_attempt("finished", 40, "all steps completed")
+    for rule, step in (("selection.metric=accepted_at_1", 20), ("selection.metric=null", 10)):
+        context = another_context(watched, rule, "wandb=false", "tiers.tier2=[]")
+        assert watcher_of(context).poll() and best_of(context)["step"] == step
+    before = (context.directory.of_run / "best_checkpoint.json").read_bytes()
+    assert watcher_of(context).poll()
+    assert (context.directory.of_run / "best_checkpoint.json").read_bytes() == before
 
 
 def test_removed_best_checkpoint_is_replaced(tmp_path: Path) -> None:

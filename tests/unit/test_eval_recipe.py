@@ -15,7 +15,7 @@ from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.judge import ReferenceAnswer, Verdict
 from eval_pipeline.problems.datasets import load_problems
 from eval_pipeline.problems.problem import Problem
-from eval_pipeline.recipe import load_eval_config, metric_names, restrict_datasets
+from eval_pipeline.recipe import load_eval_config, metric_names, restrict_datasets, selection_metric
 from eval_pipeline.report.metrics import JudgedAnswer, summarize
 from tests.helpers import ROOT
 from verl_ext.config.schema import check_value, keys
@@ -43,7 +43,8 @@ def test_phase1_protocol_matches_specification() -> None:
         ("codecontests_valid", 1), ("mbpp", 1), ("codecontests_valid_big", 2), ("codecontests_test", 3),
         ("humaneval", 3),
     ]  # fmt: skip
-    assert (recipe.tier2_every, recipe.selection.metric, recipe.selection.mode) == (4, "exec_success_rate", "max")
+    assert (recipe.tier2_every, recipe.selection.mode) == (4, "max")
+    assert selection_metric(recipe, runs_code=True) == "exec_success_rate"
     assert {name: source.limit for name, source in recipe.sources.items() if source.limit} == {
         "mbpp": 200, "codecontests_valid_big": 500,
     }  # fmt: skip
@@ -204,7 +205,7 @@ def test_tiers_without_selectable_dataset_are_rejected(overrides: list[str], wor
     ],
 )
 def test_tiers_with_selectable_dataset_or_none_are_accepted(overrides: list[str]) -> None:
-    assert load_eval_config("phase1", overrides).selection.metric == "exec_success_rate"
+    load_eval_config("phase1", overrides)
 
 
 def test_possibly_secret_values_are_not_shown() -> None:
@@ -260,6 +261,19 @@ def test_config_imports_no_engine_and_no_sandbox() -> None:
         "eval_pipeline.judge.server",
         "eval_pipeline.judge.sandbox",
     }
+
+
+def test_default_metric_suits_problems() -> None:
+    config = load_eval_config("quickstart")
+    assert [selection_metric(config, runs_code) for runs_code in (True, False)] == [
+        "exec_success_rate", "accepted_at_1",
+    ]  # fmt: skip
+    config = load_eval_config("quickstart", ["selection.metric=exec_success_rate"])
+    assert selection_metric(config, runs_code=True) == "exec_success_rate"
+    with pytest.raises(UserError, match="exec_success_rate, which is 1 .* answers to quickstart are not run; set "):
+        selection_metric(config, runs_code=False)
+    config = load_eval_config("quickstart", ["selection.metric=pass_ratio_mean"])
+    assert selection_metric(config, runs_code=False) == "pass_ratio_mean"
 
 
 SEVERAL = ("sampling.num_samples=7", "sampling.temperature=1")

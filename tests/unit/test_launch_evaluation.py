@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -211,6 +212,28 @@ def test_launcher_rejects_what_watcher_would_reject(recipe: Path, line: str, wor
     with pytest.raises(UserError, match="cannot start: ") as refused:
         check_evaluation(watched(recipe))
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_check_shows_selection_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n')
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"datasets: {{m: {{format: math, path: {tmp_path}/m.jsonl}}}}\ntiers: {{tier1: [m]}}\n")
+
+    def check(*words: str) -> tuple[str, str]:
+        with pytest.raises(SystemExit):
+            main(["check", "--recipe", str(recipe), "judge.isolation=rlimits", *words])
+        return tuple(capsys.readouterr())
+
+    assert "; best checkpoint by accepted_at_1 on m; " in check()[0]
+    assert json.loads(check("--json")[0])["selection_metric"] == "accepted_at_1"
+    assert "which is 1 for every answer" in check("selection.metric=exec_success_rate")[1]
+    on_hub = "datasets.m.path=org/name"
+    assert "by accepted_at_1 on m" in check(on_hub)[0]
+    assert "by exec_success_rate on m" in check(on_hub, "datasets.m.format=humaneval")[0]
+    assert "by exec_success_rate or accepted_at_1 on m" in check(on_hub, "datasets.m.format=verl")[0]
+    assert (
+        "by exec_success_rate on m" in check(on_hub, "datasets.m.format=verl", "selection.metric=exec_success_rate")[0]
+    )
 
 
 def test_rejects_unknown_recipe_only_if_watching() -> None:
