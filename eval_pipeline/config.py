@@ -26,7 +26,7 @@ OWN_VLLM_ARGUMENTS = {
     "hf_token": "store the token in the environment variable HF_TOKEN",  # recipes are logged
 }
 """Arguments of vllm.LLM that other settings determine, and how to set them."""
-_SOURCE_KEYS = ("format", "path", "split", "subset", "limit")
+_SOURCE_KEYS = ("format", "path", "split", "subset", "limit", "system_prompt")
 
 
 @dataclass(kw_only=True)
@@ -150,7 +150,9 @@ class ExecutorConfig:
 class EvalConfig:
     """The root of an evaluation's configuration."""
 
-    datasets: dict[str, Any] = setting({}, "NAME: {format, path, split, subset, limit}; see docs/guides/evaluation.md")
+    datasets: dict[str, Any] = setting(
+        {}, "NAME: {format, path, split, subset, limit, system_prompt}; see docs/guides/evaluation.md"
+    )
     tiers: TiersConfig = section(TiersConfig)
     tier2_every: int = setting(4, "Evaluate tier 2 on every N-th checkpoint", ge=1)
     sampling: SamplingConfig = section(SamplingConfig)
@@ -238,7 +240,8 @@ def _check_source(name: str, entry: Any) -> None:
         raise UserError(f"datasets.{name} lacks a key; set at least `format` and `path`")
     unknown = [key for key in entry if key not in _SOURCE_KEYS]
     if unknown:
-        raise UserError(f"datasets.{name} has the unknown key {unknown[0]!r}; use {', '.join(_SOURCE_KEYS)}")
+        few_shot = "; for few-shot prompts, see docs/guides/evaluation.md" if "shot" in str(unknown[0]) else ""
+        raise UserError(f"datasets.{name} has the unknown key {unknown[0]!r}; use {', '.join(_SOURCE_KEYS)}{few_shot}")
     if not name.replace("_", "").replace("-", "").isalnum():
         raise UserError(
             f"datasets has the name {name!r}, which becomes part of file names; use letters, digits, - and _"
@@ -246,6 +249,8 @@ def _check_source(name: str, entry: Any) -> None:
     for key, value in entry.items():
         if key != "limit" and not isinstance(value, str) and (value is not None or key in ("format", "path")):
             raise UserError(f"datasets.{name}.{key} is {value!r}; it must be a string")
+    if (system_prompt := entry.get("system_prompt")) is not None and not system_prompt.strip():
+        raise UserError(f"datasets.{name}.system_prompt is empty; write a text, or null for no system prompt")
     limit = entry.get("limit")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise UserError(f"datasets.{name}.limit is {limit!r}; it must be an integer of at least 1, or null for all")

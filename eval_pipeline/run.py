@@ -266,8 +266,9 @@ def write_job_result(context: EvalContext, active: ActiveJob) -> None:
     write_answers(directory, job.dataset, judged)
     write_qa_log(directory, job.dataset, judged, config.qa_per_error_type)
     source = asdict(config.sources[job.dataset])
-    if source["sample"] is None:
-        del source["sample"]  # only evaluations with --limit have it
+    for key in ("sample", "system_prompt"):  # so that results of most evaluations keep their form
+        if source[key] is None:
+            del source[key]
     result = DatasetResult(
         metrics=summarize(judged, elapsed_s=seconds["active_s"]),
         intervals=rate_intervals(judged),

@@ -57,7 +57,10 @@ class LoadModel:
 
 @dataclass(frozen=True)
 class Generate:
-    """Answer these requests. The replies are lists of `FinishedAnswer` and, at the end, `GenerateDone`."""
+    """Answer these requests. The replies are lists of `FinishedAnswer` and, at the end, `GenerateDone`.
+
+    Instead of the end, a `UserError` says that the chat template cannot render a prompt.
+    """
 
     requests: Sequence[GenerateRequest]
     sampling: SamplingConfig
@@ -147,6 +150,8 @@ class VLLMEngine(Engine):
 
     def _receive_answers(self) -> Iterator[FinishedAnswer]:
         while not isinstance(message := self._child.receive(), GenerateDone):
+            if isinstance(message, UserError):
+                raise message
             yield from message
         self.seconds["generate_s"] += message.seconds
 

@@ -113,7 +113,10 @@ def _serve(connection: Connection) -> None:
         while True:
             message = connection.recv()
             if isinstance(message, Generate):  # an Abort may arrive after the last answer
-                _generate(connection, model, message, min(HEARTBEAT_S, load.config.timeout_s / 4))
+                try:
+                    _generate(connection, model, message, min(HEARTBEAT_S, load.config.timeout_s / 4))
+                except UserError as error:
+                    connection.send(error)
 
 
 def _generate(connection: Connection, model: VllmModel, work: Generate, heartbeat_s: float) -> None:
@@ -152,6 +155,7 @@ class VllmModel:
             from vllm import LLM, __version__
 
         imported = time.monotonic()
+        self._renders_system = False  # whether the chat template has rendered a system message
         try:
             self._llm = LLM(**vllm_arguments(config, model, on_gpu=device != "cpu"))
         except UserError as error:
@@ -209,6 +213,9 @@ class VllmModel:
         Yields:
             A list of finished answers after each added request, and then after each step of the engine. Requests that
             cannot be answered come first. Closing the generator aborts the rest.
+
+        Raises:
+            ModelRefused: the chat template cannot render a prompt.
         """
         engine = self._llm.llm_engine
         # entries of an earlier call would change how prompts are split into steps, and with it the last bits of logits
@@ -228,7 +235,7 @@ class VllmModel:
         from vllm.sampling_params import RequestOutputKind
 
         limit = self._llm.llm_engine.model_config.max_model_len
-        tokens = self._tokenize(request.messages)
+        tokens = self._render(request)
         if len(tokens) >= limit:
             return GeneratedAnswer.failed(
                 f"the prompt has {len(tokens)} tokens, but the model takes {limit} including the answer"
@@ -245,6 +252,31 @@ class VllmModel:
         except ValueError as error:
             return GeneratedAnswer.failed(f"vLLM rejects the prompt: {first_line_of(error)}")
         return None
+
+    def _render(self, request: GenerateRequest) -> list[int]:
+        """The tokens of a prompt.
+
+        Raises:
+            ModelRefused: the chat template refuses the prompt, or omits its system message.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            tokens = self._tokenize(request.messages)
+            if not self._renders_system and request.messages[0]["role"] == "system":
+                other = {"role": "system", "content": f"Not {request.messages[0]['content']}"}
+                self._renders_system = self._tokenize([other, *request.messages[1:]]) != tokens
+                if not self._renders_system:
+                    raise ModelRefused(
+                        f"the model's chat template omits the system message of {request.problem_id}; remove it, or "
+                        "put it into the user's message"
+                    )
+        except (TemplateError, EndlessTemplate) as error:
+            raise ModelRefused(
+                f"the model's chat template refuses the prompt of {request.problem_id} ({first_line_of(error)}); "
+                "remove its system message or earlier turns, or put them into the user's message"
+            ) from error
+        return tokens
 
     def _tokenize(self, messages: list[dict[str, str]]) -> list[int]:
         tokenizer = self._llm.get_tokenizer()

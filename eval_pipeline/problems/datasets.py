@@ -9,7 +9,7 @@ import importlib.util
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -242,6 +242,8 @@ def load_problems(source: DatasetSource, output_mb: float | None = None) -> list
     problems: dict[str, Problem] = {}
     for record in read_records(source):
         problem = parse(record)
+        if source.system_prompt is not None:
+            problem = _with_system_prompt(problem, source, record)
         if output_mb is not None:
             fix = "raise judge.limits.output_mb, or drop the row"
             verl_rl.refuse_long_outputs(problem.tests, record.where, output_mb, fix)
@@ -253,6 +255,15 @@ def load_problems(source: DatasetSource, output_mb: float | None = None) -> list
     num_divided = sum(verl_rl.needs_one_process(problem.tests) for problem in problems.values())
     verl_rl.warn_of_divided_tests(num_divided, f"the dataset {source.name}")
     return list(problems.values())
+
+
+def _with_system_prompt(problem: Problem, source: DatasetSource, record: Record) -> Problem:
+    assert source.system_prompt is not None
+    if any(role == "system" for role, _ in problem.earlier):
+        raise record.error(
+            f"the row already has a system message; remove datasets.{source.name}.system_prompt, or the row's message"
+        )
+    return replace(problem, earlier=(("system", source.system_prompt), *problem.earlier))
 
 
 def problems_digest(problems: Iterable[Problem]) -> str:

@@ -46,5 +46,7 @@ class DatasetSource:
     """Configuration of a Hub dataset: the `name` of `datasets.load_dataset`."""
     limit: int | None = None
     """Read only the first this many rows; None reads all."""
+    system_prompt: str | None = None
+    """Text of a system message before each prompt; None adds none."""
     sample: int | None = None
     """Keep this many rows, sampled across the file (`sample_of`); None keeps all. `run --limit` sets it."""

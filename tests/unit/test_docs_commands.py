@@ -15,6 +15,8 @@ import yaml
 from transformers import AutoTokenizer
 
 from eval_pipeline.__main__ import parse as parse_evaluation
+from eval_pipeline.problems.datasets import load_problems
+from eval_pipeline.problems.problem import DatasetSource
 from eval_pipeline.recipe import load_eval_config
 from tests.helpers import ROOT
 from tests.helpers.docs import PAGES
@@ -292,6 +294,11 @@ def test_yaml_examples_are_read(page: str, text: str, tmp_path: Path) -> None:
 @examples("json")
 def test_json_examples_are_converted(page: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text(text)
+    if text.startswith('{"prompt": ['):
+        (tmp_path / "mine.jsonl").write_text(text.replace("\n", " "))
+        [problem] = load_problems(DatasetSource("mine", "verl", str(tmp_path / "mine.jsonl")))
+        assert problem.earlier
+        return
     kind = "chat" if "output" in json.loads(text.splitlines()[0]) else "prompts"
     prepare([kind, "--input", str(tmp_path / "mine.jsonl"), "--output", str(tmp_path / "out")])
     counts = json.loads((tmp_path / "out/prepared.json").read_text())["counts"]

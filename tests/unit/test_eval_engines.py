@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
@@ -27,10 +27,19 @@ from eval_pipeline.engines import (
     vllm_engine,
     vllm_process,
 )
-from eval_pipeline.engines.vllm_engine import Abort, LoadModel, VllmChild, VllmFailed
+from eval_pipeline.engines.vllm_engine import (
+    Abort,
+    Generate,
+    GenerateDone,
+    LoadModel,
+    ModelLoaded,
+    VllmChild,
+    VllmFailed,
+)
 from eval_pipeline.engines.vllm_process import VllmModel
 from eval_pipeline.worker import open_engine
 from tests.helpers import ROOT
+from tests.helpers.models import make_tokenizer
 from verl_ext.errors import UserError, first_line_of
 
 
@@ -193,6 +202,51 @@ def replace_vllm(monkeypatch: pytest.MonkeyPatch, load: Callable[..., None]) -> 
     monkeypatch.setattr(vllm_process, "prepare_vllm_environment", lambda: "a GPU")
     monkeypatch.setattr(vllm_process, "require_package", lambda _: None)
     monkeypatch.setattr(vllm_process, "vllm_arguments", lambda *_, **__: {})
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages[0].content }}", None),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}any",
+            "refuses .* of p1 .no sy",
+        ),
+        ("{{ messages[-1].content }}", "omits the system message of p1; remove it"),
+    ],
+)
+def test_system_message_must_be_rendered(template: str, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal reaches the owner of the process as an error that no retry would fix."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    model = VllmModel.__new__(VllmModel)
+    model._llm = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+    model._renders_system = False
+    model.protocol, model.seconds = {}, {}
+
+    def generate(requests: Sequence[GenerateRequest], _: SamplingConfig) -> Iterator[list[Any]]:
+        for request in requests:
+            assert model._render(request)
+        yield []
+
+    monkeypatch.setattr(model, "generate", generate)
+    monkeypatch.setattr(model, "close", lambda: None)
+    monkeypatch.setattr(vllm_process, "VllmModel", lambda *_: model)
+    requests = [GenerateRequest("p0", "one"), GenerateRequest("p1", "one", earlier=(("system", "two"),))]
+    owner, connection = Pipe()
+    child = threading.Thread(target=vllm_process.serve_until_owner_leaves, args=(connection,))
+    child.start()
+    owner.send(LoadModel(EngineConfig(), "model"))
+    assert isinstance(owner.recv(), ModelLoaded)
+    owner.send(Generate(requests, SamplingConfig()))
+    while (reply := owner.recv()) == []:
+        pass
+    owner.close()
+    child.join()
+    if words is None:
+        assert isinstance(reply, GenerateDone)
+    else:
+        assert isinstance(reply, ModelRefused) and re.search(words, str(reply))
 
 
 @pytest.mark.parametrize("error", [EOFError, BrokenPipeError, ConnectionResetError])

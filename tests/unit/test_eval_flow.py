@@ -313,6 +313,16 @@ def test_finished_run_is_selected_by_changed_rule(tmp_path: Path) -> None:
     assert (context.directory.of_run / "best_checkpoint.json").read_bytes() == before
 
 
+def test_system_prompt_is_part_of_evaluation(tmp_path: Path) -> None:
+    """Its change queues the evaluation again, and going back reuses the stored answers."""
+    context = context_of(tmp_path, "wandb=false")
+    assert "system_prompt" not in source_of(context)
+    prompted = another_context(context, "datasets.few.system_prompt=Be brief.", "wandb=false")
+    assert source_of(prompted)["system_prompt"] == "Be brief."
+    with closing(context.open_job(claimed(context), step_10(context))) as active:
+        assert not active.has_batches
+
+
 def test_removed_best_checkpoint_is_replaced(tmp_path: Path) -> None:
     watched = chosen_run(tmp_path)
     shutil.rmtree(watched.directory.of_run / "global_step_10")

@@ -106,6 +106,21 @@ def test_verl_prompt_is_text_or_turns_ending_with_user(tmp_path: Path) -> None:
     assert load(tmp_path, "verl", {**VERL, "tools": []}) == load(tmp_path, "verl", VERL)
 
 
+def test_system_prompt_precedes_each_prompt(tmp_path: Path) -> None:
+    shots = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    few_shot = {**VERL, "prompt": [*shots, *VERL["prompt"]], "extra_info": {"problem_id": "p8"}}
+    source = DatasetSource("d", "verl", write_lines(tmp_path / "rows.jsonl", VERL, few_shot))
+    plain, prompted = load_problems(source), load_problems(replace(source, system_prompt="Be brief."))
+    assert [problem.earlier for problem in prompted] == [(("system", "Be brief."), *each.earlier) for each in plain]
+    assert [len(problem.earlier) for problem in plain] == [0, 2]
+    digests = {problems_digest(load_problems(replace(source, system_prompt=text))) for text in (None, "Be brief.", "B")}
+    assert len(digests) == 3
+    turns = [{"role": "system", "content": "Mine."}, *VERL["prompt"]]
+    path = write_lines(tmp_path / "rows.jsonl", VERL, {**few_shot, "prompt": turns})
+    with pytest.raises(UserError, match="line 2: the row already has a system message; remove datasets.d.system_pr"):
+        load_problems(replace(source, path=path, system_prompt="Be brief."))
+
+
 F_TESTS = {"entry_point": "f", "tests": ["assert f() == 1"]}
 
 
