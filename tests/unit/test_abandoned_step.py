@@ -111,6 +111,7 @@ def test_interrupted_validation_is_repeated_once(quickstart: Path, tmp_path: Pat
     trainer.stop_vote.signals = signals
 
     def interrupt() -> Any:
+        assert trainer.stop_vote.can_interrupt
         if trainer.global_step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return DEFAULT
@@ -151,12 +152,24 @@ def test_signal_interrupts_validation_but_not_a_fast_step(signals: StopSignals) 
     assert not vote.is_interrupted()
 
 
-@pytest.mark.parametrize(("elapsed_s", "is_late"), [(1.0, False), (8.0, True)])
-def test_step_that_becomes_slow_is_abandoned_in_time(elapsed_s: float, is_late: bool, signals: StopSignals) -> None:
+@pytest.mark.parametrize(
+    ("elapsed_s", "rest_s", "is_writing", "is_late"),
+    [
+        (1.0, 0.0, False, False),
+        (1.0, 1.0, False, False),
+        (1.0, 1.0, True, True),
+        (1.0, 3.0, False, True),
+        (8.0, 0.0, False, True),
+    ],
+)
+def test_step_that_becomes_slow_is_abandoned_in_time(
+    elapsed_s: float, rest_s: float, is_writing: bool, is_late: bool, signals: StopSignals
+) -> None:
     """Earlier steps fit into the grace period, but this one waits until only the rest of a step and a save do."""
     vote = StopVote(signals, None, grace_s=10.0)
     vote.note(step_s=3.0, save_s=2.0)
-    vote.raise_if_stopping()
+    vote.longest_rest_s = rest_s
+    vote.raise_if_stopping(is_writing)
     signals.received.append(signal.SIGTERM)
     signals.asked_at = time.monotonic() - elapsed_s
     assert vote.is_interrupted() == is_late

@@ -62,8 +62,8 @@ class GRPOStep:
         device: device for reductions over ranks.
         before_micro_batch: called before each forward pass; its argument says whether it is an update's last one.
         is_interrupted: whether this rank must skip the rest of its work and call `wait`, which then raises.
-        wait: called before and after rewards are used, with a function that is true while rewards are missing; may
-            raise `Stop`.
+        wait: called after generation, and before and after rewards are used, with a function that is true while this
+            rank must wait; may raise `Stop`.
         replacement_prompts: given a round of dynamic sampling, from 1, and the numbers of this rank's groups among all
             groups to replace, ascending, returns a prompt for each; for the last ones none if there are too few.
         before_update: called with the trajectories of this rank before the update.
@@ -149,6 +149,7 @@ class GRPOStep:
             with self.timer.measure("rollout"):  # rewards are computed while other trajectories still generate
                 for trajectory in self.policy.generate(live, step, greedy):
                     waits.append((trajectory, self.environment.step(trajectory), time.perf_counter()))
+                self.wait(lambda: False)  # for the slowest rank
             with self.timer.measure("reward"), self.wait_guard.watch(when):
                 self.wait(self.environment.waiting_for)
                 for trajectory, wait, generated_at in waits:

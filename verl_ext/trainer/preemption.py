@@ -23,7 +23,7 @@ SLACK = 1.25
 """Safety factor for the expected duration of the next step and save."""
 SLACK_S = 5.0
 """Seconds for closing the trackers and exiting."""
-POLL_S = 0.02
+POLL_S = 0.005
 """Seconds between two looks at signals during a wait."""
 STORE_POLL_S = 0.5
 """Seconds between two looks at the process group's store, which a rank with a signal writes."""
@@ -164,10 +164,16 @@ class StopVote:
             Stop: on every rank, if any rank has a signal, and `can_interrupt` is true or little time is left.
         """
         while True:
-            number, is_late, is_any_waiting = _maxima(self._signal, self.is_interrupted(), bool(is_waiting()))
-            if number and (self.can_interrupt or is_late):
+            votes = torch.tensor([self._signal, self.is_interrupted(), bool(is_waiting())], dtype=torch.int64)
+            work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
+            while not work.is_completed():  # a signal could not be handled inside a blocking call
+                self._look_for_signal()
+                time.sleep(POLL_S)
+            work.wait()
+            number, is_interrupted, is_any_waiting = votes.tolist()
+            if number and (self.can_interrupt or is_interrupted):
                 raise Stop(signal.Signals(number).name, is_urgent=True)
-            if not is_any_waiting:
+            if not is_interrupted and not is_any_waiting:  # an interrupted rank's next vote follows that of the signal
                 self._waited_at = time.monotonic()
                 return
             time.sleep(POLL_S)
