@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from eval_pipeline.judge.formula_values import NotAFormula
 from eval_pipeline.judge.inside import protocol
 from eval_pipeline.judge.numeric_answer import is_right, stated_result
 from eval_pipeline.judge.scorers import score
@@ -169,7 +170,7 @@ def _compare_answer(question: dict[str, str]) -> dict[str, object]:
     try:
         right = is_right(answer, reference)
         message = "" if right else _difference(stated_result(answer, reference), reference)
-    except (ArithmeticError, ValueError, RecursionError, MemoryError) as error:
+    except (ArithmeticError, ValueError, RecursionError, MemoryError, NotAFormula) as error:
         return {"right": False, "message": f"the answer could not be read: {type(error).__name__}"}
     return {"right": right, "message": message}
 

@@ -261,7 +261,7 @@ def _proportional(left: Relation, right: Relation) -> bool:
         right = _reversed(right)
     if left.operators != right.operators:
         return False
-    if not all(isinstance(side, Expression) for side in (*left.sides, *right.sides)):
+    if not all(isinstance(side, Expression) and not side.is_word for side in (*left.sides, *right.sides)):
         return all(map(_equal, left.sides, right.sides))
     differences = [apply(subtract, *relation.sides) for relation in (left, right)]
     if any(map(is_infinite, (value for difference in differences for value in difference.values))):

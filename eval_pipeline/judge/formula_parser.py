@@ -182,9 +182,7 @@ _UNIT = re.compile(
     r' ?(/?) ?(?:"([^"]*)"|(?<![A-Za-z0-9])([A-Za-z]+)(?![A-Za-z(_]))(?: ?\^ ?(-?[1-9]|\{ ?-?[1-9] ?\})(?![0-9.]))?'
 )
 _UNIT_PART = re.compile(r"(/)|\^ ?\{? ?(-?[1-9])|([a-z]+)")
-_NOUN = re.compile(
-    r"(?!(?:is|are|was|were|not|times|dozens?|thirds)(?![a-z]))[a-z]+(?:[ /*^{}0-9-]+[a-z]+)*[ ^{}0-9-]*"
-)
+_NOUN = re.compile(r"(?!(?:is|are|was|were|not|times|thirds)(?![a-z]))[a-z]+(?:[ /*^{}0-9-]+[a-z]+)*[ ^{}0-9-]*")
 _OPENING = {"(": "(", "[": "[", "{": "", "\\{": "{", "\\langle": "("}
 _CLOSED = {")": ")", "]": "]", "}": "", "\\}": "}", "\\rangle": ")"}
 

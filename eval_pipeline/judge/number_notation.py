@@ -142,7 +142,7 @@ _CHANGED = (
 )
 _BEFORE_UNSTATED = re.compile(rf"(?:{_NEGATED}|{_BOUNDED}|{_CHANGED})[ ($]*$", re.IGNORECASE)
 MULTIPLIERS = (
-    r"(?:squared|cubed|factorial|dozens?|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
+    r"(?:squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
     r"|(?:ten-?|hundred-?)?(?:hundredths|thousandths|millionths))\b"
 )
 _DENIED = (

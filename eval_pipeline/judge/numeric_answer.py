@@ -91,7 +91,7 @@ _CHOSEN = re.compile(
     r"\s*(?:(?i:option|choice) )?[\"'\u2018\u201c]?(?:\(([A-Za-z])\)|([A-Z])(?=[).:\"'\u2019\u201d\u3002]|\s*$"
     r"|(?:,|,? ?[-\u2014]) [A-Za-z]?[a-z]{2}(?!.*(?<![A-Za-z])[A-Z](?![A-Za-z]))))"
 )
-_NOT_CHOSEN = re.compile(r"\s*\((?:and )?not (?:\(?[A-Z]\)?(?:, | or |, or )?){1,9}\)")
+_NOT_CHOSEN = re.compile(r"(?<!\s)\s*\((?:and )?not (?:\(?[A-Z]\)?(?:, | or |, or )?){1,9}\)")
 _OTHER_CHOICE = re.compile(r"\([A-Za-z]\)|(?<![A-Za-z])[A-Z](?:[.)]|\s*$)")
 _PROSE = re.compile(
     rf"(?<![A-Za-z\\])(?!{MULTIPLIERS})[A-Za-z]{{2}}"
@@ -99,7 +99,7 @@ _PROSE = re.compile(
 )
 # a word has a vowel; other letters are variables
 _WORD = re.compile(r"(?<![A-Za-z0-9])(?=[a-z]{0,20}?[aeiouy\u0080-\uffff])[A-Za-z\u0080-\uffff]{2,}", re.IGNORECASE)
-_OPERATOR = re.compile(r"[\\^_=+*/<>{}\[\]|]")
+_OPERATOR = re.compile(r"[\\^_+*]")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _CONSTANT = re.compile(
     r"\+\s{0,3}(?:\\(?:text|mathrm)\s?\{ ?)?([cCkKD](?:_\{?[0-9]\}?)?|const(?:ant)?)\s?\}?\.?\s{0,9}$"
@@ -140,7 +140,7 @@ _SEVERAL = re.compile(
 _SEPARATOR = re.compile(
     r",(?![0-9]{3}(?![0-9]))|[;\n]|\\\\|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])"
 )
-_IN_BRACKETS = re.compile(r"[({][^(){}\n]{0,40}[)}] ?=")
+_IN_BRACKETS = re.compile(r"(?:[({](?:[^(){}\n]|[({][^(){}\n]{0,40}[)}]){0,40}[)}]|\|[^|\n]{0,40}\|) ?=")
 # x_1 = 1, f(0) = 1, First: 1, a) 1
 _LABEL = re.compile(
     r"(?<![A-Za-z0-9\\])(?:\\?[A-Za-z]{1,20}[0-9]{0,2}(?:_\{?[A-Za-z0-9]{1,9}\}?)?(?:\([^()=\n]{0,20}\))? ?[:=]"
@@ -152,7 +152,8 @@ _BEFORE_VALUES = re.compile(
     re.IGNORECASE,
 )
 _JOINT = re.compile(
-    r" *|(?: ?[A-Za-z]{1,20})?(?:\s*(?:[,;.|]|\n)\s*(?:and|or)?|\s+(?:and|or|to|vs\.?|out of|r|remainder))"
+    r" *|(?: ?(?!(?:sum|add|total|amount|equal|come)s? )[A-Za-z]{1,20})?"
+    r"(?:\s*(?:[,;.|]|\n)\s*(?:and|or)?|\s+(?:and|or|to|vs\.?|out of|r|remainder))"
     r"(?:\s*(?:maybe|perhaps|possibly|alternatively|either))?[ ,]*(?:- )?[($-]{0,3}",
     re.IGNORECASE,
 )
@@ -309,8 +310,8 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
         found = _WITH_BASE.fullmatch(bare)
         if bare == digits[1] or (found and found.groups() == digits.groups()):
             return True
-    if _CONSTANT.search(reference) and "B" not in reference:
-        stated, reference = _with_constant(stated), _with_constant(reference)
+    if "B" not in reference:
+        stated = _with_constant_of(reference, stated)
     if _LETTERS.fullmatch(reference) and _LETTERS.fullmatch(stated):
         return False
     candidates = [stated, *_before_rounding(stated, enclosed=True)]
@@ -418,8 +419,8 @@ def _is_no_number(stated: str, candidate: str, enclosed: bool) -> bool:
 def _enclosed(text: str) -> str | None:
     """The content of `<answer>…</answer>` or `\\boxed{…}`; None without these tags."""
     answer = _in_answer_tags(text)
-    boxes = _last_boxes(text if answer is None else answer)
-    return ", ".join(boxes) if boxes else answer
+    boxes = joined_boxes(text if answer is None else answer)
+    return answer if boxes is None else boxes
 
 
 def _find_tagged(text: str) -> _Tagged | None:
@@ -451,6 +452,11 @@ def last_boxed(text: str) -> str | None:
     """The content of the last `\\boxed{…}` or `\\boxed 5`, up to the end if it is cut off; None without one."""
     boxes = _last_boxes(text)
     return boxes[-1] if boxes else None
+
+
+def joined_boxes(text: str) -> str | None:
+    """The contents of the last box and of those that a comma, `and` or `or` joins to it, as a list."""
+    return ", ".join(_last_boxes(text)) or None
 
 
 def _last_boxes(text: str) -> list[str]:
@@ -548,12 +554,19 @@ def _same_choice(letter: str, reference: str) -> bool:
     return letter == reference or (letter.upper() == reference.upper() and letter.upper() <= LAST_CHOICE)
 
 
-def _with_constant(text: str) -> str:
-    """`x^2 + C` of `x^2 + k`, unless the formula contains the letter elsewhere."""
-    found = _CONSTANT.search(text)
-    if found is None or found[1][0] in _COMMAND.sub("", text[: found.start()]):
+def _with_constant_of(reference: str, text: str) -> str:
+    """`x^2 + C` of `x^2 + k` for a reference with `+ C`, unless a formula contains the letter elsewhere.
+
+    Other letters than C may be variables, and equal only themselves in either case.
+    """
+    wanted, found = _CONSTANT.search(reference), _CONSTANT.search(text)
+    if wanted is None or found is None:
         return text
-    return f"{text[: found.start()]}+ C"
+    is_elsewhere = any(each[1][0] in _COMMAND.sub("", each.string[: each.start()]) for each in (wanted, found))
+    is_constant = wanted[1][0] == "C" or wanted[1].startswith("const")
+    if is_elsewhere or not (is_constant or wanted[1].casefold() == found[1].casefold()):
+        return text
+    return f"{text[: found.start()]}{wanted[0]}"
 
 
 def _same_time(candidate: str, reference: str) -> bool:

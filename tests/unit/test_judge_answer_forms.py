@@ -106,7 +106,7 @@ SEVERAL_NUMBERS = [
             *("The answer is not 5 but 42", "<answer>6 boxes of 7 = 42</answer>"),
         ),
         (
-            *("<answer>42 dozen</answer>", "The answer is 42 dozen.", "<answer>42 thirds</answer>"),
+            *("<answer>42 tenths</answer>", "The answer is 42 tenths.", "<answer>42 thirds</answer>"),
             *("<answer>42 hundredths</answer>", "<answer>two times 42</answer>", "<answer>10% of 42</answer>"),
             *("<answer>10 percent of 42</answer>", "<answer>a multiple of 42</answer>", "The answer is 42?"),
             *("<answer>anything except 42</answer>", "<answer>everything but 42</answer>"),
@@ -137,7 +137,7 @@ UNITS = [
     (r"\frac{\pi}{3}", (r"\frac{\pi}{3}\text{ radians}", r"\frac{\pi}{3} \text{ rad}"), (r"60^\circ",)),
     (r"\$5", ("5", r"\$5", r"5\text{ dollars}", "The answer is $5."), (r"5\text{ cents}", "5\u20ac", "5 euros")),
     (r"5\text{ cents}", ("5",), (r"\$5", r"5\text{ dollars}")),
-    (r"\sqrt{2}", (r"\sqrt2\text{ units}",), (r"\sqrt2\text{ is wrong}", r"\sqrt2\text{ dozen}")),
+    (r"\sqrt{2}", (r"\sqrt2\text{ units}",), (r"\sqrt2\text{ is wrong}", r"\sqrt2\text{ thirds}")),
 ]
 
 NOTATIONS = [
@@ -185,3 +185,24 @@ def test_accepts_exactly_right_forms(reference: str, right: tuple[str, ...], wro
 def _tagged(answer: str) -> str:
     is_tagged = any(tag in answer.lower() for tag in ("answer", "####", "box", "choose", "solution is"))
     return answer if is_tagged else rf"So it is $\boxed{{{answer}}}$."
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "expected"),
+    [
+        (r"\boxed{Alice = knight, Bob = knave}", "Alice = Knight, Bob = Knave", True),
+        (r"\boxed{Red=Blue}", "red=green", False),
+        (r"\boxed{[Red, Blue]}", "[red, blue]", True),
+        ("Claire will eat 7 dozens of eggs in 4 weeks.\n#### 7 dozens", "7", True),
+        (r"$\boxed{7 \text{ dozens}}$", "7", True),
+        (r"\boxed{\max(f(1), f(2)) = 8}", "8", True),
+        (r"\boxed{|(3,4)| = 5}", "5", True),
+        ("<answer>2, 4, 6 and 8 sum to 20</answer>", "20", True),
+        (r"\boxed{a+b+k}", "a+b+c", False),
+        (r"\boxed{3d + k}", "3d + D", False),
+        (r"\boxed{x^2 + k}", "x^2 + C", True),
+        (r"\boxed{x^2 + C}", "x^2 + c", True),
+    ],
+)
+def test_words_brackets_and_constants(answer: str, reference: str, expected: bool) -> None:
+    assert is_right(answer, reference) is expected
