@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
-from eval_pipeline.judge.numeric_answer import has_decoded_escape, last_boxed, parse_number
+from eval_pipeline.judge.numeric_answer import has_decoded_escape, joined_boxes, last_boxed, parse_number
 from eval_pipeline.judge.verdicts import outputs_match
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import (
@@ -236,25 +236,26 @@ def _math_answer(record: Record) -> str:
         return ""
     is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool) and math.isfinite(answer)
     text = str(answer) if is_number else record.text("answer", "Answer")
-    if (fault := fault_of_reference(text)) is not None:
+    if text.strip().casefold() in _UNANSWERED:
+        raise record.error(f"'answer' is {text.strip()!r}, which no answer of a model equals; remove the row")
+    if (fault := damage_of_reference(text)) is not None:
         raise record.error(f"'answer' {fault}")
     return bare_reference(text).strip()
 
 
-def fault_of_reference(text: str) -> str | None:
-    """Why no answer of a model equals a reference, and what to do; None if one may."""
+def damage_of_reference(text: str) -> str | None:
+    """How a reference is damaged, and what to do; None if it is not."""
     if has_decoded_escape(text):
         return "has a control character where LaTeX has a backslash; write \\\\frac in JSON"
-    if text.strip().casefold() in _UNANSWERED:
-        return "says that there is no answer; remove the row"
     return None
 
 
 def bare_reference(text: str) -> str:
     """The reference without the box around it, or the solution up to `####` before it."""
-    _, mark, last = text.rpartition("####")
-    bare = last_boxed(text) or (last if mark else None)
-    # other white space than a blank may be the rest of a LaTeX command, see `fault_of_reference`
+    solution, mark, last = text.rpartition("####")
+    is_marked = mark and (not solution.strip() or solution.endswith("\n") or any(map(str.isdigit, last)))
+    bare = joined_boxes(text) or (last if is_marked else None)
+    # other white space than a blank may be the rest of a LaTeX command, see `damage_of_reference`
     return text if bare is None else bare.lstrip(" ").rstrip()
 
 
@@ -379,7 +380,8 @@ _STATED = [
 
 _CASE = r"in (?:any|either|arbitrary) (?:letter )?(?:case|register)\b"
 _ANY_CASE = re.compile(
-    rf"\byou (?:can|may) (?:print|output|write)\b[^.]{{0,80}}?\b{_CASE}"
+    rf"\byou (?:can|may) (?:print|output|write)\b"
+    rf"(?=[^.;]{{0,80}}(?:letter|character|answer\b|yes|no\b|[\"'\u201c\u2018`]))[^.;]{{0,80}}?\b{_CASE}"
     rf"|\b(?:letters?|characters?) (?:can|may) be (?:printed |output )?{_CASE}",
     re.IGNORECASE,
 )

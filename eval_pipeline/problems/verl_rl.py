@@ -12,7 +12,7 @@ import regex
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer, ScoredAnswer, Tests
 from eval_pipeline.judge.scorers import require_scorer
 from eval_pipeline.judge.verdicts import outputs_match
-from eval_pipeline.problems.formats import bare_reference, fault_of_reference
+from eval_pipeline.problems.formats import bare_reference, damage_of_reference
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import PARSE_ERRORS, fault_of_test, parse
 from eval_pipeline.problems.record import Record
@@ -168,7 +168,7 @@ def refuse_idle_tests(tests: Tests, where: str) -> None:
         UserError: a reference is damaged, a test does not parse or never uses the answer, or two tests have the same
             input and different outputs.
     """
-    if isinstance(tests, ReferenceAnswer) and (fault := fault_of_reference(tests.answer)) is not None:
+    if isinstance(tests, ReferenceAnswer) and (fault := damage_of_reference(tests.answer)) is not None:
         raise UserError(f"the ground truth of {where}, {tests.answer[:60]!r}, {fault}")
     if isinstance(tests, ProgramTests) and (stdin := _contradictory_input(tests)) is not None:
         raise UserError(f"two tests of {where} have the input {stdin[:40]!r} and different outputs; remove one")

@@ -19,7 +19,7 @@ import pytest
 
 from eval_pipeline.judge import FunctionTests, ProgramCase, ProgramTests, ReferenceAnswer
 from eval_pipeline.problems.datasets import load_problems, problems_digest
-from eval_pipeline.problems.formats import allows_any_case, stated_tolerance
+from eval_pipeline.problems.formats import allows_any_case, bare_reference, stated_tolerance
 from eval_pipeline.problems.problem import DatasetSource, Problem
 from eval_pipeline.problems.verl_rl import ground_truth_of, read_tests
 from verl_ext.data.prepare.quickstart_families import BUGGY_FAMILIES
@@ -262,8 +262,8 @@ def test_problem_sample_is_spread_and_deterministic(quickstart: Path) -> None:
         ("math", {**MATH, "answer": True}, "line 2: 'answer' or 'Answer' must be a string"),
         ("math", {**MATH, "options": ["1", "2"], "answer": "B"}, "line 2: 'options' contains choices"),
         ("math", {**MATH, "choices": ["1", "2"], "answer": 1}, "line 2: 'choices' contains choices"),
-        ("math", {**MATH, "answer": "proof"}, "line 2: 'answer' says that there is no answer"),
-        ("math", {**MATH, "answer": " NotFound"}, "line 2: 'answer' says that there is no answer"),
+        ("math", {**MATH, "answer": "proof"}, "line 2: 'answer' is 'proof', which no answer of a model equals"),
+        ("math", {**MATH, "answer": " NotFound"}, "line 2: 'answer' is 'NotFound', which no answer of a model equals"),
         ("math", {**MATH, "problem": None}, "line 2: the row has no 'problem', 'question', 'Problem' or 'prompt' "),
     ],
 )
@@ -608,9 +608,13 @@ def test_tolerance_is_read_from_description(text: str, tolerance: float | None) 
 
 
 def test_damaged_reference_is_rejected(tmp_path: Path) -> None:
-    for truth, says in (("\x0crac{1}{2}", "has a control character"), ("proof", "there is no answer")):
-        with pytest.raises(UserError, match=says):
-            load(tmp_path, "verl", {**VERL, "reward_model": {"ground_truth": truth}})
+    with pytest.raises(UserError, match="has a control character"):
+        load(tmp_path, "verl", {**VERL, "reward_model": {"ground_truth": "\x0crac{1}{2}"}})
+
+
+def test_bare_reference_has_all_joined_boxes() -> None:
+    boxed = [r"So \boxed{1} and \boxed{2}.", "It is so.\n#### x", "12 - 5 = 7 #### 7", "Use #### for x", "so####"]
+    assert [bare_reference(text) for text in boxed] == ["1, 2", "x", "7", *boxed[3:]]
 
 
 @pytest.mark.parametrize(
@@ -622,6 +626,9 @@ def test_damaged_reference_is_rejected(tmp_path: Path) -> None:
         ("Each letter may be printed in any case.", True),
         ("In any case, print the answer. You may print the numbers in any order.", False),
         ("You can print any of them. In any case the first counts.", False),
+        ("You can print any of them; in any case it is valid.", False),
+        ("If there are several answers, you may print any of them in any case.", False),
+        ("You can print the answer in any register.", True),
     ],
 )
 def test_case_of_letters_is_read_from_description(text: str, any_case: bool) -> None:
