@@ -203,7 +203,10 @@ def test_parquet_is_not_validated_on_data_of_recipe(stage: str, column: str, rep
     assert launched(mine, "data.val_files=mine.parquet", stage=stage).data.val_files == "mine.parquet"
     [val] = file_list(launched(stage=stage).data.val_files)
     part = Path(val).with_name("part.parquet")
-    assert launched(f"data.train_files={part}", stage=stage).data.val_files == val
+    part.parent.mkdir(parents=True)
+    part.write_bytes(Path("mine.parquet").read_bytes())
+    for each in (part, part.absolute()):
+        assert launched(f"data.train_files={each}", stage=stage).data.val_files == val
 
 
 def test_converts_prompts_for_grpo(repository: Path) -> None:

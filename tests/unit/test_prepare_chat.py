@@ -278,10 +278,16 @@ def test_origins_of_files_with_equal_names_differ(tmp_path: Path, monkeypatch: p
     assert origins == ["a/train.jsonl row 1", "b/train.jsonl row 1"]
 
 
-@pytest.mark.parametrize("column", ["label", "kto_tag"])
 @pytest.mark.parametrize(
-    ("good", "bad"),
-    [(True, False), (1, 0), (1.0, 0.0), ("True", "False"), ("true", " FALSE"), ("1", "0"), ("1", "0.0")],
+    ("column", "good", "bad"),
+    [
+        *(
+            (column, *pair)
+            for column in ("label", "kto_tag")
+            for pair in ((True, False), ("True", "False"), ("1", " FALSE"))
+        ),
+        *(("kto_tag", *pair) for pair in ((1, 0), (1.0, 0.0), ("1", "0"), ("1", "0.0"))),
+    ],
 )
 def test_answers_labeled_as_bad_are_rejected(tmp_path: Path, column: str, good: Any, bad: Any) -> None:
     rows = [{"prompt": f"q{index}", "completion": "yes", column: bad if index % 2 else good} for index in range(6)]
@@ -292,6 +298,13 @@ def test_answers_labeled_as_bad_are_rejected(tmp_path: Path, column: str, good: 
     assert counts["bad"] == 3 and [row[column] for row in train + val] == [good] * 3
     train, val, _ = run_chat(tmp_path, rows, "--metadata", column)
     assert len(train + val) == 6
+
+
+def test_label_of_class_zero_is_no_verdict(tmp_path: Path) -> None:
+    train, val, _ = run_chat(
+        tmp_path, [{"prompt": f"q{label}", "response": "yes", "label": label} for label in range(3)]
+    )
+    assert len(train + val) == 3
 
 
 @pytest.mark.parametrize(

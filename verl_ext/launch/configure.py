@@ -229,7 +229,9 @@ def refuse_val_files_of_other_data(data: ChatDataConfig | PromptDataConfig) -> N
         UserError: names both.
     """
     train, val = file_list(data.train_files), file_list(data.val_files)
-    if val and {Path(name).parent for name in train}.isdisjoint(Path(name).parent for name in val):
+    places, val_places = ([Path(name).expanduser().resolve() for name in names] for names in (train, val))
+    has_train = all(path.is_file() for path in places)  # otherwise another check says so
+    if val and has_train and {path.parent for path in places}.isdisjoint(path.parent for path in val_places):
         raise UserError(
             f"data.val_files={','.join(val)} belongs to the recipe's training data, not to "
             f"data.train_files={','.join(train)}; set data.val_files to a file of yours, or to null"

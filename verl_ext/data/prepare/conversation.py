@@ -36,8 +36,8 @@ METADATA_KEYS = re.compile(
 """Text columns that describe a conversation without being part of it."""
 VERDICT_KEYS = ("label", "kto_tag")
 """Columns that are false for a rejected answer, in data for KTO."""
-FALSE_TEXTS = ("false", "0", "0.0")
-"""False as text; CSV files hold only text, and pandas writes a column with gaps as decimals."""
+FALSE_TEXTS = {"label": ("false",), "kto_tag": ("false", "0", "0.0")}
+"""False as text, which is all that CSV files hold. A label 0 may also be a class."""
 FUNCTION_CALL = "function_call"
 SHAREGPT_ROLES = {
     **{role: role for role in (*ROLES, DEVELOPER, FUNCTION_CALL)},
@@ -276,7 +276,7 @@ def _refuse_lost_text(rest: Row, used: list[Any], messages: list[Row], metadata:
 def _refuse_rejected_answer(rest: Row, metadata: Collection[str]) -> None:
     for name in VERDICT_KEYS:
         verdict = str(rest.get(name)).strip().lower()
-        if verdict in FALSE_TEXTS and name not in metadata:
+        if verdict in FALSE_TEXTS[name] and name not in metadata:
             raise RowError(
                 f"its column {name!r} is {verdict}, which marks a rejected answer, and SFT would train on it",
                 f"drop such rows with the option --skip-bad of `{program('prepare')} chat`, or keep them with "
