@@ -6,9 +6,10 @@ import gc
 import random
 import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,10 +117,15 @@ def steps(settings: GPUCheckSettings, name: str, *overrides: str) -> None:
     trainer = trainer_of(settings, name, overrides)
     if trainer is None:
         return
-    batches = trainer.batches()
-    times = [step_s(trainer, next(batches)) for _ in range(SHAPES[name].steps)]
+    batches, shape = trainer.batches(), SHAPES[name]
+    times = [step_s(trainer, next(batches)) for _ in range(WARM_UP)]
+    with sampled_clocks() as clocks:
+        times += [step_s(trainer, next(batches)) for _ in range(shape.steps - WARM_UP)]
     if dist.get_rank() == 0:
-        report(settings, trainer, SHAPES[name], times)
+        report(settings, trainer, shape, times)
+        if clocks:
+            note = f"{min(clocks):.0f} to {max(clocks):.0f}; lower if power or heat limits it"
+            settings.add_row("clock", statistics.median(clocks), "% of max", note=note)
     if trainer.device_name == "cuda":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             seconds = step_s(trainer, next(batches))
@@ -177,6 +183,23 @@ def report_kernels(settings: GPUCheckSettings, profile: torch.profiler.profile, 
         settings.add_row(f"profiled step: {kind}", sum(kernels.values()), "s", note=note)
     busy = sum(value for kernels in times.values() for value in kernels.values())
     settings.add_row("profiled step: idle", seconds - busy, "s", note=f"of {seconds:.3f} s")
+
+
+@contextmanager
+def sampled_clocks() -> Iterator[list[float]]:
+    """Sample the clocks of all GPUs, in percent of their maximum, while the block runs; empty without nvidia-smi."""
+    samples: list[float] = []
+    if shutil.which("nvidia-smi") is None:
+        yield samples
+        return
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm", "--format=csv,noheader,nounits", "-lms", "200"]
+    process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+    try:
+        yield samples
+    finally:
+        process.terminate()
+        rows = [line.split(",") for line in process.communicate()[0].splitlines()]
+        samples += [100 * float(row[0]) / float(row[1]) for row in rows if len(row) == 2]
 
 
 def step_s(trainer: SFTTrainer, batch: TokenBatch) -> float:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.distributed import to_full
 from verl_ext.errors import UserError
+from verl_ext.trainer.config import ModelConfig
+from verl_ext.trainer.model import LowRankScaledLinear, add_lora
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -44,6 +46,24 @@ def test_only_given_adapters_are_trained(adapters: Path, quickstart: Path, tmp_p
         trainer.training_step(batch)
     after = {name: to_full(tensor).detach().clone() for name, tensor in trainer.model.named_parameters()}
     assert {name for name in after if not torch.equal(after[name], before[name])} == set(found.values())
+
+
+def test_scaled_adapters_equal_those_of_peft(adapters: Path, quickstart: Path) -> None:
+    def pretrained() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(quickstart / "model")
+
+    theirs = PeftModel.from_pretrained(pretrained(), adapters, is_trainable=True)
+    ours = add_lora(pretrained(), ModelConfig(partial_pretrain="", lora_adapter_path=str(adapters)))
+    layers = [module for module in ours.modules() if isinstance(module, LowRankScaledLinear)]
+    assert layers and all(layer.scaling == {"default": 2} for layer in layers)
+    inputs = torch.arange(12).view(2, 6)
+    found = []
+    for model in (theirs, ours):
+        model.train()
+        loss = model(input_ids=inputs, labels=inputs).loss
+        loss.backward()
+        found.append([loss, *(each.grad for name, each in model.named_parameters() if ".lora_" in name)])
+    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in zip(*found, strict=True))
 
 
 def test_rejects_directory_without_adapters(quickstart: Path, tmp_path: Path) -> None:

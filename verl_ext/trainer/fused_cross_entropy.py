@@ -79,7 +79,7 @@ class FusedLinearCrossEntropy(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self._by_liger = by_liger
-        self._logit_gradients: LogitGradients = torch.compile(_softmax_gradients) if compiles else _unscaled_gradients
+        self._logit_gradients = _compiled_gradients() if compiles else _unscaled_gradients
         self._positions_and_labels: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @contextmanager
@@ -244,6 +244,17 @@ def _softmax_gradients(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torc
     loss = (sums.log() + peak - wide.gather(1, labels[:, None])).sum()
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
     return loss, (exps - torch.where(is_label, sums, 0.0)).to(logits.dtype), sums
+
+
+def _compiled_gradients() -> LogitGradients:
+    """Compile `_softmax_gradients` for chunks of any length."""
+    compiled = torch.compile(_softmax_gradients)
+
+    def gradients_of(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        torch._dynamo.mark_static(logits, 1)  # otherwise dynamic, too, because of `compile_blocks`
+        return compiled(logits, labels)
+
+    return gradients_of
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

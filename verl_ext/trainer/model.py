@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -34,6 +35,8 @@ from verl_ext.verl_api import PrecisionType, apply_monkey_patch, convert_to_regu
 
 SHARED_MEMORY = Path("/dev/shm/verl-cache")
 """Directory in which verl looks for copies; it accepts any files with the same names and sizes."""
+ARGUMENTS = r"L\['(?!self)"
+"""What torch.compile calls the arguments of a method, and what they contain; a regular expression."""
 
 
 def build_model(
@@ -207,10 +210,15 @@ def attention_of(
 
 
 def compile_blocks(model: PreTrainedModel) -> None:
-    """Compile each transformer block in place, with dynamic lengths, because micro-batches differ in length."""
+    """Compile each transformer block in place, for micro-batches of any length.
+
+    Only sizes of a block's arguments are dynamic. `dynamic=True` would also make integers of FSDP's modules dynamic,
+    such as the size of a head, from which kernels would then compute the index of each element.
+    """
+    torch.compiler.config.dynamic_sources = ARGUMENTS
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):
-            module.compile(dynamic=True)
+            module.compile()
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
@@ -237,6 +245,22 @@ def patch_model(model: PreTrainedModel, config: RunConfig) -> None:
 # LoRA
 
 
+class LowRankScaledLinear(LoraLinear):
+    """A linear layer with adapters that scales the hidden states of rank `lora_rank` instead of peft's full outputs."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the layer's output (..., out_features) for `x` (..., in_features)."""
+        is_plain = not (self.disable_adapters or self.merged or self.lora_variant or any(self.lora_bias.values()))
+        if not is_plain or args or kwargs:
+            return super().forward(x, *args, **kwargs)
+        result = self.base_layer(x)
+        for name in self.active_adapters:
+            if name in self.lora_A:
+                low_rank = self.lora_A[name](self.lora_dropout[name](x))
+                result = result + self.lora_B[name](low_rank * self.scaling[name])
+        return result
+
+
 def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel | PeftModel:
     """Add new LoRA adapters (`lora_rank`) or those of `lora_adapter_path` to the model."""
     if not config.uses_lora:
@@ -249,6 +273,9 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel | P
             f"the LoRA adapters cannot be created: {first_line_of(error)}; correct model.target_modules, "
             "model.lora_rank or model.lora_adapter_path"
         ) from error
+    for module in model.modules():
+        if type(module) is LoraLinear:
+            module.__class__ = LowRankScaledLinear
     return model.to(PrecisionType.to_dtype(config.fsdp_config.model_dtype))
 
 
