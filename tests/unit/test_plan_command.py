@@ -375,4 +375,4 @@ def test_measurements_on_gpus_are_within_target_of_prediction(gpu: str, part: st
     config = config_of(GPUCheckSettings(str(tmp_path), 1, False), shape, overrides)
     model, cluster = SHAPES[shape].dimensions(config.model), Cluster(HARDWARE[gpu], 1, 1)
     plan = make_plan(config, model, cluster, DataLengths(are_equal=True))
-    assert plan.memory.peak_bytes / GIB == pytest.approx(rows["peak of allocated memory"]["value"], rel=0.013)
+    assert plan.memory.peak_bytes / GIB == pytest.approx(rows["peak of allocated memory"]["value"], rel=0.015)
