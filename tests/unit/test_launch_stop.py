@@ -18,6 +18,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from tests.helpers import ROOT
+from tests.helpers.trainer import small_config
 from verl_ext.checkpoint.manifest import TRACKER, Manifest
 from verl_ext.cli import clean_exit
 from verl_ext.console import print_line
@@ -34,7 +35,7 @@ from verl_ext.launch.outcome import (
 )
 from verl_ext.launch.ranks import rendezvous_failure
 from verl_ext.launch.report import report
-from verl_ext.launch.run import last_checkpoint
+from verl_ext.launch.run import Launch, last_checkpoint
 from verl_ext.launch.watcher import EvalWatcher
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.processes import StopRequest, StopSignals, hold_stop_signals
@@ -302,6 +303,15 @@ def test_only_complete_checkpoint_counts_as_progress(tmp_path: Path) -> None:
     manifest = Manifest(step=4, world_size=1, config_digest="", files={}, time=12.5)
     (tmp_path / "global_step_4/manifest.json").write_text(manifest.to_json())
     assert last_checkpoint(tmp_path) == (4, 12.5)
+
+
+def test_restart_records_why_rank_died_instead_of_lost_connection(quickstart: Path, tmp_path: Path) -> None:
+    config = small_config(quickstart, tmp_path)
+    record = RunRecord(tmp_path)
+    record.start_attempt(first_step=0, world_size=2, total_steps=10)
+    record.end_attempt("failed", 3, "RuntimeError: Connection closed by peer")
+    Launch(config, StopSignals(), record, {}).announce_restart(Failure("rank 1 was killed by SIGKILL", -9), "restart")
+    assert record.read()["attempts"][0]["exit_reason"] == "rank 1 was killed by SIGKILL"
 
 
 @pytest.mark.parametrize("words", [["2", "--restarts", "3", "a=b"], ["--restarts=3", "a=b", "2"]])

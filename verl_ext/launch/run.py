@@ -33,7 +33,7 @@ from verl_ext.files import hold_run_lock
 from verl_ext.launch.configure import is_first_node, resume_candidate
 from verl_ext.launch.outcome import Failure, HandledStop, Outcome, Stopped, is_crash, run_with_restarts
 from verl_ext.launch.ranks import run_ranks
-from verl_ext.launch.report import print_run_summary, report
+from verl_ext.launch.report import close, print_run_summary, report
 from verl_ext.launch.watcher import watching
 from verl_ext.metrics.heartbeat import BEAT_S, send_heartbeats
 from verl_ext.metrics.run_record import RunRecord
@@ -146,8 +146,7 @@ class Launch:
     def announce_restart(self, outcome: Outcome, plan: str) -> None:
         """Record the attempt as failed and the run as waiting for the next, and tell the user."""
         assert isinstance(outcome, Failure)
-        if self.record is not None:
-            self.record.end_if_running("failed", outcome.message)
+        close(self.record, "failed", outcome.message, is_cause=outcome.exit_code < 0)
         checkpoint = resume_candidate(self.next_config())
         self.mark_waiting()
         print_line(f"{outcome.message}; {plan} from {'step 0' if checkpoint is None else checkpoint.name}")
