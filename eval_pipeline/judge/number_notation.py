@@ -59,15 +59,25 @@ TYPOGRAPHY: _Replacements = [
     (re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]"), "-"),  # hyphens, en dash, minus signs
     (re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]{2,}|[\u2070\u00b9\u2074-\u2079]"), _as_power),
     (re.compile("[\u00a0\u2009\u202f]|(?<=[0-9])~(?=[0-9])"), " "),
-    (re.compile("[\uff10-\uff19]"), lambda digit: unicodedata.normalize("NFKC", digit[0])),
+    # full-width signs, Chinese punctuation, and Chinese words for `minus` and `or`
+    (re.compile("[\uff10-\uff19\uff05\uff09\uff1d]"), lambda char: unicodedata.normalize("NFKC", char[0])),
+    (re.compile("[\uff0c\u3001]"), ", "),
+    (re.compile("\uff08"), " ("),
+    (re.compile("\u3002"), ". "),
+    (re.compile("[\u8d1f\u8ca0] ?(?=\\\\?[$.]?[0-9])"), "-"),
+    (re.compile("(?<=[0-9$}]) ?\u6216 ?(?=\\\\|[-$0-9])"), " or "),
     (re.compile("[\u00bc-\u00be\u2150-\u215e]"), _as_frac),
     (re.compile("(?<=[0-9])\u2044(?=[0-9])"), "/"),
-    (re.compile(r"(?<!\\)\\[,;: ](?=[A-Za-z\\])"), " "),
+    # 0.123\,456 is one number, and 1\,1/2 has two
+    (re.compile(r"\.[0-9]{1,20}(?:\\[,;: ][0-9]{3}){1,20}"), lambda digits: re.sub(r"\\.", "", digits[0])),
+    (re.compile(r"(?<!\\)\\[,;: ](?=[A-Za-z\\])|(?<=[0-9])\\[,;: ](?=[0-9])"), " "),
     (re.compile(r"(?<!\\)\\[,!;: ]"), ""),
     (re.compile(r"\{,\}(?=[0-9]{3})|(?<=[0-9])['_](?=[0-9]{3}(?![0-9]))"), ","),
     (re.compile("\u2248|\u2261|\\\\(?:approx|simeq|equiv)(?![A-Za-z])"), "="),
     (re.compile(r"(?<!\\)\\[()\[\]]"), "$"),
-    (re.compile(r"\\(?:left|right|q?quad|displaystyle|[lL]arge)(?![a-z])"), " "),
+    (re.compile(r"\\(?:left|right)(?=\s?\\?[()\[\]{}|])"), ""),
+    (re.compile(r"\\(?:left|right|q?quad|displaystyle|[lL]arge|[hH]uge|small|checkmark)(?![a-z])"), " "),
+    (re.compile(r"\\(?:nice|s|c)frac(?![a-z])"), r"\\frac"),
     (re.compile(r"\\(?:phantom|(?:text)?color|hspace)\{[^{}]*\}"), ""),
     (re.compile(r"\\(?:bf|rm|it|sf|tt|bfseries|(?:black)?square|Box|qed)(?![A-Za-z])"), " "),
     (re.compile(r"\\(?:begin|end)\{(?:aligned|align\*?|gathered|split)\}"), " "),
@@ -88,7 +98,8 @@ TYPOGRAPHY: _Replacements = [
     # a sign, and not a bullet of a list
     (
         re.compile(
-            r"((?:\\boxed\s{0,3}\{|=|####|<answer>|\banswer(?: is:?|:)) {0,3}-) {1,3}(?=\\?[$\u20ac\u00a3]?\.?[0-9])",
+            r"((?:\\boxed\s{0,3}\{|=|####|<answer>|\banswer(?: is:?|:)|(?:\A|(?<=[\s:(]))\${1,2}) {0,3}-) {1,3}"
+            r"(?=\\?[$\u20ac\u00a3]?\.?[0-9]|\\[dt]?frac|[({])",
             re.IGNORECASE,
         ),
         r"\1",
@@ -103,7 +114,7 @@ TEXT_COMMANDS: _Replacements = [
 _NUMBER_NOTATIONS: _Replacements = [
     # 5^{th}
     (re.compile(r"(?<=[0-9]) ?\^ ?\{? ?(?:\\(?:text|mathrm)\{)?(?:st|nd|rd|th)(?![A-Za-z])\}{0,2}"), " "),
-    (re.compile(r"(?<=-)\\(?:text|mathrm)\{([0-9.,]{1,20})\}|\\text\{(-)\}(?=[0-9])"), r"\1\2"),
+    (re.compile(r"(?<=-)\\(?:text(?:bf)?|math(?:rm|bf))\{([0-9.,]{1,20})\}|(?:\\text)?\{(-)\}(?=[0-9])"), r"\1\2"),
     # the square of a unit: \text{cm}^2, cm^2
     (re.compile(r"\\(?:text|mathrm|mbox)\{([^{}0-9]{1,20}[A-Za-z~ ])\} ?\^(?:[23]|\{[23]\})"), r" \1 "),
     (
@@ -113,27 +124,45 @@ _NUMBER_NOTATIONS: _Replacements = [
         r"\1",
     ),
     TEXT_COMMANDS[0],
-    (re.compile(r"(?<![-+ ])(?=\\[dt]?frac)"), " "),  # 1\frac{1}{2} is 1 1/2, and the sign of -\frac{1}{2} stays
+    # 1\frac{1}{2} is 1 1/2, and the sign of -\frac{1}{2} stays
+    (re.compile(r"(?<=[0-9]) {2,6}(?=\\[dt]?frac)|(?<![-+ ])(?=\\[dt]?frac)"), " "),
     (re.compile(r"\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}|\\[dt]?frac([0-9])([0-9])"), r"\1\3/\2\4 "),
     (re.compile(r"(/[0-9]+) ([-+])(?=[0-9])"), r"\1 \2 "),
     (re.compile(r"-\\?[$\u20ac\u00a3\u00a5\u20b9] ?"), "-"),
+    # ohms, and micrometers and the like
+    (
+        re.compile(
+            r"(?<=[0-9])[ ~]{0,3}\{?(?:\\(?:text|mathrm)\{ ?[kM] ?\}|[kM])? ?\\"
+            r"(?:Omega|mu ?(?:\\(?:text|mathrm)\{)?[AFHJLNVWgmls]\}?)\}?(?![A-Za-z])"
+        ),
+        " ",
+    ),
     *TEXT_COMMANDS[1:],
     (re.compile(r" ?(?:\u00d7|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-+]?[0-9]{1,4})\}?"), r"e\1"),
 ]
 PERCENT = re.compile(r"[0-9] ?\\?%")
-POWERS = {"hundred": "e2", "thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
-_SCALE = re.compile(rf"(?<=[0-9]) {{0,4}}({'|'.join(POWERS)})s?\b", re.IGNORECASE)
+POWERS = {
+    "hundred": "e2",
+    "thousand": "e3",
+    "million": "e6",
+    "billion": "e9",
+    "trillion": "e12",
+    "\u4e07": "e4",
+    "\u4ebf": "e8",
+}
+_SCALE = re.compile(rf"(?<=[0-9]) {{0,4}}({'|'.join(POWERS)})(?:s?\b|(?<=[\u4e07\u4ebf]))", re.IGNORECASE)
 
 
 # Words around a number with which a text does not state the number
 
 _NEGATED = (
     r"(?:\b(?:not|never|cannot|neither|nor|except(?: for)?|excluding|unlike|besides|(?:any|every)(?:thing|one)? but)"
-    r"|n['\u2019]t)(?: (?:be|equals?|to|just|only|exactly|necessarily|simply))*"
+    r"|n['\u2019]t)(?: (?:be|equals?|to|just|only|exactly|necessarily|simply))*|\u4e0d\u662f|\u5e76\u975e"
 )
 _BOUNDED = (
     r"(?<!\bnone other )\bthan(?: or equal to)?|\bat (?:most|least)|(?:^|\b(?:is|be|was) )up to"
     r"|\b(?:between|over|under|above|below|beyond|exceed(?:s|ing)?|differ(?:s|ent) from)"
+    r"|[\u5c0f\u5927\u5c11\u591a]\u4e8e|\u8d85\u8fc7|\u81f3[\u5c11\u591a]"
 )
 _CHANGED = (
     r"\b(?:half|twice|double|triple|thrice)(?: of)?|\b(?:root|square|cube|third|quarter|reciprocal|inverse) of"
@@ -141,15 +170,32 @@ _CHANGED = (
     r"|[0-9] of"
 )
 _BEFORE_UNSTATED = re.compile(rf"(?:{_NEGATED}|{_BOUNDED}|{_CHANGED})[ ($]*$", re.IGNORECASE)
-MULTIPLIERS = (
+_COMPOUND = "|".join(
+    rf"{large},?(?: and)? [0-9]{{1,9}} ?{small}"
+    for large, small in (
+        ("years?", "months?"),
+        ("weeks?", "days?"),
+        ("days?", "hours?"),
+        ("(?:hours?|hrs?|h)", "(?:minutes?|mins?)"),
+        ("(?:minutes?|mins?)", "(?:seconds?|secs?)"),
+        ("(?:feet|foot|ft)", "(?:inch(?:es)?|in)"),
+        ("(?:pounds?|lbs?)", "(?:ounces?|oz)"),
+        ("dollars?", "cents?"),
+    )
+)
+COMPLETIONS = (
     r"(?:squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
     r"|(?:ten-?|hundred-?)?(?:hundredths|thousandths|millionths))\b"
+    r"|or (?:less|more|fewer|greater|higher|lower|above|below)\b|and (?:above|below)\b|and a (?:half|third|quarter)\b"
+    r"|at (?:most|least)\b|remainder [0-9]|(?:times|plus|minus|divided by) [0-9]|to the power of [0-9]"
+    rf"|(?:{_COMPOUND})\b"
 )
+"""Words after a number with which a text states another one: `3 squared`, `3 or more`, `3 hours 20 minutes`."""
 _DENIED = (
     r"[ )$*]{0,4}(?:\?|(?:is|are|was|were|would be)(?:n['\u2019]t\b| not\b"
     r"| (?:[a-z]{3,12}ly )?(?:wrong|incorrect|false|impossible|invalid)\b))"
 )
-_AFTER_UNSTATED = re.compile(rf" {{0,3}}{MULTIPLIERS}|{_DENIED}", re.IGNORECASE)
+_AFTER_UNSTATED = re.compile(rf" {{0,3}}(?:{COMPLETIONS})|{_DENIED}", re.IGNORECASE)
 _IS_DENIED = re.compile(_DENIED, re.IGNORECASE)
 _BEFORE_CHARS = 60
 

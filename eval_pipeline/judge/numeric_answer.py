@@ -29,7 +29,6 @@ from itertools import pairwise
 from eval_pipeline.judge.formula import RATIO, equal_formulas, is_rounded
 from eval_pipeline.judge.formula_parser import PERIODIC, UNITS
 from eval_pipeline.judge.number_notation import (
-    MULTIPLIERS,
     NUMBER,
     PERCENT,
     POWERS,
@@ -56,13 +55,13 @@ _BETWEEN_BOXES = re.compile(
     r"[$ \n]{0,4}(?:,|,? ?(?:\\text\{)? ?(?:and|or) ?\}?)[$ \n]{0,4}(?:[A-Za-z](?:_[0-9])? ?= ?)?", re.IGNORECASE
 )
 # "#### 1. First" and "#### Step 1" are headings
-_HASHES = re.compile(r"(?<!#)####(?!#|[ \t]{0,4}[0-9]+[.):][ \t]{0,4}[A-Za-z])([^A-Za-z0-9\n]{0,20}[0-9\\][^\n]*)")
+_HASHES = re.compile(r"(?<!#)####(?!#|[ \t]{0,4}[0-9]+[.):][ \t]{0,4}[A-Za-z])(?=[^A-Za-z0-9\n]{0,20}[0-9\\])")
 _ANSWER = (
-    r"(?:\b(?:answer|correct (?:option|choice))\b|\u7b54\u6848)[ *_]{0,4}"
-    r"(?:(?:is|was|(?:would|should|must) be)\b(?! not\b)|[:=\uff1a\u662f\u4e3a])"
-    r"[ \t:*]{0,8}\n{0,2}"
+    r"(?:(?:\b(?:answer|correct (?:option|choice))\b|\u7b54\u6848|\u9009\u9879)[ *_]{0,4}"
+    r"(?:(?:is|was|(?:would|should|must) be)\b(?! not\b)|[:=\uff1a\u662f\u4e3a\u5e94\u9009\u3011]{1,3})"
+    r"|[\u6545\u5e94\u9898\u4ee5\u6b64]\u9009)[ \t:\uff1a*]{0,8}\n{0,2}"
 )
-_ANSWER_IS = re.compile(rf"{_ANSWER}([^.!?0-9\n]{{0,48}}\.?[0-9][^\n]*)", re.IGNORECASE)
+_ANSWER_IS = re.compile(rf"{_ANSWER}(?=[^.!?0-9\n]{{0,48}}\.?[0-9])", re.IGNORECASE)
 _TEXT_TAGS = (re.compile(r"(?<!#)####(?!#)"), re.compile(_ANSWER, re.IGNORECASE))
 # several formulas in a row are a list: $x = 1$ and $x = 2$
 _FORMULAS = r"\$\$?[^$]+\$\$?(?:(?:, ?(?:(?:and|or) )?| (?:and|or) )\$\$?[^$]+\$\$?)*"
@@ -76,6 +75,11 @@ _STATEMENT_END = re.compile(rf"{_SENTENCE_END}|,[ \t]", re.IGNORECASE)
 _TEXT_END = re.compile(_SENTENCE_END, re.IGNORECASE)
 _ASIDE = re.compile(r"\([^()=]*=[^()]*\)")
 _DIGIT = re.compile(r"[0-9]")
+_LAST_PERCENT = re.compile(r"[0-9] ?\\?%[^0-9]*\Z")
+# 5 (x = 2), 5 when x = 2
+_CONDITION = re.compile(
+    r"(?<=[0-9}]) {1,6}(?:\([^()=]{0,20}=[^()=]{0,20}\)|(?:when|if|for|where|at|with) [^=]{0,20}=[^=]{0,20})\s*\Z"
+)
 _STATES = re.compile(
     r"[0-9\u00bc-\u00be\u2150-\u215e]|<answer>|\\boxed|\banswer(?: is\b|:)|\u7b54\u6848", re.IGNORECASE
 )
@@ -94,7 +98,7 @@ _CHOSEN = re.compile(
 _NOT_CHOSEN = re.compile(r"(?<!\s)\s*\((?:and )?not (?:\(?[A-Z]\)?(?:, | or |, or )?){1,9}\)")
 _OTHER_CHOICE = re.compile(r"\([A-Za-z]\)|(?<![A-Za-z])[A-Z](?:[.)]|\s*$)")
 _PROSE = re.compile(
-    rf"(?<![A-Za-z\\])(?!{MULTIPLIERS})[A-Za-z]{{2}}"
+    r"(?<![A-Za-z\\])[A-Za-z]{2}"
     r"|(?<![-+*/^,(\u00d7\u00f7\u00b7])[ \t](?=[(<>\u2264\u2265|{])"
 )
 # a word has a vowel; other letters are variables
@@ -115,20 +119,22 @@ _MAX_PHRASE_CHARS = 60
 _LETTERS = re.compile(r"\s*[A-Za-z]{2,}\s*")
 _FORMULA = re.compile(
     r"\\[A-Za-z]|[\^\u221a\u00b2\u00b3]|\| ?-?0 ?\||0!(?!=)|\{-?0\}|0 x 0|(?<![A-Za-z])sqrt|0 ?\u03c0"
-    r"|[0)] {0,2}(?:[-+/\u00d7\u00f7\u00b7]|\*{1,2}) {0,2}[0(]|[-0]\("
+    r"|[0)] {0,2}(?:[-+/\u00d7\u00f7\u00b7]|\*{1,2}) {0,2}[0(]|[-0]\(|-\{"
 )
 # what a single number never contains; m and s are units here, not variables
 _ALGEBRA = [
     re.compile(pattern)
     for pattern in (
         # 2x, 6/a
-        r"0 ?[inxyz](?![A-Za-z]| 0)|0(?:[abcefjkpqrtuvw]|[xyz]{2,3})(?![A-Za-z])|0 ?/ ?[abceknpqrtuvwxyz](?![A-Za-z])",
+        r"0 {0,2}[inxyz](?![A-Za-z]| 0)|0(?:[abcefjkpqrtuvw]|[xyz]{2,3})(?![A-Za-z])"
+        r"|0 ?/ ?[abceknpqrtuvwxyz](?![A-Za-z])",
         # x + 5
         r"(?<![A-Za-z\\])(?:[a-z] ?[-+*/]|[A-Z] ?[+*]) ?0",
         # 5 + n, 5 + C; the words `a` and `I` may follow a dash
-        r"0 ?(?:[-+*/] ?[nxyzB-HJ-Z]|[-+] ?[bcefjkopqrtuvw]|[-+][AI]|[-+] [AI]$)(?![A-Za-z])",
-        # x > 5, 5 mod 3
-        r"(?:[<\u2264\u2265\u2260\u00b1]|(?<!<[a-z])(?<![a-z]{2})(?<![>/])>) ?0|0 (?:R|mod) ?0",
+        r"0 {0,2}(?:[-+*/] ?[nxyzB-HJ-Z]|[-+] ?[bcefjkopqrtuvw]|[-+][AIi]|[-+] [AI]$|\+ i|- i$)(?![A-Za-z])",
+        # x > 5, 5 < x, 5 mod 3
+        r"0 ?[<\u2264] ?[a-z](?![A-Za-z>])"
+        r"|(?:[<\u2264\u2265\u2260\u00b1]|(?<!<[a-z])(?<![a-z]{2})(?<![>/])>) ?0|0 (?:R|mod) ?0",
         # 5_6, f(5
         r"_\{?[0-9]|(?<![A-Za-z])(?:[A-Za-z]|sqrt|log|ln|sin|cos)\(0",
     )
@@ -261,7 +267,9 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
         return word == wanted
     if tagged is None:
         number = _last(NUMBER, joined_thousands(plain_text(text, scaled)))
-        return number is not None and is_stated(number) and value_of(number) == wanted
+        if number is None or not is_stated(number):
+            return False
+        return _equals(value_of(number), wanted, _LAST_PERCENT.search(text) is not None, reference)
     if has_other_unit(tagged.text, reference):
         return False
     stated = joined_thousands(plain_text(tagged.text, scaled))
@@ -279,10 +287,14 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
         return False
     number = _last(NUMBER, candidate) if tagged.enclosed else NUMBER.search(candidate)
     value = value_of(number) if number and is_stated(number) else None
-    if value is None or value == wanted:
-        return value is not None
-    is_percentage, wants_percentage = (PERCENT.search(each) is not None for each in (tagged.text, reference))
-    return is_percentage != wants_percentage and value == wanted * (100 if is_percentage else Fraction(1, 100))
+    return _equals(value, wanted, PERCENT.search(tagged.text) is not None, reference)
+
+
+def _equals(value: Fraction | None, wanted: Fraction, is_percentage: bool, reference: str) -> bool:
+    """Whether a number, which may be a percentage, has the reference's value: `50%` equals 50 and 0.5."""
+    if is_percentage == (PERCENT.search(reference) is not None):
+        return value == wanted
+    return value in (wanted, wanted * (100 if is_percentage else Fraction(1, 100)))
 
 
 def _number_word(text: str) -> int | None:
@@ -371,7 +383,7 @@ def _math_or_sentence(text: str) -> str:
 
 def _result(stated: str, enclosed: bool) -> str:
     """The part of a statement that is its value: `42` of `6 * 7 = 42 apples`."""
-    return _after_equals(stated) if enclosed else _before_prose(_after_equals(stated))
+    return _after_equals(_CONDITION.sub("", stated)) if enclosed else _before_prose(_after_equals(stated))
 
 
 def _before_rounding(stated: str, enclosed: bool) -> list[str]:
@@ -428,11 +440,12 @@ def _find_tagged(text: str) -> _Tagged | None:
         return _Tagged(inner, enclosed=True, is_math=inner != _in_answer_tags(text))
     for pattern in (_HASHES, _ANSWER_IS):
         if found := _last(pattern, text):
-            math = _MATH.match(found[1])
+            line = text[found.end() :].partition("\n")[0]
+            math = _MATH.match(line)
             formulas = _IN_MATH.findall(math[1]) if math else []
             if len(formulas) > 1:
                 return _Tagged(", ".join(formulas), enclosed=True, is_math=True)
-            return _Tagged(_statement(found[1]), enclosed=False)
+            return _Tagged(_statement(line), enclosed=False)
     last_math = _last_math(text)
     if last_math and "\n" not in last_math.strip() and _DIGIT.search(last_math):
         return _Tagged(last_math, enclosed=True)
@@ -514,8 +527,8 @@ def _up_to(text: str, end: re.Match[str] | None) -> str:
 
 def _before_prose(text: str) -> str:
     """The text before the first word after a number: `6 * 7 = 42` of `6 * 7 = 42 because 3 of them …`."""
-    number = _DIGIT.search(text)
-    word = _PROSE.search(text, number.end()) if number else None
+    number = NUMBER.search(text)
+    word = _PROSE.search(text, number.end()) if number and is_stated(number) else None
     return text[: word.start()] if word else text
 
 

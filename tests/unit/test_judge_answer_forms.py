@@ -173,6 +173,75 @@ NOTATIONS = [
 ]
 
 
+SIGNS_AND_SPACES = [
+    (
+        r"-\frac{1}{2}",
+        (r"- \frac{1}{2}", r"x = - \frac12", r"-\,\frac12", r"-{\frac12}", r"-\left(\frac12\right)", r"-\mathbf{0.5}"),
+        (r"\frac{1}{2}",),
+    ),
+    ("-4", ("The answer is $- 4$.", "#### $- 4$", "{-}4", r"-\textbf{4}", "The answer is $$- 4$$"), ("4",)),
+    ("4", (), ("The answer is $- 4$.", "#### $- 4$", "{-}4", r"-\textbf{4}", r"-\left(4\right)")),
+    ("6", (r"2\left(3\right)", r"\left|-6\right|"), (r"2 - \left(3\right)",)),
+    ("1.5", (r"1\ 1/2", r"1\,1/2", r"1 \, \frac{1}{2}"), ("11/2",)),
+    ("34", (), (r"3\ 4",)),
+    ("1234", (r"1\,234", r"1\ 234"), (r"12\,34",)),
+    ("0.123456", (r"0.123\,456",), ("0.123",)),
+    ("5", (r"5 \quad (x = 2)", r"5 \text{ when } x = 2"), ("5+i", "5 - i", "5 < x", "5<x")),
+    ("1/2", (r"\nicefrac{1}{2}", r"\huge \frac12"), (r"\frac{1}{2} x", r"\frac{1}{2} - x", r"\frac{1}{2} + C")),
+    ("2", (), (r"5 \quad (x = 2)", r"5 \text{ when } x = 2")),
+    ("12", (r"12\ \Omega", r"12\,\mathrm{k\Omega}", r"12\,\mu m", r"12\,\mu\text{m}"), (r"1\,2\,\Omega",)),
+]
+
+STATEMENTS = [
+    ("18", ("The answer is 20. Wait, no. The answer is 18.", "#### 20, no. #### 18"), ()),
+    ("20", (), ("The answer is 20. Wait, no. The answer is 18.", "#### 20, no. #### 18")),
+    (
+        "3",
+        ("The answer is 3 hours.", "The answer is 3 dollars a day."),
+        (
+            *("The answer is 3 hours and 20 minutes.", "#### 3 feet 8 inches", "The answer is 3 and a half."),
+            *("#### 3 remainder 2", "#### 3 or more", "The answer is 3 times 7.", "#### 3 to the power of 4"),
+        ),
+    ),
+    ("0.75", ("My answer: the probability is 75%.",), ("My answer: the probability is 7.5%.",)),
+    ("75%", ("**Answer** 0.75",), ("**Answer** 0.075",)),
+]
+
+CHINESE = [
+    ("12", ("\u7b54\u6848\u662f12\u3002", "\u7b54\u6848\uff1a12\uff08\u4e2a\uff09"), ()),
+    (
+        "12",
+        (),
+        (
+            *("\u7b54\u6848\u4e0d\u662f12", "\u7b54\u6848\u5c0f\u4e8e12", "\u7b54\u6848\u662f\u4e0d\u5927\u4e8e12"),
+            *("\u7b54\u6848\u662f12\u621613\u3002", "\u7b54\u6848\u662f12\u300113\u300114"),
+        ),
+    ),
+    ("-4", ("\u7b54\u6848\u662f\u8d1f4",), ("\u7b54\u6848\u662f4",)),
+    ("70000", ("\\boxed{7\\text{\u4e07}}",), ("\\boxed{70\\text{\u4e07}}",)),
+    ("\u5317\u4eac", ("\u7b54\u6848\u662f\u5317\u4eac\u3002",), ("\u7b54\u6848\u662f\u4e0a\u6d77\u3002",)),
+    (
+        r"2\sqrt{3}",
+        ("\u6545\u7b54\u6848\u4e3a\uff1a$2\\sqrt{3}$\u3002",),
+        ("\u7b54\u6848\u4e0d\u662f $2\\sqrt{3}$\u3002",),
+    ),
+    ("B", ("\u7b54\u6848\u662f\uff08B\uff09", "\u6545\u9009B", "\u3010\u7b54\u6848\u3011B"), ("\u6545\u9009A",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [*SIGNS_AND_SPACES, *STATEMENTS],
+)
+def test_signs_spaces_and_statements(reference: str, right: tuple[str, ...], wrong: tuple[str, ...]) -> None:
+    assert [answer for answer in (*right, *wrong) if is_right(_tagged(answer), reference)] == [*right]
+
+
+@pytest.mark.parametrize(("reference", "right", "wrong"), CHINESE)
+def test_chinese_answers(reference: str, right: tuple[str, ...], wrong: tuple[str, ...]) -> None:
+    assert [answer for answer in (*right, *wrong) if is_right(answer, reference)] == [*right]
+
+
 @pytest.mark.parametrize(
     ("reference", "right", "wrong"),
     [*LETTERS_AND_WORDS, *CHOICES, *SEVERAL_FORMULAS, *SEVERAL_NUMBERS, *UNITS, *NOTATIONS],
