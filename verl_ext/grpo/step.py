@@ -45,7 +45,7 @@ class MiniBatch:
 
 @dataclass(eq=False)
 class GRPOStep:
-    """Runs training steps. Every method is collective; each rank has the same number of prompts.
+    """Runs training steps. Every method is collective; `run` needs the same number of prompts on each rank.
 
     Attributes:
         policy: the trained model; generates actions and evaluates them.

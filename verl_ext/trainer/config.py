@@ -24,7 +24,7 @@ BYTES_OF_GRADIENT = 4
 GATHERED_SHARE = 0.15
 """Maximum fraction of a rank's memory for full weights and gradients with `keep_gathered=auto`."""
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "gpu": 1 << 28}
-"""Logits per chunk of the fused loss: on a CPU 64 MiB in fp32, or 110 tokens with a vocabulary of 152,000."""
+"""Logits per chunk of the fused loss; on a CPU 64 MiB in fp32, if that is at least `MIN_CHUNK_TOKENS`."""
 MIN_CHUNK_TOKENS = 128
 """Minimum tokens per chunk of logits; matrix products of fewer rows are slow."""
 FUSED_OPTIMIZERS = ("Adam", "AdamW")

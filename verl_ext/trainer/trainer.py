@@ -428,7 +428,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def optimizer_step(self, loss: float | torch.Tensor) -> tuple[float, float]:
         """Clip the gradient and update; skip the update and the schedule if loss or gradient is not finite.
 
-        Loss and gradient norm are read together, because this is the only point of a step that waits for the GPU.
+        Loss and gradient norm are read together: in SFT, this is the only point of a step that waits for the GPU.
 
         Args:
             loss: loss of this step, the same on every rank.
