@@ -22,7 +22,7 @@ from verl_ext.plan import model_shape
 from verl_ext.plan.__main__ import main
 from verl_ext.plan.model_shape import BUILT_IN, shape_of
 from verl_ext.plan.planner import RunPlan, candidate_fixes, largest_that_fits, make_plan, room_for_engine, suggest_fix
-from verl_ext.plan.step_time import DISK_GBPS, HARDWARE, Cluster
+from verl_ext.plan.step_time import DISK_GBPS, HARDWARE, Cluster, StepTime
 from verl_ext.plan.workload import DataLengths
 from verl_ext.trainer.stages import load_config
 
@@ -61,6 +61,20 @@ def test_compute_is_six_flops_per_parameter_eight_checkpointed() -> None:
         plan_7b().time.parts["compute"] / plan_7b("model.enable_gradient_checkpointing=false").time.parts["compute"]
     )
     assert 1.30 < checkpointed < 1.34
+
+
+def test_epochs_repeat_passes_but_not_old_log_probs() -> None:
+    def of_epochs(number: int) -> StepTime:
+        return plan_7b(f"actor.ppo_epochs={number}", recipe="qwen2.5_coder_7b_code", command="grpo").time
+
+    one, two, three = (of_epochs(number) for number in (1, 2, 3))
+    assert (two.model_flops, three.model_flops) == (2 * one.model_flops, 3 * one.model_flops)
+    for part in ("compute", "communication"):
+        trained = two.parts[part] - one.parts[part]
+        assert three.parts[part] - two.parts[part] == pytest.approx(trained)
+        assert 0 < one.parts[part] - trained < trained  # old log-probabilities, whose cost does not change
+    once = one.parts["compute"] - (two.parts["compute"] - one.parts["compute"])
+    assert once == pytest.approx(one.model_flops / 3 / 8 / (H100.flops * H100.compute_share))
 
 
 def test_masked_sdpa_computes_all_pairs() -> None:

@@ -51,6 +51,7 @@ def work(**settings: Any) -> RankWorkload:
         row_tokens=32,
         num_micro_batches=1,
         num_updates=1,
+        num_epochs=1,
         logit_tokens=64,
         loss_tokens=64,
         attention="causal",

@@ -135,8 +135,8 @@ class StepTime:
         parts: seconds of sequential parts: compute, exposed communication and optimizer; generation and weight sync in
             GRPO.
         hidden_s: communication that overlaps with compute.
-        model_flops: FLOPs of the model itself, without recomputation, over all ranks.
-        tokens: trained tokens, over all ranks.
+        model_flops: FLOPs of the model itself in all epochs, without recomputation, over all ranks.
+        tokens: trained tokens, over all ranks; several epochs count each once.
     """
 
     parts: dict[str, float]
@@ -163,7 +163,7 @@ class StepTime:
 def step_time(config: PlannedConfig, shape: ModelShape, work: RankWorkload, cluster: Cluster) -> StepTime:
     """Predict the time of a step with all its updates."""
     forward, layers, unneeded = pass_flops(shape, work, cluster.gpus)
-    num_micro_batches = work.num_micro_batches * work.num_updates
+    num_micro_batches = work.num_micro_batches * work.num_updates // work.num_epochs  # of a pass over the samples
     forward_s = forward / cluster.flops_per_s / num_micro_batches
     recomputed_s = layers / cluster.flops_per_s / num_micro_batches if work.checkpointing else 0
     backward_s = 2 * forward_s + recomputed_s - unneeded / cluster.flops_per_s / num_micro_batches
@@ -174,20 +174,22 @@ def step_time(config: PlannedConfig, shape: ModelShape, work: RankWorkload, clus
         for compute_s, (overlapping, alone) in ((forward_s, of_forward), (backward_s, of_backward)):
             exposed += alone + max(overlapping - compute_s, 0)
             hidden += min(overlapping, compute_s)
-    extra_passes = work.forward_passes * num_micro_batches
+    extra_passes = work.forward_passes * num_micro_batches  # once, before all epochs
     overlapping, alone = collectives_s(shape, work, cluster, is_first=True, is_last=False)[0]
     parts = {}
     if isinstance(config, GRPOConfig):
         sent_bytes = shape.numel * work.engine_bytes if config.rollout.engine == "vllm" else 0
         parts["generation"] = generation_s(config, shape, work, cluster)
         parts["weights to the engine"] = cluster.collective_s(sent_bytes)
-    parts["compute"] = num_micro_batches * (forward_s + backward_s) + extra_passes * forward_s
+    trained_passes = work.num_epochs * num_micro_batches
+    parts["compute"] = trained_passes * (forward_s + backward_s) + extra_passes * forward_s
     parts["communication"] = exposed * work.num_updates + extra_passes * (alone + max(overlapping - forward_s, 0))
     state_bytes = work.master_bytes * shape.trained.shard_numel(cluster.gpus)
     passed_bytes = ADAMW_PASSES[work.optimizer_implementation] * state_bytes
     parts["optimizer"] = work.num_updates * passed_bytes / cluster.hardware.memory_bandwidth
     tokens = work.samples * work.tokens_per_sample
-    return StepTime(parts, hidden * work.num_updates, (3 * forward - unneeded) * cluster.gpus, tokens)
+    model_flops = work.num_epochs * (3 * forward - unneeded) * cluster.gpus
+    return StepTime(parts, hidden * work.num_updates, model_flops, tokens)
 
 
 def pass_flops(shape: ModelShape, work: RankWorkload, num_ranks: int) -> tuple[float, float, float]:

@@ -87,6 +87,8 @@ class RankWorkload:
         tokens_per_sample: mean length, which determines time.
         rows: rows of the largest micro-batch, which determines memory.
         num_micro_batches: number of micro-batches per rank and update.
+        num_updates: number of updates, in all passes over the samples.
+        num_epochs: number of passes over the samples, `actor.ppo_epochs`.
         logit_tokens: tokens of the largest micro-batch that have logits.
         loss_tokens: tokens of the largest micro-batch that are in the loss.
         forward_passes: number of forward passes without backward over all samples, for GRPO's old log-probabilities.
@@ -107,6 +109,7 @@ class RankWorkload:
     row_tokens: int
     num_micro_batches: int
     num_updates: int
+    num_epochs: int
     logit_tokens: int
     loss_tokens: int
     forward_passes: int
@@ -146,9 +149,10 @@ def workload_of(
     mean = lengths.mean or longest
     if mean > longest:
         raise UserError(f"mean_length={mean:g} is more than the longest sample of {longest} tokens; lower it")
-    samples, engine_bytes, fused_loss = config.data.train_batch_size, 0, False
+    samples, num_epochs, engine_bytes, fused_loss = config.data.train_batch_size, 1, 0, False
     if isinstance(config, GRPOConfig):
         samples *= config.rollout.n
+        num_epochs = config.actor.ppo_epochs
         engine_bytes = DTYPE_BYTES.get(config.rollout.dtype, 2 if device.is_gpu else 4)  # auto has no entry
     else:
         fused_loss = config.model.fused_loss
@@ -164,6 +168,7 @@ def workload_of(
         tokens_per_sample=mean,
         **vars(largest),
         num_updates=config.updates_per_step,
+        num_epochs=num_epochs,
         forward_passes=int(config.updates_per_step > 1),  # SFT has one update
         master_bytes=master,
         compute_bytes=compute,
