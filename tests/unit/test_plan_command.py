@@ -77,11 +77,13 @@ def test_epochs_repeat_passes_but_not_old_log_probs() -> None:
     assert once == pytest.approx(one.model_flops / 3 / 8 / (H100.flops * H100.compute_share))
 
 
-def test_masked_sdpa_computes_all_pairs() -> None:
+def test_masked_sdpa_and_eager_attention_compute_all_pairs() -> None:
     padded, alone = plan_7b().time.model_flops, plan_7b("data.micro_batch_size_per_gpu=1").time.model_flops
     assert padded - alone == pytest.approx(3 * 4 * 28 * 3584 * 128 * 4096 * 2048)
     packed = plan_7b("data.packing=true").time.model_flops
     assert packed == plan_7b("model.attn_implementation=flash_attention_2").time.model_flops == alone
+    eager = ("model.attn_implementation=eager", "data.micro_batch_size_per_gpu=1")
+    assert plan_7b(*eager).time.model_flops == padded
 
 
 def test_communication_overlaps_with_compute_until_it_dominates() -> None:

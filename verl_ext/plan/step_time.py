@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from verl_ext.plan.activations import QUADRATIC
 from verl_ext.plan.memory import KV_CACHE, engine_parts, kv_token_bytes
 from verl_ext.plan.model_shape import ModelShape
 from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload, longest_sample
@@ -201,10 +202,10 @@ def pass_flops(shape: ModelShape, work: RankWorkload, num_ranks: int) -> tuple[f
 
     Counts 2 per parameter and token, and 4 x total head width per pair of tokens in attention (Kaplan et al. 2020,
     arXiv 2001.08361, table 1). GRPO needs only the logits of completions. Causal kernels compute half of the pairs;
-    sdpa with a mask computes all.
+    eager attention and sdpa with a mask compute all.
     """
     tokens = work.samples / num_ranks * work.tokens_per_sample
-    seen_tokens = work.tokens_per_sample if work.attention == "masked" else work.tokens_per_sample / 2
+    seen_tokens = work.tokens_per_sample if work.attention in QUADRATIC else work.tokens_per_sample / 2
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * tokens * seen_tokens
     layers = 2 * shape.num_layers * shape.layer.numel * tokens + attention
     logit_share = (work.loss_tokens if work.fused_loss else work.logit_tokens) / work.tokens
