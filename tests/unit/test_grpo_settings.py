@@ -12,12 +12,11 @@ from eval_pipeline.judge import JudgeClient, JudgeConfig, ResourceLimits
 from tests.helpers.grpo import MAX_TOKENS
 from verl_ext.config.schema import keys, without_effect
 from verl_ext.errors import UserError
-from verl_ext.grpo.config import RewardConfig, RolloutConfig
+from verl_ext.grpo.config import CPU_BUCKET_MB, RewardConfig, RolloutConfig
 from verl_ext.grpo.rewards import text_environment
 from verl_ext.grpo.rewards.check import check_reward_settings
 from verl_ext.grpo.vllm_engine import _arguments
 from verl_ext.launch.configure import resolve_config
-from verl_ext.trainer.grpo import CPU_BUCKET_MB, bucket_bytes
 from verl_ext.trainer.stages import STAGES, GRPOConfig, load_config
 from verl_ext.vllm_setup import small_model_arguments
 
@@ -103,9 +102,9 @@ def test_small_model_gets_small_cache(changes: dict[str, Any], expected: dict[st
     assert small_model_arguments({}, max_model_len=1024, max_num_seqs=64) == {}
 
 
-@pytest.mark.parametrize(("device", "bucket"), [("cuda", 64 << 20), ("cpu", CPU_BUCKET_MB << 20)])
-def test_weight_bucket_size_follows_setting_on_gpu(device: str, bucket: int) -> None:
-    assert bucket_bytes(RolloutConfig(update_weights_bucket_megabytes=64), device) == bucket
+@pytest.mark.parametrize(("on_cpu", "bucket"), [(False, 64 << 20), (True, CPU_BUCKET_MB << 20)])
+def test_weight_bucket_size_follows_setting_on_gpu(on_cpu: bool, bucket: int) -> None:
+    assert RolloutConfig(update_weights_bucket_megabytes=64).bucket_bytes(on_cpu) == bucket
 
 
 LOSS, MEANS = "actor.policy_loss.loss_mode", "actor.loss_agg_mode=seq-mean-token-mean"

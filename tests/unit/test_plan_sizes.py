@@ -14,14 +14,15 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2Model
 
 from verl_ext.errors import UserError
+from verl_ext.grpo.config import RolloutConfig
 from verl_ext.plan import memory
-from verl_ext.plan.memory import StepMemory, UpdatePhases
+from verl_ext.plan.memory import StepMemory, UpdatePhases, rollout_phase
 from verl_ext.plan.model_shape import BUILT_IN, ModelShape, ParameterGroup, empty_model, shape_of
 from verl_ext.plan.step_time import HARDWARE, Cluster, step_time
 from verl_ext.plan.workload import RankWorkload
 from verl_ext.trainer.config import ModelConfig
 from verl_ext.trainer.model import add_lora
-from verl_ext.trainer.stages import SFTConfig
+from verl_ext.trainer.stages import GRPOConfig, SFTConfig
 
 DIMENSIONS = {
     "hidden_size": 64,
@@ -324,3 +325,15 @@ def test_gathered_weights_and_gradients_are_held_in_full() -> None:
     assert sharded["loss, forward"]["communication"] == 0
     assert sharded["loss, forward"]["gradients"] == 4 * shape.shard_numel(2)
     assert phases["optimizer"] == sharded["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_gpu", "expected"), [(8, True, 8 << 20), (8, False, 4 << 20), (2, False, 2 << 20), (512, True, None)]
+)
+def test_weight_sync_holds_bucket_of_training_but_at_most_model(
+    setting: int, is_gpu: bool, expected: int | None
+) -> None:
+    shape = shape_of(Qwen2Config(**{**DIMENSIONS, "num_hidden_layers": 64}))
+    config = GRPOConfig(rollout=RolloutConfig(update_weights_bucket_megabytes=setting))
+    bucket = rollout_phase(config, shape, work(engine_bytes=4), 2, {}, is_gpu)["communication"] / 1.5
+    assert bucket == (expected or 4 * shape.numel)

@@ -288,14 +288,17 @@ def engine_shortage(config: GRPOConfig, shape: ModelShape, work: RankWorkload, d
     )
 
 
-def rollout_phase(config: GRPOConfig, shape: ModelShape, work: RankWorkload, num_ranks: int, engine: Parts) -> Parts:
+def rollout_phase(
+    config: GRPOConfig, shape: ModelShape, work: RankWorkload, num_ranks: int, engine: Parts, is_gpu: bool
+) -> Parts:
     """Return the parts of a rollout: trained weights, optimizer moments, engine, and a bucket of weights in transit."""
-    bucket = 0.0
+    sent = 0.0
     if config.rollout.engine == "vllm":
         largest = max(math.prod(each) for group in shape.groups for each in group.shapes) * work.engine_bytes
-        bucket = max(config.rollout.update_weights_bucket_megabytes * 2**20, largest) * (1 + 1 / num_ranks)
+        bucket = max(config.rollout.bucket_bytes(on_cpu=not is_gpu), largest)
+        sent = min(bucket, shape.numel * work.engine_bytes) * (1 + 1 / num_ranks)
     weights, trained = (work.master_bytes * each.shard_numel(num_ranks) for each in (shape, shape.trained))
-    return {"weights": weights, "optimizer": 2 * trained, **engine, "communication": bucket}
+    return {"weights": weights, "optimizer": 2 * trained, **engine, "communication": sent}
 
 
 def step_memory(
@@ -308,7 +311,7 @@ def step_memory(
         sleeps = config.rollout.free_cache_engine and device.is_gpu
         if config.rollout.engine == "vllm" and not sleeps:
             phases = {name: {**parts, **engine} for name, parts in phases.items()}
-        phases["rollout"] = rollout_phase(config, shape, work, num_ranks, engine)
+        phases["rollout"] = rollout_phase(config, shape, work, num_ranks, engine, device.is_gpu)
     if device.library_bytes or device.kept_share:
         for parts in phases.values():
             kept = device.kept_share * (parts.get("activations", 0) + parts.get("logits", 0))

@@ -24,7 +24,6 @@ from verl_ext.data.dataset import SampleDataset, sampled_digest
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import gather_results, local_world_size, on_every_rank, on_rank_zero, reduce_over_ranks
 from verl_ext.errors import UserError
-from verl_ext.grpo.config import RolloutConfig
 from verl_ext.grpo.guards import FLOAT32_GAP
 from verl_ext.grpo.hf_engine import HFEngine
 from verl_ext.grpo.metrics import sample_metrics, sample_rows, source_metrics, source_names, source_of
@@ -42,10 +41,6 @@ from verl_ext.trainer.model import build_model, disable_dropout, generation_conf
 from verl_ext.trainer.packed_attention import attend_within_samples, enable_packing
 from verl_ext.trainer.stages import GRPOConfig, RewardStageConfig
 from verl_ext.trainer.trainer import Metrics, PipelineTrainer
-
-MB = 1 << 20
-CPU_BUCKET_MB = 4
-"""Buckets that fit into a processor's cache take two thirds of the time of larger ones."""
 
 
 class RewardTrainer(PipelineTrainer):
@@ -341,7 +336,7 @@ class GRPOTrainer(RewardTrainer):
                 end_tokens=ends,
                 trust_remote_code=self.config.model.trust_remote_code,
             )
-        bucket = bucket_bytes(rollout, self.device_name)
+        bucket = rollout.bucket_bytes(on_cpu=self.device_name == "cpu")
         engine.weight_sync = WeightSync(self.model, engine.dtype, self.device_name, bucket)
         return engine
 
@@ -408,9 +403,3 @@ class GRPOTrainer(RewardTrainer):
 def prompts_of(items: Sequence[dict[str, Any]]) -> list[Prompt]:
     """Convert items of a `PromptDataset` to prompts."""
     return [Prompt(item["sample_id"], item["row"], item) for item in items]
-
-
-def bucket_bytes(rollout: RolloutConfig, device_name: str) -> int:
-    """Return the maximum bytes of weights in transit to the engine."""
-    megabytes = rollout.update_weights_bucket_megabytes
-    return (min(megabytes, CPU_BUCKET_MB) if device_name == "cpu" else megabytes) * MB
