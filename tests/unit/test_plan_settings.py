@@ -111,6 +111,8 @@ def test_grpo_counts_completions_and_updates() -> None:
     [
         (["data.train_batch_size=100"], 8, "set data.train_batch_size=104"),
         (["ulysses_sequence_parallel_size=2", "use_remove_padding=true"], 8, "size=2; plan with .*size=1"),
+        (["optim.optimizer=SGD"], 8, "optimizer torch.optim.SGD; plan with optim.optimizer=AdamW"),
+        (["optim.optimizer_impl=bitsandbytes.optim"], 8, "optimizer bitsandbytes.optim.AdamW; plan with"),
     ],
 )
 def test_rejects_unsupported_settings(overrides: list[str], gpus: int, says: str) -> None:

@@ -47,8 +47,6 @@ from verl_ext.verl_api import PrecisionType
 NUM_CHECKED_BATCHES = 64
 """Number of global batches whose micro-batches are compared, those with most tokens per micro-batch; assigning a batch
 takes about a millisecond."""
-PLANNED_OPTIMIZERS = (("torch.optim", "Adam"), ("torch.optim", "AdamW"))
-"""Module and class of optimizers with two moments per parameter."""
 LIBRARY_BYTES = 0.5 * GIB
 """Memory of a rank for libraries that it loads later, such as vLLM; 0.4 to 0.6 GiB in measured runs."""
 KEPT_SHARE = 0.75
@@ -66,8 +64,6 @@ def check_memory(config: RunConfig, dataset: Any, num_ranks: int, num_ranks_here
         num_ranks: number of all ranks.
         num_ranks_here: number of ranks on this machine.
     """
-    if (config.optim.optimizer_impl, config.optim.optimizer) not in PLANNED_OPTIMIZERS:
-        return
     try:
         free = process_memory().available / num_ranks_here
         plan = plan_with_data(config, dataset, num_ranks, num_ranks_here, free)

@@ -17,6 +17,8 @@ PlannedConfig = SFTConfig | GRPOConfig
 DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 UNSUPPORTED = {"model.fsdp_config.cpu_offload": False, "ulysses_sequence_parallel_size": 1}
 """Keys without formulas, and their only supported values."""
+PLANNED_OPTIMIZERS = ("torch.optim.Adam", "torch.optim.AdamW")
+"""Optimizers with formulas, which have two moments per parameter."""
 SEE_SUPPORTED = "see docs/guides/planning.md#accuracy"
 Attention = Literal["flash", "causal", "masked", "packed", "eager"]
 """flash-attention; sdpa with its causal kernel; sdpa with a full mask, for rows of unequal length; sdpa per sample over
@@ -186,7 +188,7 @@ def require_formulas(config: RunConfig) -> PlannedConfig:
     """Return the configuration if the plan has formulas for it.
 
     Raises:
-        UserError: the plan has no formulas for its stage or for a setting.
+        UserError: the plan has no formulas for its stage, its optimizer or another setting.
     """
     if not isinstance(config, SFTConfig | GRPOConfig):
         raise UserError(f"the planner does not support the stage {config.stage}; {SEE_SUPPORTED}")
@@ -195,6 +197,11 @@ def require_formulas(config: RunConfig) -> PlannedConfig:
         if value not in (None, supported):
             given, fixed = (str(each).lower() for each in (value, supported))
             raise UserError(f"the planner does not support {key}={given}; plan with {key}={fixed}")
+    if config.optim.class_name not in PLANNED_OPTIMIZERS:
+        raise UserError(
+            f"the planner does not support the optimizer {config.optim.class_name}; plan with optim.optimizer=AdamW "
+            "and optim.optimizer_impl=torch.optim"
+        )
     if isinstance(config, GRPOConfig) and config.actor.use_kl_loss:
         raise UserError("the planner does not support actor.use_kl_loss=true; plan with actor.use_kl_loss=false")
     return config
