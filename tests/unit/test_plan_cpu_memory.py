@@ -19,6 +19,7 @@ from verl_ext.data.dataset import TokenDataset
 from verl_ext.data.sampler import GlobalBatchSampler
 from verl_ext.files import GIB
 from verl_ext.hardware import Memory, cgroup_memory
+from verl_ext.metrics.run_record import RunRecord
 from verl_ext.plan import cpu_memory
 from verl_ext.plan.cpu_memory import check_memory, largest_of_samples, plan_with_data
 from verl_ext.plan.workload import packs
@@ -156,6 +157,24 @@ def test_largest_micro_batch_of_sft_is_that_of_the_epoch(changes: list[str]) -> 
     assert found.rows * found.row_tokens == max(sizes) and found.attention == ("packed" if packs(config) else "masked")
     assert found.num_micro_batches == max(len(rank) for ranks in epoch for rank in ranks)
     assert 0.3 < found.loss_tokens / found.logit_tokens < 0.6
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+@pytest.mark.usefixtures("free")
+def test_resumed_run_is_planned_in_precision_of_its_first_start(
+    has_units: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_memory, "has_bf16_units", lambda: has_units)
+    config = load_config("sft", ["recipe=smollm2_135m", f"trainer.default_local_dir={tmp_path / 'run'}"])
+    assert config.model.mixed_precision == "auto"
+
+    def compute_bytes() -> int:
+        return plan_with_data(config, long_tailed(80, 384), 2, 2, GIB).work.compute_bytes
+
+    assert compute_bytes() == (2 if has_units else 4)
+    record = RunRecord(tmp_path / "run")
+    record.start_attempt(first_step=0, world_size=2, total_steps=6, precision="fp32" if has_units else "bf16")
+    assert compute_bytes() == (4 if has_units else 2)
 
 
 def told(capsys: pytest.CaptureFixture[str], config: RunConfig, data: Any) -> str:

@@ -39,7 +39,7 @@ from verl_ext.plan.workload import (
     require_formulas,
     samples_per_update,
 )
-from verl_ext.trainer.device import has_bf16_units
+from verl_ext.trainer.device import auto_precision_on_cpus, has_bf16_units
 from verl_ext.trainer.fsdp import keeps_gathered
 from verl_ext.trainer.stages import GRPOConfig, RunConfig, SFTConfig
 from verl_ext.verl_api import PrecisionType
@@ -99,7 +99,7 @@ def plan_with_data(
     model = empty_model(model_config, settled.model)
     shape = shape_of(model_config, model)
     if settled.model.mixed_precision == "auto":
-        settled.model.mixed_precision = "bf16" if isinstance(settled, SFTConfig) and has_bf16_units() else "fp32"
+        settled.model.mixed_precision = auto_precision_on_cpus(settled, has_bf16_units())
     fsdp, precision = settled.model.fsdp_config, PrecisionType.to_dtype(settled.model.mixed_precision)
     fsdp.keep_gathered = keeps_gathered(fsdp, model, precision, "cpu")  # depends on the total memory, not the free one
     if isinstance(settled, GRPOConfig):

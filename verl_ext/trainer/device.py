@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from transformers.utils import is_flash_attn_2_available
@@ -96,15 +96,21 @@ def resolve_precision(config: RunConfig, device_name: str) -> torch.dtype:
     if setting != "auto" or config.stage != "sft" or device_name != "cpu":
         return pick_precision(setting, device_name)
     has_units = all(gather_results(has_bf16_units))
-    recorded = on_rank_zero(lambda: RunRecord(config.trainer.run_dir).read()["precision"])
-    if recorded is None:
-        return torch.bfloat16 if has_units else torch.float32
-    if recorded == "bf16" and not has_units:
+    precision = on_rank_zero(lambda: auto_precision_on_cpus(config, has_units))
+    if precision == "bf16" and not has_units:
         message = (
             "This run has used bf16 since its first start; this CPU has no native bf16 support, so steps are slower."
         )
         on_rank_zero(lambda: print_line(message, sys.stderr))
-    return PrecisionType.to_dtype(recorded)
+    return PrecisionType.to_dtype(precision)
+
+
+def auto_precision_on_cpus(config: RunConfig, has_units: bool) -> Literal["bf16", "fp32"]:
+    """Return what auto means on CPUs, see `resolve_precision`; `has_units`: whether they have bf16 units."""
+    if config.stage != "sft":
+        return "fp32"
+    recorded: Literal["bf16", "fp32"] | None = RunRecord(config.trainer.run_dir).read()["precision"]
+    return recorded or ("bf16" if has_units else "fp32")
 
 
 def autocast(precision: torch.dtype, device_name: str) -> Any:
