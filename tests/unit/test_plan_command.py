@@ -107,6 +107,16 @@ def test_memory_of_7b_grpo_recipe_matches_hand_calculation() -> None:
     assert set(plan.time.parts) == {"generation", "weights to the engine", "compute", "communication", "optimizer"}
 
 
+def test_generation_computes_prompt_of_group_once() -> None:
+    def generation_s(num_prompts: int, group_size: int) -> float:
+        words = f"data.train_batch_size={num_prompts}", f"rollout.n={group_size}"
+        return plan_7b(*words, recipe="qwen2.5_coder_7b_code", command="grpo").time.parts["generation"]
+
+    more_tokens = (128 - 64) / 8 * 2048  # on each GPU, in prompts of maximum length
+    seconds = 2 * SHAPE_7B.matmul_numel * more_tokens / (H100.flops * H100.compute_share)
+    assert generation_s(128, 4) - generation_s(64, 8) == pytest.approx(seconds)
+
+
 def test_engine_without_sleep_occupies_memory_in_update() -> None:
     asleep = plan_7b(recipe="qwen2.5_coder_7b_code", command="grpo")
     awake = plan_7b("rollout.free_cache_engine=false", recipe="qwen2.5_coder_7b_code", command="grpo")

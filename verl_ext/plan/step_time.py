@@ -241,8 +241,8 @@ def collectives_s(
 def generation_s(config: GRPOConfig, shape: ModelShape, work: RankWorkload, cluster: Cluster) -> float:
     """Seconds of generation: one forward pass for prompts; then each token reads all weights, keys and values.
 
-    See Pope et al. 2022 (arXiv 2211.05102), section 2. All completions have the mean length; their concurrency is
-    limited by the engine and its cache.
+    See Pope et al. 2022 (arXiv 2211.05102), section 2. Both engines compute the prompt of a group once. All completions
+    have the mean length; their concurrency is limited by the engine and its cache.
     """
     rollout, hardware = config.rollout, cluster.hardware
     tensor_parallel, length = rollout.tensor_model_parallel_size, work.tokens_per_sample
@@ -252,7 +252,7 @@ def generation_s(config: GRPOConfig, shape: ModelShape, work: RankWorkload, clus
     room = engine_parts(config, shape, work, cluster.gpus, hardware)[KV_CACHE] / token_bytes / length
     concurrent = max(min(in_engine, rollout.max_num_seqs * tensor_parallel, room), 1.0)
     flops_per_s = cluster.flops_per_s * tensor_parallel
-    prefill_s = 2 * shape.matmul_numel * in_engine * prompt / flops_per_s
+    prefill_s = 2 * shape.matmul_numel * in_engine / rollout.n * prompt / flops_per_s
     read = work.engine_bytes * shape.matmul_numel / tensor_parallel
     read += concurrent * (prompt + length) / 2 * token_bytes
     token_s = max(read / (hardware.memory_bandwidth * DECODE_SHARE), 2 * shape.matmul_numel * concurrent / flops_per_s)
