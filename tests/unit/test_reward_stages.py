@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -16,12 +17,14 @@ import torch
 
 from tests.helpers.data import write_questions
 from tests.helpers.vlms import write_model
+from verl_ext.checkpoint.manifest import read_complete
 from verl_ext.config.schema import set_at
 from verl_ext.controller.distribution import ConfigurationDistribution, num_uniforms
 from verl_ext.controller.latency import FEATURES, LatencyModel, ModeledLatency
 from verl_ext.controller.vlm import fingerprint, load_adapter, load_controller
 from verl_ext.distributed import build_meshes
-from verl_ext.errors import UserError
+from verl_ext.errors import Stop, UserError
+from verl_ext.metrics.csv_tables import EpochSums
 from verl_ext.metrics.jsonl import SAMPLES_FILE
 from verl_ext.trainer.budget import BudgetTrainer
 from verl_ext.trainer.device import resolve_device
@@ -227,6 +230,27 @@ def test_settings_of_answers_make_rewards_incomparable(
     controlled.load_checkpoint()
     assert controlled.best_reward == float("-inf")
     assert f"are not comparable, because of changes in {key}; best_model.pt" in capsys.readouterr().err
+
+
+def test_interrupted_end_of_epoch_is_repeated_until_saved(tmp_path: Path) -> None:
+    """Also if the run is killed after it has repeated the validation, but before it saves again."""
+
+    def start_run() -> BudgetTrainer:
+        return budget_trainer(tmp_path, "trainer.total_training_steps=4", "trainer.val_before_train=false")
+
+    trainer = start_run()
+    trainer.validate = Mock(side_effect=Stop("SIGTERM"))  # type: ignore[method-assign]
+    with pytest.raises(Stop, match="SIGTERM"):
+        trainer.fit()
+    for _ in range(2):
+        trainer = start_run()
+        assert trainer.global_step == 2 and trainer.owes_validation and trainer.epoch_sums.num_samples
+        trainer.training_step = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+        reward = read_complete(trainer.run_dir / "global_step_2").metrics["eval/reward_total_mean"]
+        assert trainer.epoch_sums == EpochSums()
+        assert trainer.best_reward == trainer.lr_scheduler.best == pytest.approx(reward)
 
 
 def test_validation_may_use_latency_of_training(controlled: BudgetTrainer) -> None:

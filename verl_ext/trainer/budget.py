@@ -272,6 +272,10 @@ class BudgetTrainer(RewardTrainer):
         if self.is_at_end_of_epoch:
             self.end_epoch(self.train_sampler.epoch)
 
+    def is_validated(self) -> bool:
+        """False at the end of an epoch: a repeated validation is in the manifest, but `end_epoch`'s changes are not."""
+        return not self.is_at_end_of_epoch and super().is_validated()
+
     def end_epoch(self, epoch: int) -> None:
         """Log the epoch and write the controller's weights; collective."""
         validation = EpochSums()

@@ -481,7 +481,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         }
 
     def is_validated(self) -> bool:
-        """Whether the checkpoint that this run resumed from has metrics of a validation."""
+        """Whether the checkpoint that this run resumed from has everything that its validation yields."""
         return self.checkpoint is not None and any(
             name.startswith(VALIDATION_METRICS) for name in Manifest.read(self.checkpoint).metrics
         )
