@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.trainer import make_trainer, small_config
+from tests.helpers.trainer import loss_and_gradients, make_trainer, small_config
 from verl_ext import hardware
 from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RunRecord
@@ -107,3 +107,24 @@ def test_trainer_uses_and_records_chosen_precision(quickstart: Path, tmp_path: P
     trainer.total_training_steps = 1
     trainer.fit()
     assert RunRecord(tmp_path / "run").read()["precision"] == "bf16"
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("keep_gathered", ["true", "false"])
+def test_bf16_weights_are_computed_with_in_fp32(keep_gathered: str, quickstart: Path, tmp_path: Path) -> None:
+    words = ("model.mixed_precision=fp32", f"model.fsdp_config.keep_gathered={keep_gathered}")
+    stored, computed = (
+        make_trainer(small_config(quickstart, tmp_path / dtype, *words, f"model.fsdp_config.model_dtype={dtype}"))
+        for dtype in ("bf16", "fp32")
+    )
+    assert {parameter.dtype for parameter in stored.model.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        for own, rounded in zip(computed.model.parameters(), stored.model.parameters()):
+            own.copy_(rounded)
+    micro_batch = next(iter(stored.train_dataloader)).micro_batches[0]
+    assert stored.token_loss.logits(micro_batch).dtype == torch.float32
+    stored.reshard_policy.reshard()
+    (loss, gradients), (expected_loss, expected) = map(loss_and_gradients, (stored, computed))
+    assert loss == expected_loss
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name].bfloat16()), name

@@ -26,6 +26,7 @@ from verl_ext.launch.preflight import check_questions, check_settings
 from verl_ext.trainer.stages import VLMSFTConfig, load_config
 from verl_ext.trainer.tokenizer import load_tokenizer
 from verl_ext.trainer.vlm_sft import VLMSFTTrainer
+from verl_ext.verl_api import PrecisionType
 
 TIERS = (256, 1024, 4096)
 MODEL, PROCESSOR = vlms.qwen3_vl_moe()
@@ -247,11 +248,14 @@ def test_rejects_settings_that_cannot_work(override: str, message: str, recipe: 
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_validation_step_sees_images(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_dtype", ["fp32", "bf16"])
+def test_validation_step_sees_images(model_dtype: str, recipe: Path, tmp_path: Path) -> None:
+    """It computes in fp32, also with weights in bf16."""
     config = config_of(
         recipe,
         f"model.partial_pretrain={vlms.write_model(tmp_path / 'model')}",
         "model.mixed_precision=fp32",
+        f"model.fsdp_config.model_dtype={model_dtype}",
         f"configurations.tier_sizes={list(TIERS)}",
         "configurations.topk_choices=[1,2,4]",
         "data.train_batch_size=2",
@@ -262,7 +266,8 @@ def test_validation_step_sees_images(recipe: Path, tmp_path: Path) -> None:
     train, _ = load_image_chats(config.data)
     trainer = VLMSFTTrainer(config, *build_meshes("cpu", 1), load_tokenizer(config), train, None)
     micro_batch = trainer.collator.micro_batch([train[0], train[1]])
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    stored_dtype = PrecisionType.to_dtype(model_dtype)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=stored_dtype).float().eval()
     with torch.no_grad():
         logits = model(**{name: tensor for name, tensor in micro_batch.items() if name != "loss_mask"}).logits
     predicts = micro_batch["loss_mask"][:, 1:].bool()

@@ -13,7 +13,7 @@ from verl_ext.distributed import gather_results, local_world_size
 from verl_ext.errors import UserError
 from verl_ext.hardware import process_memory
 from verl_ext.trainer.config import BYTES_OF_GRADIENT, GATHERED_SHARE, FSDPConfig, GatheringFSDPConfig
-from verl_ext.verl_api import apply_fsdp2, fsdp2_load_full_state_dict
+from verl_ext.verl_api import PrecisionType, apply_fsdp2, fsdp2_load_full_state_dict
 
 
 def shard(
@@ -36,7 +36,7 @@ def shard(
     """
     offload = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu") if config.cpu_offload else None
     arguments: dict[str, Any] = {"mesh": device_mesh, "reshard_after_forward": True}
-    if precision != torch.float32:
+    if {precision, PrecisionType.to_dtype(config.model_dtype)} != {torch.float32}:
         arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     if offload is not None:
         arguments["offload_policy"] = offload
