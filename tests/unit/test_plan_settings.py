@@ -39,6 +39,11 @@ def test_workload_of_7b_recipe_on_eight_gpus() -> None:
     assert work.logit_tokens == work.loss_tokens == 8192
 
 
+def test_weights_in_bf16_are_computed_with_in_configured_precision() -> None:
+    work = workload("model.fsdp_config.model_dtype=bf16", "model.mixed_precision=fp32")
+    assert (work.master_bytes, work.compute_bytes, work.reduce_bytes) == (2, 4, 4)
+
+
 def test_rank_with_less_than_micro_batch_processes_remainder() -> None:
     work = workload(gpus=128)
     assert (work.rows, work.num_micro_batches, work.attention) == (1, 1, "causal")

@@ -317,6 +317,4 @@ def number_bytes(config: PlannedConfig, device: DeviceSpec) -> tuple[int, int, i
     master, precision = DTYPE_BYTES[config.model.fsdp_config.model_dtype], config.model.mixed_precision
     if precision == "auto":
         precision = "bf16" if device.is_gpu else "fp32"
-    if precision == "fp32":
-        return master, master, master
     return master, DTYPE_BYTES[precision], DTYPE_BYTES["fp32"]
