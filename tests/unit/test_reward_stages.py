@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pandas as pd
 import pytest
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from tests.helpers.data import write_questions
 from tests.helpers.vlms import write_model
@@ -309,6 +310,23 @@ def test_prompts_are_shared_only_if_configured(quickstart: Path, tmp_path: Path)
         trajectories = trainer.step.rollout(prompts_of([trainer.train_dataset[0]]), 1, 4)
         micro_batch = trainer.policy.collate(trajectories)
         assert len(micro_batch["input_ids"]) == 1 and ("sample_lengths" in micro_batch) == (not shares)
+
+
+@pytest.mark.parametrize("dtypes", [("bf16", "fp32"), ("fp32", "bf16")])
+def test_adapters_with_reference_train_in_other_dtype(
+    dtypes: tuple[str, str], quickstart: Path, tmp_path: Path
+) -> None:
+    """The adapters are disabled for the reference's log-probabilities, then generation gathers the weights."""
+    words = [f"data.train_files={quickstart}/prompts.parquet", "data.val_files=null", "data.eval_every_steps=0"]
+    words += [f"model.partial_pretrain={quickstart}/model", f"trainer.default_local_dir={tmp_path}", *OF_ANY_RUN]
+    words += ["data.max_response_length=4", "reward.length_buffer=4", "rollout.engine=hf", "model.lora_rank=4"]
+    words += ["data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=2", "actor.use_kl_loss=true"]
+    words += [f"model.mixed_precision={dtypes[0]}", f"model.fsdp_config.model_dtype={dtypes[1]}"]
+    trainer = trainer_of(load_config("grpo", ["prepare=[]", *words]))
+    with trainer.build_reference()() as reference:
+        assert all(layer.disable_adapters for layer in reference.modules() if isinstance(layer, BaseTunerLayer))
+    trainer.fit()
+    assert trainer.global_step == 2 and trainer.guard.num_skipped == 0
 
 
 def test_evaluation_prompts_of_several_sources_are_measured_separately(quickstart: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
 from verl_ext.data.chat_template import stop_token_ids
@@ -346,13 +347,7 @@ class GRPOTrainer(RewardTrainer):
         if not config.actor.use_kl_loss:
             return None
         if config.model.uses_lora and config.model.lora_adapter_path is None:
-
-            @contextmanager
-            def without_adapters() -> Iterator[PreTrainedModel]:
-                with model.disable_adapter():
-                    yield model
-
-            return without_adapters
+            return lambda: without_adapters(model)
         self.require_same_reference()
         frozen = build_model(config, self.device_mesh, self.precision).eval()
         frozen.requires_grad_(False)
@@ -398,6 +393,23 @@ class GRPOTrainer(RewardTrainer):
     @property
     def max_decisions(self) -> int:
         return self.config.data.max_response_length
+
+
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Return a context in which a model with LoRA adapters computes without them.
+
+    peft's `disable_adapter` also changes `requires_grad`, but FSDP2 reads that of sharded parameters, and outside a
+    forward pass either the sharded or the gathered ones may be registered.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield model
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def prompts_of(items: Sequence[dict[str, Any]]) -> list[Prompt]:
