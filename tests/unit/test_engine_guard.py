@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +21,7 @@ from verl_ext.grpo.hf_engine import HFEngine
 from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
 from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy
-from verl_ext.grpo.vllm_engine import leave_to_trainer, remedy_of, require_free_memory
+from verl_ext.grpo.vllm_engine import _completion, leave_to_trainer, remedy_of, require_free_memory
 from verl_ext.vllm_setup import require_vllm_arguments
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -154,6 +155,12 @@ def test_memory_error_of_vllm_does_not_advise_another_engine(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert remedy_of(error).startswith(remedy)
+
+
+def test_non_finite_logits_of_vllm_advise_another_dtype() -> None:
+    output = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=math.nan)}], finish_reason="stop")
+    with pytest.raises(UserError, match="logits are not finite; set rollout.dtype=bfloat16 or float32"):
+        _completion(output)
 
 
 def test_unknown_engine_argument_is_rejected() -> None:

@@ -295,7 +295,7 @@ def test_non_finite_logits_are_reported(model: PreTrainedModel, pad: int, bad: f
     kept = weight.detach().clone()
     weight.data[3] = bad
     try:
-        with pytest.raises(UserError, match="logits are not finite; set rollout.dtype"):
+        with pytest.raises(UserError, match="logits are not finite; check its weights$"):
             generated(engine_of(model, pad), requests(5), replace(SAMPLING, temperature=temperature))
     finally:
         weight.data.copy_(kept)

@@ -24,6 +24,7 @@ from verl_ext.grpo.sampling import (
     RolloutEngine,
     SampleRequest,
     SamplingArgs,
+    require_finite,
     sample_tokens,
     seeded_uniforms,
 )
@@ -143,6 +144,7 @@ class HFEngine(RolloutEngine):
     def _completion(self, tokens: list[int], log_probs: torch.Tensor) -> Completion:
         ends = [position for position, token in enumerate(tokens) if token in self._eos]
         length = ends[0] + 1 if ends else len(tokens)
+        require_finite(log_probs[:length], "check its weights")
         return Completion(tuple(tokens[:length]), log_probs[:length], truncated=not ends)
 
 

@@ -58,9 +58,6 @@ class Completion:
         log_probs: (tokens,), float32; log-probability of each token at the temperature, without top_p and top_k.
         truncated: whether the completion reached `max_tokens`.
         text: decoded without special tokens.
-
-    Raises:
-        UserError: a log-probability is not finite, because the model's logits were not.
     """
 
     token_ids: tuple[int, ...]
@@ -68,12 +65,18 @@ class Completion:
     truncated: bool
     text: str = ""
 
-    def __post_init__(self) -> None:
-        # here and not at each token, where reading the result would make a GPU wait
-        if not bool(self.log_probs.isfinite().all()):
-            raise UserError(
-                "the model's logits are not finite; set rollout.dtype=bfloat16 or float32, or check its weights"
-            )
+
+def require_finite(log_probs: torch.Tensor, remedy: str) -> None:
+    """Refuse a completion whose log-probabilities are not finite, because the model's logits were not.
+
+    Engines check whole completions: reading the result at each token would make a GPU wait.
+
+    Args:
+        log_probs: (tokens,), those of the completion.
+        remedy: advice to the user.
+    """
+    if not bool(log_probs.isfinite().all()):
+        raise UserError(f"the model's logits are not finite; {remedy}")
 
 
 class RolloutEngine(ABC):

@@ -20,7 +20,7 @@ from verl_ext.distributed import is_failure_of_peer, is_sharded, on_rank_zero, s
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import format_bytes
 from verl_ext.grpo.config import RolloutConfig
-from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
+from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs, require_finite
 from verl_ext.model_files import config_of
 from verl_ext.vllm_setup import (
     is_memory_error,
@@ -348,8 +348,9 @@ def pick_rollout_dtype(wanted: str, on_gpu: bool) -> str:
 
 def _completion(output: Any) -> Completion:
     tokens = tuple(output.token_ids)
-    log_probs = [step[token].logprob for step, token in zip(output.logprobs, tokens)]
-    return Completion(tokens, torch.tensor(log_probs), truncated=output.finish_reason == "length")
+    log_probs = torch.tensor([step[token].logprob for step, token in zip(output.logprobs, tokens)])
+    require_finite(log_probs, "set rollout.dtype=bfloat16 or float32, or check its weights")
+    return Completion(tokens, log_probs, truncated=output.finish_reason == "length")
 
 
 # The trained weights: sharded parameters to full tensors, bucket by bucket
