@@ -12,7 +12,7 @@ from eval_pipeline.judge import JudgeClient, JudgeConfig, ResourceLimits
 from tests.helpers.grpo import MAX_TOKENS
 from verl_ext.config.schema import keys, without_effect
 from verl_ext.errors import UserError
-from verl_ext.grpo.config import CPU_BUCKET_MB, RewardConfig, RolloutConfig
+from verl_ext.grpo.config import CPU_BUCKET_MB, OWN_VLLM_ARGUMENTS, RewardConfig, RolloutConfig
 from verl_ext.grpo.rewards import text_environment
 from verl_ext.grpo.rewards.check import check_reward_settings
 from verl_ext.grpo.vllm_engine import _arguments
@@ -70,6 +70,30 @@ def test_vllm_gets_rollout_settings() -> None:
     names = ["gpu_memory_utilization", "max_num_seqs", "dtype", "tensor_parallel_size", "swap_space"]
     assert [found[name] for name in names] == [0.3, 11, "float16", 2, 1]
     assert found["enable_sleep_mode"] and found["enforce_eager"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("gpu_memory_utilization", "set rollout.gpu_memory_utilization"),
+        ("tensor_parallel_size", "set rollout.tensor_model_parallel_size"),
+        ("max_model_len", "set data.max_prompt_length and data.max_response_length"),
+        ("logprobs_mode", "remove it"),
+    ],
+)
+def test_vllm_arguments_that_engine_sets_are_rejected(name: str, fix: str) -> None:
+    with pytest.raises(UserError, match=f"^rollout.vllm.{name} is set elsewhere; {fix}"):
+        config_with(f"rollout.vllm.{name}=1")
+    assert config_with("rollout.vllm.max_num_batched_tokens=4096").rollout.vllm == {"max_num_batched_tokens": 4096}
+
+
+def test_no_vllm_argument_is_silently_overridden() -> None:
+    default = _arguments(RolloutConfig(), on_gpu=True, releases_memory=True, small={})
+    given = RolloutConfig(vllm=dict.fromkeys(default, "given"))
+    found = _arguments(given, on_gpu=True, releases_memory=True, small={})
+    overridden = {name for name, value in found.items() if value != "given"}
+    of_model = {"model", "max_model_len", "trust_remote_code", "logits_processors"}  # set by `VLLMRolloutEngine`
+    assert overridden | of_model == OWN_VLLM_ARGUMENTS.keys()
 
 
 SMALL = {

@@ -20,6 +20,25 @@ VLLM = ("rollout.engine=vllm",)
 CPU_BUCKET_MB = 4
 """Buckets that fit into a processor's cache take two thirds of the time of larger ones."""
 
+_FIXED = "remove it, because training depends on the value that the engine sets"
+OWN_VLLM_ARGUMENTS = {
+    "model": "set model.partial_pretrain",
+    "trust_remote_code": "set model.trust_remote_code",
+    "max_model_len": "set data.max_prompt_length and data.max_response_length",
+    "dtype": "set rollout.dtype",
+    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
+    "tensor_parallel_size": "set rollout.tensor_model_parallel_size",
+    "enable_sleep_mode": "set rollout.free_cache_engine",
+    "load_format": _FIXED,
+    "skip_tokenizer_init": _FIXED,
+    "logits_processors": _FIXED,
+    "logprobs_mode": _FIXED,
+    "async_scheduling": _FIXED,
+    "distributed_executor_backend": _FIXED,
+    "cpu_distributed_timeout_seconds": _FIXED,
+}
+"""Arguments of vllm.LLM that `VLLMRolloutEngine` sets, and how to change them."""
+
 
 @dataclass(kw_only=True)
 class DynamicSamplingConfig:
@@ -193,6 +212,12 @@ class RolloutConfig(GroupConfig):
         512, "Bucket size of a weight sync, in MB; capped at 4 MB on CPUs", ge=1, needs=VLLM
     )
     vllm: dict[str, Any] = setting({}, "Arguments of vllm.LLM", needs=VLLM)
+
+    def check(self) -> None:
+        """Refuse arguments of vLLM that the engine would override."""
+        for name in self.vllm:
+            if name in OWN_VLLM_ARGUMENTS:
+                raise UserError(f"rollout.vllm.{name} is set elsewhere; {OWN_VLLM_ARGUMENTS[name]}")
 
     def bucket_bytes(self, on_cpu: bool) -> int:
         """Return the maximum bytes of weights in transit to the engine."""
