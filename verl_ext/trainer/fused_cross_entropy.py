@@ -18,7 +18,7 @@ from verl_ext.trainer.device import autocast
 
 LogitGradients = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """Given a chunk's logits and labels, returns the summed loss, the logits' gradients times sums, and these sums."""
-LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
+LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Largest accepted difference from the loss of the rounded logits, in nats per token."""
 
 
