@@ -21,7 +21,13 @@ from verl_ext.grpo.hf_engine import HFEngine
 from verl_ext.grpo.protocols import Prompt, Trajectory
 from verl_ext.grpo.sampling import Completion, RolloutEngine, SampleRequest, SamplingArgs
 from verl_ext.grpo.token_policy import TokenBatcher, TokenPolicy
-from verl_ext.grpo.vllm_engine import _completion, leave_to_trainer, remedy_of, require_free_memory
+from verl_ext.grpo.vllm_engine import (
+    VLLMRolloutEngine,
+    _completion,
+    leave_to_trainer,
+    remedy_of,
+    require_free_memory,
+)
 from verl_ext.vllm_setup import require_vllm_arguments
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -155,6 +161,28 @@ def test_memory_error_of_vllm_does_not_advise_another_engine(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert remedy_of(error).startswith(remedy)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_weight_sync_on_gpus_ends_with_weights_that_attention_derives(on_gpu: bool) -> None:
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    class LatentAttention(AttentionLayerBase, torch.nn.Module):
+        get_attn_backend = get_kv_cache_spec = None
+
+        def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+            self.derived = model[0].weight.to(dtype).T
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), LatentAttention())
+    engine: Any = VLLMRolloutEngine.__new__(VLLMRolloutEngine)
+    engine.dtype, engine._packs, engine._is_reloading, engine._missing = torch.bfloat16, not on_gpu, False, set()
+    engine._llm = SimpleNamespace(apply_model=lambda function: [function(model)])
+    engine._engine = SimpleNamespace(reset_prefix_cache=lambda: None)
+    engine.finish_weight_sync()
+    # on CPUs, vLLM does this at the end of a reload
+    assert hasattr(model[1], "derived") == on_gpu
+    if on_gpu:
+        torch.testing.assert_close(model[1].derived, model[0].weight.detach().bfloat16().T)
 
 
 def test_non_finite_logits_of_vllm_advise_another_dtype() -> None:

@@ -70,6 +70,8 @@ def test_vllm_gets_rollout_settings() -> None:
     names = ["gpu_memory_utilization", "max_num_seqs", "dtype", "tensor_parallel_size", "swap_space"]
     assert [found[name] for name in names] == [0.3, 11, "float16", 2, 1]
     assert found["enable_sleep_mode"] and found["enforce_eager"]
+    # its kernels use the layout in which weights are sent
+    assert found["moe_backend"] == "triton"
 
 
 @pytest.mark.parametrize(

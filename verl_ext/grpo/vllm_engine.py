@@ -199,6 +199,8 @@ class VLLMRolloutEngine(RolloutEngine):
                     f"vLLM's class for this model does not update the weights of {', '.join(stale[:3])} on CPUs; set "
                     "rollout.engine=hf"
                 )
+        elif not self._packs:
+            self._llm.apply_model(lambda model: process_attention_weights(model, self.dtype))
         # a model class whose names do not match would generate with random weights
         if self._missing:
             raise UserError(
@@ -272,6 +274,16 @@ def leave_to_trainer(model: torch.nn.Module) -> None:
             kind.do_not_compile = True
 
 
+def process_attention_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Recompute what attention layers derive from weights, such as the projections of multi-head latent attention."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    with torch.no_grad():
+        for module in model.modules():
+            if is_deferred_attention_layer(module):
+                module.process_weights_after_loading(dtype)
+
+
 def _begin_reload(model: torch.nn.Module) -> None:
     """Let vLLM collect weights until a layer is complete, then load and pack the layer as at startup.
 
@@ -320,6 +332,8 @@ def _arguments(rollout: RolloutConfig, on_gpu: bool, releases_memory: bool, smal
         "use_tqdm_on_load": False,
         # the samples of a group share only full blocks, which have 128 tokens on CPUs by default
         "block_size": None if on_gpu else 32,
+        # FlashInfer's kernels, the default on Blackwell, reorder the experts' weights at startup only
+        "moe_backend": "triton" if on_gpu else "auto",
         **rollout.vllm,
         "skip_tokenizer_init": True,
         "load_format": "dummy",
