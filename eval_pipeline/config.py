@@ -49,7 +49,7 @@ class TiersConfig:
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """`sampling`: how answers are sampled. The defaults are the protocol EVAL@1."""
+    """`sampling`: how answers are sampled. The defaults are greedy decoding of one answer per problem."""
 
     temperature: float = setting(0.0, "Temperature; 0 is greedy", ge=0)
     top_p: float = setting(1.0, "Nucleus sampling threshold", gt=0, le=1)

@@ -27,8 +27,8 @@ recipe. `--print-config` prints the result without starting a run:
 bash run_sft.sh 2 recipe=quickstart optim.lr=1e-4 '~data.val_files' --print-config
 ```
 
-`key=value` sets a key, `~key` sets it to null, and `+key=value` adds a key that is not listed here. Without `+`, an
-unknown key is an error that names the closest known one. Values of the wrong type or out of range are errors too.
+`key=value` sets a key, `~key` sets it to null, and `+key=value` adds a key that only your own code reads. Without `+`,
+an unknown key is an error that names the closest known one. Values of the wrong type or out of range are errors too.
 
 A recipe selects its stage with the key `stage`:
 
@@ -161,7 +161,10 @@ def section_table(by_name: Mapping[str, Mapping[str, Key]], stages: list[str]) -
         )
         for name, having in by_name.items()
     ]
-    sentences = [f"Stages: {common}." if stages and common != "all" else "", f"Values are {usual}." if usual else ""]
+    sentences = [
+        f"Stages: {common}." if stages and common != "all" else "",
+        f"Values are {usual} unless the table shows another type." if usual else "",
+    ]
     paragraph = " ".join(filter(None, sentences))
     return "\n\n".join(filter(None, [paragraph, markdown_table(("key", "default, values", "description"), rows)]))
 

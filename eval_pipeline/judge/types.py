@@ -170,12 +170,12 @@ _TEST_SHARE = 0.8
 class ResourceLimits:
     """`judge.limits`: resource limits of one test."""
 
-    cpu_s: float = setting(30.0, "CPU time per test", gt=0)
-    wall_s: float = setting(30.0, "Wall-clock time per test, with one retry", gt=0)
-    memory_mb: int = setting(1024, "Memory of all processes, address space of each", ge=1)
+    cpu_s: float = setting(30.0, "CPU seconds per test", gt=0)
+    wall_s: float = setting(30.0, "Wall-clock seconds per test; retried once unless the test only waited", gt=0)
+    memory_mb: int = setting(1024, "Memory of all processes together, and address space of each, in MB", ge=1)
     num_processes: int = setting(64, "Processes and threads of an answer", ge=1)
-    file_mb: int = setting(16, "Size of files and of the temporary directory", ge=1)
-    output_mb: float = setting(4.0, "Standard output and standard error, each", gt=0)
+    file_mb: int = setting(16, "Size of each file, and of the temporary directory, in MB", ge=1)
+    output_mb: float = setting(4.0, "Standard output and standard error, each, in MB", gt=0)
 
     @property
     def test_cpu_s(self) -> float:

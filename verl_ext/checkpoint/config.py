@@ -35,7 +35,7 @@ class CheckpointConfig:
     )
     load_contents: list[Content] = setting(
         "${trainer.checkpoint.save_contents}",
-        "What to load from the checkpoint that the run starts from",
+        "Contents to load from the checkpoint at which the run first starts; later starts load all",
     )
     async_save: bool = setting(False, "Write in the background; training waits only for a copy")
     export: ExportConfig = section(ExportConfig)

@@ -52,7 +52,7 @@ class ResumeConfig(Protocol):
 
 
 def agree_on_checkpoint(config: ResumeConfig, optimizer: str) -> Path | None:
-    """Choose the newest undamaged checkpoint, and print it in verl's words; collective.
+    """Choose the newest undamaged checkpoint, and print verl's message `Found checkpoint: ...`; collective.
 
     Raises:
         UserError: see `find_checkpoint` and `require_same_optimizer`.

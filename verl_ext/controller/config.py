@@ -39,7 +39,7 @@ class ControllerConfig:
     topk_choices: list[int] = setting(
         [4, 5, 6, 7, 8], "Experts per token, the pretrained top-k last; [] without experts"
     )
-    hidden: int = setting(256, "Hidden size", ge=1)
+    hidden: int = setting(256, "Hidden size of the controller's perceptron", ge=1)
     dropout: float = setting(0.1, "Dropout during updates", ge=0, le=0.99)
     importance_file: str | None = setting(None, "Output of `verl_ext.controller.importance`")
     init_from: str | None = setting(

@@ -53,8 +53,10 @@ class DataConfig:
         ge=1,
     )
     micro_batch_size: int | None = unused(None, "verl dropped it; set data.micro_batch_size_per_gpu")
-    micro_batch_size_per_gpu: int = setting(4, "Samples per forward pass (budget: configurations)", ge=1)
-    num_workers: int = setting(0, "DataLoader workers per rank; 0 suffices", ge=0, le=256)
+    micro_batch_size_per_gpu: int = setting(
+        4, "Samples per forward pass (sft with packing: see `max_tokens_per_gpu`; budget: configurations)", ge=1
+    )
+    num_workers: int = setting(0, "DataLoader workers per rank; 0: a thread of the rank loads", ge=0, le=256)
     use_shm: bool = unused(False, "the data is always in memory")
     max_length: int = setting(1024, "Maximum tokens per sample", ge=1)
 
@@ -112,7 +114,9 @@ class ChatDataConfig(TextDataConfig):
     prompt_dict_keys: list[str] | None = setting(None, "Keys to the prompt in a nested column")
     response_dict_keys: list[str] | None = setting(None, "The same for the response")
     multiturn: MultiturnConfig = section(MultiturnConfig)
-    truncation: Literal["error", "left", "right"] = setting("error", "Reject longer samples, or truncate one side")
+    truncation: Literal["error", "left", "right"] = setting(
+        "error", "error: reject longer samples; right: drop tokens at the end; left: drop tokens at the start"
+    )
     balance_dp_token: bool = setting(False, "No effect: the loss is always the global token mean")
     custom_cls: CustomClassConfig = section(CustomClassConfig)
     packing: Literal["auto"] | bool = setting(
@@ -165,10 +169,10 @@ class ChatDataConfig(TextDataConfig):
 class EvaluatedDataConfig(DataConfig):
     """`data` of the stages that evaluate rewards at intervals."""
 
-    eval_split: Literal["test", "train"] = setting("test", "Split to evaluate")
-    eval_batches: int = setting(1, "Batches per evaluation", ge=0, also=ALL)
+    eval_split: Literal["test", "train"] = setting("test", "Data to evaluate; train: the first training rows")
+    eval_batches: int = setting(1, "Batches of `data.train_batch_size` per evaluation", ge=0, also=ALL)
     eval_every_steps: int = setting(
-        0, "Steps between evaluations; also after the last step (budget: of each epoch)", ge=1, also=(0, "never")
+        0, "Evaluate after every N steps, and after the last step (budget: of each epoch)", ge=1, also=(0, "never")
     )
 
 
@@ -251,11 +255,13 @@ class QuestionDataConfig(ImageDataConfig, EvaluatedDataConfig):
         "Samples per step over all ranks (grpo: prompts, budget: questions)",
         ge=1,
     )
-    micro_batch_size_per_gpu: int = setting(64, "Samples per forward pass (budget: configurations)", ge=1)
-    eval_batches: int = setting(-1, "Batches per evaluation", ge=1, also=ALL)
+    micro_batch_size_per_gpu: int = setting(
+        64, "Samples per forward pass (sft with packing: see `max_tokens_per_gpu`; budget: configurations)", ge=1
+    )
+    eval_batches: int = setting(-1, "Batches of `data.train_batch_size` per evaluation", ge=1, also=ALL)
     eval_every_steps: int = setting(
         -1,
-        "Steps between evaluations; also after the last step (budget: of each epoch)",
+        "Evaluate after every N steps, and after the last step (budget: of each epoch)",
         ge=1,
         also=(-1, "the epochs' ends"),
     )

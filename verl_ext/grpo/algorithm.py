@@ -33,7 +33,7 @@ UNBOUNDED_LOSSES = ("clip_cov", "kl_cov", "geo_mean")
 
 
 def has_signal(rewards: Sequence[float | None]) -> bool:
-    """Whether the rewards of a group, except None, differ by more than rounding, unlike 0.1 + 0.2 and 0.3."""
+    """Whether the rewards of a group, except None, differ by more than rounding errors, such as that of 0.1 + 0.2."""
     known = [reward for reward in rewards if reward is not None]
     return bool(known) and max(known) - min(known) > ROUNDING_ERROR * max(map(abs, known))
 

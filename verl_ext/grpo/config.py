@@ -62,10 +62,12 @@ class AlgorithmConfig:
     """`algorithm`: from rewards to advantages."""
 
     adv_estimator: str = unused(
-        "grpo", "GRPO is the only one; set algorithm.norm_adv_by_std_in_grpo=false for Dr. GRPO"
+        "grpo",
+        "GRPO is the only one; for Dr. GRPO, set algorithm.norm_adv_by_std_in_grpo=false and "
+        "actor.loss_agg_mode=seq-mean-token-sum-norm",
     )
     use_kl_in_reward: bool = unused(False, "set actor.use_kl_loss")
-    norm_adv_by_std_in_grpo: bool = setting(True, "Normalize advantages by group; false is Dr. GRPO")
+    norm_adv_by_std_in_grpo: bool = setting(True, "Divide advantages by the standard deviation of the group's rewards")
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
 
     # The step reads this, but only `TokenAlgorithmConfig` has keys for it; without an annotation it is not a field.
@@ -232,7 +234,9 @@ class RewardConfig:
     functions: list[str] = setting(
         ["reward_correct"], "NAME, path.py:function or package.module:function, with optional *WEIGHT"
     )
-    time_limit_s: float = setting(10.0, "Time limit of a custom function call", ge=1e-3)
+    time_limit_s: float = setting(
+        10.0, "Seconds per call of a path.py:function; package.module:function has no limit", ge=1e-3
+    )
     length_buffer: int = setting(
         64, "Tokens before the length limit over which length_penalty falls from 0 to -1", ge=1
     )

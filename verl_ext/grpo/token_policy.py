@@ -73,9 +73,10 @@ class TokenPolicy(Policy):
 
     @contextmanager
     def sampling(self, version: int) -> Iterator[Metrics]:
-        """After an error other than `Stop`, the engine stays as it is.
+        """Sync the weights; release the engine's memory at the end of the block.
 
-        It may be dead, or only this rank may have failed.
+        After an error other than `Stop`, it is not released, because the engine may be dead, or only this rank may have
+        failed.
         """
         metrics = self._engine.sync_weights(version)
         try:

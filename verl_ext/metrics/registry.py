@@ -274,7 +274,7 @@ _EVALUATION = Section(
         {
             "num_problems": ("problem", "Problems in the dataset."),
             "exec_success_rate": ("1", "Fraction of answers that ran: `success` and `wrong_answer`."),
-            "accepted_at_1": ("1", "Fraction of answers that solve their problem."),
+            "accepted_at_1": ("1", "Fraction of answers that solve their problem: pass@1."),
             "num_samples": ("answer", "Answers per problem, if more than one."),
             "pass_at_<k>": ("1", "Unbiased pass@k, with several answers per problem."),
             "pass_ratio_{mean,p50,p90}": ("1", "Fraction of tests passed: mean and percentiles over problems."),

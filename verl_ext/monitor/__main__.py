@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None uses the arguments of the process.
 
     Raises:
-        SystemExit: with code 2 after bad input and 75 after a stop, each explained on standard error.
+        SystemExit: with code 2 after bad input and, for `plot`, 75 after a stop; standard error explains it.
     """
     with clean_exit():
         arguments = build_parser().parse_args(argv)

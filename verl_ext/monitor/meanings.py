@@ -79,7 +79,7 @@ CHINESE_MEANINGS = {
     "Fraction of configurations whose result for the sample was cached.": "该样本的结果已缓存的配置比例。",
     "Problems in the dataset.": "数据集的题数。",
     "Fraction of answers that ran: `success` and `wrong_answer`.": "能运行的答案比例：`success` 与 `wrong_answer`。",
-    "Fraction of answers that solve their problem.": "解出题目的答案比例。",
+    "Fraction of answers that solve their problem: pass@1.": "解出题目的答案比例：pass@1。",
     "Answers per problem, if more than one.": "每题的答案数（多于一个时）。",
     "Unbiased pass@k, with several answers per problem.": "每题有多个答案时的无偏 pass@k。",
     "Fraction of tests passed: mean and percentiles over problems.": "通过的测试比例：各题的均值与分位数。",

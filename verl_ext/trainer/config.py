@@ -81,7 +81,9 @@ class ModelConfig:
     partial_pretrain: str | None = setting(None, "Initial model: directory or Hub name")
     use_shm: bool = setting(False, "Load the model through shared memory")
     fsdp_config: FSDPConfig = section(FSDPConfig)
-    external_lib: str | None = setting(None, "Module to import first")
+    external_lib: str | None = setting(
+        None, "Python module to import before the model is loaded, such as one that registers its architecture"
+    )
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations to save memory")
     trust_remote_code: bool = setting(False, "Run the model's own code")
     lora_rank: int = setting(0, "LoRA rank; 0 trains the full model", ge=0)
@@ -91,7 +93,8 @@ class ModelConfig:
     use_liger: bool = setting(False, "Use Liger kernels; on GPUs also for `fused_loss`")
     strategy: str = setting("fsdp2", "Sharding strategy; only fsdp2")
     attn_implementation: Attention = setting(
-        "auto", "Attention kernel; auto: flash-attention if installed, in bf16 on GPUs; else sdpa"
+        "auto",
+        "Attention kernel; auto: flash-attention if installed, in bf16 on GPUs; else sdpa; eager if the model needs it",
     )
     mixed_precision: Literal["auto", "bf16", "fp32"] = setting(
         "auto", "dtype of the forward pass; auto: bf16 where supported, but on CPUs fp32 except in the stage sft"
@@ -127,7 +130,7 @@ class RewardModelConfig(ModelConfig):
 
     sft_run: str | None = setting(
         None,
-        "SFT run to start from: its best checkpoint, else its newest (budget: its newest export)",
+        "SFT run to start from: its best checkpoint if evaluated, else its newest export (budget: its newest export)",
     )
 
 
@@ -194,8 +197,8 @@ class OptimConfig:
     lr_warmup_steps: int | None = setting(-1, "Warmup steps; ≥0 overrides the ratio", ge=-1)
     min_lr_ratio: float | None = setting(0.0, "Final learning rate, as a fraction of the peak", ge=0, le=1)
     num_cycles: float = setting(0.5, "Cosine cycles; 0.5 ends at the minimum", ge=0)
-    total_training_steps: int = setting(-1, "Schedule length; -1: all epochs, or the run if longer")
-    override_optimizer_config: dict[str, Any] | None = setting(None, "Optimizer arguments")
+    total_training_steps: int = setting(-1, "Steps of the schedule; -1: all epochs, or the run if longer")
+    override_optimizer_config: dict[str, Any] | None = setting(None, "Further arguments of the optimizer class")
     lr_scheduler_type: str = unused("constant", "set optim.lr_scheduler")
     warmup_style: str | None = unused(None, "set optim.lr_scheduler")
     _target_: str = unused("verl.workers.config.FSDPOptimizerConfig", "set optim.optimizer and optim.optimizer_impl")
@@ -311,16 +314,23 @@ class TrainerConfig:
     experiment_name: str = setting("test", "Run name in paths and trackers", nonempty=True)
     total_epochs: int = setting(4, "Passes over the data", ge=1)
     total_training_steps: int | None = setting(
-        None, "Last step; lengthens the schedule only beyond all epochs", ge=1, null="all epochs"
+        None, "Step at which the run ends; lengthens the schedule only beyond all epochs", ge=1, null="all epochs"
     )
     logger: list[str] = setting(["console", "wandb"], "Backends of verl's Tracking, such as tensorboard")
     wandb_proxy: str | None = setting(None, "HTTPS proxy for W&B", nonempty=True, null="HTTPS_PROXY, if it is set")
     seed: int = setting(42, "Seed of initialization, dropout and data order", ge=0, le=2**31 - 1)
-    save_freq: int = setting(-1, "Steps between checkpoints; -1: only the last step. A stopped run also saves")
-    test_freq: int = setting(-1, "Steps between validations; -1: only the last step")
+    save_freq: int = setting(
+        -1,
+        "Steps between checkpoints; the last step (budget: of each epoch) and a stopped run also save; -1: only those",
+    )
+    test_freq: int = setting(
+        -1, "Steps between validations; the last step (budget: of each epoch) validates too; -1: only that"
+    )
     nnodes: int = setting(1, "Nodes; set by NNODES")
     n_gpus_per_node: int = setting(8, "Ranks per node; set by the first argument")
-    max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep", ge=1, null="all")
+    max_ckpt_to_keep: int | None = setting(
+        None, "Newest checkpoints to keep, besides the best, the selected and the protected ones", ge=1, null="all"
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = setting(
         "auto", "auto: the newest checkpoint; disable: step 0; resume_path: resume_from_path"
     )
@@ -373,10 +383,12 @@ class RewardTrainerConfig(TrainerConfig):
 
     test_freq: int = setting(
         "${data.eval_every_steps}",
-        "Steps between validations; -1: only the last step",
+        "Steps between validations; the last step (budget: of each epoch) validates too; -1: only that",
     )
-    log_samples_every: int = setting(10, "Steps between sample tables", ge=1, also=(0, "never"))
-    samples_per_table: int = setting(8, "Rows of a sample table; in training, rounded up to complete groups", ge=1)
+    log_samples_every: int = setting(
+        10, "Steps between training samples in samples.jsonl; 0 also omits evaluation samples", ge=1, also=(0, "never")
+    )
+    samples_per_table: int = setting(8, "Samples to write each time; in training, rounded up to complete groups", ge=1)
 
 
 @dataclass(kw_only=True)

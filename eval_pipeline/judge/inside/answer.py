@@ -27,7 +27,7 @@ _MESSAGE_CHARS = 500
 def run(
     limits: list[tuple[int, tuple[int, int]]], kind: str, files: confinement.Files, directory: str, jail: Any
 ) -> None:
-    """Become the answer; does not return.
+    """Replace this process by the answer's program; does not return.
 
     Args:
         limits: see `confinement.resource_limits`.
