@@ -56,7 +56,7 @@ class DataConfig:
     micro_batch_size_per_gpu: int = setting(
         4, "Samples per forward pass (sft with packing: see `max_tokens_per_gpu`; budget: configurations)", ge=1
     )
-    num_workers: int = setting(0, "DataLoader workers per rank; 0: a thread of the rank loads", ge=0, le=256)
+    num_workers: int = setting(0, "DataLoader workers per rank; 0: load in a thread of the rank", ge=0, le=256)
     use_shm: bool = unused(False, "the data is always in memory")
     max_length: int = setting(1024, "Maximum tokens per sample", ge=1)
 
