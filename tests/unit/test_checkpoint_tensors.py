@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.core_model_loading import Chunk, Concatenate, Interleave, Transpose, WeightConverter
 
+from verl_ext.checkpoint import staging
 from verl_ext.checkpoint.hf_export import ExportedWeights, create_files, layout_of
 from verl_ext.checkpoint.hf_tensors import ExportedTensor, exported_tensors, plain_name, plan_to_json
 from verl_ext.checkpoint.load import load_model
@@ -33,7 +34,7 @@ from verl_ext.checkpoint.manifest import MODEL, PLAN, shard_name
 from verl_ext.checkpoint.rebuild import export_from_shards
 from verl_ext.checkpoint.save import FileWriter, bytes_of, require_space, sync_and_digest, warn_if_next_will_not_fit
 from verl_ext.checkpoint.shards import ShardFiles
-from verl_ext.checkpoint.staging import CpuStager, HostMemory
+from verl_ext.checkpoint.staging import CpuStager, HostMemory, cuda_runtime
 from verl_ext.distributed import shard_rows, to_local
 from verl_ext.errors import UserError
 
@@ -152,21 +153,35 @@ def test_staged_tensors_are_saved_without_their_neighbors(tmp_path: Path) -> Non
 def test_exactly_staged_bytes_are_pinned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """CUDA's functions are mocked; if pinning fails, the copies are in pageable memory."""
+    """CUDA's functions are mocked; if pinning fails, the copies are in pageable memory and the error is cleared."""
     calls: list[tuple[str, int]] = []
+    last_error = [0]
+
+    def register(address: int, size: int, flags: int) -> int:
+        calls.append(("pin", size))
+        last_error[0] = code
+        return code
+
     cudart = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: calls.append(("pin", size)) or code,
-        cudaHostUnregister=lambda address: calls.append(("unpin", address)),
+        cudaHostRegister=register, cudaHostUnregister=lambda address: calls.append(("unpin", address))
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    runtime = SimpleNamespace(cudaGetLastError=lambda: last_error.__setitem__(0, 0))
+    monkeypatch.setattr(staging, "cuda_runtime", lambda: runtime)
     memory = HostMemory(1000, is_pinned=True)
     tensor = memory.tensor(64, torch.Size([3]), torch.float32).copy_(torch.arange(3))
     assert tensor.tolist() == [0, 1, 2] and calls == [("pin", 1000)]
     assert ("cannot be pinned" in capsys.readouterr().err) == (code != 0)
+    assert last_error == [0]
     memory.release()
     memory.release()
     assert [name for name, _ in calls] == (["pin", "unpin"] if code == 0 else ["pin"])
     assert tensor.tolist() == [0, 1, 2]
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs torch's CUDA build, but no GPU")
+def test_cuda_runtime_has_unbound_function() -> None:
+    assert isinstance(cuda_runtime().cudaGetLastError(), int)
 
 
 def model_of(kind: str) -> PreTrainedModel:

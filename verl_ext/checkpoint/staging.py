@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from typing import Any
 
@@ -82,6 +83,7 @@ class HostMemory:
             code = int(torch.cuda.cudart().cudaHostRegister(self._address, num_bytes, 1))
             self._is_pinned = code == 0
             if code:
+                cuda_runtime().cudaGetLastError()  # clears the error, which the next kernel launch would raise
                 warn(f"{format_bytes(num_bytes)} of memory cannot be pinned (CUDA error {code}), so saves block longer")
 
     def tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -97,6 +99,11 @@ class HostMemory:
     @property
     def _address(self) -> int:
         return self.tensor(0, torch.Size([1]), torch.uint8).data_ptr()
+
+
+def cuda_runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch uses, because `torch.cuda.cudart` binds only some of its functions."""
+    return ctypes.CDLL(torch._C.__file__)  # also finds functions of the libraries that it depends on
 
 
 def _identity_of(tensor: torch.Tensor) -> tuple[int, torch.Size]:
