@@ -8,11 +8,14 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable that limits CUDA to some GPUs."""
+DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""The variable with which CUDA numbers GPUs as nvidia-smi does; by default it numbers the fastest first."""
 CPUINFO = Path("/proc/cpuinfo")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of CPUs with bf16 units, on x86 and on Arm; others emulate bf16, which is slower than fp32."""
@@ -50,11 +53,16 @@ def listed_gpus() -> list[str]:
 
 
 def visible_gpus(listed: Sequence[str] | None = None) -> list[str]:
-    """Indices or ids of the GPUs that child processes can use, in CUDA's order; `listed` comes from `listed_gpus`."""
+    """Indices or ids of the GPUs that child processes can use, in the order of `DEVICES`, otherwise of nvidia-smi.
+
+    Args:
+        listed: from `listed_gpus`, if the caller has it.
+    """
     visible = os.environ.get(DEVICES)
     if visible is None:
         return [str(index) for index in range(len(listed_gpus() if listed is None else listed))]
-    return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    names = (name.strip() for name in visible.split(","))
+    return list(takewhile(lambda name: name not in ("", "-1"), names))  # as CUDA, ignores what follows an invalid one
 
 
 # Memory

@@ -21,6 +21,7 @@ from tests.helpers import ROOT
 from verl_ext.errors import UserError
 from verl_ext.launch import preflight
 from verl_ext.launch.preflight import check_evaluation, require_free_gpus
+from verl_ext.launch.torchrun import set_rank_environment
 from verl_ext.launch.watcher import EvalWatcher, evaluation_environment, is_worth_restart
 from verl_ext.processes import StopSignals
 from verl_ext.trainer.stages import RunConfig, load_config
@@ -65,6 +66,25 @@ def test_accepts_devices_as_numbers_or_ids(value: str, names: list[str] | None) 
     assert config.eval.device_names == names
     if names is not None:
         assert evaluation_environment(config)["CUDA_VISIBLE_DEVICES"] == ",".join(names)
+
+
+@pytest.mark.parametrize(
+    ("watch", "already_set", "order"),
+    [
+        (True, None, "PCI_BUS_ID"),
+        (True, "FASTEST_FIRST", "FASTEST_FIRST"),
+        (False, None, None),  # the ranks use the fastest GPUs
+    ],
+)
+def test_ranks_and_evaluation_number_gpus_alike(
+    watch: bool, already_set: str | None, order: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config("sft", ["eval.devices=1", f"eval.watch={str(watch).lower()}"])
+    monkeypatch.setattr(os, "environ", {} if already_set is None else {"CUDA_DEVICE_ORDER": already_set})
+    if watch:
+        assert evaluation_environment(config)["CUDA_DEVICE_ORDER"] == order
+    set_rank_environment(config)
+    assert os.environ.get("CUDA_DEVICE_ORDER") == order
 
 
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 2, "1"), (2, 1, "1"), (64, 8, "7"), (16, 1, "8")])
@@ -129,6 +149,7 @@ def test_rejects_watching_checkpoints_without_export() -> None:
         ("2,0", ["0"], 1, None),
         ("2,0", ["2"], 1, "GPU 2, which one of the 1 ranks uses"),
         ("GPU-aaaa3333,1", ["2"], 1, "GPU 2, which one of the 1 ranks uses"),
+        ("1,-1,2", ["2"], 2, None),
         ("", ["0"], 2, None),
         ("", None, 2, None),
     ],

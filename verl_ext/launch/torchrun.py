@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from verl_ext.hardware import visible_gpus
+from verl_ext.hardware import DEVICE_ORDER, visible_gpus
 from verl_ext.trainer.stages import STAGES, RunConfig
 
 LOOPBACK = "loopback"
@@ -81,6 +81,8 @@ def set_rank_environment(config: RunConfig) -> None:
     }
     if config.trainer.nnodes == 1:
         defaults["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens on the address of the host name
+    if config.eval.watch:
+        defaults |= DEVICE_ORDER  # `require_free_gpus` compares GPUs of the ranks with `eval.devices` by nvidia-smi
     if STAGES[config.stage].command == "sft" and visible_gpus() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # Steps have different lengths, which fragment fixed segments. The older variable has the same meaning.
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -19,7 +19,7 @@ from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_next, typed_path, warn
 from verl_ext.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from verl_ext.files import write_errors
-from verl_ext.hardware import DEVICES
+from verl_ext.hardware import DEVICE_ORDER, DEVICES
 from verl_ext.launch.outcome import run_with_restarts
 from verl_ext.launch.report import next_after_evaluation, with_recipe
 from verl_ext.metrics.run_record import RUN_FILE, load_run
@@ -207,6 +207,6 @@ def evaluation_environment(config: RunConfig) -> dict[str, str]:
     after every operation, so with all cores, one of them would always wait for a rank.
     """
     share = max(1, len(os.sched_getaffinity(0)) // (config.trainer.n_gpus_per_node + 1))
-    environment = {"OMP_NUM_THREADS": str(share), **os.environ}
+    environment = {"OMP_NUM_THREADS": str(share), **DEVICE_ORDER, **os.environ}
     names = config.eval.device_names
     return environment if names is None else {**environment, DEVICES: ",".join(names)}
