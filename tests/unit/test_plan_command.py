@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -20,7 +21,7 @@ from tests.helpers.plans import FIXED
 from verl_ext.files import GIB
 from verl_ext.plan import model_shape
 from verl_ext.plan.__main__ import main
-from verl_ext.plan.model_shape import BUILT_IN, shape_of
+from verl_ext.plan.model_shape import BUILT_IN, ModelShape, shape_of
 from verl_ext.plan.planner import RunPlan, candidate_fixes, largest_that_fits, make_plan, room_for_engine, suggest_fix
 from verl_ext.plan.step_time import DISK_GBPS, HARDWARE, Cluster, StepTime
 from verl_ext.plan.workload import DataLengths
@@ -388,18 +389,24 @@ ON_GPUS = {
 }
 
 
+@functools.cache
+def dimensions(shape: str, *overrides: str) -> ModelShape:
+    """Cached, because it keeps the counted activations of compiled layers, which take seconds."""
+    return SHAPES[shape].dimensions(load_config("sft", [*overrides]).model)
+
+
 @pytest.mark.parametrize(("gpu", "part"), ON_GPUS)
 def test_measurements_on_gpus_are_within_target_of_prediction(gpu: str, part: str, tmp_path: Path) -> None:
     rows, shape = ON_GPUS[gpu, part], part.removeprefix("SFT ").split(",")[0]
-    tokens = rows["tokens of a row"]
+    tokens, adapters = rows["tokens of a row"], [LORA] if "LoRA" in part else []
     overrides = [
         f"data.max_tokens_per_gpu={tokens['value']}",
         f"model.fsdp_config.keep_gathered={str(tokens['note'] == 'gathered once per step').lower()}",
         *([COMPILED] if "compiled" in part else []),
         *([NARROW] if "bf16 weights" in part else []),
-        *([LORA] if "LoRA" in part else []),
+        *adapters,
     ]
     config = config_of(GPUCheckSettings(str(tmp_path), 1, False), shape, overrides)
-    model, cluster = SHAPES[shape].dimensions(config.model), Cluster(HARDWARE[gpu], 1, 1)
+    model, cluster = dimensions(shape, *adapters), Cluster(HARDWARE[gpu], 1, 1)
     plan = make_plan(config, model, cluster, DataLengths(are_equal=True))
     assert plan.memory.peak_bytes / GIB == pytest.approx(rows["peak of allocated memory"]["value"], rel=0.015)
