@@ -83,7 +83,7 @@ class HostMemory:
             code = int(torch.cuda.cudart().cudaHostRegister(self._address, num_bytes, 1))
             self._is_pinned = code == 0
             if code:
-                cuda_runtime().cudaGetLastError()  # clears the error, which the next kernel launch would raise
+                clear_gpu_error()  # or the next kernel launch would raise it
                 warn(f"{format_bytes(num_bytes)} of memory cannot be pinned (CUDA error {code}), so saves block longer")
 
     def tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -101,9 +101,10 @@ class HostMemory:
         return self.tensor(0, torch.Size([1]), torch.uint8).data_ptr()
 
 
-def cuda_runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch uses, because `torch.cuda.cudart` binds only some of its functions."""
-    return ctypes.CDLL(torch._C.__file__)  # also finds functions of the libraries that it depends on
+def clear_gpu_error() -> int:
+    """Clear the last error of the CUDA or HIP runtime, and return its code; `torch.cuda.cudart` lacks this function."""
+    libraries = ctypes.CDLL(torch._C.__file__)  # also finds functions of the libraries that it depends on
+    return int((libraries.hipGetLastError if torch.version.hip else libraries.cudaGetLastError)())
 
 
 def _identity_of(tensor: torch.Tensor) -> tuple[int, torch.Size]:
