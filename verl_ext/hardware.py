@@ -53,16 +53,32 @@ def listed_gpus() -> list[str]:
 
 
 def visible_gpus(listed: Sequence[str] | None = None) -> list[str]:
-    """Indices or ids of the GPUs that child processes can use, in the order of `DEVICES`, otherwise of nvidia-smi.
+    """Indices or full ids of the GPUs that child processes can use, in the order of `DEVICES`, otherwise of nvidia-smi.
 
     Args:
-        listed: from `listed_gpus`, if the caller has it.
+        listed: output of `listed_gpus`; None calls it if needed.
     """
     visible = os.environ.get(DEVICES)
+    if listed is None and (visible is None or "GPU-" in visible):
+        listed = listed_gpus()
     if visible is None:
-        return [str(index) for index in range(len(listed_gpus() if listed is None else listed))]
+        return [str(index) for index in range(len(listed or ()))]
     names = (name.strip() for name in visible.split(","))
-    return list(takewhile(lambda name: name not in ("", "-1"), names))  # as CUDA, ignores what follows an invalid one
+    valid = takewhile(lambda name: name not in ("", "-1"), names)  # as CUDA, ignores what follows an invalid one
+    return [name if name.isdecimal() else gpu_id(name, listed or ()) for name in valid]
+
+
+def gpu_id(name: str, listed: Sequence[str]) -> str:
+    """The full id of a GPU given by its index or by a prefix of its id, which CUDA accepts and vLLM does not.
+
+    Args:
+        name: returned unchanged if it does not identify one GPU of `listed`.
+        listed: output of `listed_gpus`.
+    """
+    if name.isdecimal():
+        return listed[int(name)] if int(name) < len(listed) else name
+    found = [full for full in listed if full.startswith(name)]
+    return found[0] if len(found) == 1 else name
 
 
 # Memory

@@ -17,6 +17,8 @@ from unittest.mock import patch
 import pytest
 
 from eval_pipeline.__main__ import main
+from eval_pipeline.config import EngineConfig
+from eval_pipeline.pool import assign_gpus
 from tests.helpers import ROOT
 from verl_ext.errors import UserError
 from verl_ext.launch import preflight
@@ -168,6 +170,22 @@ def test_rejects_gpus_used_by_ranks(
         return require_free_gpus(devices, num_ranks)
     with pytest.raises(UserError, match=words):
         require_free_gpus(devices, num_ranks)
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_processes_with_vllm_get_full_gpu_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA accepts prefixes of ids, but vLLM asks NVML for the GPU with exactly this id."""
+    devices = evaluation_environment(with_devices("GPU-bbbb,GPU-aaaa3333"))["CUDA_VISIBLE_DEVICES"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    assert assign_gpus(None, EngineConfig()) == ["GPU-bbbb2222-0000", "GPU-aaaa3333-0000"]
+    for visible, completed in (
+        ("GPU-bbbb,GPU-aaaa3333", "GPU-bbbb2222-0000,GPU-aaaa3333-0000"),
+        ("2,0", "2,0"),
+        ("MIG-cc,GPU-aaaa", "MIG-cc,GPU-aaaa"),
+    ):
+        monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_VISIBLE_DEVICES": visible})
+        set_rank_environment(load_config("grpo", []))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == completed
 
 
 @pytest.fixture

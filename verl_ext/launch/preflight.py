@@ -29,7 +29,7 @@ from verl_ext.data.dataset import check_parquet
 from verl_ext.data.prepare.recipe_commands import is_within, missing_commands, output_of, run_commands, used_commands
 from verl_ext.data.training_templates import parse_chat_template, read_chat_template
 from verl_ext.errors import USER_ERROR_EXIT_CODE, UserError, first_line_of
-from verl_ext.hardware import listed_gpus, visible_gpus
+from verl_ext.hardware import gpu_id, listed_gpus, visible_gpus
 from verl_ext.health.rules import load_rules
 from verl_ext.launch.configure import has_custom_class, is_first_node, resolve_model
 from verl_ext.launch.report import WRITTEN
@@ -461,25 +461,17 @@ def require_free_gpus(devices: Sequence[str] | None, num_ranks: int) -> None:
         num_ranks: number of ranks on this machine; they use the first visible GPUs, one each.
     """
     listed = listed_gpus()
-
-    def id_of(name: str) -> str:
-        """Return the id of a GPU given by number or by a prefix of its id, as CUDA allows."""
-        if name.isdecimal():
-            return listed[int(name)] if int(name) < len(listed) else name
-        found = [full for full in listed if full.startswith(name)]
-        return found[0] if len(found) == 1 else name
-
-    used = [id_of(name) for name in visible_gpus(listed)[:num_ranks]]
+    used = [gpu_id(name, listed) for name in visible_gpus(listed)[:num_ranks]]
     if devices is None and used:
         raise UserError(
             f"eval.watch=true needs GPUs that the {num_ranks} ranks leave free; specify them with eval.devices, such "
             f"as eval.devices=7, or evaluate after training with `{program('eval')} watch`"
         )
     for name in devices or ():
-        if listed and not name.startswith("MIG-") and id_of(name) not in listed:
+        if listed and not name.startswith("MIG-") and gpu_id(name, listed) not in listed:
             known = "only GPU 0" if len(listed) == 1 else f"GPUs 0 to {len(listed) - 1}"
             raise UserError(f"eval.devices names GPU {name}, but this machine has {known}; specify one of those")
-        if id_of(name) in used:
+        if gpu_id(name, listed) in used:
             raise UserError(
                 f"eval.devices names GPU {name}, which one of the {num_ranks} ranks uses; specify a free one, or start "
                 "fewer ranks"

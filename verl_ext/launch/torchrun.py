@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from verl_ext.hardware import DEVICE_ORDER, visible_gpus
+from verl_ext.hardware import DEVICE_ORDER, DEVICES, visible_gpus
 from verl_ext.trainer.stages import STAGES, RunConfig
 
 LOOPBACK = "loopback"
@@ -71,7 +71,7 @@ def torchrun_options(config: RunConfig) -> list[str]:
 
 
 def set_rank_environment(config: RunConfig) -> None:
-    """Set defaults that ranks inherit; variables that the user has set stay."""
+    """Set defaults that ranks inherit; variables that the user has set stay, except prefixes of GPU ids."""
     threads = max(1, len(os.sched_getaffinity(0)) // config.trainer.n_gpus_per_node)
     defaults = {
         "OMP_NUM_THREADS": str(threads),
@@ -88,6 +88,8 @@ def set_rank_environment(config: RunConfig) -> None:
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if "GPU-" in os.environ.get(DEVICES, ""):
+        os.environ[DEVICES] = ",".join(visible_gpus())  # vLLM needs full ids
 
 
 class LoopbackRendezvous(RendezvousHandler):
