@@ -73,7 +73,7 @@ class EngineConfig:
     max_model_len: int = setting(6144, "Maximum tokens of prompt and answer together", ge=1)
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = setting(
         "auto",
-        "auto: bfloat16 where supported, but float32 for float32 weights on CPUs",
+        "auto: bfloat16 where supported, otherwise float16 on GPUs; float32 for float32 weights on CPUs",
     )
     gpu_memory_utilization: float = setting(0.9, "Fraction of GPU memory for vLLM", gt=0, le=1)
     tensor_parallel_size: int = setting(1, "GPUs per model", ge=1)

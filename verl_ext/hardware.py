@@ -1,4 +1,4 @@
-"""What this machine has: CPU, visible GPUs, and the memory that its cgroups leave, without importing torch."""
+"""What this machine has: CPU, visible GPUs, and the memory that its cgroups leave. Imports torch only when needed."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def cpu_flags() -> set[str]:
 def has_bf16_units() -> bool:
     """Whether the CPU has instructions for bf16."""
     return not BF16_FLAGS.isdisjoint(cpu_flags())
+
+
+def gpu_has_bf16() -> bool:
+    """Whether this process's current GPU computes in bf16, as from Ampere on; False without one. Initializes CUDA."""
+    import torch
+
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _from_cpuinfo(field: str) -> str:

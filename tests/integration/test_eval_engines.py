@@ -215,8 +215,9 @@ def test_vllm_gets_settings_of_recipe(arguments: dict[str, Any], export: Path) -
     assert arguments["gpu"]["kv_cache_memory_bytes"] >= 1 << 28 and "kv_cache_memory_bytes" not in arguments["cpu"]
 
 
-def test_cpu_keeps_float32_weights(arguments: dict[str, Any]) -> None:
-    assert (arguments["cpu"]["dtype"], arguments["gpu"]["dtype"]) == ("float32", "bfloat16")
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16"), ("gpu before Ampere", "auto")])
+def test_dtype_of_float32_weights_depends_on_device(device: str, dtype: str, arguments: dict[str, Any]) -> None:
+    assert arguments[device]["dtype"] == dtype
 
 
 def test_linear_attention_runs_in_bfloat16_on_cpu(arguments: dict[str, Any]) -> None:

@@ -204,7 +204,7 @@ class RolloutConfig(GroupConfig):
     top_p: float = setting(1.0, "Nucleus sampling threshold", ge=1e-6, le=1)
     top_k: int = setting(-1, "Most likely tokens to sample from; -1: all", ge=-1)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
-        "auto", "dtype of vLLM's weights; auto: bfloat16 on GPUs, float32 on CPUs", needs=VLLM
+        "auto", "dtype of vLLM's weights; auto: bfloat16 or, before Ampere, float16; float32 on CPUs", needs=VLLM
     )
     max_num_seqs: int = setting(256, "Concurrent completions per engine", ge=1)
     tensor_model_parallel_size: int = setting(1, "Ranks per vLLM engine", ge=1, needs=VLLM)
