@@ -10,7 +10,10 @@ import subprocess
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable that limits CUDA to some GPUs."""
@@ -41,6 +44,19 @@ def gpu_has_bf16() -> bool:
     import torch
 
     return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def pick_precision(setting: str, device: str) -> torch.dtype:
+    """Resolve a setting of bf16, fp32 or auto, which is bf16 on accelerators that support it, else fp32.
+
+    Args:
+        device: cuda, npu or cpu.
+    """
+    import torch
+
+    if setting == "auto":
+        setting = "bf16" if device == "npu" or (device == "cuda" and gpu_has_bf16()) else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[setting]
 
 
 def _from_cpuinfo(field: str) -> str:

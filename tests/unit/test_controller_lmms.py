@@ -58,7 +58,7 @@ def model(export: Path) -> AdaptiveModel:
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller's export names the model's weights in single precision."""
-    monkeypatch.setattr("verl_ext.controller.inference.default_device", lambda: ("cpu", torch.float32))
+    monkeypatch.setattr("verl_ext.controller.inference.default_device", lambda _: ("cpu", torch.float32))
 
 
 def responder(export: Path, log: Path | None = None, budget_ms: float = 40.0) -> LmmsResponder:

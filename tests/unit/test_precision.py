@@ -9,6 +9,7 @@ import torch
 
 from tests.helpers.trainer import loss_and_gradients, make_trainer, small_config
 from verl_ext import hardware
+from verl_ext.controller.vlm import default_device
 from verl_ext.errors import UserError
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer import device
@@ -128,3 +129,13 @@ def test_bf16_weights_are_computed_with_in_fp32(keep_gathered: str, quickstart: 
     assert loss == expected_loss
     for name, gradient in gradients.items():
         assert torch.equal(gradient, expected[name].bfloat16()), name
+
+
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_controller_uses_dtype_of_training_on_gpus(
+    has_bf16: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    assert default_device() == ("cuda", dtype) and resolve_precision(load_config("grpo", []), "cuda") == dtype
+    assert default_device("bf16")[1] == torch.bfloat16 and default_device("fp32")[1] == torch.float32

@@ -46,7 +46,9 @@ class ControllerConfig:
         None, "Initial controller: best_model.pt, checkpoint_epoch_N.pt, an export, a checkpoint or a run directory"
     )
     max_new_tokens: int = setting(16, "Maximum answer tokens", ge=1)
-    dtype: Literal["auto", "bf16", "fp32"] = setting("auto", "dtype of the vision-language model")
+    dtype: Literal["auto", "bf16", "fp32"] = setting(
+        "auto", "dtype of the vision-language model; auto: bf16 on GPUs that support it, else fp32"
+    )
     max_encodings: int = setting(256, "Maximum encoded images to cache", ge=1)
 
     def check(self) -> None:

@@ -25,9 +25,6 @@ MAX_CACHED_BUDGETS = 256
 TRACE_WARM_UPS = 3
 """Runs during which torch's interpreter optimizes a traced network; the first two are slow."""
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""dtypes by `controller.dtype`; "auto" depends on the device."""
-
 
 class _QuestionNetwork(nn.Module):
     """The part of a controller that depends on the question; `torch.jit` traces the `forward` of a module."""
@@ -203,8 +200,7 @@ def load_adaptive_model(
     Raises:
         UserError: the controller or its model cannot be loaded, or they do not belong together.
     """
-    default, dtype = default_device()
-    dtype = DTYPES.get(source.setting("controller", "dtype"), dtype)
+    default, dtype = default_device(source.setting("controller", "dtype") or "auto")
     controller, controlled = load_controller(source.export, vlm, trust_remote_code)
     runner = controlled.runner(default if device is None else device, dtype, custom_adapter)
     return AdaptiveModel(runner, controller), controlled

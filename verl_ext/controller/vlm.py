@@ -23,6 +23,7 @@ from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.source import find_controller
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.hardware import pick_precision
 from verl_ext.model_files import (
     CONTROLLER_TYPE,
     config_of,
@@ -43,9 +44,10 @@ STATE_KEY = "one_stage_controller_state_dict"
 """Key of the weights in a controller's `.pt` file."""
 
 
-def default_device() -> tuple[str, torch.dtype]:
-    """Default device and dtype of a model: bfloat16 on a GPU if there is one, else float32 on the CPU."""
-    return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+def default_device(dtype: str = "auto") -> tuple[str, torch.dtype]:
+    """Default device of a model, a GPU if there is one, and the dtype there; `dtype` is as in `controller.dtype`."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device, pick_precision(dtype, device)
 
 
 def load_adapter(

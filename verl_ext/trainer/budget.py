@@ -39,9 +39,9 @@ from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks, to_full
 from verl_ext.errors import UserError
 from verl_ext.files import replacing, write_errors
+from verl_ext.hardware import pick_precision
 from verl_ext.metrics.csv_tables import EpochSums
 from verl_ext.plugins import Plugin
-from verl_ext.trainer.device import pick_precision
 from verl_ext.trainer.fsdp import shard
 from verl_ext.trainer.grpo import RewardTrainer
 from verl_ext.trainer.model import local_model_path

@@ -16,7 +16,7 @@ from verl_ext.console import print_line
 from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.files import GIB
-from verl_ext.hardware import cpu_name, has_bf16_units
+from verl_ext.hardware import cpu_name, has_bf16_units, pick_precision
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.config import Device
 from verl_ext.trainer.stages import RunConfig, SFTConfig
@@ -73,24 +73,11 @@ def pick_attention(setting: str, device_name: str, precision: torch.dtype) -> st
     return setting
 
 
-def pick_precision(setting: str, device_name: str) -> torch.dtype:
-    """Resolve `model.mixed_precision`: auto is bf16 on accelerators that support it, else fp32.
-
-    `resolve_precision` handles CPUs: without bf16 units, autocast doubles the step time.
-    """
-    if setting == "auto":
-        has_bf16 = device_name == "npu" or (
-            device_name == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        )
-        return torch.bfloat16 if has_bf16 else torch.float32
-    return PrecisionType.to_dtype(setting)
-
-
 def resolve_precision(config: RunConfig, device_name: str) -> torch.dtype:
     """Resolve `model.mixed_precision`; collective.
 
-    On CPUs, auto is fp32, except in the stage sft, where it is bf16 if the processor of every rank has bf16 units, and
-    a resumed run keeps the choice of its first start.
+    On CPUs, auto is fp32, except in the stage sft, where it is bf16 if the processor of every rank has bf16 units
+    (without them, autocast doubles the step time), and a resumed run keeps the choice of its first start.
     """
     setting = config.model.mixed_precision
     if setting != "auto" or config.stage != "sft" or device_name != "cpu":
