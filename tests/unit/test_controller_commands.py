@@ -25,7 +25,7 @@ from verl_ext.controller.calibrate import main as calibrate_command
 from verl_ext.controller.config import PERCENTILES
 from verl_ext.controller.importance import load_importance, measure_importance, save_importance
 from verl_ext.controller.importance import main as importance_command
-from verl_ext.controller.latency import FEATURES, LatencyModel, calibrate
+from verl_ext.controller.latency import FEATURES, LatencyModel, ModeledLatency, calibrate, measured_on
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.space import select_blocks
 from verl_ext.controller.vlm import fingerprint, load_adapter
@@ -122,7 +122,7 @@ def test_scores_of_another_model_are_rejected(saved: Path, tmp_path: Path) -> No
         other.model.model.language_model.embed_tokens.weight[0, 0] += 1
     save_importance(path, measure_importance(other, [question(0)]), other)
     assert set(load_importance(path, other)) == {1, 2, 3}
-    with pytest.raises(UserError, match="belongs to another model: the weights differ; create"):
+    with pytest.raises(UserError, match="the weights or their dtype differ; create .*importance --dtype fp32`"):
         load_importance(path, adapter)
     path.write_text(json.dumps({str(block): 1.0 for block in range(1, 7)}))
     with pytest.raises(UserError, match="scores for 6 blocks, but this model has 4; create"):
@@ -170,6 +170,20 @@ def test_calibration_records_its_quality(run: Run, saved: Path, tmp_path: Path) 
     assert 0 < found.scatter["50"] <= found.scatter["75"] <= found.scatter["90"] <= found.scatter["95"]
     assert f"95% within {found.scatter['95']:.2f}" in done.stdout
     assert {part: tuple(weights) for part, weights in found.coefficients.items()} == FEATURES
+
+
+@pytest.mark.parametrize("command", [calibrate_command, importance_command])
+def test_model_is_measured_in_given_dtype(command: Callable[[], None], run: Run, saved: Path, tmp_path: Path) -> None:
+    more = ["--configurations", "10", "--repeats", "1", "--max-new-tokens", "1", "--topk-choices", "4"]
+    done = run(command, tmp_path / "x.json", "--dtype", "bf16", *(more if command is calibrate_command else ()))
+    assert done.returncode == 0, done.stderr
+    bf16, fp32 = (load_adapter(str(saved / "model"), SIZES, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    recorded = json.loads((tmp_path / "x.json").read_text())
+    assert recorded["model"] == fingerprint(bf16.model)
+    if command is calibrate_command:
+        assert recorded["machine"] == measured_on(bf16)
+        with pytest.raises(UserError, match="another model or dtype; .*calibrate --dtype fp32`"):
+            ModeledLatency.load(tmp_path / "x.json", fp32)
 
 
 def test_decisions_are_timed_with_controller_of_given_width(

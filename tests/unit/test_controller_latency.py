@@ -23,6 +23,7 @@ from verl_ext.controller.latency import (
     ModeledLatency,
     fit_coefficients,
     machine_name,
+    measured_on,
     r2_score,
     warn_of_other_machine,
 )
@@ -120,9 +121,11 @@ def test_latency_model_without_scatter_rejects_percentile(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("machine", "is_another"),
     [
-        (machine_name, False),
+        (measured_on, False),
+        (machine_name, False),  # an old file
         (lambda adapter: machine_name(adapter).rpartition(", ")[0], False),  # a file without the processor's name
-        (lambda adapter: f"1{machine_name(adapter)}", True),  # another number of threads
+        (lambda adapter: f"1{measured_on(adapter)}", True),  # another number of threads
+        (lambda adapter: f"{machine_name(adapter)}, bf16", True),
         (lambda adapter: "NVIDIA H100 80GB HBM3", True),
     ],
 )
@@ -133,7 +136,8 @@ def test_latency_model_of_another_machine_gets_warning(
     warn_of_other_machine(replace(model(TRUTH), machine=machine(adapter)), adapter)
     doubt = capsys.readouterr().err
     assert doubt.startswith("warning: ") if is_another else not doubt
-    assert not doubt or all(f"'{name}'" in doubt for name in (machine(adapter), machine_name(adapter)))
+    assert not doubt or all(f"'{name}'" in doubt for name in (machine(adapter), measured_on(adapter)))
+    assert is_another == ("calibrate --dtype fp32`" in doubt)
 
 
 def test_latency_model_round_trips_and_rejects_other_files(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from verl_ext.cli import CommandParser, IntArg, clean_exit, output_file
 from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_summary
+from verl_ext.controller.config import ControllerConfig, VLMPrecision
 from verl_ext.plugins import PLUGIN_FORM, Plugin
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ def model_parser(name: str, text: str, example: str) -> CommandParser:
         required=True,
         help="image size of each tier: crops for Molmo, such as 3 6 12, or pixels for Qwen",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(VLMPrecision),
+        default=ControllerConfig.dtype,
+        help="dtype of the model, as in the run's controller.dtype",
+    )
     parser.add_argument("--questions", metavar="FOLDER", required=True, help="folder with train*.parquet")
     parser.add_argument("--num-questions", type=IntArg(), default=32, help="number of questions to measure on")
     parser.add_argument("--output", metavar="FILE", type=output_file, required=True, help="JSON file to write")
@@ -58,12 +65,12 @@ def model_parser(name: str, text: str, example: str) -> CommandParser:
 
 
 def load_inputs(arguments: argparse.Namespace) -> tuple[VLMAdapter, list[ImageQuestion]]:
-    """Load the model, in bfloat16 on a GPU if there is one, and the questions to measure on."""
+    """Load the model, on a GPU if there is one, and the questions to measure on."""
     from verl_ext.controller.vlm import default_device, load_adapter  # here, as torch takes seconds to import
     from verl_ext.data.config import QuestionSource
     from verl_ext.data.image_questions import ImageQuestionDataset, require_no_placeholders
 
-    device, dtype = default_device()
+    device, dtype = default_device(arguments.dtype)
     adapter = load_adapter(
         arguments.model,
         arguments.tier_sizes,

@@ -14,6 +14,7 @@ from verl_ext.grpo.config import ActorConfig
 Percentile = Literal[50, 75, 90, 95]
 PERCENTILES: tuple[int, ...] = get_args(Percentile)
 """Percentiles of single runs that a latency model records."""
+VLMPrecision = Literal["auto", "bf16", "fp32"]
 MAX_BUDGET_MS = 1e9
 """Maximum budget, more than eleven days."""
 
@@ -46,7 +47,7 @@ class ControllerConfig:
         None, "Initial controller: best_model.pt, checkpoint_epoch_N.pt, an export, a checkpoint or a run directory"
     )
     max_new_tokens: int = setting(16, "Maximum answer tokens", ge=1)
-    dtype: Literal["auto", "bf16", "fp32"] = setting(
+    dtype: VLMPrecision = setting(
         "auto", "dtype of the vision-language model; auto: bf16 on GPUs that support it, else fp32"
     )
     max_encodings: int = setting(256, "Maximum encoded images to cache", ge=1)

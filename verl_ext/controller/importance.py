@@ -75,7 +75,7 @@ def load_importance(file: str | Path, adapter: VLMAdapter) -> dict[int, float]:
     Raises:
         UserError: the file is missing, has no scores, or belongs to another model.
     """
-    from verl_ext.controller.vlm import matches_fingerprint
+    from verl_ext.controller.vlm import matches_fingerprint, precision_of
 
     path = Path(file).expanduser()
     try:
@@ -94,10 +94,11 @@ def load_importance(file: str | Path, adapter: VLMAdapter) -> dict[int, float]:
     if not set(range(1, blocks)) <= set(scores) <= set(range(blocks)):
         why = f"it has scores for {len(scores)} blocks, but this model has {blocks}"
     elif not matches_fingerprint(model, adapter):
-        why = "the weights differ"
+        why = "the weights or their dtype differ"
     if why is not None:
         raise UserError(
-            f"{path} belongs to another model: {why}; create it again with `python -m verl_ext.controller.importance`"
+            f"{path} belongs to another model: {why}; create it again with "
+            f"`python -m verl_ext.controller.importance --dtype {precision_of(adapter)}`"
         )
     return scores
 

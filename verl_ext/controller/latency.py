@@ -24,7 +24,7 @@ from verl_ext.controller.execution import EncodedImage, Latency, RunResult, RunW
 from verl_ext.controller.inference import AdaptiveModel, Decision
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.space import Configuration, ConfigurationSpace
-from verl_ext.controller.vlm import fingerprint, matches_fingerprint
+from verl_ext.controller.vlm import fingerprint, matches_fingerprint, precision_of
 from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.files import parse_json, replace_file, write_errors
@@ -242,8 +242,8 @@ class ModeledLatency(LatencySource):
         model = LatencyModel.load(path)
         if not matches_fingerprint(model.model, adapter):
             raise UserError(
-                f"{path} was fitted on another model; create one for this model with "
-                "`python -m verl_ext.controller.calibrate`"
+                f"{path} was fitted on another model or dtype; create one for this model with "
+                f"`python -m verl_ext.controller.calibrate --dtype {precision_of(adapter)}`"
             )
         if percentile != 50 and str(percentile) not in model.scatter:
             raise UserError(
@@ -356,7 +356,7 @@ def fit_latency_model(
     latencies = [median_latency([result.latency for result in each]) for each in results]
     cut = round(FITTED_SHARE * len(results))
     coefficients = fit_coefficients(workloads[:cut], latencies[:cut])
-    model = LatencyModel(coefficients, 0.0, machine_name(adapter), fingerprint(adapter.model), deciding_ms)
+    model = LatencyModel(coefficients, 0.0, measured_on(adapter), fingerprint(adapter.model), deciding_ms)
     predictions = [model.predict(workload).total_ms for workload in workloads]
     r2 = r2_score(predictions[cut:], [latency.total_ms for latency in latencies[cut:]])
     ratios = [result.latency.total_ms / predicted for each, predicted in zip(results, predictions) for result in each]
@@ -395,13 +395,18 @@ def machine_name(adapter: VLMAdapter) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def measured_on(adapter: VLMAdapter) -> str:
+    """What determines latencies apart from the model: the hardware and the dtype."""
+    return f"{machine_name(adapter)}, {precision_of(adapter)}"
+
+
 def warn_of_other_machine(model: LatencyModel, adapter: VLMAdapter) -> None:
-    """Warn if a latency model was fitted on another machine, or with another number of threads."""
-    here = machine_name(adapter)
-    if here.startswith(model.machine):  # a file may lack the processor's name, which is last
+    """Warn if a latency model was fitted on another machine, in another dtype, or with another number of threads."""
+    here = measured_on(adapter)
+    if here.startswith(model.machine):  # an old file lacks the dtype and may lack the processor's name, which are last
         return
     threads = "" if adapter.model.device.type == "cuda" else f"OMP_NUM_THREADS={torch.get_num_threads()} "
     warn(
         f"the latency model was fitted on '{model.machine}'; on '{here}' its predictions may be wrong. To fit a model "
-        f"here, run `{threads}python -m verl_ext.controller.calibrate`"
+        f"here, run `{threads}python -m verl_ext.controller.calibrate --dtype {precision_of(adapter)}`"
     )

@@ -50,6 +50,11 @@ def default_device(dtype: str = "auto") -> tuple[str, torch.dtype]:
     return device, pick_precision(dtype, device)
 
 
+def precision_of(adapter: VLMAdapter) -> str:
+    """The model's dtype as a value of `controller.dtype` and `--dtype`."""
+    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[adapter.model.dtype]
+
+
 def load_adapter(
     path: str,
     tier_sizes: Sequence[int],
