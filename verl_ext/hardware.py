@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -75,13 +75,14 @@ def listed_gpus() -> list[str]:
     return re.findall(r"^GPU \d+: .*\(UUID: ([^)]+)\)", output, re.MULTILINE)
 
 
-def visible_gpus(listed: Sequence[str] | None = None) -> list[str]:
+def visible_gpus(listed: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> list[str]:
     """Indices or full ids of the GPUs that child processes can use, in the order of `DEVICES`, otherwise of nvidia-smi.
 
     Args:
         listed: output of `listed_gpus`; None calls it if needed.
+        environment: variables of the processes; None: those of this process.
     """
-    visible = os.environ.get(DEVICES)
+    visible = (os.environ if environment is None else environment).get(DEVICES)
     if listed is None and (visible is None or "GPU-" in visible):
         listed = listed_gpus()
     if visible is None:

@@ -12,7 +12,9 @@ import sys
 import time
 import warnings
 from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,13 +33,14 @@ from tests.helpers.health_curves import (
 )
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.config.schema import to_yaml
+from verl_ext.health import checklist
 from verl_ext.health.__main__ import main
 from verl_ext.health.checklist import metric_trends
 from verl_ext.health.config import HealthLimits
 from verl_ext.health.context import RunContext
 from verl_ext.health.rule import HealthView, Level
 from verl_ext.health.rules import RULES
-from verl_ext.health.run_directory import why_killed
+from verl_ext.health.run_directory import RunDirectory, why_killed
 from verl_ext.metrics import heartbeat
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.monitor.run_files import parse_rows
@@ -409,3 +412,33 @@ def test_unclosed_wandb_run_is_reported(
         record.start_attempt(first_step=300, world_size=1, total_steps=300)
         record.end_attempt("finished", 300, "all steps completed", closed)
     assert run_health(run_dir, capsys)[1]["the W&B run is closed"] == level
+
+
+@pytest.mark.parametrize(
+    ("environment", "busy"),
+    [({"CUDA_VISIBLE_DEVICES": "GPU-b,0"}, "used for 70%, 90%"), ({}, "used for 90%, 0%"), (None, None)],
+)
+def test_utilization_counts_only_gpus_of_ranks(
+    environment: dict[str, str] | None, busy: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second GPU is idle, although another user's process has memory there."""
+    percents = {"GPU-a1": 90, "GPU-c2": 0, "GPU-b3": 70}
+    nvml: Any = ModuleType("pynvml")
+    nvml.__spec__ = ModuleSpec("pynvml", None)
+    nvml.NVMLError = RuntimeError
+    nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
+    nvml.nvmlDeviceGetCount = lambda: len(percents)
+    nvml.nvmlDeviceGetHandleByIndex = list(percents).__getitem__
+    nvml.nvmlDeviceGetHandleByUUID = lambda name: name
+    nvml.nvmlDeviceGetComputeRunningProcesses = lambda _: ["a process"]
+    nvml.nvmlDeviceGetUtilizationRates = lambda name: SimpleNamespace(gpu=percents[name])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(checklist, "listed_gpus", lambda: list(percents), raising=False)
+    monkeypatch.setattr(checklist, "GPU_PAUSE_S", 0)
+    run_dir = write_run(tmp_path, "a textbook run", "running", "")
+    change_config(run_dir, "trainer.device", "cuda")
+    change_config(run_dir, "trainer.n_gpus_per_node", 2)
+    recorded = {} if environment is None else {"environment": environment}
+    change_attempt(run_dir, host=socket.gethostname(), **recorded)
+    result = checklist.gpus_are_busy(RunDirectory.read(run_dir))
+    assert (None if result is None else result.message.partition(";")[0]) == busy

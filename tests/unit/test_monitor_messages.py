@@ -110,7 +110,7 @@ def checklist_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     (run / "metrics.jsonl").write_text("\n".join(lines[:50]))
     change_config(run, "trainer.device", "cuda")
     change_attempt(run, host=socket.gethostname())
-    monkeypatch.setattr(checklist, "gpu_utilization", lambda: [0.5, 0.9])
+    monkeypatch.setattr(checklist, "gpu_utilization", lambda ids: [0.5, 0.9])
     yield from listed(run)
     make_silent(run, 3600)
     yield from listed(run)

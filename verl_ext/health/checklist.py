@@ -14,6 +14,7 @@ import numpy as np
 from verl_ext.checkpoint.manifest import EXPORT, has_export, list_checkpoints, read_tracker, step_of, why_incomplete
 from verl_ext.commands import program
 from verl_ext.files import format_bytes
+from verl_ext.hardware import gpu_id, listed_gpus, visible_gpus
 from verl_ext.health.checks import learning_metrics
 from verl_ext.health.context import LANGUAGE
 from verl_ext.health.rule import LOSS, VAL_LOSS, CheckResult, Finding, HealthView, Level, alarm, notice, ok, warning
@@ -121,11 +122,11 @@ def run_is_alive(run: RunDirectory) -> CheckResult:
 
 
 def gpus_are_busy(run: RunDirectory) -> CheckResult | None:
-    """Check that the GPUs of this machine are busy; None for a run on another machine or without GPUs."""
+    """Check that the GPUs of the ranks on this machine are busy; None for a run on another machine or without GPUs."""
     is_here = run.attempt.get("host") == socket.gethostname()
     if run.config["trainer"]["device"] != "cuda" or run.status != "running" or not is_here:
         return None
-    shares = gpu_utilization()
+    shares = gpu_utilization(gpus_of_ranks(run))
     if not shares:
         return None
     message = "used for " + ", ".join(f"{share:.0%}" for share in shares)
@@ -133,25 +134,34 @@ def gpus_are_busy(run: RunDirectory) -> CheckResult | None:
     return ok(message) if are_busy else warning(f"{message}; compare the phases of a step (time/train/...)")
 
 
-def gpu_utilization() -> list[float]:
-    """Measure the fraction of time for which each GPU with a process is busy, over two seconds.
+def gpus_of_ranks(run: RunDirectory) -> list[str]:
+    """Ids of the GPUs that the ranks on this machine use, one each; empty for old runs, which do not record them."""
+    environment = run.attempt.get("environment")
+    if environment is None:
+        return []
+    listed = listed_gpus()
+    visible = visible_gpus(listed, environment)
+    return [gpu_id(name, listed) for name in visible[: run.config["trainer"]["n_gpus_per_node"]]]
+
+
+def gpu_utilization(ids: Sequence[str]) -> list[float]:
+    """Measure the fraction of time for which each GPU is busy, over two seconds.
 
     Returns:
         One number per GPU; empty without NVML, or if a GPU does not report it, such as one with MIG.
     """
-    if importlib.util.find_spec("pynvml") is None:
+    if not ids or importlib.util.find_spec("pynvml") is None:
         return []
     import pynvml as nvml
 
     try:
         nvml.nvmlInit()
         try:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
-            used = [handle for handle in handles if nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-            percents = np.zeros(len(used))
+            handles = [nvml.nvmlDeviceGetHandleByUUID(each) for each in ids]
+            percents = np.zeros(len(handles))
             for _ in range(GPU_SAMPLES):
                 time.sleep(GPU_PAUSE_S)
-                percents += [nvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in used]
+                percents += [nvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles]
             return (percents / GPU_SAMPLES / 100).tolist()
         finally:
             nvml.nvmlShutdown()
