@@ -114,6 +114,7 @@ _SYNONYMS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"\^\s?(?:\\circ|\{\s?\\circ\s?\})"), r"\\degree "),
     (re.compile(r"\\?%"), " "),
     (re.compile(r"(?<=[0-9]) x (?=[0-9])"), "*"),
+    (re.compile(r"(?<=[0-9]) ?(?:\\text\{ ?to ?\}|to) ?(?=[0-9])"), ":"),
     (re.compile(r"\\begin\{[bp]matrix\}|[(\[] ?\\begin\{(?:small)?matrix\}"), r"\\matrix "),
     (re.compile(r"\\end\{[bp]matrix\}|\\end\{(?:small)?matrix\} ?[)\]]"), r"\\end "),
     (re.compile(r"(?<=\\\\)\[[0-9.]{1,5} ?(?:pt|em|ex|mm|cm)\]"), ""),

@@ -58,14 +58,15 @@ _SIGN_WORDS: _Replacements = [
 TYPOGRAPHY: _Replacements = [
     (re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]"), "-"),  # hyphens, en dash, minus signs
     (re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]{2,}|[\u2070\u00b9\u2074-\u2079]"), _as_power),
-    (re.compile("[\u00a0\u2009\u202f]|(?<=[0-9])~(?=[0-9])"), " "),
+    (re.compile(r"[\u00a0\u2009\u202f]|(?<=[0-9-])~(?=[0-9])|\\text\{ *\}"), " "),
+    (re.compile(r"(?<![^\s({$=:>])\u2014(?=\\?[$.]?[0-9]|\\[dt]?frac)"), "-"),  # an em dash as a sign
     # full-width signs, Chinese punctuation, and Chinese words for `minus` and `or`
     (re.compile("[\uff10-\uff19\uff05\uff09\uff1d]"), lambda char: unicodedata.normalize("NFKC", char[0])),
     (re.compile("[\uff0c\u3001]"), ", "),
     (re.compile("\uff08"), " ("),
     (re.compile("\u3002"), ". "),
-    (re.compile("[\u8d1f\u8ca0] ?(?=\\\\?[$.]?[0-9])"), "-"),
-    (re.compile("(?<=[0-9$}]) ?\u6216 ?(?=\\\\|[-$0-9])"), " or "),
+    (re.compile(r"(?:\\text\{[\u8d1f\u8ca0]\}|[\u8d1f\u8ca0]) ?(?=\\?[$.]?[0-9])"), "-"),
+    (re.compile(r"(?<=[0-9$}]) ?(?:\u6216\u8005?|\u548c) ?(?=\\|[-$0-9])"), " or "),
     (re.compile("[\u00bc-\u00be\u2150-\u215e]"), _as_frac),
     (re.compile("(?<=[0-9])\u2044(?=[0-9])"), "/"),
     # 0.123\,456 is one number, and 1\,1/2 has two
@@ -81,9 +82,13 @@ TYPOGRAPHY: _Replacements = [
     (re.compile(r"\\(?:phantom|(?:text)?color|hspace)\{[^{}]*\}"), ""),
     (re.compile(r"\\(?:bf|rm|it|sf|tt|bfseries|(?:black)?square|Box|qed)(?![A-Za-z])"), " "),
     (re.compile(r"\\(?:begin|end)\{(?:aligned|align\*?|gathered|split)\}"), " "),
-    (re.compile(r"\\(?:bm|bold|pmb|emph|text(?:sf|tt|sc|normal)|math(?:sf|tt))(?=\s?\{)"), r"\\text"),
-    (re.compile(r"\\(?:text|mathbf|mathrm|boldsymbol)\{(?=\\)"), "{"),
-    (re.compile(r"\\colon(?![A-Za-z])"), ":"),
+    (re.compile(r"\\(?:bm|bold|pmb|emph|ensuremath|text(?:sf|tt|sc|normal)|math(?:sf|tt|normal))(?=\s?\{)"), r"\\text"),
+    (re.compile(r"\\(?:text|mathbf|mathrm|boldsymbol)\{(?=\\|[0-9]{1,9}\\[a-z])"), "{"),
+    (re.compile(r"\\colon(?![A-Za-z])|(?<=[0-9])\{:\}(?=[0-9])"), ":"),
+    (
+        re.compile(r"(?<![A-Za-z\\])C\(([0-9]{1,4}), ?([0-9]{1,4})\)|(?:\{\})?_\{?([0-9]{1,4})\}?C_\{?([0-9]{1,4})\}?"),
+        r"\\binom{\1\3}{\2\4}",
+    ),
     (re.compile(r"\\underline\{([^{}]*)\}"), r"\1"),
     # emphasis, and not the power of 2**3 and the product of 2*3
     (
@@ -92,18 +97,19 @@ TYPOGRAPHY: _Replacements = [
         ),
         r"\1",
     ),
-    (re.compile(r"`"), ""),
+    (re.compile(r"`|<[|\uff5c][^<>|\uff5c\s]{3,30}[|\uff5c]>|</s>|<eos>|<end_of_turn>"), ""),  # and end tokens
     (re.compile(r"<(-?[0-9][0-9,.]{0,20})>"), r"\1"),  # a placeholder such as <number>
     (re.compile(r"(?<![<=-])(?:=|-{1,2})> ?(?=[-+.0-9])"), " "),  # arrows
     # a sign, and not a bullet of a list
     (
         re.compile(
-            r"((?:\\boxed\s{0,3}\{|=|####|<answer>|\banswer(?: is:?|:)|(?:\A|(?<=[\s:(]))\${1,2}) {0,3}-) {1,3}"
+            r"((?:\\boxed\s{0,3}\{|[=:]|####|<answer>|\banswer is|(?:\A|(?<=[\s:(]))\${1,2}) {0,3}-) {1,3}"
             r"(?=\\?[$\u20ac\u00a3]?\.?[0-9]|\\[dt]?frac|[({])",
             re.IGNORECASE,
         ),
         r"\1",
     ),
+    (re.compile(r"(?<![A-Za-z0-9)}])(?<![A-Za-z0-9)}] )-(\\f?box(?:ed)?\s{0,3}\{)(?=[0-9.]{1,20}\})"), r"\1-"),
     *_SIGN_WORDS,
 ]
 TEXT_COMMANDS: _Replacements = [
@@ -126,8 +132,11 @@ _NUMBER_NOTATIONS: _Replacements = [
     TEXT_COMMANDS[0],
     # 1\frac{1}{2} is 1 1/2, and the sign of -\frac{1}{2} stays
     (re.compile(r"(?<=[0-9]) {2,6}(?=\\[dt]?frac)|(?<![-+ ])(?=\\[dt]?frac)"), " "),
-    (re.compile(r"\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}|\\[dt]?frac([0-9])([0-9])"), r"\1\3/\2\4 "),
+    (re.compile(r"\\[dt]?frac(?:\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}|([0-9])([0-9]))(?![A-Za-z(!])"), r"\1\3/\2\4 "),
     (re.compile(r"(/[0-9]+) ([-+])(?=[0-9])"), r"\1 \2 "),
+    # 2 and a half
+    (re.compile(r"(?<=[0-9]) {1,3}and a half\b"), " 1/2"),
+    (re.compile(r"(?<=[0-9]) {1,3}and {1,3}(?=[1-9]/[1-9](?![0-9/]))"), " "),
     (re.compile(r"-\\?[$\u20ac\u00a3\u00a5\u20b9] ?"), "-"),
     # ohms, and micrometers and the like
     (
@@ -140,7 +149,7 @@ _NUMBER_NOTATIONS: _Replacements = [
     *TEXT_COMMANDS[1:],
     (re.compile(r" ?(?:\u00d7|\*|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?([-+]?[0-9]{1,4})\}?"), r"e\1"),
 ]
-PERCENT = re.compile(r"[0-9] ?\\?%")
+PERCENT = re.compile(r"[0-9}] ?\\?%")
 POWERS = {
     "hundred": "e2",
     "thousand": "e3",
@@ -186,8 +195,9 @@ _COMPOUND = "|".join(
 COMPLETIONS = (
     r"(?:squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
     r"|(?:ten-?|hundred-?)?(?:hundredths|thousandths|millionths))\b"
-    r"|or (?:less|more|fewer|greater|higher|lower|above|below)\b|and (?:above|below)\b|and a (?:half|third|quarter)\b"
-    r"|at (?:most|least)\b|remainder [0-9]|(?:times|plus|minus|divided by) [0-9]|to the power of [0-9]"
+    r"|or (?:less|more|fewer|greater|higher|lower|above|below)\b|and (?:above|below|up)\b|and a (?:third|quarter)\b"
+    r"|or (?:none|infinite)\b|at (?:most|least)\b|\u4ee5[\u4e0a\u4e0b]|remainder [0-9]"
+    r"|(?:times|plus|minus|over|divided by) [0-9]|to the power of [0-9]"
     rf"|(?:{_COMPOUND})\b"
 )
 """Words after a number with which a text states another one: `3 squared`, `3 or more`, `3 hours 20 minutes`."""
@@ -195,7 +205,9 @@ _DENIED = (
     r"[ )$*]{0,4}(?:\?|(?:is|are|was|were|would be)(?:n['\u2019]t\b| not\b"
     r"| (?:[a-z]{3,12}ly )?(?:wrong|incorrect|false|impossible|invalid)\b))"
 )
-_AFTER_UNSTATED = re.compile(rf" {{0,3}}(?:{COMPLETIONS})|{_DENIED}", re.IGNORECASE)
+_AFTER_UNSTATED = re.compile(
+    rf" {{0,3}}(?:{COMPLETIONS})|\+(?! ?\.?[0-9\\(]| ?[A-Za-z](?![a-z]))|{_DENIED}", re.IGNORECASE
+)
 _IS_DENIED = re.compile(_DENIED, re.IGNORECASE)
 _BEFORE_CHARS = 60
 

@@ -57,9 +57,9 @@ _BETWEEN_BOXES = re.compile(
 # "#### 1. First" and "#### Step 1" are headings
 _HASHES = re.compile(r"(?<!#)####(?!#|[ \t]{0,4}[0-9]+[.):][ \t]{0,4}[A-Za-z])(?=[^A-Za-z0-9\n]{0,20}[0-9\\])")
 _ANSWER = (
-    r"(?:(?:\b(?:answer|correct (?:option|choice))\b|\u7b54\u6848|\u9009\u9879)[ *_]{0,4}"
+    r"(?:(?:\b(?:answer|correct (?:option|choice))\b|\u7b54\u6848|\u9009\u9879|\u9009\u62e9)[ *_]{0,4}"
     r"(?:(?:is|was|(?:would|should|must) be)\b(?! not\b)|[:=\uff1a\u662f\u4e3a\u5e94\u9009\u3011]{1,3})"
-    r"|[\u6545\u5e94\u9898\u4ee5\u6b64]\u9009)[ \t:\uff1a*]{0,8}\n{0,2}"
+    r"|[\u6545\u5e94\u9898\u4ee5\u6b64]\u9009(?!\u9879)|\u9009\u9879(?=[A-Z]))[ \t:\uff1a*]{0,8}\n{0,2}"
 )
 _ANSWER_IS = re.compile(rf"{_ANSWER}(?=[^.!?0-9\n]{{0,48}}\.?[0-9])", re.IGNORECASE)
 _TEXT_TAGS = (re.compile(r"(?<!#)####(?!#)"), re.compile(_ANSWER, re.IGNORECASE))
@@ -69,7 +69,8 @@ _MATH = re.compile(rf"\s*({_FORMULAS})")
 _LAST_MATH = re.compile(rf"({_FORMULAS})[.\s]*$")
 _IN_MATH = re.compile(r"\$\$?([^$]+)\$\$?")
 _SENTENCE_END = (
-    r"(?:[.?;]|!{1,3}(?! ?=))(?:[ \t]|$)|[ \t](?:because|since|as|where|when|with|if|given|so|which|due|assuming|but)\b"
+    r"(?:[.?]|;(?! ?[0-9])|!{1,3}(?! ?=))(?:[ \t]|$)"
+    r"|[ \t](?:because|since|as|where|when|with|if|given|so|which|due|assuming|but)\b"
 )
 _STATEMENT_END = re.compile(rf"{_SENTENCE_END}|,[ \t]", re.IGNORECASE)
 _TEXT_END = re.compile(_SENTENCE_END, re.IGNORECASE)
@@ -78,7 +79,8 @@ _DIGIT = re.compile(r"[0-9]")
 _LAST_PERCENT = re.compile(r"[0-9] ?\\?%[^0-9]*\Z")
 # 5 (x = 2), 5 when x = 2
 _CONDITION = re.compile(
-    r"(?<=[0-9}]) {1,6}(?:\([^()=]{0,20}=[^()=]{0,20}\)|(?:when|if|for|where|at|with) [^=]{0,20}=[^=]{0,20})\s*\Z"
+    r"(?:(?<=[0-9}])|(?<=[0-9][a-z])) {0,6},? {0,3}"
+    r"(?:\([^()=]{0,20}=[^()=]{0,20}\)|(?:when|if|for|where|at|with) [^=]{0,20}=[^=]{0,20})\s*\Z"
 )
 _STATES = re.compile(
     r"[0-9\u00bc-\u00be\u2150-\u215e]|<answer>|\\boxed|\banswer(?: is\b|:)|\u7b54\u6848", re.IGNORECASE
@@ -92,14 +94,17 @@ _CORRECT_CHOICE = re.compile(
     r"(?i:solution is)) (?i:option |choice )?\(?([A-Z])\)?)(?=[.!\s]|$)"
 )
 _CHOSEN = re.compile(
-    r"\s*(?:(?i:option|choice) )?[\"'\u2018\u201c]?(?:\(([A-Za-z])\)|([A-Z])(?=[).:\"'\u2019\u201d\u3002]|\s*$"
+    r"\s*(?:(?i:option|choice) |\u9009\u9879?)?[\"'\u2018\u201c]?"
+    r"(?:\(([A-Za-z])\)|([A-Z])(?=[).:\"'\u2019\u201d\u3002]|\s*(?:$|\u9009\u9879|\u662f?\u6b63\u786e)"
     r"|(?:,|,? ?[-\u2014]) [A-Za-z]?[a-z]{2}(?!.*(?<![A-Za-z])[A-Z](?![A-Za-z]))))"
 )
+_CHOICES = re.compile(r"(?=.{2})A?B?C?D?E?F?G?H?")
+_BETWEEN_CHOICES = re.compile(r"\s*(?:[,.;\s]|\band\b)\s*")
 _NOT_CHOSEN = re.compile(r"(?<!\s)\s*\((?:and )?not (?:\(?[A-Z]\)?(?:, | or |, or )?){1,9}\)")
 _OTHER_CHOICE = re.compile(r"\([A-Za-z]\)|(?<![A-Za-z])[A-Z](?:[.)]|\s*$)")
 _PROSE = re.compile(
-    r"(?<![A-Za-z\\])[A-Za-z]{2}"
-    r"|(?<![-+*/^,(\u00d7\u00f7\u00b7])[ \t](?=[(<>\u2264\u2265|{])"
+    r"(?<![A-Za-z\\])(?!(?:sqrt|log|ln|sin|cos|tan)(?![a-z]))[A-Za-z]{2}"
+    r"|(?<![-+*/^,(\u00d7\u00f7\u00b7])[ \t](?=[({|]|[<>\u2264\u2265](?! ?[a-z](?![A-Za-z])))"
 )
 # a word has a vowel; other letters are variables
 _WORD = re.compile(r"(?<![A-Za-z0-9])(?=[a-z]{0,20}?[aeiouy\u0080-\uffff])[A-Za-z\u0080-\uffff]{2,}", re.IGNORECASE)
@@ -116,10 +121,11 @@ _PHRASES = [
     (re.compile(r"(?:all|any|the (?:set of )?)?(?: ?the)? ?(?:real numbers?|reals)"), r"\mathbb{R}"),
 ]
 _MAX_PHRASE_CHARS = 60
+_TIGHT_UNIT = re.compile(r"(?<=[0-9])(?=[A-Za-z]{2,10}\Z)")
 _LETTERS = re.compile(r"\s*[A-Za-z]{2,}\s*")
 _FORMULA = re.compile(
-    r"\\[A-Za-z]|[\^\u221a\u00b2\u00b3]|\| ?-?0 ?\||0!(?!=)|\{-?0\}|0 x 0|(?<![A-Za-z])sqrt|0 ?\u03c0"
-    r"|[0)] {0,2}(?:[-+/\u00d7\u00f7\u00b7]|\*{1,2}) {0,2}[0(]|[-0]\(|-\{"
+    r"\\[A-Za-z]|[\^\u221a\u00b2\u00b3]|\| ?-?0 ?\||[0)]!(?!=)|\{-?0\}|0 x 0|(?<![A-Za-z])sqrt|0 ?\u03c0"
+    r"|[0)] {0,2}(?:[-+/\u00d7\u00f7\u00b7]|\*{1,2}) {0,2}[0(]|[-0]\(|-\\?[{\[]|0\) ?\(0"
 )
 # what a single number never contains; m and s are units here, not variables
 _ALGEBRA = [
@@ -127,13 +133,16 @@ _ALGEBRA = [
     for pattern in (
         # 2x, 6/a
         r"0 {0,2}[inxyz](?![A-Za-z]| 0)|0(?:[abcefjkpqrtuvw]|[xyz]{2,3})(?![A-Za-z])"
-        r"|0 ?/ ?[abceknpqrtuvwxyz](?![A-Za-z])",
+        r"|0 ?/ ?[abceknpqrtuvwxyz](?![A-Za-z])|^[\s$({]{0,9}[b-z] 0"
+        # 5ab, but 5hr
+        r"|0(?! ?(?:hr|yr|ha|hp|ac|c[ct]|p[ctx]|qt|th|[AP]M|HP|[KMGT][BJNVW])(?![A-Za-z]))"
+        r"(?: ?[abchnp-rt-z]{2}|[A-Z]{2})[^A-Za-z0-9]*$|0[A-Zx][0-9]|0 ?(?:log|ln|sin|cos|tan)(?![a-z])",
         # x + 5
         r"(?<![A-Za-z\\])(?:[a-z] ?[-+*/]|[A-Z] ?[+*]) ?0",
         # 5 + n, 5 + C; the words `a` and `I` may follow a dash
         r"0 {0,2}(?:[-+*/] ?[nxyzB-HJ-Z]|[-+] ?[bcefjkopqrtuvw]|[-+][AIi]|[-+] [AI]$|\+ i|- i$)(?![A-Za-z])",
         # x > 5, 5 < x, 5 mod 3
-        r"0 ?[<\u2264] ?[a-z](?![A-Za-z>])"
+        r"0 {0,2}[<\u2264] ?[a-z](?![A-Za-z>])"
         r"|(?:[<\u2264\u2265\u2260\u00b1]|(?<!<[a-z])(?<![a-z]{2})(?<![>/])>) ?0|0 (?:R|mod) ?0",
         # 5_6, f(5
         r"_\{?[0-9]|(?<![A-Za-z])(?:[A-Za-z]|sqrt|log|ln|sin|cos)\(0",
@@ -153,20 +162,23 @@ _LABEL = re.compile(
     r"|\(?[A-Za-z]\)) ?(?=-?[$(]?\.?[0-9])"
 )
 _BEFORE_VALUES = re.compile(
-    r"[\s({\[\\$]*(?:(?:the )?(?:(?:final|possible) )?(?:(?:answers?|values?|solutions?) (?:is|are)|possible)? ?:? ?)?"
-    r"(?:(?:either|between|from|perhaps|maybe|possibly) )?[($-]{0,3}",
+    r"[\s({\[\\$]*(?:(?:the )?(?:(?:final|possible) |(?:it|they) (?:is|are) )?"
+    r"(?:(?:answers?|values?|solutions?) (?:is|are)|possible)? ?:? ?)?"
+    r"(?:(?:either|between|from|perhaps|maybe|possibly|(?:one|any) of) )?[($-]{0,3}",
     re.IGNORECASE,
 )
 _JOINT = re.compile(
-    r" *|(?: ?(?!(?:sum|add|total|amount|equal|come)s? )[A-Za-z]{1,20})?"
-    r"(?:\s*(?:[,;.|]|\n)\s*(?:and|or)?|\s+(?:and|or|to|vs\.?|out of|r|remainder))"
+    r" *\(?|(?: ?(?!(?:sum|add|total|amount|equal|come)s? )[A-Za-z]{1,20})?"
+    r"(?:\s*(?:[,;.|]|\n)\s*(?:and|or)?|\s+(?:and/or|and|or|to|vs\.?|out of|r|remainder))"
     r"(?:\s*(?:maybe|perhaps|possibly|alternatively|either))?[ ,]*(?:- )?[($-]{0,3}",
     re.IGNORECASE,
 )
 _MAX_JOINT_CHARS = 50
 _DECODED_ESCAPE = re.compile(r"[\x07\x08\x0b\x0c\r][a-z]|\t(?:ext|imes|frac|an\b|heta)|\n(?:eq|u\b)")
 # of statements without an end: `3 or 4`, `3 to 4`, `3:4`, and `3, 4` if nothing follows
-_ENUMERATION = r"[^0]*0(?:,? {1,4}(?:(?:and|or) {1,4})?-?0)+[^\w]*"
+_ENUMERATION = (
+    r"[^0]*0(?:[,;]? {1,4}(?:\(?(?:(?:and/or|and|or|maybe|perhaps) {1,4}){1,2})?-?0|, ?[A-Za-z] ?= ?-?0)+[^\w]*"
+)
 _ALTERNATIVES = re.compile(
     rf"{_ENUMERATION}|[^0]*0(?:,? {{1,4}}(?:or|to) {{1,4}}|:)-?0(?! ?(?:decimal|significant|places|d\.?p|s\.?f)).*"
 )
@@ -322,6 +334,10 @@ def _is_text_or_formula(text: str, reference: str) -> bool:
         found = _WITH_BASE.fullmatch(bare)
         if bare == digits[1] or (found and found.groups() == digits.groups()):
             return True
+    if _CHOICES.fullmatch(reference) and _BETWEEN_CHOICES.sub("", replaced(stated, TEXT_COMMANDS)) == reference:
+        return True
+    if "\\text" in reference:
+        stated = _TIGHT_UNIT.sub(" ", stated)
     if "B" not in reference:
         stated = _with_constant_of(reference, stated)
     if _LETTERS.fullmatch(reference) and _LETTERS.fullmatch(stated):

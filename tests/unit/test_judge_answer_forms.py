@@ -20,6 +20,8 @@ LETTERS_AND_WORDS = [
     ("B", ("b", "(b)", "<answer>b.</answer>"), ("a", "(a)")),
     ("2A_{16}", ("2a", "2a_{16}", r"\text{2A}_{16}", "(2A)_{16}"), ("2B", "2A_{17}")),
     ("x^2+C", ("x^2+c", "x^2+k", r"x^2+\text{constant}", "x^2 + C_1", "y = x^2 + K"), ("x^2+x", "x^2-C", "kx^2+k")),
+    ("ABD", ("A, B, D", r"\text{A, B and D}", "The answer is A, B, D."), ("A, B", "A, B, C, D")),
+    ("B", ("Answer: B<|im_end|>", "Answer: B</s>", "Answer: B<|eot_id|>"), ("Answer: C<|im_end|>",)),
     ("A+B+C", ("A+C+B",), ("A+B+D",)),
 ]
 
@@ -190,6 +192,29 @@ SIGNS_AND_SPACES = [
     ("1/2", (r"\nicefrac{1}{2}", r"\huge \frac12"), (r"\frac{1}{2} x", r"\frac{1}{2} - x", r"\frac{1}{2} + C")),
     ("2", (), (r"5 \quad (x = 2)", r"5 \text{ when } x = 2")),
     ("12", (r"12\ \Omega", r"12\,\mathrm{k\Omega}", r"12\,\mu m", r"12\,\mu\text{m}"), (r"1\,2\,\Omega",)),
+    (
+        "4",
+        (r"8-\left(4\right)",),
+        (
+            *("-[4]", r"-\{4\}", "-~4", r"-\text{ }4", "\u20144", r"-\fbox{4}", r"-\boxed{4}", "#### Result: - 4"),
+            r"\left(4\right)!",
+        ),
+    ),
+    ("-4", ("-~4", "\u20144", r"-\fbox{4}", r"x = -\boxed{4}", "Answer. Profit: - 4"), (r"10-\boxed{4}",)),
+    ("0.5", (r"\frac12\text{ cups}",), (r"\frac12k", r"\frac12bh", r"\frac12!", r"\frac12(a+b)", r"\frac12 < x")),
+    (
+        "5",
+        ("5 kg", "5 hr", "5 hp", "5GB", "<answer>5 PM</answer>", r"5\text{ cm}", r"5\ (n = 2)"),
+        ("5ab", "5AB", "5 pq", "i 5", "5 log n", "5C2", "5+", "2x for x = 5"),
+    ),
+    ("2.5", ("#### 2 and a half hours", r"2\text{ and }\frac12"), ("#### 2 and a third",)),
+    ("17", (r"\ensuremath{17}", r"\mathnormal{17}"), ()),
+    ("6", ("(2)(3)", r"\left(2\right)\left(3\right)"), ("(2)(4)",)),
+    ("210", ("C(10,4)", r"{}_{10}C_4"), ("C(10,5)",)),
+    (r"33\frac13\%", (r"\frac13",), (r"\frac23",)),
+    ("3:4", (r"3\text{ to }4", "3 to 4"), (r"4\text{ to }3",)),
+    (r"5\text{ cm}", ("5cm",), ("5mm",)),
+    (r"2\sqrt{3}", (r"\mathbf{2\sqrt{3}}",), (r"\mathbf{3\sqrt{2}}",)),
 ]
 
 STATEMENTS = [
@@ -201,8 +226,30 @@ STATEMENTS = [
         (
             *("The answer is 3 hours and 20 minutes.", "#### 3 feet 8 inches", "The answer is 3 and a half."),
             *("#### 3 remainder 2", "#### 3 or more", "The answer is 3 times 7.", "#### 3 to the power of 4"),
+            *(
+                "#### 3 over 4",
+                "The answer is 3 sqrt(2).",
+                "#### 3+",
+            ),
+            *("The answer is 3 < x < 5.", "#### 3 and up"),
         ),
     ),
+    ("1/3", ("#### 1/3 of them",), ()),
+    ("3", ("The function has a maximum of 3", "The answer is 3 (since 1 + 2 = 3)."), ()),
+    (
+        "42",
+        ("#### 42; 3 apples are left", "#### 42 (or 42.0)"),
+        (
+            *(
+                "The answer is 42 (or 43).",
+                "The answer is 42; 43; 44",
+                "The answer is 42, maybe 43.",
+                r"42\text{ or none}",
+            ),
+            *("The answer is x = 42, y = 43", "<answer>41 and/or 42</answer>", "<answer>one of 40, 41, 42</answer>"),
+        ),
+    ),
+    (r"\frac{\pi}{3}", (r"60^\circ = \frac{\pi}{3}",), ()),
     ("0.75", ("My answer: the probability is 75%.",), ("My answer: the probability is 7.5%.",)),
     ("75%", ("**Answer** 0.75",), ("**Answer** 0.075",)),
 ]
@@ -226,6 +273,18 @@ CHINESE = [
         ("\u7b54\u6848\u4e0d\u662f $2\\sqrt{3}$\u3002",),
     ),
     ("B", ("\u7b54\u6848\u662f\uff08B\uff09", "\u6545\u9009B", "\u3010\u7b54\u6848\u3011B"), ("\u6545\u9009A",)),
+    (
+        "B",
+        (
+            *("\u9009\u9879B\u6b63\u786e\u3002", "\u6240\u4ee5\u9009\u9879B\u662f\u6b63\u786e\u7684\u3002"),
+            *("\\boxed{B\u9009\u9879}", "\\boxed{\u9009B}", "\u6211\u7684\u9009\u62e9\u662fB\u3002"),
+        ),
+        ("\u9009\u9879B\u4e0d\u6b63\u786e\u3002", "\u9009\u9879A\u6b63\u786e\u3002"),
+    ),
+    ("-4", ("\\boxed{\\text{\u8d1f}4}",), ("\\boxed{4}",)),
+    ("7", (), ("\\boxed{7\\text{\u4ee5\u4e0a}}",)),
+    ("12", (), ("\u7b54\u6848\u662f12\u548c13\u3002",)),
+    ("4", (), ("\\boxed{3}\u548c\\boxed{4}", "\\boxed{3}\u6216\u8005\\boxed{4}")),
 ]
 
 
