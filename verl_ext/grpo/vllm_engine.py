@@ -279,10 +279,10 @@ def process_attention_weights(model: torch.nn.Module, dtype: torch.dtype) -> Non
     """Recompute what attention layers derive from weights, such as the projections of multi-head latent attention."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
+    attention: list[Any] = [module for module in model.modules() if is_deferred_attention_layer(module)]
     with torch.no_grad():
-        for module in model.modules():
-            if is_deferred_attention_layer(module):
-                module.process_weights_after_loading(dtype)
+        for layer in attention:
+            layer.process_weights_after_loading(dtype)
 
 
 def _begin_reload(model: torch.nn.Module) -> None:
