@@ -8,11 +8,11 @@ installs missing dependencies, such as the CUDA libraries for vLLM on GPUs, at t
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING
 
 from verl_ext.cli import FAILURES, CommandParser, clean_exit
@@ -156,7 +156,8 @@ def install(names: Sequence[str], pins: dict[str, Requirement]) -> None:
     """
     if not names:
         return
-    if importlib.util.find_spec("pip") is not None:
+    # `importlib.util.find_spec` would also ask setuptools' finder, which then breaks later imports of distutils
+    if PathFinder.find_spec("pip") is not None:
         command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
     elif (uv := shutil.which("uv")) is not None:
         command = [uv, "pip", "install", f"--python={sys.executable}", "--no-deps", "--compile-bytecode"]

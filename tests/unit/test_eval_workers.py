@@ -47,10 +47,8 @@ from verl_ext.errors import UserError
 
 PROBLEMS = [Problem(f"p{i}", "", FunctionTests("f", ("assert f(1) == 2",))) for i in range(4)]
 RIGHT = GeneratedAnswer("```python\ndef f(x):\n    return x + 1\n```", num_tokens=9, truncated=False)
-RECIPE = load_eval_config(
-    None,
-    ["batch_size=2", "judge.isolation=rlimits", "judge.num_workers=1", "judge.limits={cpu_s: 0.1, wall_s: 0.1}"],
-)
+SETTINGS = ["batch_size=2", "judge.isolation=rlimits", "judge.num_workers=1"]
+RECIPE = load_eval_config(None, SETTINGS)
 CONTEXT = {"isolation": "rlimits", "protocol": {"engine": "none"}}
 
 
@@ -325,7 +323,8 @@ def test_hung_judge_does_not_hang_its_batch(monkeypatch: pytest.MonkeyPatch) -> 
     batch = Batch(BatchId(claim=1, number=0), None, {"p0": PROBLEMS[0]}, (), SamplingConfig())
     batch = replace(batch, answers={("p0", 0): RIGHT})
     events: list[Event] = []
-    with EvalWorker(RECIPE) as worker, ThreadPoolExecutor(1) as thread:
+    recipe = load_eval_config(None, [*SETTINGS, "judge.limits={cpu_s: 0.1, wall_s: 0.1}"])
+    with EvalWorker(recipe) as worker, ThreadPoolExecutor(1) as thread:
         hung = worker._open_judge()._process
         hung.send_signal(signal.SIGSTOP)
         try:

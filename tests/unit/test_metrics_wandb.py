@@ -57,8 +57,10 @@ def log_attempt(run_dir, attempt, steps):
 def test_two_attempts_without_key_share_one_offline_run(tmp_path, capsys):
     run_dir = tmp_path / "run"
     log_attempt(run_dir, 1, [1, 2, 3])
-    log_attempt(run_dir, 2, [2, 3])
     run_id = persistent_run_id(run_dir)
+    [first] = run_dir.glob(f"wandb/offline-run-*-{run_id}")
+    first.rename(first.with_name(f"offline-run-20260101_000000-{run_id}"))  # the names have whole seconds
+    log_attempt(run_dir, 2, [2, 3])
     files = sorted(run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
     assert len(files) == 2 == len(list(run_dir.glob("wandb/offline-run-*")))
     rows = [

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ DEVELOPMENT = {"coverage", "mypy", "playwright", "pytest", "pytest-xdist", "ruff
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if importlib.util.find_spec("pip") is None or importlib.util.find_spec("setuptools") is None:
+    if PathFinder.find_spec("pip") is None or PathFinder.find_spec("setuptools") is None:
         pytest.skip("pip and setuptools, which build the wheel, are not installed")
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
