@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -144,6 +145,9 @@ class LocalPool(WorkerPool):
     def __init__(self, config: EvalConfig) -> None:
         super().__init__()
         gpus = assign_gpus(config.executor.num_workers, config.engine)
+        # each worker has its own judge, and programs that share a core would hit their time limits
+        share = max(1, len(os.sched_getaffinity(0)) // len(gpus))
+        config = replace(config, judge=replace(config.judge, num_workers=config.judge.num_workers or share))
         self._workers: list[LocalWorker] = [LocalWorker(config, devices) for devices in gpus]
 
     def __enter__(self) -> LocalPool:

@@ -192,7 +192,7 @@ class JudgeConfig:
     """`judge`: the sandbox that answers run in."""
 
     isolation: Literal["auto", "bwrap", "sandlock", "rlimits"] = setting("auto", "Sandbox; auto: bwrap, else sandlock")
-    num_workers: int | None = setting(None, "Concurrent programs; null: one per core", ge=1)
+    num_workers: int | None = setting(None, "Concurrent programs per worker; null: its share of the cores", ge=1)
     packages: list[str] = setting(
         ["numpy"],
         "Packages that answers and tests can import",

@@ -24,7 +24,7 @@ from eval_pipeline.engines import EngineDied, GeneratedAnswer, GenerateRequest, 
 from eval_pipeline.engines.vllm_process import VllmModel
 from eval_pipeline.jobs import Job, JobQueue
 from eval_pipeline.judge import FunctionTests, Verdict
-from eval_pipeline.pool import BATCHES_PER_WORKER, PoolWorker, WorkerPool
+from eval_pipeline.pool import BATCHES_PER_WORKER, LocalPool, PoolWorker, WorkerPool
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.recipe import EvalDigests, load_eval_config
 from eval_pipeline.run import EvalContext, JobRunner, Task
@@ -314,6 +314,18 @@ class ScriptedWorker(PoolWorker):
 
     def _drain(self) -> tuple[list[Event], str | None]:
         return self._script
+
+
+@pytest.mark.parametrize(
+    ("settings", "programs"),
+    [(["executor.num_workers=3"], [2] * 3), (["executor.num_workers=8"], [1] * 8), (["judge.num_workers=9"], [9])],
+)
+def test_judges_of_workers_share_the_cores(
+    settings: list[str], programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(7)))
+    pool = LocalPool(load_eval_config(None, settings))
+    assert [worker._config.judge.num_workers for worker in pool._workers] == programs
 
 
 def test_hung_judge_does_not_hang_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
