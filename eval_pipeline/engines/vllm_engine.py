@@ -228,7 +228,9 @@ class VllmChild:
         except (EOFError, OSError):
             raise self._died() from None
         if isinstance(message, VllmFailed):
-            raise EngineDied(f"vLLM failed ({message.error})")
+            raise EngineDied(f"vLLM failed ({message.error}){self._cause_of(message.error)}")
+        if isinstance(message, UserError):
+            message = type(message)(f"{message}{self._cause_of(str(message))}")
         return message
 
     def end(self) -> None:
@@ -278,6 +280,10 @@ class VllmChild:
             f"the vLLM process made no progress for {self._timeout_s:g} s (engine.timeout_s) and was killed"
             f"{self._last_log_lines()}"
         )
+
+    def _cause_of(self, error: str) -> str:
+        """The last log lines if an error only refers to them, as vLLM's errors with tensor parallelism do."""
+        return self._last_log_lines() if "stack trace" in error else ""
 
     def _last_log_lines(self) -> str:
         """The end of the message about the child's death."""

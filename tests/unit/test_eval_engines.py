@@ -124,6 +124,21 @@ def test_exception_in_child_is_reported_without_traceback() -> None:
     assert str(died.value) == "vLLM failed (AttributeError: 'Abort' object has no attribute 'config')"
 
 
+@pytest.mark.parametrize("message", [VllmFailed("check the stack trace above"), UserError("See stack trace for more")])
+def test_error_that_refers_to_log_comes_with_its_last_lines(message: object) -> None:
+    """With tensor parallelism, vLLM's workers write the reason of a failure only to their log."""
+    with child_process() as child:
+        child._log.write(b"torch.OutOfMemoryError\n")
+        child._connection.close()
+        child._connection, theirs = Pipe()
+        theirs.send(message)
+        try:
+            shown = str(child.receive())
+        except EngineDied as died:
+            shown = str(died)
+    assert "stack trace" in shown and shown.endswith("its last lines:\ntorch.OutOfMemoryError")
+
+
 def test_child_killed_by_others_may_be_out_of_memory() -> None:
     with child_process() as child:
         os.kill(child.pid, signal.SIGKILL)
