@@ -23,6 +23,8 @@ OWN_VLLM_ARGUMENTS = {
     "dtype": "set engine.dtype",
     "gpu_memory_utilization": "set engine.gpu_memory_utilization",
     "tensor_parallel_size": "set engine.tensor_parallel_size",
+    "pipeline_parallel_size": "set engine.tensor_parallel_size",
+    "data_parallel_size": "set executor.num_workers",
     "hf_token": "store the token in the environment variable HF_TOKEN",  # recipes are logged
 }
 """Arguments of vllm.LLM that other settings determine, and how to set them."""

@@ -95,7 +95,8 @@ def test_no_vllm_argument_is_silently_overridden() -> None:
     found = _arguments(given, on_gpu=True, releases_memory=True, small={})
     overridden = {name for name, value in found.items() if value != "given"}
     of_model = {"model", "max_model_len", "trust_remote_code", "logits_processors"}  # set by `VLLMRolloutEngine`
-    assert overridden | of_model == OWN_VLLM_ARGUMENTS.keys()
+    of_ranks = {"pipeline_parallel_size", "data_parallel_size"}
+    assert overridden | of_model | of_ranks == OWN_VLLM_ARGUMENTS.keys()
 
 
 SMALL = {

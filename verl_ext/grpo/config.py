@@ -28,6 +28,8 @@ OWN_VLLM_ARGUMENTS = {
     "dtype": "set rollout.dtype",
     "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
     "tensor_parallel_size": "set rollout.tensor_model_parallel_size",
+    "pipeline_parallel_size": "set rollout.tensor_model_parallel_size",
+    "data_parallel_size": "remove it, because each rank has its own engine",
     "enable_sleep_mode": "set rollout.free_cache_engine",
     "load_format": _FIXED,
     "skip_tokenizer_init": _FIXED,
@@ -37,7 +39,7 @@ OWN_VLLM_ARGUMENTS = {
     "distributed_executor_backend": _FIXED,
     "cpu_distributed_timeout_seconds": _FIXED,
 }
-"""Arguments of vllm.LLM that `VLLMRolloutEngine` sets, and how to change them."""
+"""Arguments of vllm.LLM that other settings determine, and how to change them."""
 
 
 @dataclass(kw_only=True)
