@@ -20,6 +20,9 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """The variable with which CUDA numbers GPUs as nvidia-smi does; by default it numbers the fastest first."""
 CPUINFO = Path("/proc/cpuinfo")
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+"""Has a directory for each GPU, named by its PCI address."""
+DEVICE_FILES = Path("/dev")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of CPUs with bf16 units, on x86 and on Arm; others emulate bf16, which is slower than fp32."""
 
@@ -59,6 +62,13 @@ def pick_precision(setting: str, device: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[setting]
 
 
+def disable_cudnn_attention() -> None:
+    """Keep torch from cuDNN's attention, its choice on Hopper, which plans each new length for 40 ms or more."""
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def _from_cpuinfo(field: str) -> str:
     try:
         found = re.search(rf"^(?:{field})\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE)
@@ -68,9 +78,12 @@ def _from_cpuinfo(field: str) -> str:
 
 
 def listed_gpus() -> list[str]:
-    """UUIDs of all NVIDIA GPUs of this machine, by index; empty without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return []
+    """UUIDs of all NVIDIA GPUs of this machine, by nvidia-smi's index."""
+    if shutil.which("nvidia-smi") is None:  # a container may lack it; it sorts by PCI address
+        texts = [path.read_text() for path in sorted(DRIVER_GPUS.glob("*/information"))]
+        found = [re.search(r"^GPU UUID:\s*(GPU-\S+)(?s:.*)^Device Minor:\s*([0-9]+)", text, re.M) for text in texts]
+        # the driver shows a container all GPUs of the machine
+        return [gpu[1] for gpu in found if gpu is not None and (DEVICE_FILES / f"nvidia{gpu[2]}").exists()]
     output = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
     return re.findall(r"^GPU \d+: .*\(UUID: ([^)]+)\)", output, re.MULTILINE)
 

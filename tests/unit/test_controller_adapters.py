@@ -55,7 +55,9 @@ def configuration_of(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_molmo_with_own_code_for_transformers_4_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
     model = vlms.write_molmo(tmp_path / "molmo").to(dtype)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     loaded = load_adapter(str(tmp_path / "molmo"), (3, 6, 12), dtype=dtype, trust_remote_code=True)
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "latencies would differ from those of training"
     assert type(loaded.model).__name__ == "Molmo", "the checkpoint's own class"
     expected = MolmoAdapter(model, vlms.StandInProcessor(), (3, 6, 12))
     assert torch.equal(logits_of(loaded), logits_of(expected))

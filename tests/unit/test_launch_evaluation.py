@@ -20,6 +20,7 @@ from eval_pipeline.__main__ import main
 from eval_pipeline.config import EngineConfig
 from eval_pipeline.pool import assign_gpus
 from tests.helpers import ROOT
+from verl_ext import hardware
 from verl_ext.errors import UserError
 from verl_ext.launch import preflight
 from verl_ext.launch.preflight import check_evaluation, require_free_gpus
@@ -170,6 +171,26 @@ def test_rejects_gpus_used_by_ranks(
         return require_free_gpus(devices, num_ranks)
     with pytest.raises(UserError, match=words):
         require_free_gpus(devices, num_ranks)
+
+
+def test_gpus_are_found_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container has the device files of its own GPUs only, but sees what the driver says about all GPUs."""
+    driver, devices = tmp_path / "gpus", tmp_path / "dev"
+    monkeypatch.setattr(hardware, "DRIVER_GPUS", driver)
+    monkeypatch.setattr(hardware, "DEVICE_FILES", devices)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert hardware.listed_gpus() == []
+    devices.mkdir()
+    for minor, address in enumerate(("0000:9a:00.0", "0000:17:00.0", "0000:3b:00.0")):
+        (driver / address).mkdir(parents=True)
+        information = (
+            f"Model: \t\t NVIDIA H100\nGPU UUID: \t GPU-{minor}\nBus Type: \t PCIe\nDevice Minor: \t {minor}\n"
+        )
+        (driver / address / "information").write_text(information)
+    assert hardware.listed_gpus() == []
+    for minor in (0, 1):
+        (devices / f"nvidia{minor}").touch()
+    assert hardware.listed_gpus() == ["GPU-1", "GPU-0"]
 
 
 @pytest.mark.usefixtures("three_gpus")

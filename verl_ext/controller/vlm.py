@@ -23,7 +23,7 @@ from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.source import find_controller
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.hardware import pick_precision
+from verl_ext.hardware import disable_cudnn_attention, pick_precision
 from verl_ext.model_files import (
     CONTROLLER_TYPE,
     config_of,
@@ -99,6 +99,7 @@ def load_adapter(
             f"the vision-language model {path} cannot be loaded ({first_line_of(error)}); specify a model's directory, "
             "or set trust_remote_code for a model with custom code"
         ) from error
+    disable_cudnn_attention()  # as in training, so that latencies agree
     return adapter_for(model.to(device).eval().requires_grad_(False), processor, tier_sizes, custom_adapter)
 
 

@@ -16,7 +16,7 @@ from verl_ext.console import print_line
 from verl_ext.distributed import gather_results, on_rank_zero
 from verl_ext.errors import UserError
 from verl_ext.files import GIB
-from verl_ext.hardware import cpu_name, has_bf16_units, pick_precision
+from verl_ext.hardware import cpu_name, disable_cudnn_attention, has_bf16_units, pick_precision
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.trainer.config import Device
 from verl_ext.trainer.stages import RunConfig, SFTConfig
@@ -115,8 +115,7 @@ def prepare_device(config: RunConfig) -> str:
     if device_name == "cpu":
         keep_freed_memory()
     if device_name == "cuda":
-        # torch prefers cuDNN on Hopper, which plans attention for each new length and needs 40 ms or more
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        disable_cudnn_attention()
     if isinstance(config, SFTConfig) and config.trainer.deterministic:
         use_deterministic_kernels()
     return device_name
