@@ -198,8 +198,9 @@ def sampled_clocks() -> Iterator[list[float]]:
         yield samples
     finally:
         process.terminate()
-        rows = [line.split(",") for line in process.communicate()[0].splitlines()]
-        samples += [100 * float(row[0]) / float(row[1]) for row in rows if len(row) == 2]
+        rows = [line.replace(" ", "").split(",") for line in process.communicate()[0].splitlines()]
+        # a GPU may not report its clock, and the last row may be cut off
+        samples += [100 * int(row[0]) / int(row[1]) for row in rows if len(row) == 2 and all(map(str.isdecimal, row))]
 
 
 def step_s(trainer: SFTTrainer, batch: TokenBatch) -> float:
