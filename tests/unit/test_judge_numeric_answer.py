@@ -718,7 +718,7 @@ def test_rejects_wrong_answer(answer: str, reference: str) -> None:
     assert not is_right(answer, reference)
 
 
-N = 50_000
+N = 20_000
 
 
 @pytest.mark.parametrize(
@@ -800,7 +800,7 @@ N = 50_000
     ids=lambda answer: repr(answer[:12]),
 )
 def test_hostile_answer_is_wrong_in_linear_time(answer: str) -> None:
-    # quadratic time would be hours for the long ones; computing the powers would not end
+    # quadratic time would be an hour for the long ones; computing the powers would not end
     assert not is_right(answer, "42")
     assert not is_right(answer, "x+1")
     stated_result(answer, "42")
