@@ -192,7 +192,7 @@ _COMPOUND = "|".join(
         ("dollars?", "cents?"),
     )
 )
-COMPLETIONS = (
+_COMPLETIONS = (
     r"(?:squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
     r"|(?:ten-?|hundred-?)?(?:hundredths|thousandths|millionths))\b"
     r"|or (?:less|more|fewer|greater|higher|lower|above|below)\b|and (?:above|below|up)\b|and a (?:third|quarter)\b"
@@ -206,7 +206,7 @@ _DENIED = (
     r"| (?:[a-z]{3,12}ly )?(?:wrong|incorrect|false|impossible|invalid)\b))"
 )
 _AFTER_UNSTATED = re.compile(
-    rf" {{0,3}}(?:{COMPLETIONS})|\+(?! ?\.?[0-9\\(]| ?[A-Za-z](?![a-z]))|{_DENIED}", re.IGNORECASE
+    rf" {{0,3}}(?:{_COMPLETIONS})|\+(?! ?\.?[0-9\\(]| ?[A-Za-z](?![a-z]))|{_DENIED}", re.IGNORECASE
 )
 _IS_DENIED = re.compile(_DENIED, re.IGNORECASE)
 _BEFORE_CHARS = 60

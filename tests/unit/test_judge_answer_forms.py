@@ -226,12 +226,7 @@ STATEMENTS = [
         (
             *("The answer is 3 hours and 20 minutes.", "#### 3 feet 8 inches", "The answer is 3 and a half."),
             *("#### 3 remainder 2", "#### 3 or more", "The answer is 3 times 7.", "#### 3 to the power of 4"),
-            *(
-                "#### 3 over 4",
-                "The answer is 3 sqrt(2).",
-                "#### 3+",
-            ),
-            *("The answer is 3 < x < 5.", "#### 3 and up"),
+            *("#### 3 over 4", "The answer is 3 sqrt(2).", "#### 3+", "The answer is 3 < x < 5.", "#### 3 and up"),
         ),
     ),
     ("1/3", ("#### 1/3 of them",), ()),
@@ -240,12 +235,8 @@ STATEMENTS = [
         "42",
         ("#### 42; 3 apples are left", "#### 42 (or 42.0)"),
         (
-            *(
-                "The answer is 42 (or 43).",
-                "The answer is 42; 43; 44",
-                "The answer is 42, maybe 43.",
-                r"42\text{ or none}",
-            ),
+            *("The answer is 42 (or 43).", "The answer is 42; 43; 44", "The answer is 42, maybe 43."),
+            r"42\text{ or none}",
             *("The answer is x = 42, y = 43", "<answer>41 and/or 42</answer>", "<answer>one of 40, 41, 42</answer>"),
         ),
     ),
